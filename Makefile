@@ -1,0 +1,43 @@
+# Two commands do everything: `make demo` and `make test`. `make help` lists the rest.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+
+.PHONY: help setup demo test check unit process bench clean
+
+help: ## Show this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## Make .venv with elastic-run, dlrover-run and dlrover in it
+
+$(STAMP): pyproject.toml constraints.txt
+	@bash scripts/setup.sh $(VENV)
+	@touch $@
+
+demo: setup ## Train a small GPT on three local nodes, and break them on purpose
+	@$(PYTHON) examples/demo.py
+
+test: setup ## Everything that CI runs: checks and all tests
+	@$(MAKE) --no-print-directory check
+	@$(VENV)/bin/pytest
+
+check: setup ## Seconds: format, lint, types, import contracts
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/mypy
+	@$(VENV)/bin/lint-imports --no-cache
+
+unit: setup ## The tests that start no process
+	@$(VENV)/bin/pytest tests/unit tests/stateful
+
+process: setup ## The tests with real masters, agents and workers
+	@$(VENV)/bin/pytest tests/process
+
+bench: setup ## Measure, against torchrun in the same run; writes tables for docs/benchmarks.md
+	@$(PYTHON) benchmarks/membership.py
+
+clean: ## Remove what setup and tests have made
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,1 @@
+"""The agent: one per node; supervises the workers and speaks for them. No torch in here."""

@@ -1,0 +1,307 @@
+"""One node's decisions, PURE: what to do about an assignment, a worker's end, a signal.
+
+``Core.handle(event, now)`` is the only way in; it returns effects. Workers belong to one round at
+a time: those of the old round are gone before those of the next one start.
+"""
+
+from dataclasses import dataclass, field
+
+from dlrover_py.protocol.agents import (
+    Assignment,
+    Directive,
+    Progress,
+    WorkerFailure,
+    WorkerPhase,
+)
+from dlrover_py.protocol.errors import ExitCode
+
+
+@dataclass(frozen=True, slots=True)
+class Assigned:
+    """The master has answered."""
+
+    assignment: Assignment
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The master has given this node, or this life of it, up."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A worker's process has ended."""
+
+    round: int
+    local_rank: int
+    failure: WorkerFailure | None
+    """None if it exited 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Emptied:
+    """All processes of the round are gone."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """Processes of the round survived SIGKILL (a hung driver or file system)."""
+
+    round: int
+    pids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """A script reported where it stands."""
+
+    round: int
+    local_rank: int
+    step: int
+    total: int | None
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Signalled:
+    """The agent was signalled, or its lifeline has ended."""
+
+    name: str
+    number: int
+
+
+Event = Assigned | Refused | Ended | Emptied | Stuck | Stepped | Signalled
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start the workers of this assignment; a fresh offer is needed from now on."""
+
+    assignment: Assignment
+
+
+@dataclass(frozen=True, slots=True)
+class Renew:
+    """The offer belongs to this round now: reserve another port for the next one."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the workers: a signal, SIGKILL after the grace; then :class:`Emptied`."""
+
+    why: str
+    grace_s: float
+    polite: bool = False
+    """Let scripts that ask ``should_stop()`` end by themselves before they are signalled."""
+    signal: int = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """End the workers at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The report has changed in a way that must not wait for the next exchange."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """The agent's work is done."""
+
+    code: int
+    message: str
+
+
+Effect = Start | Renew | Stop | Kill | Report | Exit
+
+
+@dataclass(slots=True)
+class Core:
+    """State of one agent."""
+
+    nproc: int
+    shutdown_s: float = 30.0
+    """Signal to SIGKILL when the agent itself is asked to end."""
+    phase: WorkerPhase = WorkerPhase.IDLE
+    follows: int = 0
+    incarnation: int = 0
+    have: tuple[int, int] = (0, 0)
+    """Term and version of the newest assignment."""
+    failure: WorkerFailure | None = None
+    progress: Progress | None = None
+    leaving: str = ""
+    assignment: Assignment | None = None
+    _alive: set[int] = field(default_factory=set)
+    _workers_round: int = 0
+    _occupied: bool = False
+    """Processes of the round may still be there."""
+    _stopping: bool = False
+    _next: Assignment | None = None
+    _exit: Exit | None = None
+    _taken_up_at: float = 0.0
+    _stepped_at: float = 0.0
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Take in an event, and say what has to be done."""
+        match event:
+            case Assigned(assignment):
+                return self._assigned(assignment, now)
+            case Refused(message):
+                return self._refused(message)
+            case Ended(round_number, local_rank, failure):
+                return self._ended(round_number, local_rank, failure)
+            case Emptied(round_number):
+                return self._emptied(round_number)
+            case Stuck(round_number, pids):
+                return self._stuck(round_number, pids)
+            case Stepped():
+                return self._stepped(event, now)
+            case Signalled(name, number):
+                return self._signalled(name, number)
+
+    def _assigned(self, new: Assignment, now: float) -> list[Effect]:
+        if (new.term, new.version) <= self.have:
+            return []
+        self.have = (new.term, new.version)
+        self.incarnation = new.incarnation
+        self.assignment = new
+        if self._exit is not None:
+            return []
+        if new.directive is Directive.STOP:
+            self._exit = Exit(new.exit_code, new.reason)
+            return self._stop(new.reason, new.stop_grace_s, polite=True)
+        if new.directive is Directive.WAIT:
+            self._next = None
+            return self._stop(new.reason, new.stop_grace_s) if self._occupied else []
+        if new.round <= self.follows:
+            return []
+        self.follows, self._taken_up_at = new.round, now
+        self.failure = self.progress = None
+        self._next = new
+        # A report at once: the master waits for it before it counts on this node again.
+        effects: list[Effect] = [Renew(new.round), Report()]
+        return effects + (
+            self._stop(new.reason, new.stop_grace_s) if self._occupied else self._start()
+        )
+
+    def _refused(self, message: str) -> list[Effect]:
+        self._exit = Exit(ExitCode.SUPERSEDED, f"refused by the master: {message}")
+        self._next = None
+        if not self._occupied:
+            return [self._exit]
+        self._stopping = True
+        return [Kill()]  # another node may already work in its place: nothing more is written
+
+    def _ended(
+        self, round_number: int, local_rank: int, failure: WorkerFailure | None
+    ) -> list[Effect]:
+        if round_number != self._workers_round:
+            return []
+        self._alive.discard(local_rank)
+        if self._stopping or self._exit is not None:
+            return []  # it was told to end: neither a success nor a failure
+        if failure is not None:
+            self.phase, self.failure = WorkerPhase.FAILED, failure
+            # The round is over, here and everywhere: do not wait for the master to say so.
+            return [Report(), *self._stop("a worker of this node failed", 1.0)]
+        if self._alive:
+            return []
+        self.phase = WorkerPhase.SUCCEEDED
+        return [Report()]
+
+    def _emptied(self, round_number: int) -> list[Effect]:
+        if round_number != self._workers_round:
+            return []
+        self._alive.clear()
+        self._stopping = self._occupied = False
+        if self._exit is not None:
+            return [self._exit]
+        if self._next is not None:
+            return self._start()
+        if self.phase is not WorkerPhase.STOPPING:
+            return []
+        self.phase = WorkerPhase.IDLE
+        return [Report()]
+
+    def _stuck(self, round_number: int, pids: tuple[int, ...]) -> list[Effect]:
+        if round_number != self._workers_round:
+            return []
+        words = ", ".join(map(str, pids))
+        return [Exit(ExitCode.FAILED, f"processes {words} survived SIGKILL: this node is unfit")]
+
+    def _stepped(self, news: Stepped, now: float) -> list[Effect]:
+        if news.round != self._workers_round or self.phase is not WorkerPhase.RUNNING:
+            return []
+        old = self.progress
+        if old is None:
+            self._stepped_at = now
+            self.progress = Progress(
+                step=news.step,
+                total=news.total,
+                started_at_step=news.step,
+                first_step_after_s=now - self._taken_up_at,
+                metrics=news.metrics,
+            )
+            return [Report()]  # how long the recovery took is known now
+        if news.step < old.step:
+            return []
+        speed, passed = old.steps_per_s, now - self._stepped_at
+        if news.step > old.step and passed > 0:
+            current = (news.step - old.step) / passed
+            # The mean over about ten reports: one slow step is no news.
+            speed = current if speed == 0 else 0.9 * speed + 0.1 * current
+            self._stepped_at = now
+        self.progress = old.model_copy(
+            update={
+                "step": news.step,
+                "total": news.total if news.total is not None else old.total,
+                "steps_per_s": speed,
+                "metrics": news.metrics or old.metrics,
+            }
+        )
+        return []
+
+    def _signalled(self, name: str, number: int) -> list[Effect]:
+        if self.leaving:
+            return [Kill()] if self._occupied else []
+        self.leaving = f"the agent received {name}"
+        self._next = None
+        if self._exit is None:
+            self._exit = Exit(ExitCode.FAILED, self.leaving)
+        stop = Stop(self.leaving, self.shutdown_s, polite=True, signal=number)
+        if not self._occupied:
+            return [Report(), self._exit]
+        self._mark_stopping()
+        return [Report(), stop]
+
+    # --- small steps ---
+
+    def _start(self) -> list[Effect]:
+        assignment, self._next = self._next, None
+        assert assignment is not None
+        self._workers_round = assignment.round
+        self._alive = set(range(self.nproc))
+        self._occupied = True
+        self.phase = WorkerPhase.RUNNING
+        return [Start(assignment)]
+
+    def _stop(self, why: str, grace_s: float, *, polite: bool = False) -> list[Effect]:
+        if not self._occupied:
+            return [self._exit] if self._exit is not None else []
+        if self._stopping and not polite:
+            return []
+        self._mark_stopping()
+        return [Stop(why, grace_s, polite)]
+
+    def _mark_stopping(self) -> None:
+        self._stopping = True
+        if self.phase is WorkerPhase.RUNNING:
+            self.phase = WorkerPhase.STOPPING

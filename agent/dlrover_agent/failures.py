@@ -1,0 +1,116 @@
+"""Why a worker died, from what it left behind: exit status, error file, last words. Pure."""
+
+import json
+import re
+import signal
+
+from dlrover_py.protocol.agents import FailureKind, WorkerFailure
+
+_PEER = re.compile(
+    r"connection (closed|reset) by (remote )?peer|broken pipe|connection refused|socket closed"
+    r"|connectfullmesh|remote process exited|unhandled system error|connection was likely closed"
+    r"|failed to recv|nccl communicator was aborted",
+    re.IGNORECASE,
+)
+_PEER_TYPES = re.compile(r"^(torch\.distributed\.\w+|RuntimeError|Connection\w+|BrokenPipeError)$")
+_FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>.+)$', re.MULTILINE)
+_RAISED = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<text>.*))?$", re.DOTALL)
+_VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+")
+_HEAD = "Traceback (most recent call last):"
+
+
+def describe(
+    *,
+    exit_code: int,
+    local_rank: int,
+    rank: int,
+    pid: int,
+    error_file: str,
+    last_words: str,
+    step: int | None,
+    ran_s: float,
+) -> WorkerFailure:
+    """What the master needs to know of a worker's death.
+
+    Args:
+        exit_code: or the negative signal number.
+        error_file: content of TORCHELASTIC_ERROR_FILE (torch/distributed/elastic/multiprocessing/
+            errors), empty if there was none.
+        last_words: the end of its standard error.
+        step: last step that it reported.
+        ran_s: from its start to its death.
+    """
+    trace = _from_error_file(error_file) or _from_words(last_words)
+    kind, message, mark = FailureKind.EXIT, f"exited with code {exit_code}", ""
+    if exit_code < 0:
+        kind, message = FailureKind.SIGNAL, f"was killed by {signal_name(-exit_code)}"
+    elif trace:
+        raised = _RAISED.match(_raised_line(trace))
+        error_type = raised["type"] if raised else "Exception"
+        text = (raised["text"] or "") if raised else ""
+        frames = list(_FRAME.finditer(trace))
+        where = f"{frames[-1]['file']}:{frames[-1]['line']}" if frames else ""
+        peer = bool(_PEER_TYPES.match(error_type) and _PEER.search(text))
+        kind = FailureKind.PEER if peer else FailureKind.EXCEPTION
+        message = f"raised {error_type}: {text}" if text else f"raised {error_type}"
+        mark = f"{error_type}|{_VARYING.sub('#', text)[:200]}|{where}"
+    return WorkerFailure(
+        kind=kind,
+        local_rank=local_rank,
+        rank=rank,
+        pid=pid,
+        exit_code=exit_code,
+        message=_shortened(" ".join(message.split()), 1024),
+        traceback=trace[-8000:] or last_words[-2000:],
+        fingerprint=mark[-500:],
+        step=step,
+        ran_s=ran_s,
+    )
+
+
+def signal_name(number: int) -> str:
+    """``SIGKILL`` for 9."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _from_error_file(text: str) -> str:
+    if not text:
+        return ""
+    try:
+        message = json.loads(text)["message"]
+        if isinstance(message, str):
+            return message
+        return str(message["extraInfo"]["py_callstack"])
+    except (ValueError, KeyError, TypeError):
+        return ""  # half written, or another program's: the last words must do
+
+
+def _from_words(words: str) -> str:
+    """The last traceback, and nothing that was printed after it."""
+    start = words.rfind(_HEAD)
+    if start < 0:
+        return ""
+    lines = words[start:].splitlines()
+    kept = [lines[0]]
+    for line in lines[1:]:
+        kept.append(line)
+        if line and not line[0].isspace():  # "SomeError: text" ends it
+            break
+    return "\n".join(kept)
+
+
+def _raised_line(trace: str) -> str:
+    """The line that names the exception, with what follows of its text."""
+    lines = trace.rstrip().splitlines()
+    for i in range(len(lines) - 1, -1, -1):
+        line = lines[i]
+        if line[:1].isspace() or line == _HEAD:
+            return "\n".join(lines[i + 1 :])
+    return lines[-1] if lines else ""
+
+
+def _shortened(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"

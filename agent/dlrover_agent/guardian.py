@@ -1,0 +1,78 @@
+"""Outlives a killed agent by a moment, to end what it has left behind.
+
+A script of its own (``python -I -S guardian.py PIPE LIFELINE AGENT SCRATCH``), so that it holds
+nothing but two pipes. The agent writes ``+SESSION`` and ``-SESSION`` lines; end of file means
+that the agent is gone, and the sessions that are left are killed. The lifeline's end of file
+means that the platform is gone: the agent gets a few seconds to end by itself (it may be
+frozen). The agent's scratch folder goes last.
+"""
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import sys
+
+LAST_CHANCE_MS = 10_000
+
+
+def members(sessions: set[int]) -> list[int]:
+    """Processes of these sessions, from /proc."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            with open(f"/proc/{entry}/stat", "rb") as stat:
+                # pid (name) state ppid pgrp session …; the name may hold anything.
+                fields = stat.read().rpartition(b")")[2].split()
+            if int(fields[3]) in sessions and fields[0] != b"Z":
+                found.append(int(entry))
+    return found
+
+
+def kill_sessions(sessions: set[int]) -> None:
+    """SIGKILL all processes of the sessions, until no new one turns up."""
+    for _ in range(100):
+        pids = members(sessions)
+        if not pids:
+            return
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def main(pipe: int, lifeline: int, agent: int, scratch: str) -> None:
+    """Wait for the end of the agent."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
+    sessions: set[int] = set()
+    watched = select.poll()
+    watched.register(pipe, select.POLLIN | select.POLLHUP)
+    if lifeline >= 0:
+        watched.register(lifeline, select.POLLIN | select.POLLHUP)
+    rest, patience = b"", None
+    while True:
+        ready = watched.poll(patience)
+        if not ready:  # the platform is gone and the agent did not end: it is frozen
+            if os.getppid() == agent:
+                os.kill(agent, signal.SIGKILL)
+            break
+        if any(fd == pipe for fd, _ in ready):
+            data = os.read(pipe, 4096)
+            if not data:
+                break
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                change = sessions.add if line[:1] == b"+" else sessions.discard
+                change(int(line[1:]))
+        elif not os.read(lifeline, 64):
+            watched.unregister(lifeline)
+            patience = LAST_CHANCE_MS
+    kill_sessions(sessions)
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

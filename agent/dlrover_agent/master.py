@@ -1,0 +1,128 @@
+"""The agent's line to the master: its whole report up, the assignment down, again and again.
+
+One exchange is always under way; the master holds it until there is something new. A report that
+must not wait goes out on a second connection, and only the newest one counts from then on.
+"""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable
+
+from dlrover_py.protocol.agents import AgentReport, Assignment
+from dlrover_py.protocol.errors import Superseded, TransientError, Unauthorized
+from dlrover_py.rpc import Client
+
+log = logging.getLogger("agent.master")
+
+FIRST_ANSWER_S = 30.0
+"""For the first exchange: how long the master may hold a report is known only from its answer."""
+
+
+class Line:
+    """Keeps the exchange going."""
+
+    def __init__(
+        self,
+        client: Client,
+        node_id: str,
+        report: Callable[[], AgentReport],
+        assigned: Callable[[Assignment], None],
+        refused: Callable[[str], None],
+        *,
+        connect_s: float,
+    ) -> None:
+        self._client, self._path = client, f"/v1/nodes/{node_id}/exchange"
+        self._report, self._assigned, self._refused = report, assigned, refused
+        self._connect_s = connect_s
+        self._urgent = asyncio.Event()
+        self._held_s = FIRST_ANSWER_S
+        self._older: set[asyncio.Task[None]] = set()
+        self._answered = False
+        self._down_since: float | None = None
+
+    def urge(self) -> None:
+        """The report has changed: do not wait for the exchange that is under way."""
+        self._urgent.set()
+
+    async def run(self) -> None:
+        """Exchange until cancelled.
+
+        Raises:
+            TransientError: the master has never answered within the time for the first contact.
+            Unauthorized: the token was refused at the first contact.
+        """
+        started = time.monotonic()
+        tries = 0
+        while True:
+            self._urgent.clear()
+            exchange = asyncio.create_task(self._exchange())
+            urgent = asyncio.create_task(self._urgent.wait())
+            try:
+                await asyncio.wait({exchange, urgent}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                urgent.cancel()
+            if not exchange.done():
+                # It will be answered as overtaken; its connection is used again then.
+                self._older.add(exchange)
+                exchange.add_done_callback(self._forget)
+                continue
+            try:
+                exchange.result()
+                tries = 0
+            except Superseded as error:
+                self._refused(str(error))
+                return
+            except (TransientError, Unauthorized) as error:
+                waited = time.monotonic() - started
+                if not self._answered and (
+                    isinstance(error, Unauthorized) or waited > self._connect_s
+                ):
+                    raise
+                self._say_down(error)
+                tries += 1
+                await self._pause(tries)
+
+    async def last_report(self, deadline_s: float) -> None:
+        """Tell the master once more, if it can be reached soon."""
+        try:
+            body = self._report().model_dump_json().encode()
+            await self._client.call("POST", self._path, body, deadline_s=deadline_s)
+        except (TransientError, Superseded, Unauthorized) as error:
+            log.debug("last_report_lost", extra={"why": str(error)})
+
+    async def _exchange(self) -> None:
+        body = self._report().model_dump_json(exclude_defaults=True).encode()
+        deadline = self._held_s + 5.0
+        answer = await self._client.call("POST", self._path, body, deadline_s=deadline)
+        assignment = Assignment.model_validate_json(answer)
+        self._answered = True
+        self._held_s = assignment.exchange_s
+        if self._down_since is not None:
+            away = round(time.monotonic() - self._down_since, 3)
+            log.info("master_back", extra={"away_s": away})
+            self._down_since = None
+        self._assigned(assignment)
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._older.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            if isinstance(error, Superseded):
+                self._refused(str(error))
+            elif not isinstance(error, (TransientError, Unauthorized)):
+                raise error
+
+    def _say_down(self, error: Exception) -> None:
+        if self._down_since is None:
+            self._down_since = time.monotonic()
+            log.warning("master_away", extra={"why": str(error), "then": "workers go on"})
+
+    async def _pause(self, tries: int) -> None:
+        """Back off, with jitter: thousands of agents lose a master at the same moment."""
+        longest = min(2.0, 0.05 * 2 ** min(tries, 6))
+        try:
+            async with asyncio.timeout(random.uniform(longest / 2, longest)):
+                await self._urgent.wait()
+        except TimeoutError:
+            return

@@ -1,0 +1,106 @@
+"""What the platform tells an agent: the only reader of its environment."""
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self, TypeVar
+
+from dlrover_py.protocol import names
+from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.rpc import check_address
+
+T = TypeVar("T", int, float)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The environment of one agent."""
+
+    master_addr: str = ""
+    token_file: Path | None = None
+    node_id: str = ""
+    job_name: str = ""
+    advertise: str = "127.0.0.1"
+    """Address at which other nodes reach this one."""
+    log_dir: Path | None = None
+    lifeline_fd: int | None = None
+    python: str = sys.executable
+    connect_s: float = 60.0
+    """The master must have answered once by then."""
+    log_level: str = "INFO"
+    environ: Mapping[str, str] = field(default_factory=dict)
+    """All of it, for the workers to inherit."""
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Self:
+        """Read the environment.
+
+        Raises:
+            ConfigError: a value cannot be used.
+        """
+        environ = dict(os.environ) if environ is None else environ
+        token, logs = environ.get(names.ENV_TOKEN_FILE), environ.get(names.ENV_LOG_DIR)
+        return cls(
+            master_addr=environ.get(names.ENV_MASTER_ADDR, ""),
+            token_file=Path(token) if token else None,
+            node_id=environ.get(names.ENV_NODE_ID, ""),
+            job_name=environ.get(names.ENV_JOB_NAME, ""),
+            advertise=environ.get(names.ENV_POD_IP, "127.0.0.1"),
+            log_dir=Path(logs) if logs else None,
+            lifeline_fd=_number(environ, names.ENV_LIFELINE_FD, int),
+            python=environ.get("PYTHON_EXEC", sys.executable),
+            connect_s=_number(environ, names.ENV_CONNECT_S, float) or 60.0,
+            log_level=environ.get("DLROVER_LOG_LEVEL", "INFO"),
+            environ=environ,
+        )
+
+    @property
+    def in_job(self) -> bool:
+        """Whether a platform has started this agent as a node of a job."""
+        return bool(self.master_addr)
+
+    def check(self) -> None:
+        """Refuse an environment in which no job can be joined.
+
+        Raises:
+            ConfigError: what is missing, and who should have set it.
+        """
+        check_address(self.master_addr)
+        for name, value in (
+            (names.ENV_NODE_ID, self.node_id),
+            (names.ENV_TOKEN_FILE, self.token_file),
+        ):
+            if not value:
+                raise ConfigError(
+                    f"{names.ENV_MASTER_ADDR} is set and {name} is not: inside a job the platform "
+                    "sets both; to train on this machine alone, unset it and use --standalone"
+                )
+
+    def token(self) -> str:
+        """The job's token.
+
+        Raises:
+            ConfigError: the file cannot be read, or is empty.
+        """
+        assert self.token_file is not None
+        try:
+            token = self.token_file.read_text().strip()
+        except OSError as error:
+            raise ConfigError(f"token file {self.token_file}: {error.strerror}") from error
+        if not token:
+            raise ConfigError(
+                f"token file {self.token_file}: it is empty; expected the job's token"
+            )
+        return token
+
+
+def _number(environ: Mapping[str, str], name: str, kind: type[T]) -> T | None:
+    text = environ.get(name)
+    if not text:
+        return None
+    try:
+        return kind(text)
+    except ValueError as error:
+        raise ConfigError(f"{name} is {text!r}: expected a number") from error

@@ -1,0 +1,433 @@
+"""Starts, watches, stops and reaps the workers of one node, and keeps their logs.
+
+Each worker leads a session of its own, and its end is seen through a pidfd at once. A round is
+over when its sessions are empty: a DataLoader child that outlived its worker could hold memory
+that the next round needs. Standard output and error go through pipes, so that a full disk costs
+log lines and not the training.
+"""
+
+import asyncio
+import collections
+import contextlib
+import ctypes
+import errno
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from dlrover_agent.core import Emptied, Ended, Event, Stuck
+from dlrover_agent.failures import describe
+from dlrover_agent.guardian import members
+from dlrover_py.protocol import names
+from dlrover_py.protocol.agents import Assignment, FailureKind, WorkerFailure
+
+log = logging.getLogger("agent.workers")
+
+LAST_WORDS = 16_384
+"""Bytes of standard error that are kept to explain a failure."""
+TERM_AFTER_POLITE_S = 1.0
+"""A script that asks should_stop() is signalled so long before the end of its grace."""
+SURVIVED_KILL_S = 10.0
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What each worker runs."""
+
+    argv: tuple[str, ...]
+    nproc: int
+    inherit: Mapping[str, str]
+    """The agent's environment."""
+    log_dir: Path | None = None
+    """None: the workers write to the agent's own output."""
+    echo: bool = False
+    """With logs in files: show them as well."""
+
+
+class _Pump:
+    """Moves one stream of a worker into its file (and onto the agent's output)."""
+
+    def __init__(self, fd: int, path: Path | None, echo: BinaryIO | None, prefix: str) -> None:
+        self._fd, self._path, self._echo = fd, path, echo
+        self._prefix = prefix.encode()
+        self.tail: collections.deque[bytes] = collections.deque()
+        self._kept = 0
+        self._file: BinaryIO | None = None
+        self._said = False
+        self._new_line = True
+        os.set_blocking(fd, False)
+        if path is not None:
+            with self._losing_lines():
+                self._file = path.open("ab", buffering=0)
+        asyncio.get_running_loop().add_reader(fd, self.drain)
+
+    def drain(self) -> None:
+        """Take what is there."""
+        for _ in range(16):  # one loud worker must not keep the agent from its other duties
+            try:
+                data = os.read(self._fd, 65536)
+            except BlockingIOError:
+                return
+            if not data:
+                asyncio.get_running_loop().remove_reader(self._fd)
+                return
+            self._take(data)
+
+    def close(self) -> None:
+        """Take the rest, and let go."""
+        asyncio.get_running_loop().remove_reader(self._fd)
+        while True:
+            try:
+                data = os.read(self._fd, 65536)
+            except BlockingIOError:
+                break
+            if not data:
+                break
+            self._take(data)
+        os.close(self._fd)
+        if self._file is not None:
+            self._file.close()
+
+    def _take(self, data: bytes) -> None:
+        self.tail.append(data[-LAST_WORDS:])
+        self._kept += len(self.tail[-1])
+        while self._kept - len(self.tail[0]) >= LAST_WORDS:
+            self._kept -= len(self.tail.popleft())
+        with self._losing_lines():
+            if self._file is None and self._path is not None:
+                self._file = self._path.open("ab", buffering=0)
+            if self._file is not None:
+                self._file.write(data)
+        if self._echo is not None:
+            with contextlib.suppress(OSError):  # nobody looks any more
+                self._echo.write(self._prefixed(data))
+                self._echo.flush()
+
+    def _prefixed(self, data: bytes) -> bytes:
+        lines = data.split(b"\n")
+        out = b"\n".join(
+            self._prefix + line if line and (i or self._new_line) else line
+            for i, line in enumerate(lines)
+        )
+        self._new_line = not lines[-1]
+        return out
+
+    @contextlib.contextmanager
+    def _losing_lines(self) -> Iterator[None]:
+        """A full or lost disk costs log lines, not the training."""
+        try:
+            yield
+        except OSError as error:
+            if not self._said:
+                self._said = True
+                log.warning(
+                    "log_lines_lost", extra={"path": str(self._path), "why": error.strerror}
+                )
+            if error.errno != errno.ENOSPC:
+                self._path = self._file = None
+
+
+@dataclass(slots=True)
+class _Worker:
+    local_rank: int
+    rank: int
+    process: subprocess.Popen[bytes]
+    pidfd: int
+    started_at: float
+    pumps: list[_Pump] = field(default_factory=list)
+    error_file: Path | None = None
+    ended: bool = False
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+
+class Workers:
+    """The worker processes of one round at a time."""
+
+    def __init__(
+        self,
+        command: Command,
+        post: Callable[[Event], None],
+        *,
+        guard: Callable[[str], None],
+        last_step: Callable[[int], int | None],
+        sdk_socket: Path,
+        scratch: Path,
+        node_id: str,
+        run_id: str,
+    ) -> None:
+        """Remember what to run.
+
+        Args:
+            command: what each worker runs.
+            post: takes what happens to them.
+            guard: tells the guardian of a session (``+1234``, ``-1234``).
+            last_step: newest step that a local rank has reported.
+            sdk_socket: where the agent listens to the trainer SDK.
+            scratch: folder for error files.
+            node_id: for the logs' path.
+            run_id: TORCHELASTIC_RUN_ID.
+        """
+        self._command, self._post, self._guard = command, post, guard
+        self._last_step, self._sdk_socket, self._scratch = last_step, sdk_socket, scratch
+        self._node_id, self._run_id = node_id, run_id
+        self._workers: list[_Worker] = []
+        self._round = 0
+        self._timers: list[asyncio.TimerHandle] = []
+        self._sweep: asyncio.Task[None] | None = None
+        become_subreaper()
+
+    @property
+    def pids(self) -> list[int]:
+        """By local rank; 0 for one that has ended."""
+        return [0 if w.ended else w.pid for w in self._workers]
+
+    def start(self, assignment: Assignment) -> None:
+        """Start the workers of a round. One that cannot be started counts as failed."""
+        assert threading.current_thread() is threading.main_thread()  # PR_SET_PDEATHSIG
+        self._round = assignment.round
+        self._workers = []
+        for local_rank in range(self._command.nproc):
+            try:
+                self._workers.append(self._spawn(assignment, local_rank))
+            except OSError as error:
+                program = self._command.argv[0]
+                failure = WorkerFailure(
+                    kind=FailureKind.START,
+                    local_rank=local_rank,
+                    rank=assignment.rank_offset + local_rank,
+                    pid=0,
+                    exit_code=127,
+                    message=f"could not be started: {program}: {error.strerror}",
+                    fingerprint=f"start|{error.errno}|{program}",
+                )
+                self._post(Ended(self._round, local_rank, failure))
+                if all(w.ended for w in self._workers):
+                    self._all_ended()
+                return
+
+    def stop(self, grace_s: float, number: int, *, spare: set[int] | None = None) -> None:
+        """Signal the workers (those in ``spare`` only shortly before the end of the grace), and
+        kill what is left after the grace."""
+        loop = asyncio.get_running_loop()
+        spare = spare or set()
+        self._signal(number, [w for w in self._workers if w.local_rank not in spare])
+        if spare:
+            kept = [w for w in self._workers if w.local_rank in spare]
+            delay = max(0.0, grace_s - TERM_AFTER_POLITE_S)
+            self._timers.append(loop.call_later(delay, self._signal, number, kept))
+        self._timers.append(loop.call_later(grace_s, self.kill))
+        if all(w.ended for w in self._workers):
+            self._all_ended()
+
+    def kill(self) -> None:
+        """SIGKILL all of them, now."""
+        self._signal(signal.SIGKILL, self._workers)
+        if all(w.ended for w in self._workers):
+            self._all_ended()
+
+    def _signal(self, number: int, workers: list[_Worker]) -> None:
+        for worker in workers:
+            if not worker.ended:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(worker.pidfd, number)
+
+    def _spawn(self, assignment: Assignment, local_rank: int) -> _Worker:
+        rank = assignment.rank_offset + local_rank
+        folder = self._log_folder(assignment, rank)
+        error_file = (folder or self._scratch) / f"error-{assignment.round}-{local_rank}.json"
+        with contextlib.suppress(OSError):
+            error_file.unlink(missing_ok=True)
+        env = self._environment(assignment, local_rank, error_file)
+        argv = [part.replace("${local_rank}", str(local_rank)) for part in self._command.argv]
+        piped = self._command.log_dir is not None
+        out = os.pipe() if piped else None
+        err = os.pipe() if piped else None
+        started_at = time.monotonic()
+        try:
+            process = subprocess.Popen(
+                argv,
+                env=env,
+                stdout=out[1] if out else None,
+                stderr=err[1] if err else None,
+                start_new_session=True,
+                preexec_fn=_die_with_parent(os.getpid()),
+            )
+        except OSError:
+            for pipe in (out, err):
+                if pipe:
+                    os.close(pipe[0])
+            raise
+        finally:
+            for pipe in (out, err):
+                if pipe:
+                    os.close(pipe[1])
+        self._guard(f"+{process.pid}")
+        worker = _Worker(
+            local_rank, rank, process, os.pidfd_open(process.pid), started_at, error_file=error_file
+        )
+        if out and err:
+            worker.pumps = [
+                self._pump(out[0], folder, "stdout.log", sys.stdout.buffer, rank),
+                self._pump(err[0], folder, "stderr.log", sys.stderr.buffer, rank),
+            ]
+        asyncio.get_running_loop().add_reader(worker.pidfd, self._exited, worker)
+        return worker
+
+    def _pump(self, fd: int, folder: Path | None, name: str, echo: BinaryIO, rank: int) -> _Pump:
+        path = folder / name if folder is not None else None
+        return _Pump(fd, path, echo if self._command.echo else None, f"[rank{rank}]: ")
+
+    def _log_folder(self, assignment: Assignment, rank: int) -> Path | None:
+        """``<dir>/<node>/<incarnation>/<round>/<rank>``; None where it cannot be made."""
+        if self._command.log_dir is None:
+            return None
+        round_folder = Path(str(assignment.incarnation)) / str(assignment.round)
+        folder = self._command.log_dir / self._node_id / round_folder / str(rank)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            log.warning("log_lines_lost", extra={"path": str(folder), "why": error.strerror})
+            return None
+        return folder
+
+    def _environment(self, a: Assignment, local_rank: int, error_file: Path) -> dict[str, str]:
+        nproc = self._command.nproc
+        rank = a.rank_offset + local_rank
+        env = {k: v for k, v in self._command.inherit.items() if k not in names.PRIVATE_ENV}
+        if nproc > 1:
+            env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: not nproc times all cores
+        env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+        return env | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local_rank),
+            "GROUP_RANK": str(a.node_rank),
+            "ROLE_RANK": str(rank),
+            "ROLE_NAME": "default",
+            "WORLD_SIZE": str(a.world_size),
+            "LOCAL_WORLD_SIZE": str(nproc),
+            "GROUP_WORLD_SIZE": str(a.nnodes),
+            "ROLE_WORLD_SIZE": str(a.world_size),
+            "MASTER_ADDR": a.master_addr,
+            "MASTER_PORT": str(a.master_port),
+            "TORCHELASTIC_RESTART_COUNT": str(a.restart_count),
+            "TORCHELASTIC_MAX_RESTARTS": str(a.max_restarts),
+            "TORCHELASTIC_RUN_ID": self._run_id,
+            # Worker 0 hosts the store: it is fresh in each round.
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
+            "TORCHELASTIC_ERROR_FILE": str(error_file),
+            names.ENV_AGENT_SOCKET: str(self._sdk_socket),
+            names.ENV_ROUND: str(a.round),
+            names.ENV_RESTART_REASON: a.reason if a.round > 1 else "",
+        }
+
+    def _exited(self, worker: _Worker) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(worker.pidfd)
+        code = worker.process.wait()  # the pidfd says that it has ended
+        worker.ended = True
+        os.close(worker.pidfd)
+        for pump in worker.pumps:
+            pump.close()
+        failure = self._failure(worker, code) if code else None
+        self._post(Ended(self._round, worker.local_rank, failure))
+        if all(w.ended for w in self._workers):
+            self._all_ended()
+
+    def _failure(self, worker: _Worker, code: int) -> WorkerFailure:
+        text = ""
+        if worker.error_file is not None:
+            with contextlib.suppress(OSError):
+                text = worker.error_file.read_text(errors="replace")
+        words = b"".join(worker.pumps[1].tail) if worker.pumps else b""
+        return describe(
+            exit_code=code,
+            local_rank=worker.local_rank,
+            rank=worker.rank,
+            pid=worker.pid,
+            error_file=text,
+            last_words=words[-LAST_WORDS:].decode("utf-8", "replace"),
+            step=self._last_step(worker.local_rank),
+            ran_s=time.monotonic() - worker.started_at,
+        )
+
+    def _all_ended(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
+        if self._sweep is None:
+            self._sweep = asyncio.create_task(self._empty_sessions())
+
+    async def _empty_sessions(self) -> None:
+        """Kill what the workers have left in their sessions, and wait until it is gone."""
+        sessions = {w.pid for w in self._workers}
+        deadline = time.monotonic() + SURVIVED_KILL_S
+        left = members(sessions) if sessions else []
+        while left and time.monotonic() < deadline:
+            await asyncio.gather(*(_kill(pid, deadline) for pid in left))
+            left = members(sessions)
+        self._sweep = None
+        for session in sessions:
+            self._guard(f"-{session}")
+        if left:
+            self._post(Stuck(self._round, tuple(left)))
+        else:
+            self._post(Emptied(self._round))
+
+
+async def _kill(pid: int, deadline: float) -> None:
+    """SIGKILL a process that is not our child, and wait for its end."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    loop = asyncio.get_running_loop()
+    gone = asyncio.Event()
+    loop.add_reader(fd, gone.set)
+    try:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(fd, signal.SIGKILL)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                await gone.wait()
+    finally:
+        loop.remove_reader(fd)
+        os.close(fd)
+
+
+def become_subreaper() -> None:
+    """Orphans of our workers become our children, so that they can be waited for."""
+    if _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        log.warning("no_subreaper", extra={"why": os.strerror(ctypes.get_errno())})
+
+
+def reap_orphans(known: set[int]) -> None:
+    """Take the exit status of ended children that nobody else waits for."""
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+            if found.si_pid in known:
+                return
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(found.si_pid, os.WNOHANG)
+
+
+def _die_with_parent(parent: int) -> Callable[[], None]:
+    def before_exec() -> None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it died before the call
+            os._exit(1)
+
+    return before_exec

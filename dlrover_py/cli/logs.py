@@ -1,0 +1,81 @@
+"""Shows log files, and follows them while the job runs."""
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+LOOK_S = 0.2
+"""Files appear in folders that appear: a look now and then is simpler than inotify, and enough
+for eyes."""
+
+
+def show(
+    folder: Path,
+    alive: Path | None,
+    *,
+    node: str | None,
+    rank: int | None,
+    round_number: int | None,
+    agents: bool,
+) -> None:
+    """Print the logs below a folder, each line with its origin.
+
+    Args:
+        folder: ``<node>/<incarnation>/<round>/<rank>/{stdout,stderr}.log``, ``<node>/agent.log``.
+        alive: go on as long as this file is there; None: do not wait.
+        node, rank, round_number: show only these.
+        agents: show what agents and master say instead.
+    """
+    with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
+        _show(folder, alive, node, rank, round_number, agents)
+
+
+def _show(
+    folder: Path,
+    alive: Path | None,
+    node: str | None,
+    rank: int | None,
+    round_number: int | None,
+    agents: bool,
+) -> None:
+    rest_a_moment = threading.Event()
+    open_files: dict[Path, tuple[BinaryIO, bytes]] = {}
+    while True:
+        last = alive is None or not alive.exists()
+        for path, origin in sorted(_files(folder, node, rank, round_number, agents)):
+            stream, rest = open_files.get(path) or (path.open("rb"), b"")
+            *lines, rest = (rest + stream.read()).split(b"\n")
+            if last and rest:
+                lines, rest = [*lines, rest], b""
+            for line in lines:
+                sys.stdout.buffer.write(f"[{origin}] ".encode() + line + b"\n")
+            open_files[path] = (stream, rest)
+        sys.stdout.buffer.flush()
+        if last:
+            for stream, _ in open_files.values():
+                stream.close()
+            return
+        rest_a_moment.wait(LOOK_S)
+
+
+def _files(
+    folder: Path, node: str | None, rank: int | None, round_number: int | None, agents: bool
+) -> Iterator[tuple[Path, str]]:
+    if agents:
+        if node is None and (folder / "master.log").exists():
+            yield folder / "master.log", "master"
+        for path in folder.glob("*/agent.log"):
+            if node in (None, path.parent.name):
+                yield path, path.parent.name
+        return
+    for path in folder.glob("*/*/*/*/std*.log"):
+        name, _, in_round, of_rank = path.relative_to(folder).parts[:4]
+        if node not in (None, name) or (rank is not None and of_rank != str(rank)):
+            continue
+        if round_number is not None and in_round != str(round_number):
+            continue
+        stream = "" if path.name == "stdout.log" else " err"
+        yield path, f"{name} round {in_round} rank {of_rank}{stream}"

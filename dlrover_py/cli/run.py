@@ -1,0 +1,173 @@
+"""``dlrover job run``: the cluster on this machine, from its first process to the last."""
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Literal
+
+import uvicorn
+from rich.console import Console
+from rich.live import Live
+
+from dlrover_py.cli import view
+from dlrover_py.cli.settings import Settings
+from dlrover_py.local import Cluster, Paths, api
+from dlrover_py.protocol.job import ElasticJob
+from dlrover_py.protocol.status import JobPhase, JobStatus
+from dlrover_py.telemetry import setup
+
+Style = Literal["live", "plain", "json"]
+REDRAW_S = 0.25
+PROGRESS_S = 5.0
+"""Without a terminal the step is printed this often."""
+
+
+def run_job(
+    job: ElasticJob, settings: Settings, *, hosts: int, workdir: Path, grace_s: float, style: Style
+) -> int:
+    """Run a job until it ends or is stopped; return the exit code of the command."""
+    name = job.metadata.name
+    stamp = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S.%f")[:-3]
+    paths = Paths(settings.runtime_root / name, settings.state_root / f"{name}@{stamp}")
+    cluster = Cluster.prepare(
+        job, hosts=hosts, paths=paths, workdir=workdir, environ=settings.environ
+    )
+    try:
+        return asyncio.run(_run(cluster, grace_s, style))
+    finally:
+        cluster.close()
+
+
+async def _run(cluster: Cluster, grace_s: float, style: Style) -> int:
+    log_file = (cluster.paths.logs / "cluster.log").open("a")
+    setup("cluster", stream=log_file, job=cluster.job.metadata.name)
+    loop = asyncio.get_running_loop()
+    interrupts: list[int] = []
+    at_once = asyncio.Event()
+
+    def interrupted(number: int) -> None:
+        interrupts.append(number)
+        cluster.ended.set()
+        if len(interrupts) > 1:
+            at_once.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, interrupted, number)
+    config = uvicorn.Config(
+        api(cluster),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        timeout_graceful_shutdown=1,
+    )
+    server = _Server(config)
+    serving = asyncio.create_task(server.serve([cluster.door()]))
+    master = asyncio.create_task(cluster.keep_master())
+    showing = asyncio.create_task(_show(cluster, style))
+    failed: BaseException | None = None
+    ended = asyncio.create_task(cluster.ended.wait())
+    done, _ = await asyncio.wait({ended, master, serving}, return_when=asyncio.FIRST_COMPLETED)
+    for task in done - {ended}:
+        failed = task.exception()
+    if cluster.status is not None and cluster.status.phase.ended and not interrupts:
+        grace_s = max(grace_s, 1.0)
+    closing = asyncio.create_task(cluster.shut_down(grace_s))
+    hurry = asyncio.create_task(at_once.wait())
+    await asyncio.wait({closing, hurry}, return_when=asyncio.FIRST_COMPLETED)
+    if not closing.done():
+        closing.cancel()
+        await asyncio.gather(closing, return_exceptions=True)
+        await cluster.shut_down(0.0)
+    hurry.cancel()
+    ended.cancel()
+    showing.cancel()
+    await asyncio.gather(showing, return_exceptions=True)
+    server.should_exit = True
+    master.cancel()
+    await asyncio.gather(serving, master, return_exceptions=True)
+    log_file.close()
+    if failed is not None:
+        raise failed
+    return _farewell(cluster, style, interrupts)
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # the program keeps its signals
+
+
+def _farewell(cluster: Cluster, style: Style, interrupts: list[int]) -> int:
+    status = cluster.status
+    name = cluster.job.metadata.name
+    phase = status.phase if status is not None else JobPhase.PENDING
+    if style != "json" and not phase.ended:
+        print(f"{name} was stopped; its logs are in {cluster.paths.logs}")
+    elif style != "json" and status is not None:
+        words = f"{name} {phase.value.lower()} after {view.age(status.started_at, status.ended_at)}"
+        print(f"{words}: {status.reason}")
+        if phase is JobPhase.FAILED and status.last_failure is not None:
+            print(status.last_failure.worker.traceback)
+        print(f"logs: {cluster.paths.logs}")
+    if interrupts and phase is not JobPhase.SUCCEEDED:
+        return 128 + interrupts[0]
+    return 1 if phase is JobPhase.FAILED else 0
+
+
+async def _show(cluster: Cluster, style: Style) -> None:
+    if style == "live":
+        await _show_live(cluster)
+        return
+    shown = 0
+    said_step = -1
+    loop = asyncio.get_running_loop()
+    next_progress = loop.time() + PROGRESS_S
+    try:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await cluster.changed.wait()
+            cluster.changed.clear()
+            shown = _print_events(cluster.status, shown, style)
+            status = cluster.status
+            if status is None or status.progress is None or loop.time() < next_progress:
+                continue
+            next_progress = loop.time() + PROGRESS_S
+            if status.progress.step != said_step:
+                said_step = status.progress.step
+                if style == "json":
+                    _line(f'{{"progress": {status.progress.model_dump_json()}}}')
+                else:
+                    _line(f"         {view.summary(status)}")
+    finally:
+        _print_events(cluster.status, shown, style)
+        if style == "json" and cluster.status is not None:
+            _line(f'{{"status": {cluster.status.model_dump_json(by_alias=True)}}}')
+
+
+def _print_events(status: JobStatus | None, shown: int, style: Style) -> int:
+    for event in status.events if status is not None else []:
+        if event.id > shown:
+            shown = event.id
+            body = f'{{"event": {event.model_dump_json()}}}'
+            _line(body if style == "json" else view.event_line(event))
+    return shown
+
+
+def _line(text: str) -> None:
+    with contextlib.suppress(OSError):  # nobody reads any more: the job goes on
+        print(text, flush=True)
+
+
+async def _show_live(cluster: Cluster) -> None:
+    with Live(console=Console(), auto_refresh=False, transient=False) as screen:
+        try:
+            while True:
+                screen.update(view.live(cluster.snapshot()), refresh=True)
+                await asyncio.sleep(REDRAW_S)
+        finally:
+            screen.update(view.live(cluster.snapshot()), refresh=True)

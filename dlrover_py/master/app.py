@@ -1,0 +1,144 @@
+"""Wiring: the only place that picks implementations."""
+
+import asyncio
+import logging
+import os
+import resource
+import signal
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, Counter
+
+from dlrover_py.master.loop import Loop
+from dlrover_py.master.platform import Platform
+from dlrover_py.master.server import health_app, job_app, server
+from dlrover_py.master.settings import Settings
+from dlrover_py.master.store import FileStore
+from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.names import JOURNAL_FILE
+
+log = logging.getLogger("master")
+
+
+@dataclass(frozen=True, slots=True)
+class Sockets:
+    """Where the master listens."""
+
+    job: socket.socket
+    health: socket.socket
+
+
+async def serve(
+    platform: Platform,
+    settings: Settings,
+    sockets: Sockets,
+    *,
+    token: str,
+    state_dir: Path,
+    lifeline: int | None = None,
+) -> None:
+    """Run the master of one job until SIGTERM or SIGINT, or until its lifeline ends."""
+    raise_file_limit()
+    store = FileStore(state_dir / JOURNAL_FILE)
+    rules = settings.rules(can_create=platform.can_create)
+    loop = Loop(platform, store, rules, publish_s=settings.publish_s)
+    registry = CollectorRegistry()
+    denied = Counter(
+        "dlrover_unauthorized_requests", "Requests without the token.", registry=registry
+    )
+    jobs = server(
+        job_app(loop, token=token, max_body_bytes=settings.max_body_bytes, denied=denied),
+        header_s=settings.header_s,
+    )
+    health = server(health_app(loop, registry), header_s=settings.header_s)
+    stop = asyncio.Event()
+    running = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        running.add_signal_handler(number, stop.set)
+    if lifeline is not None:
+        _follow(lifeline, stop)
+    tasks = [
+        asyncio.create_task(loop.run()),
+        asyncio.create_task(jobs.serve([sockets.job])),
+        asyncio.create_task(health.serve([sockets.health])),
+    ]
+    stopped = asyncio.create_task(stop.wait())
+    done, _ = await asyncio.wait([*tasks, stopped], return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    jobs.should_exit = health.should_exit = True
+    tasks[0].cancel()
+    ended = await asyncio.gather(*tasks, return_exceptions=True)
+    for task, outcome in zip(tasks, ended, strict=True):
+        if task in done and isinstance(outcome, BaseException):
+            raise outcome
+
+
+def raise_file_limit() -> None:
+    """Each agent, and each silent connection, holds a descriptor: the usual 1,024 are few."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def listen(address: str) -> socket.socket:
+    """A listening socket at ``host:port``.
+
+    Raises:
+        ConfigError: the address cannot be used.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        return socket.create_server((host.strip("[]"), int(port)), backlog=4096)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "the port is not a number"
+        raise ConfigError(
+            f"cannot listen on {address}: {why}; expected a free host:port (port 0 takes any)"
+        ) from error
+
+
+def inherited(fd: int) -> socket.socket:
+    """A listening socket that the parent has opened: the port survives this process.
+
+    Raises:
+        ConfigError: it is not a socket.
+    """
+    try:
+        return socket.socket(fileno=fd)
+    except OSError as error:
+        raise ConfigError(f"descriptor {fd} is not a listening socket: {error.strerror}") from error
+
+
+def read_token(path: Path) -> str:
+    """The job's token.
+
+    Raises:
+        ConfigError: missing, empty, or readable by others.
+    """
+    try:
+        token = path.read_text().strip()
+        mode = path.stat().st_mode & 0o077
+    except OSError as error:
+        raise ConfigError(f"token file {path}: {error.strerror}") from error
+    if len(token) < 16:
+        raise ConfigError(f"token file {path}: expected at least 16 characters")
+    if mode & 0o007:
+        raise ConfigError(f"token file {path}: others may read it; expected mode 0600")
+    return token
+
+
+def port_of(sock: socket.socket) -> int:
+    """The port that it listens on."""
+    return int(sock.getsockname()[1])
+
+
+def _follow(fd: int, stop: asyncio.Event) -> None:
+    """End when the pipe's other end is closed: its holder is gone."""
+    loop = asyncio.get_running_loop()
+
+    def readable() -> None:
+        if not os.read(fd, 64):
+            loop.remove_reader(fd)
+            stop.set()
+
+    loop.add_reader(fd, readable)

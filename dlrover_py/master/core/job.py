@@ -1,0 +1,1230 @@
+"""One job: takes events and the time, keeps the state, and returns what has to be done.
+
+``Job.step(events, now, wall)`` is the only way in. ``now`` is a monotonic clock and decides;
+``wall`` is Unix time and only dates what people read. Everything that must outlive the master is
+in :class:`Journal`; when a step returns one, it must be on disk before the step's effects are
+carried out.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from dlrover_py.master.core.nodes import Heard, Node, Nodes, Standing
+from dlrover_py.master.core.policy import (
+    Remedy,
+    after_worker_failure,
+    in_words,
+    relaunch_delay,
+)
+from dlrover_py.master.core.rendezvous import (
+    Candidate,
+    Counts,
+    Form,
+    Size,
+    World,
+    arrange,
+    id_key,
+    verdict,
+)
+from dlrover_py.protocol.agents import (
+    AgentReport,
+    Assignment,
+    Directive,
+    FailureKind,
+    Progress,
+    WorkerFailure,
+    WorkerPhase,
+)
+from dlrover_py.protocol.errors import Bug, ExitCode
+from dlrover_py.protocol.job import ElasticJob
+from dlrover_py.protocol.names import Incarnation, NodeId, Round, Term
+from dlrover_py.protocol.status import (
+    Condition,
+    Failure,
+    JobEvent,
+    JobPhase,
+    JobStatus,
+    NodePhase,
+    NodeRole,
+    NodeStatus,
+)
+
+EVENTS_KEPT = 200
+GONE_KEPT = 64
+
+Kind = Literal["start", "failure", "loss", "drain", "scale", "join"]
+HEALTHY: tuple[Kind, ...] = ("scale", "join")
+"""A round that waits for these still runs: it may yet fail or succeed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Times and limits that the decisions go by, in seconds."""
+
+    lease_s: float = 5.0
+    suspect_s: float = 1.0
+    replacement_wait_s: float = 10.0
+    cause_wait_s: float = 0.25
+    """A connection that broke between two workers is nobody's fault until this has passed: the
+    real cause is nearly always known within milliseconds."""
+    forgive_after_s: float = 300.0
+    stop_grace_s: float = 1.0
+    drain_grace_s: float = 30.0
+    exchange_s: float = 2.0
+    can_create: bool = True
+    """Whether the platform creates nodes; if not, they come by themselves."""
+
+
+# --- events -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """An agent's report arrived."""
+
+    node: NodeId
+    report: AgentReport
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    """The connection of a report closed before its answer was sent."""
+
+    node: NodeId
+    boot_id: str
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobChanged:
+    """The user's wish, as it stands now."""
+
+    job: ElasticJob
+
+
+@dataclass(frozen=True, slots=True)
+class JobStopped:
+    """The user has ended the job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stalled:
+    """The master itself stood still for so long (paused, or its disk was): leases wait as well."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSeen:
+    """The platform sees this node, in this state."""
+
+    node: NodeId
+    near: bool
+    """Its process runs or is about to; false while there is no place for it."""
+    topology: tuple[str, ...] = ()
+    message: str = ""
+    leaving: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeEnded:
+    """The platform says that the node is gone."""
+
+    node: NodeId
+    why: str
+    exit_code: int | None = None
+    free: bool = False
+    """Not to be charged: drained, preempted, deleted on purpose."""
+    output: str = ""
+    """Its last words, if it never spoke."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodesListed:
+    """The platform has told all nodes that exist; what is not among them is gone."""
+
+    nodes: frozenset[NodeId]
+
+
+Event = (
+    Reported | Disconnected | JobChanged | JobStopped | Stalled | NodeSeen | NodeEnded | NodesListed
+)
+
+
+# --- effects ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    """Let the node's agent know."""
+
+    node: NodeId
+    assignment: Assignment
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Tell this process of the node that it was superseded."""
+
+    node: NodeId
+    boot_id: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class CreateNode:
+    """Ask the platform for a node; idempotent by id."""
+
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteNode:
+    """Have the platform end a node; idempotent by id."""
+
+    node: NodeId
+    grace_s: float
+    why: str
+
+
+Effect = Assign | Refuse | CreateNode | DeleteNode
+
+
+# --- state --------------------------------------------------------------------------------------
+
+
+class _Kept(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+
+class Opening(_Kept):
+    """Why a next round is needed."""
+
+    kind: Kind
+    reason: str
+    cause: int
+    since: float
+    """Monotonic; rebased when a journal is read."""
+    hold_until: float | None = None
+    """The real cause may still turn up until then."""
+    suspected: tuple[NodeId, WorkerFailure] | None = None
+
+
+class NodeRecord(_Kept):
+    """What is journaled of a node."""
+
+    id: NodeId
+    incarnation: Incarnation
+    boot_id: str
+    restarts: int
+    relaunches: int
+
+
+class Vacancy(_Kept):
+    """The place of a lost node, to be filled."""
+
+    relaunches: int
+    not_before: float
+
+
+class Journal(_Kept):
+    """All that a restarted master must know; the rest is reported again."""
+
+    version: Literal[1] = 1
+    job: str
+    term: Term
+    next_node: int = 0
+    next_event: int = 1
+    phase: JobPhase = JobPhase.PENDING
+    reason: str = ""
+    world: World | None = None
+    round: Round = Round(0)
+    opening: Opening | None = None
+    succeeded: list[NodeId] = Field(default_factory=list)
+    nodes: list[NodeRecord] = Field(default_factory=list)
+    vacancies: list[int] = Field(default_factory=list)
+    exhausted: int = 0
+    restart_count: int = 0
+    restarts: dict[str, int] = Field(default_factory=dict)
+    last_exception: WorkerFailure | None = None
+    last_failure: Failure | None = None
+    max_step: int | None = None
+    started_at: float = 0.0
+    ended_at: float | None = None
+    events: list[JobEvent] = Field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Step:
+    """What a step asks for."""
+
+    effects: list[Effect] = field(default_factory=list)
+    journal: Journal | None = None
+    """To be stored before the effects are carried out."""
+    wake_at: float = math.inf
+
+
+class Job:
+    """The state of one job and all decisions on it."""
+
+    def __init__(
+        self, job: ElasticJob, rules: Rules, *, term: Term, now: float, wall: float
+    ) -> None:
+        self.job = job
+        self.rules = rules
+        self.term = term
+        self.nodes = Nodes(rules.lease_s, rules.suspect_s)
+        self.phase = JobPhase.PENDING
+        self.reason = "waiting for nodes"
+        self.world: World | None = None
+        self.round = Round(0)
+        self.opening: Opening | None = None
+        self.succeeded: set[NodeId] = set()
+        self.vacancies: list[Vacancy] = []
+        self.exhausted = 0
+        self.next_node = 0
+        self.restart_count = 0
+        self.restarts: dict[str, int] = {}
+        self.last_exception: WorkerFailure | None = None
+        self.last_failure: Failure | None = None
+        self.max_step: int | None = None
+        self.progress: tuple[int, Progress] | None = None
+        self.resumed = False
+        self.formed_at = now
+        self.ground: int | None = None
+        self.started_at = wall
+        self.ended_at: float | None = None
+        self.events: deque[JobEvent] = deque(maxlen=EVENTS_KEPT)
+        self.next_event = 1
+        self._born: dict[int, float] = {}  # event id -> monotonic time at the root of its causes
+        self._conditions: dict[str, Condition] = {}
+        self._assignments: dict[NodeId, Assignment] = {}
+        self._cause: dict[Round, tuple[int, float]] = {}
+        self._now, self._wall = now, wall
+        self._out = Step()
+        self._dirty = True
+        self._refusals: deque[str] = deque(maxlen=EVENTS_KEPT)
+        self._record("JobStarted", f"job {job.metadata.name} wishes {self._wish()}")
+
+    # --- the way in ---
+
+    def step(self, events: Iterable[Event], now: float, wall: float) -> Step:
+        """Take in events, decide, and say what has to be done."""
+        self._now, self._wall = now, wall
+        for event in events:
+            self._take(event)
+        for lost in self.nodes.expire(now):
+            self._node_lost(lost.node, lost.why, free=False)
+        self._suspend_or_resume()
+        self._find_culprit()
+        self._forgive()
+        self._plan_nodes()
+        if self._form():
+            self._plan_nodes()  # who was left out may be one too many
+        self._settle()
+        # What `resume` has left to do is in the first step's answer.
+        out, self._out = self._out, Step()
+        out.wake_at = min(out.wake_at, self.nodes.wake_at)
+        if self._dirty:
+            self._dirty = False
+            out.journal = self.journal()
+        return out
+
+    @classmethod
+    def resume(
+        cls, job: ElasticJob, rules: Rules, journal: Journal, *, term: Term, now: float, wall: float
+    ) -> "Job":
+        """Go on from the journal of an earlier term.
+
+        The members of its round get one lease to report again; their workers go on meanwhile.
+        """
+        if term <= journal.term:
+            raise Bug(f"term {term} does not follow the journal's term {journal.term}")
+        self = cls(job, rules, term=term, now=now, wall=wall)
+        self.events.clear()
+        self.events.extend(journal.events)
+        self.next_event = journal.next_event
+        self.phase, self.reason = journal.phase, journal.reason
+        self.world, self.round = journal.world, journal.round
+        self.succeeded = set(journal.succeeded)
+        self.next_node = journal.next_node
+        self.vacancies = [Vacancy(relaunches=r, not_before=now) for r in journal.vacancies]
+        self.exhausted = journal.exhausted
+        self.restart_count, self.restarts = journal.restart_count, dict(journal.restarts)
+        self.last_exception, self.last_failure = journal.last_exception, journal.last_failure
+        self.max_step = self.ground = journal.max_step
+        self.started_at, self.ended_at = journal.started_at, journal.ended_at
+        self.resumed = True
+        if journal.opening is not None:
+            self.opening = journal.opening.model_copy(update={"since": now, "hold_until": None})
+        for record in journal.nodes:
+            self.nodes.plan(record.id, record.relaunches, record.restarts)
+            if record.incarnation:
+                member = self.world is not None and self.world.has(record.id, record.incarnation)
+                self.nodes.recall(record.id, record.incarnation, record.boot_id, now, member=member)
+        event = self._record(
+            "MasterStarted",
+            f"master of term {term} took over at round {self.round}; running workers go on",
+        )
+        if self.opening is not None:
+            self._born[self.opening.cause] = now
+        else:
+            self._cause[self.round] = (event, now)
+        return self  # each node is told its place when it reports
+
+    def journal(self) -> Journal:
+        """All that the next master must know."""
+        present = [n for n in self.nodes if n.phase is not NodePhase.GONE and not n.leaving]
+        return Journal(
+            job=self.job.metadata.name,
+            term=self.term,
+            next_node=self.next_node,
+            next_event=self.next_event,
+            phase=self.phase,
+            reason=self.reason,
+            world=self.world,
+            round=self.round,
+            opening=self.opening,
+            succeeded=sorted(self.succeeded),
+            nodes=[
+                NodeRecord(
+                    id=n.id,
+                    incarnation=n.incarnation,
+                    boot_id=n.boot_id,
+                    restarts=n.restarts,
+                    relaunches=n.relaunches,
+                )
+                for n in present
+            ],
+            vacancies=[v.relaunches for v in self.vacancies],
+            exhausted=self.exhausted,
+            restart_count=self.restart_count,
+            restarts=self.restarts,
+            last_exception=self.last_exception,
+            last_failure=self.last_failure,
+            max_step=self.max_step,
+            started_at=self.started_at,
+            ended_at=self.ended_at,
+            events=list(self.events),
+        )
+
+    # --- events ---
+
+    def _take(self, event: Event) -> None:
+        match event:
+            case Reported(node_id, report):
+                self._reported(node_id, report)
+            case Disconnected(node_id, boot_id, seq):
+                self.nodes.disconnected(node_id, boot_id, seq, self._now)
+            case JobChanged(job):
+                self._job_changed(job)
+            case JobStopped():
+                if not self.phase.ended:
+                    self._end(JobPhase.STOPPED, "JobStopped", "the job was ended by its user")
+            case Stalled(seconds):
+                self.nodes.stalled(seconds)
+            case NodeSeen():
+                self._node_seen(event)
+            case NodeEnded():
+                self._node_ended(event)
+            case NodesListed(listed):
+                self._listed(listed)
+
+    def _reported(self, node_id: NodeId, report: AgentReport) -> None:
+        self._outrank(report)
+        node = self.nodes.get(node_id)
+        if not self.rules.can_create and not self.phase.ended:
+            again = node is not None and node.phase is NodePhase.GONE
+            if node is None:
+                node = self.nodes.plan(node_id)
+                report = report.model_copy(update={"incarnation": 0})
+            elif again and report.boot_id == node.boot_id and report.seq > node.seq:
+                self.nodes.readmit(node_id)
+                report = report.model_copy(update={"incarnation": 0})
+        heard = self.nodes.hear(node_id, report, self._now, self.term) if node else Heard.REFUSED
+        if node is None or heard is Heard.REFUSED:
+            why = "it was given up" if node else "it is not a node of this job"
+            if report.boot_id not in self._refusals:
+                self._refusals.append(report.boot_id)
+                words = f"a report of {node_id} was refused: {why}"
+                self._record("NodeRefused", words, node=node_id)
+            self._out.effects.append(Refuse(node_id, report.boot_id, f"{node_id}: {why}"))
+            return
+        if heard is Heard.STALE:
+            return
+        if heard is Heard.BORN:
+            self._born_again(node)
+        if report.leaving and not node.leaving:
+            self._node_leaving(node, report.leaving)
+        self._dirty |= heard is Heard.BORN
+        if self._runs(node) and report.follows == self.round:
+            self._round_reported(node, report)
+        if self._assignments.get(node.id) is None or heard is Heard.BORN:
+            self._greet(node)
+
+    def _outrank(self, report: AgentReport) -> None:
+        """The journal was lost if an agent knows a higher term or round than it held: go above.
+
+        Only the one master that holds the journal's lock gets here, so nobody is overtaken.
+        """
+        if report.have_term <= self.term and report.follows <= self.round:
+            return
+        self.term = Term(max(self.term, report.have_term + 1))
+        self.round = Round(max(self.round, report.follows))
+        self.world = None
+        self._dirty = True
+        self._assignments.clear()
+        for node in self.nodes:
+            self.nodes.tell(node, 0)
+        self._record(
+            "JournalBehind",
+            f"an agent follows round {report.follows} of term {report.have_term}, which the "
+            f"journal does not know; going on as term {self.term}",
+            warning=True,
+        )
+        self._reassign()
+
+    def _born_again(self, node: Node) -> None:
+        """A new agent process speaks for this node; an earlier one, and its workers, are gone."""
+        if node.incarnation == 1:
+            self._record("NodeJoined", f"{node.id} is there", node=node.id)
+            return
+        event = self._record(
+            "NodeRestarted",
+            f"{node.id} has a new agent (incarnation {node.incarnation})",
+            node=node.id,
+            warning=True,
+        )
+        if self.world is not None and node.id in self.world.rank_of and not self._ended_well(node):
+            node.restarts += 1
+            self._open("loss", f"{node.id}'s agent was restarted", event)
+
+    def _round_reported(self, node: Node, report: AgentReport) -> None:
+        """News of the current round from one of its members."""
+        if report.progress is not None:
+            self._progressed(node, report.progress)
+        if report.phase is WorkerPhase.FAILED and report.failure is not None:
+            self._worker_failed(node, report.failure)
+        elif report.phase is WorkerPhase.SUCCEEDED:
+            if self.opening is not None and self.opening.kind in HEALTHY:
+                self.opening = None  # it is about to finish: too late to grow or shrink
+            if self.opening is not None:
+                return
+            assert self.world is not None
+            if node.id not in self.succeeded:
+                self.succeeded.add(node.id)
+                self._dirty = True  # it must not be taken for lost once it has gone
+            if len(self.succeeded) == len(self.world.members):
+                self._end(JobPhase.SUCCEEDED, "JobSucceeded", "all workers exited 0")
+
+    def _progressed(self, node: Node, progress: Progress) -> None:
+        assert self.world is not None
+        rank = self.world.rank_of[node.id]
+        if self.progress is not None and self.progress[0] < rank:
+            return
+        self.progress = (rank, progress)
+        before = self.max_step
+        if before is None or progress.step > before:
+            self.max_step = progress.step
+        if self.resumed or self.opening is not None:
+            return
+        self.resumed = True
+        cause, since = self._cause.get(self.round, (None, self.formed_at))
+        first = progress.started_at_step
+        again = 0 if before is None else max(0, before - first + 1)
+        words = f"first step of round {self.round} is {first}"
+        if before is not None:
+            words += f"; step {before} had been reached: {again or 'no'} steps are repeated"
+        self._record("TrainingResumed", words, cause=cause, since=since)
+
+    def _worker_failed(self, node: Node, failure: WorkerFailure) -> None:
+        opening = self.opening
+        if opening is not None and opening.kind in HEALTHY:
+            opening = None
+        if opening is not None and opening.suspected is None:
+            return  # the round had ended already: a consequence, not a cause
+        if failure.kind is FailureKind.PEER:
+            if opening is None:
+                event = self._record(
+                    "PeerLost", f"{node.id}: {in_words(failure)}", node=node.id, warning=True
+                )
+                self._open("failure", f"a connection between workers broke: {node.id}", event)
+                assert self.opening is not None
+                self.opening.hold_until = self._now + self.rules.cause_wait_s
+                self.opening.suspected = (node.id, failure)
+            return
+        self._charge(node, failure)
+
+    def _charge(self, node: Node, failure: WorkerFailure) -> None:
+        """This failure is the root cause: decide what follows."""
+        worker = self.job.worker
+        budget = worker.restart_count
+        if not self.rules.can_create and node.report is not None:
+            budget = node.report.max_restarts or 0
+        self.last_failure = Failure(at=self._wall, node=node.id, round=self.round, worker=failure)
+        event = self._record(
+            "WorkerFailed",
+            f"{node.id}: {in_words(failure)}",
+            node=node.id,
+            warning=True,
+            cause=None if self.opening is None else self.opening.cause,
+        )
+        ruling = after_worker_failure(
+            failure,
+            earlier=self.last_exception,
+            restarts=node.restarts,
+            budget=budget,
+            relaunches=node.relaunches,
+            relaunch_budget=worker.restart_count,
+            can_replace=self.rules.can_create,
+        )
+        if failure.kind is FailureKind.EXCEPTION:
+            self.last_exception = failure
+        node.restarts += 1
+        self._dirty = True
+        if ruling.remedy is Remedy.STOP:
+            message = f"{node.id}: {ruling.message}"
+            self._end(JobPhase.FAILED, ruling.reason, message, cause=event)
+            return
+        self._open("failure", f"{node.id}: {in_words(failure)} ({ruling.message})", event)
+        if ruling.remedy is Remedy.REPLACE:
+            self._record(ruling.reason, f"{node.id}: {ruling.message}", node=node.id, cause=event)
+            self.vacancies.append(self._vacancy(node.relaunches + 1))
+            self._dismiss(node, "its restarts are used up", ExitCode.FAILED)
+
+    def _job_changed(self, job: ElasticJob) -> None:
+        if job.metadata.generation < self.job.metadata.generation:
+            return
+        old, self.job = self.job, job
+        if job.spec == old.spec or self.phase.ended:
+            return
+        self._dirty = True
+        if job.spec.suspend != old.spec.suspend:
+            return  # seen to below, as the wish may also have changed while no master was there
+        self.exhausted = 0  # a new wish is a new start for places that were given up
+        event = self._record("SpecChanged", f"the job now wishes {self._wish()}")
+        if self.opening is None or self.opening.kind in HEALTHY:
+            self._cause[Round(self.round + 1)] = (event, self._now)
+
+    def _suspend_or_resume(self) -> None:
+        """Do as ``spec.suspend`` says."""
+        if self.phase.ended or self.job.spec.suspend == (self.phase is JobPhase.SUSPENDED):
+            return
+        self._dirty = True
+        if self.job.spec.suspend:
+            self._suspend()
+            return
+        self.phase, self.reason = JobPhase.PENDING, "waiting for nodes"
+        event = self._record("Resumed", f"resumed with {self._wish()}")
+        self._open("start", "resumed", event)
+
+    def _suspend(self) -> None:
+        event = self._record("Suspended", "spec.suspend is true: all nodes are stopped")
+        self.phase, self.reason = JobPhase.SUSPENDED, "spec.suspend is true"
+        self._close_round()
+        self.vacancies.clear()
+        for node in list(self.nodes):
+            if node.phase is not NodePhase.GONE and not node.leaving:
+                self._dismiss(node, "the job is suspended", ExitCode.OK)
+        self._cause.clear()
+        self._born[event] = self._now
+
+    def _node_seen(self, seen: NodeSeen) -> None:
+        node = self.nodes.get(seen.node)
+        if node is None or node.phase is NodePhase.GONE:
+            if self.rules.can_create:  # of an earlier life of the job: nobody wants it
+                why = "it is not a node of this job"
+                self._out.effects.append(DeleteNode(seen.node, 0.0, why))
+            return
+        self.nodes.observe(seen.node, near=seen.near, topology=seen.topology, message=seen.message)
+        if seen.leaving and not node.leaving:
+            self._node_leaving(node, seen.leaving)
+
+    def _node_leaving(self, node: Node, why: str) -> None:
+        """It goes, with notice: the others go on without it at once, and nobody is charged."""
+        self.nodes.leave(node, why)
+        event = self._record("NodeLeaving", f"{node.id} is leaving: {why}", node=node.id)
+        self.vacancies.append(Vacancy(relaunches=node.relaunches, not_before=self._now))
+        self._dirty = True
+        self._miss(node, "drain", f"{node.id} is leaving: {why}", event)
+
+    def _node_ended(self, ended: NodeEnded) -> None:
+        node = self.nodes.get(ended.node)
+        if node is None or node.phase is NodePhase.GONE:
+            return
+        never_spoke = node.incarnation == 0
+        usage = never_spoke and ended.exit_code == ExitCode.USAGE
+        why = ended.why + (f": {ended.output}" if never_spoke and ended.output else "")
+        self._node_lost(node, why, free=ended.free)
+        if usage and not self.phase.ended:
+            self._end(JobPhase.FAILED, "InvalidCommand", f"{node.id}: {why}")
+
+    def _node_lost(self, node: Node, why: str, *, free: bool) -> None:
+        self.nodes.give_up(node)
+        if self.rules.can_create:  # else it may live again, and versions only grow
+            self._assignments.pop(node.id, None)
+        self._dirty = True
+        if self.rules.can_create and not node.leaving and not self.phase.ended:
+            self._out.effects.append(DeleteNode(node.id, self.rules.drain_grace_s, why))
+        if node.leaving or self.phase.ended or self.phase is JobPhase.SUSPENDED:
+            if not self.phase.ended:
+                self._record("NodeLeft", f"{node.id} is gone: {why}", node=node.id)
+            return
+        event = self._record(
+            "NodeLost", f"{node.id} is lost: {why}", node=node.id, warning=not free
+        )
+        if self.rules.can_create:
+            relaunches = node.relaunches + (0 if free else 1)
+            if relaunches <= self.job.worker.restart_count:
+                self.vacancies.append(self._vacancy(relaunches))
+            else:
+                self.exhausted += 1
+                self._record(
+                    "ReplacementsExhausted",
+                    f"{node.id} is not replaced: {node.relaunches} nodes were lost in its place "
+                    "without steady progress",
+                    node=node.id,
+                    cause=event,
+                    warning=True,
+                )
+        self._miss(node, "loss", f"{node.id} is lost: {why}", event)
+
+    def _listed(self, listed: frozenset[NodeId]) -> None:
+        for node in list(self.nodes):
+            if node.phase is NodePhase.GONE or node.id in listed:
+                continue
+            if node.seen or node.incarnation:
+                self._node_lost(node, "the platform no longer has it", free=False)
+            elif not node.leaving:  # the wish for it is still on its way, or was lost
+                self._out.effects.append(CreateNode(node.id))
+
+    # --- what follows ---
+
+    def _miss(self, node: Node, kind: Kind, reason: str, event: int) -> None:
+        """A node cannot be in the next round; if it was in this one, the round is over."""
+        if self.world is None or not self.world.has(node.id, node.incarnation):
+            return
+        if self._ended_well(node):
+            return
+        self._open(kind, reason, event)
+
+    def _open(self, kind: Kind, reason: str, event: int) -> None:
+        """A next round is needed. The first cause is kept; a real one replaces a suspected one."""
+        if self.phase.ended or self.phase is JobPhase.SUSPENDED:
+            return
+        old = self.opening
+        if old is not None and old.suspected is None and old.kind not in HEALTHY:
+            return
+        since = self._now if old is None or old.kind in HEALTHY else old.since
+        self.opening = Opening(kind=kind, reason=reason, cause=event, since=since)
+        self._born.setdefault(event, since)
+        self._dirty = True
+
+    def _plan_nodes(self) -> None:
+        """Ask for nodes that are missing, dismiss those that are too many."""
+        if not self.rules.can_create or self.phase.ended or self.phase is JobPhase.SUSPENDED:
+            return
+        worker = self.job.worker
+        wanted = max(0, worker.replicas + worker.standby_replicas - self.exhausted)
+        finishing = self.succeeded and self.opening is None
+        if self.exhausted and wanted < worker.minimum and not finishing:
+            self._end(
+                JobPhase.FAILED,
+                "ReplacementsExhausted",
+                f"{self.exhausted} places were given up: fewer than {worker.minimum} are left",
+            )
+            return
+        missing = wanted - self.nodes.present
+        if missing < 0:
+            self._trim(-missing)
+        if missing <= 0:
+            self.vacancies.clear()
+            return
+        del self.vacancies[missing:]
+        due = [v for v in self.vacancies if v.not_before <= self._now]
+        later = [v for v in self.vacancies if v.not_before > self._now]
+        fresh = missing - len(due) - len(later)
+        for relaunches in [v.relaunches for v in due] + [0] * fresh:
+            node_id = NodeId(f"n{self.next_node}")
+            self.next_node += 1
+            self.nodes.plan(node_id, relaunches)
+            self._out.effects.append(CreateNode(node_id))
+            self._dirty = True
+        self.vacancies = later
+        self._wake([v.not_before for v in later])
+
+    def _trim(self, surplus: int) -> None:
+        """Dismiss nodes that nobody wants, first those that are missed least; members last,
+        and only once a smaller round has been formed without them."""
+        order = {Standing.PENDING: 0, Standing.NEAR: 1, Standing.BUSY: 2, Standing.READY: 2}
+        spare = [
+            n
+            for n in self.nodes
+            if n.standing in order and (self.world is None or n.id not in self.world.rank_of)
+        ]
+        spare.sort(key=lambda n: (order[n.standing], *[-k for k in id_key(n.id)[1:]]))
+        for node in spare[:surplus]:
+            self._dismiss(node, "the job wishes fewer nodes", ExitCode.OK)
+
+    def _dismiss(self, node: Node, why: str, code: ExitCode) -> None:
+        """Let a node end."""
+        self.nodes.leave(node, why)
+        self._dirty = True
+        if node.incarnation:
+            self._assign(node, Directive.STOP, why, exit_code=int(code))
+        if self.rules.can_create:
+            grace = self.rules.drain_grace_s if node.incarnation else 0.0
+            self._out.effects.append(DeleteNode(node.id, grace, why))
+
+    def _form(self) -> bool:
+        """Form the next round, if one is needed and everybody who can come has come."""
+        if self.phase.ended or self.phase is JobPhase.SUSPENDED:
+            return False
+        size = self._size()
+        ready = self.nodes.count(Standing.READY)
+        current = len(self.world.members) if self.world is not None else 0
+        shrink = 0 < size.fit(size.desired) < current
+        if (
+            self.opening is not None
+            and self.opening.kind in HEALTHY
+            and shrink != (self.opening.kind == "scale")
+        ):
+            self.opening, self._dirty = None, True  # the wish has changed again
+        if self.opening is None:
+            self._look_for_change(size, ready, current)
+        opening = self.opening
+        if opening is None or opening.hold_until is not None:
+            return False
+        counts = Counts(ready, self.nodes.count(Standing.BUSY), self.nodes.count(Standing.NEAR))
+        answer = verdict(
+            size,
+            counts,
+            opened_at=opening.since,
+            now=self._now,
+            wait_s=self.rules.replacement_wait_s,
+        )
+        if isinstance(answer, Form):
+            if opening.kind == "join" and answer.size <= current:
+                self.opening = None  # those who were to come did not: nothing is gained
+                self._dirty = True
+                return False
+            self._new_round(answer.size, opening)
+            return True
+        if answer.until is not None:
+            self._wake([answer.until])
+        if opening.kind in ("failure", "loss", "drain", "start"):
+            self.reason = f"{answer.why} ({opening.reason})"
+            if self.phase is JobPhase.RUNNING:
+                self.phase, self._dirty = JobPhase.FORMING, True
+                # The round is over, so its workers are stopped while the next one is waited for.
+                self._reassign()
+            elif self.phase is JobPhase.FORMING and self.world is not None:
+                first = self.nodes.get(self.world.members[0].node)
+                if first is not None and first.alive and not first.leaving:
+                    self._greet(first)  # it may have taken up the round by now
+        return False
+
+    def _look_for_change(self, size: Size, ready: int, current: int) -> None:
+        """A healthy round ends only where another size is possible and wished."""
+        if self.world is None:
+            event = self.next_event - 1
+            self._open("start", "the job starts", event)
+        elif self.succeeded:
+            return  # it is about to finish
+        elif 0 < size.fit(size.desired) < current:
+            event, since = self._cause.get(Round(self.round + 1), (0, self._now))
+            if not event:  # the wish has changed while no master was there
+                event = self._record("SpecChanged", f"the job now wishes {self._wish()}")
+            self._open("scale", f"the job now wishes {size.desired} nodes", event)
+            self._backdate(since)
+        elif size.fit(ready) > current:
+            event, since = self._cause.get(Round(self.round + 1), (0, self._now))
+            if not event:
+                event = self._record(
+                    "RoomToGrow", f"{ready} nodes are ready and {current} are in the round"
+                )
+            self._open("join", f"{size.fit(ready)} nodes can be in the round", event)
+
+    def _backdate(self, since: float) -> None:
+        if self.opening is not None:
+            self.opening.since = since
+
+    def _find_culprit(self) -> None:
+        """If no other cause turned up: it is the failure of the worker that reported it."""
+        opening = self.opening
+        if opening is None or opening.suspected is None or opening.hold_until is None:
+            return
+        if self._now < opening.hold_until:
+            self._wake([opening.hold_until])
+            return
+        node_id, failure = opening.suspected
+        node = self.nodes.get(node_id)
+        if node is not None and node.alive:
+            self._charge(node, failure)
+        if self.opening is opening:
+            opening.suspected = opening.hold_until = None
+
+    def _new_round(self, size: int, opening: Opening) -> None:
+        previous: list[tuple[NodeId, tuple[str, ...]]] = []
+        if self.world is not None:
+            for member in self.world.members:
+                node = self.nodes.get(member.node)
+                previous.append((member.node, node.topology if node else ()))
+        ready = [n for n in self.nodes if n.standing is Standing.READY]
+        candidates = [
+            Candidate(n.id, n.incarnation, n.report.nproc, n.topology)
+            for n in ready
+            if n.report is not None
+        ]
+        members = arrange(candidates, size, previous)
+        first = self.nodes[members[0].node].report
+        assert first is not None
+        self.round = Round(self.round + 1)
+        old = self.world
+        self.world = World(
+            round=self.round,
+            members=members,
+            master_addr=first.offer.addr,
+            master_port=first.offer.port,
+        )
+        if opening.kind in ("failure", "loss"):
+            self.restart_count += 1
+        if opening.kind != "start":
+            self.restarts[opening.kind] = self.restarts.get(opening.kind, 0) + 1
+        self.phase = JobPhase.RUNNING
+        self.reason = opening.reason
+        self.formed_at, self.ground = self._now, self.max_step
+        self.succeeded.clear()
+        self.progress, self.resumed = None, False
+        change = self._change_in_words(old, self.world)
+        event = self._record(
+            "RoundFormed",
+            f"round {self.round}: {size} nodes, {self.world.world_size} workers{change}; "
+            f"because {opening.reason}",
+            cause=opening.cause,
+            since=opening.since,
+        )
+        self._cause = {self.round: (event, opening.since)}
+        self._born = {event: opening.since}
+        self.opening = None
+        self._reassign(ready)
+        self._dirty = True
+
+    def _reassign(self, ready: Sequence[Node] | None = None) -> None:
+        """Tell every node its place."""
+        nodes = list(self.nodes) if ready is None else ready
+        for node in nodes:
+            if node.alive and not node.leaving:
+                self._greet(node)
+
+    def _greet(self, node: Node) -> None:
+        """Tell a node what it has to do as things stand."""
+        if self.phase.ended:
+            code = ExitCode.FAILED if self.phase is JobPhase.FAILED else ExitCode.OK
+            self._assign(node, Directive.STOP, self.reason, exit_code=int(code))
+        elif node.leaving:
+            self._assign(node, Directive.STOP, node.leaving, exit_code=int(ExitCode.OK))
+        elif (
+            self.world is not None
+            and self.world.has(node.id, node.incarnation)
+            and (self.phase is JobPhase.RUNNING or self._is_due(node))
+        ):
+            self._assign(node, Directive.RUN, self.reason)
+        else:
+            waits = "standby" if self.phase is JobPhase.RUNNING else "the next round is forming"
+            self._assign(node, Directive.WAIT, waits)
+
+    def _is_due(self, node: Node) -> bool:
+        """Whether this is rank 0's node, and it has not taken up the round that is over already.
+
+        Its offer is used up, for others may have been told it: only by taking up the round does
+        an agent come to make another.
+        """
+        assert self.world is not None
+        if self.phase is not JobPhase.FORMING or self.world.members[0].node != node.id:
+            return False
+        return node.report is None or node.report.follows < self.world.round
+
+    def _assign(self, node: Node, directive: Directive, reason: str, *, exit_code: int = 0) -> None:
+        old = self._assignments.get(node.id)
+        world, place = self.world, None
+        if directive is Directive.RUN and world is not None:
+            place = world.members[world.rank_of[node.id]]
+        budget = self.job.worker.restart_count
+        if not self.rules.can_create and node.report is not None:
+            budget = node.report.max_restarts or 0
+        assignment = Assignment(
+            term=self.term,
+            version=max(old.version if old is not None else 0, node.acknowledged) + 1,
+            incarnation=node.incarnation,
+            directive=directive,
+            reason=reason,
+            round=self.round,
+            exit_code=exit_code,
+            restart_count=self.restart_count,
+            max_restarts=budget,
+            stop_grace_s=(
+                self.rules.drain_grace_s if directive is Directive.STOP else self.rules.stop_grace_s
+            ),
+            exchange_s=self.rules.exchange_s,
+            lease_s=self.rules.lease_s,
+        )
+        if place is not None and world is not None:
+            assignment = assignment.model_copy(
+                update={
+                    "node_rank": world.rank_of[node.id],
+                    "nnodes": len(world.members),
+                    "rank_offset": place.rank_offset,
+                    "world_size": world.world_size,
+                    "master_addr": world.master_addr,
+                    "master_port": world.master_port,
+                }
+            )
+        if old is not None:
+            same: dict[str, object] = {"version": old.version}
+            if directive is Directive.RUN and old.directive is Directive.RUN:
+                same["reason"] = old.reason  # of a round that has its reason already
+            if old == assignment.model_copy(update=same):
+                return
+        self._assignments[node.id] = assignment
+        if place is not None or (old is not None and old.directive is Directive.RUN):
+            self.nodes.tell(node, assignment.version)
+        self._out.effects.append(Assign(node.id, assignment))
+
+    def _end(
+        self,
+        phase: JobPhase,
+        reason: str,
+        message: str,
+        *,
+        cause: int | None = None,
+    ) -> None:
+        """The job is over."""
+        self.phase, self.reason = phase, message
+        self.ended_at = self._wall
+        self._record(reason, message, cause=cause, warning=phase is JobPhase.FAILED)
+        self.opening = None
+        self._conditions_ended(phase, reason, message)
+        self._dirty = True
+        for node in list(self.nodes):
+            if node.phase is NodePhase.GONE:
+                continue
+            if node.incarnation:
+                self._greet(node)
+            if self.rules.can_create:
+                grace = self.rules.drain_grace_s if node.incarnation else 0.0
+                self._out.effects.append(DeleteNode(node.id, grace, message))
+
+    def _close_round(self) -> None:
+        self.world, self.opening, self.progress = None, None, None
+        self.succeeded.clear()
+
+    def _forgive(self) -> None:
+        """Steady progress clears the budgets."""
+        if self.phase is not JobPhase.RUNNING or self.opening is not None or self.world is None:
+            return
+        steady = self.rules.forgive_after_s
+        if self.progress is None:
+            steady *= 10  # the script reports no steps: that it still runs is weaker evidence
+        due = self.formed_at + steady
+        if self._now < due:
+            self._wake([due])
+            return
+        gained = self.progress is None or (
+            self.max_step is not None and (self.ground is None or self.max_step > self.ground)
+        )
+        self.formed_at, self.ground = self._now, self.max_step
+        self._wake([self._now + steady])
+        if not gained:
+            return
+        charged = [n for n in self.nodes if n.restarts or n.relaunches]
+        if charged or self.exhausted or self.last_exception is not None:
+            for node in charged:
+                node.restarts = node.relaunches = 0
+            self.exhausted = 0
+            self.last_exception = None
+            self._dirty = True
+            self._record(
+                "BudgetForgiven",
+                f"{steady:g} s of steady progress: all budgets are full again",
+            )
+
+    def _settle(self) -> None:
+        """Drop the oldest of the many nodes that are gone."""
+        if self.nodes.count(Standing.OUT) > 2 * GONE_KEPT:
+            gone = [n for n in self.nodes if n.phase is NodePhase.GONE]
+            for node in gone[: max(0, len(gone) - GONE_KEPT)]:
+                self.nodes.forget(node)
+
+    # --- small questions ---
+
+    def _size(self) -> Size:
+        worker = self.job.worker
+        return Size(desired=worker.replicas, minimum=worker.minimum, unit=worker.node_unit)
+
+    def _wish(self) -> str:
+        worker = self.job.worker
+        words = f"{worker.replicas} nodes (at least {worker.minimum}"
+        if worker.node_unit > 1:
+            words += f", in units of {worker.node_unit}"
+        words += f", {worker.standby_replicas} on standby)" if worker.standby_replicas else ")"
+        return words
+
+    def _runs(self, node: Node) -> bool:
+        return (
+            self.world is not None
+            and self.world.has(node.id, node.incarnation)
+            and self.phase in (JobPhase.RUNNING, JobPhase.FORMING)
+        )
+
+    def _ended_well(self, node: Node) -> bool:
+        """It has done its part of a round that nobody has broken."""
+        return node.id in self.succeeded and self.opening is None
+
+    def _vacancy(self, relaunches: int) -> Vacancy:
+        return Vacancy(relaunches=relaunches, not_before=self._now + relaunch_delay(relaunches))
+
+    def _wake(self, times: Iterable[float]) -> None:
+        self._out.wake_at = min(self._out.wake_at, *times, math.inf)
+
+    def _change_in_words(self, old: World | None, new: World) -> str:
+        if old is None:
+            return ""
+        before: set[NodeId] = set(old.rank_of)
+        after: set[NodeId] = set(new.rank_of)
+        parts = []
+        if after - before:
+            parts.append("in: " + _joined(after - before))
+        if before - after:
+            parts.append("out: " + _joined(before - after))
+        return f" ({'; '.join(parts)})" if parts else ""
+
+    def _record(
+        self,
+        reason: str,
+        message: str,
+        *,
+        node: str | None = None,
+        cause: int | None = None,
+        since: float | None = None,
+        warning: bool = False,
+    ) -> int:
+        event_id = self.next_event
+        self.next_event += 1
+        root = since if since is not None else self._born.get(cause or 0)
+        self._born[event_id] = self._now if root is None else root
+        if len(self._born) > 4 * EVENTS_KEPT:
+            for key in sorted(self._born)[:EVENTS_KEPT]:
+                del self._born[key]
+        self.events.append(
+            JobEvent(
+                id=event_id,
+                at=self._wall,
+                type="Warning" if warning else "Normal",
+                reason=reason,
+                message=message,
+                node=node,
+                round=self.round or None,
+                cause=cause,
+                took_s=None if root is None else self._now - root,
+            )
+        )
+        return event_id
+
+    # --- what people see ---
+
+    def status(self, now: float, wall: float) -> JobStatus:
+        """The state of the job, whole."""
+        ready = [n for n in self.nodes if n.standing in (Standing.READY, Standing.BUSY) and n.alive]
+        members = self.world.rank_of if self.world is not None else {}
+        worker = self.job.worker
+        standby = sum(1 for n in ready if n.id not in members)
+        self._update_conditions(len(ready), wall)
+        return JobStatus(
+            name=self.job.metadata.name,
+            namespace=self.job.metadata.namespace,
+            generation=self.job.metadata.generation,
+            phase=self.phase,
+            reason=self.reason,
+            term=self.term,
+            round=self.round,
+            world_size=self.world.world_size if self.world is not None else 0,
+            nodes_in_round=len(members),
+            wanted=worker.replicas,
+            minimum=worker.minimum,
+            ready=len(ready),
+            standby=standby,
+            progress=self.progress[1] if self.progress is not None else None,
+            restarts=self.restarts,
+            last_failure=self.last_failure,
+            conditions=list(self._conditions.values()),
+            nodes=[self._node_status(n) for n in sorted(self.nodes, key=lambda n: id_key(n.id))],
+            events=list(self.events),
+            started_at=self.started_at,
+            ended_at=self.ended_at,
+            published_at=wall,
+        )
+
+    def _node_status(self, node: Node) -> NodeStatus:
+        rank = self.world.rank_of.get(node.id) if self.world is not None else None
+        role = NodeRole.MEMBER if rank is not None else NodeRole.STANDBY
+        report = node.report
+        if rank is None and not node.alive:
+            role = NodeRole.NONE
+        return NodeStatus(
+            id=node.id,
+            phase=node.phase,
+            role=role,
+            incarnation=node.incarnation,
+            node_rank=rank,
+            nproc=report.nproc if report else 1,
+            host=node.topology[-1] if node.topology else "",
+            agent_pid=report.agent_pid if report else 0,
+            pids=report.pids if report else [],
+            workers=report.phase if report else WorkerPhase.IDLE,
+            step=report.progress.step if report and report.progress else None,
+            restarts=node.restarts,
+            relaunches=node.relaunches,
+            message=node.leaving or node.message,
+        )
+
+    def _update_conditions(self, ready: int, wall: float) -> None:
+        wanted, running = self.job.worker.replicas, self.phase is JobPhase.RUNNING
+        self._set(
+            "PodsReady", ready >= wanted, "Ready", f"{ready} of {wanted} nodes are ready", wall
+        )
+        self._set("Running", running, self.phase.value, self.reason, wall)
+        nodes = len(self.world.members) if self.world is not None else 0
+        degraded = running and nodes < wanted // self.job.worker.node_unit * (
+            self.job.worker.node_unit
+        )
+        waiting = [f"{n.id}: {n.message}" for n in self.nodes if n.standing is Standing.PENDING]
+        words = f"{nodes} of {wanted} nodes train" + (f"; {waiting[0]}" if waiting else "")
+        self._set("Degraded", degraded, "FewerNodes" if degraded else "FullSize", words, wall)
+
+    def _conditions_ended(self, phase: JobPhase, reason: str, message: str) -> None:
+        failure = self.last_failure
+        if phase is JobPhase.FAILED and failure is not None and failure.worker.traceback:
+            message = f"{message}\n{failure.worker.traceback}"
+        self._set(phase.value, True, reason, message, self._wall)
+
+    def _set(self, kind: str, status: bool, reason: str, message: str, wall: float) -> None:
+        text: Literal["True", "False"] = "True" if status else "False"
+        old = self._conditions.get(kind)
+        same = old is not None and old.status == text
+        self._conditions[kind] = Condition(
+            type=kind,
+            status=text,
+            reason=reason,
+            message=message,
+            last_transition_time=old.last_transition_time if old is not None and same else wall,
+        )
+
+
+def _joined(nodes: set[NodeId]) -> str:
+    return ", ".join(n for n in sorted(nodes, key=lambda n: id_key(n)))

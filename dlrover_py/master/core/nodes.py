@@ -1,0 +1,284 @@
+"""Who lives: leases, incarnations, and how ready each node is for the next round.
+
+A node is *lost* on facts where there are any (its process ended, its connection closed and did not
+come back), and on the lease as the last resort. Ids are never reused: what is gone stays gone.
+"""
+
+import heapq
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from dlrover_py.protocol.agents import AgentReport
+from dlrover_py.protocol.names import Incarnation, NodeId, Term
+from dlrover_py.protocol.status import NodePhase
+
+
+class Heard(Enum):
+    """What became of a report."""
+
+    TAKEN = auto()
+    BORN = auto()  # first report of a new incarnation
+    STALE = auto()  # older than one that was taken: nothing changes
+    REFUSED = auto()  # from a node, or a life of it, that was given up: it must end
+
+
+class Standing(Enum):
+    """How a node counts when the next round is formed."""
+
+    READY = auto()  # has taken in all that it was told: its offer is good
+    BUSY = auto()  # a member that has not answered yet to what it was told, or is suspect
+    NEAR = auto()  # its process runs and its agent will speak soon; or a suspect standby
+    PENDING = auto()  # the platform has no place for it yet
+    OUT = auto()  # leaving or gone
+
+
+@dataclass(slots=True)
+class Node:
+    """What the master knows of one node."""
+
+    id: NodeId
+    phase: NodePhase = NodePhase.STARTING
+    incarnation: Incarnation = field(default=Incarnation(0))
+    boot_id: str = ""
+    former_boots: set[str] = field(default_factory=set)
+    seq: int = -1
+    lease_until: float = math.inf
+    suspect_until: float = math.inf
+    told: int = 0
+    """Version of the newest assignment that it must take in before it counts; 0 if there is none.
+    An offer is used by the round that it was made for, so a node that has not yet answered to
+    one round must not be asked for the next."""
+    acknowledged: int = 0
+    """Version of the newest assignment of this term that it has taken in."""
+    report: AgentReport | None = None
+    leaving: str = ""
+    """Why it is about to go; empty if it is not."""
+    topology: tuple[str, ...] = ()
+    """Zone, rack, host: the outermost first."""
+    message: str = ""
+    """The platform's words on its state."""
+    seen: bool = False
+    """The platform has told of it."""
+    restarts: int = 0
+    """Worker failures charged to it since the last steady progress."""
+    relaunches: int = 0
+    """Nodes that were lost before it in the same place since the last steady progress."""
+
+    @property
+    def standing(self) -> Standing:
+        """How it counts for the next round."""
+        if self.leaving or self.phase is NodePhase.GONE:
+            return Standing.OUT
+        if self.phase is NodePhase.PENDING:
+            return Standing.PENDING
+        if self.phase is NodePhase.STARTING:
+            return Standing.NEAR
+        if self.phase is NodePhase.SUSPECT or self.report is None:
+            return Standing.BUSY if self.told else Standing.NEAR
+        return Standing.READY if self.acknowledged >= self.told else Standing.BUSY
+
+    @property
+    def alive(self) -> bool:
+        """It has spoken, and was not given up."""
+        return self.phase in (NodePhase.LIVE, NodePhase.SUSPECT)
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A node that has just been given up."""
+
+    node: Node
+    why: str
+
+
+class Nodes:
+    """All nodes of the job. Every change of a node goes through a method here, which keeps the
+    counts by standing, so that no decision has to walk through all of them."""
+
+    def __init__(self, lease_s: float, suspect_s: float) -> None:
+        self.lease_s = lease_s
+        self.suspect_s = suspect_s
+        self.by_id: dict[NodeId, Node] = {}
+        self._standing: dict[NodeId, Standing] = {}
+        self._count = dict.fromkeys(Standing, 0)
+        # Lazy: one entry a node, re-pushed when it turns out too early; `hear` costs no push.
+        self._deadlines: list[tuple[float, NodeId]] = []
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self.by_id.values())
+
+    def __getitem__(self, node_id: NodeId) -> Node:
+        return self.by_id[node_id]
+
+    def count(self, standing: Standing) -> int:
+        """Number of nodes with this standing."""
+        return self._count[standing]
+
+    def get(self, node_id: NodeId) -> Node | None:
+        """The node, if it was ever known."""
+        return self.by_id.get(node_id)
+
+    @property
+    def present(self) -> int:
+        """Number of nodes that are there or will be: not gone, not leaving."""
+        return len(self.by_id) - self._count[Standing.OUT]
+
+    def plan(self, node_id: NodeId, relaunches: int = 0, restarts: int = 0) -> Node:
+        """Take in a new node that the platform is asked for, or that the journal names."""
+        node = Node(id=node_id, relaunches=relaunches, restarts=restarts)
+        self.by_id[node_id] = node
+        self._index(node)
+        return node
+
+    def recall(
+        self,
+        node_id: NodeId,
+        incarnation: Incarnation,
+        boot_id: str,
+        now: float,
+        *,
+        member: bool = False,
+    ) -> None:
+        """Take up a node that had spoken to an earlier term: it has one lease to report again.
+
+        The first thing that a member is told in this term is binding.
+        """
+        node = self.by_id[node_id]
+        node.told = int(member)
+        node.phase = NodePhase.LIVE
+        node.incarnation, node.boot_id = incarnation, boot_id
+        self._renew(node, now)
+        self._index(node)
+
+    def observe(
+        self, node_id: NodeId, *, near: bool, topology: tuple[str, ...], message: str
+    ) -> None:
+        """Take in what the platform sees of a node that is not gone."""
+        node = self.by_id[node_id]
+        node.topology, node.message, node.seen = topology, message, True
+        if node.phase in (NodePhase.PENDING, NodePhase.STARTING):
+            node.phase = NodePhase.STARTING if near else NodePhase.PENDING
+            self._index(node)
+
+    def hear(self, node_id: NodeId, report: AgentReport, now: float, term: Term) -> Heard:
+        """Take in a report of a known node."""
+        node = self.by_id[node_id]
+        if node.phase is NodePhase.GONE or report.boot_id in node.former_boots:
+            return Heard.REFUSED
+        born = report.boot_id != node.boot_id
+        if born:
+            if report.incarnation:  # it claims a life that is not its own, or no longer
+                return Heard.REFUSED
+            self._next_life(node, report.boot_id)
+        if report.seq <= node.seq:
+            return Heard.STALE
+        node.seq = report.seq
+        node.report = report
+        node.acknowledged = report.have_version if report.have_term == term else 0
+        node.phase = NodePhase.LIVE
+        node.suspect_until = math.inf
+        self._renew(node, now)
+        self._index(node)
+        return Heard.BORN if born else Heard.TAKEN
+
+    def readmit(self, node_id: NodeId) -> None:
+        """Let a node that was given up live again, as a new incarnation.
+
+        Only where nobody can replace it: one machine that was paused, say.
+        """
+        node = self.by_id[node_id]
+        node.phase = NodePhase.STARTING
+        self._next_life(node, "")
+
+    def stalled(self, seconds: float) -> None:
+        """The master itself stood still: nobody is to blame for that time."""
+        for node in self:
+            node.lease_until += seconds
+            node.suspect_until += seconds
+
+    def disconnected(self, node_id: NodeId, boot_id: str, seq: int, now: float) -> bool:
+        """The connection of a report closed before its answer; true if the node is now suspect.
+
+        Only the newest report's connection counts: an older one closing says nothing.
+        """
+        node = self.by_id.get(node_id)
+        if node is None or node.phase is not NodePhase.LIVE:
+            return False
+        if node.boot_id != boot_id or node.seq != seq:
+            return False
+        node.phase = NodePhase.SUSPECT
+        node.suspect_until = now + self.suspect_s
+        heapq.heappush(self._deadlines, (node.suspect_until, node.id))
+        self._index(node)
+        return True
+
+    def tell(self, node: Node, version: int) -> None:
+        """The node must take in this assignment before it is ready again."""
+        node.told = version
+        self._index(node)
+
+    def leave(self, node: Node, why: str) -> None:
+        """The node is about to go: no further round has it."""
+        node.leaving = why
+        self._index(node)
+
+    def give_up(self, node: Node) -> None:
+        """The node is gone, for good."""
+        node.phase = NodePhase.GONE
+        node.lease_until = node.suspect_until = math.inf
+        self._index(node)
+
+    def forget(self, node: Node) -> None:
+        """Drop a gone node that nobody needs to know any more."""
+        self._count[self._standing.pop(node.id)] -= 1
+        del self.by_id[node.id]
+
+    def expire(self, now: float) -> list[Lost]:
+        """Give up the nodes whose lease or grace has run out."""
+        lost = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, node_id = heapq.heappop(self._deadlines)
+            node = self.by_id.get(node_id)
+            if node is None or not node.alive:
+                continue
+            due = min(node.lease_until, node.suspect_until)
+            if due > now:
+                heapq.heappush(self._deadlines, (due, node_id))
+                continue
+            why = (
+                "its connection closed and it did not come back"
+                if node.suspect_until <= now
+                else f"it was silent for {self.lease_s:g} s (lease)"
+            )
+            self.give_up(node)
+            lost.append(Lost(node, why))
+        return lost
+
+    @property
+    def wake_at(self) -> float:
+        """When :meth:`expire` may have something to do."""
+        return self._deadlines[0][0] if self._deadlines else math.inf
+
+    def _next_life(self, node: Node, boot_id: str) -> None:
+        if node.boot_id and boot_id:
+            node.former_boots.add(node.boot_id)
+        node.boot_id, node.seq = boot_id, -1
+        node.told = node.acknowledged = 0
+        if boot_id:
+            node.incarnation = Incarnation(node.incarnation + 1)
+        self._index(node)
+
+    def _renew(self, node: Node, now: float) -> None:
+        fresh = node.lease_until == math.inf
+        node.lease_until = now + self.lease_s
+        if fresh:
+            heapq.heappush(self._deadlines, (node.lease_until, node.id))
+
+    def _index(self, node: Node) -> None:
+        old = self._standing.get(node.id)
+        if old is not None:
+            self._count[old] -= 1
+        self._standing[node.id] = node.standing
+        self._count[node.standing] += 1

@@ -1,0 +1,90 @@
+"""What follows from a failure: plain functions, each answer with its reason in words."""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from dlrover_py.protocol.agents import FailureKind, WorkerFailure
+
+
+class Remedy(Enum):
+    """What to do about a failure."""
+
+    RESTART = auto()  # new workers on the same nodes, in the next round
+    REPLACE = auto()  # the node has used up its budget: a new one in its place
+    STOP = auto()  # the job fails
+
+
+@dataclass(frozen=True, slots=True)
+class Ruling:
+    """A remedy and its reason."""
+
+    remedy: Remedy
+    reason: str
+    """A fixed CamelCase word."""
+    message: str
+
+
+def after_worker_failure(
+    failure: WorkerFailure,
+    *,
+    earlier: WorkerFailure | None,
+    restarts: int,
+    budget: int,
+    relaunches: int,
+    relaunch_budget: int,
+    can_replace: bool,
+) -> Ruling:
+    """What follows from a worker's death.
+
+    Args:
+        failure: the root cause of the round's end.
+        earlier: the last exception that ended a round, if no new ground was gained since.
+        restarts: failures charged to the node so far, without this one.
+        budget: failures that a node may have without steady progress.
+        relaunches: nodes that were lost in this place before.
+        relaunch_budget: as many may be.
+        can_replace: whether the platform can create nodes.
+    """
+    if earlier is not None and repeats(failure, earlier):
+        where = "after a like time" if failure.step is None else f"at step {failure.step}"
+        return Ruling(
+            Remedy.STOP,
+            "NonRetryable",
+            f"the same exception came again {where}, so another restart would not help: "
+            f"{failure.message}",
+        )
+    if restarts < budget:
+        return Ruling(Remedy.RESTART, "WorkerFailed", f"restart {restarts + 1} of {budget}")
+    used = f"its {budget} restarts are used up without steady progress"
+    if can_replace and relaunches < relaunch_budget:
+        return Ruling(Remedy.REPLACE, "RestartsExhausted", f"{used}; it is replaced")
+    return Ruling(
+        Remedy.STOP, "RestartsExhausted", f"{used}; the last failure was: {failure.message}"
+    )
+
+
+def repeats(failure: WorkerFailure, earlier: WorkerFailure) -> bool:
+    """Whether the same user exception came at the same step, or after a like time.
+
+    Without reported steps the time to the failure stands in: within a fifth, or 2 s for those
+    that fail early (start-up times scatter that much on a busy machine).
+    """
+    kind = FailureKind.EXCEPTION
+    if failure.kind is not kind or earlier.kind is not kind:
+        return False
+    if not failure.fingerprint or failure.fingerprint != earlier.fingerprint:
+        return False
+    if failure.step is not None or earlier.step is not None:
+        return failure.step == earlier.step
+    return abs(failure.ran_s - earlier.ran_s) <= max(2.0, 0.2 * earlier.ran_s)
+
+
+def relaunch_delay(relaunches: int) -> float:
+    """Seconds before a lost node is replaced: none at first, then doubling up to a minute."""
+    return 0.0 if relaunches <= 1 else min(60.0, 2.0 ** (relaunches - 2))
+
+
+def in_words(failure: WorkerFailure) -> str:
+    """One line on a worker's death."""
+    who = f"worker {failure.local_rank} (rank {failure.rank})"
+    return f"{who} {failure.message}"

@@ -1,0 +1,192 @@
+"""Who is in the next round, and when it is formed: plain functions, no waiting windows.
+
+A round is formed the moment every node that can come has come. Rank order is stable: survivors
+keep their places, a newcomer takes the place of a lost node, further ones stand at the end.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from pydantic import BaseModel, ConfigDict
+
+from dlrover_py.protocol.names import NodeId, Round
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Bounds of a round, in nodes."""
+
+    desired: int
+    minimum: int
+    unit: int
+
+    def fit(self, nodes: int) -> int:
+        """The largest size that this many nodes allow; 0 if fewer than the minimum."""
+        size = min(nodes, self.desired) // self.unit * self.unit
+        return size if size >= self.minimum else 0
+
+
+class Member(BaseModel):
+    """A node's place in a round."""
+
+    model_config = ConfigDict(frozen=True)
+
+    node: NodeId
+    incarnation: int
+    rank_offset: int
+    nproc: int
+
+
+class World(BaseModel):
+    """An agreed membership; ``members`` is in the order of node ranks."""
+
+    model_config = ConfigDict(frozen=True, ignored_types=(cached_property,))
+
+    round: Round
+    members: tuple[Member, ...]
+    master_addr: str
+    master_port: int
+
+    @cached_property
+    def rank_of(self) -> dict[NodeId, int]:
+        """Node rank by node."""
+        return {m.node: rank for rank, m in enumerate(self.members)}
+
+    @property
+    def world_size(self) -> int:
+        """Workers in the round."""
+        last = self.members[-1]
+        return last.rank_offset + last.nproc
+
+    def has(self, node: NodeId, incarnation: int) -> bool:
+        """Whether this life of the node is a member."""
+        rank = self.rank_of.get(node)
+        return rank is not None and self.members[rank].incarnation == incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """How many nodes can come."""
+
+    ready: int
+    busy: int
+    near: int
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Form the round now, with this many nodes."""
+
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Not yet."""
+
+    why: str
+    until: float | None = None
+    """Look again then, if nothing happens before."""
+
+
+def verdict(
+    size: Size, counts: Counts, *, opened_at: float, now: float, wait_s: float
+) -> Form | Wait:
+    """Whether the next round can be formed.
+
+    Args:
+        size: bounds of the round.
+        counts: nodes by how ready they are.
+        opened_at: when it became clear that a next round is needed.
+        now: the same clock.
+        wait_s: how long to wait for nodes that are near, once the minimum is there.
+    """
+    if counts.busy:
+        # Each of them reports within its lease, or is given up.
+        return Wait(f"{counts.busy} nodes are still taking up what they were told")
+    full = size.fit(size.desired)
+    fits = size.fit(counts.ready)
+    if full and fits == full:
+        return Form(full)
+    if counts.near and (not fits or size.fit(counts.ready + counts.near) > fits):
+        until = opened_at + wait_s
+        if not fits:
+            return Wait(f"{counts.ready} of at least {size.minimum} nodes are there")
+        if now < until:
+            return Wait(f"{counts.near} nodes are about to come", until)
+    if fits:
+        return Form(fits)
+    return Wait(f"{counts.ready} of at least {size.minimum} nodes are there")
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A node that can be in the round."""
+
+    node: NodeId
+    incarnation: int
+    nproc: int
+    topology: tuple[str, ...] = ()
+
+
+def arrange(
+    candidates: Sequence[Candidate],
+    size: int,
+    previous: Sequence[tuple[NodeId, tuple[str, ...]]] = (),
+) -> tuple[Member, ...]:
+    """Choose ``size`` candidates and give them ranks.
+
+    Args:
+        candidates: at least ``size`` of them.
+        size: nodes in the round.
+        previous: node and topology in the order of the ranks of the round before.
+    Returns:
+        In the order of node ranks: survivors in their old order, each hole taken by the newcomer
+        nearest to the lost node, further newcomers at the end beside their neighbours.
+    """
+    by_id = {c.node: c for c in candidates}
+    survivors = [node for node, _ in previous if node in by_id][:size]
+    kept = set(survivors)
+    old = {node for node, _ in previous}
+    spare = sorted(
+        (c for c in candidates if c.node not in old), key=lambda c: (c.topology, id_key(c.node))
+    )
+    places: list[Candidate] = []
+    for node, topology in previous:
+        if node in kept:
+            places.append(by_id[node])
+        elif node not in by_id and spare and len(survivors) < size:
+            nearest = max(spare, key=lambda c: _common(c.topology, topology))
+            spare.remove(nearest)
+            places.append(nearest)
+            survivors.append(nearest.node)
+    places += spare[: size - len(places)]
+    members = []
+    offset = 0
+    for place in places:
+        members.append(
+            Member(
+                node=place.node,
+                incarnation=place.incarnation,
+                rank_offset=offset,
+                nproc=place.nproc,
+            )
+        )
+        offset += place.nproc
+    return tuple(members)
+
+
+def id_key(node: NodeId) -> tuple[str, int]:
+    """Sorts n2 before n10 (torchrun sorts node10 before node2, pytorch#191190)."""
+    digits = len(node) - len(node.rstrip("0123456789"))
+    return (node[: len(node) - digits], int(node[-digits:])) if digits else (node, -1)
+
+
+def _common(a: tuple[str, ...], b: tuple[str, ...]) -> int:
+    length = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        length += 1
+    return length

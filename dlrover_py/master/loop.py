@@ -1,0 +1,364 @@
+"""The only writer: takes in what has happened, lets the core decide, journals, acts.
+
+Reports and facts of the platform meet in one mailbox; each turn hands all of them to
+``Job.step`` at once. What must outlive the master is on disk before anything else happens. If the
+journal cannot be written the loop stands still, on purpose: no round is formed that a later
+master would not know of, while running workers go on and agents get their old answers.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from dlrover_py.master.core.job import (
+    Assign,
+    CreateNode,
+    DeleteNode,
+    Disconnected,
+    Effect,
+    Event,
+    Job,
+    Journal,
+    Refuse,
+    Reported,
+    Rules,
+    Stalled,
+    Step,
+)
+from dlrover_py.master.platform import Platform
+from dlrover_py.master.store import Held, Store, Unwritable
+from dlrover_py.protocol.agents import AgentReport, Assignment
+from dlrover_py.protocol.errors import Superseded, TransientError
+from dlrover_py.protocol.names import NodeId, Term
+from dlrover_py.protocol.status import Condition, JobStatus
+from dlrover_py.telemetry import bind
+
+log = logging.getLogger("master.loop")
+
+T = TypeVar("T")
+
+STALL_S = 0.25
+"""Later than this, a turn is not a late lease but a master that stood still."""
+RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+
+
+@dataclass(slots=True)
+class Clock:
+    """Where time comes from: ``now`` decides, ``wall`` dates what people read."""
+
+    now: Callable[[], float] = time.monotonic
+    wall: Callable[[], float] = time.time  # noqa: TID251 - the one wall clock of the master
+
+
+@dataclass(slots=True)
+class _Desk:
+    """What the master has for one node, and who waits for it."""
+
+    assignment: Assignment | None = None
+    boot_id: str = ""
+    """The agent process that the assignment is for."""
+    seq: int = -1
+    """Newest report that has arrived from it."""
+    refused: dict[str, str] = field(default_factory=dict)
+    waiters: set[asyncio.Future[None]] = field(default_factory=set)
+
+    def ring(self) -> None:
+        for waiter in self.waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self.waiters.clear()
+
+
+class Passive(TransientError):
+    """This master does not (yet) hold the journal, or has not yet seen its nodes."""
+
+
+class Loop:
+    """Runs one job. ``run`` is its life; the other methods are for the server."""
+
+    def __init__(
+        self,
+        platform: Platform,
+        store: Store,
+        rules: Rules,
+        *,
+        publish_s: float = 0.1,
+        clock: Clock | None = None,
+    ) -> None:
+        self._platform, self._store, self._rules = platform, store, rules
+        self._publish_s = publish_s
+        self._clock = clock or Clock()
+        self._job: Job | None = None
+        self._mail: dict[tuple[NodeId, str], AgentReport] = {}
+        self._facts: list[Event] = []
+        self._awake = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._desks: dict[NodeId, _Desk] = {}
+        self._chores: dict[NodeId, asyncio.Task[None]] = {}
+        self._tasks: asyncio.TaskGroup | None = None
+        self._listed = False
+        self._turned_at = self._clock.now()
+        self.journal_error = ""
+        self.journal_writes = 0
+        self.exchanges = 0
+        self.refused = 0
+
+    # --- for the server ---
+
+    @property
+    def ready(self) -> bool:
+        """It holds the term and knows its nodes."""
+        return self._listed and not self.journal_error
+
+    @property
+    def silent_s(self) -> float:
+        """Time since the loop last turned: it turns at least every few seconds."""
+        return self._clock.now() - self._turned_at
+
+    def status(self) -> JobStatus | None:
+        """The state of the job, once there is one."""
+        if self._job is None:
+            return None
+        status = self._job.status(self._clock.now(), self._clock.wall())
+        if self.journal_error:
+            lost = Condition(
+                type="JournalWritable",
+                status="False",
+                reason="JournalUnwritable",
+                message=f"{self.journal_error}; training goes on, but a failure cannot be handled",
+                last_transition_time=self._clock.wall(),
+            )
+            status = status.model_copy(update={"conditions": [*status.conditions, lost]})
+        return status
+
+    async def exchange(self, node_id: NodeId, report: AgentReport) -> Assignment:
+        """Take in a report; return the node's assignment once it differs from what it has.
+
+        Raises:
+            Passive: ask again later.
+            Superseded: the node, or this life of it, was given up.
+        """
+        if self._job is None or not self._listed:
+            raise Passive("this master is not ready yet: it takes over the job")
+        self.exchanges += 1
+        desk = self._desks.setdefault(node_id, _Desk())
+        key = (node_id, report.boot_id)
+        waiting = self._mail.get(key)
+        if waiting is None or waiting.seq < report.seq:
+            self._mail[key] = report
+            self._awake.set()
+        if desk.boot_id == report.boot_id and desk.seq < report.seq:
+            desk.seq = report.seq
+            desk.ring()  # answers the older ones: only the newest report of a node is held
+        deadline = asyncio.get_running_loop().time() + self._rules.exchange_s
+        while True:
+            if report.boot_id in desk.refused:
+                raise Superseded(desk.refused[report.boot_id])
+            mine, held = desk.assignment, desk.boot_id == report.boot_id
+            if held and mine is not None:
+                known = (report.have_term, report.have_version)
+                if (mine.term, mine.version) != known or desk.seq > report.seq:
+                    return mine
+            left = deadline - asyncio.get_running_loop().time()
+            if left <= 0:
+                if held and mine is not None:
+                    return mine
+                raise Passive("the master is busy; ask again")
+            waiter = asyncio.get_running_loop().create_future()
+            desk.waiters.add(waiter)
+            try:
+                async with asyncio.timeout(left):
+                    await waiter
+            except TimeoutError:
+                pass
+            finally:
+                desk.waiters.discard(waiter)
+
+    def disconnected(self, node_id: NodeId, report: AgentReport) -> None:
+        """The connection of this report closed before it was answered."""
+        self.tell([Disconnected(node_id, report.boot_id, report.seq)])
+
+    def tell(self, events: list[Event]) -> None:
+        """Put facts into the mailbox."""
+        self._facts.extend(events)
+        self._awake.set()
+
+    # --- its life ---
+
+    async def run(self) -> None:
+        """Hold the journal and run the job, until cancelled."""
+        try:
+            journal = await self._acquire()
+            job = await self._until_works("get_job", self._platform.get_job)
+            now, wall = self._clock.now(), self._clock.wall()
+            if journal is None:
+                self._job = Job(job, self._rules, term=Term(1), now=now, wall=wall)
+            else:
+                term = Term(journal.term + 1)
+                self._job = Job.resume(job, self._rules, journal, term=term, now=now, wall=wall)
+            bind(job=job.metadata.name, term=self._job.term)
+            log.info("term_begins", extra={"round": self._job.round})
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                tasks.create_task(self._watch())
+                tasks.create_task(self._publish())
+                await self._turn_forever(self._job)
+        finally:
+            await asyncio.to_thread(self._store.release)
+
+    async def _turn_forever(self, job: Job) -> None:
+        wake_at = self._clock.now()
+        while True:
+            await self._rest(wake_at)
+            now = self._clock.now()
+            self._turned_at = now
+            events: list[Event] = []
+            if now - wake_at > STALL_S:
+                events.append(Stalled(now - wake_at))
+                log.warning("master_stood_still", extra={"seconds": round(now - wake_at, 3)})
+            mail, self._mail = self._mail, {}
+            facts, self._facts = self._facts, []
+            events += [Reported(node_id, report) for (node_id, _), report in mail.items()]
+            events += facts
+            seen = job.next_event
+            step = job.step(events, now, self._clock.wall())
+            wake_at = step.wake_at
+            self._log(job, seen)
+            for (node_id, _), report in mail.items():
+                self._address(job, node_id, report)
+            await self._carry_out(step)
+            if events or step.effects:
+                self._changed.set()
+
+    async def _rest(self, wake_at: float) -> None:
+        """Until there is mail, or it is time; at least every few seconds, to show life."""
+        left = min(wake_at - self._clock.now(), 5.0)
+        if not self._awake.is_set() and left > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await self._awake.wait()
+        self._awake.clear()
+
+    def _address(self, job: Job, node_id: NodeId, report: AgentReport) -> None:
+        """Whom the node's assignment is for, now that its report was taken in."""
+        node = job.nodes.get(node_id)
+        desk = self._desks[node_id]
+        if node is not None and node.boot_id == report.boot_id and desk.boot_id != report.boot_id:
+            if desk.boot_id:
+                desk.assignment = None  # it was for the agent that was here before
+            desk.boot_id, desk.seq = report.boot_id, report.seq
+
+    async def _carry_out(self, step: Step) -> None:
+        if step.journal is not None:
+            await self._save(step.journal)
+        for effect in step.effects:
+            self._perform(effect)
+
+    def _perform(self, effect: Effect) -> None:
+        match effect:
+            case Assign(node_id, assignment):
+                desk = self._desks.setdefault(node_id, _Desk())
+                desk.assignment = assignment
+                desk.ring()
+            case Refuse(node_id, boot_id, message):
+                self.refused += 1
+                desk = self._desks.setdefault(node_id, _Desk())
+                desk.refused[boot_id] = message
+                desk.ring()
+            case CreateNode(node_id):
+                self._chore(node_id, lambda: self._platform.create_node(node_id))
+            case DeleteNode(node_id, grace_s, _):
+                self._chore(node_id, lambda: self._platform.delete_node(node_id, grace_s))
+
+    def _chore(self, node_id: NodeId, call: Callable[[], Awaitable[None]]) -> None:
+        """Do this for the node until it works; a newer wish for the same node replaces it."""
+        assert self._tasks is not None
+        old = self._chores.get(node_id)
+        if old is not None:
+            old.cancel()
+        task = self._tasks.create_task(self._until_works("platform", call))
+        self._chores[node_id] = task
+        task.add_done_callback(
+            lambda done: self._chores.pop(node_id) if self._chores.get(node_id) is done else None
+        )
+
+    async def _acquire(self) -> Journal | None:
+        said = ""
+        while True:
+            try:
+                return await asyncio.to_thread(self._store.acquire)
+            except Held as error:
+                if said != str(error):
+                    said = str(error)
+                    log.warning("passive", extra={"why": said})
+                await asyncio.sleep(RETRY_S[-1])
+
+    async def _save(self, journal: Journal) -> None:
+        """Write the journal; nothing else happens until it is written."""
+        tries = 0
+        while True:
+            try:
+                await asyncio.to_thread(self._store.save, journal)
+            except Unwritable as error:
+                if self.journal_error != str(error):
+                    self.journal_error = str(error)
+                    log.error("journal_unwritable", extra={"why": self.journal_error})
+                self._changed.set()
+                self._turned_at = self._clock.now()
+                await asyncio.sleep(RETRY_S[min(tries, len(RETRY_S) - 1)])
+                tries += 1
+            else:
+                self.journal_writes += 1
+                if self.journal_error:
+                    log.info("journal_writable")
+                    self.journal_error = ""
+                    self._changed.set()
+                return
+
+    async def _watch(self) -> None:
+        tries = 0
+        while True:
+            try:
+                async for events in self._platform.watch():
+                    tries = 0
+                    self.tell(list(events))
+                    self._listed = True
+            except TransientError as error:
+                log.warning("watch_lost", extra={"why": str(error)})
+            await asyncio.sleep(RETRY_S[min(tries, len(RETRY_S) - 1)])
+            tries += 1
+
+    async def _publish(self) -> None:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            status = self.status()
+            if status is not None:
+                try:
+                    await self._platform.publish(status)
+                except TransientError as error:
+                    log.warning("publish_failed", extra={"why": str(error)})
+                    self._changed.set()
+            await asyncio.sleep(self._publish_s)
+
+    async def _until_works(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
+        tries = 0
+        while True:
+            try:
+                return await call()
+            except TransientError as error:
+                log.warning("retrying", extra={"what": what, "why": str(error)})
+                await asyncio.sleep(RETRY_S[min(tries, len(RETRY_S) - 1)])
+                tries += 1
+
+    def _log(self, job: Job, since: int) -> None:
+        for event in job.events:
+            if event.id >= since:
+                fields = event.model_dump(exclude_none=True, exclude={"at", "type", "reason"})
+                fields["why"] = fields.pop("message")
+                level = logging.WARNING if event.type == "Warning" else logging.INFO
+                log.log(level, event.reason, extra=fields)

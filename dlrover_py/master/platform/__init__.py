@@ -1,0 +1,50 @@
+"""Where nodes run: the :class:`Platform` seam, five calls."""
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
+
+from dlrover_py.master.core.job import Event
+from dlrover_py.protocol.job import ElasticJob
+from dlrover_py.protocol.names import NodeId
+from dlrover_py.protocol.status import JobStatus
+
+
+class Platform(Protocol):
+    """Creates and ends nodes, and tells what it sees. Every call is idempotent."""
+
+    can_create: bool
+    """Whether it creates nodes; if not, they come by themselves."""
+
+    async def get_job(self) -> ElasticJob:
+        """What the user wants, as it stands.
+
+        Raises:
+            TransientError: not now.
+        """
+
+    def watch(self) -> AsyncIterator[Sequence[Event]]:
+        """Yield the whole state first (ending with ``NodesListed``), then each change.
+
+        Ends, or raises TransientError, when the view was lost: watch again.
+        """
+
+    async def create_node(self, node: NodeId) -> None:
+        """Have the node created, now or when there is room; a node that exists stays as it is.
+
+        Raises:
+            TransientError: not now.
+        """
+
+    async def delete_node(self, node: NodeId, grace_s: float) -> None:
+        """End the node: a signal first, a kill after the grace; one that is gone stays so.
+
+        Raises:
+            TransientError: not now.
+        """
+
+    async def publish(self, status: JobStatus) -> None:
+        """Let people see the status.
+
+        Raises:
+            TransientError: not now.
+        """

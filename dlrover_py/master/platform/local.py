@@ -1,0 +1,73 @@
+"""Nodes on this machine, through the socket of :mod:`dlrover_py.local`."""
+
+from collections.abc import AsyncIterator, Sequence
+
+from dlrover_py.master.core.job import (
+    Event,
+    JobChanged,
+    JobStopped,
+    NodeEnded,
+    NodeSeen,
+    NodesListed,
+)
+from dlrover_py.protocol.errors import Bug
+from dlrover_py.protocol.job import ElasticJob
+from dlrover_py.protocol.local import Seen, Snapshot
+from dlrover_py.protocol.names import NodeId
+from dlrover_py.protocol.status import JobStatus
+from dlrover_py.rpc import Client
+
+CALL_S = 10.0
+
+
+class LocalPlatform:
+    """The ``Platform`` of a job that was started with ``dlrover job run``."""
+
+    can_create = True
+
+    def __init__(self, socket_path: str) -> None:
+        self._client = Client(f"unix:{socket_path}")
+
+    async def get_job(self) -> ElasticJob:  # noqa: D102
+        body = await self._client.call("GET", "/v1/job", deadline_s=CALL_S)
+        return Snapshot.model_validate_json(body).job
+
+    async def watch(self) -> AsyncIterator[Sequence[Event]]:  # noqa: D102
+        first: list[Event] | None = []
+        async for line in self._client.lines("/v1/watch"):
+            seen = Seen.model_validate_json(line)
+            event = _event(seen)
+            if first is None:
+                yield [event]
+                continue
+            first.append(event)
+            if seen.kind == "listed":
+                yield first
+                first = None
+
+    async def create_node(self, node: NodeId) -> None:  # noqa: D102
+        await self._client.call("PUT", f"/v1/nodes/{node}", deadline_s=CALL_S)
+
+    async def delete_node(self, node: NodeId, grace_s: float) -> None:  # noqa: D102
+        path = f"/v1/nodes/{node}?grace_s={grace_s}"
+        await self._client.call("DELETE", path, deadline_s=CALL_S)
+
+    async def publish(self, status: JobStatus) -> None:  # noqa: D102
+        body = status.model_dump_json().encode()
+        await self._client.call("PUT", "/v1/status", body, deadline_s=CALL_S)
+
+
+def _event(seen: Seen) -> Event:
+    node = NodeId(seen.node)
+    match seen.kind:
+        case "job" if seen.job is not None:
+            return JobChanged(seen.job)
+        case "node":
+            return NodeSeen(node, seen.near, (seen.host,), seen.message, seen.leaving)
+        case "ended":
+            return NodeEnded(node, seen.why, seen.exit_code, seen.free, seen.output)
+        case "stopped":
+            return JobStopped()
+        case "listed":
+            return NodesListed(frozenset(NodeId(n) for n in seen.nodes))
+    raise Bug(f"a watch line of kind {seen.kind} has no content")

@@ -1,0 +1,258 @@
+"""HTTP for agents and people: decode, hand to the loop, encode. No decisions.
+
+Two ports: the job's (token on every path) and one for health and metrics (no token, no secrets).
+"""
+
+import asyncio
+import contextlib
+import hmac
+import logging
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import uvicorn
+from fastapi import FastAPI, Path, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from pydantic import ValidationError
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from dlrover_py import __version__
+from dlrover_py.master.loop import Loop, Passive
+from dlrover_py.protocol.agents import AgentReport, ErrorReply
+from dlrover_py.protocol.errors import ErrorCode, Superseded
+from dlrover_py.protocol.job import explain
+from dlrover_py.protocol.names import NodeId
+
+log = logging.getLogger("master.server")
+
+BODY_S = 10.0
+"""A request's body must be there by then."""
+
+
+class TooLarge(Exception):
+    """The body is over the limit."""
+
+
+def error_reply(status: int, code: ErrorCode, message: str) -> Response:
+    """A reply that says what was wrong."""
+    body = ErrorReply(code=code, message=message).model_dump_json()
+    return Response(body, status_code=status, media_type="application/json")
+
+
+class Guard:
+    """Stands before everything: the token, and the size of the body."""
+
+    def __init__(self, app: ASGIApp, *, token: str, max_body_bytes: int, denied: Counter) -> None:
+        self._app, self._denied, self._limit = app, denied, max_body_bytes
+        self._expected = f"Bearer {token}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuse the request, or hand it on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        if not hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
+            self._denied.inc()
+            reply = error_reply(401, ErrorCode.UNAUTHORIZED, "the job's token is expected")
+            reply.headers["WWW-Authenticate"] = "Bearer"
+            await reply(scope, receive, send)
+            return
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit() or int(length) > self._limit:
+            await self._too_large()(scope, receive, send)
+            return
+        got = 0
+
+        async def counted() -> Message:
+            nonlocal got
+            message = await receive()
+            got += len(message.get("body", b""))
+            if got > self._limit:
+                raise TooLarge
+            return message
+
+        await self._app(scope, counted, send)
+
+    def _too_large(self) -> Response:
+        return too_large(self._limit)
+
+
+def too_large(limit: int) -> Response:
+    """The reply to a body over the limit."""
+    message = f"the body is too large: at most {limit} bytes are expected"
+    return error_reply(413, ErrorCode.TOO_LARGE, message)
+
+
+NodePath = Annotated[str, Path(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")]
+
+
+def job_app(loop: Loop, *, token: str, max_body_bytes: int, denied: Counter) -> ASGIApp:
+    """What agents, people and dashboards call."""
+    app = FastAPI(title="dlrover-py master", version=__version__)
+
+    @app.exception_handler(TooLarge)
+    async def refuse(request: Request, error: Exception) -> Response:
+        return too_large(max_body_bytes)
+
+    @app.post("/v1/nodes/{node_id}/exchange")
+    async def exchange(node_id: NodePath, request: Request) -> Response:
+        """Report up, assignment down; held until there is something new."""
+        try:
+            async with asyncio.timeout(BODY_S):
+                body = await request.body()
+        except TimeoutError:
+            return error_reply(408, ErrorCode.INVALID, f"no whole body within {BODY_S:g} s")
+        try:
+            report = AgentReport.model_validate_json(body)
+        except ValidationError as error:
+            return error_reply(422, ErrorCode.INVALID, explain(error))
+        node = NodeId(node_id)
+        answer = asyncio.ensure_future(loop.exchange(node, report))
+        gone = asyncio.ensure_future(request.receive())
+        try:
+            await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                loop.disconnected(node, report)
+                return Response(status_code=499)
+            return Response(answer.result().model_dump_json(), media_type="application/json")
+        except Superseded as error:
+            return error_reply(409, ErrorCode.SUPERSEDED, str(error))
+        except Passive as error:
+            return error_reply(503, ErrorCode.PASSIVE, str(error))
+        finally:
+            answer.cancel()
+            gone.cancel()
+
+    @app.get("/v1/job")
+    async def job() -> Response:
+        """All that a person or a dashboard needs to know."""
+        status = loop.status()
+        if status is None:
+            return error_reply(503, ErrorCode.PASSIVE, "this master does not run the job yet")
+        return Response(status.model_dump_json(by_alias=True), media_type="application/json")
+
+    return Guard(app, token=token, max_body_bytes=max_body_bytes, denied=denied)
+
+
+class _JobMetrics:
+    """The job's state, read when it is asked for."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+
+    def collect(self) -> Iterator[Metric]:
+        loop = self._loop
+        yield _gauge("dlrover_master_ready", "This master holds the term.", loop.ready)
+        yield _count("dlrover_exchanges", "Reports of agents.", loop.exchanges)
+        yield _count("dlrover_refused_reports", "Reports that were refused.", loop.refused)
+        yield _count("dlrover_journal_writes", "Times the journal was stored.", loop.journal_writes)
+        yield _gauge(
+            "dlrover_journal_writable", "The journal can be stored.", not loop.journal_error
+        )
+        status = loop.status()
+        if status is None:
+            return
+        yield _gauge("dlrover_term", "Number of this master's reign.", status.term)
+        yield _gauge("dlrover_round", "Number of the round.", status.round)
+        yield _gauge("dlrover_world_size", "Workers in the round.", status.world_size)
+        yield _gauge("dlrover_nodes_in_round", "Nodes in the round.", status.nodes_in_round)
+        yield _gauge("dlrover_nodes_ready", "Nodes that live.", status.ready)
+        yield _gauge("dlrover_nodes_wanted", "Nodes that the spec wishes.", status.wanted)
+        if status.progress is not None:
+            yield _gauge("dlrover_step", "Newest step of the script.", status.progress.step)
+            speed = status.progress.steps_per_s
+            yield _gauge("dlrover_steps_per_second", "Speed of the script.", speed)
+        rounds = CounterMetricFamily(
+            "dlrover_new_rounds", "Rounds after the first, by cause.", labels=["cause"]
+        )
+        for cause in ("failure", "loss", "drain", "scale", "join"):
+            rounds.add_metric([cause], status.restarts.get(cause, 0))
+        yield rounds
+
+
+def _gauge(name: str, words: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, words, value=float(value))
+
+
+def _count(name: str, words: str, value: float) -> Metric:
+    return CounterMetricFamily(name, words, value=float(value))
+
+
+def health_app(loop: Loop, registry: CollectorRegistry, *, dead_s: float = 30.0) -> ASGIApp:
+    """Health, readiness and metrics."""
+    registry.register(_JobMetrics(loop))
+    app = FastAPI(title="dlrover-py master health", docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.get("/healthz")
+    async def healthz() -> Response:
+        """Whether the loop turns; a master that only waits for its turn is healthy."""
+        alive = loop.silent_s < dead_s or not loop.ready
+        words = "ok" if alive else f"the loop has not turned for {loop.silent_s:.0f} s"
+        return Response(words, status_code=200 if alive else 503, media_type="text/plain")
+
+    @app.get("/readyz")
+    async def readyz() -> Response:
+        """Whether agents should come here."""
+        words = "ok" if loop.ready else loop.journal_error or "this master is passive"
+        return Response(words, status_code=200 if loop.ready else 503, media_type="text/plain")
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus metrics."""
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    return app
+
+
+def _impatient(header_s: float) -> type[asyncio.Protocol]:
+    """uvicorn's protocol, but a connection that says nothing is closed: it waits for ever."""
+
+    class Impatient(HttpToolsProtocol):
+        _patience: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            loop = asyncio.get_running_loop()
+            self._patience = loop.call_later(header_s, transport.close)
+
+        def on_headers_complete(self) -> None:
+            if self._patience is not None:
+                self._patience.cancel()
+                self._patience = None
+            super().on_headers_complete()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            if self._patience is not None:
+                self._patience.cancel()
+            super().connection_lost(exc)
+
+    return Impatient
+
+
+class Server(uvicorn.Server):
+    """uvicorn as a part of our program, which keeps the signals for itself."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals alone."""
+        yield
+
+
+def server(app: ASGIApp, *, header_s: float) -> Server:
+    """A server that is ready to be run on a socket of ours."""
+    options: dict[str, Any] = {
+        "http": _impatient(header_s),
+        "ws": "none",
+        "lifespan": "off",
+        "log_config": None,
+        "access_log": False,
+        "server_header": False,
+        "backlog": 4096,
+        # An agent's connection is idle only between two exchanges.
+        "timeout_keep_alive": 75,
+        "timeout_graceful_shutdown": 1,
+    }
+    return Server(uvicorn.Config(app, **options))

@@ -1,0 +1,87 @@
+"""What an administrator can set for a master: the only reader of its environment."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from dlrover_py.master.core.job import Rules
+from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.job import explain
+
+PREFIX = "DLROVER_MASTER_"
+
+Seconds = Annotated[float, Field(gt=0, le=86400)]
+
+
+class Settings(BaseModel):
+    """Settings of one master; each can be set as ``DLROVER_MASTER_<NAME>``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    lease_s: Seconds = 5.0
+    """A node that was silent for so long is lost. Facts (a process that ended, a connection that
+    closed) come first; this is for hosts that vanish and processes that are frozen."""
+    suspect_s: Seconds = 1.0
+    """A node whose connection closed may come back for so long."""
+    replacement_wait_s: Annotated[float, Field(ge=0, le=86400)] = 10.0
+    """Nodes whose process already runs are waited for at most so long, with the minimum there."""
+    forgive_after_s: Seconds = 300.0
+    """Steady progress for so long fills all restart budgets again."""
+    stop_grace_s: Annotated[float, Field(ge=0, le=3600)] = 1.0
+    """SIGTERM to SIGKILL for workers when a round ends."""
+    drain_grace_s: Annotated[float, Field(ge=0, le=86400)] = 30.0
+    """The same when a node is asked to leave, so that a script can save."""
+    exchange_s: Seconds = 1.0
+    """An agent's report is answered after so long at the latest; grows with the job's size."""
+    max_body_bytes: Annotated[int, Field(ge=1024)] = 1 << 18
+    """A larger request is refused (413): a report of 1,024 workers takes a tenth of it."""
+    header_s: Seconds = 10.0
+    """A connection that has not sent a request's head by then is closed."""
+    publish_s: Seconds = 0.1
+    """The status is published at most this often."""
+    token_file: Path | None = None
+    state_dir: Path | None = None
+    log_level: str = "INFO"
+
+    @model_validator(mode="after")
+    def _relations(self) -> Self:
+        if self.exchange_s * 2 > self.lease_s:
+            raise ValueError(
+                f"exchange_s is {self.exchange_s:g} and lease_s {self.lease_s:g}: expected a lease "
+                "of at least two exchanges, so that one late report does not cost a node"
+            )
+        return self
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Self:
+        """Read the settings.
+
+        Raises:
+            ConfigError: with one line for each value that cannot be used.
+        """
+        environ = os.environ if environ is None else environ
+        given = {
+            key.removeprefix(PREFIX).lower(): value
+            for key, value in environ.items()
+            if key.startswith(PREFIX)
+        }
+        try:
+            return cls.model_validate(given)
+        except ValidationError as error:
+            raise ConfigError(explain(error, prefix="environment " + PREFIX + "*")) from error
+
+    def rules(self, *, can_create: bool) -> Rules:
+        """What the decisions need of it."""
+        return Rules(
+            lease_s=self.lease_s,
+            suspect_s=self.suspect_s,
+            replacement_wait_s=self.replacement_wait_s,
+            forgive_after_s=self.forgive_after_s,
+            stop_grace_s=self.stop_grace_s,
+            drain_grace_s=self.drain_grace_s,
+            exchange_s=self.exchange_s,
+            can_create=can_create,
+        )

@@ -1,0 +1,105 @@
+"""Where the journal lives: :class:`Store`, and its form as a file.
+
+Only one master at a time may hold a journal. The file form proves it by a lock on a file of its
+own (the journal itself is replaced at each write, and a lock would stay with the old inode).
+"""
+
+import errno
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import Protocol
+
+from pydantic import ValidationError
+
+from dlrover_py.master.core.job import Journal
+from dlrover_py.protocol.errors import ConfigError, TransientError
+
+
+class Held(TransientError):
+    """Another master holds this journal."""
+
+
+class Unwritable(TransientError):
+    """The journal could not be written; what was there before still is."""
+
+
+class Store(Protocol):
+    """Keeps one journal. Calls block: they are made from a thread."""
+
+    def acquire(self) -> Journal | None:
+        """Become its only writer and return what it holds.
+
+        Raises:
+            Held: another master is its writer.
+            ConfigError: it holds something that cannot be read.
+        """
+
+    def save(self, journal: Journal) -> None:
+        """Replace what it holds, all or nothing, and on stable storage before this returns.
+
+        Raises:
+            Unwritable: nothing has changed.
+        """
+
+    def release(self) -> None:
+        """Let another master have it."""
+
+
+class FileStore:
+    """A journal in a file, replaced atomically."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = -1
+
+    def acquire(self) -> Journal | None:  # noqa: D102
+        self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if self._lock < 0:
+            lock = os.open(self._path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                os.close(lock)
+                raise Held(f"another master holds {self._path}") from error
+            self._lock = lock
+        try:
+            text = self._path.read_text()
+        except FileNotFoundError:
+            return None
+        try:
+            return Journal.model_validate_json(text)
+        except ValidationError as error:
+            raise ConfigError(
+                f"{self._path}: not a journal of this version: {error.error_count()} faults, the "
+                f"first: {error.errors(include_url=False)[0]['msg']}; move it away to start anew"
+            ) from error
+
+    def save(self, journal: Journal) -> None:  # noqa: D102
+        data = json.dumps(journal.model_dump(mode="json"), separators=(",", ":")).encode()
+        fresh = self._path.with_suffix(".new")
+        try:
+            handle = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            try:
+                view = memoryview(data)
+                while view:
+                    view = view[os.write(handle, view) :]
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+            os.replace(fresh, self._path)
+            folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        except OSError as error:
+            fresh.unlink(missing_ok=True)
+            what = "the disk is full" if error.errno == errno.ENOSPC else error.strerror
+            raise Unwritable(f"{self._path}: {what}") from error
+
+    def release(self) -> None:  # noqa: D102
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1

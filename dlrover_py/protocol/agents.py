@@ -1,0 +1,165 @@
+"""What an agent and the master tell each other: :class:`AgentReport` up, :class:`Assignment` down.
+
+Both are whole documents: a lost, repeated or late one does no harm, because numbers that only
+grow (``seq``, ``follows``, ``incarnation``; ``term``, ``version``, ``round``) say which is newer.
+Unknown fields are ignored, so that an old agent survives a new master.
+"""
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from dlrover_py.protocol.names import WIRE_VERSION
+
+Name = Annotated[
+    str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", max_length=253)
+]
+Line = Annotated[str, StringConstraints(max_length=1024)]
+Count = Annotated[int, Field(ge=0, le=2**53)]
+
+
+class Wire(BaseModel):
+    """Base of all messages: immutable, lenient towards newer peers."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class WorkerPhase(StrEnum):
+    """What the workers of one node do, taken together."""
+
+    IDLE = "idle"  # none runs
+    RUNNING = "running"
+    STOPPING = "stopping"
+    SUCCEEDED = "succeeded"  # all of the round's workers exited 0
+    FAILED = "failed"
+
+
+class FailureKind(StrEnum):
+    """How a worker died."""
+
+    EXCEPTION = "exception"  # an uncaught Python exception of the script
+    PEER = "peer"  # an exception that says that another rank's connection broke
+    SIGNAL = "signal"  # killed: segmentation fault, out of memory, kill -9
+    EXIT = "exit"  # another exit code than 0, with no exception seen
+    START = "start"  # could not be started at all
+
+
+class WorkerFailure(Wire):
+    """Why a worker died, as its agent saw it."""
+
+    kind: FailureKind
+    local_rank: Count
+    rank: Count
+    pid: Count
+    exit_code: int
+    """Exit code; the negative signal number when a signal killed it."""
+    message: Annotated[str, StringConstraints(max_length=2048)]
+    traceback: Annotated[str, StringConstraints(max_length=8192)] = ""
+    fingerprint: Annotated[str, StringConstraints(max_length=512)] = ""
+    """Same text for the same exception at the same place; empty if no exception was seen."""
+    step: Count | None = None
+    """Last step that was reported before it."""
+    ran_s: Annotated[float, Field(ge=0)] = 0.0
+    """Time from the start of the worker to its death."""
+
+
+class Offer(Wire):
+    """Where rank 0 could listen if this node became the first: reserved by the agent."""
+
+    addr: Annotated[str, StringConstraints(min_length=1, max_length=253)]
+    port: Annotated[int, Field(ge=1, le=65535)]
+
+
+class Progress(Wire):
+    """What the script said of itself through ``dlrover_py.trainer.session``."""
+
+    step: Count
+    total: Count | None = None
+    started_at_step: Count
+    """First step that was reported in this round."""
+    first_step_after_s: Annotated[float, Field(ge=0)]
+    """From taking up the round to that first step."""
+    steps_per_s: Annotated[float, Field(ge=0)] = 0.0
+    metrics: dict[Annotated[str, StringConstraints(max_length=64)], float] = Field(
+        default_factory=dict, max_length=32
+    )
+
+
+class AgentReport(Wire):
+    """All that a node has to say, each time."""
+
+    wire: Line = WIRE_VERSION
+    boot_id: Annotated[str, StringConstraints(min_length=8, max_length=64)]
+    """Random, drawn once by each agent process: tells a restarted agent from a retry."""
+    incarnation: Count = 0
+    """As assigned by the master; 0 until it was."""
+    seq: Count
+    """Grows with each report of this agent process."""
+    have_term: Count = 0
+    have_version: Count = 0
+    """Term and version of the newest assignment that arrived."""
+    follows: Count = 0
+    """Newest round that this agent has taken up. A join for the next round is told from a retry
+    by it, and an offer is good only for rounds after it."""
+    phase: WorkerPhase = WorkerPhase.IDLE
+    """Of the workers of round ``follows``."""
+    nproc: Annotated[int, Field(ge=1, le=1024)] = 1
+    pids: list[Count] = Field(default_factory=list, max_length=1024)
+    """Worker processes by local rank; 0 for one that has ended."""
+    agent_pid: Count = 0
+    offer: Offer
+    max_restarts: Count | None = None
+    """From ``--max-restarts`` where it was given; the job's spec beats it."""
+    failure: WorkerFailure | None = None
+    """Why round ``follows`` failed here, until the next one is taken up."""
+    progress: Progress | None = None
+    leaving: Line = ""
+    """Why this node is about to go (SIGTERM …); empty if it is not."""
+
+
+class Directive(StrEnum):
+    """What the master wants of a node."""
+
+    WAIT = "wait"  # run nothing: the node is a standby, or the round is still forming
+    RUN = "run"  # run the workers of `round`
+    STOP = "stop"  # end the workers, then exit with `exit_code`
+
+
+class Assignment(Wire):
+    """What one node has to do; its own ranks and one endpoint, never the table of all nodes."""
+
+    wire: Line = WIRE_VERSION
+    term: Count
+    version: Count
+    """Grows with each change of this node's assignment within a term."""
+    incarnation: Count
+    directive: Directive
+    reason: str
+    """Why, in words."""
+    round: Count = 0
+    node_rank: Count = 0
+    nnodes: Count = 0
+    rank_offset: Count = 0
+    """Global rank of this node's local rank 0."""
+    world_size: Count = 0
+    """Workers in the round."""
+    master_addr: str = ""
+    master_port: Count = 0
+    restart_count: Count = 0
+    """Rounds that ended in a failure before this one (TORCHELASTIC_RESTART_COUNT)."""
+    max_restarts: Count = 0
+    exit_code: Count = 0
+    stop_grace_s: Annotated[float, Field(ge=0)] = 1.0
+    """SIGTERM to SIGKILL when the workers are stopped for this assignment."""
+    exchange_s: Annotated[float, Field(gt=0)] = 2.0
+    """The master answers a report after this time at the latest."""
+    lease_s: Annotated[float, Field(gt=0)] = 5.0
+    """The node is taken for lost this long after its last report."""
+
+
+class ErrorReply(Wire):
+    """Body of a reply that is not 200."""
+
+    code: str
+    message: str

@@ -1,0 +1,79 @@
+"""The errors that cross a border between two modules or two programs.
+
+::
+
+    DLRoverError
+    ├── ConfigError      the user must act: bad file, flag or environment        exit 2
+    ├── TransientError   the same call may work later
+    │   └── Unreachable  nobody answered at that address until the deadline      exit 4
+    ├── Superseded       a newer term, round or incarnation exists: stop         exit 3
+    ├── Unauthorized     the token was refused                                   exit 2
+    └── Bug              an invariant is broken: crash, the journal stays        exit 70
+
+Each says what was expected, what was found, and what to do.
+"""
+
+from enum import IntEnum, StrEnum
+
+
+class ExitCode(IntEnum):
+    """Exit codes of our programs. 1 is a training failure, as with torchrun."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    SUPERSEDED = 3
+    UNREACHABLE = 4
+    BUG = 70
+
+
+class ErrorCode(StrEnum):
+    """``code`` in the body of an error reply."""
+
+    UNAUTHORIZED = "unauthorized"
+    SUPERSEDED = "superseded"
+    TOO_LARGE = "too_large"
+    INVALID = "invalid"
+    PASSIVE = "passive"
+    CONFLICT = "conflict"
+    NOT_FOUND = "not_found"
+
+
+class DLRoverError(Exception):
+    """Root of the tree."""
+
+    exit_code = ExitCode.FAILED
+
+
+class ConfigError(DLRoverError):
+    """What the user gave cannot be used; nothing was changed."""
+
+    exit_code = ExitCode.USAGE
+
+
+class TransientError(DLRoverError):
+    """The same call may work later."""
+
+
+class Unreachable(TransientError):
+    """Nobody answered at the address until the deadline."""
+
+    exit_code = ExitCode.UNREACHABLE
+
+
+class Superseded(DLRoverError):
+    """A newer term, round or incarnation exists: the caller must stop, and not retry."""
+
+    exit_code = ExitCode.SUPERSEDED
+
+
+class Unauthorized(DLRoverError):
+    """The token was refused."""
+
+    exit_code = ExitCode.USAGE
+
+
+class Bug(DLRoverError):
+    """An invariant of ours is broken."""
+
+    exit_code = ExitCode.BUG

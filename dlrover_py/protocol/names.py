@@ -1,0 +1,77 @@
+"""Every string that two processes share: ids, environment names, ports, file names.
+
+A worker's environment follows torchrun (torch/distributed/elastic/agent/server)
+and, inside an ElasticJob, DLRover's names; ours begin with ``DLROVER_``.
+"""
+
+from typing import Final, NewType
+
+NodeId = NewType("NodeId", str)
+"""Name of one agent's place in the job (``n0``, ``n1`` …): never reused, and not a rank."""
+
+Round = NewType("Round", int)
+"""Number of an agreed membership, +1 each time; 0 means none yet."""
+
+Incarnation = NewType("Incarnation", int)
+"""Lives of a node id, assigned by the master; 0 means not assigned yet."""
+
+Term = NewType("Term", int)
+"""Number of a master's reign, from the journal; agents refuse lower ones."""
+
+GROUP: Final = "elastic.iml.github.io"
+API_VERSION: Final = f"{GROUP}/v1alpha1"
+KIND: Final = "ElasticJob"
+MAIN_CONTAINER: Final = "main"
+
+WIRE_VERSION: Final = "1.0"
+
+# --- what the platform tells an agent (environment of a node) ---
+ENV_MASTER_ADDR: Final = "DLROVER_MASTER_ADDR"
+"""``host:port`` of the job's master."""
+ENV_TOKEN_FILE: Final = "DLROVER_TOKEN_FILE"
+"""File with the job's token; only its owner can read it."""
+ENV_JOB_NAME: Final = "ELASTIC_JOB_NAME"
+ENV_NODE_ID: Final = "DLROVER_NODE_ID"
+ENV_POD_IP: Final = "POD_IP"
+ENV_LOG_DIR: Final = "DLROVER_LOG_DIR"
+"""Where an agent keeps its workers' logs: ``<dir>/<node>/<incarnation>/<round>/<rank>/``."""
+ENV_LIFELINE_FD: Final = "DLROVER_LIFELINE_FD"
+"""A pipe's read end: when it reports end of file the platform is gone, and so ends the process."""
+
+ENV_CONNECT_S: Final = "DLROVER_CONNECT_S"
+"""The master must have answered an agent once within this time; 60 s if it is not set."""
+ENV_NODE_MARK: Final = "DLROVER_NODE_MARK"
+"""Random per node of this machine's cluster: every process of the node carries it."""
+
+# --- what an agent tells its workers, beyond torchrun's names ---
+ENV_AGENT_SOCKET: Final = "DLROVER_AGENT_SOCKET"
+ENV_ROUND: Final = "DLROVER_ROUND"
+ENV_RESTART_REASON: Final = "DLROVER_RESTART_REASON"
+
+JOB_ENV: Final = (
+    ENV_MASTER_ADDR,
+    ENV_TOKEN_FILE,
+    ENV_JOB_NAME,
+    ENV_NODE_ID,
+    ENV_LOG_DIR,
+    ENV_LIFELINE_FD,
+    ENV_NODE_MARK,
+    ENV_AGENT_SOCKET,
+    ENV_ROUND,
+    ENV_RESTART_REASON,
+)
+"""All that makes a process a part of a job."""
+
+# --- what is kept from the workers: a script must not be able to speak for its agent ---
+PRIVATE_ENV: Final = (ENV_TOKEN_FILE, ENV_LIFELINE_FD)
+
+# --- the master ---
+MASTER_PORT: Final = 50001
+"""DLRover's port, kept."""
+
+# --- a job on this machine ---
+CLUSTER_SOCKET: Final = "cluster.sock"
+JOB_FILE: Final = "job.json"
+STATUS_FILE: Final = "status.json"
+JOURNAL_FILE: Final = "journal.json"
+TOKEN_FILE: Final = "token"

@@ -1,0 +1,259 @@
+"""Train a small GPT on the source of Python's standard library, byte by byte.
+
+Any number of workers, at any time, computes the same: the batch of a step depends on the seed and
+the step alone, and gradients are weighted so that they are the batch's mean whoever computed them.
+With ``dlrover_py.trainer.session`` it reports its steps, and saves before it is stopped.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import sysconfig
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.parallel import DistributedDataParallel
+
+from dlrover_py.trainer import session
+
+SEED = 1
+CONTEXT = 64  # bytes that the model looks back
+WIDTH, LAYERS, HEADS = 96, 3, 4  # 364,000 parameters
+TEXT_BYTES = 2_000_000
+HELD_OUT_BYTES = 100_000
+LEARNING_RATE, WARMUP_STEPS = 3e-3, 20
+
+
+class Block(nn.Module):
+    """Attention, then a feed-forward network, each on the normalised input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.feed = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape (batch, length, width), as given."""
+        batch, length, _ = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, length, 3, HEADS, WIDTH // HEADS)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        heads = scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(heads.transpose(1, 2).reshape(batch, length, WIDTH))
+        return x + self.feed(self.norm2(x))
+
+
+class GPT(nn.Module):
+    """Logits of the next byte, for each place of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(256, WIDTH)
+        self.places = nn.Embedding(CONTEXT, WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        self.norm = nn.LayerNorm(WIDTH)
+        for embedding in (self.bytes, self.places):
+            nn.init.normal_(embedding.weight, std=0.02)
+
+    def forward(self, text: Tensor) -> Tensor:
+        """From (batch, length) bytes to (batch, length, 256) logits."""
+        places = torch.arange(text.shape[1], device=text.device)
+        x = self.norm(self.blocks(self.bytes(text) + self.places(places)))
+        return x @ self.bytes.weight.T  # the embedding serves as the output layer too
+
+
+def main() -> None:
+    """Train until the last step, or until the agent asks to stop."""
+    args = parse_args()
+    device = start()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    text = load_text().to(device)
+    train, held_out = text[:-HELD_OUT_BYTES], text[-HELD_OUT_BYTES:]
+
+    torch.manual_seed(SEED)
+    model = GPT().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
+    step = saved_step = resume(args.ckpt, model, optimizer)
+    ddp = DistributedDataParallel(model)
+
+    stop = False
+    while step < args.steps and not stop:
+        began = time.perf_counter()
+        inputs, targets = batch(train, step, args.global_batch)
+        mine = slice(rank, None, world)  # shares differ by one where the world does not divide
+        logits = ddp(inputs[mine])
+        loss = cross_entropy(logits.flatten(0, 1), targets[mine].flatten(), reduction="sum")
+        # DDP divides the sum of gradients by the world size; this makes it the batch's mean.
+        (loss * world / targets.numel()).backward()
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, args.steps)
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(args.step_delay)
+        step += 1
+
+        # One small reduction for two things: the loss of the whole batch, and whether any rank was
+        # asked to stop. All must leave the loop at the same step: should_stop() alone may differ.
+        both = torch.stack([loss.detach(), loss.new_tensor(float(session.should_stop()))])
+        dist.all_reduce(both)
+        mean, stop = both[0].item() / targets.numel(), both[1].item() > 0
+        session.report_step(step, args.steps, loss=mean)
+        if rank == 0 and (step % 25 == 0 or step == args.steps):
+            took_ms = (time.perf_counter() - began) * 1000
+            print(f"step {step} loss {mean:.4f} ({took_ms:.0f} ms, {world} workers)", flush=True)
+        if step % args.ckpt_every == 0:
+            save(args.ckpt, model, optimizer, step)
+            saved_step = step
+
+    if step != saved_step:
+        save(args.ckpt, model, optimizer, step)
+    if rank == 0 and step < args.steps:
+        why = session.stop_reason() or "another worker was asked to"
+        print(f"saved and stopped at step {step}: {why}", flush=True)
+    elif rank == 0:
+        report(model, held_out, step, args.out)
+    dist.destroy_process_group()
+
+
+def parse_args() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--ckpt", type=Path, default=Path("ckpt"), help="folder, seen by all nodes")
+    parser.add_argument("--ckpt-every", type=int, default=20, help="steps")
+    parser.add_argument("--global-batch", type=int, default=24, help="samples, of all workers")
+    parser.add_argument(
+        "--step-delay", type=float, default=0.0, help="seconds, to have time to look"
+    )
+    parser.add_argument("--out", type=Path, help="file for the result, as JSON")
+    return parser.parse_args()
+
+
+def start() -> torch.device:
+    """Join the group: NCCL if each worker of this node has a GPU of its own, else gloo."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    here = session.world()
+    if torch.cuda.device_count() >= here.local_size:
+        torch.cuda.set_device(here.local_rank)
+        dist.init_process_group("nccl")
+        device = torch.device("cuda", here.local_rank)
+    else:
+        dist.init_process_group("gloo")
+        device = torch.device("cpu")
+    if here.rank == 0 and session.restart_reason():
+        print(f"round {session.round()}: {session.restart_reason()}", flush=True)
+    return device
+
+
+def load_text() -> Tensor:
+    """Give the first files of the standard library, by name: fixed for a version of Python."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    text = bytearray()
+    for path in sorted(folder.glob("*.py")):
+        text += path.read_bytes()
+        if len(text) >= TEXT_BYTES:
+            break
+    if len(text) < TEXT_BYTES:
+        raise SystemExit(
+            f"{folder}: found {len(text)} bytes of Python source, expected {TEXT_BYTES}; "
+            "run with a Python whose standard library is installed as source"
+        )
+    return torch.frombuffer(text[:TEXT_BYTES], dtype=torch.uint8).long()
+
+
+def batch(text: Tensor, step: int, size: int) -> tuple[Tensor, Tensor]:
+    """Give the samples of a step, and for each place the byte that follows."""
+    generator = torch.Generator().manual_seed(SEED * 1_000_003 + step)
+    starts = torch.randint(len(text) - CONTEXT, (size,), generator=generator)
+    samples = text[(starts[:, None] + torch.arange(CONTEXT + 1)).to(text.device)]
+    return samples[:, :-1], samples[:, 1:]
+
+
+def learning_rate(step: int, steps: int) -> float:
+    """Warm up, then fall to a tenth along a cosine."""
+    if step < WARMUP_STEPS:
+        return LEARNING_RATE * (step + 1) / WARMUP_STEPS
+    done = (step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS)
+    return LEARNING_RATE * (0.55 + 0.45 * math.cos(math.pi * done))
+
+
+def resume(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Load the newest checkpoint, if there is one, and give its step.
+
+    Rank 0 reads it for all, so that no two ranks can start from different files.
+    """
+    found: list[Any] = [None]
+    path = folder / "checkpoint.pt"
+    if dist.get_rank() == 0:
+        for draft in folder.glob("*.tmp"):  # its writer was killed
+            draft.unlink(missing_ok=True)
+        if path.exists():
+            found = [torch.load(path, map_location="cpu", weights_only=True)]
+    dist.broadcast_object_list(found, src=0)
+    if found[0] is None:
+        return 0
+    model.load_state_dict(found[0]["model"])
+    optimizer.load_state_dict(found[0]["optimizer"])
+    torch.set_rng_state(found[0]["rng"])
+    step: int = found[0]["step"]
+    if dist.get_rank() == 0:
+        print(f"resumed at step {step} with {dist.get_world_size()} workers", flush=True)
+    return step
+
+
+def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Write the checkpoint from rank 0, so that the file is either the old or the new one."""
+    if dist.get_rank() != 0:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    # A name of its own: a rank 0 of an older round may still be writing on another machine.
+    draft = folder / f"{uuid.uuid4().hex}.tmp"
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "step": step,
+        "rng": torch.get_rng_state(),
+    }
+    try:
+        torch.save(state, draft)
+        os.replace(draft, folder / "checkpoint.pt")
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+@torch.no_grad()
+def report(model: nn.Module, held_out: Tensor, step: int, out: Path | None) -> None:
+    """Print the loss on text that was held out; the same samples each time."""
+    inputs, targets = batch(held_out, 0, 256)
+    loss = cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).item()
+    print(f"loss {loss:.4f} at step {step}", flush=True)
+    if out is None:
+        return
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.cpu().numpy().tobytes())
+    result = {
+        "step": step,
+        "loss": loss,
+        "world_size": dist.get_world_size(),
+        # Of the exact bytes: equal for equal runs at one world size. Sums of another world size
+        # are taken in another order; compare the loss, within 0.01.
+        "params_sha256": digest.hexdigest(),
+    }
+    out.write_text(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main()

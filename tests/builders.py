@@ -1,0 +1,842 @@
+"""Shared builders: jobs, failures, simulated agents, and a bench that checks every step of a Job.
+
+No mock, no sleep, no clock: time is a number that the bench moves on a grid of 1/4 s.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from dlrover_py.master.core.job import (
+    Assign,
+    CreateNode,
+    DeleteNode,
+    Effect,
+    Event,
+    Job,
+    JobChanged,
+    Journal,
+    NodeEnded,
+    NodeSeen,
+    NodesListed,
+    Refuse,
+    Reported,
+    Rules,
+    Step,
+)
+from dlrover_py.protocol.agents import (
+    AgentReport,
+    Assignment,
+    Directive,
+    FailureKind,
+    Offer,
+    Progress,
+    WorkerFailure,
+    WorkerPhase,
+)
+from dlrover_py.protocol.job import ElasticJob
+from dlrover_py.protocol.names import NodeId, Term
+from dlrover_py.protocol.status import JobPhase, NodePhase, NodeRole
+
+WALL = 1_000_000.0
+
+
+def job_file(replicas: int = 3, **worker: Any) -> dict[str, Any]:
+    """A job file as a user would write it; ``worker`` are further fields of the replica spec."""
+    template = {"spec": {"containers": [{"name": "main", "command": ["elastic-run", "t.py"]}]}}
+    replica_spec = {"replicas": replicas, "template": template, **worker}
+    return {
+        "apiVersion": "elastic.iml.github.io/v1alpha1",
+        "kind": "ElasticJob",
+        "metadata": {"name": "x"},
+        "spec": {"replicaSpecs": {"worker": replica_spec}},
+    }
+
+
+def elastic_job(
+    replicas: int = 3,
+    minimum: int | None = None,
+    *,
+    unit: int = 1,
+    standby: int = 0,
+    restarts: int = 3,
+    suspend: bool = False,
+) -> ElasticJob:
+    document = job_file(
+        replicas,
+        minReplicas=minimum,
+        nodeUnit=unit,
+        standbyReplicas=standby,
+        restartCount=restarts,
+    )
+    document["spec"]["suspend"] = suspend
+    return ElasticJob.parse(document)
+
+
+def crash(
+    kind: FailureKind = FailureKind.SIGNAL,
+    *,
+    fingerprint: str = "",
+    step: int | None = None,
+    ran_s: float = 5.0,
+) -> WorkerFailure:
+    return WorkerFailure(
+        kind=kind,
+        local_rank=0,
+        rank=0,
+        pid=7,
+        exit_code=1,
+        message="died",
+        fingerprint=fingerprint,
+        step=step,
+        ran_s=ran_s,
+    )
+
+
+def user_error(fingerprint: str = "E@f:1", step: int | None = 5) -> WorkerFailure:
+    return crash(FailureKind.EXCEPTION, fingerprint=fingerprint, step=step)
+
+
+_ports = count(1024)
+_boots = count(1)
+
+
+def fresh_offer(node: str) -> Offer:
+    port = next(_ports)
+    return Offer(addr=f"{node}-{port // 60000}", port=1024 + port % 60000)
+
+
+@dataclass
+class SimAgent:
+    """One agent process, as far as the master can tell: the real one's rules, without processes."""
+
+    node: NodeId
+    nproc: int = 1
+    max_restarts: int | None = None
+    boot: str = ""
+    incarnation: int = 0
+    seq: int = 0
+    have: tuple[int, int] = (0, 0)
+    follows: int = 0
+    phase: WorkerPhase = WorkerPhase.IDLE
+    failure: WorkerFailure | None = None
+    progress: Progress | None = None
+    leaving: str = ""
+    ended: bool = False
+    frozen: bool = False
+    """Stopped: neither sends nor receives."""
+    cut: bool = False
+    """The network loses all that it sends."""
+    starts: list[int] = field(default_factory=list)
+    """Rounds whose workers it has started."""
+    assignment: Assignment | None = None
+
+    def __post_init__(self) -> None:
+        self.boot = self.boot or f"boot-{next(_boots):06}"
+        self.offer = fresh_offer(self.node)
+
+    def report(self) -> AgentReport:
+        self.seq += 1
+        return AgentReport(
+            boot_id=self.boot,
+            incarnation=self.incarnation,
+            seq=self.seq,
+            have_term=self.have[0],
+            have_version=self.have[1],
+            follows=self.follows,
+            phase=self.phase,
+            nproc=self.nproc,
+            offer=self.offer,
+            max_restarts=self.max_restarts,
+            failure=self.failure,
+            progress=self.progress,
+            leaving=self.leaving,
+        )
+
+    def receive(self, new: Assignment) -> None:
+        if self.ended or (new.term, new.version) <= self.have:
+            return
+        assert new.incarnation >= self.incarnation, "incarnations only grow"
+        assert new.round >= self.follows, "an agent is never told of an older round"
+        self.have, self.incarnation, self.assignment = (
+            (new.term, new.version),
+            new.incarnation,
+            new,
+        )
+        if new.directive is Directive.STOP:
+            self.ended, self.phase = True, WorkerPhase.STOPPING
+        elif new.directive is Directive.WAIT:
+            if self.phase is WorkerPhase.RUNNING:
+                self.phase = WorkerPhase.IDLE
+        elif new.round > self.follows:
+            self.follows = new.round
+            self.starts.append(new.round)
+            self.phase, self.failure, self.progress = WorkerPhase.RUNNING, None, None
+            self.offer = fresh_offer(self.node)  # the old one belongs to this round now
+
+    @property
+    def running(self) -> bool:
+        return self.phase is WorkerPhase.RUNNING and not self.ended
+
+    def fail(self, failure: WorkerFailure) -> None:
+        assert self.running
+        self.phase, self.failure = WorkerPhase.FAILED, failure
+
+    def succeed(self) -> None:
+        assert self.running
+        self.phase = WorkerPhase.SUCCEEDED
+
+    def reach(self, step: int) -> None:
+        started = self.progress.started_at_step if self.progress else step
+        self.progress = Progress(step=step, started_at_step=started, first_step_after_s=0.5)
+
+
+@dataclass
+class _Life:
+    """What the checks know of one node: a second opinion, kept apart from the core's."""
+
+    boot: str = ""
+    former: set[str] = field(default_factory=set)
+    seq: int = -1
+    report: AgentReport | None = None
+    gone: bool = False
+    owes: int = 0
+    """Version that it must acknowledge before a next round may have it."""
+    acked: int = 0
+    told: Assignment | None = None
+
+
+class Bench:
+    """A Job between a simulated platform and simulated agents; checks each step.
+
+    ``step`` is the only way in. Checks that need no luck are here, so that each scenario and each
+    run of the state machine makes them all.
+    """
+
+    def __init__(
+        self, spec: ElasticJob, rules: Rules | None = None, *, capacity: int = 1000, now: float = 0
+    ) -> None:
+        self.spec, self.rules = spec, rules or Rules()
+        self.now = now
+        self.job = Job(spec, self.rules, term=Term(1), now=now, wall=WALL)
+        self.capacity = capacity
+        self.pods: dict[NodeId, bool] = {}
+        """Nodes of the platform; whether their process runs."""
+        self.dying: set[NodeId] = set()
+        self.facts: list[Event] = []
+        """What the platform has to say, in order, not delivered yet."""
+        self.agents: dict[NodeId, list[SimAgent]] = defaultdict(list)
+        self.desks: dict[NodeId, tuple[str, Assignment | None]] = {}
+        """The newest assignment of each node, and the agent process that it is for."""
+        self.refused: set[str] = set()
+        self.history: list[tuple[str, Assignment]] = []
+        """All assignments that ever went out, with the boot that each was for."""
+        self.journal: Journal | None = None
+        self.wake_at = now
+        self.crash: tuple[str, int] | None = None
+        """The master dies in the next step that stores a journal: before it is stored, or after
+        that with so many effects carried out."""
+        # what the checks remember
+        self._lives: dict[NodeId, _Life] = defaultdict(_Life)
+        self._worlds: dict[int, tuple[Any, ...]] = {}
+        self._offers: set[tuple[str, int]] = set()
+        self._created: set[NodeId] = set()
+        self._unseen: set[NodeId] = set()
+        self._wanted: set[NodeId] = set()
+        self._charged: dict[str, int] = defaultdict(int)
+        self._exceptions: list[tuple[str, int | None, float]] = []
+        self._successes: dict[int, set[str]] = defaultdict(set)
+        self._end: JobPhase | None = None
+        self._events_seen = 0
+        self._round = 0
+        self._term = 0
+
+    # --- the master ---
+
+    def step(self, *events: Event) -> Step:
+        """One step at ``now``; its effects are carried out, unless the master is to die in it."""
+        before = self.job.world
+        restarts = dict(self.job.restarts)
+        for event in events:
+            self._note(event)
+        out = self.job.step(list(events), self.now, WALL + self.now)
+        assert out.wake_at > self.now, "no busy loop"
+        if self.crash and out.journal is not None:
+            how, kept = self.crash
+            self.crash = None
+            if how == "after":
+                self._store(out.journal)
+                self._check(out, before, restarts, events)
+                self._carry_out(out.effects[:kept])
+            self.restart_master()
+            return out
+        self._check(out, before, restarts, events)
+        if out.journal is not None:
+            self._store(out.journal)
+        self._compare_journal()
+        self._carry_out(out.effects)
+        self._quiet(out.wake_at)
+        self.wake_at = out.wake_at
+        return out
+
+    def _store(self, journal: Journal) -> None:
+        text = journal.model_dump_json()
+        self.journal = Journal.model_validate_json(text)
+        assert self.journal == journal, "a journal is read as it was written"
+
+    def _quiet(self, wake_at: float) -> None:
+        again = self.job.step([], self.now, WALL + self.now)
+        assert not again.effects, f"a step decides all there is to decide: {again.effects}"
+        assert again.journal is None, "a step without news stores nothing"
+        assert again.wake_at == wake_at, f"{again.wake_at} was {wake_at}"
+
+    def restart_master(self, *, early_list: bool = False) -> None:
+        """Only the journal and the platform outlive a master."""
+        if self.journal is None:  # it died before it had stored anything
+            self.job = Job(self.spec, self.rules, term=Term(1), now=self.now, wall=WALL)
+            self._created.clear()
+            self._unseen.clear()
+            self._wanted.clear()
+        else:
+            term = Term(self.journal.term + 1)
+            self.job = Job.resume(
+                self.spec, self.rules, self.journal, term=term, now=self.now, wall=WALL + self.now
+            )
+            kept = {n.id for n in self.journal.nodes}
+            self._wanted = set(kept)
+            self._unseen = {n.id for n in self.journal.nodes if not n.incarnation}
+            numbers = range(self.journal.next_node)
+            self._created = {n for n in self._created if int(n[1:]) in numbers}
+            for node, life in self._lives.items():
+                life.owes = life.acked = 0
+                life.told = life.report = None
+                life.seq = -1  # the journal does not hold it: one late report may pass
+                if node not in kept:
+                    life.gone = True
+            for record in self.journal.nodes:
+                life = self._lives[record.id]
+                if life.boot and life.boot != record.boot_id:
+                    life.former.discard(record.boot_id)
+                life.boot = record.boot_id
+            # Openings outlive it, and so do the successes of its round.
+            self._successes = defaultdict(set)
+            self._successes[self.journal.round] = set(self.journal.succeeded)
+            self._charged.clear()
+            for record in self.journal.nodes:
+                self._charged[record.id] = record.restarts
+            last = self.journal.last_exception
+            self._exceptions = [(last.fingerprint, last.step, last.ran_s)] if last else []
+            self._end = self.journal.phase if self.journal.phase.ended else None
+            self._round = self.journal.round
+            self._events_seen = self.journal.next_event - 1
+            self._worlds = {r: w for r, w in self._worlds.items() if r <= self.journal.round}
+        self.desks.clear()
+        self.refused.clear()
+        self.facts.clear()
+        steady = self.job.opening is None and self.job.phase is JobPhase.RUNNING
+        round_before, spec_same = self.job.round, True
+        listing = self._listing() if early_list else None
+        first = self.step()
+        self.step(*(listing or self._listing()))
+        members = self.job.world.rank_of if self.job.world else {}
+        if steady and spec_same and all(m in self.pods for m in members):
+            size = full_size(self.spec, len(members))
+            if size == len(members) and not self.spec.spec.suspend:
+                assert self.job.round == round_before, "a restart of the master moves nobody"
+        assert not [e for e in first.effects if isinstance(e, Assign) and e.node not in members]
+
+    def _listing(self) -> list[Event]:
+        seen: list[Event] = [self._seen(n) for n in self.pods]
+        return [*seen, NodesListed(frozenset(self.pods))]
+
+    def relist(self) -> None:
+        self.facts.clear()
+        self.step(*self._listing())
+
+    # --- the platform ---
+
+    def _seen(self, node: NodeId) -> NodeSeen:
+        why = "it is being deleted" if node in self.dying else ""
+        return NodeSeen(node, self.pods[node], ("zone", node), leaving=why)
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Assign(node, assignment):
+                    boot, _ = self.desks.get(node, ("", None))
+                    self.desks[node] = (boot, assignment)
+                    self.history.append((boot, assignment))
+                case Refuse(_, boot_id, _):
+                    self.refused.add(boot_id)
+                case CreateNode(node):
+                    if node not in self.pods:
+                        self.pods[node] = False
+                        self.facts.append(NodeSeen(node, False, message="no room"))
+                        self._schedule()
+                case DeleteNode(node, grace_s, _):
+                    if node in self.pods:
+                        self.dying.add(node)
+                        if not grace_s or not self.pods[node]:
+                            self.finish(node)
+
+    def _schedule(self) -> None:
+        for node, runs in self.pods.items():
+            if not runs and sum(self.pods.values()) < self.capacity:
+                self.pods[node] = True
+                self.facts.append(self._seen(node))
+
+    def finish(self, node: NodeId) -> None:
+        """The platform has ended a node, as it was asked to."""
+        self._remove(node, "deleted", free=True)
+
+    def kill(self, node: NodeId) -> None:
+        """A node dies, with its processes; a frozen one may only be out of sight."""
+        self._remove(node, "killed", free=False)
+
+    def _remove(self, node: NodeId, why: str, *, free: bool) -> None:
+        self.dying.discard(node)
+        if self.pods.pop(node, None) is None:
+            return
+        for agent in self.agents[node]:
+            if not agent.frozen:  # a frozen one may be on a host that is cut off: it lives on
+                agent.ended = True
+        self.facts.append(NodeEnded(node, why, free=free))
+        self._schedule()
+
+    def set_capacity(self, hosts: int) -> None:
+        self.capacity = hosts
+        self._schedule()
+
+    def deliver_facts(self, number: int | None = None) -> None:
+        number = len(self.facts) if number is None else number
+        facts, self.facts = self.facts[:number], self.facts[number:]
+        if facts:
+            self.step(*facts)
+
+    def change(self, spec: ElasticJob) -> Step:
+        self.spec = spec
+        return self.step(JobChanged(spec))
+
+    # --- the agents ---
+
+    def boot(self, node: NodeId, nproc: int = 1) -> SimAgent:
+        """Start an agent process on a node; an older one there is dead."""
+        for old in self.agents[node]:
+            old.ended = True
+        agent = SimAgent(node, nproc=nproc)
+        self.agents[node].append(agent)
+        return agent
+
+    def agent(self, node: str) -> SimAgent:
+        return self.agents[NodeId(node)][-1]
+
+    def living(self) -> list[SimAgent]:
+        return [a for agents in self.agents.values() for a in agents if not a.ended]
+
+    def say(self, agent: SimAgent, report: AgentReport | None = None) -> Step:
+        """The agent's report arrives; nothing comes back yet."""
+        return self.step(Reported(agent.node, report or agent.report()))
+
+    def answer(self, agent: SimAgent) -> None:
+        """The agent gets what the master has for it."""
+        if agent.boot in self.refused:
+            self._exit(agent)
+            return
+        boot, assignment = self.desks.get(agent.node, ("", None))
+        if boot == agent.boot and assignment is not None:
+            agent.receive(assignment)
+            if agent.ended:
+                self._exit(agent)
+
+    def _exit(self, agent: SimAgent) -> None:
+        agent.ended = True
+        node = agent.node
+        if node in self.pods and self.agents[node][-1] is agent:
+            free = node in self.dying
+            self.dying.discard(node)
+            del self.pods[node]
+            self.facts.append(NodeEnded(node, "exited", exit_code=0, free=free))
+            self._schedule()
+
+    def exchange(self, *agents: SimAgent) -> None:
+        for agent in agents or self.living():
+            if not agent.ended and not agent.frozen and not agent.cut:
+                self.say(agent)
+                self.answer(agent)
+
+    # --- time ---
+
+    def to(self, when: float) -> Step:
+        """Move to this moment; if it is before ``wake_at`` nothing may happen."""
+        early = when < self.wake_at
+        self.now = when
+        if early:
+            self._quiet(self.wake_at)
+            return Step(wake_at=self.wake_at)
+        return self.step()
+
+    def pass_time(self, seconds: float, *, exchange_s: float = 2.0) -> None:
+        """Time passes, and agents that can keep in touch do; the master wakes when it has to."""
+        end = self.now + seconds
+        while self.now < end:
+            self.to(min(end, self.now + exchange_s, max(self.wake_at, self.now + 0.25)))
+            self.exchange()
+
+    def settle(self, rounds: int = 30) -> None:
+        """Deliver all that is on its way, boot what is up, until nobody has anything new."""
+        quiet = 0
+        for _ in range(rounds):
+            told = len(self.history), len(self.facts), len(self.pods)
+            self.deliver_facts()
+            for node, runs in list(self.pods.items()):
+                if runs and node not in self.dying and not self.agents[node]:
+                    self.boot(node)
+            for node in list(self.dying):
+                self.finish(node)
+            self.exchange()
+            quiet += 1
+            if told != (len(self.history), len(self.facts), len(self.pods)):
+                quiet = 0
+            if quiet == 2:
+                return
+
+    # --- short questions ---
+
+    @property
+    def members(self) -> list[str]:
+        return [m.node for m in self.job.world.members] if self.job.world else []
+
+    def reasons(self) -> list[str]:
+        return [e.reason for e in self.job.events]
+
+    # --- the checks ---
+
+    def _note(self, event: Event) -> None:
+        match event:
+            case NodeEnded(node) | NodeSeen(node):
+                self._unseen.discard(node)
+                if isinstance(event, NodeEnded) or event.leaving:
+                    self._wanted.discard(node)
+            case NodesListed(listed):
+                self._wanted -= {n for n in self._wanted if n not in listed | self._unseen}
+            case Reported(node, report):
+                self._unseen.discard(node)
+                if report.leaving:
+                    self._wanted.discard(node)
+
+    def _take_reports(self, out: Step, events: tuple[Event, ...]) -> None:
+        """A second opinion on every report: refused, stale, or taken."""
+        refused = {(e.node, e.boot_id) for e in out.effects if isinstance(e, Refuse)}
+        for event in events:
+            if not isinstance(event, Reported):
+                continue
+            node, report = event.node, event.report
+            known, life = self.job.nodes.get(node), self._lives[node]
+            must_refuse = life.gone or known is None or report.boot_id in life.former
+            if must_refuse:
+                assert (node, report.boot_id) in refused, f"{node} {report.boot_id} must be refused"
+                continue
+            if (node, report.boot_id) in refused:
+                continue
+            if life.boot != report.boot_id:
+                assert not report.incarnation, "a life that the master never gave is refused"
+                if life.boot:
+                    life.former.add(life.boot)
+                life.boot, life.seq = report.boot_id, -1
+                life.owes = life.acked = 0
+                boot, _ = self.desks.get(node, ("", None))
+                if boot != report.boot_id:
+                    self.desks[node] = (report.boot_id, None)
+            elif self.desks.get(node, ("", None))[0] != report.boot_id:
+                self.desks[node] = (report.boot_id, None)
+            if report.seq <= life.seq:
+                if len(events) == 1:
+                    assert out.journal is None, "a stale report changes nothing"
+                    assert not [e for e in out.effects if not isinstance(e, Refuse)]
+                continue
+            life.seq, life.report = report.seq, report
+            life.acked = report.have_version if report.have_term == self.job.term else 0
+            if report.phase is WorkerPhase.SUCCEEDED and report.follows:
+                self._successes[report.follows].add(node)
+
+    def _check(
+        self, out: Step, before: Any, restarts: dict[str, int], events: tuple[Event, ...]
+    ) -> None:
+        job = self.job
+        self._take_reports(out, events)
+        assert job.term >= self._term, "terms only grow"
+        assert self._round <= job.round <= self._round + 1, "one round at a time"
+        for node in job.nodes:
+            if node.phase is NodePhase.GONE:
+                self._lives[node.id].gone = True
+                self._wanted.discard(node.id)
+        self._check_nodes(out)
+        if job.round > self._round:
+            self._check_round(out, before, restarts)
+        self._check_assignments(out)
+        self._check_events()
+        self._check_end()
+        self._check_status()
+        self._term, self._round = job.term, job.round
+
+    def _check_nodes(self, out: Step) -> None:
+        for effect in out.effects:
+            if isinstance(effect, DeleteNode):
+                self._wanted.discard(effect.node)
+            if not isinstance(effect, CreateNode):
+                continue
+            assert self._end is None, "an ended job creates nothing"
+            assert not self.spec.spec.suspend, "a suspended job creates nothing"
+            if effect.node not in self._unseen:  # else: asked again for what never came
+                assert effect.node not in self._created, "ids are never reused"
+                numbers = [int(n[1:]) for n in self._created]
+                assert all(int(effect.node[1:]) > n for n in numbers), "ids grow"
+                assert out.journal is not None, "an id is journaled before it is used"
+            self._created.add(effect.node)
+            self._unseen.add(effect.node)
+            self._wanted.add(effect.node)
+        wished = self.spec.worker.replicas + self.spec.worker.standby_replicas
+        if any(isinstance(e, CreateNode) for e in out.effects):
+            assert len(self._wanted) <= wished, f"{self._wanted} are more than {wished}"
+
+    def _check_round(self, out: Step, before: Any, restarts: dict[str, int]) -> None:
+        job, world = self.job, self.job.world
+        assert world is not None
+        assert world.round == job.round
+        worker = self.spec.worker
+        size = len(world.members)
+        assert worker.minimum <= size <= worker.replicas
+        assert size % worker.node_unit == 0
+        assert out.journal is not None
+        assert out.journal.world == world, "a round is journaled before it is told"
+        assert not self.spec.spec.suspend
+        nodes = [m.node for m in world.members]
+        assert len(set(nodes)) == size
+        offset = 0
+        for member in world.members:
+            life, node = self._lives[member.node], job.nodes[member.node]
+            assert life.report is not None, "only who has spoken to this master"
+            assert not life.gone
+            assert not node.leaving
+            assert member.incarnation == node.incarnation
+            assert life.acked >= life.owes, f"{member.node} has not answered to {life.owes}"
+            assert member.rank_offset == offset
+            assert member.nproc == life.report.nproc
+            offset += member.nproc
+        assert world.world_size == offset
+        offer = (world.master_addr, world.master_port)
+        first = self._lives[nodes[0]].report
+        assert first is not None
+        assert offer == (first.offer.addr, first.offer.port), "the newest offer of rank 0"
+        assert offer not in self._offers, "an offer is for one round"
+        self._offers.add(offer)
+        if before is not None:
+            old = [m.node for m in before.members]
+            stay = [n for n in old if n in nodes]
+            assert stay == [n for n in nodes if n in old], "survivors keep their order"
+            if size == len(old):
+                assert all(nodes.index(n) == old.index(n) for n in stay), "… and their rank"
+            gone = [n for n in old if n not in nodes]
+            fresh = [n for n in nodes if n not in old]
+            able = [
+                n
+                for n in gone
+                if not self._lives[n].gone
+                and job.nodes.get(n) is not None
+                and not job.nodes[n].leaving
+            ]
+            assert not (able and fresh), "no survivor makes room for a newcomer"
+        told = {e.node for e in out.effects if isinstance(e, Assign)}
+        assert told >= set(nodes), "every member is told at once"
+        formed = [e for e in job.events if e.reason == "RoundFormed"][-1]
+        assert formed.round == job.round
+        assert formed.cause, "every round has a cause"
+        assert 0 < formed.cause < formed.id
+        ready = [
+            n.id
+            for n in job.nodes
+            if n.phase is NodePhase.LIVE
+            and not n.leaving
+            and self._lives[n.id].acked >= (self._lives[n.id].owes if n.id not in nodes else 0)
+        ]
+        assert size == full_size(self.spec, len(ready)), f"{size} of {ready}"
+        if before is not None and self._successes[before.round] & {m.node for m in before.members}:
+            for kind in ("join", "scale"):
+                assert job.restarts.get(kind, 0) == restarts.get(kind, 0), (
+                    "nobody grows or shrinks a round that is about to finish"
+                )
+
+    def _check_assignments(self, out: Step) -> None:
+        for effect in out.effects:
+            if not isinstance(effect, Assign):
+                continue
+            new, life = effect.assignment, self._lives[effect.node]
+            old, life.told = life.told, new
+            assert new.term == self.job.term
+            if old is not None and old.term == new.term:
+                assert new.version > old.version, "versions only grow"
+                assert new.round >= old.round
+                same = old.model_copy(update={"version": new.version})
+                assert same != new, "nobody is told the same twice"
+            node = self.job.nodes.get(effect.node)
+            assert node is not None
+            assert new.incarnation == node.incarnation >= 1, "who never spoke is told nothing"
+            if new.directive is Directive.RUN or (
+                old is not None and old.directive is Directive.RUN
+            ):
+                life.owes = new.version
+            if new.directive is not Directive.RUN:
+                continue
+            world = self.job.world
+            assert self._end is None
+            assert not life.gone, "a node that was given up never runs again"
+            assert world is not None
+            assert new.round == world.round == self.job.round
+            member = world.members[new.node_rank]
+            assert (member.node, member.incarnation) == (effect.node, new.incarnation)
+            facts = (
+                tuple((m.node, m.incarnation, m.rank_offset) for m in world.members),
+                new.world_size,
+                new.nnodes,
+                new.master_addr,
+                new.master_port,
+            )
+            assert self._worlds.setdefault(new.round, facts) == facts, "one round, one world"
+            assert new.rank_offset == member.rank_offset
+            assert new.nnodes == len(world.members)
+            assert new.world_size == sum(m.nproc for m in world.members)
+
+    def _check_events(self) -> None:
+        fresh = [e for e in self.job.events if e.id > self._events_seen]
+        for event in fresh:
+            assert event.id == self._events_seen + 1
+            self._events_seen = event.id
+            assert event.cause is None or 0 < event.cause < event.id
+            assert event.took_s is None or event.took_s >= 0
+            assert "\n" not in event.reason
+            if event.reason == "BudgetForgiven":
+                self._charged.clear()
+                self._exceptions.clear()
+            if event.reason == "WorkerFailed":
+                assert event.node
+                self._charged[event.node] += 1
+                failed = self.job.last_failure
+                assert failed is not None
+                worker = failed.worker
+                if worker.kind is FailureKind.EXCEPTION:
+                    self._exceptions.append((worker.fingerprint, worker.step, worker.ran_s))
+                budget = self.spec.worker.restart_count
+                if self._charged[event.node] > budget:
+                    node = self.job.nodes.get(NodeId(event.node))
+                    assert self.job.phase.ended or (node is not None and node.leaving), (
+                        "a node has no more restarts than its budget"
+                    )
+                elif self.job.phase is JobPhase.FAILED:
+                    reasons = {e.reason for e in fresh}
+                    assert "RestartsExhausted" not in reasons, "… and no fewer"
+            if event.reason == "NonRetryable":
+                assert len(self._exceptions) >= 2
+                (f1, s1, _), (f2, s2, _) = self._exceptions[-2:]
+                assert f1 == f2
+                assert s1 == s2
+
+    def _check_end(self) -> None:
+        phase = self.job.phase
+        if self._end is not None:
+            assert phase is self._end, "the end is the end"
+        elif phase.ended:
+            self._end = phase
+            if phase is JobPhase.SUCCEEDED:
+                world = self.job.world
+                assert world is not None
+                assert {m.node for m in world.members} <= self._successes[world.round]
+
+    def _check_status(self) -> None:
+        status = self.job.status(self.now, WALL + self.now)
+        assert type(status).model_validate_json(status.model_dump_json()) == status
+        world = self.job.world
+        assert status.round == self.job.round
+        assert status.nodes_in_round == (len(world.members) if world else 0)
+        assert status.phase is not JobPhase.RUNNING or status.world_size > 0
+        assert status.reason
+        kinds = [c.type for c in status.conditions]
+        assert len(kinds) == len(set(kinds))
+        running = [c for c in status.conditions if c.type == "Running"]
+        assert (running[0].status == "True") == (status.phase is JobPhase.RUNNING)
+        ranks = [n.node_rank for n in status.nodes if n.role is NodeRole.MEMBER]
+        assert len(set(ranks)) == len(ranks) <= status.nodes_in_round
+        assert None not in ranks
+        for node in status.nodes:
+            assert node.relaunches <= self.spec.worker.restart_count
+            assert node.incarnation >= 0
+        if status.phase.ended:
+            assert status.ended_at is not None
+
+    def _compare_journal(self) -> None:
+        """What must outlive the master is in the last journal that was stored, always."""
+        assert self.journal is not None
+        kept = {
+            "term",
+            "next_node",
+            "phase",
+            "world",
+            "round",
+            "succeeded",
+            "nodes",
+            "vacancies",
+            "exhausted",
+            "restart_count",
+            "restarts",
+            "last_exception",
+            "last_failure",
+        }
+        now = self.job.journal().model_dump(include=kept)
+        then = self.journal.model_dump(include=kept)
+        assert now == then, {k: (then[k], now[k]) for k in kept if then[k] != now[k]}
+        assert (self.journal.opening is None) == (self.job.opening is None)
+
+    def check_running(self) -> None:
+        """The job trains at the size that its nodes allow, and every agent knows it."""
+        job = self.job
+        assert job.world is not None, job.reason
+        assert job.phase is JobPhase.RUNNING, (job.phase, job.reason)
+        for member in job.world.members:
+            agent = self.agents[member.node][-1]
+            assert not agent.ended, member.node
+            assert agent.follows == job.round, (agent.node, agent.follows, job.round)
+            assert agent.phase in (WorkerPhase.RUNNING, WorkerPhase.SUCCEEDED)
+
+
+def full_size(spec: ElasticJob, nodes: int) -> int:
+    """Nodes that a round has if so many can be in it."""
+    worker = spec.worker
+    fits = [
+        n
+        for n in range(worker.minimum, min(nodes, worker.replicas) + 1)
+        if n % worker.node_unit == 0
+    ]
+    return max(fits, default=0)
+
+
+def running(spec: ElasticJob | None = None, rules: Rules | None = None) -> Bench:
+    """A bench whose first round runs, everybody having said so."""
+    bench = Bench(spec or elastic_job(), rules)
+    bench.step()
+    bench.settle()
+    bench.check_running()
+    return bench
+
+
+__all__ = [
+    "WALL",
+    "Bench",
+    "SimAgent",
+    "crash",
+    "elastic_job",
+    "fresh_offer",
+    "full_size",
+    "job_file",
+    "running",
+    "user_error",
+]

@@ -1,0 +1,503 @@
+"""The SDK against a real unix socket that plays the agent."""
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from dlrover_py.protocol import workers
+from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.workers import News, Order
+from dlrover_py.trainer import session
+from dlrover_py.trainer.session import Session, World
+from dlrover_py.trainer.settings import Settings
+
+ROOT = Path(session.__file__).parents[2]
+DEADLINE_S = 10.0
+
+
+@dataclass
+class Clock:
+    now: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Agent:
+    """The other end: reads datagrams as the real agent does, with pydantic."""
+
+    def __init__(self, path: Path) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.socket.bind(str(path))
+        self.socket.settimeout(DEADLINE_S)
+        self.sender: object = None
+
+    def news(self) -> News:
+        """The next datagram; fails if none comes."""
+        data, self.sender = self.socket.recvfrom(workers.MAX_DATAGRAM)
+        return News.model_validate_json(data, strict=True)
+
+    def waiting(self) -> list[News]:
+        """All datagrams that have arrived."""
+        found = []
+        self.socket.settimeout(0)
+        try:
+            while True:
+                found.append(self.news())
+        except BlockingIOError:
+            return found
+        finally:
+            self.socket.settimeout(DEADLINE_S)
+
+    def say(self, data: bytes) -> None:
+        assert isinstance(self.sender, bytes)
+        self.socket.sendto(data, self.sender)
+
+    def order(self, stop: str) -> None:
+        self.say(Order(stop=stop).model_dump_json().encode())
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    # Not tmp_path: a unix socket's path may have 107 bytes.
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    yield folder / "agent.sock"
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def agent(path: Path) -> Iterator[Agent]:
+    agent = Agent(path)
+    yield agent
+    agent.socket.close()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def worker(path: Path, clock: Clock) -> Iterator[Session]:
+    settings = Settings(rank=5, size=8, local_rank=1, agent_socket=str(path), round=3)
+    worker = Session(settings, clock=clock)
+    yield worker
+    worker.close()
+
+
+@pytest.fixture
+def script(path: Path) -> Callable[[str], str]:
+    """Runs a script as a worker would, and gives what it printed."""
+
+    def run(text: str, **environ: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-c", textwrap.dedent(text)],
+            env={"PYTHONPATH": str(ROOT), **environ},
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == ""
+        return done.stdout
+
+    return run
+
+
+def inside(path: Path) -> dict[str, str]:
+    return {"DLROVER_AGENT_SOCKET": str(path), "DLROVER_ROUND": "3"}
+
+
+# --- where am I ---
+
+
+def test_outside_a_job_everything_is_neutral(script: Callable[..., str]) -> None:
+    printed = script("""
+        from dlrover_py.trainer import session
+        session.report_step(1, 10, loss=0.5)
+        print(session.world() == session.World(0, 1, 0, 1, 0, 1), session.active())
+        print(session.round(), repr(session.restart_reason()), session.restart_count())
+        print(session.should_stop(), repr(session.stop_reason()))
+    """)
+    assert printed == "True False\n0 '' 0\nFalse ''\n"
+
+
+def test_environment_of_a_worker_is_read() -> None:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+    environ = dict(zip(names, "68142", strict=True)) | {
+        "GROUP_WORLD_SIZE": "3",
+        "TORCHELASTIC_RESTART_COUNT": "7",
+        "DLROVER_AGENT_SOCKET": "/tmp/a.sock",
+        "DLROVER_ROUND": "9",
+        "DLROVER_RESTART_REASON": "n2 was lost",
+    }
+    here = Session(Settings.from_environment(environ))
+    assert here.world == World(rank=6, size=8, local_rank=1, local_size=4, node_rank=2, nodes=3)
+    assert here.active
+    assert here.settings.round == 9
+    assert here.settings.restart_count == 7
+    assert here.settings.restart_reason == "n2 was lost"
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"RANK": "one"}, "RANK is 'one': expected a whole number"),
+        ({"WORLD_SIZE": "-1"}, "WORLD_SIZE is '-1': expected a whole number"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "expected RANK < WORLD_SIZE"),
+    ],
+)
+def test_malformed_environment_is_refused(environ: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Settings.from_environment(environ)
+
+
+def test_importing_is_cheap(script: Callable[..., str]) -> None:
+    printed = script("""
+        import sys
+        from dlrover_py.trainer import session
+        session.world()
+        heavy = {"torch", "numpy", "pydantic", "asyncio", "subprocess", "logging", "yaml"}
+        print(sorted(heavy & set(sys.modules)))
+    """)
+    assert printed == "[]\n"
+
+
+# --- up ---
+
+
+def test_first_step_goes_out_at_once(agent: Agent, worker: Session) -> None:
+    worker.report_step(41, 300, {"loss": 2.5})
+    assert agent.news() == News(
+        round=3, local_rank=1, step=41, total=300, metrics={"loss": 2.5}, polls=False
+    )
+
+
+def test_messages_fit_the_protocol(agent: Agent, worker: Session) -> None:
+    worker.report_step(1, None, {})
+    sent = json.loads(agent.socket.recv(workers.MAX_DATAGRAM))
+    assert set(sent) == set(News.model_fields)
+    assert session.MAX_DATAGRAM == workers.MAX_DATAGRAM
+    names = {"m" * session.MAX_NAME: 1.0} | {f"m{i}": 1.0 for i in range(session.MAX_METRICS - 1)}
+    News(round=1, local_rank=0, step=session.MAX_COUNT, metrics=names)
+    for too_much in (
+        {"step": session.MAX_COUNT + 1},
+        {"metrics": names | {"more": 1.0}},
+        {"metrics": {"m" * (session.MAX_NAME + 1): 1.0}},
+    ):
+        with pytest.raises(ValueError, match="1 validation error"):
+            News.model_validate({"round": 1, "local_rank": 0} | too_much)
+
+
+def test_hot_loop_sends_one_datagram_an_interval(
+    agent: Agent, worker: Session, clock: Clock
+) -> None:
+    for step in range(1000):
+        clock.now += session.INTERVAL_S / 100
+        worker.report_step(step, None, {})
+    assert 10 <= len(agent.waiting()) <= 11
+
+
+def test_newest_step_is_sent_when_due(agent: Agent, worker: Session, clock: Clock) -> None:
+    for step in (1, 2, 3):
+        worker.report_step(step, None, {})
+    clock.now += session.INTERVAL_S
+    assert not worker.should_stop()  # it flushes too: a long step may follow
+    worker.report_step(4, None, {})
+    assert [news.step for news in agent.waiting()] == [1, 3]
+    worker.close()
+    assert [news.step for news in agent.waiting()] == [4]
+    worker.close()
+    assert agent.waiting() == []
+
+
+def test_metric_of_a_step_that_was_not_sent_is_kept(agent: Agent, worker: Session) -> None:
+    worker.report_step(9, None, {})
+    worker.report_step(10, None, {"loss": 2.0})
+    worker.report_step(11, None, {})
+    worker.close()
+    assert [(n.step, n.metrics) for n in agent.waiting()] == [(9, {}), (11, {"loss": 2.0})]
+
+
+def test_last_step_is_sent_at_exit(agent: Agent, path: Path, script: Callable[..., str]) -> None:
+    script(
+        """
+        from dlrover_py.trainer import session
+        for step in range(1, 501):
+            session.report_step(step, 500)
+        """,
+        **inside(path),
+    )
+    steps = [news.step for news in agent.waiting()]
+    assert steps[0] == 1
+    assert steps[-1] == 500
+    assert len(steps) < 10
+
+
+def test_slow_agent_costs_datagrams_and_nothing_else(
+    agent: Agent, worker: Session, clock: Clock
+) -> None:
+    for step in range(1000):
+        clock.now += 1
+        worker.report_step(step, None, {})
+    queued = agent.waiting()
+    assert 0 < len(queued) < 1000
+    clock.now += 1
+    worker.report_step(1000, None, {})
+    assert [news.step for news in agent.waiting()] == [1000]
+
+
+def test_last_step_waits_a_little_for_room(agent: Agent, worker: Session, clock: Clock) -> None:
+    for step in range(1000):
+        clock.now += 1
+        worker.report_step(step, None, {})
+    seen: list[int | None] = []
+
+    def read() -> None:
+        while 999 not in seen:
+            seen.append(agent.news().step)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    worker.close()
+    reader.join(DEADLINE_S)
+    assert seen[-1] == 999
+
+
+def test_frozen_agent_does_not_hold_up_the_exit(
+    agent: Agent, worker: Session, clock: Clock
+) -> None:
+    for step in range(1000):
+        clock.now += 1
+        worker.report_step(step, None, {})
+    began = time.monotonic()
+    worker.close()
+    assert session.EXIT_WAIT_S * 0.9 <= time.monotonic() - began < DEADLINE_S
+    assert 999 not in [news.step for news in agent.waiting()]
+
+
+def test_default_timeout_of_sockets_does_not_make_a_report_wait(
+    agent: Agent, worker: Session, clock: Clock
+) -> None:
+    socket.setdefaulttimeout(DEADLINE_S * 100)  # the test's own time limit would strike
+    try:
+        test_slow_agent_costs_datagrams_and_nothing_else(agent, worker, clock)
+    finally:
+        socket.setdefaulttimeout(None)
+
+
+def test_agent_may_be_gone_and_come_back(
+    agent: Agent, worker: Session, clock: Clock, path: Path
+) -> None:
+    worker.report_step(1, None, {})
+    agent.socket.close()
+    for step in (2, 3):  # the socket refuses
+        clock.now += 1
+        worker.report_step(step, None, {})
+    path.unlink()
+    for step in (4, 5):  # there is none
+        clock.now += 1
+        worker.report_step(step, None, {})
+        assert not worker.should_stop()
+    successor = Agent(path)
+    try:
+        clock.now += 1
+        assert not worker.should_stop()
+        news = successor.news()
+        assert (news.step, news.polls) == (5, True)
+    finally:
+        successor.socket.close()
+
+
+def test_agent_that_never_was_costs_nothing(worker: Session) -> None:
+    worker.report_step(1, None, {})
+    assert not worker.should_stop()
+
+
+@pytest.mark.parametrize("path", [Path("/tmp") / ("long" * 50)])
+def test_path_that_cannot_be_used_costs_nothing(worker: Session) -> None:
+    worker.report_step(1, None, {})
+    assert not worker.should_stop()
+
+
+# --- what may be reported ---
+
+
+class Scalar:
+    """As a tensor of one element."""
+
+    def __float__(self) -> float:
+        return 0.25
+
+
+def test_whatever_float_takes_is_a_metric(agent: Agent, worker: Session) -> None:
+    worker.report_step(1, None, {"tensor": Scalar(), "count": 3, "损失": 1.5})
+    assert agent.news().metrics == {"tensor": 0.25, "count": 3.0, "损失": 1.5}
+
+
+def test_value_that_is_not_finite_is_left_out(agent: Agent, worker: Session) -> None:
+    worker.report_step(1, None, {"loss": float("nan"), "norm": float("inf"), "lr": 0.1})
+    assert agent.news().metrics == {"lr": 0.1}
+
+
+def test_metrics_that_do_not_fit_leave_room_for_the_step(agent: Agent, worker: Session) -> None:
+    names = (f"{i:02}".ljust(session.MAX_NAME, "🙂") for i in range(session.MAX_METRICS))
+    worker.report_step(7, None, dict.fromkeys(names, 1 / 3))
+    news = agent.news()
+    assert (news.step, news.metrics) == (7, {})
+
+
+@pytest.mark.parametrize("active", [False, True])
+@pytest.mark.parametrize(
+    ("step", "total", "metrics", "words"),
+    [
+        (-1, None, {}, r"step is int -1: expected an int from 0"),
+        (True, None, {}, r"step is bool True: expected an int"),
+        (1.0, None, {}, r"step is float 1\.0: expected an int"),
+        (2**53 + 1, None, {}, r"step is int 9007199254740993: expected"),
+        (1, -5, {}, r"total is int -5: expected an int from 0"),
+        (1, None, {"loss": "low"}, r"metric 'loss' is str 'low': expected a number"),
+        (1, None, {"loss": [1, 2]}, r"metric 'loss' is list \[1, 2\]: expected a number"),
+        (1, None, {"loss": 10**400}, r"metric 'loss' is int 1000+…: expected a number"),
+        (1, None, {"x" * 65: 1.0}, r"has 65 characters: expected at most 64"),
+        (1, None, {str(i): 1.0 for i in range(33)}, r"found 33 metrics: expected at most 32"),
+    ],
+)
+def test_what_cannot_be_reported_is_refused_with_or_without_a_job(
+    path: Path, active: bool, step: int, total: int | None, metrics: dict[str, float], words: str
+) -> None:
+    worker = Session(Settings(agent_socket=str(path) if active else ""))
+    with pytest.raises(ValueError, match=words):
+        worker.report_step(step, total, metrics)
+
+
+# --- down ---
+
+
+def test_question_is_announced_once_and_at_once(agent: Agent, worker: Session) -> None:
+    assert not worker.should_stop()
+    assert agent.news() == News(round=3, local_rank=1, polls=True)
+    assert not worker.should_stop()
+    assert agent.waiting() == []
+    worker.report_step(1, None, {})  # the first step does not wait for the interval
+    assert agent.news() == News(round=3, local_rank=1, step=1, polls=True)
+
+
+def test_order_to_stop_is_seen_and_stays(agent: Agent, worker: Session) -> None:
+    assert not worker.should_stop()
+    agent.news()
+    assert worker.stop_reason == ""
+    agent.order("n1 leaves")
+    agent.order("")  # takes nothing back
+    assert worker.should_stop()
+    assert worker.stop_reason == "n1 leaves"
+    agent.order("")
+    assert worker.should_stop()
+    assert worker.stop_reason == "n1 leaves"
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b"[]", b"7", b"\xff\xfe", b'{"stop":""}', b'{"stop":1}', b"x" * 20_000]
+)
+def test_datagram_that_asks_for_nothing_is_passed_over(
+    agent: Agent, worker: Session, data: bytes
+) -> None:
+    assert not worker.should_stop()
+    agent.news()
+    agent.say(data)
+    assert not worker.should_stop()
+    agent.say(data)
+    agent.order("enough")
+    assert worker.should_stop()
+
+
+def test_only_the_agent_can_order(agent: Agent, worker: Session) -> None:
+    assert not worker.should_stop()
+    agent.news()
+    assert isinstance(agent.sender, bytes)
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger,
+        pytest.raises(PermissionError),
+    ):
+        stranger.sendto(b'{"stop":"because I say so"}', agent.sender)
+    assert not worker.should_stop()
+
+
+# --- processes ---
+
+
+def test_forked_child_does_not_speak_for_its_parent(
+    agent: Agent, path: Path, script: Callable[..., str]
+) -> None:
+    printed = script(
+        """
+        import os, sys
+        from dlrover_py.trainer import session
+        session.report_step(1)
+        session.report_step(2)  # unsent: the child inherits it
+        child = os.fork()
+        if child == 0:
+            session.report_step(99)
+            print(session.should_stop(), session.active(), flush=True)
+            sys.exit(0)  # runs what atexit holds
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        """,
+        **inside(path),
+    )
+    assert printed == "False True\n0\n"
+    assert [(news.step, news.polls) for news in agent.waiting()] == [(1, False), (2, False)]
+
+
+def test_forked_child_does_not_take_the_orders_of_its_parent(agent: Agent, path: Path) -> None:
+    text = """
+        import os
+        from dlrover_py.trainer import session
+        print(session.should_stop(), flush=True)
+        input()
+        child = os.fork()
+        print("child" if child == 0 else "parent", session.should_stop(), flush=True)
+        if child:
+            os.waitpid(child, 0)
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(text)],
+        env={"PYTHONPATH": str(ROOT), **inside(path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert agent.news().polls
+        agent.order("enough")  # in the queue before the fork
+        printed, _ = process.communicate("\n", timeout=30)
+    assert sorted(printed.split("\n")) == ["", "False", "child False", "parent True"]
+
+
+def test_process_forked_after_the_import_learns_its_own_place(
+    agent: Agent, path: Path, script: Callable[..., str]
+) -> None:
+    script(
+        f"""
+        import os, sys
+        from dlrover_py.trainer import session
+        for rank in range(2):  # as the agent's zygote does
+            if os.fork() == 0:
+                os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+                os.environ["DLROVER_AGENT_SOCKET"] = {str(path)!r}
+                session.report_step(rank + 10)
+                sys.exit(0)
+            os.wait()
+        """
+    )
+    assert [(news.local_rank, news.step) for news in agent.waiting()] == [(0, 10), (1, 11)]
