@@ -6,13 +6,11 @@ beats the flags. Alone, ``--standalone`` trains on this machine.
 
 import argparse
 import asyncio
-import contextlib
 import json
 import logging
 import os
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -92,8 +90,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         settings = Settings.from_environment()
-        setup("elastic-run", level=settings.log_level, node=settings.node_id)
         member = settings.in_job and not args.standalone
+        level = settings.log_level or ("INFO" if member else "WARNING")
+        setup("elastic-run", level=level, node=settings.node_id)
         outcome = _member(args, settings) if member else _standalone(args, settings)
     except DLRoverError as error:
         sys.stderr.write(f"elastic-run: {error}\n")
@@ -202,8 +201,7 @@ async def _keep_master(
     finally:
         os.close(write)
         if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGTERM)
+            process.kill()  # it is made to be killed: what must last is in its journal
             process.wait()
         os.close(read)
 

@@ -162,7 +162,7 @@ class Agent:
             if not self._result.done():
                 exchange.result()  # it was never answered; or refused, and the workers are killed
             outcome = await self._result
-            if outcome.code != ExitCode.SUPERSEDED:
+            if self._core.leaving and outcome.code != ExitCode.SUPERSEDED:
                 await self._line.last_report(LAST_REPORT_S)
             return outcome
         finally:

@@ -114,7 +114,7 @@ class Line:
                 raise error
 
     def _say_down(self, error: Exception) -> None:
-        if self._down_since is None:
+        if self._down_since is None and self._answered:
             self._down_since = time.monotonic()
             log.warning("master_away", extra={"why": str(error), "then": "workers go on"})
 

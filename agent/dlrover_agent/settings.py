@@ -29,7 +29,8 @@ class Settings:
     python: str = sys.executable
     connect_s: float = 60.0
     """The master must have answered once by then."""
-    log_level: str = "INFO"
+    log_level: str = ""
+    """Empty: INFO in a job, WARNING on somebody's terminal."""
     environ: Mapping[str, str] = field(default_factory=dict)
     """All of it, for the workers to inherit."""
 
@@ -52,7 +53,7 @@ class Settings:
             lifeline_fd=_number(environ, names.ENV_LIFELINE_FD, int),
             python=environ.get("PYTHON_EXEC", sys.executable),
             connect_s=_number(environ, names.ENV_CONNECT_S, float) or 60.0,
-            log_level=environ.get("DLROVER_LOG_LEVEL", "INFO"),
+            log_level=environ.get("DLROVER_LOG_LEVEL", ""),
             environ=environ,
         )
 

@@ -375,6 +375,10 @@ class Job:
             self._born[self.opening.cause] = now
         else:
             self._cause[self.round] = (event, now)
+        if self.phase.ended and rules.can_create:  # the wish to end them may have been lost
+            for node in self.nodes:
+                effect = DeleteNode(node.id, rules.drain_grace_s, self.reason)
+                self._out.effects.append(effect)
         return self  # each node is told its place when it reports
 
     def journal(self) -> Journal:
@@ -426,8 +430,8 @@ class Job:
             case JobStopped():
                 if not self.phase.ended:
                     self._end(JobPhase.STOPPED, "JobStopped", "the job was ended by its user")
-            case Stalled(seconds):
-                self.nodes.stalled(seconds)
+            case Stalled():
+                self.nodes.stalled(self._now)
             case NodeSeen():
                 self._node_seen(event)
             case NodeEnded():
@@ -651,6 +655,8 @@ class Job:
         event = self._record("NodeLeaving", f"{node.id} is leaving: {why}", node=node.id)
         self.vacancies.append(Vacancy(relaunches=node.relaunches, not_before=self._now))
         self._dirty = True
+        if node.incarnation:
+            self._greet(node)
         self._miss(node, "drain", f"{node.id} is leaving: {why}", event)
 
     def _node_ended(self, ended: NodeEnded) -> None:
@@ -700,7 +706,8 @@ class Job:
                 continue
             if node.seen or node.incarnation:
                 self._node_lost(node, "the platform no longer has it", free=False)
-            elif not node.leaving:  # the wish for it is still on its way, or was lost
+            elif self.rules.can_create and not node.leaving and not self.phase.ended:
+                # The wish for it is still on its way, or was lost.
                 self._out.effects.append(CreateNode(node.id))
 
     # --- what follows ---
@@ -951,6 +958,8 @@ class Job:
         return node.report is None or node.report.follows < self.world.round
 
     def _assign(self, node: Node, directive: Directive, reason: str, *, exit_code: int = 0) -> None:
+        if node.report is None:
+            return  # who has not spoken to this master yet is told when it does
         old = self._assignments.get(node.id)
         world, place = self.world, None
         if directive is Directive.RUN and world is not None:

@@ -192,11 +192,13 @@ class Nodes:
         node.phase = NodePhase.STARTING
         self._next_life(node, "")
 
-    def stalled(self, seconds: float) -> None:
-        """The master itself stood still: nobody is to blame for that time."""
+    def stalled(self, now: float) -> None:
+        """The master itself stood still: nobody is to blame, and all have their time anew."""
         for node in self:
-            node.lease_until += seconds
-            node.suspect_until += seconds
+            if node.alive:
+                self._renew(node, now)
+                if node.phase is NodePhase.SUSPECT:
+                    node.suspect_until = now + self.suspect_s
 
     def disconnected(self, node_id: NodeId, boot_id: str, seq: int, now: float) -> bool:
         """The connection of a report closed before its answer; true if the node is now suspect.
