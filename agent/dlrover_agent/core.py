@@ -146,6 +146,7 @@ class Core:
     _stopping: bool = False
     _next: Assignment | None = None
     _exit: Exit | None = None
+    _signals: int = 0
     _taken_up_at: float = 0.0
     _stepped_at: float = 0.0
 
@@ -270,12 +271,14 @@ class Core:
         return []
 
     def _signalled(self, name: str, number: int) -> list[Effect]:
-        if self.leaving:
+        self._signals += 1
+        if self._signals > 1:
             return [Kill()] if self._occupied else []
+        if self._exit is not None:
+            return []  # it is on its way out already: the platform only says so too
         self.leaving = f"the agent received {name}"
         self._next = None
-        if self._exit is None:
-            self._exit = Exit(ExitCode.FAILED, self.leaving)
+        self._exit = Exit(ExitCode.FAILED, self.leaving)
         stop = Stop(self.leaving, self.shutdown_s, polite=True, signal=number)
         if not self._occupied:
             return [Report(), self._exit]

@@ -118,6 +118,7 @@ class Agent:
         self._handling = False
         self._boot_id = secrets.token_hex(8)
         self._seq = 0
+        self._taken_up_at = 0.0
         self._coming = Reserved(settings.advertise)
         self._current: Reserved | None = None
         self._result: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
@@ -188,6 +189,7 @@ class Agent:
             case Start(assignment):
                 self._start(assignment)
             case Renew():
+                self._taken_up_at = asyncio.get_running_loop().time()
                 if self._current is not None:
                     self._current.close()
                 self._current, self._coming = self._coming, Reserved(self._settings.advertise)
@@ -215,6 +217,7 @@ class Agent:
                 "world_size": assignment.world_size,
                 "master": f"{assignment.master_addr}:{assignment.master_port}",
                 "why": assignment.reason,
+                "waited_s": round(asyncio.get_running_loop().time() - self._taken_up_at, 4),
             },
         )
         self._local.new_round(assignment.round)

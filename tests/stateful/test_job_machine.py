@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 )
 
 from dlrover_py.master.core.job import Disconnected, Reported, Rules, Stalled
-from dlrover_py.protocol.agents import AgentReport, FailureKind, WorkerPhase
+from dlrover_py.protocol.agents import FailureKind, WorkerPhase
 from dlrover_py.protocol.status import JobPhase
 from tests.builders import Bench, SimAgent, crash, elastic_job, full_size, user_error
 
@@ -54,7 +54,6 @@ class JobMachine(RuleBasedStateMachine):
             unit = 1
         spec = elastic_job(replicas, minimum, unit=unit, standby=standby, restarts=restarts)
         self.bench = Bench(spec, RULES, capacity=max(capacity, 6 if warm else 0))
-        self.in_flight: list[tuple[SimAgent, AgentReport]] = []
         listing = self.bench._listing() if early_list else None
         self.bench.step()
         if listing:
@@ -77,23 +76,23 @@ class JobMachine(RuleBasedStateMachine):
     def sends(self, pick: int) -> None:
         agents = self.speaking()
         agent = agents[pick % len(agents)]
-        self.in_flight.append((agent, agent.report()))
+        self.bench.in_flight.append((agent, agent.report()))
 
-    @precondition(lambda self: self.in_flight)
+    @precondition(lambda self: self.bench.in_flight)
     @rule(pick=PICK, again=st.booleans(), with_facts=st.booleans())
     def arrives(self, pick: int, again: bool, with_facts: bool) -> None:
         """In any order, once or twice, alone or in one turn with what the platform says."""
-        index = pick % len(self.in_flight)
-        agent, report = self.in_flight[index]
+        index = pick % len(self.bench.in_flight)
+        agent, report = self.bench.in_flight[index]
         if not again:
-            del self.in_flight[index]
+            del self.bench.in_flight[index]
         facts, self.bench.facts = (self.bench.facts, []) if with_facts else ([], self.bench.facts)
         self.bench.step(Reported(agent.node, report), *facts)
 
-    @precondition(lambda self: self.in_flight)
+    @precondition(lambda self: self.bench.in_flight)
     @rule()
     def is_lost(self) -> None:
-        self.in_flight.clear()
+        self.bench.in_flight.clear()
 
     @precondition(lambda self: self.speaking())
     @rule(pick=PICK)
@@ -145,7 +144,7 @@ class JobMachine(RuleBasedStateMachine):
 
     @rule(pick=PICK, nproc=st.sampled_from([1, 1, 2]))
     def boots(self, pick: int, nproc: int) -> None:
-        nodes = [n for n, up in self.bench.pods.items() if up and not self.bench.agents[n]]
+        nodes = [n for n, up in self.bench.pods.items() if up and self.bench.empty(n)]
         if nodes:
             self.bench.boot(nodes[pick % len(nodes)], nproc)
 
@@ -284,12 +283,15 @@ class JobMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """The faults stop: the job recovers, and then it finishes."""
-        if not hasattr(self, "bench"):
+        if not hasattr(self, "bench") or self.bench.broken:
             return
         bench = self.bench
         bench.crash = None
         for agent in bench.living():
             agent.cut = agent.frozen = False
+            if agent.leaving:
+                bench.exchange(agent)
+                bench.leave(agent)
         if bench.spec.spec.suspend:
             bench.settle()
             assert bench.job.phase in (JobPhase.SUSPENDED, JobPhase.FAILED, JobPhase.SUCCEEDED)
@@ -334,6 +336,7 @@ def test_a_job_survives_everything() -> None:
             max_examples=examples,
             stateful_step_count=steps,
             deadline=None,
+            report_multiple_bugs=False,
             suppress_health_check=list(HealthCheck),
             phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
         ),

@@ -348,7 +348,8 @@ class Job:
         self = cls(job, rules, term=term, now=now, wall=wall)
         self.events.clear()
         self.events.extend(journal.events)
-        self.next_event = journal.next_event
+        # What was recorded after the last write is lost; its numbers must not be used again.
+        self.next_event = journal.next_event + EVENTS_KEPT
         self.phase, self.reason = journal.phase, journal.reason
         self.world, self.round = journal.world, journal.round
         self.succeeded = set(journal.succeeded)
@@ -545,6 +546,7 @@ class Job:
         if before is not None:
             words += f"; step {before} had been reached: {again or 'no'} steps are repeated"
         self._record("TrainingResumed", words, cause=cause, since=since)
+        self._dirty = True  # the end of the story of this round
 
     def _worker_failed(self, node: Node, failure: WorkerFailure) -> None:
         opening = self.opening

@@ -1,0 +1,150 @@
+"""What people see: the commands of a second terminal, and the SDK's news in the status."""
+
+import json
+import os
+import signal
+
+from tests.process.harness import Place, eventually, job, members
+
+STEPPER = """
+    import os, signal, sys, threading
+    from dlrover_py.trainer import session
+    world = session.world()
+    assert world.rank == int(os.environ["RANK"]) and session.active()
+    print("round", session.round(), "because", session.restart_reason() or "-", flush=True)
+    wait = threading.Event()
+    step = 0
+    while not session.should_stop():
+        step += 1
+        session.report_step(step, total=1000000, loss=1 / step)
+        wait.wait(0.01)
+    print("asked to stop:", session.stop_reason(), flush=True)
+"""
+
+
+def test_steps_and_metrics_reach_the_status_and_a_stop_reaches_the_script(place: Place) -> None:
+    with job(place, script=STEPPER, replicas=2) as run:
+        first = run.until(lambda s: s.progress is not None and s.progress.step > 50, "steps")
+        assert first.progress is not None
+        assert first.progress.total == 1_000_000
+        assert first.progress.metrics.keys() == {"loss"}
+        run.until(lambda s: s.progress is not None and s.progress.steps_per_s > 1, "a speed")
+        os.kill(members(first)[0].pids[0], signal.SIGKILL)
+        run.running(2, round_after=first.round)
+        resumed = run.until(
+            lambda s: [e.round for e in s.events if e.reason == "TrainingResumed"] == [1, 2],
+            "the first step of the next round",
+        )
+        event = resumed.events[-1]
+        assert "first step of round 2 is 1" in event.message
+        assert "are repeated" in event.message
+        assert event.took_s is not None
+        run.cli("job", "suspend")
+        eventually(
+            lambda: "asked to stop: the job is suspended" in run.cli("job", "logs"),
+            "the scripts end by themselves",
+        )
+        assert run.until(lambda s: s.phase == "Suspended", "it is suspended").restarts == {
+            "failure": 1
+        }
+        said = run.cli("job", "logs", "--rank", "0")
+        assert "round 2 because n0: worker 0 (rank 0) was killed by SIGKILL" in said
+
+
+def test_the_second_terminal(place: Place) -> None:
+    with job(place, replicas=2, minReplicas=1, hosts=2) as run:
+        before = run.running(2)
+        assert "Running · round 1 · 2/2 nodes" in run.cli("job", "list")
+        (row,) = json.loads(run.cli("job", "list", "--json"))
+        assert (row["name"], row["state"]) == ("job", "running")
+        described = run.cli("job", "describe")
+        for word in ("wish", "2 nodes", "n0", "PodsReady", "RoundFormed"):
+            assert word in described
+        assert json.loads(run.cli("job", "describe", "--json"))["status"]["round"] == 1
+        assert "start 0 2" in run.cli("job", "logs", "job", "--node", members(before)[0].id)
+        assert "workers_start" in run.cli("job", "logs", "--agents")
+        assert "are gone" in run.cli("node", "kill", "n1")
+        run.running(1, round_after=before.round)
+        why = run.cli("job", "why")
+        assert "n1 is lost: host-1 was killed" in why
+        assert "RoundFormed" in why
+        assert "the job starts" in run.cli("job", "why", "--round", "1")
+        chain = json.loads(run.cli("job", "why", "--json"))
+        assert chain[0]["reason"] == "NodeLost"
+        assert "NodeLost" in run.cli("job", "events")
+        assert "host-2" in run.cli("node", "add")
+        for bad, words in (
+            (("node", "kill", "n77"), "node n77 does not run; these do: n0"),
+            (("job", "describe", "nosuch"), "job nosuch does not run"),
+            (("job", "why", "--round", "99"), "round 99"),
+        ):
+            done = place.call("dlrover", *bad)
+            assert done.returncode == 2, bad
+            assert words in done.stderr
+        assert "is being stopped" in run.cli("job", "stop")
+        assert run.wait() == 0
+    assert "Stopped" in place.call("dlrover", "job", "list").stdout
+    assert "start 0 2" in place.call("dlrover", "job", "logs", "job").stdout
+    assert "JobStopped" in place.call("dlrover", "job", "events").stdout
+    nothing = place.call("dlrover", "job", "scale", "2")
+    assert (nothing.returncode, "no job runs" in nothing.stderr) == (2, True)
+
+
+def test_logs_are_followed_to_the_end(place: Place) -> None:
+    script = """
+        import os, pathlib, threading
+        print("hello from", os.environ["RANK"], flush=True)
+        while not pathlib.Path("go").exists():
+            threading.Event().wait(0.02)
+        print("bye from", os.environ["RANK"], flush=True)
+    """
+    with job(place, script=script, replicas=2) as run:
+        run.running(2)
+        follower = place.popen("dlrover", "job", "logs", "-f", stdout=-1)
+        assert follower.stdout is not None
+        seen = [follower.stdout.readline(), follower.stdout.readline()]
+        assert all("hello" in line for line in seen)
+        (place.folder / "go").touch()
+        assert run.wait() == 0
+        rest = follower.communicate(timeout=20)[0]
+        assert rest.count("bye from") == 2
+        assert "[n0 round 1 rank" in rest
+
+
+def test_the_job_environment_is_torchruns(place: Place) -> None:
+    script = """
+        import json, os
+        print(json.dumps(dict(os.environ)), flush=True)
+    """
+    with job(
+        place,
+        script=script,
+        replicas=2,
+        flags=("--nproc-per-node=2",),
+        env={"GREETING": "hello $(ELASTIC_JOB_NAME) $(UNKNOWN) $$"},
+    ) as run:
+        assert run.wait() == 0
+    ranks = {}
+    for path in (place.folder / "state").glob("job@*/logs/n*/1/1/*/stdout.log"):
+        env = json.loads(path.read_text())
+        ranks[int(env["RANK"])] = env
+    assert sorted(ranks) == [0, 1, 2, 3]
+    for rank, env in ranks.items():
+        expected = {
+            "WORLD_SIZE": "4",
+            "LOCAL_WORLD_SIZE": "2",
+            "LOCAL_RANK": str(rank % 2),
+            "GROUP_RANK": str(rank // 2),
+            "GROUP_WORLD_SIZE": "2",
+            "ROLE_RANK": str(rank),
+            "ROLE_NAME": "default",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "3",
+            "TORCHELASTIC_RUN_ID": "job",
+            "OMP_NUM_THREADS": "1",
+            "GREETING": "hello job $(UNKNOWN) $",
+            "MASTER_PORT": ranks[0]["MASTER_PORT"],
+        }
+        assert {k: env[k] for k in expected} == expected
+        assert "DLROVER_TOKEN_FILE" not in env
+        assert "DLROVER_LIFELINE_FD" not in env

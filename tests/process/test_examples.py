@@ -1,0 +1,97 @@
+"""Every example runs as its README says, with real torch and real faults."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from dlrover_py.cli.jobfile import load
+from tests.process.harness import Job, Place, eventually, lines, members
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+pytestmark = pytest.mark.timeout(300)
+
+
+@contextmanager
+def example(place: Place, name: str, hosts: int, *more: str) -> Iterator[Job]:
+    """Run a copy of an example with more arguments for its script."""
+    folder = place.folder / name
+    shutil.copytree(EXAMPLES / name, folder, ignore=shutil.ignore_patterns("ckpt"))
+    file = folder / "job.yaml"
+    text = file.read_text()
+    command = re.search(r"command: \[(.*)\]", text)
+    assert command is not None
+    parts = ", ".join(json.dumps(m) for m in more)
+    file.write_text(text.replace(command[1], f"{command[1]}, {parts}" if parts else command[1]))
+    process = place.popen(
+        "dlrover",
+        "job",
+        "run",
+        str(file),
+        "--json",
+        "--nodes",
+        str(hosts),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    run = Job(place, load(file).metadata.name, process)
+    try:
+        eventually(lambda: run.socket.exists() or process.poll() is not None, "the job's socket")
+        yield run
+    finally:
+        run.stop()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def test_01_digits_survives_a_killed_worker(place: Place) -> None:
+    with example(place, "01-digits", 2, "--step-delay=0.01") as run:
+        run.running(2)
+        ckpt = place.folder / "01-digits" / "ckpt"
+        eventually(lambda: ckpt.exists() and any(ckpt.iterdir()), "a checkpoint", within_s=120)
+        status = run.status()
+        os.kill(members(status)[1].pids[0], signal.SIGKILL)
+        run.running(2, round_after=status.round)
+        assert run.wait(within_s=200) == 0
+        (accuracy,) = lines(run, "n*", r"^accuracy ")
+        assert float(accuracy.split()[1]) > 0.9
+
+
+def test_02_gpt_learns_the_same_with_and_without_a_lost_node(place: Place) -> None:
+    result = place.folder / "result.json"
+    steps = ("--steps=60", "--ckpt-every=10", f"--out={result}")
+    with example(place, "02-gpt", 4, *steps) as run:
+        before = run.until(
+            lambda s: s.progress is not None and s.progress.step >= 15, "step 15", within_s=120
+        )
+        run.hurt(members(before)[0].id, "kill")
+        run.until(
+            lambda s: s.round > before.round and s.progress is not None, "steps", within_s=120
+        )
+        assert run.wait(within_s=200) == 0
+    survived = json.loads(result.read_text())
+    alone = place.folder / "alone.json"
+    done = place.call(
+        "elastic-run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(EXAMPLES / "02-gpt" / "train.py"),
+        "--steps=60",
+        f"--ckpt={place.folder}/other",
+        f"--out={alone}",
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    undisturbed = json.loads(alone.read_text())
+    assert survived["step"] == undisturbed["step"] == 60
+    assert survived["world_size"] == 3
+    assert undisturbed["world_size"] == 2
+    assert survived["loss"] == pytest.approx(undisturbed["loss"], abs=1e-3)
+    assert survived["loss"] < 4.0
