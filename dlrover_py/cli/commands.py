@@ -143,53 +143,28 @@ def list_jobs(as_json: bool) -> None:
 @as_json
 def describe(name: str | None, as_json: bool) -> None:
     """All that is known of a job: spec, nodes, conditions, last failure, events."""
-    snapshot = look(name)
-    if as_json:
-        click.echo(snapshot.model_dump_json(by_alias=True))
-        return
-    console = Console(highlight=False)
-    status = snapshot.status
-    wish = snapshot.job.worker
-    console.print(
-        f"[bold]{snapshot.job.metadata.name}[/]  generation {snapshot.job.metadata.generation}"
-    )
-    most = wish.max_replicas if wish.max_replicas is not None else "any"
-    console.print(
-        f"wish      {wish.replicas} nodes (min {wish.minimum}, max {most}, unit {wish.node_unit}, "
-        f"standby {wish.standby_replicas}), {wish.restart_count} restarts per node"
-    )
-    console.print(f"hosts     {', '.join(snapshot.hosts)}")
-    console.print(
-        f"master    pid {snapshot.master_pid or '-'}, {snapshot.master_addr}; health and "
-        f"metrics at http://{snapshot.health_addr}/metrics"
-    )
-    console.print(f"logs      {snapshot.log_dir}")
+    settings = Settings.from_environment()
+    console = Console(highlight=False, soft_wrap=True)
+    if name in running(settings) or (name is None and running(settings)):
+        snapshot = call(settings, choose(settings, name))
+        if as_json:
+            click.echo(snapshot.model_dump_json(by_alias=True))
+            return
+        for line in view.wish(snapshot):
+            console.print(line, markup=False)
+        status = snapshot.status
+    else:
+        folder = last_run(settings, name)
+        status = ended_status(folder)
+        if as_json:
+            click.echo(json.dumps({"status": dump(status)}))
+            return
+        console.print(f"{status.name} has ended; its logs are in {folder / 'logs'}", markup=False)
     if status is None:
         console.print("the master has not published a status yet")
         return
-    console.print(f"status    {view.summary(status)}", markup=False)
-    console.print(f"why       {status.reason}", markup=False)
-    if status.restarts:
-        words = ", ".join(f"{n} by {cause}" for cause, n in status.restarts.items())
-        console.print(f"rounds    {words}")
-    console.print()
-    console.print(view.nodes_table(status.nodes))
-    console.print()
-    for condition in status.conditions:
-        mark = {"True": "yes", "False": "no"}.get(condition.status, "?")
-        console.print(f"{condition.type:18} {mark:4} {condition.message}", markup=False)
-    failure = status.last_failure
-    if failure is not None:
-        console.print(
-            f"\nlast failure at {view.clock(failure.at)}: {failure.node}, round {failure.round}, "
-            f"rank {failure.worker.rank}: {failure.worker.message}",
-            markup=False,
-        )
-        if failure.worker.traceback:
-            console.print(failure.worker.traceback, markup=False)
-    console.print()
-    for event in status.events[-10:]:
-        console.print(view.event_line(event), markup=False)
+    for part in view.description(status):
+        console.print(part)
 
 
 @job.command()
@@ -362,12 +337,6 @@ def call(settings: Settings, name: str) -> Snapshot:
     return Snapshot.model_validate_json(body)
 
 
-def look(name: str | None) -> Snapshot:
-    """The snapshot of the job that is meant."""
-    settings = Settings.from_environment()
-    return call(settings, choose(settings, name))
-
-
 def say(method: str, name: str | None, path: str) -> None:
     """Ask the job's cluster for something, and print its answer."""
     settings = Settings.from_environment()
@@ -391,6 +360,11 @@ def newest_status(name: str | None) -> JobStatus:
                 raise ConfigError("the job is starting: there is no status yet")
             return status
     folder = last_run(settings, name)
+    return ended_status(folder)
+
+
+def ended_status(folder: Path) -> JobStatus:
+    """The last status of a run that has ended."""
     return JobStatus.model_validate_json((folder / names.STATUS_FILE).read_text())
 
 

@@ -88,6 +88,50 @@ def nodes_table(nodes: Iterable[NodeStatus]) -> Table:
     return table
 
 
+def wish(snapshot: Snapshot) -> list[str]:
+    """What is wished, and where it runs."""
+    job, worker = snapshot.job, snapshot.job.worker
+    most = worker.max_replicas if worker.max_replicas is not None else "any"
+    health = snapshot.health_addr
+    return [
+        f"{job.metadata.name}  generation {job.metadata.generation}",
+        f"wish      {worker.replicas} nodes (min {worker.minimum}, max {most}, unit "
+        f"{worker.node_unit}, standby {worker.standby_replicas}), "
+        f"{worker.restart_count} restarts per node",
+        f"hosts     {', '.join(snapshot.hosts)}",
+        f"master    pid {snapshot.master_pid or '-'}, {snapshot.master_addr}",
+        f"health    http://{health}/healthz, http://{health}/metrics",
+        f"logs      {snapshot.log_dir}",
+    ]
+
+
+def description(status: JobStatus) -> list[RenderableType]:
+    """All that the master knows."""
+    parts: list[RenderableType] = [
+        Text(f"status    {summary(status)}"),
+        Text(f"why       {status.reason}"),
+    ]
+    if status.restarts:
+        words = ", ".join(f"{n} by {cause}" for cause, n in status.restarts.items())
+        parts.append(Text(f"rounds    {words}"))
+    parts += [Text(""), nodes_table(status.nodes), Text("")]
+    for condition in status.conditions:
+        mark = {"True": "yes", "False": "no"}.get(condition.status, "?")
+        parts.append(Text(f"{condition.type:16} {mark:4} {condition.message}"))
+    failure = status.last_failure
+    if failure is not None:
+        where = f"{failure.node}, round {failure.round}, rank {failure.worker.rank}"
+        parts.append(
+            Text(
+                f"\nlast failure at {clock(failure.at)}: {where}: "
+                f"{failure.worker.message}\n{failure.worker.traceback}"
+            )
+        )
+    parts.append(Text(""))
+    parts += [Text(event_line(event)) for event in status.events[-10:]]
+    return parts
+
+
 def live(snapshot: Snapshot, *, events: int = 8) -> RenderableType:
     """The picture that is drawn again and again while a job runs."""
     status = snapshot.status
@@ -107,9 +151,10 @@ def live(snapshot: Snapshot, *, events: int = 8) -> RenderableType:
         parts.append(Text(status.reason, style="yellow"))
     progress = status.progress
     if progress is not None:
-        if progress.total:
-            parts.append(ProgressBar(total=progress.total, completed=progress.step, width=60))
-        parts.append(Text(progress_words(progress)))
+        line = Table.grid(padding=(0, 2, 0, 0))
+        bar = [ProgressBar(progress.total, progress.step, width=40)] if progress.total else []
+        line.add_row(*bar, progress_words(progress))
+        parts.append(line)
     living = [n for n in status.nodes if n.phase is not NodePhase.GONE]
     gone = [n for n in status.nodes if n.phase is NodePhase.GONE]
     parts += [Text(""), nodes_table(living + gone[-4:]), Text("")]

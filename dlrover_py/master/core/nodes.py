@@ -45,6 +45,8 @@ class Node:
     former_boots: set[str] = field(default_factory=set)
     seq: int = -1
     lease_until: float = math.inf
+    due: float = math.inf
+    """When it is looked at next, at the latest; the timer for that is set."""
     suspect_until: float = math.inf
     told: int = 0
     """Version of the newest assignment that it must take in before it counts; 0 if there is none.
@@ -103,7 +105,8 @@ class Nodes:
         self.by_id: dict[NodeId, Node] = {}
         self._standing: dict[NodeId, Standing] = {}
         self._count = dict.fromkeys(Standing, 0)
-        # Lazy: one entry a node, re-pushed when it turns out too early; `hear` costs no push.
+        # Lazy: re-pushed when it turns out too early; `hear` costs no push. An entry that is not
+        # its node's `due` was overtaken by an earlier one.
         self._deadlines: list[tuple[float, NodeId]] = []
 
     def __iter__(self) -> Iterator[Node]:
@@ -212,7 +215,7 @@ class Nodes:
             return False
         node.phase = NodePhase.SUSPECT
         node.suspect_until = now + self.suspect_s
-        heapq.heappush(self._deadlines, (node.suspect_until, node.id))
+        self._look_at(node, node.suspect_until)
         self._index(node)
         return True
 
@@ -241,13 +244,16 @@ class Nodes:
         """Give up the nodes whose lease or grace has run out."""
         lost = []
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, node_id = heapq.heappop(self._deadlines)
+            at, node_id = heapq.heappop(self._deadlines)
             node = self.by_id.get(node_id)
-            if node is None or not node.alive:
+            if node is None or node.due != at:
+                continue
+            node.due = math.inf
+            if not node.alive:
                 continue
             due = min(node.lease_until, node.suspect_until)
             if due > now:
-                heapq.heappush(self._deadlines, (due, node_id))
+                self._look_at(node, due)
                 continue
             why = (
                 "its connection closed and it did not come back"
@@ -257,6 +263,11 @@ class Nodes:
             self.give_up(node)
             lost.append(Lost(node, why))
         return lost
+
+    @property
+    def timers(self) -> int:
+        """Number of timers that are set."""
+        return len(self._deadlines)
 
     @property
     def wake_at(self) -> float:
@@ -273,10 +284,13 @@ class Nodes:
         self._index(node)
 
     def _renew(self, node: Node, now: float) -> None:
-        fresh = node.lease_until == math.inf
         node.lease_until = now + self.lease_s
-        if fresh:
-            heapq.heappush(self._deadlines, (node.lease_until, node.id))
+        self._look_at(node, node.lease_until)
+
+    def _look_at(self, node: Node, when: float) -> None:
+        if when < node.due:
+            node.due = when
+            heapq.heappush(self._deadlines, (when, node.id))
 
     def _index(self, node: Node) -> None:
         old = self._standing.get(node.id)

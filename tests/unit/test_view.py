@@ -1,0 +1,139 @@
+"""What people see, from documents made by hand."""
+
+from rich.console import Console
+
+from dlrover_py.cli import view
+from dlrover_py.local import expand
+from dlrover_py.protocol.agents import Progress
+from dlrover_py.protocol.job import ElasticJob
+from dlrover_py.protocol.local import Snapshot
+from dlrover_py.protocol.status import (
+    JobEvent,
+    JobPhase,
+    JobStatus,
+    NodePhase,
+    NodeRole,
+    NodeStatus,
+)
+
+
+def event(number: int, reason: str, *, cause: int | None = None, round_: int = 1) -> JobEvent:
+    return JobEvent(
+        id=number,
+        at=1000.0 + number,
+        reason=reason,
+        message=f"m{number}",
+        cause=cause,
+        round=round_,
+    )
+
+
+STORY = [
+    event(1, "JobStarted"),
+    event(2, "RoundFormed", cause=1),
+    event(3, "NodeJoined"),
+    event(4, "NodeLost"),
+    event(5, "RoundFormed", cause=4, round_=2),
+    event(6, "TrainingResumed", cause=5, round_=2),
+    event(7, "NodeJoined", round_=2),
+]
+
+
+def test_the_story_of_a_round_is_its_chain_of_causes() -> None:
+    assert [e.id for e in view.story(STORY)] == [4, 5, 6]
+    assert [e.id for e in view.story(STORY, 2)] == [4, 5, 6]
+    assert [e.id for e in view.story(STORY, 1)] == [1, 2]
+    assert view.story(STORY, 3) == []
+    assert view.story([]) == []
+
+
+def test_a_chain_whose_beginning_was_dropped_is_told_from_where_it_is_known() -> None:
+    assert [e.id for e in view.story(STORY[4:])] == [5, 6]
+
+
+def test_durations_in_words() -> None:
+    assert view.duration(0.0432) == "43 ms"
+    assert view.duration(2.06) == "2.1 s"
+    assert view.duration(185) == "3 min 5 s"
+
+
+def test_kubernetes_references_are_expanded() -> None:
+    env = {"A": "1"}
+    assert expand("$(A) $(B) $$(A) $A $$", env) == "1 $(B) $(A) $A $"
+
+
+def snapshot(status: JobStatus | None) -> Snapshot:
+    job = ElasticJob.parse(
+        {
+            "apiVersion": "elastic.iml.github.io/v1alpha1",
+            "kind": "ElasticJob",
+            "metadata": {"name": "demo"},
+            "spec": {
+                "replicaSpecs": {
+                    "worker": {
+                        "replicas": 2,
+                        "template": {"spec": {"containers": [{"name": "main", "command": ["x"]}]}},
+                    }
+                }
+            },
+        }
+    )
+    return Snapshot(
+        job=job,
+        status=status,
+        cluster_pid=1,
+        master_addr="a:1",
+        health_addr="a:2",
+        token_file="t",
+        log_dir="l",
+    )
+
+
+def status(phase: JobPhase) -> JobStatus:
+    return JobStatus(
+        name="demo",
+        generation=1,
+        phase=phase,
+        reason="because [of] that",
+        term=1,
+        round=2,
+        world_size=4,
+        nodes_in_round=2,
+        wanted=2,
+        minimum=2,
+        ready=2,
+        standby=0,
+        progress=Progress(
+            step=30, total=60, started_at_step=1, first_step_after_s=0.2, metrics={"loss": 1.5}
+        ),
+        nodes=[
+            NodeStatus(
+                id="n0",
+                phase=NodePhase.LIVE,
+                role=NodeRole.MEMBER,
+                incarnation=1,
+                node_rank=0,
+                pids=[11, 12],
+                message="[red]not markup",
+            ),
+            NodeStatus(id="n1", phase=NodePhase.GONE, role=NodeRole.NONE, incarnation=1),
+        ],
+        events=STORY,
+        started_at=1000.0,
+    )
+
+
+def drawn(snap: Snapshot) -> str:
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(view.live(snap))
+    console.file.close()
+    return console.export_text()
+
+
+def test_the_live_view_shows_what_matters() -> None:
+    text = drawn(snapshot(status(JobPhase.RUNNING)))
+    for part in ("demo", "Running", "round 2", "2/2 nodes", "step 30/60", "loss 1.5", "n0", "m6"):
+        assert part in text
+    assert "[red]not markup" in text
+    assert "because [of] that" in drawn(snapshot(status(JobPhase.FORMING)))
+    assert "the master is starting" in drawn(snapshot(None))
