@@ -39,6 +39,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -99,6 +100,7 @@ signal.pause()
 """
 
 T = TypeVar("T")
+Part = Callable[[], None]
 _pause = threading.Event()
 
 
@@ -423,6 +425,8 @@ class Ours:
                 if line.get("event") == "workers_start" and line.get("round") == number:
                     at = datetime.fromisoformat(line["at"]).timestamp() * 1e9
                     found[node] = int(at + 1e6 - line["waited_s"] * 1e9 - offset)
+            if node not in found:
+                raise Unexpected(f"{log}: no workers_start of round {number}")
         return found
 
     def measure(
@@ -470,8 +474,16 @@ def victim(status: JobStatus, *, first: bool) -> NodeStatus:
     return ranked[0] if first else min(ranked[1:], key=lambda n: (n.relaunches, n.restarts))
 
 
-def ours_with_standby(folder: Path, name: str, hub: Hub, results: Results) -> None:
-    """Kill workers, then nodes, then freeze one; a standby is there each time."""
+def ours_with_standby(
+    folder: Path, name: str, hub: Hub, results: Results, *, phase_s: float
+) -> None:
+    """Kill workers, then nodes, then freeze one; a standby is there each time.
+
+    Args:
+        folder, name, hub, results: as everywhere.
+        phase_s: waited for before the freeze, which counts from the node's last report: it
+            reports about once a second.
+    """
     spec = {"replicas": 3, "minReplicas": 2, "standbyReplicas": 1, "restartCount": 1000}
     with Ours(folder, name, hub, hosts=4, **spec) as job:
         start(job, results, standby=1)
@@ -495,10 +507,10 @@ def ours_with_standby(folder: Path, name: str, hub: Hub, results: Results) -> No
             job.expect(case, results, after, status.round + 1)
             status = after
         node = victim(status, first=False)
+        _pause.wait(phase_s)
         _, at, took = job.call("POST", f"/v1/nodes/{node.id}/freeze")
         results.frozen.request.append(took)
         job.measure(results.frozen, results, status, at, 3)
-        job.call("POST", f"/v1/nodes/{node.id}/thaw")
 
 
 def ours_shrinking(folder: Path, name: str, hub: Hub, results: Results) -> None:
@@ -559,16 +571,21 @@ class Torchrun:
         }
         (folder / "worker.py").write_text(WORKER)
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
+        self._port = 0
         self._store = subprocess.Popen(
             [sys.executable, "-c", STORE], env=self._env, stdout=subprocess.PIPE
         )
-        assert self._store.stdout is not None
-        line = self._store.stdout.readline()
-        if not line:
-            raise Unexpected("torchrun's store did not start")
-        self._port = int(line)
 
     def __enter__(self) -> "Torchrun":
+        assert self._store.stdout is not None
+        try:
+            self._port = int(self._store.stdout.readline() or 0)
+        except BaseException:  # interrupted: nothing else ends it
+            self.__exit__()
+            raise
+        if not self._port:
+            self.__exit__()
+            raise Unexpected("torchrun's store did not start")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -714,7 +731,8 @@ def torchrun_join(folder: Path, name: str, hub: Hub, results: Results) -> None:
             f"{job.agents[n].returncode} after {t:.0f} s"
             for n, t in sorted(ends.items())
         )
-        case.torchrun_note = f"deadlock: {words or f'nothing within {NEVER_S:g} s'}"
+        words = f"deadlock; {words} (its start included)" if ends else f"not within {NEVER_S:g} s"
+        case.torchrun_note = f"one node joins one: {words}"
         say(f"  torchrun: {case.what}: {case.torchrun_note}")
 
 
@@ -774,7 +792,8 @@ def show(results: Results, about: str) -> None:
 
 def write_docs(results: Results, about: str, command: str) -> None:
     """Put the table between its markers; the file is made if it is not there."""
-    lines = [BEGIN, f"`{command}`  ", f"{about}", ""]
+    requests = spread([took for case in results.cases for took in case.request])
+    lines = [BEGIN, f"`{command}`  ", f"{about}.  ", f"Requests to the cluster: {requests}.", ""]
     lines += ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
     lines += ["| " + " | ".join(row) + " |" for row in rows(results)]
     lines += ["", END]
@@ -792,15 +811,16 @@ INTRODUCTION = """\
 Minimum / median / maximum, from right before the fault until the *last* survivor goes on.
 *Next assignment*: its agent has taken up the next round. *Next worker*: the first line of its next
 worker has run; torchrun shows no other sign, so this is the column to compare. Workers compute
-nothing and import nothing; when one is gone the others see their connection close at once, as a
-collective's would. `benchmarks/membership.py` says how each figure is taken. A lost host is taken
-away by a request to the local cluster, whose time is part of the figure. A join is timed from
-right before the last joiner's first report.
+nothing; when one is gone the others see their connection close at once, as a collective's would.
+Hosts are taken away, and nodes frozen, by a request to the local cluster, whose time is part of
+the figure. A join is timed from right before the last joiner's first report. How each figure is
+taken stands in `benchmarks/membership.py`.
 
-torchrun has its defaults, three agents, and a rendezvous store that nobody kills (in an agent, as
-by default, it dies with that agent, and the job with it); for the join `last_call_timeout=1`. It
-has no standby that replaces a lost node sooner than its own time-outs, and notices a cut-off node
-only by them, so those rows have no figure of it.
+torchrun runs three agents with its defaults, and a rendezvous store that nobody kills (where it
+lives in an agent, as by default, it dies with it, and so does the job). Where rank 0's node is
+lost the workers are gloo's, with a time-out of 20 s, and only a first all-reduce counts: torchrun
+does start workers, with the address of the lost node. For the join it has `last_call_timeout=1`
+instead of 30. Rows with "–" were not measured for it.
 """
 
 
@@ -812,7 +832,7 @@ def machine() -> str:
         model = next((x.partition(":")[2].strip() for x in lines if x.startswith("model name")), "")
     return (
         f"{model or platform.machine()}, {cores} cores shared with other work (figures are noisy; "
-        f"load {os.getloadavg()[0]:.1f} at the start), Linux {platform.release()}, "
+        f"load average {os.getloadavg()[0]:.1f} before), Linux {platform.release()}, "
         f"Python {platform.python_version()}, torch {version('torch')}, "
         f"{datetime.now(UTC):%Y-%m-%d}"
     )
@@ -843,26 +863,27 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def schedule(args: argparse.Namespace, folder: Path, hub: Hub, out: Results) -> Iterator[Part]:
+    """Ours and torchrun's, in turns."""
+    runs, slow = (1, 0) if args.quick else (args.runs, args.slow_runs)
+    for i in range(runs):
+        say(f"turn {i + 1} of {runs}")
+        yield partial(ours_with_standby, folder, f"standby-{i}", hub, out, phase_s=i / runs)
+        yield partial(torchrun_losses, folder, f"torchrun-{i}", hub, out, kills=3, node=i < slow)
+        yield partial(ours_shrinking, folder, f"shrink-{i}", hub, out)
+    if not args.quick:
+        yield partial(torchrun_first, folder, "torchrun-first", hub, out)
+        yield partial(torchrun_join, folder, "torchrun-join", hub, out)
+
+
 def run(args: argparse.Namespace, folder: Path, results: Results) -> None:
     hub = Hub(folder / "hub")
-    runs, slow = (1, 0) if args.quick else (args.runs, args.slow_runs)
     try:
-        for i in range(runs):
-            say(f"turn {i + 1} of {runs}")
-            for part in (
-                lambda i=i: ours_with_standby(folder, f"standby-{i}", hub, results),
-                lambda i=i: torchrun_losses(
-                    folder, f"torchrun-{i}", hub, results, kills=4, node=i < slow
-                ),
-                lambda i=i: ours_shrinking(folder, f"shrink-{i}", hub, results),
-            ):
-                try:
-                    part()
-                except Unexpected as error:
-                    results.surprise(str(error))
-        if not args.quick:
-            torchrun_first(folder, "torchrun-first", hub, results)
-            torchrun_join(folder, "torchrun-join", hub, results)
+        for part in schedule(args, folder, hub, results):
+            try:
+                part()
+            except Unexpected as error:
+                results.surprise(str(error))
     finally:
         hub.close()
 
@@ -872,7 +893,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     started = time.monotonic()
     about, results = machine(), Results()
-    command = " ".join(["python", "benchmarks/membership.py", *(argv or sys.argv[1:])])
+    command = f"python benchmarks/membership.py --runs {args.runs} --slow-runs {args.slow_runs}"
     folder = Path(tempfile.mkdtemp(prefix="dlrover-bench-", dir="/tmp"))  # short: unix sockets
     try:
         run(args, folder, results)
@@ -882,7 +903,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         if not args.keep:
             shutil.rmtree(folder, ignore_errors=True)
-    about += f"; {time.monotonic() - started:.0f} s in all"
+    about += (
+        f"; {time.monotonic() - started:.0f} s in all, load average {os.getloadavg()[0]:.1f} after"
+    )
     show(results, about)
     if args.json is not None:
         cases = [asdict(case) for case in results.cases]

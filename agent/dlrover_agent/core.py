@@ -189,16 +189,19 @@ class Core:
         self._next = new
         # A report at once: the master waits for it before it counts on this node again.
         effects: list[Effect] = [Renew(new.round), Report()]
-        return effects + (
-            self._stop(new.reason, new.stop_grace_s) if self._occupied else self._start()
-        )
+        if not self._occupied:
+            return effects + self._start()
+        effects += self._stop(new.reason, new.stop_grace_s)
+        # A report speaks of the new round from here on: the old one's end is no news of it.
+        self.phase = WorkerPhase.STOPPING
+        return effects
 
     def _refused(self, message: str) -> list[Effect]:
         self._exit = Exit(ExitCode.SUPERSEDED, f"refused by the master: {message}")
         self._next = None
         if not self._occupied:
             return [self._exit]
-        self._stopping = True
+        self._mark_stopping()
         return [Kill()]  # another node may already work in its place: nothing more is written
 
     def _ended(

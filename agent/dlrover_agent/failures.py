@@ -13,7 +13,13 @@ _PEER = re.compile(
     re.IGNORECASE,
 )
 _PEER_TYPES = re.compile(r"^(torch\.distributed\.\w+|RuntimeError|Connection\w+|BrokenPipeError)$")
-_FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>.+)$', re.MULTILINE)
+_FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+)(?:, in .+)?$', re.MULTILINE)
+# A script that cannot be compiled has no traceback, only the place.
+_SYNTAX = re.compile(
+    r'^  File ".+", line \d+\n(?: .*\n)*(?:Syntax|Indentation|Tab)Error: .*$', re.MULTILINE
+)
+_MARGIN = re.compile(r"^ +[|+](?: |-.*$)", re.MULTILINE)
+_GROUP = "+ Exception Group Traceback"
 _RAISED = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<text>.*))?$", re.DOTALL)
 _VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+")
 _HEAD = "Traceback (most recent call last):"
@@ -61,7 +67,7 @@ def describe(
         pid=pid,
         exit_code=exit_code,
         message=_shortened(" ".join(message.split()), 1024),
-        traceback=trace[-8000:] or last_words[-2000:],
+        traceback=trace[-8000:] or _plain(last_words)[-2000:],
         fingerprint=mark[-500:],
         step=step,
         ran_s=ran_s,
@@ -81,18 +87,19 @@ def _from_error_file(text: str) -> str:
         return ""
     try:
         message = json.loads(text)["message"]
-        if isinstance(message, str):
-            return message
-        return str(message["extraInfo"]["py_callstack"])
-    except (ValueError, KeyError, TypeError):
+        trace = message if isinstance(message, str) else message["extraInfo"]["py_callstack"]
+    except (ValueError, KeyError, TypeError, RecursionError):
         return ""  # half written, or another program's: the last words must do
+    return _plain(trace) if isinstance(trace, str) else ""
 
 
 def _from_words(words: str) -> str:
     """The last traceback, and nothing that was printed after it."""
+    words = _plain(words)
     start = words.rfind(_HEAD)
     if start < 0:
-        return ""
+        found = _SYNTAX.findall(words)
+        return str(found[-1]) if found else ""
     lines = words[start:].splitlines()
     kept = [lines[0]]
     for line in lines[1:]:
@@ -100,6 +107,12 @@ def _from_words(words: str) -> str:
         if line and not line[0].isspace():  # "SomeError: text" ends it
             break
     return "\n".join(kept)
+
+
+def _plain(text: str) -> str:
+    """Text that can be sent: no half of a surrogate pair, and no margin of an exception group."""
+    text = text.encode("utf-8", "replace").decode()
+    return _MARGIN.sub("", text) if _GROUP in text else text
 
 
 def _raised_line(trace: str) -> str:

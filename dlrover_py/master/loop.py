@@ -14,14 +14,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from dlrover_py.master.core.job import (
+from dlrover_py.master.core.events import (
     Assign,
     CreateNode,
     DeleteNode,
     Disconnected,
     Effect,
     Event,
-    Job,
     Journal,
     Refuse,
     Reported,
@@ -29,6 +28,7 @@ from dlrover_py.master.core.job import (
     Stalled,
     Step,
 )
+from dlrover_py.master.core.job import Job
 from dlrover_py.master.platform import Platform
 from dlrover_py.master.store import Held, Store, Unwritable
 from dlrover_py.protocol.agents import AgentReport, Assignment

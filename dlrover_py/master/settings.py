@@ -7,7 +7,7 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from dlrover_py.master.core.job import Rules
+from dlrover_py.master.core.events import Rules
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import explain
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from pydantic import ValidationError
 
-from dlrover_py.master.core.job import Journal
+from dlrover_py.master.core.events import Journal
 from dlrover_py.protocol.errors import ConfigError, TransientError
 
 

@@ -17,8 +17,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from dlrover_py.master.core.job import Disconnected, Reported, Rules, Stalled
+from dlrover_py.master.core.events import Disconnected, JobStopped, Reported, Rules, Stalled
 from dlrover_py.protocol.agents import FailureKind, WorkerPhase
+from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.status import JobPhase
 from tests.builders import Bench, SimAgent, crash, elastic_job, full_size, user_error
 
@@ -230,18 +231,30 @@ class JobMachine(RuleBasedStateMachine):
 
     # --- the user ---
 
-    @rule(replicas=st.integers(1, 5))
-    def scales(self, replicas: int) -> None:
+    @rule(replicas=st.integers(1, 5), away=st.booleans())
+    def scales(self, replicas: int, away: bool) -> None:
         spec = self.bench.spec
         worker = spec.worker
         if replicas >= (worker.min_replicas or 1) and not replicas % worker.node_unit:
-            self.bench.change(spec.scaled(replicas))
+            self.change(spec.scaled(replicas), away)
 
-    @rule(often=st.integers(0, 3))
-    def suspends_or_resumes(self, often: int) -> None:
+    def change(self, spec: ElasticJob, away: bool) -> None:
+        if away:  # while no master is there
+            self.bench.spec = spec
+            self.bench.restart_master()
+        else:
+            self.bench.change(spec)
+
+    @rule(often=st.integers(0, 3), away=st.booleans())
+    def suspends_or_resumes(self, often: int, away: bool) -> None:
         suspended = self.bench.spec.spec.suspend
         if suspended or not often:  # rare, for it ends all that went on
-            self.bench.change(self.bench.spec.suspended(not suspended))
+            self.change(self.bench.spec.suspended(not suspended), away)
+
+    @rule(often=st.integers(0, 30))
+    def ends_the_job(self, often: int) -> None:
+        if not often:
+            self.bench.step(JobStopped())
 
     # --- the master ---
 
@@ -294,7 +307,7 @@ class JobMachine(RuleBasedStateMachine):
                 bench.leave(agent)
         if bench.spec.spec.suspend:
             bench.settle()
-            assert bench.job.phase in (JobPhase.SUSPENDED, JobPhase.FAILED, JobPhase.SUCCEEDED)
+            assert bench.job.phase is JobPhase.SUSPENDED or bench.job.phase.ended
             assert not any(a.running for a in bench.living()), "nobody works in a suspended job"
             bench.change(bench.spec.suspended(False))
         bench.set_capacity(100)
@@ -307,7 +320,7 @@ class JobMachine(RuleBasedStateMachine):
             return
         bench.check_running()
         assert bench.job.world is not None
-        if not any(a.phase is WorkerPhase.SUCCEEDED for a in bench.living()):
+        if not bench.job.succeeded:
             worker = bench.spec.worker
             nodes = worker.replicas + worker.standby_replicas - bench.job.exhausted
             assert len(bench.members) == full_size(bench.spec, nodes)

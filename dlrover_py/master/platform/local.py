@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Sequence
 
-from dlrover_py.master.core.job import (
+from dlrover_py.master.core.events import (
     Event,
     JobChanged,
     JobStopped,

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
-from dlrover_py.master.core.job import Event
+from dlrover_py.master.core.events import Event
 from dlrover_py.protocol.errors import Bug
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import NodeId

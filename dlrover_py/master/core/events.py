@@ -1,0 +1,227 @@
+"""What the core takes in, what it asks for, and what it must not forget.
+
+Events are facts; effects are wishes, each idempotent, since a crash between storing a decision and
+carrying it out repeats them. :class:`Journal` is all that outlives the master.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from dlrover_py.master.core.rendezvous import World
+from dlrover_py.protocol.agents import AgentReport, Assignment, WorkerFailure
+from dlrover_py.protocol.job import ElasticJob
+from dlrover_py.protocol.names import Incarnation, NodeId, Round, Term
+from dlrover_py.protocol.status import Failure, JobEvent, JobPhase
+
+Kind = Literal["start", "failure", "loss", "drain", "scale", "join"]
+"""Why a next round is needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Times and limits that the decisions go by, in seconds."""
+
+    lease_s: float = 5.0
+    suspect_s: float = 1.0
+    replacement_wait_s: float = 10.0
+    cause_wait_s: float = 0.25
+    """A connection that broke between two workers is nobody's fault until this has passed: the
+    real cause is nearly always known within milliseconds."""
+    forgive_after_s: float = 300.0
+    stop_grace_s: float = 1.0
+    drain_grace_s: float = 30.0
+    exchange_s: float = 2.0
+    can_create: bool = True
+    """Whether the platform creates nodes; if not, they come by themselves."""
+
+
+# --- events -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """An agent's report arrived."""
+
+    node: NodeId
+    report: AgentReport
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    """The connection of a report closed before its answer was sent."""
+
+    node: NodeId
+    boot_id: str
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobChanged:
+    """The user's wish, as it stands now."""
+
+    job: ElasticJob
+
+
+@dataclass(frozen=True, slots=True)
+class JobStopped:
+    """The user has ended the job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stalled:
+    """The master itself stood still for so long (paused, or its disk was): leases wait as well."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSeen:
+    """The platform sees this node, in this state."""
+
+    node: NodeId
+    near: bool
+    """Its process runs or is about to; false while there is no place for it."""
+    topology: tuple[str, ...] = ()
+    message: str = ""
+    leaving: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeEnded:
+    """The platform says that the node is gone."""
+
+    node: NodeId
+    why: str
+    exit_code: int | None = None
+    free: bool = False
+    """Not to be charged: drained, preempted, deleted on purpose."""
+    output: str = ""
+    """Its last words, if it never spoke."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodesListed:
+    """The platform has told all nodes that exist; what is not among them is gone."""
+
+    nodes: frozenset[NodeId]
+
+
+Event = (
+    Reported | Disconnected | JobChanged | JobStopped | Stalled | NodeSeen | NodeEnded | NodesListed
+)
+
+
+# --- effects ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    """Let the node's agent know."""
+
+    node: NodeId
+    assignment: Assignment
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Tell this process of the node that it was superseded."""
+
+    node: NodeId
+    boot_id: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class CreateNode:
+    """Ask the platform for a node; idempotent by id."""
+
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteNode:
+    """Have the platform end a node; idempotent by id."""
+
+    node: NodeId
+    grace_s: float
+    why: str
+
+
+Effect = Assign | Refuse | CreateNode | DeleteNode
+
+
+# --- state --------------------------------------------------------------------------------------
+
+
+class _Kept(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+
+class Opening(_Kept):
+    """Why a next round is needed."""
+
+    kind: Kind
+    reason: str
+    cause: int
+    since: float
+    """Monotonic; rebased when a journal is read."""
+    hold_until: float | None = None
+    """The real cause may still turn up until then."""
+    suspected: tuple[NodeId, WorkerFailure] | None = None
+
+
+class NodeRecord(_Kept):
+    """What is journaled of a node."""
+
+    id: NodeId
+    incarnation: Incarnation
+    boot_id: str
+    restarts: int
+    relaunches: int
+
+
+class Vacancy(_Kept):
+    """The place of a lost node, to be filled."""
+
+    relaunches: int
+    not_before: float
+
+
+class Journal(_Kept):
+    """All that a restarted master must know; the rest is reported again."""
+
+    version: Literal[1] = 1
+    job: str
+    term: Term
+    next_node: int = 0
+    next_event: int = 1
+    phase: JobPhase = JobPhase.PENDING
+    reason: str = ""
+    world: World | None = None
+    round: Round = Round(0)
+    opening: Opening | None = None
+    succeeded: list[NodeId] = Field(default_factory=list)
+    nodes: list[NodeRecord] = Field(default_factory=list)
+    vacancies: list[int] = Field(default_factory=list)
+    exhausted: int = 0
+    restart_count: int = 0
+    restarts: dict[str, int] = Field(default_factory=dict)
+    last_exception: WorkerFailure | None = None
+    last_failure: Failure | None = None
+    max_step: int | None = None
+    started_at: float = 0.0
+    ended_at: float | None = None
+    events: list[JobEvent] = Field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Step:
+    """What a step asks for."""
+
+    effects: list[Effect] = field(default_factory=list)
+    journal: Journal | None = None
+    """To be stored before the effects are carried out."""
+    wake_at: float = math.inf

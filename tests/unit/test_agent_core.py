@@ -1,0 +1,565 @@
+"""The agent's decisions, by hand and against a machine that plays master, workers and people.
+
+No process, no clock: ``Core.handle`` gets events and returns effects.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from dlrover_agent.core import (
+    Assigned,
+    Core,
+    Effect,
+    Emptied,
+    Ended,
+    Event,
+    Exit,
+    Kill,
+    Refused,
+    Renew,
+    Report,
+    Signalled,
+    Start,
+    Stepped,
+    Stop,
+    Stuck,
+)
+from dlrover_py.protocol.agents import (
+    Assignment,
+    Directive,
+    FailureKind,
+    WorkerFailure,
+    WorkerPhase,
+)
+from dlrover_py.protocol.errors import ExitCode
+
+RUN, WAIT, STOP = Directive.RUN, Directive.WAIT, Directive.STOP
+TERM = Signalled("SIGTERM", 15)
+
+
+def assignment(version: int, directive: Directive = RUN, **fields: Any) -> Assignment:
+    fields = {"term": 1, "incarnation": 1, "reason": "a test", "round": version} | fields
+    return Assignment(version=version, directive=directive, **fields)
+
+
+def failure(local_rank: int = 0) -> WorkerFailure:
+    return WorkerFailure(
+        kind=FailureKind.EXIT,
+        local_rank=local_rank,
+        rank=local_rank,
+        pid=7,
+        exit_code=3,
+        message="exited with code 3",
+    )
+
+
+def told(core: Core, *events: Event, now: float = 0.0) -> list[Effect]:
+    """All effects of these events."""
+    return [effect for event in events for effect in core.handle(event, now)]
+
+
+def running(nproc: int = 1, version: int = 1) -> Core:
+    """A core whose workers of a round run."""
+    core = Core(nproc=nproc)
+    told(core, Assigned(assignment(version)))
+    assert core.phase is WorkerPhase.RUNNING
+    return core
+
+
+# --- rounds ---
+
+
+def test_the_first_round_starts_at_once_with_a_fresh_offer_for_the_next() -> None:
+    core = Core(nproc=2)
+    first = assignment(1, round=5)
+    assert told(core, Assigned(first)) == [Renew(5), Report(), Start(first)]
+    assert (core.follows, core.have, core.incarnation) == (5, (1, 1), 1)
+
+
+def test_the_next_round_starts_only_when_nothing_of_the_old_one_is_left() -> None:
+    core = running()
+    second = assignment(2, stop_grace_s=3.5, reason="n1 is lost")
+    assert told(core, Assigned(second)) == [Renew(2), Report(), Stop("n1 is lost", 3.5)]
+    assert told(core, Ended(1, 0, failure())) == []
+    assert told(core, Emptied(1)) == [Start(second)]
+
+
+def test_only_the_newest_of_two_rounds_is_started() -> None:
+    core = running()
+    second, third = assignment(2), assignment(3)
+    told(core, Assigned(second))
+    assert told(core, Assigned(third)) == [Renew(3), Report()]
+    assert told(core, Emptied(1)) == [Start(third)]
+
+
+def test_a_round_that_was_called_off_while_the_old_one_ended_is_not_started() -> None:
+    core = running()
+    told(core, Assigned(assignment(2)))
+    assert told(core, Assigned(assignment(3, WAIT, round=2))) == []
+    assert told(core, Emptied(1)) == [Report()]
+    assert core.phase is WorkerPhase.IDLE
+
+
+@pytest.mark.parametrize(
+    "older",
+    [
+        assignment(4, STOP, term=2),
+        assignment(5, RUN, term=2, round=9),
+        assignment(99, STOP, term=1),
+        assignment(99, RUN, term=1, round=9),
+    ],
+)
+def test_an_older_assignment_changes_nothing(older: Assignment) -> None:
+    core = Core(nproc=1)
+    told(core, Assigned(assignment(5, term=2, round=3)))
+    assert told(core, Assigned(older)) == []
+    assert (core.have, core.follows, core.phase) == ((2, 5), 3, WorkerPhase.RUNNING)
+
+
+def test_a_restarted_master_that_repeats_the_round_touches_no_worker() -> None:
+    core = running()
+    assert told(core, Assigned(assignment(1, term=2, round=1))) == []
+    assert core.have == (2, 1)
+
+
+def test_a_report_never_says_that_a_round_ended_well_before_it_was_started() -> None:
+    core = running()
+    told(core, Ended(1, 0, None))
+    assert core.phase is WorkerPhase.SUCCEEDED
+    told(core, Assigned(assignment(2)))  # another node has failed; our processes are not gone yet
+    assert core.follows == 2
+    assert core.phase is WorkerPhase.STOPPING
+    assert isinstance(told(core, Emptied(1))[-1], Start)
+
+
+def test_the_failure_of_an_old_round_is_not_reported_for_the_next() -> None:
+    core = running()
+    told(core, Ended(1, 0, failure()), Assigned(assignment(2)))
+    assert (core.follows, core.failure, core.phase) == (2, None, WorkerPhase.STOPPING)
+
+
+# --- ends of workers ---
+
+
+def test_a_round_has_succeeded_when_all_workers_exited_0() -> None:
+    core = running(nproc=2)
+    assert told(core, Ended(1, 1, None)) == []
+    assert core.phase is WorkerPhase.RUNNING
+    assert told(core, Ended(1, 0, None)) == [Report()]
+    assert core.phase is WorkerPhase.SUCCEEDED
+    assert told(core, Emptied(1)) == []
+    assert core.phase is WorkerPhase.SUCCEEDED
+
+
+def test_a_failed_worker_ends_the_round_here_without_waiting_for_the_master() -> None:
+    core = running(nproc=2)
+    effects = told(core, Ended(1, 1, failure(1)))
+    assert effects == [Report(), Stop("a worker of this node failed", 1.0)]
+    assert (core.phase, core.failure) == (WorkerPhase.FAILED, failure(1))
+    assert told(core, Ended(1, 0, failure(0))) == [], "it was stopped: a consequence, not a cause"
+    told(core, Emptied(1))
+    assert (core.phase, core.failure) == (WorkerPhase.FAILED, failure(1))
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        Assigned(assignment(2)),
+        Assigned(assignment(2, WAIT)),
+        Assigned(assignment(2, STOP)),
+        Refused("superseded"),
+        TERM,
+    ],
+    ids=["next round", "wait", "stop", "refused", "signal"],
+)
+@pytest.mark.parametrize("end", [None, failure()], ids=["exit 0", "failure"])
+def test_an_end_after_an_order_to_stop_is_neither_success_nor_failure(
+    order: Event, end: WorkerFailure | None
+) -> None:
+    core = running()
+    told(core, order)
+    assert told(core, Ended(1, 0, end)) == []
+    told(core, Emptied(1))
+    assert core.phase not in (WorkerPhase.SUCCEEDED, WorkerPhase.FAILED)
+    assert core.failure is None
+
+
+def test_late_news_of_an_old_round_change_nothing() -> None:
+    core = running()
+    told(core, Assigned(assignment(2)), Emptied(1))
+    before = vars_of(core)
+    late: list[Event] = [
+        Ended(1, 0, None),
+        Ended(1, 0, failure()),
+        Emptied(1),
+        Stuck(1, (4,)),
+        Stepped(1, 0, 9, None, {}),
+    ]
+    for event in late:
+        assert told(core, event) == []
+    assert vars_of(core) == before
+
+
+def vars_of(core: Core) -> dict[str, object]:
+    return {name: repr(getattr(core, name)) for name in core.__dataclass_fields__}
+
+
+def test_processes_that_survive_sigkill_end_the_agent() -> None:
+    core = running()
+    told(core, Assigned(assignment(2)))
+    (end,) = told(core, Stuck(1, (31, 32)))
+    assert isinstance(end, Exit)
+    assert end.code == ExitCode.FAILED
+    assert "31, 32" in end.message
+
+
+# --- the end of the agent ---
+
+
+def test_stop_ends_an_idle_agent_at_once_with_the_masters_code() -> None:
+    core = Core(nproc=1)
+    assert told(core, Assigned(assignment(1, STOP, exit_code=7, reason="over"))) == [
+        Exit(7, "over")
+    ]
+
+
+def test_stop_lets_scripts_end_by_themselves_and_then_exits() -> None:
+    core = running()
+    stop = assignment(2, STOP, stop_grace_s=30, exit_code=0, reason="the job is over")
+    assert told(core, Assigned(stop)) == [Stop("the job is over", 30, polite=True)]
+    assert told(core, Ended(1, 0, None)) == []
+    assert told(core, Emptied(1)) == [Exit(0, "the job is over")]
+
+
+def test_nothing_is_started_after_stop() -> None:
+    core = running()
+    told(core, Assigned(assignment(2, STOP)))
+    assert told(core, Assigned(assignment(3))) == []
+    assert told(core, Emptied(1)) == [Exit(0, "a test")]
+
+
+def test_stop_calls_off_the_round_that_waits_for_the_old_one_to_end() -> None:
+    core = running()
+    told(core, Assigned(assignment(2)), Assigned(assignment(3, STOP)))
+    assert told(core, Emptied(1)) == [Exit(0, "a test")]
+
+
+def test_a_refused_agent_kills_at_once_and_exits_as_superseded() -> None:
+    core = running()
+    assert told(core, Refused("n0: it was given up")) == [Kill()]
+    (end,) = told(core, Emptied(1))
+    assert end == Exit(ExitCode.SUPERSEDED, "refused by the master: n0: it was given up")
+    idle = Core(nproc=1)
+    assert told(idle, Refused("x")) == [Exit(ExitCode.SUPERSEDED, "refused by the master: x")]
+
+
+def test_the_first_signal_is_handed_on_with_a_grace_and_the_second_kills() -> None:
+    core = running()
+    first = told(core, Signalled("SIGINT", 2))
+    assert first == [Report(), Stop("the agent received SIGINT", 30.0, polite=True, signal=2)]
+    assert core.leaving == "the agent received SIGINT"
+    assert told(core, Signalled("SIGINT", 2)) == [Kill()]
+    assert told(core, Signalled("SIGTERM", 15)) == [Kill()]
+    assert told(core, Emptied(1)) == [Exit(ExitCode.FAILED, "the agent received SIGINT")]
+
+
+def test_a_signal_ends_an_agent_without_workers_at_once() -> None:
+    core = Core(nproc=1)
+    assert told(core, TERM) == [Report(), Exit(ExitCode.FAILED, "the agent received SIGTERM")]
+
+
+def test_a_second_signal_kills_workers_that_were_told_to_stop() -> None:
+    core = running()
+    told(core, Assigned(assignment(2, STOP, stop_grace_s=30)))
+    told(core, TERM)
+    assert told(core, TERM) == [Kill()]
+    assert told(core, Emptied(1)) == [Exit(0, "a test")]
+
+
+def test_a_signal_calls_off_the_next_round() -> None:
+    core = running()
+    told(core, Assigned(assignment(2)), TERM)
+    assert told(core, Emptied(1)) == [Exit(ExitCode.FAILED, "the agent received SIGTERM")]
+
+
+# --- progress ---
+
+
+def test_the_first_step_says_how_long_the_recovery_took() -> None:
+    core = Core(nproc=1)
+    told(core, Assigned(assignment(1)), now=10.0)
+    assert told(core, Stepped(1, 0, 40, 100, {"loss": 2.0}), now=12.5) == [Report()]
+    progress = core.progress
+    assert progress is not None
+    assert (progress.step, progress.total, progress.started_at_step) == (40, 100, 40)
+    assert progress.first_step_after_s == 2.5
+    assert progress.metrics == {"loss": 2.0}
+
+
+def test_steps_only_grow_and_their_speed_is_measured() -> None:
+    core = Core(nproc=2)
+    told(core, Assigned(assignment(1)), now=0.0)
+    told(core, Stepped(1, 0, 10, 100, {"loss": 2.0}), now=1.0)
+    assert told(core, Stepped(1, 0, 20, None, {}), now=2.0) == []
+    assert told(core, Stepped(1, 1, 19, None, {}), now=3.0) == []
+    progress = core.progress
+    assert progress is not None
+    assert (progress.step, progress.total, progress.steps_per_s) == (20, 100, 10.0)
+    assert progress.metrics == {"loss": 2.0}
+
+
+def test_a_new_round_counts_its_steps_anew() -> None:
+    core = running()
+    told(core, Stepped(1, 0, 50, None, {}))
+    told(core, Assigned(assignment(2)))
+    assert core.progress is None
+    told(core, Stepped(1, 0, 51, None, {}))
+    assert core.progress is None, "the old workers are on their way out"
+    told(core, Emptied(1), Stepped(2, 0, 31, None, {}))
+    assert core.progress is not None
+    assert core.progress.started_at_step == 31
+
+
+# --- all of it, in any order ---
+
+
+@dataclass
+class Workers:
+    """The processes of one round, as the machine plays them."""
+
+    round: int
+    alive: set[int]
+    ordered: bool = False
+    """They were told to stop, or killed, before they had all ended."""
+
+
+@dataclass
+class Master:
+    """What the machine's master has said, newest last."""
+
+    term: int = 1
+    version: int = 0
+    round: int = 0
+    sent: list[Assignment] = field(default_factory=list)
+
+
+class AgentMachine(RuleBasedStateMachine):
+    """Plays everybody else, and keeps a second opinion of what must be true."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nproc = 2
+        self.core = Core(nproc=self.nproc)
+        self.master = Master()
+        self.workers: Workers | None = None
+        self.started: list[int] = []
+        self.verdicts: dict[int, str] = {}
+        """How the workers of a round ended by themselves."""
+        self.newest: Assignment | None = None
+        self.signals = 0
+        self.last: str | None = None
+        """Why the agent is on its way out."""
+        self.exit: Exit | None = None
+        self.now = 0.0
+        self.calm = 0
+        """Nothing that ends the agent happens before so many events."""
+
+    @property
+    def may_end(self) -> bool:
+        return self.exit is None and self.now > self.calm / 4
+
+    # --- what the core is told ---
+
+    def tell(self, event: Event) -> list[Effect]:
+        before, quiet = self._news(), self.last is None
+        self.now += 0.25
+        effects = self.core.handle(event, self.now)
+        for effect in effects:
+            self._perform(effect)
+        if self._news() != before and quiet and self.last is None:
+            assert Report() in effects, f"{before} became {self._news()} and nobody is told"
+        return effects
+
+    def _news(self) -> tuple[object, ...]:
+        core = self.core
+        settled = core.phase in (WorkerPhase.FAILED, WorkerPhase.SUCCEEDED, WorkerPhase.IDLE)
+        return core.follows, core.failure, core.leaving, core.phase if settled else None
+
+    def _perform(self, effect: Effect) -> None:
+        assert self.exit is None, f"{effect} after the agent's end"
+        match effect:
+            case Start(new):
+                assert self.workers is None, "workers of two rounds overlap"
+                assert self.last is None, f"a start although {self.last}"
+                assert self.newest is not None
+                assert new.directive is self.newest.directive is RUN, "it was called off"
+                assert new.round == self.newest.round, "the master has a newer round"
+                assert not self.started or new.round > self.started[-1]
+                self.started.append(new.round)
+                self.workers = Workers(new.round, set(range(self.nproc)))
+            case Stop() | Kill():
+                assert self.workers is not None, "there is nobody to stop"
+                if self.workers.alive:
+                    self.workers.ordered = True
+            case Exit(code, _):
+                assert self.workers is None, "the agent ends and leaves workers behind"
+                assert self.last is not None, "nobody has asked for this"
+                self.exit = effect
+                expected = {"signal": 1, "refused": 3, "stop": 42}[self.last]
+                assert code == expected
+
+    @initialize(calm=st.integers(0, 25))
+    def begin(self, calm: int) -> None:
+        self.calm = calm
+
+    @precondition(lambda self: self.exit is not None)
+    @rule()
+    def nothing_more_happens(self) -> None:
+        """The agent has ended."""
+
+    @precondition(lambda self: self.exit is None)
+    @rule(
+        directive=st.sampled_from([RUN, RUN, RUN, WAIT]),
+        new_term=st.sampled_from([False, False, False, True]),
+        new_round=st.booleans(),
+    )
+    def the_master_assigns(self, directive: Directive, new_term: bool, new_round: bool) -> None:
+        master = self.master
+        if new_term:
+            master.term, master.version = master.term + 1, 0
+        master.version += 1
+        over = self.newest is None or self.newest.directive is not RUN
+        if directive is RUN and (new_round or over):  # what was called off never runs again
+            master.round += 1
+        new = Assignment(
+            term=master.term,
+            version=master.version,
+            incarnation=1,
+            directive=directive,
+            reason="a test",
+            round=master.round,
+            exit_code=42,
+        )
+        master.sent.append(new)
+        self.newest = new
+        if directive is STOP and self.last is None:
+            self.last = "stop"
+        again = directive is RUN and new.round <= self.core.follows
+        effects = self.tell(Assigned(new))
+        if again:
+            assert effects == [], "a round that is known asks for nothing"
+
+    @precondition(lambda self: self.exit is None and self.master.sent)
+    @rule(pick=st.integers(0, 1000))
+    def an_old_answer_comes_late(self, pick: int) -> None:
+        before = vars_of(self.core)
+        sent = self.master.sent
+        assert self.tell(Assigned(sent[-1 - pick % len(sent)])) == []
+        assert vars_of(self.core) == before
+
+    @precondition(lambda self: self.may_end)
+    @rule(new_term=st.booleans())
+    def the_master_ends_it(self, new_term: bool) -> None:
+        self.the_master_assigns(STOP, new_term, new_round=False)
+
+    @precondition(lambda self: self.may_end)
+    @rule()
+    def the_master_refuses(self) -> None:
+        self.last = "refused"
+        self.tell(Refused("given up"))
+
+    @precondition(lambda self: self.may_end)
+    @rule()
+    def a_signal_comes(self) -> None:
+        self.signals += 1
+        if self.last is None:
+            self.last = "signal"
+        effects = self.tell(TERM)
+        if self.signals > 1 and self.workers is not None:
+            assert Kill() in effects, "the second signal is not to be waited for"
+
+    @precondition(lambda self: self.exit is None and self.workers is not None)
+    @rule(pick=st.integers(0, 10), fails=st.booleans())
+    def a_worker_ends(self, pick: int, fails: bool) -> None:
+        workers = self.workers
+        assert workers is not None
+        if not workers.alive:
+            return
+        rank = sorted(workers.alive)[pick % len(workers.alive)]
+        workers.alive.discard(rank)
+        if not workers.ordered and self.last is None:
+            if fails:
+                self.verdicts[workers.round] = "failed"
+            elif not workers.alive:
+                self.verdicts[workers.round] = "succeeded"
+        self.tell(Ended(workers.round, rank, failure(rank) if fails else None))
+
+    @precondition(lambda self: self.exit is None and self.workers and not self.workers.alive)
+    @rule()
+    def all_processes_are_gone(self) -> None:
+        assert self.workers is not None
+        gone, self.workers = self.workers.round, None
+        self.tell(Emptied(gone))
+
+    @precondition(lambda self: self.exit is None and len(self.started) > 1)
+    @rule(kind=st.integers(0, 4))
+    def late_news_of_an_old_round(self, kind: int) -> None:
+        old = self.started[-2]
+        events: list[Event] = [
+            Ended(old, 0, failure()),
+            Ended(old, 0, None),
+            Emptied(old),
+            Stuck(old, (5,)),
+            Stepped(old, 0, 5, None, {}),
+        ]
+        before = vars_of(self.core)
+        assert self.tell(events[kind]) == []
+        assert vars_of(self.core) == before
+
+    @precondition(lambda self: self.exit is None and self.workers is not None)
+    @rule(step=st.integers(0, 50))
+    def a_step(self, step: int) -> None:
+        assert self.workers is not None
+        self.tell(Stepped(self.workers.round, 0, step, None, {}))
+
+    # --- what a report may say ---
+
+    @invariant()
+    def the_report_is_true(self) -> None:
+        core = self.core
+        said = self.verdicts.get(core.follows)
+        if core.phase is WorkerPhase.SUCCEEDED:
+            assert said == "succeeded", f"round {core.follows}: {said}"
+        if core.phase is WorkerPhase.FAILED or core.failure is not None:
+            assert said == "failed", f"round {core.follows}: {said}"
+        if core.phase is WorkerPhase.RUNNING:
+            assert self.workers is not None
+            assert self.workers.round == core.follows
+            assert not self.workers.ordered
+        if core.phase is WorkerPhase.IDLE:
+            assert self.workers is None
+        if self.newest is not None:
+            assert core.have == (self.newest.term, self.newest.version)
+
+    def teardown(self) -> None:
+        """Workers that were told to stop do; then what was decided has happened."""
+        for _ in range(10):
+            if self.exit is not None or self.workers is None:
+                break
+            while self.workers is not None and self.workers.alive:
+                self.a_worker_ends(0, fails=False)
+            self.all_processes_are_gone()
+        if self.last is not None:
+            assert self.exit is not None, f"the agent stays although {self.last}"
+        elif self.newest is not None and self.newest.directive is RUN:
+            assert self.started, "nothing was ever started"
+            assert self.started[-1] == self.newest.round
+
+
+TestAgentMachine = AgentMachine.TestCase
+TestAgentMachine.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)

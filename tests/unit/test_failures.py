@@ -1,0 +1,381 @@
+"""Why a worker died, from what real programs leave behind: tracebacks of Python, torch's files."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dlrover_agent.failures import describe, signal_name
+from dlrover_py.protocol.agents import FailureKind, WorkerFailure
+
+PLAIN = """\
+epoch 3
+Traceback (most recent call last):
+  File "/job/train.py", line 31, in <module>
+    main()
+  File "/job/train.py", line 12, in main
+    raise ValueError("loss is nan at step 417")
+ValueError: loss is nan at step 417
+"""
+
+
+def death(**given: Any) -> WorkerFailure:
+    fields: dict[str, Any] = {
+        "exit_code": 1,
+        "local_rank": 1,
+        "rank": 5,
+        "pid": 4711,
+        "error_file": "",
+        "last_words": "",
+        "step": 417,
+        "ran_s": 2.5,
+    }
+    failure = describe(**(fields | given))
+    # Whatever was left behind: it must fit into the report, or the agent says nothing at all.
+    return WorkerFailure.model_validate_json(failure.model_dump_json())
+
+
+def recorded(trace: str) -> str:
+    """As ``torch.distributed.elastic.multiprocessing.errors.record`` writes it."""
+    callstack = {"py_callstack": trace, "timestamp": "1700000000"}
+    said = trace.strip().splitlines()[-1]
+    return json.dumps({"message": {"message": said, "extraInfo": callstack}})
+
+
+def ran(script: str, folder: Path, **env: str) -> "subprocess.CompletedProcess[str]":
+    """What Python itself says of this script's end."""
+    path = folder / "train.py"
+    path.write_text(textwrap.dedent(script))
+    return subprocess.run(
+        [sys.executable, str(path)],
+        capture_output=True,
+        text=True,
+        env=os.environ | env,
+        timeout=60,
+        check=False,
+    )
+
+
+# --- the kind of death ---
+
+
+def test_who_died_and_when_is_told() -> None:
+    failure = death(exit_code=3)
+    assert (failure.local_rank, failure.rank, failure.pid) == (1, 5, 4711)
+    assert (failure.exit_code, failure.step, failure.ran_s) == (3, 417, 2.5)
+
+
+def test_an_exit_code_alone() -> None:
+    failure = death(exit_code=3, last_words="all is lost\n")
+    assert failure.kind is FailureKind.EXIT
+    assert failure.message == "exited with code 3"
+    assert failure.traceback == "all is lost\n"
+    assert failure.fingerprint == ""
+
+
+@pytest.mark.parametrize(
+    ("number", "name"), [(9, "SIGKILL"), (11, "SIGSEGV"), (15, "SIGTERM"), (77, "signal 77")]
+)
+def test_a_signal_has_a_name(number: int, name: str) -> None:
+    failure = death(exit_code=-number, last_words=PLAIN)
+    assert failure.kind is FailureKind.SIGNAL
+    assert failure.message == f"was killed by {name}"
+    assert failure.fingerprint == "", "that it had an exception before says nothing of its death"
+    assert signal_name(number) == name
+
+
+def test_an_exception_is_named_with_its_text_and_its_traceback() -> None:
+    failure = death(last_words=PLAIN)
+    assert failure.kind is FailureKind.EXCEPTION
+    assert failure.message == "raised ValueError: loss is nan at step 417"
+    assert failure.traceback.startswith("Traceback (most recent call last):")
+    assert failure.traceback.endswith("ValueError: loss is nan at step 417")
+
+
+def test_what_is_printed_after_the_traceback_does_not_hide_it() -> None:
+    failure = death(last_words=PLAIN + "wandb: waiting for the upload\n[W socket.cpp:1] bye\n")
+    assert failure.message == "raised ValueError: loss is nan at step 417"
+    assert "wandb" not in failure.traceback
+
+
+def test_the_last_of_several_tracebacks_counts() -> None:
+    handled = PLAIN.replace("ValueError", "KeyError")
+    assert death(last_words=handled + PLAIN).message.startswith("raised ValueError")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("KeyboardInterrupt", "raised KeyboardInterrupt"),
+        ("my.pkg.Error: a: b", "raised my.pkg.Error: a: b"),
+        ("AssertionError: one\ntwo\nthree", "raised AssertionError: one two three"),
+    ],
+)
+def test_forms_of_the_last_line(line: str, message: str) -> None:
+    trace = f'Traceback (most recent call last):\n  File "t.py", line 1, in f\n    x\n{line}\n'
+    assert death(error_file=recorded_raw(trace)).message == message
+
+
+def recorded_raw(trace: str) -> str:
+    return json.dumps({"message": {"message": "x", "extraInfo": {"py_callstack": trace}}})
+
+
+# --- real Python ---
+
+
+def test_a_chain_of_exceptions_ends_with_the_one_that_was_raised(tmp_path: Path) -> None:
+    done = ran(
+        """
+        def read():
+            try:
+                {}["weights"]
+            except KeyError as error:
+                raise RuntimeError("no weights") from error
+        try:
+            read()
+        except RuntimeError:
+            int("x")
+        """,
+        tmp_path,
+    )
+    assert done.stderr.count("Traceback (most recent call last)") == 3
+    failure = death(last_words=done.stderr)
+    assert failure.message == "raised ValueError: invalid literal for int() with base 10: 'x'"
+    assert failure.fingerprint.endswith("train.py:10")
+
+
+def test_exceptions_of_torch_record_are_read_from_its_file(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    file = tmp_path / "error.json"
+    script = """
+        from torch.distributed.elastic.multiprocessing.errors import record
+
+        @record
+        def main():
+            raise OSError("no such shard")
+
+        main()
+        """
+    done = ran(script, tmp_path, TORCHELASTIC_ERROR_FILE=str(file))
+    assert done.returncode == 1
+    failure = death(error_file=file.read_text())
+    assert failure.kind is FailureKind.EXCEPTION
+    assert failure.message == "raised OSError: no such shard"
+    assert 'raise OSError("no such shard")' in failure.traceback
+    assert failure.fingerprint == "OSError|no such shard|" + str(tmp_path / "train.py") + ":6"
+    # The same from its last words, where no file can be written.
+    assert death(last_words=done.stderr).fingerprint == failure.fingerprint
+
+
+def test_the_error_file_beats_the_last_words() -> None:
+    trace = PLAIN.partition("\n")[2].replace("ValueError", "KeyError")
+    assert death(error_file=recorded(trace), last_words=PLAIN).message.startswith("raised KeyError")
+
+
+def test_a_message_in_plain_text_is_taken_as_it_is() -> None:
+    failure = death(error_file=json.dumps({"message": "ImportError: no module named x"}))
+    assert failure.message == "raised ImportError: no module named x"
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        "{",
+        "null",
+        "[]",
+        "7",
+        '"text"',
+        "{}",
+        '{"message": null}',
+        '{"message": {}}',
+        '{"message": {"message": "x", "extraInfo": []}}',
+        '{"message": {"message": "x", "extraInfo": {"py_callstack": null}}}',
+        '{"message": ""}',
+        "\x00\x00\x00",
+        "[" * 100_000,
+    ],
+    ids=lambda text: text[:24],
+)
+def test_an_error_file_that_cannot_be_read_leaves_the_last_words(garbage: str) -> None:
+    failure = death(error_file=garbage, last_words=PLAIN)
+    assert failure.message == "raised ValueError: loss is nan at step 417"
+
+
+def test_text_that_is_no_unicode_still_makes_a_report() -> None:
+    name = json.dumps({"message": "ValueError: caf\udce9"})
+    assert death(error_file=name).message.startswith("raised ValueError: caf")
+    assert death(last_words=PLAIN.replace("nan", "\udce9")).message.startswith("raised ValueError")
+
+
+def test_long_words_are_cut() -> None:
+    long = "x" * 20_000
+    trace = PLAIN.partition("\n")[2].replace("nan", long)
+    failure = death(error_file=recorded(trace))
+    assert len(failure.message) == 1024
+    assert failure.message.endswith("…")
+    assert failure.traceback.endswith("at step 417\n")
+    assert len(death(last_words=long).traceback) == 2000
+    deep = PLAIN.replace("/job/", f"/{long[:800]}/")
+    assert death(last_words=deep).fingerprint.endswith("/train.py:12")
+
+
+@given(st.text(), st.text(), st.integers(-200, 255).filter(bool))
+@settings(max_examples=200, deadline=None)
+def test_whatever_a_worker_leaves_there_is_a_report(file: str, words: str, code: int) -> None:
+    failure = death(error_file=file, last_words=words, exit_code=code)
+    assert failure.message
+
+
+def objects(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    keys = st.sampled_from(["message", "extraInfo", "py_callstack", "x"])
+    return st.dictionaries(keys, values)
+
+
+@given(st.recursive(st.none() | st.integers() | st.text(), lambda v: st.lists(v) | objects(v)))
+@settings(max_examples=200, deadline=None)
+def test_whatever_json_stands_in_the_error_file_there_is_a_report(document: object) -> None:
+    assert death(error_file=json.dumps(document)).message
+
+
+# --- peers ---
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        # gloo
+        "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by "
+        "peer [127.0.0.1]:40911",
+        "torch.distributed.DistBackendError: [/pytorch/third_party/gloo/gloo/transport/tcp/"
+        "pair.cc:538] Read error [10.0.0.7]:22001: Connection reset by peer",
+        "RuntimeError: Gloo connectFullMesh failed with [../pair.cc:144] no error",
+        "RuntimeError: [pair.cc:446] writev [127.0.0.1]:31230: Broken pipe",
+        # NCCL
+        "torch.distributed.DistBackendError: NCCL error in: ../torch/csrc/distributed/c10d/"
+        "NCCLUtils.cpp:317, remote process exited or there was a network error, NCCL version "
+        "2.21.5\nncclRemoteError: A call failed possibly due to a network error or a remote "
+        "process exiting prematurely.",
+        "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1970, unhandled "
+        "system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.20.5",
+        "torch.distributed.DistBackendError: NCCL communicator was aborted on rank 3.",
+        # the store of rank 0
+        "torch.distributed.DistNetworkError: failed to recv, got 0 bytes. Connection was likely "
+        "closed. Did the remote server shutdown or crash?",
+        "ConnectionResetError: [Errno 104] Connection reset by peer",
+        "BrokenPipeError: [Errno 32] Broken pipe",
+    ],
+    ids=lambda line: line[:40],
+)
+def test_a_broken_connection_is_another_ranks_failure(line: str) -> None:
+    trace = f'Traceback (most recent call last):\n  File "t.py", line 1, in f\n    x\n{line}\n'
+    assert death(error_file=recorded_raw(trace)).kind is FailureKind.PEER
+    assert death(last_words=trace).kind is FailureKind.PEER
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ValueError: connection closed by peer",
+        "RuntimeError: CUDA error: device-side assert triggered",
+        "torch.OutOfMemoryError: CUDA out of memory",
+        "RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x3 and 4x3)",
+        "AssertionError: Connection reset by peer is what the test expected",
+    ],
+)
+def test_other_exceptions_are_the_users(line: str) -> None:
+    trace = f'Traceback (most recent call last):\n  File "t.py", line 1, in f\n    x\n{line}\n'
+    assert death(last_words=trace).kind is FailureKind.EXCEPTION
+
+
+# --- fingerprints ---
+
+BUGGY = """
+    import sys
+
+    class Torn(Exception):
+        pass
+
+    def first(n):
+        raise Torn(f"batch {n} at {hex(n)} is torn")
+
+    def second(n):
+        raise Torn(f"batch {n} at {hex(n)} is torn")
+
+    def third(n):
+        raise LookupError(f"batch {n} at {hex(n)} is torn")
+
+    def fourth(n):
+        raise Torn(f"batch {n} at {hex(n)} is missing")
+
+    globals()[sys.argv[1]](int(sys.argv[2]))
+    """
+
+
+def test_a_fingerprint_is_the_same_for_the_same_place_and_another_for_others(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(BUGGY))
+
+    def fingerprint(function: str, number: int) -> str:
+        argv = [sys.executable, str(path), function, str(number)]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+        return death(last_words=done.stderr, pid=number, step=number).fingerprint
+
+    first = fingerprint("first", 12)
+    assert first == fingerprint("first", 4711), "numbers and addresses differ from run to run"
+    others = [fingerprint(f, 12) for f in ("second", "third", "fourth")]
+    assert len({first, *others}) == 4
+    assert all((first, *others))
+
+
+GROUP = """
+    def load(kind, text):
+        raise kind(text)
+
+    errors = []
+    for kind in ({}, {}):
+        try:
+            load(kind, "shard")
+        except Exception as error:
+            errors.append(error)
+    raise ExceptionGroup("loading failed", errors)
+    """
+
+
+def test_groups_of_exceptions_are_not_taken_for_one_another(tmp_path: Path) -> None:
+    marks = []
+    for kinds in [("ValueError", "OSError"), ("KeyError", "TypeError")]:
+        done = ran(GROUP.format(*kinds), tmp_path)
+        assert "Exception Group Traceback" in done.stderr
+        failure = death(last_words=done.stderr)
+        assert failure.kind is FailureKind.EXCEPTION
+        assert failure.message == f"raised {kinds[1]}: shard"
+        assert failure.fingerprint.endswith("train.py:3")
+        marks.append(failure.fingerprint)
+        assert death(error_file=recorded_raw(done.stderr)).fingerprint == failure.fingerprint
+    assert marks[0] != marks[1]
+
+
+def test_a_group_without_tracebacks_has_raised_itself(tmp_path: Path) -> None:
+    done = ran('raise ExceptionGroup("loading failed", [ValueError("a")])', tmp_path)
+    failure = death(last_words=done.stderr)
+    assert failure.message == "raised ExceptionGroup: loading failed (1 sub-exception)"
+    assert failure.fingerprint.endswith("train.py:1")
+
+
+def test_a_script_with_a_syntax_error_has_raised_it(tmp_path: Path) -> None:
+    done = ran("x = (1,\n", tmp_path)
+    assert "Traceback" not in done.stderr
+    failure = death(last_words=done.stderr)
+    assert failure.kind is FailureKind.EXCEPTION
+    assert failure.message.startswith("raised SyntaxError: ")
+    assert failure.fingerprint.endswith("train.py:1")
+    assert failure.traceback.startswith('  File "')

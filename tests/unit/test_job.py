@@ -1,0 +1,629 @@
+"""One story each; the bench checks every step of each of them (tests/builders.py)."""
+
+import pytest
+
+from dlrover_py.master.core.events import (
+    CreateNode,
+    DeleteNode,
+    Disconnected,
+    JobChanged,
+    JobStopped,
+    Journal,
+    NodeEnded,
+    NodeSeen,
+    NodesListed,
+    Refuse,
+    Reported,
+    Rules,
+)
+from dlrover_py.master.core.job import Job
+from dlrover_py.protocol.agents import Directive, FailureKind, WorkerPhase
+from dlrover_py.protocol.errors import Bug
+from dlrover_py.protocol.names import NodeId, Term
+from dlrover_py.protocol.status import JobPhase, NodePhase
+from tests.builders import Bench, SimAgent, crash, elastic_job, running, user_error
+
+N1 = NodeId("n1")
+
+
+def by_themselves(*nodes: str, replicas: int = 2, minimum: int = 1) -> Bench:
+    """A job on machines that nobody creates: agents come by themselves."""
+    bench = Bench(elastic_job(replicas, minimum), Rules(can_create=False))
+    bench.step()
+    for node in nodes:
+        bench.agents[NodeId(node)].append(SimAgent(NodeId(node), max_restarts=2))
+    bench.settle()
+    return bench
+
+
+# --- forming ---
+
+
+def test_a_job_starts_when_all_have_come() -> None:
+    bench = running(elastic_job(3, 2, standby=1))
+    assert bench.members == ["n0", "n1", "n2"]
+    assert bench.reasons().count("RoundFormed") == 1
+    waits = bench.agent("n3").assignment
+    assert waits is not None
+    assert waits.directive is Directive.WAIT
+
+
+def test_with_too_little_room_it_starts_small_and_grows() -> None:
+    bench = Bench(elastic_job(3, 2), capacity=2)
+    bench.step()
+    bench.settle()
+    assert bench.members == ["n0", "n1"]
+    bench.set_capacity(3)
+    bench.settle()
+    assert bench.members == ["n0", "n1", "n2"]
+    assert bench.job.restarts == {"join": 1}
+
+
+def test_a_node_that_is_near_is_waited_for() -> None:
+    bench = Bench(elastic_job(3, 2))
+    bench.step()
+    bench.deliver_facts()
+    for node in ("n0", "n1"):
+        bench.boot(NodeId(node))
+    bench.exchange()
+    assert bench.job.world is None
+    assert bench.wake_at <= 10.0
+    bench.pass_time(9.75)
+    assert bench.job.world is None
+    bench.pass_time(0.25)
+    assert bench.members == ["n0", "n1"]
+
+
+def test_offsets_follow_unequal_nodes() -> None:
+    bench = Bench(elastic_job(2))
+    bench.step()
+    bench.deliver_facts()
+    bench.boot(NodeId("n0"), nproc=2)
+    bench.boot(NodeId("n1"), nproc=3)
+    bench.settle()
+    told = bench.agent("n1").assignment
+    assert told is not None
+    assert (told.rank_offset, told.world_size, told.nnodes) == (2, 5, 2)
+
+
+# --- failures ---
+
+
+def test_a_failed_worker_restarts_all_in_place() -> None:
+    bench = running(elastic_job(2))
+    bench.agent("n1").fail(crash())
+    bench.settle()
+    assert bench.job.round == 2
+    assert all(a.starts == [1, 2] for a in bench.living())
+    assert (bench.job.restarts, bench.job.restart_count) == ({"failure": 1}, 1)
+
+
+def test_a_lost_node_is_replaced_by_the_standby_at_its_rank() -> None:
+    bench = running(elastic_job(3, 2, standby=1))
+    bench.kill(N1)
+    bench.deliver_facts()
+    assert bench.members == ["n0", "n3", "n2"]
+    bench.settle()
+    assert bench.job.round == 2, "the new standby disturbs nobody"
+    assert sorted(bench.pods) == ["n0", "n2", "n3", "n4"]
+
+
+def test_without_a_standby_it_shrinks_and_grows_again() -> None:
+    bench = running(elastic_job(3, 2))
+    bench.set_capacity(2)
+    bench.kill(N1)
+    bench.settle()
+    assert bench.members == ["n0", "n2"]
+    bench.set_capacity(3)
+    bench.settle()
+    assert bench.members == ["n0", "n2", "n3"]
+
+
+def test_below_the_minimum_the_workers_stop_and_wait() -> None:
+    bench = running(elastic_job(2, 2))
+    bench.set_capacity(1)
+    bench.kill(N1)
+    bench.settle()
+    assert bench.job.phase is JobPhase.FORMING
+    assert not bench.agent("n0").running
+    bench.set_capacity(2)
+    bench.settle()
+    bench.check_running()
+
+
+def test_a_silent_node_is_lost_after_its_lease_and_refused_when_it_comes_back() -> None:
+    bench = running(elastic_job(2, 1))
+    ghost = bench.agent("n1")
+    ghost.frozen = True
+    bench.pass_time(6.0)
+    bench.settle()
+    assert bench.job.nodes[N1].phase is NodePhase.GONE
+    ghost.frozen = False
+    out = bench.say(ghost)
+    assert [e.node for e in out.effects if isinstance(e, Refuse)] == ["n1"]
+    assert bench.job.world is not None
+    assert "n1" not in bench.members
+
+
+def test_refusals_do_not_flood_the_events() -> None:
+    bench = running(elastic_job(2, 1))
+    ghost = bench.agent("n1")
+    ghost.frozen = True
+    bench.kill(N1)
+    bench.deliver_facts()
+    for _ in range(5):
+        bench.say(ghost)
+    assert bench.reasons().count("NodeRefused") == 1
+
+
+def test_a_closed_connection_is_forgiven_within_its_grace() -> None:
+    bench = running(elastic_job(2, 1))
+    agent = bench.agent("n1")
+    bench.step(Disconnected(N1, agent.boot, agent.seq))
+    bench.pass_time(0.75, exchange_s=5)
+    assert bench.job.round == 1
+    agent.cut = True
+    bench.step(Disconnected(N1, agent.boot, agent.seq))
+    bench.pass_time(1.0)
+    assert bench.job.nodes[N1].phase is NodePhase.GONE
+
+
+def test_a_broken_connection_between_workers_waits_for_its_cause() -> None:
+    bench = running(elastic_job(3, 2))
+    bench.agent("n0").fail(crash(FailureKind.PEER))
+    bench.exchange(bench.agent("n0"))
+    assert bench.job.round == 1
+    bench.agent("n2").fail(crash())
+    bench.settle()
+    failed = bench.job.last_failure
+    assert failed is not None
+    assert failed.node == "n2"
+    assert {n.id: n.restarts for n in bench.job.nodes}["n0"] == 0
+
+
+def test_with_no_other_cause_it_is_the_fault_of_who_said_it() -> None:
+    bench = running(elastic_job(3, 2))
+    bench.agent("n0").fail(crash(FailureKind.PEER))
+    bench.exchange()
+    assert bench.wake_at == bench.now + 0.25
+    bench.to(bench.wake_at)
+    bench.settle()
+    assert bench.job.nodes[NodeId("n0")].restarts == 1
+    bench.check_running()
+
+
+def test_a_second_failure_of_a_round_is_a_consequence() -> None:
+    bench = running(elastic_job(3, 2))
+    bench.agent("n0").fail(crash())
+    bench.agent("n1").fail(crash())
+    bench.settle()
+    assert bench.reasons().count("WorkerFailed") == 1
+
+
+def test_a_failure_counts_though_the_round_was_about_to_grow() -> None:
+    bench = Bench(elastic_job(4, 2), capacity=2)
+    bench.step()
+    bench.settle()
+    bench.set_capacity(4)
+    bench.deliver_facts()
+    bench.boot(NodeId("n2"))
+    bench.exchange()
+    assert bench.job.opening is not None
+    assert bench.job.opening.kind == "join", "n3 is near, and waited for"
+    bench.agent("n0").fail(crash())
+    bench.settle()
+    assert bench.job.restarts == {"failure": 1}
+    bench.check_running()
+
+
+def test_the_same_exception_at_the_same_step_stops_the_job() -> None:
+    bench = running(elastic_job(2, 1))
+    for _ in range(2):
+        bench.agent("n0").fail(user_error("E", 5))
+        bench.settle()
+    assert bench.job.phase is JobPhase.FAILED
+    assert bench.reasons()[-1] == "NonRetryable"
+    assert not bench.living()
+    kinds = {c.type: c for c in bench.job.status(bench.now, 0.0).conditions}
+    assert kinds["Failed"].reason == "NonRetryable"
+
+
+def test_other_exceptions_use_up_the_budget_then_the_node_then_the_job() -> None:
+    bench = running(elastic_job(1, 1, restarts=1))
+    for step in range(2):
+        bench.agent("n0").fail(user_error("E", step))
+        bench.settle()
+    assert bench.members == ["n1"], "its restarts were used up, so it was replaced"
+    for step in range(2, 4):
+        bench.agent("n1").fail(user_error("E", step))
+        bench.settle()
+    assert bench.job.phase is JobPhase.FAILED
+    assert bench.reasons()[-1] == "RestartsExhausted"
+
+
+def test_lost_nodes_are_replaced_so_often_and_then_the_job_ends() -> None:
+    bench = running(elastic_job(2, 2, restarts=1))
+    bench.kill(N1)
+    bench.settle()
+    assert bench.members == ["n0", "n2"]
+    bench.kill(NodeId("n2"))
+    bench.settle()
+    assert bench.job.phase is JobPhase.FAILED
+    assert bench.reasons()[-1] == "ReplacementsExhausted"
+
+
+def test_later_replacements_wait() -> None:
+    bench = running(elastic_job(2, 1))
+    for node in ("n1", "n2"):
+        bench.kill(NodeId(node))
+        bench.settle()
+    assert sorted(bench.pods) == ["n0"]
+    bench.pass_time(1.0)
+    assert sorted(bench.pods) == ["n0", "n3"]
+
+
+def test_steady_progress_forgives() -> None:
+    bench = running(elastic_job(1, 1, restarts=1), Rules(forgive_after_s=20))
+    for turn in range(4):
+        bench.agent("n0").fail(user_error("E", turn))
+        bench.settle()
+        bench.agent("n0").reach(10 * (turn + 1))
+        bench.pass_time(25.0)
+    assert bench.reasons().count("BudgetForgiven") == 4
+    assert bench.members == ["n0"]
+
+
+def test_time_without_new_ground_does_not_forgive() -> None:
+    bench = running(elastic_job(1, 1), Rules(forgive_after_s=20))
+    bench.agent("n0").reach(10)
+    bench.exchange()
+    bench.agent("n0").fail(crash(step=10))
+    bench.settle()
+    bench.agent("n0").reach(10)
+    bench.pass_time(50.0)
+    assert "BudgetForgiven" not in bench.reasons()
+    bench.agent("n0").reach(11)
+    bench.pass_time(25.0)
+    assert "BudgetForgiven" in bench.reasons()
+
+
+def test_a_drained_node_costs_nobody_anything() -> None:
+    bench = running(elastic_job(2, 1, standby=1, restarts=0))
+    bench.agent("n1").leaving = "SIGTERM"
+    bench.exchange(bench.agent("n1"))
+    assert bench.members == ["n0", "n2"]
+    assert bench.job.restarts == {"drain": 1}
+    bench.leave(bench.agent("n1"))
+    bench.settle()
+    assert sorted(bench.pods) == ["n0", "n2", "n3"]
+    assert all(n.relaunches == 0 for n in bench.job.nodes)
+
+
+def test_a_restarted_agent_starts_the_next_round() -> None:
+    bench = running(elastic_job(2, 1))
+    bench.boot(N1)
+    bench.settle()
+    assert (bench.job.round, bench.agent("n1").incarnation) == (2, 2)
+    bench.check_running()
+
+
+def test_who_was_told_of_a_round_takes_it_up_before_its_offer_is_asked_for_again() -> None:
+    """Rank 0 has not yet heard of round 2, but others have been told its offer."""
+    bench = running(elastic_job(2, 2, standby=1))
+    bench.agent("n1").fail(crash())
+    bench.exchange(bench.agent("n1"))
+    assert bench.job.round == 2
+    bench.answer(bench.agent("n1"))
+    bench.kill(N1)
+    bench.settle()
+    assert bench.agent("n0").starts == [1, 2, 3]
+    bench.check_running()
+
+
+# --- the end ---
+
+
+def test_it_succeeds_when_all_have() -> None:
+    bench = running(elastic_job(2, 1))
+    bench.agent("n0").succeed()
+    bench.settle()
+    assert bench.job.phase is JobPhase.RUNNING
+    bench.agent("n1").succeed()
+    bench.settle()
+    assert bench.job.phase is JobPhase.SUCCEEDED
+    assert not bench.living()
+    assert not bench.pods
+
+
+def test_a_node_may_go_once_it_has_succeeded() -> None:
+    bench = running(elastic_job(2, 2, restarts=0))
+    bench.agent("n0").succeed()
+    bench.exchange()
+    bench.kill(NodeId("n0"))
+    bench.settle()
+    assert bench.job.phase is JobPhase.RUNNING
+    bench.agent("n1").succeed()
+    bench.settle()
+    assert bench.job.phase is JobPhase.SUCCEEDED
+
+
+def test_it_is_remembered_who_has_succeeded() -> None:
+    bench = running(elastic_job(2, 2))
+    bench.agent("n0").succeed()
+    bench.exchange()
+    bench.kill(NodeId("n0"))
+    bench.restart_master()
+    bench.settle()
+    bench.agent("n1").succeed()
+    bench.settle()
+    assert (bench.job.phase, bench.job.round) == (JobPhase.SUCCEEDED, 1)
+
+
+def test_a_round_that_is_about_to_finish_does_not_grow() -> None:
+    bench = Bench(elastic_job(3, 2), capacity=2)
+    bench.step()
+    bench.settle()
+    bench.agent("n0").succeed()
+    bench.exchange()
+    bench.set_capacity(3)
+    bench.settle()
+    assert bench.job.round == 1
+
+
+def test_after_the_end_nothing_is_formed() -> None:
+    bench = Bench(elastic_job(3, 2), capacity=2)
+    bench.step()
+    bench.settle()
+    bench.set_capacity(3)
+    bench.deliver_facts()
+    bench.step(JobStopped())
+    for node in ("n0", "n1"):
+        bench.answer(bench.agent(node))
+        bench.say(bench.agent(node))
+    late = bench.boot(NodeId("n2"))
+    bench.say(late)
+    assert (bench.job.phase, bench.job.round) == (JobPhase.STOPPED, 1)
+    bench.settle()
+    assert not bench.pods
+
+
+def test_a_failure_after_some_succeeded_is_a_round_for_all() -> None:
+    bench = running(elastic_job(2, 2))
+    bench.agent("n0").succeed()
+    bench.exchange()
+    bench.agent("n1").fail(crash())
+    bench.settle()
+    assert (bench.job.round, bench.job.succeeded) == (2, set())
+    bench.check_running()
+
+
+def test_a_success_ends_the_wish_to_grow() -> None:
+    bench = Bench(elastic_job(4, 2), capacity=2)
+    bench.step()
+    bench.settle()
+    bench.set_capacity(4)
+    bench.deliver_facts()
+    bench.boot(NodeId("n2"))
+    bench.exchange()
+    assert bench.job.opening is not None
+    for node in ("n0", "n1"):
+        bench.agent(node).succeed()
+    bench.exchange()
+    assert (bench.job.phase, bench.job.round) == (JobPhase.SUCCEEDED, 1)
+
+
+def test_a_command_that_cannot_be_run_ends_the_job() -> None:
+    bench = Bench(elastic_job(2))
+    bench.step()
+    bench.step(NodeEnded(N1, "exited", exit_code=2, output="no such file"))
+    assert bench.job.phase is JobPhase.FAILED
+    assert "no such file" in bench.job.reason
+
+
+# --- the user ---
+
+
+def test_scaling_down_and_up() -> None:
+    bench = running(elastic_job(3, 1))
+    bench.change(bench.spec.scaled(2))
+    bench.settle()
+    assert bench.members == ["n0", "n1"]
+    assert sorted(bench.pods) == ["n0", "n1"]
+    bench.change(bench.spec.scaled(3))
+    bench.settle()
+    assert bench.members == ["n0", "n1", "n3"]
+    assert bench.job.restarts == {"scale": 1, "join": 1}
+
+
+def test_an_older_wish_is_ignored() -> None:
+    bench = running(elastic_job(3, 1))
+    older = bench.spec
+    bench.change(older.scaled(2))
+    bench.settle()
+    bench.step(JobChanged(older))
+    bench.settle()
+    assert bench.members == ["n0", "n1"]
+
+
+def test_suspending_ends_all_nodes_and_resuming_brings_new_ones() -> None:
+    bench = running(elastic_job(2))
+    bench.change(bench.spec.suspended(True))
+    bench.settle()
+    assert bench.job.phase is JobPhase.SUSPENDED
+    assert not bench.pods
+    bench.change(bench.spec.suspended(False))
+    bench.settle()
+    assert bench.members == ["n2", "n3"]
+
+
+def test_a_job_that_begins_suspended_creates_nothing() -> None:
+    bench = Bench(elastic_job(2, suspend=True))
+    assert not bench.step().effects
+    assert bench.job.phase is JobPhase.SUSPENDED
+
+
+# --- the master ---
+
+
+def test_a_restart_of_the_master_moves_nobody() -> None:
+    bench = running(elastic_job(3, 2, standby=1))
+    bench.restart_master()
+    bench.settle()
+    bench.pass_time(20.0)
+    assert (bench.job.round, bench.job.term) == (1, 2)
+    assert all(len(a.starts) <= 1 for a in bench.living())
+    bench.agent("n0").fail(crash())
+    bench.settle()
+    assert bench.job.round == 2, "and the next failure is handled"
+    bench.check_running()
+
+
+def test_a_new_master_gives_one_lease_to_report_again() -> None:
+    bench = running(elastic_job(2, 1))
+    bench.agent("n1").frozen = True
+    bench.restart_master()
+    bench.pass_time(4.75)
+    assert bench.job.nodes[N1].phase is not NodePhase.GONE
+    bench.pass_time(0.5)
+    assert bench.job.nodes[N1].phase is NodePhase.GONE
+
+
+@pytest.mark.parametrize(("how", "kept"), [("before", 0), ("after", 0), ("after", 1)])
+def test_a_master_that_dies_in_a_round_change_finishes_it(how: str, kept: int) -> None:
+    bench = running(elastic_job(3, 2, standby=1))
+    bench.crash = (how, kept)
+    bench.agent("n0").fail(crash())
+    bench.settle()
+    assert bench.job.round == 2
+    bench.check_running()
+    assert bench.reasons().count("WorkerFailed") == 1, "charged once"
+
+
+def test_nodes_that_were_wished_but_never_asked_for_are_asked_for_again() -> None:
+    bench = Bench(elastic_job(2, restarts=0))
+    bench.crash = ("after", 0)
+    bench.step()
+    bench.settle()
+    assert bench.members == ["n0", "n1"]
+    assert bench.job.exhausted == 0
+
+
+def test_a_list_older_than_the_wish_loses_nobody() -> None:
+    bench = Bench(elastic_job(2))
+    bench.step()
+    out = bench.step(NodesListed(frozenset()))
+    assert [type(e) for e in out.effects] == [CreateNode, CreateNode]
+    bench.settle()
+    assert bench.members == ["n0", "n1"]
+
+
+def test_what_the_user_did_while_no_master_was_there_is_done() -> None:
+    bench = running(elastic_job(3, 1))
+    bench.spec = bench.spec.scaled(2)
+    bench.restart_master()
+    bench.settle()
+    assert bench.members == ["n0", "n1"]
+    bench.spec = bench.spec.suspended(True)
+    bench.restart_master()
+    bench.settle()
+    assert bench.job.phase is JobPhase.SUSPENDED
+    bench.spec = bench.spec.suspended(False)
+    bench.restart_master()
+    bench.settle()
+    bench.check_running()
+
+
+def test_terms_follow_each_other() -> None:
+    bench = running(elastic_job(1))
+    journal = bench.job.journal()
+    with pytest.raises(Bug, match="term 1 does not follow"):
+        Job.resume(bench.spec, bench.rules, journal, term=Term(1), now=0, wall=0)
+
+
+def test_an_older_journal_is_gone_above() -> None:
+    """The disk was set back: agents know a round that the journal does not."""
+    bench = running(elastic_job(2, 2))
+    old = bench.journal
+    bench.agent("n0").fail(crash())
+    bench.settle()
+    assert old is not None
+    job = Job.resume(bench.spec, bench.rules, old, term=Term(2), now=bench.now, wall=0)
+    job.step([], bench.now, 0)
+    agents = [bench.agent("n0"), bench.agent("n1")]
+    for _ in range(4):
+        for agent in agents:
+            out = job.step([Reported(agent.node, agent.report())], bench.now, 0)
+            for effect in out.effects:
+                if not isinstance(effect, CreateNode | DeleteNode | Refuse):
+                    bench.agent(effect.node).receive(effect.assignment)
+    assert job.round == 3
+    assert all(a.follows == 3 and a.phase is WorkerPhase.RUNNING for a in agents)
+
+
+def test_a_journal_is_read_as_it_was_written() -> None:
+    bench = running(elastic_job(3, 2, standby=1))
+    bench.agent("n1").fail(user_error())
+    bench.exchange(bench.agent("n1"))
+    journal = bench.job.journal()
+    assert Journal.model_validate_json(journal.model_dump_json()) == journal
+
+
+def test_an_unknown_node_is_deleted_and_its_agent_refused() -> None:
+    bench = running(elastic_job(1))
+    stranger = SimAgent(NodeId("n77"))
+    assert [type(e) for e in bench.say(stranger).effects] == [Refuse]
+    out = bench.step(NodeSeen(NodeId("n77"), near=True))
+    assert [type(e) for e in out.effects] == [DeleteNode]
+
+
+# --- nodes that come by themselves ---
+
+
+def test_nodes_that_come_by_themselves() -> None:
+    bench = by_themselves("a", "b")
+    assert bench.members == ["a", "b"]
+    bench.check_running()
+
+
+def test_a_paused_machine_that_nobody_can_replace_comes_back() -> None:
+    bench = by_themselves("a", "b")
+    bench.agent("b").frozen = True
+    bench.pass_time(6.0)
+    assert bench.members == ["a"]
+    bench.agent("b").frozen = False
+    bench.settle()
+    assert bench.members == ["a", "b"]
+    bench.check_running()
+    assert bench.agent("b").incarnation == 2
+
+
+def test_a_late_copy_of_an_old_report_wakes_no_dead_node() -> None:
+    bench = by_themselves("a", "b")
+    old = bench.agent("b").report()
+    bench.say(bench.agent("b"), old)
+    bench.agent("b").frozen = True
+    bench.pass_time(6.0)
+    bench.say(bench.agent("b"), old)
+    assert bench.members == ["a"]
+    assert bench.job.nodes[NodeId("b")].phase is NodePhase.GONE
+
+
+def test_who_lives_again_is_told_newer_things_than_those_that_never_arrived() -> None:
+    bench = by_themselves("a", "b", "c", replicas=3)
+    bench.agent("a").fail(crash())
+    bench.exchange(bench.agent("a"))
+    bench.agent("b").frozen = True  # it has not heard of round 2, but was told
+    bench.pass_time(6.0)
+    bench.agent("b").frozen = False
+    bench.say(bench.agent("b"))
+    bench.settle()
+    assert sorted(bench.members) == ["a", "b", "c"]
+    bench.check_running()
+
+
+def test_without_a_replacement_used_up_restarts_end_the_job() -> None:
+    bench = by_themselves("a", "b")
+    for step in range(3):
+        bench.agent("a").fail(user_error("E", step))
+        bench.settle()
+    assert bench.job.phase is JobPhase.FAILED

@@ -1,0 +1,203 @@
+import math
+
+import pytest
+
+from dlrover_py.master.core.nodes import Heard, Node, Nodes, Standing
+from dlrover_py.protocol.agents import AgentReport
+from dlrover_py.protocol.names import Incarnation, NodeId, Term
+from dlrover_py.protocol.status import NodePhase
+from tests.builders import fresh_offer
+
+N = NodeId("n0")
+
+
+def report(
+    seq: int, *, boot: str = "boot-a", incarnation: int = 0, have: tuple[int, int] = (0, 0)
+) -> AgentReport:
+    return AgentReport(
+        boot_id=boot.ljust(8, "-"),
+        incarnation=incarnation,
+        seq=seq,
+        have_term=have[0],
+        have_version=have[1],
+        offer=fresh_offer("n0"),
+    )
+
+
+@pytest.fixture
+def nodes() -> Nodes:
+    nodes = Nodes(lease_s=5.0, suspect_s=1.0)
+    nodes.plan(N)
+    return nodes
+
+
+def hear(nodes: Nodes, said: AgentReport, now: float = 0.0, term: int = 1) -> Heard:
+    return nodes.hear(N, said, now, Term(term))
+
+
+def lost(nodes: Nodes, now: float) -> list[str]:
+    return [gone.why for gone in nodes.expire(now)]
+
+
+def test_the_first_report_begins_a_life(nodes: Nodes) -> None:
+    assert nodes[N].standing is Standing.NEAR
+    assert hear(nodes, report(1)) is Heard.BORN
+    assert (nodes[N].incarnation, nodes[N].phase) == (1, NodePhase.LIVE)
+    assert hear(nodes, report(2)) is Heard.TAKEN
+    assert nodes[N].standing is Standing.READY
+
+
+@pytest.mark.parametrize("seq", [1, 2])
+def test_an_older_report_changes_nothing(nodes: Nodes, seq: int) -> None:
+    hear(nodes, report(2))
+    assert hear(nodes, report(seq), now=3.0) is Heard.STALE
+    assert nodes[N].lease_until == 5.0
+
+
+def test_a_new_agent_supersedes_the_old_one_for_ever(nodes: Nodes) -> None:
+    hear(nodes, report(9))
+    assert hear(nodes, report(1, boot="boot-b")) is Heard.BORN
+    assert nodes[N].incarnation == 2
+    assert hear(nodes, report(10)) is Heard.REFUSED
+    assert hear(nodes, report(10, incarnation=1)) is Heard.REFUSED
+    assert nodes[N].boot_id == "boot-b--"
+
+
+def test_a_life_that_was_never_given_is_refused(nodes: Nodes) -> None:
+    assert hear(nodes, report(1, incarnation=3)) is Heard.REFUSED
+    assert nodes[N].incarnation == 0
+
+
+def test_who_is_gone_stays_gone(nodes: Nodes) -> None:
+    hear(nodes, report(1))
+    nodes.give_up(nodes[N])
+    assert hear(nodes, report(2)) is Heard.REFUSED
+    assert hear(nodes, report(1, boot="boot-b")) is Heard.REFUSED
+    assert nodes.count(Standing.OUT) == 1
+    assert nodes.present == 0
+
+
+def test_a_lease_lapses_unless_it_is_renewed(nodes: Nodes) -> None:
+    hear(nodes, report(1), now=0.0)
+    hear(nodes, report(2), now=4.0)
+    assert nodes.wake_at <= 9.0
+    assert lost(nodes, 5.0) == lost(nodes, 8.75) == []
+    assert lost(nodes, 9.0) == ["it was silent for 5 s (lease)"]
+    assert nodes.wake_at == math.inf
+
+
+def test_a_closed_connection_has_a_short_grace(nodes: Nodes) -> None:
+    hear(nodes, report(1))
+    assert nodes.disconnected(N, "boot-a--", 1, 0.25)
+    assert (nodes[N].phase, nodes.wake_at) == (NodePhase.SUSPECT, 1.25)
+    assert lost(nodes, 1.0) == []
+    assert lost(nodes, 1.25) == ["its connection closed and it did not come back"]
+
+
+def test_who_comes_back_is_not_suspect(nodes: Nodes) -> None:
+    hear(nodes, report(1))
+    nodes.disconnected(N, "boot-a--", 1, 0.0)
+    assert hear(nodes, report(2), now=0.75) is Heard.TAKEN
+    assert nodes[N].phase is NodePhase.LIVE
+    assert lost(nodes, 5.5) == []
+
+
+@pytest.mark.parametrize(("boot", "seq"), [("boot-a--", 1), ("boot-b--", 2)])
+def test_only_the_newest_connection_counts(nodes: Nodes, boot: str, seq: int) -> None:
+    hear(nodes, report(1))
+    hear(nodes, report(2))
+    assert not nodes.disconnected(N, boot, seq, 0.0)
+    assert nodes[N].phase is NodePhase.LIVE
+
+
+def test_flapping_connections_leave_no_timers_behind(nodes: Nodes) -> None:
+    hear(nodes, report(0))
+    for turn in range(1, 200):
+        now = turn / 4
+        nodes.disconnected(N, "boot-a--", turn - 1, now)
+        hear(nodes, report(turn), now=now)
+        nodes.expire(now)
+    assert nodes.timers <= 8
+
+
+def test_a_member_is_busy_until_it_has_what_it_was_told(nodes: Nodes) -> None:
+    hear(nodes, report(1))
+    nodes.tell(nodes[N], 3)
+    assert nodes[N].standing is Standing.BUSY
+    hear(nodes, report(2, have=(1, 2)))
+    assert nodes[N].standing is Standing.BUSY
+    hear(nodes, report(3, have=(1, 3)))
+    assert nodes[N].standing is Standing.READY
+
+
+def test_what_an_earlier_master_told_is_not_an_acknowledgement(nodes: Nodes) -> None:
+    hear(nodes, report(1), term=2)
+    nodes.tell(nodes[N], 1)
+    hear(nodes, report(2, have=(1, 9)), term=2)
+    assert nodes[N].standing is Standing.BUSY
+    hear(nodes, report(3, have=(2, 1)), term=2)
+    assert nodes[N].standing is Standing.READY
+
+
+def test_a_suspect_member_is_waited_for_and_a_suspect_standby_is_near(nodes: Nodes) -> None:
+    hear(nodes, report(1))
+    nodes.disconnected(N, "boot-a--", 1, 0.0)
+    assert nodes[N].standing is Standing.NEAR
+    nodes.tell(nodes[N], 1)
+    assert nodes[N].standing is Standing.BUSY
+
+
+def test_a_recalled_member_has_one_lease_and_is_busy(nodes: Nodes) -> None:
+    nodes.recall(N, Incarnation(4), "boot-a--", 10.0, member=True)
+    assert (nodes[N].standing, nodes.wake_at) == (Standing.BUSY, 15.0)
+    assert hear(nodes, report(7, incarnation=4), now=11.0) is Heard.TAKEN
+    assert nodes[N].incarnation == 4
+
+
+def test_a_stalled_master_blames_nobody(nodes: Nodes) -> None:
+    hear(nodes, report(1))
+    nodes.stalled(10.0)
+    assert lost(nodes, 14.75) == []
+    assert len(lost(nodes, 15.0)) == 1
+
+
+def test_the_platform_says_how_near_a_node_is(nodes: Nodes) -> None:
+    nodes.observe(N, near=False, topology=("z",), message="no room")
+    assert nodes[N].standing is Standing.PENDING
+    nodes.observe(N, near=True, topology=("z",), message="")
+    assert nodes[N].standing is Standing.NEAR
+    hear(nodes, report(1))
+    nodes.observe(N, near=False, topology=("z",), message="")
+    assert nodes[N].standing is Standing.READY, "it has spoken: that is newer"
+
+
+def test_who_leaves_is_out(nodes: Nodes) -> None:
+    hear(nodes, report(1))
+    nodes.leave(nodes[N], "drained")
+    assert nodes[N].standing is Standing.OUT
+    assert nodes.present == 0
+
+
+def test_counts_follow_every_change(nodes: Nodes) -> None:
+    nodes.plan(NodeId("n1"))
+
+    def counted() -> dict[Standing, int]:
+        return {s: sum(1 for n in nodes if n.standing is s) for s in Standing}
+
+    def check() -> None:
+        assert {s: nodes.count(s) for s in Standing} == counted()
+
+    node: Node = nodes[N]
+    for change in (
+        lambda: nodes.observe(N, near=False, topology=(), message=""),
+        lambda: hear(nodes, report(1)),
+        lambda: nodes.tell(node, 1),
+        lambda: nodes.disconnected(N, "boot-a--", 1, 0.0),
+        lambda: nodes.expire(2.0),
+        lambda: nodes.readmit(N),
+        lambda: hear(nodes, report(5), now=3.0),
+        lambda: nodes.leave(node, "x"),
+        lambda: nodes.forget(node),
+    ):
+        change()
+        check()
