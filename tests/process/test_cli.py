@@ -75,7 +75,7 @@ def test_the_second_terminal(place: Place) -> None:
         assert "host-2" in run.cli("node", "add")
         for bad, words in (
             (("node", "kill", "n77"), "node n77 does not run; these do: n0"),
-            (("job", "describe", "nosuch"), "job nosuch does not run"),
+            (("job", "describe", "nosuch"), "job nosuch is not known"),
             (("job", "why", "--round", "99"), "round 99"),
         ):
             done = place.call("dlrover", *bad)
