@@ -49,7 +49,13 @@ async def serve(
         "dlrover_unauthorized_requests", "Requests without the token.", registry=registry
     )
     jobs = server(
-        job_app(loop, token=token, max_body_bytes=settings.max_body_bytes, denied=denied),
+        job_app(
+            loop,
+            token=token,
+            max_body_bytes=settings.max_body_bytes,
+            body_s=settings.header_s,
+            denied=denied,
+        ),
         header_s=settings.header_s,
     )
     health = server(health_app(loop, registry), header_s=settings.header_s)
@@ -90,8 +96,8 @@ def listen(address: str) -> socket.socket:
     host, _, port = address.rpartition(":")
     try:
         return socket.create_server((host.strip("[]"), int(port)), backlog=4096)
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else "the port is not a number"
+    except (OSError, ValueError, OverflowError) as error:
+        why = error.strerror if isinstance(error, OSError) else "that is no port"
         raise ConfigError(
             f"cannot listen on {address}: {why}; expected a free host:port (port 0 takes any)"
         ) from error

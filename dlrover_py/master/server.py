@@ -12,9 +12,11 @@ from typing import Annotated, Any
 
 import uvicorn
 from fastapi import FastAPI, Path, Request, Response
+from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from pydantic import ValidationError
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -22,13 +24,10 @@ from dlrover_py import __version__
 from dlrover_py.master.loop import Loop, Passive
 from dlrover_py.protocol.agents import AgentReport, ErrorReply
 from dlrover_py.protocol.errors import ErrorCode, Superseded
-from dlrover_py.protocol.job import explain
+from dlrover_py.protocol.job import explain, in_words
 from dlrover_py.protocol.names import NodeId
 
 log = logging.getLogger("master.server")
-
-BODY_S = 10.0
-"""A request's body must be there by then."""
 
 
 class TooLarge(Exception):
@@ -89,7 +88,9 @@ def too_large(limit: int) -> Response:
 NodePath = Annotated[str, Path(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")]
 
 
-def job_app(loop: Loop, *, token: str, max_body_bytes: int, denied: Counter) -> ASGIApp:
+def job_app(
+    loop: Loop, *, token: str, max_body_bytes: int, body_s: float, denied: Counter
+) -> ASGIApp:
     """What agents, people and dashboards call."""
     app = FastAPI(title="dlrover-py master", version=__version__)
 
@@ -97,18 +98,27 @@ def job_app(loop: Loop, *, token: str, max_body_bytes: int, denied: Counter) -> 
     async def refuse(request: Request, error: Exception) -> Response:
         return too_large(max_body_bytes)
 
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return error_reply(422, ErrorCode.INVALID, in_words(error.errors()))
+
     @app.post("/v1/nodes/{node_id}/exchange")
     async def exchange(node_id: NodePath, request: Request) -> Response:
         """Report up, assignment down; held until there is something new."""
         try:
-            async with asyncio.timeout(BODY_S):
+            async with asyncio.timeout(body_s):
                 body = await request.body()
         except TimeoutError:
-            return error_reply(408, ErrorCode.INVALID, f"no whole body within {BODY_S:g} s")
+            reply = error_reply(408, ErrorCode.INVALID, f"no whole body within {body_s:g} s")
+            reply.headers["Connection"] = "close"
+            return reply
+        except ClientDisconnect:
+            return Response(status_code=499)
         try:
             report = AgentReport.model_validate_json(body)
         except ValidationError as error:
-            return error_reply(422, ErrorCode.INVALID, explain(error))
+            return error_reply(422, ErrorCode.INVALID, explain(error, prefix="report"))
         node = NodeId(node_id)
         answer = asyncio.ensure_future(loop.exchange(node, report))
         gone = asyncio.ensure_future(request.receive())
@@ -215,19 +225,29 @@ def _impatient(header_s: float) -> type[asyncio.Protocol]:
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            loop = asyncio.get_running_loop()
-            self._patience = loop.call_later(header_s, transport.close)
+            self._wait_for_head()
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            if self._patience is None:  # not the first request of this connection
+                self._wait_for_head()
 
         def on_headers_complete(self) -> None:
-            if self._patience is not None:
-                self._patience.cancel()
-                self._patience = None
+            self._wait_no_more()
             super().on_headers_complete()
 
         def connection_lost(self, exc: Exception | None) -> None:
+            self._wait_no_more()
+            super().connection_lost(exc)
+
+        def _wait_for_head(self) -> None:
+            loop = asyncio.get_running_loop()
+            self._patience = loop.call_later(header_s, self.transport.close)
+
+        def _wait_no_more(self) -> None:
             if self._patience is not None:
                 self._patience.cancel()
-            super().connection_lost(exc)
+                self._patience = None
 
     return Impatient
 

@@ -39,7 +39,8 @@ class Settings(BaseModel):
     max_body_bytes: Annotated[int, Field(ge=1024)] = 1 << 18
     """A larger request is refused (413): a report of 1,024 workers takes a tenth of it."""
     header_s: Seconds = 10.0
-    """A connection that has not sent a request's head by then is closed."""
+    """A connection that has not sent a request's head by then is closed; the body may take as
+    long again."""
     publish_s: Seconds = 0.1
     """The status is published at most this often."""
     token_file: Path | None = None

@@ -4,6 +4,7 @@ Only one master at a time may hold a journal. The file form proves it by a lock 
 own (the journal itself is replaced at each write, and a lock would stay with the old inode).
 """
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -55,26 +56,33 @@ class FileStore:
         self._lock = -1
 
     def acquire(self) -> Journal | None:  # noqa: D102
-        self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if self._lock < 0:
-            lock = os.open(self._path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                os.close(lock)
-                raise Held(f"another master holds {self._path}") from error
-            self._lock = lock
         try:
-            text = self._path.read_text()
-        except FileNotFoundError:
-            return None
+            if self._lock < 0:
+                self._lock = self._locked()
+            if not self._path.exists():
+                return None
+            data = self._path.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"{error.filename or self._path}: {error.strerror}") from error
         try:
-            return Journal.model_validate_json(text)
+            return Journal.model_validate_json(data)
         except ValidationError as error:
             raise ConfigError(
                 f"{self._path}: not a journal of this version: {error.error_count()} faults, the "
                 f"first: {error.errors(include_url=False)[0]['msg']}; move it away to start anew"
             ) from error
+
+    def _locked(self) -> int:
+        self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = os.open(self._path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(lock)
+            if isinstance(error, BlockingIOError):
+                raise Held(f"another master holds {self._path}") from error
+            raise  # a file system that has no locks
+        return lock
 
     def save(self, journal: Journal) -> None:  # noqa: D102
         data = json.dumps(journal.model_dump(mode="json"), separators=(",", ":")).encode()
@@ -95,7 +103,8 @@ class FileStore:
             finally:
                 os.close(folder)
         except OSError as error:
-            fresh.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                fresh.unlink(missing_ok=True)
             what = "the disk is full" if error.errno == errno.ENOSPC else error.strerror
             raise Unwritable(f"{self._path}: {what}") from error
 

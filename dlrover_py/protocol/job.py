@@ -4,6 +4,7 @@ DLRover's group, version and kind. A field stands here once its behaviour exists
 Files are checked strictly: an unknown field is an error with its path.
 """
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
@@ -88,7 +89,7 @@ class ReplicaSpec(_Strict):
                 found.append(
                     f"{name} is {value} and nodeUnit is {self.node_unit}: "
                     f"expected a multiple of {self.node_unit} "
-                    f"(such as {lower or self.node_unit} or {lower + self.node_unit})"
+                    f"(such as {f'{lower} or ' if lower else ''}{lower + self.node_unit})"
                 )
         return found
 
@@ -222,7 +223,12 @@ class ElasticJob(_Strict):
 
 def explain(error: ValidationError, prefix: str = "") -> str:
     """One line for each fault: path, what was found, what was expected."""
-    return "\n".join(_line(detail, prefix) for detail in error.errors(include_url=False))
+    return in_words(error.errors(include_url=False), prefix)
+
+
+def in_words(faults: Iterable[ErrorDetails], prefix: str = "") -> str:
+    """The same of faults that were found by another way."""
+    return "\n".join(_line(detail, prefix) for detail in faults)
 
 
 def _line(detail: ErrorDetails, prefix: str) -> str:

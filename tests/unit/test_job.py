@@ -420,6 +420,47 @@ def test_a_command_that_cannot_be_run_ends_the_job() -> None:
     assert "no such file" in bench.job.reason
 
 
+def test_a_replacement_that_cannot_run_its_command_does_not_end_a_job_that_trains() -> None:
+    bench = running(elastic_job(2, 1, standby=1))
+    bench.kill(N1)
+    bench.step()
+    fresh = NodeId("n3")
+    bench.step(NodeEnded(fresh, "exited", exit_code=2, output="no such file"))
+    assert bench.job.phase is not JobPhase.FAILED
+
+
+def test_an_agent_that_restarts_again_and_again_is_replaced() -> None:
+    bench = running(elastic_job(2, 1, restarts=2))
+    for _ in range(3):
+        bench.boot(N1)
+        bench.settle()
+    assert "RestartsExhausted" in bench.reasons()
+    assert "n1" not in bench.members
+    bench.check_running()
+
+
+def test_a_node_that_leaves_keeps_its_grace_when_the_master_dies() -> None:
+    bench = running(elastic_job(2, 1))
+    agent = bench.agent("n1")
+    bench.step(NodeSeen(N1, near=True, leaving="drained"))
+    bench.restart_master()
+    refused = [e for e in bench.say(agent).effects if isinstance(e, Refuse)]
+    assert not refused
+    bench.settle()
+    assert "n1" not in bench.members
+    assert bench.job.restarts == {"drain": 1}
+
+
+def test_a_refused_report_does_not_outrank_the_master() -> None:
+    bench = running(elastic_job(2, 1, standby=1))
+    old = bench.agent("n1")
+    late = old.report().model_copy(update={"have_term": 9, "follows": 9})
+    bench.kill(N1)
+    bench.settle()
+    bench.step(Reported(N1, late))
+    assert (bench.job.term, bench.job.round) == (1, 2)
+
+
 # --- the user ---
 
 

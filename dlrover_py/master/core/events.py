@@ -179,6 +179,7 @@ class NodeRecord(_Kept):
     id: NodeId
     incarnation: Incarnation
     boot_id: str
+    leaving: str = ""
     restarts: int
     relaunches: int
 

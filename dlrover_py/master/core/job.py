@@ -35,7 +35,10 @@ from dlrover_py.master.core.events import (
 )
 from dlrover_py.master.core.nodes import Heard, Node, Nodes, Standing
 from dlrover_py.master.core.policy import (
+    Budgets,
     Remedy,
+    Ruling,
+    after_restart,
     after_worker_failure,
     in_words,
     relaunch_delay,
@@ -173,12 +176,17 @@ class Job:
         self.started_at, self.ended_at = journal.started_at, journal.ended_at
         self.resumed = True
         if journal.opening is not None:
-            self.opening = journal.opening.model_copy(update={"since": now, "hold_until": None})
+            fresh = {"since": now, "hold_until": None, "suspected": None}
+            self.opening = journal.opening.model_copy(update=fresh)
         for record in journal.nodes:
             self.nodes.plan(record.id, record.relaunches, record.restarts)
             if record.incarnation:
                 member = self.world is not None and self.world.has(record.id, record.incarnation)
                 self.nodes.recall(record.id, record.incarnation, record.boot_id, now, member=member)
+            if record.leaving:
+                self.nodes.leave(self.nodes[record.id], record.leaving)
+                if not record.incarnation:  # nobody will tell it to end
+                    self._out.effects.append(DeleteNode(record.id, 0.0, record.leaving))
         event = self._record(
             "MasterStarted",
             f"master of term {term} took over at round {self.round}; running workers go on",
@@ -195,7 +203,7 @@ class Job:
 
     def journal(self) -> Journal:
         """All that the next master must know."""
-        present = [n for n in self.nodes if n.phase is not NodePhase.GONE and not n.leaving]
+        present = [n for n in self.nodes if n.phase is not NodePhase.GONE]
         return Journal(
             job=self.job.metadata.name,
             term=self.term,
@@ -212,6 +220,7 @@ class Job:
                     id=n.id,
                     incarnation=n.incarnation,
                     boot_id=n.boot_id,
+                    leaving=n.leaving,
                     restarts=n.restarts,
                     relaunches=n.relaunches,
                 )
@@ -252,14 +261,15 @@ class Job:
                 self._listed(listed)
 
     def _reported(self, node_id: NodeId, report: AgentReport) -> None:
-        self._outrank(report)
         node = self.nodes.get(node_id)
         if not self.rules.can_create and not self.phase.ended:
             again = node is not None and node.phase is NodePhase.GONE
             if node is None:
                 node = self.nodes.plan(node_id)
                 report = report.model_copy(update={"incarnation": 0})
-            elif again and report.boot_id == node.boot_id and report.seq > node.seq:
+            elif again and (
+                report.seq > node.seq if report.boot_id == node.boot_id else not report.incarnation
+            ):
                 self.nodes.readmit(node_id)
                 report = report.model_copy(update={"incarnation": 0})
         heard = self.nodes.hear(node_id, report, self._now, self.term) if node else Heard.REFUSED
@@ -273,6 +283,7 @@ class Job:
             return
         if heard is Heard.STALE:
             return
+        self._outrank(report)
         if heard is Heard.BORN:
             self._born_again(node)
         if report.leaving and not node.leaving:
@@ -317,8 +328,8 @@ class Job:
             warning=True,
         )
         if self.world is not None and node.id in self.world.rank_of and not self._ended_well(node):
-            node.restarts += 1
-            self._open("loss", f"{node.id}'s agent was restarted", event)
+            why = f"{node.id}'s agent was restarted"
+            self._obey(node, after_restart(why, **self._budgets(node)), "loss", why, event)
 
     def _round_reported(self, node: Node, report: AgentReport) -> None:
         """News of the current round from one of its members."""
@@ -379,36 +390,44 @@ class Job:
 
     def _charge(self, node: Node, failure: WorkerFailure) -> None:
         """This failure is the root cause: decide what follows."""
-        worker = self.job.worker
-        budget = worker.restart_count
-        if not self.rules.can_create and node.report is not None:
-            budget = node.report.max_restarts or 0
         self.last_failure = Failure(at=self._wall, node=node.id, round=self.round, worker=failure)
+        words = f"{node.id}: {in_words(failure)}"
         event = self._record(
             "WorkerFailed",
-            f"{node.id}: {in_words(failure)}",
+            words,
             node=node.id,
             warning=True,
             cause=None if self.opening is None else self.opening.cause,
         )
-        ruling = after_worker_failure(
-            failure,
-            earlier=self.last_exception,
-            restarts=node.restarts,
-            budget=budget,
-            relaunches=node.relaunches,
-            relaunch_budget=worker.restart_count,
-            can_replace=self.rules.can_create,
-        )
+        ruling = after_worker_failure(failure, earlier=self.last_exception, **self._budgets(node))
         if failure.kind is FailureKind.EXCEPTION:
             self.last_exception = failure
+        self._obey(node, ruling, "failure", f"{words} ({ruling.message})", event)
+
+    def _budgets(self, node: Node) -> Budgets:
+        worker = self.job.worker
+        return {
+            "restarts": node.restarts,
+            "budget": self._restart_budget(node),
+            "relaunches": node.relaunches,
+            "relaunch_budget": worker.restart_count,
+            "can_replace": self.rules.can_create,
+        }
+
+    def _restart_budget(self, node: Node) -> int:
+        if self.rules.can_create:
+            return self.job.worker.restart_count
+        return (node.report.max_restarts or 0) if node.report is not None else 0
+
+    def _obey(self, node: Node, ruling: Ruling, kind: Kind, reason: str, event: int) -> None:
+        """Do what the policy says of a failure of this node."""
         node.restarts += 1
         self._dirty = True
         if ruling.remedy is Remedy.STOP:
             message = f"{node.id}: {ruling.message}"
             self._end(JobPhase.FAILED, ruling.reason, message, cause=event)
             return
-        self._open("failure", f"{node.id}: {in_words(failure)} ({ruling.message})", event)
+        self._open(kind, reason, event)
         if ruling.remedy is Remedy.REPLACE:
             self._record(ruling.reason, f"{node.id}: {ruling.message}", node=node.id, cause=event)
             self.vacancies.append(self._vacancy(node.relaunches + 1))
@@ -477,7 +496,8 @@ class Job:
         if node is None or node.phase is NodePhase.GONE:
             return
         never_spoke = node.incarnation == 0
-        usage = never_spoke and ended.exit_code == ExitCode.USAGE
+        # Before the first round: later the command has been shown to work.
+        usage = never_spoke and ended.exit_code == ExitCode.USAGE and not self.round
         why = ended.why + (f": {ended.output}" if never_spoke and ended.output else "")
         self._node_lost(node, why, free=ended.free)
         if usage and not self.phase.ended:
@@ -777,9 +797,6 @@ class Job:
         world, place = self.world, None
         if directive is Directive.RUN and world is not None:
             place = world.members[world.rank_of[node.id]]
-        budget = self.job.worker.restart_count
-        if not self.rules.can_create and node.report is not None:
-            budget = node.report.max_restarts or 0
         assignment = Assignment(
             term=self.term,
             version=max(old.version if old is not None else 0, node.acknowledged) + 1,
@@ -789,7 +806,7 @@ class Job:
             round=self.round,
             exit_code=exit_code,
             restart_count=self.restart_count,
-            max_restarts=budget,
+            max_restarts=self._restart_budget(node),
             stop_grace_s=(
                 self.rules.drain_grace_s if directive is Directive.STOP else self.rules.stop_grace_s
             ),
@@ -868,6 +885,8 @@ class Job:
         if charged or self.exhausted or self.last_exception is not None:
             for node in charged:
                 node.restarts = node.relaunches = 0
+            for vacancy in self.vacancies:
+                vacancy.relaunches = 0
             self.exhausted = 0
             self.last_exception = None
             self._dirty = True
@@ -996,8 +1015,8 @@ class Job:
         rank = self.world.rank_of.get(node.id) if self.world is not None else None
         role = NodeRole.MEMBER if rank is not None else NodeRole.STANDBY
         report = node.report
-        if rank is None and not node.alive:
-            role = NodeRole.NONE
+        if not node.alive:
+            rank, role = None, NodeRole.NONE
         return NodeStatus(
             id=node.id,
             phase=node.phase,

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import TypedDict, Unpack
 
 from dlrover_py.protocol.agents import FailureKind, WorkerFailure
 
@@ -24,26 +25,33 @@ class Ruling:
     message: str
 
 
+class Budgets(TypedDict):
+    """What a node has used up, and what it may."""
+
+    restarts: int
+    """Failures charged to it so far, without this one."""
+    budget: int
+    """Failures that a node may have without steady progress."""
+    relaunches: int
+    """Nodes that were lost in its place before."""
+    relaunch_budget: int
+    """As many may be."""
+    can_replace: bool
+    """Whether the platform creates nodes."""
+
+
 def after_worker_failure(
     failure: WorkerFailure,
     *,
     earlier: WorkerFailure | None,
-    restarts: int,
-    budget: int,
-    relaunches: int,
-    relaunch_budget: int,
-    can_replace: bool,
+    **budgets: Unpack[Budgets],
 ) -> Ruling:
     """What follows from a worker's death.
 
     Args:
         failure: the root cause of the round's end.
         earlier: the last exception that ended a round, if no new ground was gained since.
-        restarts: failures charged to the node so far, without this one.
-        budget: failures that a node may have without steady progress.
-        relaunches: nodes that were lost in this place before.
-        relaunch_budget: as many may be.
-        can_replace: whether the platform can create nodes.
+        budgets: what the node has used up, and what it may.
     """
     if earlier is not None and repeats(failure, earlier):
         where = "after a like time" if failure.step is None else f"at step {failure.step}"
@@ -53,14 +61,18 @@ def after_worker_failure(
             f"the same exception came again {where}, so another restart would not help: "
             f"{failure.message}",
         )
+    return after_restart(failure.message, **budgets)
+
+
+def after_restart(message: str, **budgets: Unpack[Budgets]) -> Ruling:
+    """What the budgets allow after a failure that the message tells of."""
+    restarts, budget = budgets["restarts"], budgets["budget"]
     if restarts < budget:
         return Ruling(Remedy.RESTART, "WorkerFailed", f"restart {restarts + 1} of {budget}")
     used = f"its {budget} restarts are used up without steady progress"
-    if can_replace and relaunches < relaunch_budget:
+    if budgets["can_replace"] and budgets["relaunches"] < budgets["relaunch_budget"]:
         return Ruling(Remedy.REPLACE, "RestartsExhausted", f"{used}; it is replaced")
-    return Ruling(
-        Remedy.STOP, "RestartsExhausted", f"{used}; the last failure was: {failure.message}"
-    )
+    return Ruling(Remedy.STOP, "RestartsExhausted", f"{used}; the last failure was: {message}")
 
 
 def repeats(failure: WorkerFailure, earlier: WorkerFailure) -> bool:

@@ -1,0 +1,328 @@
+"""What a ``Store`` promises, for the file and for the fake alike."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from dlrover_py.master.core.job import Journal, NodeRecord, Opening
+from dlrover_py.master.core.rendezvous import Member, World
+from dlrover_py.master.store import FileStore, Held, Store, Unwritable
+from dlrover_py.protocol.agents import FailureKind, WorkerFailure
+from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.names import Incarnation, NodeId, Round, Term
+from dlrover_py.protocol.status import Failure, JobEvent, JobPhase
+from tests.fakes import MemoryStore, Shelf
+
+
+@dataclass
+class Case:
+    """One kind of store: stores on the same place, and what can be done to that place."""
+
+    open: Callable[[], Store]
+    spoil: Callable[[bytes], None]
+    fill: Callable[[bool], None]
+    """Whether the place has no room any more."""
+
+
+def memory() -> Iterator[Case]:
+    shelf = Shelf()
+
+    def spoil(data: bytes) -> None:
+        shelf.text = data.decode("utf-8", "replace")
+
+    def fill(full: bool) -> None:
+        shelf.full = full
+
+    yield Case(lambda: MemoryStore(shelf), spoil, fill)
+
+
+def file(folder: Path) -> Iterator[Case]:
+    path = folder / "state" / "journal.json"
+    obstacle = path.with_suffix(".new")
+
+    def spoil(data: bytes) -> None:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data)
+
+    def fill(full: bool) -> None:
+        # A folder where the new file is to be: cannot be opened, as on a disk without inodes.
+        if full:
+            obstacle.mkdir()
+        else:
+            obstacle.rmdir()
+
+    yield Case(lambda: FileStore(path), spoil, fill)
+
+
+@pytest.fixture(params=["memory", "file"])
+def case(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Case]:
+    yield from memory() if request.param == "memory" else file(tmp_path)
+
+
+@pytest.fixture
+def store(case: Case) -> Iterator[Store]:
+    store = case.open()
+    yield store
+    store.release()
+
+
+def journal(term: int = 1) -> Journal:
+    failure = WorkerFailure(
+        kind=FailureKind.EXCEPTION,
+        local_rank=0,
+        rank=2,
+        pid=7,
+        exit_code=1,
+        message="raised ValueError: ∑ is nän",
+        traceback="Traceback …\n  File",
+        fingerprint="ValueError|x",
+        step=4,
+        ran_s=1.25,
+    )
+    node = NodeId("n0")
+    return Journal(
+        job="x",
+        term=Term(term),
+        next_node=3,
+        next_event=9,
+        phase=JobPhase.FORMING,
+        reason="waiting — for n2",
+        world=World(
+            round=Round(4),
+            members=(Member(node=node, incarnation=2, nproc=2, rank_offset=0),),
+            master_addr="10.0.0.1",
+            master_port=4000,
+        ),
+        round=Round(4),
+        opening=Opening(kind="loss", reason="n1 is lost", cause=8, since=12.5),
+        succeeded=[node],
+        nodes=[
+            NodeRecord(
+                id=node, incarnation=Incarnation(2), boot_id="b" * 16, restarts=1, relaunches=2
+            )
+        ],
+        vacancies=[1, 0],
+        exhausted=1,
+        restart_count=2,
+        restarts={"failure": 1, "loss": 1},
+        last_exception=failure,
+        last_failure=Failure(at=1e9, node="n0", round=4, worker=failure),
+        max_step=41,
+        started_at=1e9,
+        events=[JobEvent(id=8, at=1e9, reason="NodeLost", message="n1 is lost", cause=None)],
+    )
+
+
+def test_an_empty_store_holds_nothing(store: Store) -> None:
+    assert store.acquire() is None
+
+
+def test_what_was_saved_is_there_for_the_next_master(case: Case, store: Store) -> None:
+    store.acquire()
+    store.save(journal())
+    store.release()
+    later = case.open()
+    assert later.acquire() == journal()
+    later.release()
+
+
+def test_the_last_write_counts(store: Store) -> None:
+    store.acquire()
+    for term in (1, 2, 3):
+        store.save(journal(term))
+    assert store.acquire() == journal(3), "its holder may ask again"
+
+
+def test_only_one_master_holds_it_at_a_time(case: Case, store: Store) -> None:
+    store.acquire()
+    store.save(journal(1))
+    second = case.open()
+    with pytest.raises(Held, match="another master holds"):
+        second.acquire()
+    with pytest.raises(Held):
+        second.acquire()
+    store.save(journal(2))
+    store.release()
+    assert second.acquire() == journal(2)
+    with pytest.raises(Held):
+        store.acquire()
+    second.release()
+
+
+def test_one_that_never_held_it_takes_nothing_away_by_releasing(case: Case, store: Store) -> None:
+    store.acquire()
+    other = case.open()
+    with pytest.raises(Held):
+        other.acquire()
+    other.release()
+    with pytest.raises(Held):
+        case.open().acquire()
+
+
+def test_releasing_twice_or_without_holding_does_no_harm(case: Case, store: Store) -> None:
+    store.release()
+    store.acquire()
+    store.release()
+    store.release()
+    other = case.open()
+    assert other.acquire() is None
+    store.release()
+    with pytest.raises(Held):
+        store.acquire()
+    other.release()
+
+
+def test_a_failed_write_changes_nothing_and_the_next_may_work(case: Case, store: Store) -> None:
+    store.acquire()
+    store.save(journal(1))
+    case.fill(True)
+    for _ in range(2):
+        with pytest.raises(Unwritable):
+            store.save(journal(2))
+    assert store.acquire() == journal(1)
+    case.fill(False)
+    store.save(journal(3))
+    assert store.acquire() == journal(3)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'{"version": 1}',
+        b'{"version": 2, "job": "x", "term": 1}',
+        b'{"version": 1, "job": "x", "term": "many"}',
+        b"\xff\xfe\x00",
+        b"\0" * 4096,
+    ],
+)
+def test_what_cannot_be_read_is_said(case: Case, store: Store, data: bytes) -> None:
+    case.spoil(data)
+    with pytest.raises(ConfigError, match="not a journal of this version"):
+        store.acquire()
+
+
+def test_a_journal_of_a_newer_release_with_more_fields_is_read(case: Case, store: Store) -> None:
+    text = journal().model_dump_json()
+    case.spoil(text.replace("{", '{"invented_later": [1], ', 1).encode())
+    assert store.acquire() == journal()
+
+
+# --- the file alone ---
+
+
+def test_the_file_and_its_folder_are_private_and_nothing_else_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "job" / "journal.json"
+    store = FileStore(path)
+    store.acquire()
+    store.save(journal())
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    store.release()
+    assert {p.name for p in path.parent.iterdir()} == {"journal.json", "journal.lock"}
+
+
+def test_half_a_write_is_never_seen(tmp_path: Path) -> None:
+    """A master that was killed in the middle of a write has left its new file behind."""
+    path = tmp_path / "journal.json"
+    first = FileStore(path)
+    first.acquire()
+    first.save(journal(1))
+    first.release()
+    path.with_suffix(".new").write_text('{"version": 1, "jo' + "x" * 100_000)
+    second = FileStore(path)
+    assert second.acquire() == journal(1)
+    second.save(journal(2))
+    assert second.acquire() == journal(2)
+    second.release()
+
+
+def test_a_killed_master_holds_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "journal.json"
+    script = (
+        "import pathlib, signal, sys\n"
+        "from dlrover_py.master.store import FileStore\n"
+        "FileStore(pathlib.Path(sys.argv[1])).acquire()\n"
+        "print('held', flush=True)\n"
+        "signal.pause()\n"
+    )
+    argv = [sys.executable, "-c", script, str(path)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "held\n"
+            store = FileStore(path)
+            with pytest.raises(Held):
+                store.acquire()
+        finally:
+            os.kill(process.pid, signal.SIGKILL)
+    assert store.acquire() is None
+    store.release()
+
+
+def test_a_full_disk_is_called_so_and_leaves_no_torn_file(small_disk: Path) -> None:
+    path = small_disk / "journal.json"
+    store = FileStore(path)
+    store.acquire()
+    store.save(journal(1))
+    event = JobEvent(id=1, at=1e9, reason="Large", message="x" * 6000)
+    large = journal(2).model_copy(update={"events": [event]})
+    filler = small_disk / "filler"
+    fill_up(filler)
+    with pytest.raises(Unwritable, match=r"journal\.json: the disk is full"):
+        store.save(journal(2))
+    assert store.acquire() == journal(1)
+    assert not path.with_suffix(".new").exists()
+    os.truncate(filler, filler.stat().st_size - 4096)
+    with pytest.raises(Unwritable):
+        store.save(large)  # its first half fits
+    assert store.acquire() == journal(1)
+    filler.unlink()
+    store.save(journal(3))
+    assert store.acquire() == journal(3)
+    store.release()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 64 KiB."""
+    if os.getuid() != 0:
+        pytest.skip("only root can mount a small disk")
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k,mode=0700", "none", str(folder)]
+    done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"a small disk cannot be mounted here: {done.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill_up(path: Path) -> None:
+    """Write until there is no room."""
+    with path.open("wb", buffering=0) as filler:
+        for size in (4096, 1):
+            try:
+                while True:
+                    filler.write(b"x" * size)
+            except OSError:
+                continue
+
+
+def test_a_place_that_cannot_be_used_is_said(tmp_path: Path) -> None:
+    obstacle = tmp_path / "file"
+    obstacle.write_text("no folder")
+    with pytest.raises(ConfigError, match=str(obstacle)):
+        FileStore(obstacle / "journal.json").acquire()

@@ -1,0 +1,46 @@
+"""Fakes for tests; each obeys the same contract tests as the real thing (tests/contracts)."""
+
+from dlrover_py.master.core.job import Journal
+from dlrover_py.master.store import Held, Unwritable
+from dlrover_py.protocol.errors import ConfigError
+
+
+class Shelf:
+    """What several :class:`MemoryStore` share, as several masters share one disk."""
+
+    def __init__(self) -> None:
+        self.text: str | None = None
+        self.holder: MemoryStore | None = None
+        self.full = False
+        """Whether nothing more can be written."""
+        self.writes = 0
+
+
+class MemoryStore:
+    """A ``Store`` without a disk."""
+
+    def __init__(self, shelf: Shelf | None = None) -> None:
+        self._shelf = shelf or Shelf()
+
+    def acquire(self) -> Journal | None:
+        shelf = self._shelf
+        if shelf.holder not in (None, self):
+            raise Held("another master holds this shelf")
+        shelf.holder = self
+        if shelf.text is None:
+            return None
+        try:
+            return Journal.model_validate_json(shelf.text)
+        except ValueError as error:
+            raise ConfigError("not a journal of this version") from error
+
+    def save(self, journal: Journal) -> None:
+        assert self._shelf.holder is self, "only its holder may write"
+        if self._shelf.full:
+            raise Unwritable("the shelf is full")
+        self._shelf.text = journal.model_dump_json()
+        self._shelf.writes += 1
+
+    def release(self) -> None:
+        if self._shelf.holder is self:
+            self._shelf.holder = None

@@ -1,0 +1,492 @@
+"""A real master, and callers that do all wrong: over raw sockets, as nobody's client would."""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlrover_py.protocol.agents import Assignment, Directive, ErrorReply
+from dlrover_py.protocol.errors import Unauthorized
+from dlrover_py.protocol.status import JobStatus
+from dlrover_py.rpc import Client
+from tests.process.harness import Place, alive, document, eventually
+
+TOKEN = "correct-horse-battery-staple"
+MAX_BODY = 4096
+HEADER_S = 1.0
+JOB = json.dumps(document(["true"], name="alone"))
+SOON = 20.0
+
+
+@dataclass
+class Reply:
+    """One reply, as it came over the wire."""
+
+    status: int
+    head: str
+    body: bytes
+
+    @property
+    def error(self) -> ErrorReply:
+        return ErrorReply.model_validate_json(self.body)
+
+
+@dataclass
+class Master:
+    """A master that runs, and where it listens."""
+
+    process: "subprocess.Popen[str]"
+    job: int
+    health: int
+    log: Path
+
+    def connect(self, port: int | None = None) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", port or self.job), timeout=SOON)
+
+    def send(self, data: bytes, *, port: int | None = None) -> Reply:
+        """Send bytes on a fresh connection; return the first reply."""
+        with self.connect(port) as sock:
+            sock.sendall(data)
+            return read_reply(sock)
+
+    def ask(
+        self,
+        method: str = "GET",
+        path: str = "/v1/job",
+        body: bytes = b"",
+        *,
+        auth: str | None = f"Bearer {TOKEN}",
+        port: int | None = None,
+    ) -> Reply:
+        return self.send(request(method, path, body, auth=auth), port=port)
+
+    def exchange(self, body: bytes | dict[str, Any], node: str = "n0") -> Reply:
+        data = json.dumps(body).encode() if isinstance(body, dict) else body
+        return self.ask("POST", f"/v1/nodes/{node}/exchange", data)
+
+    def metric(self, name: str) -> float:
+        text = self.ask(path="/metrics", auth=None, port=self.health).body.decode()
+        found = re.search(rf"^{name} (\S+)$", text, re.MULTILINE)
+        assert found, f"{name} is not in\n{text}"
+        return float(found[1])
+
+
+def request(
+    method: str, path: str, body: bytes = b"", *, auth: str | None, length: int | None = None
+) -> bytes:
+    head = f"{method} {path} HTTP/1.1\r\nHost: x\r\n"
+    head += f"Content-Length: {len(body) if length is None else length}\r\n"
+    head += "" if auth is None else f"Authorization: {auth}\r\n"
+    return head.encode() + b"\r\n" + body
+
+
+def read_reply(sock: socket.socket) -> Reply:
+    """Read one reply; fails if the connection closes before."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        more = sock.recv(65536)
+        assert more, f"closed after {data!r}"
+        data += more
+    head, _, body = data.partition(b"\r\n\r\n")
+    found = re.search(rb"content-length: (\d+)", head.lower())
+    while found and len(body) < int(found[1]):
+        more = sock.recv(65536)
+        assert more, "closed in the body"
+        body += more
+    return Reply(int(head.split()[1]), head.decode(), body)
+
+
+def closed(sock: socket.socket) -> bool:
+    """Read to the end: true once the other side has closed."""
+    with contextlib.suppress(ConnectionResetError):
+        while sock.recv(65536):
+            pass
+    return True
+
+
+def report(**fields: Any) -> dict[str, Any]:
+    whole = {
+        "boot_id": "b" * 16,
+        "seq": 1,
+        "offer": {"addr": "127.0.0.1", "port": 4000},
+        "max_restarts": 0,
+    }
+    return whole | fields
+
+
+@contextlib.contextmanager
+def running_master(place: Place, **settings: str) -> Iterator[Master]:
+    token = place.folder / "token"
+    token.touch(mode=0o600)
+    token.write_text(TOKEN)
+    read, write = os.pipe()
+    log = place.folder / "master.log"
+    argv = ["python", "-m", "dlrover_py.master", "--static", JOB, "--token-file", str(token)]
+    argv += ["--state-dir", str(place.folder / "state"), "--announce-fd", str(write)]
+    env = {f"DLROVER_MASTER_{k.upper()}": v for k, v in settings.items()}
+    with log.open("w") as out:
+        process = place.popen(*argv, env=env, stdout=out, stderr=out, pass_fds=[write])
+    os.close(write)
+    try:
+        with open(read) as pipe:
+            ports = json.loads(pipe.readline() or "null")
+        assert ports, log.read_text()
+        master = Master(process, ports["job"], ports["health"], log)
+        eventually(lambda: readiness(master) == 200, "the master is ready")
+        yield master
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=20) == 0
+    text = log.read_text()
+    assert "Traceback" not in text, text
+    assert TOKEN not in text
+
+
+def readiness(master: Master) -> int:
+    try:
+        return master.ask(path="/readyz", auth=None, port=master.health).status
+    except ConnectionError:
+        return 0
+
+
+@pytest.fixture(scope="module")
+def master() -> Iterator[Master]:
+    """One master for all tests here: none of them may hurt it."""
+    place = Place()
+    settings = {
+        "max_body_bytes": str(MAX_BODY),
+        "header_s": str(HEADER_S),
+        "exchange_s": "0.2",
+        "lease_s": "60",
+    }
+    try:
+        with running_master(place, **settings) as master:
+            yield master
+    finally:
+        place.close()
+
+
+@pytest.fixture(autouse=True)
+def unharmed(master: Master) -> Iterator[None]:
+    """Whatever a test did, the next caller is served."""
+    yield
+    assert alive(master.process.pid)
+    status = JobStatus.model_validate_json(master.ask().body)
+    assert status.name == "alone"
+
+
+# --- the token ---
+
+NEVER = ["no-such-token", TOKEN[:-1], TOKEN + "x", TOKEN.upper()]
+
+
+@pytest.mark.parametrize(
+    "auth",
+    [None, "", "Bearer", "Bearer ", TOKEN, f"Basic {TOKEN}", f"bearer {TOKEN}", "Bearer \xff"]
+    + [f"Bearer {wrong}" for wrong in NEVER],
+)
+def test_without_the_token_nothing_is_told_and_it_is_counted(
+    master: Master, auth: str | None
+) -> None:
+    before = master.metric("dlrover_unauthorized_requests_total")
+    paths = [
+        ("GET", "/v1/job"),
+        ("POST", "/v1/nodes/n0/exchange"),
+        ("GET", "/no/such/path"),
+        ("GET", "/docs"),
+        ("GET", "/openapi.json"),
+        ("GET", "/metrics"),
+        ("OPTIONS", "/v1/job"),
+    ]
+    replies = [master.ask(method, path, b"{}", auth=auth) for method, path in paths]
+    for reply in replies:
+        assert reply.status == 401
+        assert "www-authenticate: bearer" in reply.head.lower()
+        assert reply.error.code == "unauthorized"
+        assert reply.body == replies[0].body, "it does not tell which paths there are"
+        assert TOKEN.encode() not in reply.body + reply.head.encode()
+        assert TOKEN[:6].encode() not in reply.body
+    after = master.metric("dlrover_unauthorized_requests_total")
+    assert after - before == len(paths)
+
+
+def test_a_wrong_token_beats_all_other_faults(master: Master) -> None:
+    body = b"x" * (MAX_BODY + 1)
+    assert master.ask("POST", "/v1/nodes/n0/exchange", body, auth="Bearer x").status == 401
+
+
+def test_the_token_is_in_no_command_line_environment_or_file_but_its_own(master: Master) -> None:
+    proc = Path("/proc") / str(master.process.pid)
+    assert TOKEN.encode() not in (proc / "cmdline").read_bytes()
+    assert TOKEN.encode() not in (proc / "environ").read_bytes()
+    for path in master.log.parent.rglob("*"):
+        if path.is_file() and path.name != "token":
+            assert TOKEN.encode() not in path.read_bytes(), path
+
+
+async def test_our_client_says_that_the_token_is_wrong(master: Master) -> None:
+    client = Client(f"127.0.0.1:{master.job}", token="x" * 20)
+    with pytest.raises(Unauthorized, match="the job's token is expected"):
+        await client.call("GET", "/v1/job", deadline_s=SOON)
+    client.close()
+    await asyncio.sleep(0)
+
+
+# --- health and metrics, without the token ---
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/readyz"])
+def test_health_is_told_to_everybody(master: Master, path: str) -> None:
+    reply = master.ask(path=path, auth=None, port=master.health)
+    assert (reply.status, reply.body) == (200, b"ok")
+
+
+def test_metrics_are_told_to_everybody_and_hold_no_secret(master: Master) -> None:
+    reply = master.ask(path="/metrics", auth=None, port=master.health)
+    assert reply.status == 200
+    assert "text/plain" in reply.head
+    assert TOKEN.encode() not in reply.body
+    assert master.metric("dlrover_master_ready") == 1
+    assert master.metric("dlrover_journal_writable") == 1
+    assert master.metric("dlrover_term") == 1
+
+
+@pytest.mark.parametrize("path", ["/v1/job", "/v1/nodes/n0/exchange", "/docs", "/openapi.json"])
+def test_the_health_port_tells_nothing_else(master: Master, path: str) -> None:
+    for auth in (None, f"Bearer {TOKEN}"):
+        assert master.ask(path=path, auth=auth, port=master.health).status == 404
+
+
+# --- paths and ids ---
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/", 404),
+        ("GET", "/v2/job", 404),
+        ("GET", "/v1/job/x", 404),
+        ("POST", "/v1/nodes//exchange", 404),
+        ("POST", "/v1/nodes/a/b/exchange", 404),
+        ("POST", "/v1/nodes/..%2fx/exchange", 404),
+        ("POST", "/v1/job", 405),
+        ("GET", "/v1/nodes/n0/exchange", 405),
+    ],
+)
+def test_unknown_paths(master: Master, method: str, path: str, status: int) -> None:
+    assert master.ask(method, path, b"{}").status == status
+
+
+@pytest.mark.parametrize("node", ["N0", "-n0", "n0-", "n_0", "n%200", "n%00", "%c3%a9", "n" * 254])
+def test_a_bad_node_id(master: Master, node: str) -> None:
+    reply = master.exchange(report(), node)
+    assert reply.status == 422
+    assert reply.error.code == "invalid"
+    assert reply.error.message.startswith("path.node_id: found text ")
+    assert "pattern" in reply.error.message
+
+
+# --- bodies ---
+
+
+def test_a_good_report_is_answered(master: Master) -> None:
+    reply = master.exchange(report(boot_id="a" * 16, invented_later=[1, 2]), "good")
+    assert reply.status == 200, reply.body
+    answer = Assignment.model_validate_json(reply.body)
+    assert answer.directive in (Directive.RUN, Directive.WAIT)
+    assert answer.incarnation == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "report: found text '': invalid JSON"),
+        (b"{", "report: found text '{': invalid JSON"),
+        (b"\xff\xfe", "report: found"),
+        (b"[]", "report: found a list []: input should be an object"),
+        (b"null", "report: found nothing None: input should be an object"),
+        (b"{}", "report.boot_id: missing"),
+        (report(boot_id="short"), "report.boot_id: found text 'short': string should have at least"),
+        (report(seq=-1), "report.seq: found a number -1: input should be greater than or equal to"),
+        (report(seq="many"), "report.seq: found text 'many': input should be a valid integer"),
+        (report(seq=2**60), "report.seq: found a number"),
+        (report(offer={"addr": "x", "port": 0}), "report.offer.port: found a number 0"),
+        (report(offer=None), "report.offer: found nothing None"),
+        (report(phase="asleep"), "report.phase: found text 'asleep': input should be 'idle'"),
+        (report(nproc=5000), "report.nproc: found a number 5000: input should be less than"),
+        (report(pids=[1, "x"]), "report.pids[1]: found text 'x'"),
+        (report(leaving="x" * 1500), "report.leaving: found text 'xxx"),
+        (report(progress={"step": 1}), "report.progress.started_at_step: missing"),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, str) else "",
+)
+def test_a_malformed_report_is_told_what_was_found_and_expected(
+    master: Master, body: bytes | dict[str, Any], words: str
+) -> None:
+    reply = master.exchange(body)
+    assert reply.status == 422
+    assert reply.error.code == "invalid"
+    assert words in reply.error.message
+    assert len(reply.error.message) < 500, "it does not repeat what it was sent"
+
+
+def test_a_body_of_the_largest_size_is_taken_and_one_byte_more_is_not(master: Master) -> None:
+    exact = json.dumps(report()).encode().ljust(MAX_BODY)
+    assert master.exchange(exact, "exact").status == 200
+    reply = master.exchange(exact + b" ", "exact")
+    assert reply.status == 413
+    assert reply.error.code == "too_large"
+    assert f"at most {MAX_BODY} bytes" in reply.error.message
+
+
+def test_a_large_body_is_refused_before_it_is_read(master: Master) -> None:
+    head = request("POST", "/v1/nodes/n0/exchange", auth=f"Bearer {TOKEN}", length=10**12)
+    with master.connect() as sock:
+        sock.sendall(head)
+        assert read_reply(sock).status == 413
+
+
+def chunked(*chunks: bytes) -> bytes:
+    head = f"POST /v1/nodes/chunks/exchange HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
+    body = b"".join(b"%x\r\n%s\r\n" % (len(chunk), chunk) for chunk in chunks)
+    return head.encode() + b"Transfer-Encoding: chunked\r\n\r\n" + body
+
+
+def test_a_body_in_chunks_is_taken_up_to_the_limit(master: Master) -> None:
+    data = json.dumps(report()).encode()
+    assert master.send(chunked(data[:20], data[20:], b"")).status == 200
+    with master.connect() as sock:
+        sock.sendall(chunked(b" " * (MAX_BODY // 2), b" " * (MAX_BODY // 2), b" "))
+        reply = read_reply(sock)  # although its end has not come
+        assert reply.status == 413
+        assert reply.error.code == "too_large"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"SSH-2.0-OpenSSH_9.6\r\n",
+        b"GET / HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
+        b"GET / HTTP/1.1\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n",
+        b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
+    ],
+)
+def test_what_is_not_http_is_refused_and_hung_up_on(master: Master, data: bytes) -> None:
+    with master.connect() as sock:
+        sock.sendall(data)
+        assert read_reply(sock).status in (400, 401)
+        if data[0] != ord("P"):
+            assert closed(sock)
+
+
+# --- callers that stop in the middle ---
+
+
+@pytest.mark.parametrize("said", [b"", b"G", b"GET / HTTP/1.1\r\nX: y\r\n"])
+@pytest.mark.parametrize("port", ["job", "health"])
+def test_a_connection_without_a_whole_head_is_closed(
+    master: Master, port: str, said: bytes
+) -> None:
+    with master.connect(getattr(master, port)) as sock:
+        sock.sendall(said)
+        assert closed(sock), "it was given time, and then closed"
+
+
+def test_half_a_head_after_a_good_request_is_closed_too(master: Master) -> None:
+    whole = request("GET", "/v1/job", auth=f"Bearer {TOKEN}")
+    with master.connect() as sock:
+        sock.sendall(whole)
+        assert read_reply(sock).status == 200
+        sock.sendall(whole[:30])
+        assert closed(sock)
+
+
+def test_half_a_body_is_waited_for_only_so_long(master: Master) -> None:
+    data = json.dumps(report()).encode()
+    whole = request("POST", "/v1/nodes/half/exchange", data, auth=f"Bearer {TOKEN}")
+    with master.connect() as sock:
+        sock.sendall(whole[:-10])
+        reply = read_reply(sock)
+        assert reply.status == 408
+        assert f"no whole body within {HEADER_S:g} s" in reply.error.message
+        assert closed(sock)
+
+
+def test_a_caller_that_leaves_in_the_middle_of_its_body_or_of_the_answer(master: Master) -> None:
+    data = json.dumps(report(seq=7)).encode()
+    whole = request("POST", "/v1/nodes/leaver/exchange", data, auth=f"Bearer {TOKEN}")
+    for cut in (len(whole) - 10, len(whole)):
+        with master.connect() as sock:
+            sock.sendall(whole[:cut])
+    # That it left no trace in the log is seen when the master ends.
+    assert master.exchange(report(seq=8), "leaver").status == 200
+
+
+# --- a master that cannot start ---
+
+
+def test_a_master_that_cannot_start_says_why_and_exits_2(place: Place) -> None:
+    good = place.folder / "token"
+    good.touch(mode=0o600)
+    good.write_text(TOKEN)
+    short, open_to_all = place.folder / "short", place.folder / "open"
+    for path, text in ((short, "abc"), (open_to_all, TOKEN)):
+        path.touch(mode=0o600)
+        path.write_text(text)
+    open_to_all.chmod(0o644)
+    torn = place.folder / "torn"
+    torn.mkdir()
+    (torn / "journal.json").write_bytes(b"\xff not a journal")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        cases: list[tuple[dict[str, str], str]] = [
+            ({"--listen": address}, f"cannot listen on {address}: Address already in use"),
+            ({"--health": address}, f"cannot listen on {address}: Address already in use"),
+            ({"--listen": "nonsense"}, "cannot listen on nonsense: "),
+            ({"--listen": "127.0.0.1:99999"}, "cannot listen on 127.0.0.1:99999: "),
+            ({"--token-file": "/no/token"}, "token file /no/token: No such file"),
+            ({"--token-file": str(short)}, "expected at least 16 characters"),
+            ({"--token-file": str(open_to_all)}, "others may read it"),
+            ({"--state-dir": str(good)}, f"{good}: "),
+            ({"--state-dir": str(torn)}, "journal.json: not a journal of this version"),
+            ({"LEASE_S": "soon"}, "DLROVER_MASTER_*.lease_s: found text 'soon'"),
+            ({"LEASE_S": "1", "EXCHANGE_S": "1"}, "expected a lease of at least two exchanges"),
+            ({"LEASES": "1"}, "DLROVER_MASTER_*.leases: unknown field"),
+        ]
+        started = [cannot_start(place, good, change) for change, _ in cases]
+        for (change, words), process in zip(cases, started, strict=True):
+            out, err = process.communicate(timeout=60)
+            assert process.returncode == 2, (change, err)
+            assert err.startswith("dlrover-master: "), (change, err)
+            assert words in err, (change, err)
+            assert "Traceback" not in err
+            assert TOKEN not in out + err
+
+
+def cannot_start(place: Place, token: Path, change: dict[str, str]) -> "subprocess.Popen[str]":
+    flags = {
+        "--listen": "127.0.0.1:0",
+        "--token-file": str(token),
+        "--state-dir": str(place.folder / "state"),
+    }
+    flags |= {k: v for k, v in change.items() if k.startswith("--")}
+    env = {f"DLROVER_MASTER_{k}": v for k, v in change.items() if not k.startswith("--")}
+    argv = [word for pair in flags.items() for word in pair]
+    return place.popen(
+        "python",
+        *("-m", "dlrover_py.master", "--static", JOB, *argv),
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
