@@ -319,8 +319,11 @@ class _Unix(http.client.HTTPConnection):
 class Ours:
     """One job that runs through ``dlrover job run``."""
 
-    def __init__(self, folder: Path, name: str, hub: Hub, *, hosts: int, **worker: Any) -> None:
-        self.name = name
+    def __init__(
+        self, folder: Path, name: str, hub: Hub, results: Results, *, hosts: int, **worker: Any
+    ) -> None:
+        self.name, self._results = name, results
+        self._timed = 0
         self.stamps = Stamps(folder / f"{name}.stamps")
         self._state = folder / "state"
         self._socket = folder / "run" / name / names.CLUSTER_SOCKET
@@ -403,6 +406,9 @@ class Ours:
 
         status = until(look, f"{self.name}: {nodes} nodes", within_s=60, every_s=0.1)
         _pause.wait(QUIET_S)
+        if self._timed and status.round != self._timed:
+            words = f"round {self._timed} was timed and round {status.round} runs"
+            self._results.surprise(f"{self.name}: {words} ({status.reason})")
         return status
 
     def started(self, after: int, nodes: int) -> tuple[int, dict[str, Stamp]]:
@@ -417,11 +423,16 @@ class Ours:
             return next(((r, w) for r, w in sorted(rounds.items()) if len(w) == nodes), None)
 
         try:
-            return until(look, f"{self.name}: {nodes} nodes after round {after}", within_s=20)
+            found = until(look, f"{self.name}: {nodes} nodes after round {after}", within_s=20)
         except Unexpected as error:
             status = self.snapshot().status
             last = [f"{e.reason}: {e.message}" for e in status.events[-5:]] if status else []
             raise Unexpected(f"{error}; last events: {last}") from error
+        self._timed = found[0]
+        if self._timed > after + 1:
+            words = f"round {self._timed} where round {after + 1} was expected"
+            self._results.surprise(f"{self.name}: {words}; timed until then")
+        return found
 
     def assigned(self, number: int, nodes: Iterable[str]) -> dict[str, int]:
         """When these agents took up a round (monotonic ns), by their logs."""
@@ -438,16 +449,12 @@ class Ours:
                 raise Unexpected(f"{log}: no workers_start of round {number}")
         return found
 
-    def measure(self, case: Case, results: Results, before: JobStatus, at: int, nodes: int) -> None:
+    def measure(self, case: Case, before: JobStatus, at: int, nodes: int) -> None:
         """Take the figures of the round that follows, from the fault at ``at``."""
         number, workers = self.started(before.round, nodes)
         assigned = self.assigned(number, workers)
         case.assigned.append(ms(max(assigned.values()), at))
         case.worker.append(ms(max(s.at for s in workers.values()), at))
-        if number != before.round + 1:
-            results.surprise(
-                f"{case.what}: it took {number - before.round} rounds, and so they are timed"
-            )
         say(f"  {case.what}: {case.assigned[-1]:.0f} ms, workers {case.worker[-1]:.0f} ms")
 
     def joined(self, case: Case, after: int, nodes: int, joiners: Sequence[str]) -> None:
@@ -484,12 +491,12 @@ def ours_with_standby(
             reports about once a second.
     """
     spec = {"replicas": 3, "minReplicas": 2, "standbyReplicas": 1, "restartCount": 1000}
-    with Ours(folder, name, hub, hosts=4, **spec) as job:
+    with Ours(folder, name, hub, results, hosts=4, **spec) as job:
         start(job, results, standby=1)
         status = job.settled(3, standby=1)
         for rank in (0, 1, 2, 0):
             at = kill_all(members(status)[rank].pids)
-            job.measure(results.worker_killed, results, status, at, 3)
+            job.measure(results.worker_killed, status, at, 3)
             status = job.settled(3, standby=1, after=status.round)
         for case, first in (
             (results.node_standby, False),
@@ -499,19 +506,19 @@ def ours_with_standby(
         ):
             node = victim(status, first=first)
             at = kill_all([node.agent_pid, *node.pids])
-            job.measure(case, results, status, at, 3)
+            job.measure(case, status, at, 3)
             status = job.settled(3, standby=1, after=status.round)
         node = victim(status, first=False)
         _pause.wait(phase_s)
         _, at, took = job.call("POST", f"/v1/nodes/{node.id}/freeze")
         results.frozen.request.append(took)
-        job.measure(results.frozen, results, status, at, 3)
+        job.measure(results.frozen, status, at, 3)
 
 
 def ours_shrinking(folder: Path, name: str, hub: Hub, results: Results) -> None:
     """Take hosts away, one by one; then bring them back at once."""
     spec = {"replicas": 3, "minReplicas": 1, "restartCount": 1000}
-    with Ours(folder, name, hub, hosts=3, **spec) as job:
+    with Ours(folder, name, hub, results, hosts=3, **spec) as job:
         start(job, results, standby=0)
         status = job.settled(3)
         for _ in range(2):
@@ -522,7 +529,7 @@ def ours_shrinking(folder: Path, name: str, hub: Hub, results: Results) -> None:
                 node = victim(status, first=first)
                 _, at, took = job.call("POST", f"/v1/nodes/{node.id}/kill")
                 case.request.append(took)
-                job.measure(case, results, status, at, left)
+                job.measure(case, status, at, left)
                 status = job.settled(left, after=status.round)
 
             def pending() -> list[str] | None:

@@ -319,7 +319,7 @@ class Bench:
                 self.spec, self.rules, self.journal, term=term, now=self.now, wall=WALL + self.now
             )
             kept = {n.id for n in self.journal.nodes}
-            self._wanted = set(kept)
+            self._wanted = {n.id for n in self.journal.nodes if not n.leaving}
             self._unseen = {n.id for n in self.journal.nodes if not n.incarnation}
             numbers = range(self.journal.next_node)
             self._created = {n for n in self._created if int(n[1:]) in numbers}

@@ -95,9 +95,11 @@ def listen(address: str) -> socket.socket:
     """
     host, _, port = address.rpartition(":")
     try:
+        if not 0 <= int(port) < 65536:
+            raise ValueError(port)
         return socket.create_server((host.strip("[]"), int(port)), backlog=4096)
-    except (OSError, ValueError, OverflowError) as error:
-        why = error.strerror if isinstance(error, OSError) else "that is no port"
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "the port is no number up to 65535"
         raise ConfigError(
             f"cannot listen on {address}: {why}; expected a free host:port (port 0 takes any)"
         ) from error

@@ -269,6 +269,7 @@ def server(app: ASGIApp, *, header_s: float) -> Server:
         "lifespan": "off",
         "log_config": None,
         "access_log": False,
+        "log_level": logging.WARNING,
         "server_header": False,
         "backlog": 4096,
         # An agent's connection is idle only between two exchanges.

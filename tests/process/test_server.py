@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -15,8 +16,10 @@ from typing import Any
 
 import pytest
 
+from dlrover_py.master.app import listen, read_token
+from dlrover_py.master.settings import Settings
 from dlrover_py.protocol.agents import Assignment, Directive, ErrorReply
-from dlrover_py.protocol.errors import Unauthorized
+from dlrover_py.protocol.errors import ConfigError, Unauthorized
 from dlrover_py.protocol.status import JobStatus
 from dlrover_py.rpc import Client
 from tests.process.harness import Place, alive, document, eventually
@@ -104,6 +107,11 @@ def read_reply(sock: socket.socket) -> Reply:
         assert more, "closed in the body"
         body += more
     return Reply(int(head.split()[1]), head.decode(), body)
+
+
+def readable(sock: socket.socket) -> bool:
+    """Whether something, or its end, has come."""
+    return bool(select.select([sock], [], [], 0)[0])
 
 
 def closed(sock: socket.socket) -> bool:
@@ -310,13 +318,16 @@ def test_a_good_report_is_answered(master: Master) -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (b"", "report: found text '': invalid JSON"),
-        (b"{", "report: found text '{': invalid JSON"),
+        (b"", "report: found bytes b'': invalid JSON"),
+        (b"{", "report: found bytes b'{': invalid JSON"),
         (b"\xff\xfe", "report: found"),
         (b"[]", "report: found a list []: input should be an object"),
         (b"null", "report: found nothing None: input should be an object"),
         (b"{}", "report.boot_id: missing"),
-        (report(boot_id="short"), "report.boot_id: found text 'short': string should have at least"),
+        (
+            report(boot_id="short"),
+            "report.boot_id: found text 'short': string should have at least",
+        ),
         (report(seq=-1), "report.seq: found a number -1: input should be greater than or equal to"),
         (report(seq="many"), "report.seq: found text 'many': input should be a valid integer"),
         (report(seq=2**60), "report.seq: found a number"),
@@ -357,7 +368,9 @@ def test_a_large_body_is_refused_before_it_is_read(master: Master) -> None:
 
 
 def chunked(*chunks: bytes) -> bytes:
-    head = f"POST /v1/nodes/chunks/exchange HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
+    head = (
+        f"POST /v1/nodes/chunks/exchange HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
+    )
     body = b"".join(b"%x\r\n%s\r\n" % (len(chunk), chunk) for chunk in chunks)
     return head.encode() + b"Transfer-Encoding: chunked\r\n\r\n" + body
 
@@ -393,23 +406,22 @@ def test_what_is_not_http_is_refused_and_hung_up_on(master: Master, data: bytes)
 # --- callers that stop in the middle ---
 
 
-@pytest.mark.parametrize("said", [b"", b"G", b"GET / HTTP/1.1\r\nX: y\r\n"])
-@pytest.mark.parametrize("port", ["job", "health"])
-def test_a_connection_without_a_whole_head_is_closed(
-    master: Master, port: str, said: bytes
-) -> None:
-    with master.connect(getattr(master, port)) as sock:
-        sock.sendall(said)
-        assert closed(sock), "it was given time, and then closed"
-
-
-def test_half_a_head_after_a_good_request_is_closed_too(master: Master) -> None:
+def test_a_connection_without_a_whole_head_is_closed(master: Master) -> None:
     whole = request("GET", "/v1/job", auth=f"Bearer {TOKEN}")
-    with master.connect() as sock:
-        sock.sendall(whole)
-        assert read_reply(sock).status == 200
-        sock.sendall(whole[:30])
-        assert closed(sock)
+    with contextlib.ExitStack() as stack:
+        silent = []
+        for port in (master.job, master.health):
+            for said in (b"", b"G", b"GET / HTTP/1.1\r\nX: y\r\n"):
+                silent.append(stack.enter_context(master.connect(port)))
+                silent[-1].sendall(said)
+        second = stack.enter_context(master.connect())
+        second.sendall(whole)
+        assert read_reply(second).status == 200
+        second.sendall(whole[:30])  # half a head after a good request
+        for sock in [*silent, second]:
+            assert not readable(sock), "it is given some time"
+        for sock in [*silent, second]:
+            assert closed(sock)
 
 
 def test_half_a_body_is_waited_for_only_so_long(master: Master) -> None:
@@ -437,38 +449,24 @@ def test_a_caller_that_leaves_in_the_middle_of_its_body_or_of_the_answer(master:
 
 
 def test_a_master_that_cannot_start_says_why_and_exits_2(place: Place) -> None:
-    good = place.folder / "token"
-    good.touch(mode=0o600)
-    good.write_text(TOKEN)
-    short, open_to_all = place.folder / "short", place.folder / "open"
-    for path, text in ((short, "abc"), (open_to_all, TOKEN)):
-        path.touch(mode=0o600)
-        path.write_text(text)
-    open_to_all.chmod(0o644)
-    torn = place.folder / "torn"
+    token, torn = place.folder / "token", place.folder / "torn"
+    token.touch(mode=0o600)
+    token.write_text(TOKEN)
     torn.mkdir()
     (torn / "journal.json").write_bytes(b"\xff not a journal")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         cases: list[tuple[dict[str, str], str]] = [
             ({"--listen": address}, f"cannot listen on {address}: Address already in use"),
-            ({"--health": address}, f"cannot listen on {address}: Address already in use"),
-            ({"--listen": "nonsense"}, "cannot listen on nonsense: "),
-            ({"--listen": "127.0.0.1:99999"}, "cannot listen on 127.0.0.1:99999: "),
             ({"--token-file": "/no/token"}, "token file /no/token: No such file"),
-            ({"--token-file": str(short)}, "expected at least 16 characters"),
-            ({"--token-file": str(open_to_all)}, "others may read it"),
-            ({"--state-dir": str(good)}, f"{good}: "),
             ({"--state-dir": str(torn)}, "journal.json: not a journal of this version"),
             ({"LEASE_S": "soon"}, "DLROVER_MASTER_*.lease_s: found text 'soon'"),
-            ({"LEASE_S": "1", "EXCHANGE_S": "1"}, "expected a lease of at least two exchanges"),
-            ({"LEASES": "1"}, "DLROVER_MASTER_*.leases: unknown field"),
         ]
-        started = [cannot_start(place, good, change) for change, _ in cases]
+        started = [cannot_start(place, token, change) for change, _ in cases]
         for (change, words), process in zip(cases, started, strict=True):
             out, err = process.communicate(timeout=60)
             assert process.returncode == 2, (change, err)
-            assert err.startswith("dlrover-master: "), (change, err)
+            assert err.splitlines()[-1].startswith("dlrover-master: "), (change, err)
             assert words in err, (change, err)
             assert "Traceback" not in err
             assert TOKEN not in out + err
@@ -490,3 +488,45 @@ def cannot_start(place: Place, token: Path, change: dict[str, str]) -> "subproce
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
+
+
+@pytest.mark.parametrize(
+    "address", ["nonsense", "127.0.0.1:99999", "127.0.0.1:-1", "127.0.0.1:x", "no.such.host.:80"]
+)
+def test_an_address_that_makes_no_sense(address: str) -> None:
+    with pytest.raises(ConfigError, match=f"cannot listen on {address}: .+ expected a free host"):
+        listen(address)
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "words"),
+    [
+        ("abc", 0o600, "expected at least 16 characters"),
+        (TOKEN, 0o644, "others may read it; expected mode 0600"),
+        (None, 0, "No such file"),
+    ],
+)
+def test_a_token_file_that_is_no_secret(
+    tmp_path: Path, text: str | None, mode: int, words: str
+) -> None:
+    path = tmp_path / "token"
+    if text is not None:
+        path.write_text(text)
+        path.chmod(mode)
+    with pytest.raises(ConfigError, match=words):
+        read_token(path)
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"LEASE_S": "1", "EXCHANGE_S": "1"}, "expected a lease of at least two exchanges"),
+        ({"LEASE_S": "-1"}, "DLROVER_MASTER_*.lease_s: found text '-1': input should be greater"),
+        ({"LEASES": "1"}, "DLROVER_MASTER_*.leases: unknown field"),
+        ({"MAX_BODY_BYTES": "0"}, "DLROVER_MASTER_*.max_body_bytes: found text '0'"),
+    ],
+)
+def test_settings_that_cannot_be_used(environ: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Settings.from_environment({f"DLROVER_MASTER_{k}": v for k, v in environ.items()})
+    assert words in str(caught.value)
