@@ -327,6 +327,8 @@ class Job:
             node=node.id,
             warning=True,
         )
+        if self.phase not in (JobPhase.RUNNING, JobPhase.FORMING):
+            return
         if self.world is not None and node.id in self.world.rank_of and not self._ended_well(node):
             why = f"{node.id}'s agent was restarted"
             self._obey(node, after_restart(why, **self._budgets(node)), "loss", why, event)
