@@ -11,6 +11,7 @@ up go by the mark, so that nothing escapes by a new session or a new parent.
 
 import asyncio
 import contextlib
+import fcntl
 import logging
 import os
 import re
@@ -145,6 +146,8 @@ class Cluster:
     _door: socket.socket | None = None
     _sockets: tuple[socket.socket, socket.socket] | None = None
     _lifeline: tuple[int, int] = (-1, -1)
+    _held: int = -1
+    """The lock on the job's name."""
     _tasks: set["asyncio.Task[None]"] = field(default_factory=set)
 
     # --- life ---
@@ -165,18 +168,25 @@ class Cluster:
                 "machine there is no image that could bring one, such as [elastic-run, train.py]"
             )
         try:
-            paths.logs.mkdir(parents=True, exist_ok=True)
-            paths.runtime.mkdir(parents=True, mode=0o700)
-        except FileExistsError as error:
+            lock = _lock(paths.runtime)
+        except BlockingIOError as error:
             raise ConfigError(
                 f"a job named {job.metadata.name} runs already (its folder is {paths.runtime}); "
                 f"stop it with `dlrover job stop {job.metadata.name}`, or name this one differently"
             ) from error
         except OSError as error:
-            raise ConfigError(f"{error.filename}: {error.strerror}") from error
-        paths.token.touch(mode=0o600)
-        paths.token.write_text(secrets.token_urlsafe(24))
+            raise ConfigError(f"{error.filename or paths.runtime}: {error.strerror}") from error
         cluster = cls(job=job, paths=paths, workdir=workdir, environ=environ, hosts=[])
+        cluster._held = lock
+        try:
+            shutil.rmtree(paths.runtime, ignore_errors=True)  # of a run that was killed
+            paths.runtime.mkdir(mode=0o700)
+            paths.logs.mkdir(parents=True, exist_ok=True)
+            paths.token.touch(mode=0o600)
+            paths.token.write_text(secrets.token_urlsafe(24))
+        except OSError as error:
+            cluster.close()
+            raise ConfigError(f"{error.filename or paths.runtime}: {error.strerror}") from error
         cluster.add_hosts(hosts)
         cluster._sockets = (
             socket.create_server(("127.0.0.1", 0), backlog=4096),
@@ -184,14 +194,16 @@ class Cluster:
         )
         cluster._lifeline = os.pipe()
         cluster._door = socket.socket(socket.AF_UNIX)
+        fresh = paths.socket.with_suffix(".fresh")
         try:
-            cluster._door.bind(str(paths.socket))
+            cluster._door.bind(str(fresh))
+            cluster._door.listen(128)
+            fresh.rename(paths.socket)  # whoever sees it can connect
         except OSError as error:
             cluster.close()
             raise ConfigError(
                 f"{paths.socket}: {error.strerror or error}; DLROVER_RUNTIME_DIR sets another place"
             ) from error
-        cluster._door.listen(128)
         return cluster
 
     def door(self) -> socket.socket:
@@ -268,13 +280,13 @@ class Cluster:
 
     def close(self) -> None:
         """Let go of sockets and of the runtime folder; the state folder stays."""
-        for fd in self._lifeline:
-            with contextlib.suppress(OSError):
-                os.close(fd)
         for sock in (self._door, *(self._sockets or ())):
             if sock is not None:
                 sock.close()
         shutil.rmtree(self.paths.runtime, ignore_errors=True)
+        for fd in (*self._lifeline, self._held):
+            with contextlib.suppress(OSError):
+                os.close(fd)
 
     # --- what the master asks for ---
 
@@ -603,6 +615,22 @@ def expand(text: str, env: dict[str, str]) -> str:
         return env.get(match[1], match[0])
 
     return _REFERENCE.sub(value, text)
+
+
+def _lock(folder: Path) -> int:
+    """Make this process the only one that uses the folder, which may be left of a killed one.
+
+    Raises:
+        BlockingIOError: another process does.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    lock = os.open(folder.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise
+    return lock
 
 
 def _spawn(

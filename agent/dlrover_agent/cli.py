@@ -6,20 +6,22 @@ beats the flags. Alone, ``--standalone`` trains on this machine.
 
 import argparse
 import asyncio
+import contextlib
 import json
 import logging
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dlrover_agent.core import Exit
-from dlrover_agent.loop import work
+from dlrover_agent.loop import HANDLED, work
 from dlrover_agent.settings import Settings
 from dlrover_agent.workers import Command
 from dlrover_py import __version__
@@ -93,13 +95,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         member = settings.in_job and not args.standalone
         level = settings.log_level or ("INFO" if member else "WARNING")
         setup("elastic-run", level=level, node=settings.node_id)
-        outcome = _member(args, settings) if member else _standalone(args, settings)
+        with _signals_wait():
+            outcome = _member(args, settings) if member else _standalone(args, settings)
     except DLRoverError as error:
-        sys.stderr.write(f"elastic-run: {error}\n")
+        _say(error)
         return int(error.exit_code)
     if outcome.code != ExitCode.OK:
-        sys.stderr.write(f"elastic-run: {outcome.message}\n")
+        _say(outcome.message)
     return outcome.code
+
+
+def _say(words: object) -> None:
+    with contextlib.suppress(OSError):  # a full disk must not change the exit code
+        sys.stderr.write(f"elastic-run: {words}\n")
+
+
+@contextlib.contextmanager
+def _signals_wait() -> Iterator[None]:
+    """What is made in here is also unmade: signals wait until the agent takes them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _member(args: argparse.Namespace, settings: Settings) -> Exit:
@@ -124,7 +142,7 @@ def _standalone(args: argparse.Namespace, settings: Settings) -> Exit:
     if args.nnodes not in ("1", "1:1"):
         raise ConfigError(f"--nnodes is {args.nnodes}: --standalone is a job of exactly one node")
     command = _command(args, settings)
-    folder = Path(tempfile.mkdtemp(prefix="dlrover-run-", dir="/tmp"))
+    folder = Path(tempfile.mkdtemp(prefix=f"dlrover-run-{os.getpid()}-", dir="/tmp"))
     try:
         token = secrets.token_urlsafe(24)
         token_file = folder / TOKEN_FILE

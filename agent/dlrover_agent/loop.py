@@ -122,7 +122,7 @@ class Agent:
         self._coming = Reserved(settings.advertise)
         self._current: Reserved | None = None
         self._result: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
-        self._scratch = Path(tempfile.mkdtemp(prefix="dlrover-", dir="/tmp"))
+        self._scratch = Path(tempfile.mkdtemp(prefix=f"dlrover-{os.getpid()}-", dir="/tmp"))
         self._guardian = Guardian(settings.lifeline_fd, self._scratch)
         self._local = Local(self._scratch / "sdk.sock", self._heard)
         self._workers = Workers(
@@ -153,6 +153,7 @@ class Agent:
         loop = asyncio.get_running_loop()
         for number in HANDLED:
             loop.add_signal_handler(number, self._signalled, number)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
         loop.add_signal_handler(signal.SIGCHLD, self._child_ended)
         if self._settings.lifeline_fd is not None:
             loop.add_reader(self._settings.lifeline_fd, self._lifeline)
@@ -167,7 +168,9 @@ class Agent:
                 await self._line.last_report(LAST_REPORT_S)
             return outcome
         finally:
+            signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)  # nothing must stop the cleaning up
             exchange.cancel()
+            await asyncio.gather(exchange, return_exceptions=True)
             self._close()
 
     def post(self, event: Event) -> None:

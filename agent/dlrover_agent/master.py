@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from dlrover_py.protocol.agents import AgentReport, Assignment
-from dlrover_py.protocol.errors import Superseded, TransientError, Unauthorized
+from dlrover_py.protocol.errors import Superseded, TransientError, Unauthorized, Unreachable
 from dlrover_py.rpc import Client
 
 log = logging.getLogger("agent.master")
@@ -50,7 +50,7 @@ class Line:
         """Exchange until cancelled.
 
         Raises:
-            TransientError: the master has never answered within the time for the first contact.
+            Unreachable: the master has never answered within the time for the first contact.
             Unauthorized: the token was refused at the first contact.
         """
         started = time.monotonic()
@@ -61,6 +61,12 @@ class Line:
             urgent = asyncio.create_task(self._urgent.wait())
             try:
                 await asyncio.wait({exchange, urgent}, return_when=asyncio.FIRST_COMPLETED)
+            except asyncio.CancelledError:
+                under_way = [exchange, *self._older]
+                for task in under_way:
+                    task.cancel()
+                await asyncio.gather(*under_way, return_exceptions=True)
+                raise
             finally:
                 urgent.cancel()
             if not exchange.done():
@@ -75,11 +81,12 @@ class Line:
                 self._refused(str(error))
                 return
             except (TransientError, Unauthorized) as error:
-                waited = time.monotonic() - started
-                if not self._answered and (
-                    isinstance(error, Unauthorized) or waited > self._connect_s
-                ):
-                    raise
+                if not self._answered:
+                    if isinstance(error, Unauthorized):
+                        raise
+                    if time.monotonic() - started >= self._connect_s:
+                        words = f"the master did not answer for {self._connect_s:g} s"
+                        raise Unreachable(f"{words}: {error}") from error
                 self._say_down(error)
                 tries += 1
                 await self._pause(tries)
@@ -94,7 +101,7 @@ class Line:
 
     async def _exchange(self) -> None:
         body = self._report().model_dump_json(exclude_defaults=True).encode()
-        deadline = self._held_s + 5.0
+        deadline = self._held_s + 5.0 if self._answered else min(FIRST_ANSWER_S, self._connect_s)
         answer = await self._client.call("POST", self._path, body, deadline_s=deadline)
         assignment = Assignment.model_validate_json(answer)
         self._answered = True

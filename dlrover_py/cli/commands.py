@@ -114,8 +114,9 @@ def run(file: Path, hosts: int | None, as_json: bool, plain: bool, grace: float)
 
 
 @job.command("list")
+@click.option("--all", "show_all", is_flag=True, help="All that have ended, not only the last ten.")
 @as_json
-def list_jobs(as_json: bool) -> None:
+def list_jobs(show_all: bool, as_json: bool) -> None:
     """Jobs of this machine: those that run, and those that have ended."""
     settings = Settings.from_environment()
     rows: list[tuple[str, str, JobStatus | None]] = []
@@ -123,19 +124,26 @@ def list_jobs(as_json: bool) -> None:
         with contextlib.suppress(Unreachable):
             snapshot = call(settings, name)
             rows.append((name, "running", snapshot.status))
-    for folder in sorted(settings.state_root.glob(f"*/{names.STATUS_FILE}")):
+    past = []
+    for file in settings.state_root.glob(f"*/{names.STATUS_FILE}"):
         with contextlib.suppress(OSError, ValueError):
-            past = JobStatus.model_validate_json(folder.read_text())
-            rows.append((past.name, "ended", past))
+            past.append(JobStatus.model_validate_json(file.read_text()))
+    past.sort(key=lambda s: s.ended_at or 0.0, reverse=True)
+    rows += [(status.name, "ended", status) for status in (past if show_all else past[:10])]
     if as_json:
         click.echo(json.dumps([{"name": n, "state": s, "status": dump(st)} for n, s, st in rows]))
         return
     if not rows:
         click.echo("no jobs; start one with `dlrover job run job.yaml`")
     for name, state, status in rows:
-        words = view.summary(status) if status else "starting"
-        since = f", {view.age(status.started_at, status.ended_at)}" if status else ""
-        click.echo(f"{name:24} {state:8} {words}{since}")
+        if status is None:
+            click.echo(f"{name:24} starting")
+            continue
+        took = f"after {view.age(status.started_at, status.ended_at)}"
+        when = f"{view.age(status.ended_at)} ago" if status.ended_at is not None else state
+        click.echo(f"{name:24} {when:16} {view.summary(status)} {took}")
+    if len(past) > 10 and not show_all:
+        click.echo(f"… and {len(past) - 10} more (--all); they are in {settings.state_root}")
 
 
 @job.command()

@@ -20,6 +20,7 @@ from dlrover_py.protocol.status import JobPhase, JobStatus
 from dlrover_py.telemetry import setup
 
 Style = Literal["live", "plain", "json"]
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REDRAW_S = 0.25
 PROGRESS_S = 5.0
 """Without a terminal the step is printed this often."""
@@ -32,13 +33,18 @@ def run_job(
     name = job.metadata.name
     stamp = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S.%f")[:-3]
     paths = Paths(settings.runtime_root / name, settings.state_root / f"{name}@{stamp}")
-    cluster = Cluster.prepare(
-        job, hosts=hosts, paths=paths, workdir=workdir, environ=settings.environ
-    )
+    # What is made here is also unmade: signals wait until the loop takes them.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
-        return asyncio.run(_run(cluster, grace_s, style))
+        cluster = Cluster.prepare(
+            job, hosts=hosts, paths=paths, workdir=workdir, environ=settings.environ
+        )
+        try:
+            return asyncio.run(_run(cluster, grace_s, style))
+        finally:
+            cluster.close()
     finally:
-        cluster.close()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 async def _run(cluster: Cluster, grace_s: float, style: Style) -> int:
@@ -54,8 +60,9 @@ async def _run(cluster: Cluster, grace_s: float, style: Style) -> int:
         if len(interrupts) > 1:
             at_once.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in ENDING:
         loop.add_signal_handler(number, interrupted, number)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     config = uvicorn.Config(
         api(cluster),
         log_config=None,
@@ -89,6 +96,7 @@ async def _run(cluster: Cluster, grace_s: float, style: Style) -> int:
     server.should_exit = True
     master.cancel()
     await asyncio.gather(serving, master, return_exceptions=True)
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     log_file.close()
     if failed is not None:
         raise failed

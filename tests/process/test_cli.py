@@ -54,7 +54,7 @@ def test_steps_and_metrics_reach_the_status_and_a_stop_reaches_the_script(place:
 def test_the_second_terminal(place: Place) -> None:
     with job(place, replicas=2, minReplicas=1, hosts=2) as run:
         before = run.running(2)
-        assert "Running · round 1 · 2/2 nodes" in run.cli("job", "list")
+        assert "Running · round 1 · 2/2 nodes" in run.cli("job", "list", "--all")
         (row,) = json.loads(run.cli("job", "list", "--json"))
         assert (row["name"], row["state"]) == ("job", "running")
         described = run.cli("job", "describe")
