@@ -161,12 +161,6 @@ class Cluster:
         Raises:
             ConfigError: a job of this name runs already, or a folder cannot be made.
         """
-        command = job.worker.container().command
-        if not command:
-            raise ConfigError(
-                "spec.replicaSpecs.worker.template.spec.containers[main].command: missing; on this "
-                "machine there is no image that could bring one, such as [elastic-run, train.py]"
-            )
         try:
             lock = _lock(paths.runtime)
         except BlockingIOError as error:
@@ -366,6 +360,8 @@ class Cluster:
             node.killed = f"{node.host} was killed"
             with contextlib.suppress(ValueError):
                 self.hosts.remove(node.host)
+            # The agent first: on a host that is gone nobody is left to report the worker's death.
+            _signal(node.process, signal.SIGKILL)
             signal_marked(node.mark, signal.SIGKILL)
             return f"{node.id} and its host {node.host} are gone; `dlrover node add` brings another"
         if verb == "freeze":

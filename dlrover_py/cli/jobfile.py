@@ -9,7 +9,7 @@ from dlrover_py.protocol.job import ElasticJob
 
 
 def load(path: Path) -> ElasticJob:
-    """Read and check a job file.
+    """Read and check a job file that is to be run on this machine.
 
     Raises:
         ConfigError: one line for each fault: ``file:line: path: found, expected``.
@@ -28,7 +28,13 @@ def load(path: Path) -> ElasticJob:
         what = getattr(error, "problem", None) or "cannot be read"
         raise ConfigError(f"{where}: not valid YAML: {what}") from error
     try:
-        return ElasticJob.parse(document)
+        job = ElasticJob.parse(document)
+        if not job.worker.container().command:
+            raise ConfigError(
+                "spec.replicaSpecs.worker.template.spec.containers[main].command: missing; on this "
+                "machine there is no image that could bring one, such as [elastic-run, train.py]"
+            )
+        return job
     except ConfigError as error:
         lines = [
             f"{path}:{_line_of(root, line.partition(': ')[0])}: {line}"

@@ -38,7 +38,7 @@ class Store(Protocol):
         """
 
     def save(self, journal: Journal) -> None:
-        """Replace what it holds, all or nothing, and on stable storage before this returns.
+        """Replace what it holds, all or nothing: it outlives this process from now on.
 
         Raises:
             Unwritable: nothing has changed.
@@ -49,7 +49,11 @@ class Store(Protocol):
 
 
 class FileStore:
-    """A journal in a file, replaced atomically."""
+    """A journal in a file, replaced atomically.
+
+    It is not forced to the disk (three commits, 13 ms in each recovery): it has to outlive the
+    master, and a machine that loses power loses the nodes that the journal tells of as well.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -93,15 +97,9 @@ class FileStore:
                 view = memoryview(data)
                 while view:
                     view = view[os.write(handle, view) :]
-                os.fsync(handle)
             finally:
                 os.close(handle)
             os.replace(fresh, self._path)
-            folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
         except OSError as error:
             with contextlib.suppress(OSError):
                 fresh.unlink(missing_ok=True)

@@ -21,7 +21,11 @@ JobName = Annotated[
 
 class _Strict(BaseModel):
     model_config = ConfigDict(
-        frozen=True, extra="forbid", alias_generator=to_camel, populate_by_name=True
+        frozen=True,
+        strict=True,  # "3" and true are no numbers, as for Kubernetes
+        extra="forbid",
+        alias_generator=to_camel,
+        populate_by_name=True,
     )
 
 
