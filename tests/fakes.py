@@ -1,5 +1,13 @@
 """Fakes for tests; each obeys the same contract tests as the real thing (tests/contracts)."""
 
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
 from dlrover_py.master.core.job import Journal
 from dlrover_py.master.store import Held, Unwritable
 from dlrover_py.protocol.errors import ConfigError
@@ -44,3 +52,30 @@ class MemoryStore:
     def release(self) -> None:
         if self._shelf.holder is self:
             self._shelf.holder = None
+
+
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """A real disk that is soon full, mounted there; the test is skipped where that cannot be."""
+    if os.getuid() != 0:
+        pytest.skip("only root can mount a small disk")
+    folder.mkdir(exist_ok=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0700", "none", str(folder)]
+    done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"a small disk cannot be mounted here: {done.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill_up(path: Path) -> None:
+    """Write until there is no room."""
+    with path.open("wb", buffering=0) as filler:
+        for size in (4096, 1):
+            try:
+                while True:
+                    filler.write(b"x" * size)
+            except OSError:
+                continue

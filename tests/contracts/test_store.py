@@ -18,7 +18,7 @@ from dlrover_py.protocol.agents import FailureKind, WorkerFailure
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.names import Incarnation, NodeId, Round, Term
 from dlrover_py.protocol.status import Failure, JobEvent, JobPhase
-from tests.fakes import MemoryStore, Shelf
+from tests.fakes import MemoryStore, Shelf, fill_up, small_disk
 
 
 @dataclass
@@ -270,19 +270,24 @@ def test_a_killed_master_holds_nothing(tmp_path: Path) -> None:
     store.release()
 
 
-def test_a_full_disk_is_called_so_and_leaves_no_torn_file(small_disk: Path) -> None:
-    path = small_disk / "journal.json"
-    store = FileStore(path)
+def test_a_full_disk_is_called_so_and_leaves_no_torn_file(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        store = FileStore(disk / "journal.json")
+        on_a_full_disk(store, disk)
+        store.release()
+
+
+def on_a_full_disk(store: FileStore, disk: Path) -> None:
     store.acquire()
     store.save(journal(1))
     event = JobEvent(id=1, at=1e9, reason="Large", message="x" * 6000)
     large = journal(2).model_copy(update={"events": [event]})
-    filler = small_disk / "filler"
+    filler = disk / "filler"
     fill_up(filler)
     with pytest.raises(Unwritable, match=r"journal\.json: the disk is full"):
         store.save(journal(2))
     assert store.acquire() == journal(1)
-    assert not path.with_suffix(".new").exists()
+    assert not (disk / "journal.new").exists()
     os.truncate(filler, filler.stat().st_size - 4096)
     with pytest.raises(Unwritable):
         store.save(large)  # its first half fits
@@ -290,35 +295,6 @@ def test_a_full_disk_is_called_so_and_leaves_no_torn_file(small_disk: Path) -> N
     filler.unlink()
     store.save(journal(3))
     assert store.acquire() == journal(3)
-    store.release()
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 64 KiB."""
-    if os.getuid() != 0:
-        pytest.skip("only root can mount a small disk")
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k,mode=0700", "none", str(folder)]
-    done = subprocess.run(mount, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"a small disk cannot be mounted here: {done.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-def fill_up(path: Path) -> None:
-    """Write until there is no room."""
-    with path.open("wb", buffering=0) as filler:
-        for size in (4096, 1):
-            try:
-                while True:
-                    filler.write(b"x" * size)
-            except OSError:
-                continue
 
 
 def test_a_place_that_cannot_be_used_is_said(tmp_path: Path) -> None:

@@ -1,0 +1,408 @@
+"""What a user can get wrong: it is said where and what, nothing is started, and the code is 2."""
+
+import asyncio
+import json
+import re
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dlrover_py.cli import main
+from dlrover_py.rpc import Client
+from tests.process.harness import Place, document, job, members
+
+GOOD = """\
+apiVersion: elastic.iml.github.io/v1alpha1
+kind: ElasticJob
+metadata:
+  name: job
+spec:
+  replicaSpecs:
+    worker:
+      replicas: 2
+      template:
+        spec:
+          containers:
+            - name: main
+              command: [elastic-run, train.py]
+"""
+WORKER = "spec.replicaSpecs.worker"
+POD = f"{WORKER}.template.spec.containers"
+
+
+class Desk:
+    """A folder in which ``dlrover`` is called, in this process."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self._capsys = folder, capsys
+        self.file = folder / "job.yaml"
+
+    def refuse(self, *argv: str) -> list[str]:
+        """Call it; it must refuse and start nothing. Return what it says."""
+        assert main(argv) == 2
+        out, err = self._capsys.readouterr()
+        assert out == ""
+        assert "Traceback" not in err
+        left = {p.name for p in self.folder.iterdir()} - {"job.yaml"}
+        assert not left, "something was made"
+        return err.splitlines()
+
+    def refuse_file(self, text: str | bytes) -> list[str]:
+        """Run a job file; return the faults without the name of the program."""
+        self.file.write_bytes(text if isinstance(text, bytes) else text.encode())
+        said = self.refuse("job", "run", str(self.file))
+        assert all(line.startswith(f"dlrover: {self.file}") for line in said), said
+        return [line.removeprefix(f"dlrover: {self.file}") for line in said]
+
+
+@pytest.fixture
+def desk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Desk:
+    for name in ("RUNTIME", "STATE"):
+        monkeypatch.setenv(f"DLROVER_{name}_DIR", str(tmp_path / name.lower()))
+    return Desk(tmp_path, capsys)
+
+
+# --- the job file ---
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (
+            "replicas: 2",
+            "replicas: 3\n      minReplicas: 4\n      maxReplicas: 2",
+            [
+                f":7: {WORKER}: minReplicas is 4 and replicas is 3: expected minReplicas ≤ ",
+                f":7: {WORKER}: replicas is 3 and maxReplicas is 2: expected replicas ≤ max",
+            ],
+        ),
+        (
+            "replicas: 2",
+            "replicas: 3\n      nodeUnit: 2",
+            [
+                f":7: {WORKER}: replicas is 3 and nodeUnit is 2: expected a multiple of 2 "
+                "(such as 2 or 4)"
+            ],
+        ),
+        (
+            "replicas: 2",
+            "replicsa: 2",
+            [f":8: {WORKER}.replicsa: unknown field (found a number 2); check its spelling"],
+        ),
+        (
+            "replicas: 2",
+            "replicas: two",
+            [f":8: {WORKER}.replicas: found text 'two': input should be a valid integer"],
+        ),
+        (
+            "replicas: 2",
+            'replicas: "2"',
+            [f":8: {WORKER}.replicas: found text '2': input should be a valid integer"],
+        ),
+        (
+            "replicas: 2",
+            "replicas: true",
+            [f":8: {WORKER}.replicas: found a truth value True: input should be a valid integer"],
+        ),
+        (
+            "replicas: 2",
+            "replicas: 2.5",
+            [f":8: {WORKER}.replicas: found a number 2.5: input should be a valid integer"],
+        ),
+        (
+            "replicas: 2",
+            "replicas: 0\n      restartCount: -1\n      standbyReplicas: []",
+            [
+                f":8: {WORKER}.replicas: found a number 0: input should be greater than or equal "
+                "to 1",
+                f":10: {WORKER}.standbyReplicas: found a list []: input should be a valid integer",
+                f":9: {WORKER}.restartCount: found a number -1: input should be greater than or "
+                "equal to 0",
+            ],
+        ),
+        ("name: job", "name: My_Job", [":4: metadata.name: found text 'My_Job': string should"]),
+        ("name: job", "name: " + "j" * 38, [":4: metadata.name: found text 'jjj"]),
+        ("  name: job\n", "", [":3: metadata: found nothing None: input should be"]),
+        (
+            "v1alpha1",
+            "v1",
+            [
+                ":1: apiVersion: found text 'elastic.iml.github.io/v1': input should be "
+                "'elastic.iml.github.io/v1alpha1'"
+            ],
+        ),
+        ("kind: ElasticJob", "kind: Job", [":2: kind: found text 'Job': input should be 'Elastic"]),
+        ("kind: ElasticJob\n", "", [":1: kind: missing; expected a value here"]),
+        (
+            "spec:\n  rep",
+            "spec:\n  suspend: soon\n  rep",
+            [":6: spec.suspend: found text 'soon': input should be a valid boolean"],
+        ),
+        (
+            "              command: [elastic-run, train.py]\n",
+            "",
+            [f":11: {POD}[main].command: missing; on this machine there is no image"],
+        ),
+        ("[elastic-run, train.py]", "elastic-run", [f":11: {POD}.command: found text"]),
+        (
+            "            - name: main\n              command: [elastic-run, train.py]\n",
+            "",
+            [f":11: {POD}: expected a list of at least one container"],
+        ),
+        (
+            "- name: main",
+            "- name: a\n            - name: b",
+            [f":11: {POD}: found 2 containers and none named 'main'"],
+        ),
+    ],
+)
+def test_a_fault_in_the_job_file_is_named_with_its_line(
+    desk: Desk, old: str, new: str, said: list[str]
+) -> None:
+    assert old in GOOD
+    found = desk.refuse_file(GOOD.replace(old, new, 1))
+    assert len(found) == len(said), found
+    for line, start in zip(found, said, strict=True):
+        assert line.startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", ":1: expected a mapping with apiVersion: elastic.iml.github.io/v1alpha1"),
+        ("# nothing\n", ":1: expected a mapping with apiVersion"),
+        ("- a\n", ":1: expected a mapping with apiVersion"),
+        ("just words", ":1: expected a mapping with apiVersion"),
+        (GOOD.replace("spec:", "spec: [", 1), ": not valid YAML: "),
+        (GOOD.replace("  name: job", "\tname: job"), ":4: not valid YAML: found character '\\t'"),
+        (GOOD + "---\n" + GOOD, ":14: not valid YAML: "),
+        ("a: !!python/object/apply:os.system ['touch pwned']", ":1: not valid YAML: "),
+        ("a: *unknown", ":1: not valid YAML: "),
+        (b"\xff\xfe\x00binary", ": it is not UTF-8 text"),
+        (b"a: \x00", ": not valid YAML: "),
+    ],
+)
+def test_a_file_that_is_no_job(desk: Desk, text: str | bytes, said: str) -> None:
+    (line,) = desk.refuse_file(text)
+    assert said in line
+    assert line[0] == ":"
+
+
+def test_a_file_that_is_not_there(desk: Desk) -> None:
+    (line,) = desk.refuse("job", "run", str(desk.file))
+    assert line == f"dlrover: {desk.file}: No such file or directory"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["job", "run"],
+        ["job", "run", "/"],
+        ["job", "run", "job.yaml", "--nodes", "0"],
+        ["job", "run", "job.yaml", "--nodes", "many"],
+        ["job", "run", "job.yaml", "--grace", "-1"],
+        ["job", "run", "job.yaml", "--no-such-flag"],
+        ["job", "jump"],
+        ["job", "describe", "nobody"],
+        ["job", "scale", "0"],
+        ["node", "kill"],
+        ["node", "kill", "n0"],
+    ],
+    ids=" ".join,
+)
+def test_flags_and_names_that_make_no_sense(desk: Desk, argv: list[str]) -> None:
+    assert desk.refuse(*argv)
+
+
+def test_a_folder_that_cannot_be_made_is_named(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk.file.write_text(GOOD)
+    for name in ("RUNTIME", "STATE"):
+        with monkeypatch.context() as other:
+            other.setenv("DLROVER_RUNTIME_DIR", str(desk.folder / ".." / "elsewhere"))
+            other.setenv(f"DLROVER_{name}_DIR", f"{desk.file}/x")
+            (line,) = desk.refuse("job", "run", str(desk.file))
+            assert line.startswith(f"dlrover: {desk.file}")
+            assert "Not a directory" in line
+
+
+def test_a_path_that_is_too_long_for_a_socket_is_named(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk.file.write_text(GOOD)
+    deep = desk.folder.parent / ("d" * 100)
+    monkeypatch.setenv("DLROVER_RUNTIME_DIR", str(deep))
+    monkeypatch.setenv("DLROVER_STATE_DIR", str(deep))
+    (line,) = desk.refuse("job", "run", str(desk.file))
+    assert "DLROVER_RUNTIME_DIR sets another place" in line
+    assert not (deep / "job").exists()
+
+
+def test_the_command_itself_exits_with_2(place: Place) -> None:
+    (place.folder / "job.yaml").write_text(GOOD.replace("replicas: 2", "replicas: two"))
+    done = place.call("dlrover", "job", "run", "job.yaml")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"dlrover: job.yaml:8: {WORKER}.replicas: found text 'two'")
+    assert {p.name for p in place.folder.iterdir()} == {"job.yaml"}
+
+
+# --- elastic-run alone ---
+
+
+def test_what_elastic_run_cannot_use_is_said_and_nothing_is_started(place: Place) -> None:
+    place.script("print('started')")
+    text = place.folder / "text"
+    text.write_text("no program")
+    alone = ["--standalone"]
+    member = {"DLROVER_MASTER_ADDR": "127.0.0.1:1", "DLROVER_NODE_ID": "n0"}
+    token = {"DLROVER_TOKEN_FILE": str(place.folder / "no-token")}
+    cases: list[tuple[list[str], dict[str, str], str]] = [
+        ([*alone, "gone.py"], {}, f"script {place.folder}/gone.py: there is no such file"),
+        (["train.py"], {}, "no job was found: DLROVER_MASTER_ADDR is not set"),
+        ([*alone, "--nnodes=2", "train.py"], {}, "--nnodes is 2: --standalone is a job of exactly"),
+        ([*alone, "--nproc-per-node=many", "train.py"], {}, "--nproc-per-node is 'many': expected"),
+        ([*alone, "--nproc_per_node=gpu", "train.py"], {"CUDA_VISIBLE_DEVICES": ""}, "no GPU"),
+        ([*alone, "--no-python", "./text"], {}, "program ./text: not found, or not executable"),
+        ([*alone, "--max-restarts=-1", "train.py"], {}, "found -1, expected 0 or more"),
+        ([*alone], {}, "the following arguments are required: training_script"),
+        (["train.py"], {"DLROVER_MASTER_ADDR": "nowhere"}, "address 'nowhere': expected host:port"),
+        (["train.py"], {"DLROVER_MASTER_ADDR": "h:1"}, "DLROVER_NODE_ID is not"),
+        (["train.py"], member | token, "no-token: No such file or directory"),
+        (["train.py"], {"DLROVER_CONNECT_S": "soon"}, "DLROVER_CONNECT_S is 'soon': expected a"),
+    ]
+    started = [
+        place.popen("elastic-run", *argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for argv, env, _ in cases
+    ]
+    for (argv, _, words), process in zip(cases, started, strict=True):
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 2, (argv, err)
+        assert words in err, argv
+        assert "Traceback" not in err
+        assert out == "", argv
+        assert not leftovers(process.pid)
+
+
+def leftovers(pid: int) -> list[Path]:
+    """Folders of an elastic-run with this pid."""
+    return [*Path("/tmp").glob(f"dlrover-{pid}-*"), *Path("/tmp").glob(f"dlrover-run-{pid}-*")]
+
+
+def test_a_program_that_cannot_be_executed_has_failed(place: Place) -> None:
+    program = place.folder / "broken"
+    program.write_text("#!/no/such/interpreter\n")
+    program.chmod(0o755)
+    done = place.call(
+        "elastic-run", "--standalone", "--no-python", "--nproc-per-node=2", "./broken"
+    )
+    assert done.returncode == 1
+    assert "could not be started: ./broken: No such file or directory" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("silent", [False, True], ids=["nobody there", "never answers"])
+def test_a_master_that_cannot_be_reached_at_the_start(place: Place, silent: bool) -> None:
+    place.script("print('started')")
+    token = place.folder / "token"
+    token.write_text("x" * 20)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}" if silent else "127.0.0.1:1"
+        env = {
+            "DLROVER_MASTER_ADDR": address,
+            "DLROVER_NODE_ID": "n0",
+            "DLROVER_TOKEN_FILE": str(token),
+            "DLROVER_CONNECT_S": "1",
+        }
+        done = place.call("elastic-run", "train.py", env=env, timeout=20)
+    assert done.returncode == 4
+    assert f"elastic-run: the master did not answer for 1 s: {address}: " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+# --- a job ---
+
+
+def test_a_missing_script_ends_the_job_at_once(place: Place) -> None:
+    wish = document(["elastic-run", "gone.py"], replicas=3)
+    (place.folder / "job.yaml").write_text(yaml.safe_dump(wish))
+    done = place.call("dlrover", "job", "run", "job.yaml", "--json")
+    assert done.returncode == 1
+    status = last_status(done.stdout)
+    assert status["phase"] == "Failed"
+    (failed,) = [c for c in status["conditions"] if c["type"] == "Failed"]
+    assert failed["reason"] == "InvalidCommand"
+    assert f"script {place.folder}/gone.py: there is no such file" in failed["message"]
+    assert {n["id"] for n in status["nodes"]} <= {"n0", "n1", "n2"}, "no node was replaced"
+    assert status["round"] == 0
+
+
+def test_a_missing_program_ends_the_job(place: Place) -> None:
+    wish = document(["no-such-program"], replicas=2, restartCount=1)
+    (place.folder / "job.yaml").write_text(yaml.safe_dump(wish))
+    done = place.call("dlrover", "job", "run", "job.yaml", "--json")
+    assert done.returncode == 1
+    status = last_status(done.stdout)
+    assert status["phase"] == "Failed"
+    assert "no-such-program: no such program on the PATH" in done.stdout
+    assert len(status["nodes"]) <= 4, "each place has one replacement"
+
+
+def last_status(output: str) -> dict[str, Any]:
+    (line,) = [line for line in output.splitlines() if line.startswith('{"status"')]
+    status: dict[str, Any] = json.loads(line)["status"]
+    return status
+
+
+def test_strangers_are_turned_away_from_a_job_that_goes_on(place: Place) -> None:
+    with job(place, replicas=1) as run:
+        before = run.running(1)
+        # A second job of the same name.
+        second = place.call("dlrover", "job", "run", "job.yaml")
+        assert second.returncode == 2
+        assert "a job named job runs already" in second.stderr
+        assert "`dlrover job stop job`" in second.stderr
+        # An agent with another token, and one that the job has not asked for.
+        snapshot = run.snapshot()
+        wrong = place.folder / "wrong-token"
+        wrong.write_text("a-token-of-another-job")
+        env = {"DLROVER_MASTER_ADDR": snapshot.master_addr, "DLROVER_NODE_ID": "n7"}
+        strangers = [
+            place.popen(
+                "elastic-run",
+                "train.py",
+                env=env | {"DLROVER_TOKEN_FILE": str(path)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+            for path in (wrong, snapshot.token_file)
+        ]
+        (_, first), (_, other) = (s.communicate(timeout=60) for s in strangers)
+        assert (strangers[0].returncode, strangers[1].returncode) == (2, 3)
+        assert "elastic-run: " in first
+        assert "the job's token is expected" in first
+        assert Path(snapshot.token_file).read_text() not in first
+        assert "a-token-of-another-job" not in first
+        assert "n7: it is not a node of this job" in other
+        after = run.until(lambda s: "NodeRefused" in [e.reason for e in s.events], "a refusal")
+        assert [n.pids for n in members(after)] == [n.pids for n in members(before)]
+        assert after.round == before.round
+        assert metric(snapshot.health_addr, "dlrover_unauthorized_requests_total") == 1
+
+
+def metric(address: str, name: str) -> float:
+    async def read() -> bytes:
+        client = Client(address)
+        try:
+            return await client.call("GET", "/metrics", deadline_s=10)
+        finally:
+            client.close()
+
+    found = re.search(rf"^{name} (\S+)$", asyncio.run(read()).decode(), re.MULTILINE)
+    assert found
+    return float(found[1])

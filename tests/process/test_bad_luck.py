@@ -1,0 +1,530 @@
+"""Full disks, silent callers, scripts that fail again and again, and signals at every moment."""
+
+import asyncio
+import contextlib
+import os
+import resource
+import select
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dlrover_py.protocol.errors import TransientError
+from dlrover_py.protocol.status import Condition, JobStatus
+from dlrover_py.rpc import Client
+from tests.fakes import fill_up, small_disk
+from tests.process.harness import (
+    SLEEPER,
+    Job,
+    Place,
+    alive,
+    carrying,
+    document,
+    eventually,
+    job,
+    lines,
+    members,
+)
+
+STEPPER = """
+    import os, threading
+    from pathlib import Path
+    from dlrover_py.trainer import session
+    mine = Path(os.environ["STEPS"] + os.environ["RANK"])
+    wait = threading.Event()
+    for step in range(1, 1_000_000):
+        session.report_step(step)
+        print("step", step, flush=True)
+        mine.write_text(str(step))
+        wait.wait(0.02)
+    """
+
+STUBBORN = """
+    import signal
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: print("no", number, flush=True))
+    print("ready", flush=True)
+    while True:
+        signal.pause()
+    """
+
+POLITE = """
+    import signal, sys
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: sys.exit(0))
+    print("ready", flush=True)
+    while True:
+        signal.pause()
+    """
+
+
+def condition(status: JobStatus, kind: str) -> Condition | None:
+    found = [c for c in status.conditions if c.type == kind]
+    return found[0] if found else None
+
+
+def final(run: Job) -> JobStatus:
+    """The status that is kept when a job has ended."""
+    (path,) = (run.place.folder / "state").glob("job@*/status.json")
+    return JobStatus.model_validate_json(path.read_text())
+
+
+# --- full disks ---
+
+
+def test_while_the_disk_is_full_training_goes_on_and_afterwards_all_is_handled(
+    place: Place,
+) -> None:
+    steps = place.folder / "steps"
+    with (
+        small_disk(place.folder / "state", "1m") as disk,
+        job(place, script=STEPPER, replicas=2, env={"STEPS": str(steps)}) as run,
+    ):
+        before = run.running(2)
+        survivor, victim = members(before)
+        filler = disk / "filler"
+        fill_up(filler)
+        os.kill(victim.pids[0], signal.SIGKILL)
+        full = run.until(unwritable, "a journal that cannot be written")
+        said = condition(full, "JournalWritable")
+        assert said is not None
+        assert "journal.json: the disk is full; training goes on" in said.message
+        assert full.round == before.round
+        assert "the disk is full" in readiness(run)
+        # A master that dies now finds the same, and hurts nobody either.
+        os.kill(run.snapshot().master_pid, signal.SIGKILL)
+        run.until(lambda s: s.term == before.term + 1 and unwritable(s), "another master")
+        at = int((Path(f"{steps}0")).read_text())
+        eventually(lambda: int(Path(f"{steps}0").read_text() or 0) > at + 5, "more steps")
+        assert alive(survivor.pids[0])
+        assert run.status().round == before.round
+        # There is room again.
+        filler.unlink()
+        after = run.running(2, round_after=before.round)
+        assert condition(after, "JournalWritable") is None
+        assert after.restarts == {"failure": 1}
+        assert readiness(run) == "ok"
+        os.kill(members(after)[0].pids[0], signal.SIGKILL)
+        run.running(2, round_after=after.round)
+        assert run.stop() == 130
+        assert "Traceback" not in "".join(run.output)
+
+
+def unwritable(status: JobStatus) -> bool:
+    said = condition(status, "JournalWritable")
+    return said is not None and said.status == "False"
+
+
+def readiness(run: Job) -> str:
+    """What ``/readyz`` of the master says."""
+
+    async def read() -> bytes:
+        client = Client(run.snapshot().health_addr)
+        try:
+            return await client.call("GET", "/readyz", deadline_s=10)
+        except TransientError as error:
+            return str(error).encode()
+        finally:
+            client.close()
+
+    return asyncio.run(read()).decode()
+
+
+def test_a_full_disk_costs_log_lines_and_not_the_job(place: Place) -> None:
+    script = """
+        for n in range(3000):
+            print(n, "x" * 100, flush=True)
+        """
+    with small_disk(place.folder / "small", "64k") as disk:
+        env = {"DLROVER_LOG_DIR": str(disk)}
+        with job(place, script=script, replicas=2, env=env) as run:
+            assert run.wait() == 0
+            assert final(run).phase == "Succeeded"
+            written = [p.stat().st_size for p in disk.rglob("stdout.log")]
+            assert len(written) == 2
+            assert sum(written) <= 64 * 1024
+            for log in run.logs.glob("n*/agent.log"):
+                text = log.read_text()
+                assert text.count("log_lines_lost") == 1, "it is said, and only once"
+                assert "No space left" in text
+            assert "Traceback" not in "".join(run.output)
+
+
+def test_a_disk_that_was_full_from_the_start_is_said(place: Place) -> None:
+    with small_disk(place.folder / "state", "64k") as disk:
+        fill_up(disk / "filler")
+        with job(place, replicas=1) as run:
+            first = run.until(unwritable, "a journal that cannot be written")
+            assert first.round == 0, "no round that a later master would not know of"
+            (disk / "filler").unlink()
+            run.running(1)
+            assert run.stop() == 130
+            assert "Traceback" not in "".join(run.output)
+
+
+# --- callers that say nothing ---
+
+
+def test_a_thousand_connections_that_say_nothing(place: Place) -> None:
+    with (
+        many_descriptors(2000),
+        job(place, replicas=2, settings={"header_s": "4"}) as run,
+        contextlib.ExitStack() as stack,
+    ):
+        before = run.running(2)
+        snapshot = run.snapshot()
+        host, _, port = snapshot.master_addr.rpartition(":")
+        token = Path(snapshot.token_file).read_text()
+        half = (
+            f"POST /v1/nodes/n0/exchange HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n"
+        )
+        half += 'Content-Length: 1000\r\n\r\n{"boot_id": '
+        silent = [
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=20))
+            for _ in range(1000)
+        ]
+        for sock in silent[:20]:
+            sock.sendall(half.encode())
+        os.kill(members(before)[1].pids[0], signal.SIGKILL)
+        after = run.running(2, round_after=before.round)
+        assert after.restarts == {"failure": 1}
+        assert [n.id for n in members(after)] == [n.id for n in members(before)]
+        eventually(lambda: not still_open(silent), "all of them are closed")
+        assert run.status().round == after.round
+
+
+def still_open(socks: list[socket.socket]) -> list[socket.socket]:
+    """Those whose other side has not closed them."""
+    poll = select.poll()
+    for sock in socks:
+        poll.register(sock, select.POLLRDHUP)
+    gone = {fd for fd, _ in poll.poll(0)}
+    return [s for s in socks if s.fileno() not in gone]
+
+
+@contextlib.contextmanager
+def many_descriptors(number: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < number:
+        pytest.skip(f"at most {hard} descriptors may be open here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, number), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+# --- scripts that fail ---
+
+
+@pytest.mark.parametrize("reports", [True, False], ids=["with steps", "without"])
+def test_an_exception_that_comes_again_at_the_same_place_ends_the_job(
+    place: Place, reports: bool
+) -> None:
+    script = f"""
+        import os, signal
+        from dlrover_py.trainer import session
+        print("start", flush=True)
+        if os.environ["RANK"] == "1":
+            signal.pause()
+        for step in range(1, 6):
+            if {reports}:
+                session.report_step(step)
+        raise ValueError(f"loss of process {{os.getpid()}} is nan")
+        """
+    with job(place, script=script, replicas=2, restartCount=5) as run:
+        assert run.wait() == 1
+        status = final(run)
+        assert status.phase == "Failed"
+        failed = condition(status, "Failed")
+        assert failed is not None
+        assert failed.reason == "NonRetryable"
+        assert ("at step 5" if reports else "after a like time") in failed.message
+        assert 'raise ValueError(f"loss of process' in failed.message
+        assert "ValueError: loss of process" in failed.message
+        assert status.last_failure is not None
+        assert status.last_failure.worker.step == (5 if reports else None)
+        # One restart showed that restarts do not help; the other four are not burnt.
+        assert status.restarts == {"failure": 1}
+        assert [n.id for n in status.nodes] == ["n0", "n1"], "no node was replaced"
+        assert len(lines(run, "n0", "start")) == 2
+
+
+def test_different_exceptions_use_up_the_budgets_of_node_and_place(place: Place) -> None:
+    script = """
+        from dlrover_py.trainer import session
+        kinds = [ValueError, KeyError, TypeError, OSError, IndexError, ArithmeticError]
+        print("start", flush=True)
+        raise kinds[session.round() - 1]("bad")
+        """
+    with job(place, script=script, replicas=1, restartCount=1, hosts=1) as run:
+        assert run.wait() == 1
+        status = final(run)
+        failed = condition(status, "Failed")
+        assert failed is not None
+        assert failed.reason == "RestartsExhausted"
+        assert "its 1 restarts are used up" in failed.message
+        assert "OSError: bad" in failed.message
+        assert 'raise kinds[session.round() - 1]("bad")' in failed.message
+        replaced = [e.message for e in status.events if e.reason == "RestartsExhausted"]
+        assert "n0: its 1 restarts are used up without steady progress; it is replaced" in replaced
+        assert [n.id for n in status.nodes] == ["n0", "n1"]
+        assert [len(lines(run, node, "start")) for node in ("n0", "n1")] == [2, 2]
+
+
+FAILING = """
+    from pathlib import Path
+    runs = Path("runs")
+    runs.write_text((runs.read_text() if runs.exists() else "") + "x")
+    raise ValueError("always")
+    """
+
+
+@pytest.mark.parametrize(
+    ("flags", "runs", "words"),
+    [
+        ([], 1, "its 0 restarts are used up"),
+        (["--max-restarts=2"], 3, "its 2 restarts are used up"),
+        # With its output at hand the agent sees that it is the same exception again.
+        (["--max-restarts=2", "--log-dir=logs"], 2, "the same exception came again"),
+    ],
+)
+def test_a_script_alone_that_fails_is_started_again_so_often(
+    place: Place, flags: list[str], runs: int, words: str
+) -> None:
+    place.script(FAILING)
+    done = place.call("elastic-run", "--standalone", *flags, "train.py")
+    assert done.returncode == 1
+    assert (place.folder / "runs").read_text() == "x" * runs
+    assert done.stderr.count('raise ValueError("always")') == runs
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("elastic-run: ")
+    assert words in last
+
+
+def test_exit_0_after_an_order_to_stop_is_no_success(place: Place) -> None:
+    with job(place, script=POLITE, replicas=2, minReplicas=1, hosts=2) as run:
+        before = run.running(2)
+        eventually(lambda: len(ready(run)) == 2, "both scripts are ready")
+        run.hurt(members(before)[1].id, "drain")
+        after = run.running(1, round_after=before.round)
+        assert after.phase == "Running"
+        eventually(lambda: len(ready(run)) == 3, "the script of the next round is ready")
+        run.api("POST", "/v1/stop")
+        run.wait()
+        status = final(run)
+        assert status.phase == "Stopped"
+        assert "JobSucceeded" not in [e.reason for e in status.events]
+
+
+def ready(run: Job) -> list[str]:
+    return [line for node in ("n0", "n1") for line in lines(run, node, "ready")]
+
+
+# --- signals ---
+
+Stage = Callable[[Place, int], object]
+SIGNALS = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["INT", "TERM"])
+
+
+def at_once(place: Place, pid: int) -> bool:
+    return True
+
+
+def has_its_folder(place: Place, pid: int) -> list[Path]:
+    return leftovers(pid)
+
+
+def processes(number: int) -> Stage:
+    """So many processes carry the mark of the test: master, agents and workers, as they come."""
+
+    def stage(place: Place, pid: int) -> bool:
+        return len(carrying(place.mark)) >= number
+
+    stage.__name__ = f"processes-{number}"
+    return stage
+
+
+def leftovers(pid: int) -> list[Path]:
+    """Folders of an elastic-run with this pid."""
+    return [*Path("/tmp").glob(f"dlrover-{pid}-*"), *Path("/tmp").glob(f"dlrover-run-{pid}-*")]
+
+
+def interrupt(
+    place: Place, argv: list[str], stage: Stage, number: int, *, within_s: float = 20.0
+) -> "subprocess.CompletedProcess[str]":
+    """Start a program, signal it as a terminal does once it is so far; it must end soon."""
+    process = place.popen(
+        *argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    deadline = time.monotonic() + 60
+    while not stage(place, process.pid):  # no rest between two looks: the stages are short
+        assert process.poll() is None, "it has ended before it was so far"
+        assert time.monotonic() < deadline, "it never came so far"
+    os.killpg(process.pid, number)
+    out, _ = process.communicate(timeout=within_s)
+    assert not leftovers(process.pid)
+    return subprocess.CompletedProcess(argv, process.returncode, out)
+
+
+@SIGNALS
+@pytest.mark.parametrize(
+    "stage",
+    [at_once, has_its_folder, processes(2), processes(3)],
+    ids=["at once", "preparing", "the master starts", "workers run"],
+)
+def test_elastic_run_alone_ends_at_every_stage(place: Place, stage: Stage, number: int) -> None:
+    place.script(SLEEPER)
+    done = interrupt(place, ["elastic-run", "--standalone", "train.py"], stage, number)
+    if stage is at_once:
+        assert done.returncode in (-number, 1)
+        return
+    assert done.returncode == 1
+    name = signal.Signals(number).name
+    assert done.stdout.endswith(f"elastic-run: the agent received {name}\n")
+    assert "Traceback" not in done.stdout.partition("signal.pause()")[0].replace(
+        "Traceback (most recent call last):\n  File", "", 1
+    )
+
+
+@SIGNALS
+def test_the_second_signal_ends_workers_that_ignore_the_first(place: Place, number: int) -> None:
+    place.script(STUBBORN)
+    process = place.popen(
+        "elastic-run", "--standalone", "--nproc-per-node=2", "train.py", stdout=subprocess.PIPE
+    )
+    with process, contextlib.closing(process.stdout or open(os.devnull)) as out:
+        assert [out.readline(), out.readline()] == ["ready\n", "ready\n"]
+        process.send_signal(number)
+        assert [out.readline(), out.readline()] == [f"no {int(number)}\n"] * 2
+        assert process.poll() is None, "it gives them time"
+        process.send_signal(number)
+        assert process.wait(timeout=10) == 1
+
+
+@SIGNALS
+def test_workers_that_exit_0_on_a_signal_have_not_succeeded(place: Place, number: int) -> None:
+    place.script(POLITE)
+    process = place.popen(
+        "elastic-run",
+        "--standalone",
+        "train.py",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert out == f"elastic-run: the agent received {signal.Signals(number).name}\n"
+
+
+def a_job_file(place: Place, *, script: str = SLEEPER, **worker: Any) -> list[str]:
+    """Write a job; return the command that runs it."""
+    place.script(script)
+    wish = document(["elastic-run", "train.py"], **worker)
+    (place.folder / "job.yaml").write_text(yaml.safe_dump(wish))
+    return ["dlrover", "job", "run", "job.yaml", "--json"]
+
+
+def runtime_exists(name: str) -> Stage:
+    def stage(place: Place, pid: int) -> bool:
+        return (place.folder / "run" / name).exists()
+
+    return stage
+
+
+@SIGNALS
+@pytest.mark.parametrize(
+    "stage",
+    [
+        at_once,
+        runtime_exists("job.lock"),
+        runtime_exists("job/cluster.sock"),
+        processes(2),
+        processes(3),
+        processes(5),
+    ],
+    ids=["at once", "preparing", "prepared", "the master starts", "agents start", "workers start"],
+)
+def test_a_job_ends_at_every_stage(place: Place, stage: Stage, number: int) -> None:
+    done = interrupt(place, a_job_file(place, replicas=2), stage, number)
+    run = place.folder / "run"
+    assert not (run / "job").exists(), "its sockets and its token are gone"
+    if stage is at_once:
+        assert done.returncode in (-number, 128 + number)
+        return
+    assert done.returncode == 128 + number
+    assert "Traceback" not in done.stdout
+    assert "Succeeded" not in done.stdout
+
+
+@SIGNALS
+def test_a_second_ctrl_c_ends_a_job_at_once(place: Place, number: int) -> None:
+    with job(place, script=STUBBORN, replicas=2) as run:
+        run.running(2)
+        eventually(lambda: len(ready(run)) == 2, "both scripts are ready")
+        run.process.send_signal(number)
+        eventually(
+            lambda: all(lines(run, node, "no 15") for node in ("n0", "n1")), "both were asked"
+        )
+        assert run.process.poll() is None, "it gives them time"
+        run.process.send_signal(number)
+        assert run.wait(within_s=10) == 128 + number
+
+
+def test_two_signals_at_the_same_moment(place: Place) -> None:
+    with job(place, script=STUBBORN, replicas=1) as run:
+        run.running(1)
+        for _ in range(2):
+            run.process.send_signal(signal.SIGINT)
+        assert run.wait(within_s=15) == 130
+
+
+def test_when_the_cluster_is_killed_all_ends_even_a_frozen_node(place: Place) -> None:
+    with job(place, replicas=2, script=STUBBORN) as run:
+        before = run.running(2)
+        run.hurt("n1", "freeze")
+        snapshot = run.snapshot()
+        agents = [n.agent_pid for n in members(before)]
+        helpers = [pid for agent in agents for pid in guardians_of(agent)]
+        assert len(helpers) == 2
+        folders = [path for agent in agents for path in leftovers(agent)]
+        assert len(folders) == 2
+        run.process.kill()
+        assert run.wait() == -signal.SIGKILL
+        everybody = [
+            snapshot.master_pid,
+            *agents,
+            *helpers,
+            *(p for n in members(before) for p in n.pids),
+        ]
+        eventually(lambda: not any(map(alive, everybody)), "all of them end", within_s=25)
+        eventually(lambda: not carrying(place.mark), "nothing is left")
+        assert not [path for path in folders if path.exists()]
+        # Its name is free, and what it left behind is taken over.
+        assert run.socket.exists()
+        place.script("print('done')")
+        again = place.call("dlrover", "job", "run", "job.yaml", "--json")
+        assert again.returncode == 0, again.stderr
+        assert not run.socket.exists()
+
+
+def guardians_of(agent: int) -> list[int]:
+    """The processes that clean up after this agent."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                argv = (entry / "cmdline").read_bytes().split(b"\0")
+                if any(a.endswith(b"guardian.py") for a in argv) and str(agent).encode() in argv:
+                    found.append(int(entry.name))
+    return found
