@@ -32,7 +32,7 @@ from pydantic import ValidationError
 
 from dlrover_py.protocol import names
 from dlrover_py.protocol.agents import ErrorReply
-from dlrover_py.protocol.errors import ConfigError, ErrorCode
+from dlrover_py.protocol.errors import ConfigError, ErrorCode, ExitCode
 from dlrover_py.protocol.job import ElasticJob, explain
 from dlrover_py.protocol.local import LocalNode, Seen, Snapshot, Verb
 from dlrover_py.protocol.names import NodeId
@@ -43,6 +43,8 @@ log = logging.getLogger("cluster")
 MASTER_PAUSE_S = (0.0, 0.1, 0.5, 1.0, 2.0, 5.0)
 MASTER_STOPS_S = 1.0
 """The master is told of the job's end first; it may be dead."""
+THAWED_S = 5.0
+"""A node that was given up while it was frozen has so long to hear of it and to end by itself."""
 OUTPUT_TAIL = 2000
 
 
@@ -234,6 +236,10 @@ class Cluster:
             code = await _end_of(self.master)
             if self.stopping:
                 return
+            if code == ExitCode.USAGE:  # it would say the same again
+                raise ConfigError(
+                    _tail(self.paths.logs / "master.log") or "the master cannot start"
+                )
             log.warning("master_ended", extra={"code": code, "then": "it is restarted"})
             await asyncio.sleep(MASTER_PAUSE_S[min(pause, len(MASTER_PAUSE_S) - 1)])
             pause += 1
@@ -324,7 +330,10 @@ class Cluster:
         if status.phase.ended:
             with contextlib.suppress(OSError):
                 text = status.model_dump_json(by_alias=True, indent=2)
-                (self.paths.state / names.STATUS_FILE).write_text(text)
+                whole = self.paths.state / names.STATUS_FILE
+                fresh = whole.with_suffix(".new")
+                fresh.write_text(text)
+                fresh.replace(whole)
             self.ended.set()
         self.changed.set()
 
@@ -373,7 +382,7 @@ class Cluster:
             signal_marked(node.mark, signal.SIGCONT)
             if node.wished_end is not None:
                 asyncio.get_running_loop().call_later(
-                    node.wished_end, lambda: signal_marked(node.mark, signal.SIGKILL)
+                    max(node.wished_end, THAWED_S), lambda: signal_marked(node.mark, signal.SIGKILL)
                 )
             return f"{node.id} goes on"
         node.leaving = f"{node.host} is drained"
@@ -437,9 +446,10 @@ class Cluster:
             node.host = host
             try:
                 self._start(node)
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 program = self.job.worker.container().command[0]
-                why = f"could not be started: {program}: {error.strerror}"
+                reason = error.strerror if isinstance(error, OSError) else error
+                why = f"could not be started: {program}: {reason}"
                 self._end(node, why, 127 if isinstance(error, FileNotFoundError) else 126)
                 continue
             self._tell_node(node)

@@ -7,6 +7,7 @@ does it: structlog costs the agent 0.14 s of start (docs/decisions/0002-light-ag
 
 import json
 import logging
+import os
 import sys
 from datetime import UTC, datetime
 from typing import Any, TextIO
@@ -39,6 +40,14 @@ class _Lines(logging.Formatter):
         return line.rstrip() + (f"\n{error}" if error else "")
 
 
+class _Handler(logging.StreamHandler[TextIO]):
+    """A full disk costs lines of the log; it is not the place to complain about it."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
 def setup(
     program: str,
     *,
@@ -55,13 +64,25 @@ def setup(
         bound: fields that each line carries (job, node …).
     """
     stream = sys.stderr if stream is None else stream
-    handler = logging.StreamHandler(stream)
+    handler = _Handler(stream)
     handler.setFormatter(_Lines(program, bound, as_json=not stream.isatty()))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
     logging.captureWarnings(capture=True)
     return logging.getLogger(program)
+
+
+def open_streams() -> None:
+    """See that descriptors 0 to 2 are open: a socket that got one of them would be written to."""
+    for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number: this one
+            os.set_inheritable(fd, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(fd, mode, closefd=False))  # noqa: SIM115 - stays open
 
 
 def bind(**fields: Any) -> None:

@@ -167,8 +167,8 @@ def _standalone(args: argparse.Namespace, settings: Settings) -> Exit:
                     command,
                     token=token,
                     max_restarts=restarts,
-                    beside=lambda: asyncio.create_task(
-                        _keep_master(folder, job, health, own.job_name, token_file)
+                    beside=lambda kin: _keep_master(
+                        folder, (job, health), own.job_name, token_file, kin
                     ),
                 )
             )
@@ -177,9 +177,18 @@ def _standalone(args: argparse.Namespace, settings: Settings) -> Exit:
 
 
 async def _keep_master(
-    folder: Path, job: socket.socket, health: socket.socket, name: str, token_file: Path
+    folder: Path,
+    sockets: tuple[socket.socket, socket.socket],
+    name: str,
+    token_file: Path,
+    kin: set[int],
 ) -> None:
-    """Run the master, again when it has died: the journal is kept, and the port is ours."""
+    """Run the master, again when it has died: the journal is kept, and the port is ours.
+
+    Raises:
+        ConfigError: it cannot use its settings.
+    """
+    job, health = sockets
     read, write = os.pipe()
     document = {
         "apiVersion": API_VERSION,
@@ -205,6 +214,7 @@ async def _keep_master(
     try:
         while True:
             process = _spawn_master(argv, [job.fileno(), health.fileno(), read])
+            kin.add(process.pid)
             ended = asyncio.Event()
             fd = os.pidfd_open(process.pid)
             loop.add_reader(fd, ended.set)
@@ -213,7 +223,11 @@ async def _keep_master(
             finally:
                 loop.remove_reader(fd)
                 os.close(fd)
-            log.warning("master_ended", extra={"code": process.wait(), "then": "it is restarted"})
+            code = process.wait()
+            kin.discard(process.pid)
+            if code == ExitCode.USAGE:
+                raise ConfigError("the master cannot be started; it said why")
+            log.warning("master_ended", extra={"code": code, "then": "it is restarted"})
             await asyncio.sleep(pause)
             pause = min(5.0, pause * 2)
     finally:
@@ -226,7 +240,9 @@ async def _keep_master(
 
 def _spawn_master(argv: list[str], keep: list[int]) -> "subprocess.Popen[bytes]":
     # A session of its own: Ctrl-C is the agent's affair.
-    environ = {"DLROVER_MASTER_LOG_LEVEL": "WARNING", **os.environ}  # noqa: TID251 - all of it
+    # Nobody could replace the one node, so that its silence (Ctrl-Z) means nothing.
+    patient = {"DLROVER_MASTER_LEASE_S": "86400", "DLROVER_MASTER_SUSPECT_S": "86400"}
+    environ = {"DLROVER_MASTER_LOG_LEVEL": "WARNING", **patient, **os.environ}  # noqa: TID251
     return subprocess.Popen(argv, pass_fds=keep, env=environ, start_new_session=True)
 
 

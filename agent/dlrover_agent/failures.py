@@ -22,6 +22,7 @@ _MARGIN = re.compile(r"^ +[|+](?: |-.*$)", re.MULTILINE)
 _GROUP = "+ Exception Group Traceback"
 _RAISED = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<text>.*))?$", re.DOTALL)
 _VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+")
+_RANK = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
 _HEAD = "Traceback (most recent call last):"
 
 
@@ -50,6 +51,8 @@ def describe(
     kind, message, mark = FailureKind.EXIT, f"exited with code {exit_code}", ""
     if exit_code < 0:
         kind, message = FailureKind.SIGNAL, f"was killed by {signal_name(-exit_code)}"
+        if exit_code == -signal.SIGABRT and _PEER.search(last_words):
+            kind = FailureKind.PEER  # the watchdog of a collective gave up on another rank
     elif trace:
         raised = _RAISED.match(_raised_line(trace))
         error_type = raised["type"] if raised else "Exception"
@@ -110,8 +113,9 @@ def _from_words(words: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text that can be sent: no half of a surrogate pair, and no margin of an exception group."""
-    text = text.encode("utf-8", "replace").decode()
+    """Text that can be sent: no half of a surrogate pair, no margin of an exception group, and no
+    ``[rank1]: `` that torch.distributed puts before each line once a process group is there."""
+    text = _RANK.sub("", text.encode("utf-8", "replace").decode())
     return _MARGIN.sub("", text) if _GROUP in text else text
 
 

@@ -32,6 +32,20 @@ def members(sessions: set[int]) -> list[int]:
     return found
 
 
+def children(parent: int, *, ended: bool = False) -> list[int]:
+    """Child processes that run, or those that have ended and wait to be reaped."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            with open(f"/proc/{entry}/stat", "rb") as stat:
+                fields = stat.read().rpartition(b")")[2].split()
+            if int(fields[1]) == parent and (fields[0] == b"Z") is ended:
+                found.append(int(entry))
+    return found
+
+
 def kill_sessions(sessions: set[int]) -> None:
     """SIGKILL all processes of the sessions, until no new one turns up."""
     for _ in range(100):

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from dlrover_agent.core import (
     Stepped,
     Stop,
 )
+from dlrover_agent.guardian import children
 from dlrover_agent.local import Local
 from dlrover_agent.master import Line
 from dlrover_agent.settings import Settings
@@ -89,6 +90,11 @@ class Guardian:
         """Its process."""
         return self._process.pid
 
+    @property
+    def ended(self) -> bool:
+        """It was killed: it does not end by itself as long as we live."""
+        return self._process.poll() is not None
+
     def tell(self, line: str) -> None:
         """``+SESSION`` or ``-SESSION``."""
         with contextlib.suppress(BrokenPipeError):
@@ -110,8 +116,10 @@ class Agent:
         *,
         token: str,
         max_restarts: int | None,
+        kin: set[int],
     ) -> None:
         self._settings = settings
+        self._kin = kin
         self._max_restarts = max_restarts
         self._core = Core(nproc=command.nproc)
         self._events: collections.deque[Event] = collections.deque()
@@ -124,11 +132,13 @@ class Agent:
         self._result: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
         self._scratch = Path(tempfile.mkdtemp(prefix=f"dlrover-{os.getpid()}-", dir="/tmp"))
         self._guardian = Guardian(settings.lifeline_fd, self._scratch)
+        self._kin.add(self._guardian.pid)
         self._local = Local(self._scratch / "sdk.sock", self._heard)
         self._workers = Workers(
             command,
             self.post,
-            guard=self._guardian.tell,
+            guard=lambda line: self._guardian.tell(line),
+            kin=self._kin,
             last_step=self._local.last_step,
             sdk_socket=self._scratch / "sdk.sock",
             scratch=self._scratch,
@@ -152,7 +162,8 @@ class Agent:
         """
         loop = asyncio.get_running_loop()
         for number in HANDLED:
-            loop.add_signal_handler(number, self._signalled, number)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
+                loop.add_signal_handler(number, self._signalled, number)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
         loop.add_signal_handler(signal.SIGCHLD, self._child_ended)
         if self._settings.lifeline_fd is not None:
@@ -261,10 +272,19 @@ class Agent:
             self.post(Signalled("the end of its platform", signal.SIGTERM))
 
     def _child_ended(self) -> None:
-        reap_orphans({*self._workers.pids, self._guardian.pid})
+        if self._guardian.ended:  # somebody killed it: the next one takes its place
+            log.warning("guardian_ended", extra={"then": "another one is started"})
+            self._guardian.dismiss()
+            self._guardian = Guardian(self._settings.lifeline_fd, self._scratch)
+            for pid in filter(None, self._workers.pids):
+                self._guardian.tell(f"+{pid}")
+        self._kin.add(self._guardian.pid)
+        reap_orphans(self._kin | set(self._workers.pids))
 
     def _close(self) -> None:
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
         self._local.close()
+        self._workers.close()
         self._coming.close()
         if self._current is not None:
             self._current.close()
@@ -277,14 +297,27 @@ async def work(
     *,
     token: str,
     max_restarts: int | None,
-    beside: "Callable[[], asyncio.Task[None]] | None" = None,
+    beside: "Callable[[set[int]], Coroutine[Any, Any, None]] | None" = None,
 ) -> Exit:
-    """Run one agent; ``beside`` starts what has to live as long as it does."""
-    task = beside() if beside is not None else None
+    """Run one agent.
+
+    Args:
+        settings, command, token, max_restarts: of the agent.
+        beside: what has to live as long as it does; it takes the set of our child processes that
+            are no workers, and adds its own. Its failure is ours.
+    """
+    kin = set(children(os.getpid()))  # of a shell that has become us, say
+    agent = Agent(settings, command, token=token, max_restarts=max_restarts, kin=kin)
+    run = asyncio.create_task(agent.run())
+    tasks: list[asyncio.Task[Any]] = [run]
+    if beside is not None:
+        tasks.append(asyncio.create_task(beside(kin)))
     try:
-        return await Agent(settings, command, token=token, max_restarts=max_restarts).run()
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+        return await run
     finally:
-        if task is not None:
+        for task in reversed(tasks):
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+            await asyncio.gather(task, return_exceptions=True)

@@ -13,9 +13,9 @@ import ctypes
 import errno
 import logging
 import os
+import select
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,14 +25,15 @@ from typing import BinaryIO
 
 from dlrover_agent.core import Emptied, Ended, Event, Stuck
 from dlrover_agent.failures import describe
-from dlrover_agent.guardian import members
+from dlrover_agent.guardian import children, members
 from dlrover_py.protocol import names
 from dlrover_py.protocol.agents import Assignment, FailureKind, WorkerFailure
 
 log = logging.getLogger("agent.workers")
 
-LAST_WORDS = 16_384
-"""Bytes of standard error that are kept to explain a failure."""
+LAST_WORDS = 131_072
+"""Bytes of standard error that are kept to explain a failure; some exceptions list a model."""
+LAST_LINES_S = 1.0
 TERM_AFTER_POLITE_S = 1.0
 """A script that asks should_stop() is signalled so long before the end of its grace."""
 SURVIVED_KILL_S = 10.0
@@ -55,10 +56,62 @@ class Command:
     """With logs in files: show them as well."""
 
 
+class _Echo:
+    """Shows what workers write on our own output, and never waits for who reads it: a terminal
+    that is held (Ctrl-S) or a slow pipe costs lines, not the node's lease."""
+
+    MOST = 1 << 20
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._waiting: collections.deque[bytes] = collections.deque()
+        self._size = 0
+        self._watching = False
+        self._poll = select.poll()
+        self._poll.register(fd, select.POLLOUT)
+
+    def write(self, data: bytes) -> None:
+        """Write it as soon as there is room; drop the oldest if there is none for long."""
+        self._waiting.append(data)
+        self._size += len(data)
+        while self._size > self.MOST and len(self._waiting) > 1:
+            self._size -= len(self._waiting.popleft())
+        self._flush()
+
+    def finish(self, within_s: float) -> None:
+        """Write what waits, if somebody takes it in this time."""
+        deadline = time.monotonic() + within_s
+        self._flush()
+        while self._waiting and (left := deadline - time.monotonic()) > 0:
+            self._poll.poll(left * 1000)
+            self._flush()
+
+    def _flush(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._waiting:
+            if not self._poll.poll(0):
+                if not self._watching:
+                    self._watching = True
+                    loop.add_writer(self._fd, self._flush)
+                return
+            data = self._waiting.popleft()
+            try:
+                # There is room for a page at least, if there is any.
+                done = os.write(self._fd, data[: select.PIPE_BUF])
+            except OSError:  # nobody looks any more
+                done = len(data)
+            self._size -= done
+            if data[done:]:
+                self._waiting.appendleft(data[done:])
+        if self._watching:
+            self._watching = False
+            loop.remove_writer(self._fd)
+
+
 class _Pump:
     """Moves one stream of a worker into its file (and onto the agent's output)."""
 
-    def __init__(self, fd: int, path: Path | None, echo: BinaryIO | None, prefix: str) -> None:
+    def __init__(self, fd: int, path: Path | None, echo: _Echo | None, prefix: str) -> None:
         self._fd, self._path, self._echo = fd, path, echo
         self._prefix = prefix.encode()
         self.tail: collections.deque[bytes] = collections.deque()
@@ -110,9 +163,7 @@ class _Pump:
             if self._file is not None:
                 self._file.write(data)
         if self._echo is not None:
-            with contextlib.suppress(OSError):  # nobody looks any more
-                self._echo.write(self._prefixed(data))
-                self._echo.flush()
+            self._echo.write(self._prefixed(data) if self._prefix else data)
 
     def _prefixed(self, data: bytes) -> bytes:
         lines = data.split(b"\n")
@@ -146,6 +197,7 @@ class _Worker:
     pidfd: int
     started_at: float
     pumps: list[_Pump] = field(default_factory=list)
+    errors: _Pump | None = None
     error_file: Path | None = None
     ended: bool = False
 
@@ -168,6 +220,7 @@ class Workers:
         scratch: Path,
         node_id: str,
         run_id: str,
+        kin: set[int],
     ) -> None:
         """Remember what to run.
 
@@ -180,10 +233,12 @@ class Workers:
             scratch: folder for error files.
             node_id: for the logs' path.
             run_id: TORCHELASTIC_RUN_ID.
+            kin: children of this process that are no workers, nor what workers have left.
         """
         self._command, self._post, self._guard = command, post, guard
         self._last_step, self._sdk_socket, self._scratch = last_step, sdk_socket, scratch
-        self._node_id, self._run_id = node_id, run_id
+        self._node_id, self._run_id, self._kin = node_id, run_id, kin
+        self._stdout, self._stderr = _Echo(1), _Echo(2)
         self._workers: list[_Worker] = []
         self._round = 0
         self._timers: list[asyncio.TimerHandle] = []
@@ -194,6 +249,11 @@ class Workers:
     def pids(self) -> list[int]:
         """By local rank; 0 for one that has ended."""
         return [0 if w.ended else w.pid for w in self._workers]
+
+    def close(self) -> None:
+        """Show the last lines."""
+        for echo in (self._stdout, self._stderr):
+            echo.finish(LAST_LINES_S)
 
     def start(self, assignment: Assignment) -> None:
         """Start the workers of a round. One that cannot be started counts as failed."""
@@ -253,16 +313,17 @@ class Workers:
             error_file.unlink(missing_ok=True)
         env = self._environment(assignment, local_rank, error_file)
         argv = [part.replace("${local_rank}", str(local_rank)) for part in self._command.argv]
-        piped = self._command.log_dir is not None
-        out = os.pipe() if piped else None
-        err = os.pipe() if piped else None
+        # Without files the output is ours, as with torchrun; but the last words on standard
+        # error are kept, since they tell why a worker died.
+        out = os.pipe() if self._command.log_dir is not None else None
+        err = os.pipe()
         started_at = time.monotonic()
         try:
             process = subprocess.Popen(
                 argv,
                 env=env,
                 stdout=out[1] if out else None,
-                stderr=err[1] if err else None,
+                stderr=err[1],
                 start_new_session=True,
                 preexec_fn=_die_with_parent(os.getpid()),
             )
@@ -279,17 +340,18 @@ class Workers:
         worker = _Worker(
             local_rank, rank, process, os.pidfd_open(process.pid), started_at, error_file=error_file
         )
-        if out and err:
-            worker.pumps = [
-                self._pump(out[0], folder, "stdout.log", sys.stdout.buffer, rank),
-                self._pump(err[0], folder, "stderr.log", sys.stderr.buffer, rank),
-            ]
+        filed = self._command.log_dir is not None
+        prefix = f"[rank{rank}]: " if filed else ""
+        echo = self._command.echo or not filed
+        worker.errors = _Pump(
+            err[0], folder and folder / "stderr.log", self._stderr if echo else None, prefix
+        )
+        worker.pumps = [worker.errors]
+        if out:
+            file = folder and folder / "stdout.log"
+            worker.pumps.append(_Pump(out[0], file, self._stdout if echo else None, prefix))
         asyncio.get_running_loop().add_reader(worker.pidfd, self._exited, worker)
         return worker
-
-    def _pump(self, fd: int, folder: Path | None, name: str, echo: BinaryIO, rank: int) -> _Pump:
-        path = folder / name if folder is not None else None
-        return _Pump(fd, path, echo if self._command.echo else None, f"[rank{rank}]: ")
 
     def _log_folder(self, assignment: Assignment, rank: int) -> Path | None:
         """``<dir>/<node>/<incarnation>/<round>/<rank>``; None where it cannot be made."""
@@ -352,7 +414,7 @@ class Workers:
         if worker.error_file is not None:
             with contextlib.suppress(OSError):
                 text = worker.error_file.read_text(errors="replace")
-        words = b"".join(worker.pumps[1].tail) if worker.pumps else b""
+        words = b"".join(worker.errors.tail) if worker.errors else b""
         return describe(
             exit_code=code,
             local_rank=worker.local_rank,
@@ -375,10 +437,11 @@ class Workers:
         """Kill what the workers have left in their sessions, and wait until it is gone."""
         sessions = {w.pid for w in self._workers}
         deadline = time.monotonic() + SURVIVED_KILL_S
-        left = members(sessions) if sessions else []
+        left = self._left(sessions)
         while left and time.monotonic() < deadline:
             await asyncio.gather(*(_kill(pid, deadline) for pid in left))
-            left = members(sessions)
+            reap_orphans(self._kin)
+            left = self._left(sessions)
         self._sweep = None
         for session in sessions:
             self._guard(f"-{session}")
@@ -386,6 +449,12 @@ class Workers:
             self._post(Stuck(self._round, tuple(left)))
         else:
             self._post(Emptied(self._round))
+
+    def _left(self, sessions: set[int]) -> list[int]:
+        """What is there of the round: its sessions, and what went into a session of its own and
+        is our child now, since we are the subreaper of what lost its parent."""
+        strays = [pid for pid in children(os.getpid()) if pid not in self._kin]
+        return [*(members(sessions) if sessions else []), *strays]
 
 
 async def _kill(pid: int, deadline: float) -> None:
@@ -416,12 +485,10 @@ def become_subreaper() -> None:
 
 def reap_orphans(known: set[int]) -> None:
     """Take the exit status of ended children that nobody else waits for."""
-    with contextlib.suppress(ChildProcessError):
-        while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
-            if found.si_pid in known:
-                return
+    for pid in children(os.getpid(), ended=True):
+        if pid not in known:
             with contextlib.suppress(ChildProcessError):
-                os.waitpid(found.si_pid, os.WNOHANG)
+                os.waitpid(pid, os.WNOHANG)
 
 
 def _die_with_parent(parent: int) -> Callable[[], None]:

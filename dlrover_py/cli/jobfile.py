@@ -15,7 +15,7 @@ def load(path: Path) -> ElasticJob:
         ConfigError: one line for each fault: ``file:line: path: found, expected``.
     """
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"{path}: {why}") from error
@@ -27,6 +27,8 @@ def load(path: Path) -> ElasticJob:
         where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
         what = getattr(error, "problem", None) or "cannot be read"
         raise ConfigError(f"{where}: not valid YAML: {what}") from error
+    except (ValueError, RecursionError) as error:  # a date that is none; nested without end
+        raise ConfigError(f"{path}: not valid YAML: {error}") from error
     try:
         job = ElasticJob.parse(document)
         if not job.worker.container().command:

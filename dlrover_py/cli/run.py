@@ -97,7 +97,8 @@ async def _run(cluster: Cluster, grace_s: float, style: Style) -> int:
     master.cancel()
     await asyncio.gather(serving, master, return_exceptions=True)
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
-    log_file.close()
+    with contextlib.suppress(OSError):  # the disk is full: its last lines are lost
+        log_file.close()
     if failed is not None:
         raise failed
     return _farewell(cluster, style, interrupts)
@@ -114,13 +115,13 @@ def _farewell(cluster: Cluster, style: Style, interrupts: list[int]) -> int:
     name = cluster.job.metadata.name
     phase = status.phase if status is not None else JobPhase.PENDING
     if style != "json" and not phase.ended:
-        print(f"{name} was stopped; its logs are in {cluster.paths.logs}")
+        _line(f"{name} was stopped; its logs are in {cluster.paths.logs}")
     elif style != "json" and status is not None:
         words = f"{name} {phase.value.lower()} after {view.age(status.started_at, status.ended_at)}"
-        print(f"{words}: {status.reason}")
+        _line(f"{words}: {status.reason}")
         if phase is JobPhase.FAILED and status.last_failure is not None:
-            print(status.last_failure.worker.traceback)
-        print(f"logs: {cluster.paths.logs}")
+            _line(status.last_failure.worker.traceback)
+        _line(f"logs: {cluster.paths.logs}")
     if interrupts and phase is not JobPhase.SUCCEEDED:
         return 128 + interrupts[0]
     return 1 if phase is JobPhase.FAILED else 0
@@ -175,7 +176,9 @@ async def _show_live(cluster: Cluster) -> None:
     with Live(console=Console(), auto_refresh=False, transient=False) as screen:
         try:
             while True:
-                screen.update(view.live(cluster.snapshot()), refresh=True)
+                # In a thread: a terminal that takes nothing (Ctrl-S) must not hold up the cluster.
+                picture = view.live(cluster.snapshot())
+                await asyncio.to_thread(screen.update, picture, refresh=True)
                 await asyncio.sleep(REDRAW_S)
         finally:
             screen.update(view.live(cluster.snapshot()), refresh=True)

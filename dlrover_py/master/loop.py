@@ -102,6 +102,9 @@ class Loop:
         self._tasks: asyncio.TaskGroup | None = None
         self._listed = False
         self._turned_at = self._clock.now()
+        self._saving = False
+        self._stored: JobStatus | None = None
+        """The status before the journal was last written."""
         self.journal_error = ""
         self.journal_writes = 0
         self.exchanges = 0
@@ -120,10 +123,12 @@ class Loop:
         return self._clock.now() - self._turned_at
 
     def status(self) -> JobStatus | None:
-        """The state of the job, once there is one."""
+        """The state of the job, once there is one: what the next master would know of too."""
         if self._job is None:
             return None
-        status = self._job.status(self._clock.now(), self._clock.wall())
+        status = self._stored
+        if status is None or not self._saving:
+            status = self._stored = self._job.status(self._clock.now(), self._clock.wall())
         if self.journal_error:
             lost = Condition(
                 type="JournalWritable",
@@ -299,6 +304,13 @@ class Loop:
 
     async def _save(self, journal: Journal) -> None:
         """Write the journal; nothing else happens until it is written."""
+        self._saving = True
+        try:
+            await self._save_until_it_works(journal)
+        finally:
+            self._saving = False
+
+    async def _save_until_it_works(self, journal: Journal) -> None:
         tries = 0
         while True:
             try:

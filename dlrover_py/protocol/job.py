@@ -32,8 +32,8 @@ class _Strict(BaseModel):
 class EnvVar(_Strict):
     """A literal environment variable of a container."""
 
-    name: Annotated[str, StringConstraints(min_length=1)]
-    value: str = ""
+    name: Annotated[str, StringConstraints(pattern=r"^[-._a-zA-Z][-._a-zA-Z0-9]*$")]
+    value: Annotated[str, StringConstraints(pattern=r"^[^\x00]*$")] = ""
 
 
 class Container(BaseModel):

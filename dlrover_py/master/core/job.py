@@ -511,7 +511,8 @@ class Job:
             self._assignments.pop(node.id, None)
         self._dirty = True
         if self.rules.can_create and not node.leaving and not self.phase.ended:
-            self._out.effects.append(DeleteNode(node.id, self.rules.drain_grace_s, why))
+            # At once: another node may take its rank, and two must not write the same checkpoint.
+            self._out.effects.append(DeleteNode(node.id, 0.0, why))
         if node.leaving or self.phase.ended or self.phase is JobPhase.SUSPENDED:
             if not self.phase.ended:
                 self._record("NodeLeft", f"{node.id} is gone: {why}", node=node.id)

@@ -1,0 +1,189 @@
+"""Found by people who tried to break it: each of these failed once."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.process.harness import Place, alive, carrying, eventually, job, lines, members
+
+DDP = """
+    import os, pathlib, sys
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    rank, turn = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    dist.barrier()
+    if rank == 1 and turn == 0:
+        raise OSError("first")
+    if rank == 1 and turn == 1:
+        raise ConnectionError("second")
+    dist.barrier()
+    print("done", flush=True)
+"""
+
+
+@pytest.mark.timeout(240)
+def test_a_real_ddp_scripts_exceptions_are_told_apart(place: Place) -> None:
+    # torch.distributed puts "[rank1]: " before each line of a traceback.
+    with job(place, script=DDP, replicas=2, restartCount=5) as run:
+        run.until(lambda s: s.restarts == {"failure": 2}, "two restarts", within_s=150)
+        failed = [e for e in run.status().events if e.reason == "WorkerFailed"]
+        assert [("OSError: first" in e.message, e.node) for e in failed] == [
+            (True, failed[0].node),
+            (False, failed[0].node),
+        ]
+        assert "ConnectionError: second" in failed[1].message
+        assert run.wait(within_s=120) == 0
+
+
+def test_a_node_that_was_given_up_is_killed_before_it_can_write_again(place: Place) -> None:
+    quick = {"lease_s": "2", "exchange_s": "0.5"}
+    with job(place, replicas=1, standbyReplicas=1, hosts=2, settings=quick) as run:
+        run.until(lambda s: s.standby == 1, "a standby")
+        before = run.running(1)
+        old = members(before)[0]
+        os.kill(old.agent_pid, signal.SIGSTOP)  # its worker goes on
+        run.running(1, round_after=before.round)
+        eventually(lambda: not alive(old.pids[0]), "the old rank 0 is gone", within_s=5)
+
+
+def test_children_in_sessions_of_their_own_end_with_their_round(place: Place) -> None:
+    script = """
+        import signal, subprocess, sys
+        code = "import signal; signal.pause()"
+        argv = ["env", "-i", sys.executable, "-c", code]
+        child = subprocess.Popen(argv, start_new_session=True)
+        print("child", child.pid, flush=True)
+        signal.pause()
+    """
+    with job(place, script=script, replicas=1) as run:
+        before = run.running(1)
+        node = members(before)[0]
+        first = int(eventually(lambda: lines(run, node.id, "child"), "a child")[0].split()[1])
+        os.kill(node.pids[0], signal.SIGKILL)
+        run.running(1, round_after=before.round)
+        assert not alive(first)
+        both = eventually(lambda: lines(run, node.id, "child")[1:], "a child of the next round")
+        second = int(both[0].split()[1])
+        run.stop()
+        eventually(lambda: not alive(second), "it is gone as well")
+
+
+def test_a_killed_guardian_is_replaced(place: Place) -> None:
+    with job(place, replicas=1) as run:
+        node = members(run.running(1))[0]
+
+        def guardians() -> list[int]:
+            found = subprocess.run(
+                ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(node.agent_pid)],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            return [int(x.split()[0]) for x in found.stdout.splitlines() if "guardian.py" in x]
+
+        (first,) = guardians()
+        os.kill(first, signal.SIGKILL)
+        eventually(lambda: guardians() not in ([], [first]), "another guardian")
+        os.kill(node.agent_pid, signal.SIGKILL)
+        eventually(lambda: not alive(node.pids[0]), "the worker ends with its agent")
+
+
+def test_settings_that_cannot_be_used_end_the_command(place: Place) -> None:
+    bad = {"DLROVER_MASTER_LEASE_S": "abc"}
+    place.script("print('never')")
+    done = place.call("elastic-run", "--standalone", "train.py", env=bad)
+    assert done.returncode == 2
+    assert "lease_s" in done.stderr
+    with job(place, replicas=1, settings={"lease_s": "abc"}) as run:
+        assert run.wait() == 2
+        assert "lease_s" in "".join(run.output)
+
+
+def test_a_variable_that_no_process_can_have_is_refused(place: Place) -> None:
+    with job(place, replicas=1, env={"A=B": "x"}) as run:
+        assert run.wait() == 2
+        assert "containers.env[0].name" in "".join(run.output)
+
+
+def test_a_repeated_exception_stops_standalone_without_log_files_too(place: Place) -> None:
+    place.script("""
+        open("runs", "a").write("x")
+        raise ValueError("again " + "long " * 10000)
+    """)
+    done = place.call("elastic-run", "--standalone", "--max-restarts=10", "train.py")
+    assert done.returncode == 1
+    assert (place.folder / "runs").read_text() == "xx"
+    assert "the same exception came again" in done.stderr
+
+
+def test_a_reader_that_does_not_read_stops_nobody(place: Place) -> None:
+    place.script("""
+        import pathlib, sys
+        for _ in range(3000):
+            print("x" * 1000)
+            print("y" * 1000, file=sys.stderr)
+        pathlib.Path("done").touch()
+    """)
+    held = place.popen(
+        "elastic-run",
+        "--standalone",
+        "--log-dir",
+        "logs",
+        "train.py",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    eventually(lambda: (place.folder / "done").exists(), "the script ends")
+    assert held.wait(timeout=30) == 0
+    assert held.stdout is not None
+    held.stdout.close()
+
+
+def test_a_paused_terminal_costs_no_restart(place: Place) -> None:
+    place.script("""
+        import pathlib, threading
+        open("runs", "a").write("x")
+        while not pathlib.Path("go").exists():
+            threading.Event().wait(0.05)
+    """)
+    run = place.popen("elastic-run", "--standalone", "train.py")
+    eventually(lambda: (place.folder / "runs").exists(), "the script runs")
+    run.send_signal(signal.SIGSTOP)
+    subprocess.run(
+        [sys.executable, "-c", "import threading; threading.Event().wait(7)"], check=True
+    )
+    run.send_signal(signal.SIGCONT)
+    (place.folder / "go").touch()
+    assert run.wait(timeout=30) == 0
+    assert (place.folder / "runs").read_text() == "x"
+
+
+def test_closed_streams_and_nohup(place: Place) -> None:
+    place.script("print('hello')")
+    shell = subprocess.run(
+        ["sh", "-c", "elastic-run --standalone train.py <&- >&- 2>&-"],
+        cwd=place.folder,
+        env=place.env,
+        timeout=60,
+        check=False,
+    )
+    assert shell.returncode == 0
+    place.script("""
+        import pathlib, threading
+        pathlib.Path("up").touch()
+        while not pathlib.Path("go").exists():
+            threading.Event().wait(0.05)
+    """)
+    run = subprocess.Popen(
+        ["sh", "-c", "trap '' HUP; exec elastic-run --standalone train.py"],
+        cwd=place.folder,
+        env=place.env,
+    )
+    eventually(lambda: (place.folder / "up").exists(), "it runs")
+    run.send_signal(signal.SIGHUP)
+    (place.folder / "go").touch()
+    assert run.wait(timeout=30) == 0
+    assert not carrying(place.mark)
