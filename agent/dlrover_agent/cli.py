@@ -45,7 +45,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--standalone", action="store_true", help="train on this machine alone, with its own master"
     )
-    _flag(p, "--nnodes", default="1:1", help="nodes, or MIN:MAX; in a job the spec says it")
+    _flag(
+        p,
+        "--nnodes",
+        metavar="N",
+        default="1:1",
+        help="nodes, or MIN:MAX; in a job the spec says it",
+    )
     _flag(
         p,
         "--nproc-per-node",
@@ -81,10 +87,9 @@ def _flag(p: argparse.ArgumentParser, name: str, **options: object) -> None:
 
 
 def _count(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"found {number}, expected 0 or more")
-    return number
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected a number from 0")
+    return int(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
