@@ -83,7 +83,8 @@ def parser() -> argparse.ArgumentParser:
 
 def _flag(p: argparse.ArgumentParser, name: str, **options: object) -> None:
     """A flag that can be written with dashes or underscores, as torchrun's."""
-    p.add_argument(name, "--" + name[2:].replace("-", "_"), **options)  # type: ignore[arg-type]
+    names = dict.fromkeys((name, "--" + name[2:].replace("-", "_")))
+    p.add_argument(*names, **options)  # type: ignore[arg-type]
 
 
 def _count(text: str) -> int:
