@@ -13,12 +13,13 @@ import select
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 
 LAST_CHANCE_MS = 10_000
 
 
-def members(sessions: set[int]) -> list[int]:
-    """Processes of these sessions, from /proc."""
+def _processes(fits: Callable[[list[bytes]], bool]) -> list[int]:
+    """Processes whose /proc/PID/stat, from the state on, fits."""
     found = []
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
@@ -27,23 +28,19 @@ def members(sessions: set[int]) -> list[int]:
             with open(f"/proc/{entry}/stat", "rb") as stat:
                 # pid (name) state ppid pgrp session …; the name may hold anything.
                 fields = stat.read().rpartition(b")")[2].split()
-            if int(fields[3]) in sessions and fields[0] != b"Z":
+            if fits(fields):
                 found.append(int(entry))
     return found
+
+
+def members(sessions: set[int]) -> list[int]:
+    """Running processes of these sessions."""
+    return _processes(lambda f: int(f[3]) in sessions and f[0] != b"Z")
 
 
 def children(parent: int, *, ended: bool = False) -> list[int]:
     """Child processes that run, or those that have ended and wait to be reaped."""
-    found = []
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            with open(f"/proc/{entry}/stat", "rb") as stat:
-                fields = stat.read().rpartition(b")")[2].split()
-            if int(fields[1]) == parent and (fields[0] == b"Z") is ended:
-                found.append(int(entry))
-    return found
+    return _processes(lambda f: int(f[1]) == parent and (f[0] == b"Z") is ended)
 
 
 def kill_sessions(sessions: set[int]) -> None:
