@@ -519,6 +519,14 @@ def test_a_restart_of_the_master_moves_nobody() -> None:
     bench.check_running()
 
 
+def test_a_new_master_counts_who_has_reported_to_it() -> None:
+    bench = running(elastic_job(2, 1))
+    bench.restart_master()
+    assert bench.job.status(bench.now, 0.0).ready == 0
+    bench.settle()
+    assert bench.job.status(bench.now, 0.0).ready == 2
+
+
 def test_a_new_master_gives_one_lease_to_report_again() -> None:
     bench = running(elastic_job(2, 1))
     bench.agent("n1").frozen = True

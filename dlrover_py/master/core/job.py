@@ -984,7 +984,7 @@ class Job:
 
     def status(self, now: float, wall: float) -> JobStatus:
         """The state of the job, whole."""
-        ready = [n for n in self.nodes if n.standing in (Standing.READY, Standing.BUSY) and n.alive]
+        ready = [n for n in self.nodes if n.alive and not n.leaving and n.report is not None]
         members = self.world.rank_of if self.world is not None else {}
         worker = self.job.worker
         standby = sum(1 for n in ready if n.id not in members)
