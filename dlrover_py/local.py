@@ -90,6 +90,8 @@ class _Node:
     free: bool = False
     """Its end is not to be charged: it was drained, or the master wished it."""
     killed: str = ""
+    asked: bool = False
+    """It was asked to end."""
     deadline: asyncio.TimerHandle | None = None
     wished_end: float | None = None
     """Grace of a deletion that waits for the node to be thawed."""
@@ -259,7 +261,7 @@ class Cluster:
                 signal_marked(node.mark, signal.SIGKILL)
                 signal_marked(node.mark, signal.SIGCONT)
             else:
-                _signal(node.process, signal.SIGTERM)
+                self._ask_to_end(node)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 while not all(n.ended for n in living):
@@ -317,7 +319,7 @@ class Cluster:
             node.wished_end = grace_s
         elif node.deadline is None:
             if grace_s:
-                _signal(node.process, signal.SIGTERM)
+                self._ask_to_end(node)
             loop = asyncio.get_running_loop()
             mark = node.mark
             node.deadline = loop.call_later(
@@ -390,7 +392,7 @@ class Cluster:
         with contextlib.suppress(ValueError):
             self.hosts.remove(node.host)
         self._tell_node(node)  # before the signal, so that its end is not taken for a loss
-        _signal(node.process, signal.SIGTERM)
+        self._ask_to_end(node)
         return f"{node.id} was asked to leave, and {node.host} takes no other node"
 
     def snapshot(self) -> Snapshot:
@@ -436,6 +438,12 @@ class Cluster:
             self._watchers.discard(queue)
 
     # --- small steps ---
+
+    def _ask_to_end(self, node: _Node) -> None:
+        """SIGTERM, once: an agent takes a second one for impatience, and kills its workers."""
+        if not node.asked:
+            node.asked = True
+            _signal(node.process, signal.SIGTERM)
 
     def _schedule(self) -> None:
         """Give free hosts to waiting nodes."""
