@@ -36,8 +36,9 @@ unit: setup ## The tests that start no process
 process: setup ## The tests with real masters, agents and workers
 	@$(VENV)/bin/pytest tests/process
 
-bench: setup ## Measure, against torchrun in the same run; writes tables for docs/benchmarks.md
+bench: setup ## Measure, against torchrun in the same run; prints tables of docs/benchmarks.md
 	@$(PYTHON) benchmarks/membership.py
+	@$(PYTHON) benchmarks/recovery.py
 
 clean: ## Remove what setup and tests have made
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

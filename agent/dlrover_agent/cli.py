@@ -76,6 +76,13 @@ def parser() -> argparse.ArgumentParser:
         default=None,
         help="keep the workers' output in files: <dir>/<node>/<incarnation>/<round>/<rank>/",
     )
+    _flag(
+        p,
+        "--cold-start",
+        action="store_true",
+        help="start workers as new interpreters only, never from a process that has imported "
+        "their modules",
+    )
     p.add_argument("training_script", help="the script, module or program")
     p.add_argument("training_script_args", nargs=argparse.REMAINDER, help="its arguments")
     return p
@@ -279,7 +286,17 @@ def _command(args: argparse.Namespace, settings: Settings) -> Command:
         inherit=settings.environ,
         log_dir=log_dir.absolute() if log_dir is not None else None,
         echo=args.log_dir is not None and settings.log_dir is None,
+        cold=_cold(args, settings),
     )
+
+
+def _cold(args: argparse.Namespace, settings: Settings) -> str:
+    """Why workers are only ever started cold; empty if they may be forked."""
+    if args.cold_start:
+        return "--cold-start"
+    if args.no_python:
+        return "--no-python"
+    return "" if settings.python == sys.executable else "PYTHON_EXEC is another interpreter"
 
 
 def _nproc(text: str, settings: Settings) -> int:

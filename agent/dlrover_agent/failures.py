@@ -36,6 +36,7 @@ def describe(
     last_words: str,
     step: int | None,
     ran_s: float,
+    forked: bool = False,
 ) -> WorkerFailure:
     """What the master needs to know of a worker's death.
 
@@ -46,6 +47,7 @@ def describe(
         last_words: the end of its standard error.
         step: last step that it reported.
         ran_s: from its start to its death.
+        forked: it came from a zygote.
     """
     trace = _from_error_file(error_file) or _from_words(last_words)
     kind, message, mark = FailureKind.EXIT, f"exited with code {exit_code}", ""
@@ -74,6 +76,7 @@ def describe(
         fingerprint=mark[-500:],
         step=step,
         ran_s=ran_s,
+        forked=forked,
     )
 
 

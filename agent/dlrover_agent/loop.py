@@ -35,9 +35,10 @@ from dlrover_agent.guardian import children
 from dlrover_agent.local import Local
 from dlrover_agent.master import Line
 from dlrover_agent.settings import Settings
+from dlrover_agent.warm import Recipe
 from dlrover_agent.workers import Command, Workers, reap_orphans
 from dlrover_py.protocol.agents import AgentReport, Assignment, Offer
-from dlrover_py.protocol.errors import ExitCode
+from dlrover_py.protocol.errors import DLRoverError, ExitCode
 from dlrover_py.protocol.workers import News
 from dlrover_py.rpc import Client
 from dlrover_py.telemetry import bind
@@ -46,20 +47,33 @@ log = logging.getLogger("agent")
 
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 LAST_REPORT_S = 1.0
+WARMING_S = 60.0
+"""A node that joins takes so long at most to get warm."""
 
 
 class Reserved:
-    """A port that nobody else gets, for rank 0 to listen on.
+    """A port that nobody else gets, for the store of a round.
 
-    Bound but not listening, with SO_REUSEADDR: the kernel hands it to no one, and the store of
-    worker 0, which sets SO_REUSEADDR too, can still bind it. So it is held through its round.
+    It listens already, so that clients on other nodes may come before the store does. Where
+    worker 0 has to host the store it is only bound: the kernel hands it to no one, and worker 0,
+    which sets SO_REUSEADDR too, can still bind it.
     """
 
-    def __init__(self, addr: str) -> None:
+    def __init__(self, addr: str, *, listen: bool) -> None:
+        self._listens = listen
         self._socket = socket.socket(socket.AF_INET6 if ":" in addr else socket.AF_INET)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._socket.bind(("", 0))
+        if listen:
+            self._socket.listen(4096)
         self.offer = Offer(addr=addr, port=self._socket.getsockname()[1])
+
+    def hand_over(self) -> socket.socket | None:
+        """The listening socket, for who serves the store; it is theirs now."""
+        if not self._listens:
+            return None
+        listening, self._socket = self._socket, socket.socket()
+        return listening
 
     def close(self) -> None:
         """Let the port go."""
@@ -127,8 +141,11 @@ class Agent:
         self._boot_id = secrets.token_hex(8)
         self._seq = 0
         self._taken_up_at = 0.0
-        self._coming = Reserved(settings.advertise)
         self._current: Reserved | None = None
+        self._impatient = False
+        self._kept_recipe = ""
+        self._sharing: asyncio.Task[None] | None = None
+        self._patience: asyncio.TimerHandle | None = None
         self._result: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
         self._scratch = Path(tempfile.mkdtemp(prefix=f"dlrover-{os.getpid()}-", dir="/tmp"))
         self._guardian = Guardian(settings.lifeline_fd, self._scratch)
@@ -144,14 +161,17 @@ class Agent:
             scratch=self._scratch,
             node_id=settings.node_id,
             run_id=settings.job_name or "none",
+            changed=self._warmth_changed,
         )
+        self._coming = self._reserve()
         self._line = Line(
             Client(settings.master_addr, token=token),
             settings.node_id,
             self._report,
-            lambda a: self.post(Assigned(a)),
+            self._assigned,
             lambda message: self.post(Refused(message)),
             connect_s=settings.connect_s,
+            recipe=None if self._workers.warm.off else self._take_recipe,
         )
 
     async def run(self) -> Exit:
@@ -182,7 +202,7 @@ class Agent:
             signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)  # nothing must stop the cleaning up
             exchange.cancel()
             await asyncio.gather(exchange, return_exceptions=True)
-            self._close()
+            await self._close()
 
     def post(self, event: Event) -> None:
         """Take in an event; they are handled one after the other, in order."""
@@ -206,7 +226,7 @@ class Agent:
                 self._taken_up_at = asyncio.get_running_loop().time()
                 if self._current is not None:
                     self._current.close()
-                self._current, self._coming = self._coming, Reserved(self._settings.advertise)
+                self._current, self._coming = self._coming, self._reserve()
             case Stop(why, grace_s, polite, number):
                 log.info("workers_stop", extra={"why": why, "grace_s": grace_s})
                 spare = self._local.asking if polite else set()
@@ -222,6 +242,9 @@ class Agent:
                 if not self._result.done():
                     self._result.set_result(effect)
 
+    def _reserve(self) -> Reserved:
+        return Reserved(self._settings.advertise, listen=self._workers.hosts_store)
+
     def _start(self, assignment: Assignment) -> None:
         bind(incarnation=assignment.incarnation, round=assignment.round)
         log.info(
@@ -235,7 +258,9 @@ class Agent:
             },
         )
         self._local.new_round(assignment.round)
-        self._workers.start(assignment)
+        assert self._current is not None
+        listening = self._current.hand_over() if assignment.node_rank == 0 else None
+        self._workers.start(assignment, listening)
 
     def _report(self) -> AgentReport:
         core = self._core
@@ -256,7 +281,61 @@ class Agent:
             failure=core.failure,
             progress=core.progress,
             leaving=core.leaving,
+            warming=self._warming,
         )
+
+    @property
+    def _warming(self) -> bool:
+        """Whether the first round has to wait: those who run would wait longer for a cold start."""
+        warm = self._workers.warm
+        return warm.building and not (self._core.follows or warm.ready or self._impatient)
+
+    def _assigned(self, assignment: Assignment) -> None:
+        if assignment.recipe != self._kept_recipe:
+            self._kept_recipe = assignment.recipe
+            self._share_recipe()
+        self.post(Assigned(assignment))
+
+    def _share_recipe(self) -> None:
+        """Take what the master keeps, or let it keep ours."""
+        warm = self._workers.warm
+        if warm.off or (self._sharing is not None and not self._sharing.done()):
+            return
+        if self._kept_recipe and warm.recipe is None:
+            self._sharing = asyncio.create_task(self._fetch_recipe())
+        elif not self._kept_recipe and warm.recipe is not None and warm.recipe.shared:
+            self._sharing = asyncio.create_task(self._tell_recipe(warm.recipe))
+
+    def _take_recipe(self, body: bytes) -> None:
+        warm = self._workers.warm
+        if not body or warm.recipe is not None:
+            return
+        try:
+            warm.adopt(Recipe.from_wire(body))
+        except ValueError as error:
+            log.warning("recipe_not_used", extra={"why": str(error), "then": "cold start"})
+            return
+        if not self._core.follows:
+            loop = asyncio.get_running_loop()
+            self._patience = loop.call_later(WARMING_S, self._lose_patience)
+
+    def _lose_patience(self) -> None:
+        self._impatient = True
+        self._line.urge()
+
+    async def _fetch_recipe(self) -> None:
+        try:
+            self._take_recipe(await self._line.fetch_recipe())
+        except DLRoverError as error:
+            log.info("recipe_not_fetched", extra={"why": str(error)})
+
+    async def _tell_recipe(self, recipe: Recipe) -> None:
+        try:
+            await self._line.tell_recipe(recipe.to_wire())
+            self._kept_recipe = recipe.digest
+            log.info("recipe_told", extra={"id": recipe.digest})
+        except DLRoverError as error:
+            log.info("recipe_not_told", extra={"why": str(error)})
 
     def _heard(self, news: News) -> None:
         if news.step is not None:
@@ -279,12 +358,23 @@ class Agent:
             for pid in filter(None, self._workers.pids):
                 self._guardian.tell(f"+{pid}")
         self._kin.add(self._guardian.pid)
+        self._workers.warm.child_ended()
         reap_orphans(self._kin | set(self._workers.pids))
 
-    def _close(self) -> None:
+    def _warmth_changed(self) -> None:
+        self._share_recipe()
+        if not self._core.follows:
+            self._line.urge()
+
+    async def _close(self) -> None:
         asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
+        if self._patience is not None:
+            self._patience.cancel()
+        if self._sharing is not None:
+            self._sharing.cancel()
+            await asyncio.gather(self._sharing, return_exceptions=True)
         self._local.close()
-        self._workers.close()
+        await self._workers.close()
         self._coming.close()
         if self._current is not None:
             self._current.close()

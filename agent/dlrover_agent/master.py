@@ -16,6 +16,8 @@ from dlrover_py.rpc import Client
 
 log = logging.getLogger("agent.master")
 
+RECIPE = "/v1/recipe"
+RECIPE_S = 10.0
 FIRST_ANSWER_S = 30.0
 """For the first exchange: how long the master may hold a report is known only from its answer."""
 
@@ -32,10 +34,21 @@ class Line:
         refused: Callable[[str], None],
         *,
         connect_s: float,
+        recipe: Callable[[bytes], None] | None = None,
     ) -> None:
+        """Nothing is sent yet.
+
+        Args:
+            client, node_id: where to, and who.
+            report: what there is to say now.
+            assigned, refused: take the answers.
+            connect_s: the master must have answered once within this time.
+            recipe: takes what the master keeps of it, before the first report; None if we would
+                not use it.
+        """
         self._client, self._path = client, f"/v1/nodes/{node_id}/exchange"
         self._report, self._assigned, self._refused = report, assigned, refused
-        self._connect_s = connect_s
+        self._connect_s, self._recipe = connect_s, recipe
         self._urgent = asyncio.Event()
         self._held_s = FIRST_ANSWER_S
         self._older: set[asyncio.Task[None]] = set()
@@ -99,9 +112,29 @@ class Line:
         except (TransientError, Superseded, Unauthorized) as error:
             log.debug("last_report_lost", extra={"why": str(error)})
 
+    async def fetch_recipe(self) -> bytes:
+        """What the master keeps for agents that come later.
+
+        Raises:
+            DLRoverError: it cannot be had.
+        """
+        return await self._client.call("GET", RECIPE, deadline_s=RECIPE_S)
+
+    async def tell_recipe(self, body: bytes) -> None:
+        """Let the master keep it.
+
+        Raises:
+            DLRoverError: it was not taken.
+        """
+        await self._client.call("PUT", RECIPE, body, deadline_s=RECIPE_S)
+
     async def _exchange(self) -> None:
-        body = self._report().model_dump_json(exclude_defaults=True).encode()
         deadline = self._held_s + 5.0 if self._answered else min(FIRST_ANSWER_S, self._connect_s)
+        if self._recipe is not None:
+            kept = await self._client.call("GET", RECIPE, deadline_s=deadline)
+            take, self._recipe = self._recipe, None
+            take(kept)
+        body = self._report().model_dump_json(exclude_defaults=True).encode()
         answer = await self._client.call("POST", self._path, body, deadline_s=deadline)
         assignment = Assignment.model_validate_json(answer)
         self._answered = True

@@ -15,7 +15,9 @@ import logging
 import os
 import select
 import signal
+import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,9 +25,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from dlrover_agent import store
 from dlrover_agent.core import Emptied, Ended, Event, Stuck
 from dlrover_agent.failures import describe
 from dlrover_agent.guardian import children, members
+from dlrover_agent.store import Store
+from dlrover_agent.warm import Birth, Child, Warm
 from dlrover_py.protocol import names
 from dlrover_py.protocol.agents import Assignment, FailureKind, WorkerFailure
 
@@ -37,6 +42,15 @@ LAST_LINES_S = 1.0
 TERM_AFTER_POLITE_S = 1.0
 """A script that asks should_stop() is signalled so long before the end of its grace."""
 SURVIVED_KILL_S = 10.0
+UNSTARTED_S = 5.0
+PER_RANK = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
+    *("TORCHELASTIC_ERROR_FILE", names.ENV_ROUND, names.ENV_RESTART_REASON),
+    "TORCHELASTIC_USE_AGENT_STORE",
+)
+"""Environment of workers that differs between them, or from round to round."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -47,6 +61,7 @@ class Command:
     """What each worker runs."""
 
     argv: tuple[str, ...]
+    """``PYTHON -u [-m] SCRIPT ARGS…``, or a program and its arguments."""
     nproc: int
     inherit: Mapping[str, str]
     """The agent's environment."""
@@ -54,6 +69,8 @@ class Command:
     """None: the workers write to the agent's own output."""
     echo: bool = False
     """With logs in files: show them as well."""
+    cold: str = ""
+    """Why workers are never forked from a zygote; empty if they may be."""
 
 
 class _Echo:
@@ -193,17 +210,25 @@ class _Pump:
 class _Worker:
     local_rank: int
     rank: int
-    process: subprocess.Popen[bytes]
-    pidfd: int
-    started_at: float
-    pumps: list[_Pump] = field(default_factory=list)
-    errors: _Pump | None = None
-    error_file: Path | None = None
+    argv: list[str]
+    env: dict[str, str]
+    error_file: Path
+    errors: _Pump
+    out: _Pump | None
+    """None: standard output is the agent's."""
+    pid: int = 0
+    pidfd: int = -1
+    wait: Callable[[], int] = int
+    """Takes the exit code (or the negative signal number) of the process, once it has ended."""
+    child: Child | None = None
+    """Of a zygote; None for a cold start."""
+    started_at: float = field(default_factory=time.monotonic)
     ended: bool = False
 
-    @property
-    def pid(self) -> int:
-        return self.process.pid
+
+_Pipes = tuple[_Worker, int | None, int]
+"""A worker that is to be started, and the ends of its pipes that are its standard output (None:
+the agent's) and error."""
 
 
 class Workers:
@@ -221,6 +246,7 @@ class Workers:
         node_id: str,
         run_id: str,
         kin: set[int],
+        changed: Callable[[], None],
     ) -> None:
         """Remember what to run.
 
@@ -234,13 +260,29 @@ class Workers:
             node_id: for the logs' path.
             run_id: TORCHELASTIC_RUN_ID.
             kin: children of this process that are no workers, nor what workers have left.
+            changed: called when there is news of warm starts.
         """
         self._command, self._post, self._guard = command, post, guard
-        self._last_step, self._sdk_socket, self._scratch = last_step, sdk_socket, scratch
-        self._node_id, self._run_id, self._kin = node_id, run_id, kin
+        self._last_step, self._scratch = last_step, scratch
+        self._node_id, self._kin = node_id, kin
+        self._base = _base_environment(command, run_id, sdk_socket)
+        self.warm = Warm(
+            command.argv,
+            self._base,
+            PER_RANK,
+            off=command.cold,
+            scratch=scratch,
+            kin=kin,
+            guard=guard,
+            changed=changed,
+        )
+        self.hosts_store = store.available()
+        self._store: Store | None = None
         self._stdout, self._stderr = _Echo(1), _Echo(2)
         self._workers: list[_Worker] = []
+        self._assignment: Assignment | None = None
         self._round = 0
+        self._stopped = False
         self._timers: list[asyncio.TimerHandle] = []
         self._sweep: asyncio.Task[None] | None = None
         become_subreaper()
@@ -250,39 +292,63 @@ class Workers:
         """By local rank; 0 for one that has ended."""
         return [0 if w.ended else w.pid for w in self._workers]
 
-    def close(self) -> None:
-        """Show the last lines."""
+    async def close(self) -> None:
+        """Show the last lines, and end what was kept for the next round."""
+        self._end_store()
+        await self.warm.close()
         for echo in (self._stdout, self._stderr):
             echo.finish(LAST_LINES_S)
 
-    def start(self, assignment: Assignment) -> None:
-        """Start the workers of a round. One that cannot be started counts as failed."""
+    def start(self, assignment: Assignment, listening: socket.socket | None) -> None:
+        """Start the workers of a round. One that cannot be started counts as failed.
+
+        Args:
+            assignment: what they are.
+            listening: where the store of the round is, if it is here.
+        """
         assert threading.current_thread() is threading.main_thread()  # PR_SET_PDEATHSIG
-        self._round = assignment.round
-        self._workers = []
-        for local_rank in range(self._command.nproc):
-            try:
-                self._workers.append(self._spawn(assignment, local_rank))
-            except OSError as error:
-                program = self._command.argv[0]
-                failure = WorkerFailure(
-                    kind=FailureKind.START,
-                    local_rank=local_rank,
-                    rank=assignment.rank_offset + local_rank,
-                    pid=0,
-                    exit_code=127,
-                    message=f"could not be started: {program}: {error.strerror}",
-                    fingerprint=f"start|{error.errno}|{program}",
-                )
-                self._post(Ended(self._round, local_rank, failure))
-                if all(w.ended for w in self._workers):
-                    self._all_ended()
-                return
+        self._round, self._assignment = assignment.round, assignment
+        self._stopped = False
+        self._end_store()
+        began = time.monotonic()
+        if listening is not None:
+            self._store = Store(
+                listening,
+                self.warm,
+                python=sys.executable,
+                env=self._base,
+                output=self._scratch / "store.log",
+                adopt=self._adopt_store,
+                ended=self._store_ended,
+            )
+        pipes = [self._prepare(assignment, i) for i in range(self._command.nproc)]
+        self._workers = [worker for worker, _, _ in pipes]
+        self.warm.forget_records()
+        children = self._fork(pipes) if self.warm.ready and not assignment.cold else None
+        try:
+            for i, (worker, out, err) in enumerate(pipes):
+                if children:
+                    self._adopt(worker, children[i])
+                else:
+                    self._start_cold(worker, out, err)
+        except OSError as error:
+            self._unstartable(worker, error)
+        finally:
+            for _, out, err in pipes:
+                for fd in (out, err):
+                    if fd is not None:
+                        os.close(fd)
+        took = round(time.monotonic() - began, 4)
+        log.info("workers_started", extra={"warm": bool(children), "took_s": took})
+        self.warm.watch(self._store.start if self._store else lambda: None)
+        loop = asyncio.get_running_loop()
+        self._timers.append(loop.call_later(UNSTARTED_S, self._kill_unstarted))
 
     def stop(self, grace_s: float, number: int, *, spare: set[int] | None = None) -> None:
         """Signal the workers (those in ``spare`` only shortly before the end of the grace), and
         kill what is left after the grace."""
         loop = asyncio.get_running_loop()
+        self._stopped = True
         spare = spare or set()
         self._signal(number, [w for w in self._workers if w.local_rank not in spare])
         if spare:
@@ -295,63 +361,143 @@ class Workers:
 
     def kill(self) -> None:
         """SIGKILL all of them, now."""
+        self._stopped = True
         self._signal(signal.SIGKILL, self._workers)
         if all(w.ended for w in self._workers):
             self._all_ended()
 
     def _signal(self, number: int, workers: list[_Worker]) -> None:
         for worker in workers:
-            if not worker.ended:
+            if not worker.ended and worker.pid:
+                if number == signal.SIGTERM and not _catches(worker.pid, number):
+                    number = signal.SIGKILL  # which is all that it would do, and never waits
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(worker.pidfd, number)
 
-    def _spawn(self, assignment: Assignment, local_rank: int) -> _Worker:
+    def _prepare(self, assignment: Assignment, local_rank: int) -> "_Pipes":
+        """All but the process: its environment, and where its output goes."""
         rank = assignment.rank_offset + local_rank
         folder = self._log_folder(assignment, rank)
         error_file = (folder or self._scratch) / f"error-{assignment.round}-{local_rank}.json"
         with contextlib.suppress(OSError):
             error_file.unlink(missing_ok=True)
-        env = self._environment(assignment, local_rank, error_file)
-        argv = [part.replace("${local_rank}", str(local_rank)) for part in self._command.argv]
         # Without files the output is ours, as with torchrun; but the last words on standard
         # error are kept, since they tell why a worker died.
-        out = os.pipe() if self._command.log_dir is not None else None
-        err = os.pipe()
-        started_at = time.monotonic()
-        try:
-            process = subprocess.Popen(
-                argv,
-                env=env,
-                stdout=out[1] if out else None,
-                stderr=err[1],
-                start_new_session=True,
-                preexec_fn=_die_with_parent(os.getpid()),
-            )
-        except OSError:
-            for pipe in (out, err):
-                if pipe:
-                    os.close(pipe[0])
-            raise
-        finally:
-            for pipe in (out, err):
-                if pipe:
-                    os.close(pipe[1])
-        self._guard(f"+{process.pid}")
-        worker = _Worker(
-            local_rank, rank, process, os.pidfd_open(process.pid), started_at, error_file=error_file
-        )
         filed = self._command.log_dir is not None
         prefix = f"[rank{rank}]: " if filed else ""
         echo = self._command.echo or not filed
-        worker.errors = _Pump(
-            err[0], folder and folder / "stderr.log", self._stderr if echo else None, prefix
+        read, err = os.pipe()
+        errors = _Pump(
+            read, folder and folder / "stderr.log", self._stderr if echo else None, prefix
         )
-        worker.pumps = [worker.errors]
-        if out:
+        pump = out = None
+        if filed:
+            read, out = os.pipe()
             file = folder and folder / "stdout.log"
-            worker.pumps.append(_Pump(out[0], file, self._stdout if echo else None, prefix))
+            pump = _Pump(read, file, self._stdout if echo else None, prefix)
+        worker = _Worker(
+            local_rank,
+            rank,
+            [part.replace("${local_rank}", str(local_rank)) for part in self._command.argv],
+            {**self._base, **_environment(assignment, self._command.nproc, local_rank, error_file)},
+            error_file,
+            errors,
+            pump,
+        )
+        worker.env["TORCHELASTIC_USE_AGENT_STORE"] = str(self.hosts_store)
+        return worker, out, err
+
+    def _fork(self, pipes: "list[_Pipes]") -> list[Child] | None:
+        return self.warm.fork(
+            [Birth(w.argv, w.env, 1 if out is None else out, err) for w, out, err in pipes]
+        )
+
+    def _start_cold(self, worker: _Worker, out: int | None, err: int) -> None:
+        argv = worker.argv
+        if not self.warm.off:
+            argv = self.warm.observed(worker.local_rank, argv)
+        worker.started_at = time.monotonic()
+        process = subprocess.Popen(
+            argv,
+            env=worker.env,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+            preexec_fn=_die_with_parent(os.getpid()),
+        )
+        worker.wait = process.wait
+        self._begin(worker, process.pid)
+
+    def _adopt(self, worker: _Worker, child: Child) -> None:
+        worker.child, worker.wait = child, child.wait
+        worker.started_at = time.monotonic()
+        self._begin(worker, child.pid)
+        child.go()
+
+    def _begin(self, worker: _Worker, pid: int) -> None:
+        worker.pid = pid
+        self._guard(f"+{pid}")
+        worker.pidfd = os.pidfd_open(pid)
         asyncio.get_running_loop().add_reader(worker.pidfd, self._exited, worker)
-        return worker
+
+    def _unstartable(self, worker: _Worker, error: OSError) -> None:
+        """The operating system refuses this worker; those after it are not started."""
+        for other in self._workers[worker.local_rank :]:
+            other.ended = True
+            self._close_pumps(other)
+        program = worker.argv[0]
+        failure = WorkerFailure(
+            kind=FailureKind.START,
+            local_rank=worker.local_rank,
+            rank=worker.rank,
+            pid=0,
+            exit_code=127,
+            message=f"could not be started: {program}: {error.strerror}",
+            fingerprint=f"start|{error.errno}|{program}",
+        )
+        self._post(Ended(self._round, worker.local_rank, failure))
+        if all(w.ended for w in self._workers):
+            self._all_ended()
+
+    def _kill_unstarted(self) -> None:
+        """A forked worker that hangs before the user's code is started cold instead."""
+        self._signal(
+            signal.SIGKILL,
+            [w for w in self._workers if w.child and not w.ended and not w.child.started()],
+        )
+
+    def _again(self, worker: _Worker) -> None:
+        """Start a worker cold whose fork did not get as far as the user's code."""
+        assert self._assignment is not None
+        log.warning("warm_start_failed", extra={"rank": worker.rank, "then": "cold start"})
+        self._guard(f"-{worker.pid}")
+        fresh, out, err = self._prepare(self._assignment, worker.local_rank)
+        self._workers[worker.local_rank] = fresh
+        try:
+            self._start_cold(fresh, out, err)
+        except OSError as error:
+            self._unstartable(fresh, error)
+        finally:
+            os.close(err)
+            if out is not None:
+                os.close(out)
+
+    def _adopt_store(self, pid: int) -> None:
+        self._kin.add(pid)
+        self._guard(f"+{pid}")
+
+    def _store_ended(self, why: str) -> None:
+        if not self._stopped and self._workers and not all(w.ended for w in self._workers):
+            failure = WorkerFailure(
+                kind=FailureKind.START,
+                local_rank=0,
+                rank=0,
+                pid=0,
+                exit_code=1,
+                message=f"the store of the round has ended: {why}",
+                fingerprint="store",
+            )
+            self._post(Ended(self._round, -1, failure))
 
     def _log_folder(self, assignment: Assignment, rank: int) -> Path | None:
         """``<dir>/<node>/<incarnation>/<round>/<rank>``; None where it cannot be made."""
@@ -366,57 +512,44 @@ class Workers:
             return None
         return folder
 
-    def _environment(self, a: Assignment, local_rank: int, error_file: Path) -> dict[str, str]:
-        nproc = self._command.nproc
-        rank = a.rank_offset + local_rank
-        env = {k: v for k, v in self._command.inherit.items() if k not in names.PRIVATE_ENV}
-        if nproc > 1:
-            env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: not nproc times all cores
-        env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-        return env | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(local_rank),
-            "GROUP_RANK": str(a.node_rank),
-            "ROLE_RANK": str(rank),
-            "ROLE_NAME": "default",
-            "WORLD_SIZE": str(a.world_size),
-            "LOCAL_WORLD_SIZE": str(nproc),
-            "GROUP_WORLD_SIZE": str(a.nnodes),
-            "ROLE_WORLD_SIZE": str(a.world_size),
-            "MASTER_ADDR": a.master_addr,
-            "MASTER_PORT": str(a.master_port),
-            "TORCHELASTIC_RESTART_COUNT": str(a.restart_count),
-            "TORCHELASTIC_MAX_RESTARTS": str(a.max_restarts),
-            "TORCHELASTIC_RUN_ID": self._run_id,
-            # Worker 0 hosts the store: it is fresh in each round.
-            "TORCHELASTIC_USE_AGENT_STORE": "False",
-            "TORCHELASTIC_ERROR_FILE": str(error_file),
-            names.ENV_AGENT_SOCKET: str(self._sdk_socket),
-            names.ENV_ROUND: str(a.round),
-            names.ENV_RESTART_REASON: a.reason if a.round > 1 else "",
-        }
-
     def _exited(self, worker: _Worker) -> None:
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(worker.pidfd)
-        code = worker.process.wait()  # the pidfd says that it has ended
+        asyncio.get_running_loop().remove_reader(worker.pidfd)
+        code = worker.wait()  # the pidfd says that it has ended
         worker.ended = True
         os.close(worker.pidfd)
-        for pump in worker.pumps:
-            pump.close()
+        self._close_pumps(worker)
         failure = self._failure(worker, code) if code else None
+        if worker.child is not None:
+            started = worker.child.started()
+            worker.child.control.close()
+            if not started and not self._stopped:
+                self._again(worker)
+                return
         self._post(Ended(self._round, worker.local_rank, failure))
         if all(w.ended for w in self._workers):
             self._all_ended()
 
+    def _close_pumps(self, worker: _Worker) -> None:
+        worker.errors.close()
+        if worker.out is not None:
+            worker.out.close()
+
+    def _end_store(self) -> None:
+        if self._store is not None:
+            self._store.end()
+            if self._store.pid:
+                self._kin.discard(self._store.pid)
+                self._guard(f"-{self._store.pid}")
+            self._store = None
+
     def _failure(self, worker: _Worker, code: int) -> WorkerFailure:
         text = ""
-        if worker.error_file is not None:
-            with contextlib.suppress(OSError):
-                text = worker.error_file.read_text(errors="replace")
-        words = b"".join(worker.errors.tail) if worker.errors else b""
+        with contextlib.suppress(OSError):
+            text = worker.error_file.read_text(errors="replace")
+        words = b"".join(worker.errors.tail)
         return describe(
             exit_code=code,
+            forked=worker.child is not None,
             local_rank=worker.local_rank,
             rank=worker.rank,
             pid=worker.pid,
@@ -430,12 +563,14 @@ class Workers:
         for timer in self._timers:
             timer.cancel()
         self._timers.clear()
+        if self._stopped:  # else workers of other nodes may still use it
+            self._end_store()
         if self._sweep is None:
             self._sweep = asyncio.create_task(self._empty_sessions())
 
     async def _empty_sessions(self) -> None:
         """Kill what the workers have left in their sessions, and wait until it is gone."""
-        sessions = {w.pid for w in self._workers}
+        sessions = {w.pid for w in self._workers if w.pid}
         deadline = time.monotonic() + SURVIVED_KILL_S
         left = self._left(sessions)
         while left and time.monotonic() < deadline:
@@ -475,6 +610,51 @@ async def _kill(pid: int, deadline: float) -> None:
     finally:
         loop.remove_reader(fd)
         os.close(fd)
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler of its own for this signal."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status", "rb") as status:
+        for line in status:
+            if line.startswith(b"SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
+
+
+def _base_environment(command: Command, run_id: str, sdk_socket: Path) -> dict[str, str]:
+    """What the environments of this node's workers have in common, in all rounds."""
+    env = {k: v for k, v in command.inherit.items() if k not in names.PRIVATE_ENV}
+    if command.nproc > 1:
+        env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: not nproc times all cores
+    env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    env.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
+    for name in PER_RANK:
+        env.pop(name, None)
+    return env | {"TORCHELASTIC_RUN_ID": run_id, names.ENV_AGENT_SOCKET: str(sdk_socket)}
+
+
+def _environment(a: Assignment, nproc: int, local_rank: int, error_file: Path) -> dict[str, str]:
+    """What differs, as torchrun (torch/distributed/elastic/agent/server/local_elastic_agent.py)."""
+    rank = a.rank_offset + local_rank
+    values = (
+        rank,
+        local_rank,
+        a.node_rank,
+        rank,
+        "default",
+        a.world_size,
+        nproc,
+        a.nnodes,
+        a.world_size,
+        a.master_addr,
+        a.master_port,
+        a.restart_count,
+        a.max_restarts,
+        error_file,
+        a.round,
+        a.reason if a.round > 1 else "",
+    )
+    return {name: str(value) for name, value in zip(PER_RANK, values, strict=False)}
 
 
 def become_subreaper() -> None:

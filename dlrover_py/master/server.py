@@ -5,9 +5,11 @@ Two ports: the job's (token on every path) and one for health and metrics (no to
 
 import asyncio
 import contextlib
+import hashlib
 import hmac
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import uvicorn
@@ -88,11 +90,20 @@ def too_large(limit: int) -> Response:
 NodePath = Annotated[str, Path(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")]
 
 
+@dataclass(slots=True)
+class _Recipe:
+    """The job's warm recipe, which only agents understand."""
+
+    body: bytes = b""
+    digest: str = ""
+
+
 def job_app(
     loop: Loop, *, token: str, max_body_bytes: int, body_s: float, denied: Counter
 ) -> ASGIApp:
     """What agents, people and dashboards call."""
     app = FastAPI(title="dlrover-py master", version=__version__)
+    recipe = _Recipe()
 
     @app.exception_handler(TooLarge)
     async def refuse(request: Request, error: Exception) -> Response:
@@ -103,18 +114,23 @@ def job_app(
         assert isinstance(error, RequestValidationError)
         return error_reply(422, ErrorCode.INVALID, in_words(error.errors()))
 
-    @app.post("/v1/nodes/{node_id}/exchange")
-    async def exchange(node_id: NodePath, request: Request) -> Response:
-        """Report up, assignment down; held until there is something new."""
+    async def whole_body(request: Request) -> bytes | Response:
         try:
             async with asyncio.timeout(body_s):
-                body = await request.body()
+                return await request.body()
         except TimeoutError:
             reply = error_reply(408, ErrorCode.INVALID, f"no whole body within {body_s:g} s")
             reply.headers["Connection"] = "close"
             return reply
         except ClientDisconnect:
             return Response(status_code=499)
+
+    @app.post("/v1/nodes/{node_id}/exchange")
+    async def exchange(node_id: NodePath, request: Request) -> Response:
+        """Report up, assignment down; held until there is something new."""
+        body = await whole_body(request)
+        if isinstance(body, Response):
+            return body
         try:
             report = AgentReport.model_validate_json(body)
         except ValidationError as error:
@@ -127,7 +143,8 @@ def job_app(
             if not answer.done():
                 loop.disconnected(node, report)
                 return Response(status_code=499)
-            return Response(answer.result().model_dump_json(), media_type="application/json")
+            told = answer.result().model_copy(update={"recipe": recipe.digest})
+            return Response(told.model_dump_json(), media_type="application/json")
         except Superseded as error:
             return error_reply(409, ErrorCode.SUPERSEDED, str(error))
         except Passive as error:
@@ -135,6 +152,20 @@ def job_app(
         finally:
             answer.cancel()
             gone.cancel()
+
+    @app.get("/v1/recipe")
+    async def read_recipe() -> Response:
+        """What this job's workers import, for agents that come later; empty until one has told."""
+        return Response(recipe.body, media_type="application/octet-stream")
+
+    @app.put("/v1/recipe")
+    async def keep_recipe(request: Request) -> Response:
+        """Keep a recipe; in memory, as any agent of the running round has it too."""
+        body = await whole_body(request)
+        if isinstance(body, Response):
+            return body
+        recipe.body, recipe.digest = body, hashlib.sha256(body).hexdigest()[:16]
+        return Response("{}", media_type="application/json")
 
     @app.get("/v1/job")
     async def job() -> Response:

@@ -62,6 +62,8 @@ class WorkerFailure(Wire):
     """Last step that was reported before it."""
     ran_s: Annotated[float, Field(ge=0)] = 0.0
     """Time from the start of the worker to its death."""
+    forked: bool = False
+    """It was a warm start: a fork could be to blame for an early death."""
 
 
 class Offer(Wire):
@@ -114,6 +116,9 @@ class AgentReport(Wire):
     failure: WorkerFailure | None = None
     """Why round ``follows`` failed here, until the next one is taken up."""
     progress: Progress | None = None
+    warming: bool = False
+    """This agent is not ready for its first round: it makes itself able to start warm, which
+    takes no longer than a cold start would."""
     leaving: Line = ""
     """Why this node is about to go (SIGTERM …); empty if it is not."""
 
@@ -150,8 +155,12 @@ class Assignment(Wire):
     """Rounds that ended in a failure before this one (TORCHELASTIC_RESTART_COUNT)."""
     max_restarts: Count = 0
     exit_code: Count = 0
+    cold: bool = False
+    """Start the workers cold: warm ones are in doubt."""
     stop_grace_s: Annotated[float, Field(ge=0)] = 1.0
     """SIGTERM to SIGKILL when the workers are stopped for this assignment."""
+    recipe: Line = ""
+    """Digest of the warm recipe that the master keeps (``/v1/recipe``); empty if it has none."""
     exchange_s: Annotated[float, Field(gt=0)] = 2.0
     """The master answers a report after this time at the latest."""
     lease_s: Annotated[float, Field(gt=0)] = 5.0

@@ -171,6 +171,8 @@ class Opening(_Kept):
     hold_until: float | None = None
     """The real cause may still turn up until then."""
     suspected: tuple[NodeId, WorkerFailure] | None = None
+    cold: bool = False
+    """Warm starts are in doubt: the next round is started cold."""
 
 
 class NodeRecord(_Kept):
@@ -210,6 +212,7 @@ class Journal(_Kept):
     exhausted: int = 0
     restart_count: int = 0
     restarts: dict[str, int] = Field(default_factory=dict)
+    doubts: int = 0
     last_exception: WorkerFailure | None = None
     last_failure: Failure | None = None
     max_step: int | None = None

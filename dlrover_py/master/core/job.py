@@ -40,6 +40,7 @@ from dlrover_py.master.core.policy import (
     Ruling,
     after_restart,
     after_worker_failure,
+    in_doubt,
     in_words,
     relaunch_delay,
 )
@@ -77,6 +78,8 @@ from dlrover_py.protocol.status import (
 )
 
 EVENTS_KEPT = 200
+DOUBTS = 2
+"""Early deaths of forked workers that are blamed on the fork; after them all starts are cold."""
 GONE_KEPT = 64
 
 HEALTHY: tuple[Kind, ...] = ("scale", "join")
@@ -104,6 +107,8 @@ class Job:
         self.next_node = 0
         self.restart_count = 0
         self.restarts: dict[str, int] = {}
+        self.doubts = 0
+        self.cold = False
         self.last_exception: WorkerFailure | None = None
         self.last_failure: Failure | None = None
         self.max_step: int | None = None
@@ -172,6 +177,7 @@ class Job:
         self.exhausted = journal.exhausted
         self.restart_count, self.restarts = journal.restart_count, dict(journal.restarts)
         self.last_exception, self.last_failure = journal.last_exception, journal.last_failure
+        self.doubts = journal.doubts
         self.max_step = self.ground = journal.max_step
         self.started_at, self.ended_at = journal.started_at, journal.ended_at
         self.resumed = True
@@ -230,6 +236,7 @@ class Job:
             exhausted=self.exhausted,
             restart_count=self.restart_count,
             restarts=self.restarts,
+            doubts=self.doubts,
             last_exception=self.last_exception,
             last_failure=self.last_failure,
             max_step=self.max_step,
@@ -401,6 +408,13 @@ class Job:
             warning=True,
             cause=None if self.opening is None else self.opening.cause,
         )
+        if in_doubt(failure) and self.doubts < DOUBTS:
+            self.doubts += 1
+            self._dirty = True
+            self._open("failure", f"{words} (started cold next: the fork may be to blame)", event)
+            assert self.opening is not None
+            self.opening.cold = True
+            return
         ruling = after_worker_failure(failure, earlier=self.last_exception, **self._budgets(node))
         if failure.kind is FailureKind.EXCEPTION:
             self.last_exception = failure
@@ -742,6 +756,7 @@ class Job:
         self.phase = JobPhase.RUNNING
         self.reason = opening.reason
         self.formed_at, self.ground = self._now, self.max_step
+        self.cold = opening.cold or self.doubts >= DOUBTS
         self.succeeded.clear()
         self.progress, self.resumed = None, False
         change = self._change_in_words(old, self.world)
@@ -810,6 +825,7 @@ class Job:
             exit_code=exit_code,
             restart_count=self.restart_count,
             max_restarts=self._restart_budget(node),
+            cold=self.cold,
             stop_grace_s=(
                 self.rules.drain_grace_s if directive is Directive.STOP else self.rules.stop_grace_s
             ),
@@ -1034,7 +1050,7 @@ class Job:
             step=report.progress.step if report and report.progress else None,
             restarts=node.restarts,
             relaunches=node.relaunches,
-            message=node.leaving or node.message,
+            message=node.leaving or node.message or _warming(node),
         )
 
     def _update_conditions(self, ready: int, wall: float) -> None:
@@ -1072,3 +1088,7 @@ class Job:
 
 def _joined(nodes: set[NodeId]) -> str:
     return ", ".join(n for n in sorted(nodes, key=lambda n: id_key(n)))
+
+
+def _warming(node: Node) -> str:
+    return "imports what its workers will need" if node.report and node.report.warming else ""

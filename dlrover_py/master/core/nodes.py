@@ -30,7 +30,7 @@ class Standing(Enum):
     READY = auto()  # has taken in all that it was told: its offer is good
     BUSY = auto()  # a member that has not answered yet to what it was told, or is suspect
     NEAR = auto()  # its process runs and its agent will speak soon; or a suspect standby
-    PENDING = auto()  # the platform has no place for it yet
+    PENDING = auto()  # the platform has no place for it yet, or it gets warm: not waited for
     OUT = auto()  # leaving or gone
 
 
@@ -79,6 +79,8 @@ class Node:
             return Standing.NEAR
         if self.phase is NodePhase.SUSPECT or self.report is None:
             return Standing.BUSY if self.told else Standing.NEAR
+        if self.report.warming:
+            return Standing.PENDING
         return Standing.READY if self.acknowledged >= self.told else Standing.BUSY
 
     @property

@@ -91,6 +91,20 @@ def repeats(failure: WorkerFailure, earlier: WorkerFailure) -> bool:
     return abs(failure.ran_s - earlier.ran_s) <= max(2.0, 0.2 * earlier.ran_s)
 
 
+EARLY_S = 10.0
+
+
+def in_doubt(failure: WorkerFailure) -> bool:
+    """Whether a forked worker's death may be the fork's fault: early, and not from outside."""
+    return (
+        failure.forked
+        and failure.ran_s < EARLY_S
+        and failure.step is None
+        and failure.kind in (FailureKind.EXCEPTION, FailureKind.EXIT, FailureKind.SIGNAL)
+        and failure.exit_code != -9
+    )
+
+
 def relaunch_delay(relaunches: int) -> float:
     """Seconds before a lost node is replaced: none at first, then doubling up to a minute."""
     return 0.0 if relaunches <= 1 else min(60.0, 2.0 ** (relaunches - 2))

@@ -1,0 +1,523 @@
+"""The agent's side of warm starts: learns the job's recipe, and keeps a zygote built from it.
+
+See docs/warm-start.md. The processes are in zygote.py (what is forked from) and script.py (what a
+worker becomes, and how a cold one is observed).
+"""
+
+import ast
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import site
+import socket
+import subprocess
+import sysconfig
+import time
+import zipimport
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Self
+
+from pydantic import TypeAdapter, ValidationError
+
+from dlrover_agent import script, zygote
+from dlrover_agent.script import BOOT
+from dlrover_agent.zygote import Fitness, Orders, receive, send
+
+log = logging.getLogger("agent.warm")
+
+MAX_RECIPE = 16 << 20
+RECORD_SIZE = 8 << 20
+"""Of a file of zeros: it takes no more room than what is written."""
+LOOK_S = 0.25
+QUIET_S = 3.0
+"""Nothing new was imported for so long: the recipe is complete, for now."""
+BUILD_S = 180.0
+FORK_S = 2.0
+"""The agent waits for a fork, and for nothing else meanwhile: well below a lease."""
+BUILDS = 5
+"""Zygotes that are tried one after the other, each without what was wrong with the last."""
+
+Line = tuple[str, str, str | None]
+_LINES = TypeAdapter(list[Line])
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What workers import from installed packages, in its order, and what the script's own code
+    puts into ``os.environ`` between; see :func:`dlrover_agent.script.watch` for the lines.
+    ``("own", name, origin)`` is a module of the user's, which no zygote may hold."""
+
+    lines: tuple[Line, ...]
+
+    @classmethod
+    def from_records(cls, records: Iterable[str], installed: tuple[str, ...]) -> Self:
+        """Merge the records of one node's workers.
+
+        Raises:
+            ValueError: the workers differ in what they put into ``os.environ``.
+        """
+        merged: list[Line] = []
+        settings: list[list[Line]] = []
+        for text in records:
+            lines = [_parsed(line) for line in text.splitlines()]
+            lines = [
+                ("own", name, value)
+                if what == "import" and not str(value).startswith(installed)
+                else (what, name, value)
+                for what, name, value in lines
+            ]
+            while lines and lines[-1][0] == "env":  # nothing is imported after it
+                lines.pop()
+            settings.append([x for x in lines if x[0] == "env"])
+            known = {x[1] for x in merged}
+            merged += [x for x in lines if x[1] not in known and (not known or x[0] != "env")]
+        longest = max(settings, key=len, default=[])
+        if any(longest[: len(own)] != own for own in settings):  # one may be behind the others
+            raise ValueError("workers of this node put different values into os.environ")
+        return cls(tuple(merged))
+
+    @classmethod
+    def from_wire(cls, body: bytes) -> Self:
+        """Read what :meth:`to_wire` wrote.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        try:
+            text = zlib.decompressobj().decompress(body, MAX_RECIPE)
+            return cls(tuple(_LINES.validate_json(text)))
+        except (zlib.error, ValidationError) as error:
+            raise ValueError("what the master keeps is not a recipe") from error
+
+    def to_wire(self) -> bytes:
+        """For the master to keep; thousands of paths are alike, so they are compressed."""
+        return zlib.compress(_LINES.dump_json(list(self.lines)))
+
+    @property
+    def digest(self) -> str:
+        """Tells one recipe from another; the master names it so too."""
+        return hashlib.sha256(self.to_wire()).hexdigest()[:16]
+
+    @property
+    def shared(self) -> bool:
+        """Whether other nodes may have it: not where a script puts values into ``os.environ``,
+        which may be secrets, or belong to one rank."""
+        return not any(what == "env" for what, _, _ in self.lines)
+
+    @property
+    def imports(self) -> set[str]:
+        """Names of modules."""
+        return {name for what, name, _ in self.lines if what == "import"}
+
+    def without(self, names: Sequence[str]) -> Self:
+        """The same, but for these modules and what is in them."""
+        below = tuple(f"{name}." for name in names)
+        return type(self)(
+            tuple(
+                line
+                for line in self.lines
+                if line[0] != "import" or not (line[1] in names or line[1].startswith(below))
+            )
+        )
+
+
+def _parsed(line: str) -> Line:
+    what, name, value = ast.literal_eval(line)
+    return what, name, value
+
+
+@dataclass(frozen=True, slots=True)
+class Birth:
+    """One worker that is to be forked."""
+
+    argv: list[str]
+    env: dict[str, str]
+    out: int
+    err: int
+
+
+@dataclass(slots=True)
+class Child:
+    """A process that was forked for us, and waits for :meth:`go`."""
+
+    pid: int
+    control: socket.socket
+    process: subprocess.Popen[bytes] | None = None
+    """If it was not forked, but started."""
+
+    def go(self) -> None:
+        """Let it become what it is for."""
+        with contextlib.suppress(OSError):
+            self.control.send(b"g")
+
+    def started(self) -> bool:
+        """Whether it got as far as the user's code."""
+        self.control.setblocking(False)
+        try:
+            return self.control.recv(1, socket.MSG_PEEK) == zygote.STARTED
+        except OSError:
+            return False
+
+    def wait(self) -> int:
+        """Its exit code, or the negative signal number; it has ended, a pidfd said so."""
+        if self.process is not None:
+            return self.process.wait()
+        _, status = os.waitpid(self.pid, 0)
+        return os.waitstatus_to_exitcode(status)
+
+
+@dataclass(slots=True)
+class _Zygote:
+    process: subprocess.Popen[bytes]
+    line: socket.socket
+    fitness: Fitness = field(default_factory=Fitness)
+
+    def close(self) -> None:
+        self.line.close()
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        self.process.wait()
+
+
+class _Record:
+    """What one observed worker has written so far."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.text = ""
+        self._file = path.open("rb", buffering=0)
+
+    def read(self) -> bool:
+        """Take in what is new; true if there is any."""
+        before = len(self.text)
+        while True:
+            self._file.seek(len(self.text))  # it is ASCII
+            new = self._file.read(1 << 16)
+            whole = new[: new.rfind(b"\n") + 1]
+            self.text += whole.decode()
+            if not whole or b"\0" in new:
+                return len(self.text) > before
+
+    def close(self) -> None:
+        """Forget it."""
+        self._file.close()
+        self.path.unlink(missing_ok=True)
+
+
+class Warm:
+    """What one node knows of its script's imports, and the zygote that is built from it."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        per_rank: Iterable[str],
+        *,
+        off: str,
+        scratch: Path,
+        kin: set[int],
+        guard: Callable[[str], None],
+        changed: Callable[[], None],
+    ) -> None:
+        """Start with nothing known.
+
+        Args:
+            argv: of workers: ``PYTHON -u [-m] SCRIPT ARGS…``.
+            env: of workers, without what differs by rank.
+            per_rank: names of what differs by rank.
+            off: why workers are only ever started cold; empty if they are not.
+            scratch: folder for records.
+            kin: children of this process that are not workers; the zygote is added.
+            guard: tells the guardian of a session.
+            changed: called when there is news: a recipe, a zygote, or none for good.
+        """
+        self.off = off or _unfit_command(argv)
+        self.recipe: Recipe | None = None
+        self._argv, self._env, self._per_rank = list(argv), dict(env), list(per_rank)
+        self._scratch, self._kin, self._guard, self._changed = scratch, kin, guard, changed
+        self._installed = _installed()
+        self._zygote: _Zygote | None = None
+        self._records: list[_Record] = []
+        self._watching: asyncio.Task[None] | None = None
+        self._building: asyncio.Task[None] | None = None
+        self._denied: list[str] = []
+        self._rebuild = False
+        self._number = 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next start is a warm one."""
+        return self._zygote is not None
+
+    @property
+    def has_torch(self) -> bool:
+        """Whether the zygote can fork a store."""
+        return self.recipe is not None and "torch" in self.recipe.imports
+
+    @property
+    def building(self) -> bool:
+        """Whether a zygote is on its way."""
+        return self._building is not None and not self._building.done()
+
+    # --- cold workers, observed ---
+
+    def observed(self, local_rank: int, argv: list[str]) -> list[str]:
+        """Command line for a cold worker of a new round that is observed."""
+        path = self._scratch / f"imports-{local_rank}"
+        with contextlib.suppress(OSError), open(path, "wb") as file:
+            file.truncate(RECORD_SIZE)
+            self._records.append(_Record(path))
+            installed = os.pathsep.join(self._installed)
+            return [*argv[:2], "-c", script.COLD, str(path), installed, *argv[2:]]
+        return argv
+
+    def forget_records(self) -> None:
+        """The observed workers have ended."""
+        for record in self._records:
+            record.close()
+        self._records.clear()
+
+    def watch(self, imports_torch: Callable[[], None]) -> None:
+        """Look at the records of the round's workers from now on."""
+        if self._watching is not None:
+            self._watching.cancel()
+        if self._records:
+            self._watching = asyncio.create_task(self._watch(imports_torch))
+            self._watching.add_done_callback(_raise)
+
+    async def _watch(self, imports_torch: Callable[[], None]) -> None:
+        quiet_since = time.monotonic()
+        learnt = told = False
+        while not self.off:
+            await asyncio.sleep(LOOK_S if not learnt else QUIET_S)
+            now = time.monotonic()
+            if sum(record.read() for record in self._records):
+                quiet_since, learnt = now, False
+                self._put_off_building()
+                if not told and any("('import', 'torch'," in r.text for r in self._records):
+                    told = True
+                    imports_torch()
+            elif not learnt and now - quiet_since >= QUIET_S:
+                learnt = True
+                self._learn()
+
+    def _learn(self) -> None:
+        try:
+            recipe = Recipe.from_records([r.text for r in self._records], self._installed)
+        except (ValueError, SyntaxError) as error:
+            self._give_up(str(error))
+            return
+        if recipe.imports and (self.recipe is None or recipe.imports - self.recipe.imports):
+            self.adopt(recipe)
+        elif self.recipe is not None and self._zygote is None:
+            self._build_soon()
+
+    def adopt(self, recipe: Recipe) -> None:
+        """Build a zygote from this recipe, learnt here or by another node."""
+        self.recipe = recipe
+        log.info("recipe_learnt", extra={"modules": len(recipe.imports), "id": recipe.digest})
+        self._build_soon()
+        self._changed()
+
+    # --- the zygote ---
+
+    def _build_soon(self) -> None:
+        if self.off:
+            return
+        if self.building:
+            self._rebuild = True
+        else:
+            self._building = asyncio.create_task(self._build())
+            self._building.add_done_callback(_raise)
+
+    def _put_off_building(self) -> None:
+        """The recipe grows yet: leave the processor to the worker that imports."""
+        if self._building is not None and self._zygote is None:
+            self._building.cancel()
+            self._building = None
+
+    async def _build(self) -> None:
+        for _ in range(BUILDS):
+            assert self.recipe is not None
+            self._rebuild = False
+            began = time.monotonic()
+            candidate = await self._candidate(self.recipe.without(self._denied))
+            fitness = candidate.fitness
+            if self._rebuild:
+                candidate.close()
+                continue
+            if not fitness.unfit:
+                old, self._zygote = self._zygote, candidate
+                if old is not None:
+                    self._end(old)
+                took = round(time.monotonic() - began, 3)
+                log.info("zygote_ready", extra={"modules": fitness.modules, "took_s": took})
+                self._changed()
+                return
+            self._end(candidate)
+            log.info("zygote_unfit", extra={"why": fitness.unfit, "without": fitness.blame})
+            if not fitness.blame:
+                break
+            self._denied += fitness.blame
+        self._give_up(f"no zygote is fit: {fitness.unfit}")
+
+    async def _candidate(self, recipe: Recipe) -> _Zygote:
+        self._number += 1
+        stem = self._scratch / f"zygote-{self._number}"
+        output, orders = stem.with_suffix(".log"), stem.with_suffix(".json")
+        ours, theirs = socket.socketpair()
+        with theirs, output.open("wb") as words:
+            lines = [list(line) for line in recipe.lines]
+            wanted = Orders(theirs.fileno(), os.getpid(), lines, self._per_rank)
+            orders.write_text(json.dumps(asdict(wanted)))
+            room = self._argv[2:]  # so that workers can show their own command line
+            process = subprocess.Popen(  # noqa: ASYNC220
+                [*self._argv[:2], "-c", BOOT.format(module="zygote"), str(orders), *room],
+                env=self._env,
+                pass_fds=[theirs.fileno()],
+                stdout=words,
+                stderr=words,
+                start_new_session=True,
+            )
+        self._kin.add(process.pid)
+        self._guard(f"+{process.pid}")
+        found = _Zygote(process, ours)
+        readable = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(ours, readable.set)
+        try:
+            async with asyncio.timeout(BUILD_S):
+                await readable.wait()
+            ours.settimeout(FORK_S)
+            found.fitness = Fitness(**receive(ours)[0])
+        except TimeoutError:
+            found.fitness = Fitness(f"it is not ready after {BUILD_S:g} s")
+        except (EOFError, OSError):
+            last = output.read_text(errors="replace").strip().splitlines()[-1:]
+            found.fitness = Fitness(f"it has ended: {' '.join(last)}")
+        except asyncio.CancelledError:
+            self._end(found)
+            raise
+        finally:
+            loop.remove_reader(ours)
+            orders.unlink(missing_ok=True)
+        return found
+
+    def fork(self, births: Sequence[Birth]) -> list[Child] | None:
+        """Fork workers; None if that is not possible, and they are to be started cold."""
+        pairs = [socket.socketpair() for _ in births]
+        fds = []
+        for (_, theirs), birth in zip(pairs, births, strict=True):
+            fds += [theirs.fileno(), birth.out, birth.err]
+        request = {"fork": [{"argv": b.argv, "env": b.env} for b in births]}
+        return self._ask(request, fds, pairs)
+
+    def fork_store(self, listening: int, port: int) -> Child | None:
+        """Fork the store of a round."""
+        pair = socket.socketpair()
+        children = self._ask({"store": port}, [pair[1].fileno(), listening], [pair])
+        return children[0] if children else None
+
+    def _ask(
+        self,
+        request: object,
+        fds: list[int],
+        pairs: list[tuple[socket.socket, socket.socket]],
+    ) -> list[Child] | None:
+        children = None
+        try:
+            if self._zygote is not None:
+                answer = self._answer(self._zygote, request, fds)
+                if len(answer) == len(pairs):
+                    children = [
+                        Child(pid, ours) for pid, (ours, _) in zip(answer, pairs, strict=True)
+                    ]
+        finally:
+            for ours, theirs in pairs:
+                theirs.close()
+                if children is None:
+                    ours.close()
+        return children
+
+    def _answer(self, asked: _Zygote, request: object, fds: list[int]) -> list[int]:
+        try:
+            send(asked.line, request, fds)
+            answer, _ = receive(asked.line)
+        except (EOFError, OSError) as error:
+            self._lose(f"it does not answer ({error or 'closed'})")
+            return []
+        if answer["refusal"]:
+            self._lose(answer["refusal"])
+        return list(answer["pids"])
+
+    def _lose(self, why: str) -> None:
+        """The zygote is of no use any more: this start is cold, and another one is built."""
+        log.warning("zygote_lost", extra={"why": why, "then": "cold start; it is built again"})
+        if self._zygote is not None:
+            self._end(self._zygote)
+            self._zygote = None
+        if self.recipe is not None:
+            self._build_soon()
+
+    def _end(self, ended: _Zygote) -> None:
+        ended.close()
+        self._kin.discard(ended.process.pid)
+        self._guard(f"-{ended.process.pid}")
+
+    def child_ended(self) -> None:
+        """A child of ours has ended: perhaps the zygote."""
+        if self._zygote is not None and self._zygote.process.poll() is not None:
+            self._lose(f"it has ended with code {self._zygote.process.returncode}")
+
+    def _give_up(self, why: str) -> None:
+        if not self.off:
+            self.off = why
+            log.warning("cold_from_now_on", extra={"why": why})
+            if self._zygote is not None:
+                self._end(self._zygote)
+                self._zygote = None
+            self._changed()
+
+    async def close(self) -> None:
+        """End what is under way."""
+        tasks = [t for t in (self._watching, self._building) if t is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._zygote is not None:
+            self._end(self._zygote)
+            self._zygote = None
+
+
+def _raise(task: asyncio.Task[None]) -> None:
+    """A fault of ours must be seen."""
+    if not task.cancelled():
+        task.result()
+
+
+def _unfit_command(argv: Sequence[str]) -> str:
+    """Why this command line cannot be run in a process that was forked; empty if it can."""
+    path = argv[2]
+    if path == "-m":
+        return ""
+    if path.endswith(".pyc"):
+        return "the script is compiled"
+    try:
+        zipimport.zipimporter(path)
+    except zipimport.ZipImportError:
+        return ""
+    return "the script is an archive"
+
+
+def _installed() -> tuple[str, ...]:
+    """Folders of the standard library and of installed packages, with a slash at the end."""
+    paths = sysconfig.get_paths()
+    folders = [paths[k] for k in ("stdlib", "platstdlib", "purelib", "platlib")]
+    folders += [*site.getsitepackages(), site.getusersitepackages()]
+    return tuple(f"{folder}/" for folder in dict.fromkeys(folders))

@@ -1,0 +1,524 @@
+"""Recovery: from a fault to the next training step, ours and torchrun's, script unchanged.
+
+The script is a small DDP model on gloo that knows nothing of us (``SCRIPT``). After each step each
+rank appends a line with ``time.monotonic()`` to a file of its own; figures are from right before
+the fault to the *last* rank's first step of the next round. Launchers take turns within one run,
+idle and with one of the cores kept busy. A torchrun that has not come back within ``--never``
+seconds is counted as lost and started anew.
+
+``--json FILE`` keeps all samples; ``--write`` puts the tables into docs/benchmarks.md.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+import yaml
+
+BIN = Path(sys.executable).parent
+DOCS = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
+BEGIN, END = "<!-- recovery: begin -->", "<!-- recovery: end -->"
+SCRIPT = """
+import os, sys, time
+if sys.argv[2:]:
+    with open("/proc/self/smaps_rollup") as file:
+        private = sum(int(x.split()[1]) for x in file if x.startswith("Private"))
+    with open(sys.argv[2], "a") as file:
+        file.write(f"{private}\\n")
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+out, rank = sys.argv[1], os.environ["RANK"]
+began = time.monotonic()
+dist.init_process_group("gloo")
+model = DistributedDataParallel(
+    torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
+)
+optimizer = torch.optim.AdamW(model.parameters())
+size, pid, parent = dist.get_world_size(), os.getpid(), os.getppid()
+with open(f"{out}/{rank}", "a", buffering=1) as file:
+    step = 0
+    while True:
+        optimizer.zero_grad()
+        model(torch.randn(32, 64)).square().mean().backward()
+        optimizer.step()
+        step += 1
+        file.write(f"{time.monotonic()} {step} {size} {pid} {parent} {began}\\n")
+"""
+T = TypeVar("T")
+_pause = threading.Event()
+
+
+class Lost(Exception):
+    """The job did not come back."""
+
+
+def say(text: str) -> None:
+    print(f"{datetime.now().astimezone():%H:%M:%S} {text}", flush=True)
+
+
+def until(look: Callable[[], T | None], what: str, within_s: float) -> T:
+    deadline = time.monotonic() + within_s
+    while not (seen := look()):
+        if time.monotonic() > deadline:
+            raise Lost(f"not within {within_s:g} s: {what}")
+        _pause.wait(0.005)
+    return seen
+
+
+@dataclass(frozen=True)
+class Line:
+    """What a rank wrote after a step."""
+
+    at: float
+    step: int
+    size: int
+    pid: int
+    parent: int
+    began: float
+
+
+class Running:
+    """A job, seen through the files of its ranks."""
+
+    def __init__(self, folder: Path, process: "subprocess.Popen[bytes]") -> None:
+        self.folder, self.process = folder, process
+        self.out = folder / "out"
+
+    def tail(self, rank: int) -> Line | None:
+        """The newest step of a rank."""
+        with contextlib.suppress(OSError), open(self.out / str(rank), "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 400))
+            lines = file.read().split(b"\n")[:-1]
+            if lines:
+                a, b, c, d, e, f = lines[-1].split()
+                return Line(float(a), int(b), int(c), int(d), int(e), float(f))
+        return None
+
+    def first(self, rank: int, pid: int) -> Line:
+        """The first step of one process of a rank."""
+        for text in (self.out / str(rank)).read_text().splitlines():
+            a, b, c, d, e, f = text.split()
+            if int(d) == pid:
+                return Line(float(a), int(b), int(c), int(d), int(e), float(f))
+        raise Lost(f"rank {rank} has no step of process {pid}")
+
+    def steady(
+        self, world: int, within_s: float, not_pids: frozenset[int] = frozenset()
+    ) -> list[Line]:
+        """Wait until all ranks of a world of this size have made steps, in other processes."""
+
+        def look() -> list[Line] | None:
+            if self.process.poll() is not None:
+                raise Lost(f"it has ended with code {self.process.returncode}")
+            tails = [self.tail(rank) for rank in range(world)]
+            if all(t and t.size == world and t.pid not in not_pids for t in tails):
+                return [t for t in tails if t]
+            return None
+
+        return until(look, f"steps of a world of {world}", within_s)
+
+    def recovery(
+        self, before: list[Line], world: int, fault: Callable[[], object], never_s: float
+    ) -> float:
+        """Seconds from the fault to the last rank's first step of the next round."""
+        pids = frozenset(line.pid for line in before)
+        at = time.monotonic()
+        fault()
+        after = self.steady(world, never_s, pids)
+        return max(self.first(rank, line.pid).at for rank, line in enumerate(after)) - at
+
+
+@contextlib.contextmanager
+def started(name: str, argv: list[str], env: dict[str, str] | None = None) -> Iterator[Running]:
+    """Run a job in a folder of its own; all of it is gone afterwards."""
+    folder = Path(tempfile.mkdtemp(prefix="b-", dir="/tmp"))
+    (folder / "out").mkdir()
+    (folder / "train.py").write_text(SCRIPT)
+    extra = {"DLROVER_RUNTIME_DIR": str(folder / "run"), "DLROVER_STATE_DIR": str(folder / "state")}
+    with open(folder / "log", "wb") as log:
+        process = subprocess.Popen(
+            argv,
+            cwd=folder,
+            env={**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", **extra, **(env or {})},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    running = Running(folder, process)
+    try:
+        yield running
+    except Lost as error:
+        say(f"! {name}: {error}; {(folder / 'log').read_bytes()[-600:]!r}")
+        raise
+    finally:
+        family = [process.pid, *(p.pid for p in _family(process.pid))]
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=20)
+        for pid in family:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).children(recursive=True)
+    return []
+
+
+@contextlib.contextmanager
+def busy(cores: int) -> Iterator[None]:
+    """Keep this many cores busy with something else."""
+    spinners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(cores)]
+    try:
+        yield
+    finally:
+        for spinner in spinners:
+            spinner.kill()
+            spinner.wait()
+
+
+# --- what is run ---
+
+STANDALONE = ["--standalone", "--nproc-per-node=2", "--max-restarts=100000"]
+LAUNCHERS: dict[str, tuple[list[str], dict[str, str]]] = {
+    "elastic-run": ([str(BIN / "elastic-run"), *STANDALONE], {"DLROVER_LOG_LEVEL": "INFO"}),
+    "elastic-run --cold-start": ([str(BIN / "elastic-run"), *STANDALONE, "--cold-start"], {}),
+    "torchrun": ([str(BIN / "torchrun"), *STANDALONE], {}),
+    "torchrun, cured": (
+        [str(BIN / "torchrun"), *STANDALONE],
+        {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+    ),
+}
+"""Commands and environment. The cure is that of torchrun's stale keys: a fresh store each round."""
+
+
+def warm(running: Running, nodes: int = 1) -> None:
+    """Wait until all zygotes are ready."""
+
+    def look() -> bool:
+        texts = [running.folder / "log", *running.folder.rglob("agent.log")]
+        return sum(p.read_text(errors="replace").count("zygote_ready") for p in texts) >= nodes
+
+    until(look, "zygotes", 180)
+
+
+def kill_workers(launcher: str, kills: int, never_s: float) -> tuple[list[float], int]:
+    """Samples (seconds), and how often the job did not come back."""
+    argv, env = LAUNCHERS[launcher]
+    samples: list[float] = []
+    lost = 0
+    while len(samples) + lost < kills:
+        with contextlib.suppress(Lost), started(launcher, [*argv, "train.py", "out"], env) as job:
+            before = job.steady(2, 120)
+            if launcher == "elastic-run":
+                warm(job)
+            while len(samples) + lost < kills:
+                rank = (len(samples) + lost) % 2
+                _pause.wait(0.5)
+                victim = before[rank].pid
+                try:
+                    samples.append(
+                        job.recovery(before, 2, partial(os.kill, victim, signal.SIGKILL), never_s)
+                    )
+                except Lost:
+                    lost += 1
+                    raise
+                before = job.steady(2, never_s)
+    return samples, lost
+
+
+def document(**worker: object) -> str:
+    container = {"name": "main", "image": "none", "command": ["elastic-run", "train.py", "out"]}
+    return yaml.safe_dump(
+        {
+            "apiVersion": "elastic.iml.github.io/v1alpha1",
+            "kind": "ElasticJob",
+            "metadata": {"name": "bench"},
+            "spec": {
+                "replicaSpecs": {
+                    "worker": {
+                        "restartCount": 1000,
+                        **worker,
+                        "template": {"spec": {"containers": [container]}},
+                    }
+                }
+            },
+        }
+    )
+
+
+@contextlib.contextmanager
+def cluster(hosts: int, **worker: object) -> Iterator[Running]:
+    """A job of several nodes on this machine."""
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write(document(**worker))
+        file.flush()
+        argv = [str(BIN / "dlrover"), "job", "run", file.name, "--json", "--nodes", str(hosts)]
+        with started("dlrover job run", argv) as job:
+            yield job
+
+
+def kill_node(line: Line) -> None:
+    """An agent and its workers, at once."""
+    agent = psutil.Process(line.parent)
+    for victim in [agent, *agent.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            victim.kill()
+
+
+def logged(job: Running, event: str) -> list[float]:
+    """When agents wrote this event, on the clock of ``time.monotonic()``."""
+    offset = time.monotonic() - time.time()
+    times = []
+    for path in [job.folder / "log", *job.folder.rglob("agent.log")]:
+        for line in path.read_text(errors="replace").splitlines():
+            if f'"event": "{event}"' in line:
+                at = re.search(r'"at": "([^"]+)"', line)
+                assert at is not None
+                times.append(datetime.fromisoformat(at[1]).timestamp() + offset)
+    return sorted(times)
+
+
+@dataclass
+class Row:
+    """One row of a table: seconds by launcher and load."""
+
+    what: str
+    target: str
+    samples: dict[str, list[float]] = field(default_factory=dict)
+    lost: dict[str, int] = field(default_factory=dict)
+
+    def add(self, column: str, samples: list[float], lost: int = 0) -> None:
+        self.samples.setdefault(column, []).extend(samples)
+        self.lost[column] = self.lost.get(column, 0) + lost
+        if samples:
+            say(f"{self.what}, {column}: {spread(samples)}")
+
+
+def spread(samples: list[float]) -> str:
+    if not samples:
+        return "–"
+    low, mid, high = min(samples), statistics.median(samples), max(samples)
+    digits = 2 if high < 10 else 1
+    return f"{low:.{digits}f} / {mid:.{digits}f} / {high:.{digits}f} s (n={len(samples)})"
+
+
+def worker_rows(kills: int, peer_kills: int, blocks: int, never_s: float) -> Row:
+    row = Row("`kill -9` of one of 2 DDP workers", "≤ 0.25 s, worst ≤ 1 s")
+    for block in range(blocks):
+        for load in (0, 1):
+            for launcher in LAUNCHERS:
+                count = kills if launcher == "elastic-run" else peer_kills
+                with busy(load):
+                    samples, lost = kill_workers(launcher, count, never_s)
+                row.add(f"{launcher}, {'busy' if load else 'idle'}", samples, lost)
+        say(f"block {block + 1} of {blocks} is done")
+    return row
+
+
+def node_rows(times: int) -> list[Row]:
+    shrink = Row("one of 3 nodes is killed, agent and workers: the others' next step", "≤ 0.5 s")
+    first = Row("the same, rank 0's node", "≤ 0.5 s")
+    standby = Row("the same with a standby: next step of the full world", "≤ 0.5 s")
+    first_standby = Row("the same with a standby, rank 0's node", "≤ 0.5 s")
+    joined = Row("a node comes: first step of the larger world after its agent is warm", "≤ 0.5 s")
+    cases = ((shrink, 2, 0), (first, 0, 0), (standby, 1, 1), (first_standby, 0, 1))
+    for _ in range(times):
+        for row, rank, spare in cases:
+            minimum = 3 if spare else 1
+            worker = {"replicas": 3, "minReplicas": minimum, "standbyReplicas": spare}
+            try:
+                with cluster(3 + spare, **worker) as job:
+                    before = job.steady(3, 120)
+                    warm(job, 3 + spare)
+                    _pause.wait(2)
+                    world = 3 if spare else 2
+                    took = job.recovery(before, world, partial(kill_node, before[rank]), 60)
+                    row.add("elastic-run", [took])
+                    if not spare:  # the platform starts the node again
+                        after = job.steady(3, 60)
+                        ready = logged(job, "zygote_ready")[-1]
+                        steps = [job.first(r, line.pid).at for r, line in enumerate(after)]
+                        joined.add("elastic-run", [max(steps) - ready])
+            except Lost:
+                row.add("elastic-run", [], 1)
+    return [shrink, first, standby, first_standby, joined]
+
+
+def start_rows(times: int) -> list[Row]:
+    """To the start of the first worker's process (to 10 ms), from that of its launcher's."""
+    alone = Row("`elastic-run --standalone` to the start of the first worker", "≤ 0.9 s")
+    member = Row("`elastic-run` to the same, as a member of a job", "≤ 0.3 s")
+    for _ in range(times):
+        for name in ("elastic-run", "torchrun"):
+            argv, env = LAUNCHERS[name]
+            with started(name, [*argv, "train.py", "out"], env) as job:
+                alone.add(name, [_start_of(job.steady(2, 120), job.process.pid)])
+        with cluster(1, replicas=1) as job:
+            lines = job.steady(1, 120)
+            member.add("elastic-run", [_start_of(lines, lines[0].parent)])
+    return [alone, member]
+
+
+def _start_of(lines: list[Line], launcher: int) -> float:
+    workers = [psutil.Process(line.pid).create_time() for line in lines]
+    return min(workers) - psutil.Process(launcher).create_time()
+
+
+def memory() -> dict[str, float]:
+    """MB: resident of the agents, private of workers at their first line."""
+    found = {}
+    for name in ("elastic-run", "torchrun"):
+        argv, env = LAUNCHERS[name]
+        with started(name, [*argv, "train.py", "out", "private"], env) as job:
+            before = job.steady(2, 120)
+            if name == "elastic-run":
+                warm(job)
+            found[f"{name}: the agent, resident"] = _mb(psutil.Process(before[0].parent))
+            if name == "elastic-run":
+                job.recovery(before, 2, partial(os.kill, before[0].pid, signal.SIGKILL), 60)
+                private = (job.folder / "private").read_text().split()
+                found["a cold worker at its first line, private"] = int(private[0]) / 1024
+                found["a forked worker at its first line, private"] = int(private[-1]) / 1024
+                zygotes = [
+                    p
+                    for p in psutil.Process(job.process.pid).children()
+                    if "zygote" in str(p.cmdline())
+                ]
+                found["the zygote, resident"] = _mb(zygotes[0])
+    return found
+
+
+def _mb(process: psutil.Process) -> float:
+    return float(process.memory_info().rss) / 2**20
+
+
+def step_times(blocks: int, seconds: float) -> dict[str, list[float]]:
+    """Milliseconds a step, of each launcher, a figure per block."""
+    found: dict[str, list[float]] = {}
+    for _ in range(blocks):
+        for name in ("torchrun", "elastic-run", "warm elastic-run"):
+            argv, env = LAUNCHERS[name.removeprefix("warm ")]
+            with started(name, [*argv, "train.py", "out"], env) as job:
+                before = job.steady(2, 120)
+                if name != "torchrun":
+                    warm(job)  # and the building is over
+                if name.startswith("warm"):
+                    job.recovery(before, 2, partial(os.kill, before[0].pid, signal.SIGKILL), 60)
+                _pause.wait(2)
+                one = job.steady(2, 10)[0]
+                _pause.wait(seconds)
+                two = job.steady(2, 10)[0]
+                took = 1000 * (two.at - one.at) / (two.step - one.step)
+                found.setdefault(name, []).append(took)
+                say(f"step, {name}: {took:.3f} ms")
+    return found
+
+
+# --- the run ---
+
+
+def table(rows: list[Row]) -> str:
+    lines = ["| fault | target | launcher, load | min / median / max | never came back |"]
+    lines.append("|---|---|---|---|---|")
+    for row in rows:
+        for column, samples in row.samples.items():
+            lost = row.lost.get(column, 0)
+            of = f"{lost} of {lost + len(samples)}" if lost else "0"
+            lines.append(f"| {row.what} | {row.target} | {column} | {spread(samples)} | {of} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=20, help="of elastic-run, per block and load")
+    parser.add_argument("--peer-kills", type=int, default=4, help="the same of the others")
+    parser.add_argument("--blocks", type=int, default=2)
+    parser.add_argument("--in-a-row", type=int, default=200, help="kills of one elastic-run job")
+    parser.add_argument("--nodes", type=int, default=3, help="times that nodes are killed")
+    parser.add_argument("--starts", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3, help="blocks of step times")
+    parser.add_argument("--never", type=float, default=60.0)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--write", action="store_true", help="put the tables into docs/benchmarks.md"
+    )
+    args = parser.parse_args()
+    began = time.monotonic()
+    rows: list[Row] = []
+    if args.blocks:
+        rows.append(worker_rows(args.kills, args.peer_kills, args.blocks, args.never))
+    if args.in_a_row:
+        many = Row(f"{args.in_a_row} such kills in a row, of one job", "none lost")
+        many.add("elastic-run, idle", *kill_workers("elastic-run", args.in_a_row, args.never))
+        rows.append(many)
+    if args.nodes:
+        rows += node_rows(args.nodes)
+    if args.starts:
+        rows += start_rows(args.starts)
+    held = memory()
+    steps = step_times(args.steps, 15.0) if args.steps else {}
+    words = [
+        f"`python benchmarks/recovery.py {' '.join(sys.argv[1:])}`  ",
+        f"{_processor()}, {os.cpu_count()} cores shared with other work, "
+        f"Linux {platform.release()}, Python {platform.python_version()}, "
+        f"torch {version('torch')}, "
+        f"{datetime.now(UTC):%Y-%m-%d}; {time.monotonic() - began:.0f} s in all.",
+        "",
+        table(rows),
+        "",
+        "| memory | MB |",
+        "|---|---|",
+        *(f"| {what} | {size:.0f} |" for what, size in held.items()),
+        "",
+        "| step of the script above | median | all |",
+        "|---|---|---|",
+        *(
+            f"| {name} | {statistics.median(s):.3f} ms | {', '.join(f'{x:.3f}' for x in s)} |"
+            for name, s in steps.items()
+        ),
+    ]
+    text = "\n".join(words)
+    print(text)
+    if args.json:
+        samples = {row.what: {"samples": row.samples, "lost": row.lost} for row in rows}
+        args.json.write_text(json.dumps({"rows": samples, "memory": held, "steps": steps}))
+    if args.write:
+        old = DOCS.read_text()
+        head, _, rest = old.partition(BEGIN)
+        tail = rest.partition(END)[2]
+        DOCS.write_text(f"{head}{BEGIN}\n{text}\n\n{END}{tail}")
+
+
+def _processor() -> str:
+    with open("/proc/cpuinfo") as file:
+        found = re.search(r"model name\s*: (.*)", file.read())
+    return found[1].strip() if found else platform.machine()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,312 @@
+"""Warm starts on real jobs: what is forked, what falls back to cold, and what is left behind."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.process.harness import Job, Place, alive, eventually, job, lines, members
+
+SCRIPT = """
+    import os, signal, sys
+    warm = "dlrover_agent.zygote" in sys.modules
+    import fakelib
+    print("start", os.environ["RANK"], os.environ["DLROVER_ROUND"], "warm" if warm else "cold",
+          fakelib.VERSION, flush=True)
+    signal.pause()
+"""
+
+
+class Library:
+    """A folder of installed packages that tests may change."""
+
+    def __init__(self, place: Place) -> None:
+        base = place.folder / "user"
+        version = "python" + ".".join(map(str, sys.version_info[:2]))
+        self.folder = base / "lib" / version / "site-packages"
+        self.folder.mkdir(parents=True)
+        self.env = {"PYTHONUSERBASE": str(base), "PYTHONPATH": str(self.folder)}
+        self.write("fakelib", "VERSION = 1")
+
+    def write(self, name: str, text: str) -> None:
+        (self.folder / f"{name}.py").write_text(text + "\n")
+
+
+@pytest.fixture
+def library(place: Place) -> Library:
+    return Library(place)
+
+
+def agent_log(run: Job, node: str = "n0") -> list[dict[str, Any]]:
+    (path,) = run.logs.glob(f"{node}/agent.log")
+    return [json.loads(x) for x in path.read_text().splitlines() if x.startswith("{")]
+
+
+def said(run: Job, event: str, node: str = "n0") -> list[dict[str, Any]]:
+    return [line for line in agent_log(run, node) if line["event"] == event]
+
+
+def until_ready(run: Job, node: str = "n0", times: int = 1) -> None:
+    eventually(lambda: len(said(run, "zygote_ready", node)) >= times, "a zygote", within_s=60)
+
+
+def zygote(run: Job, node: int = 0) -> psutil.Process:
+    agent = psutil.Process(members(run.status())[node].agent_pid)
+    (found,) = [p for p in agent.children() if "dlrover_agent.zygote" in " ".join(p.cmdline()[:4])]
+    return found
+
+
+def kill_worker(run: Job, node: int = 0, rank: int = 0) -> None:
+    os.kill(members(run.status())[node].pids[rank], signal.SIGKILL)
+
+
+def starts(run: Job, round_number: int, node: str = "n0") -> list[str]:
+    """``warm 1`` or ``cold 1``: how, and the library's version; one per worker."""
+    found = lines(run, node, rf"^start \d+ {round_number} ")
+    return [line.split(maxsplit=3)[3] for line in found]
+
+
+def test_the_next_generation_is_forked(place: Place, library: Library) -> None:
+    flags = ("--nproc-per-node=2",)
+    with job(place, script=SCRIPT, replicas=2, flags=flags, env=library.env) as run:
+        run.running(2)
+        for node in ("n0", "n1"):
+            until_ready(run, node)
+            assert starts(run, 1, node) == ["cold 1"] * 2
+        kill_worker(run, 1, 1)
+        status = run.running(2, round_after=1)
+        for node in ("n0", "n1"):
+            eventually(lambda n=node: starts(run, 2, n) == ["warm 1"] * 2, "both are forked")
+        for node in members(status):
+            for pid in node.pids:
+                assert psutil.Process(pid).ppid() == node.agent_pid
+                assert os.getsid(pid) == pid
+
+
+def test_without_warmth(place: Place, library: Library) -> None:
+    with job(place, script=SCRIPT, replicas=1, flags=("--cold-start",), env=library.env) as run:
+        run.running(1)
+        eventually(lambda: starts(run, 1), "it runs")
+        agent = psutil.Process(members(run.status())[0].agent_pid)
+        assert len(agent.children()) == 2, "the guardian and the worker"
+        kill_worker(run)
+        run.running(1, round_after=1)
+        eventually(lambda: starts(run, 2) == ["cold 1"], "it runs")
+        assert not said(run, "zygote_ready")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_zygote_that_is_lost_costs_a_cold_start(
+    place: Place, library: Library, number: int
+) -> None:
+    with job(place, script=SCRIPT, replicas=1, env=library.env) as run:
+        run.running(1)
+        until_ready(run)
+        first = zygote(run).pid
+        os.kill(first, number)
+        if number == signal.SIGKILL:
+            until_ready(run, times=2)
+            kill_worker(run)
+            eventually(lambda: starts(run, 2) == ["warm 1"], "the next zygote serves")
+        else:
+            kill_worker(run)
+            eventually(lambda: starts(run, 2) == ["cold 1"], "it starts cold", within_s=20)
+            eventually(lambda: not alive(first), "the frozen one is killed")
+            until_ready(run, times=2)
+        assert run.status().restarts == {"failure": 1}
+        assert len(said(run, "zygote_lost")) == 1
+
+
+def test_what_was_installed_meanwhile_is_imported(place: Place, library: Library) -> None:
+    with job(place, script=SCRIPT, replicas=1, env=library.env) as run:
+        run.running(1)
+        until_ready(run)
+        library.write("fakelib", "VERSION = 'two'")
+        kill_worker(run)
+        eventually(lambda: starts(run, 2) == ["cold two"], "the new one is imported")
+        until_ready(run, times=2)
+        kill_worker(run)
+        eventually(lambda: starts(run, 3) == ["warm two"], "the zygote has it too")
+
+
+def test_a_module_of_the_scripts_folder_comes_first(place: Place, library: Library) -> None:
+    with job(place, script=SCRIPT, replicas=1, env=library.env) as run:
+        run.running(1)
+        until_ready(run)
+        (place.folder / "fakelib.py").write_text("VERSION = 'own'\n")
+        kill_worker(run)
+        eventually(lambda: starts(run, 2) == ["cold own"], "the script's own is imported")
+
+
+def test_an_import_that_cannot_be_shared_is_left_to_each_worker(
+    place: Place, library: Library
+) -> None:
+    library.write(
+        "threads",
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()",
+    )
+    library.write("ranks", "import os\nRANK = os.environ.get('RANK')")
+    script = SCRIPT.replace("import fakelib", "import fakelib, threads, ranks")
+    script = script.replace("fakelib.VERSION", "ranks.RANK, __import__('threading').active_count()")
+    flags = ("--nproc-per-node=2",)
+    with job(place, script=script, replicas=1, flags=flags, env=library.env) as run:
+        run.running(1)
+        until_ready(run)
+        blamed = [name for line in said(run, "zygote_unfit") for name in line["without"]]
+        assert sorted(blamed) == ["ranks", "threads"]
+        kill_worker(run)
+        eventually(lambda: len(starts(run, 2)) == 2, "both are forked")
+        assert sorted(starts(run, 2)) == ["warm 0 2", "warm 1 2"]
+
+
+def test_what_the_script_puts_into_the_environment(place: Place, library: Library) -> None:
+    library.write("fakelib", "import os\nVERSION = os.environ.get('SECRET')")
+    script = SCRIPT.replace(
+        "import fakelib",
+        "before = os.environ.get('SECRET'); os.environ['SECRET'] = 'x'; import fakelib",
+    ).replace("fakelib.VERSION", "before, fakelib.VERSION")
+    with job(place, script=script, replicas=1, env=library.env) as run:
+        run.running(1)
+        until_ready(run)
+        kill_worker(run)
+        eventually(lambda: starts(run, 2) == ["warm None x"], "as if it was imported after it")
+        assert not said(run, "recipe_told"), "it stays on the node"
+
+
+def test_a_node_that_joins_gets_warm_first(place: Place, library: Library) -> None:
+    with job(place, script=SCRIPT, replicas=2, minReplicas=1, hosts=1, env=library.env) as run:
+        run.running(1)
+        until_ready(run)
+        eventually(lambda: said(run, "recipe_told"), "the master keeps the recipe")
+        place.call("dlrover", "node", "add", "--job", run.name)
+        run.running(2)
+        eventually(lambda: starts(run, 2, "n1") == ["warm 1"], "its first start is warm")
+        assert starts(run, 2, "n0") == ["warm 1"]
+        assert not said(run, "recipe_learnt", "n1") or said(run, "zygote_ready", "n1")
+
+
+def test_an_early_death_of_forked_workers_is_not_held_against_the_script(
+    place: Place, library: Library
+) -> None:
+    script = SCRIPT.replace(
+        "signal.pause()",
+        "if warm: raise RuntimeError('Cannot re-initialize CUDA in forked subprocess')\n"
+        "    signal.pause()",
+    )
+    with job(place, script=script, replicas=1, restartCount=1, env=library.env) as run:
+        run.running(1)
+        until_ready(run)
+        kill_worker(run)
+        eventually(lambda: starts(run, 3) == ["cold 1"], "it is started cold after the fork failed")
+        assert starts(run, 2) == ["warm 1"]
+        run.running(1, round_after=2)
+        why = [e.message for e in run.status().events if "the fork may be to blame" in e.message]
+        assert why
+        assert members(run.status())[0].restarts == 1, "only the kill is charged"
+
+
+def test_an_agent_that_is_killed_leaves_nothing(place: Place, library: Library) -> None:
+    with job(place, script=SCRIPT, replicas=1, env=library.env) as run:
+        run.running(1)
+        until_ready(run)
+        kill_worker(run)
+        run.running(1, round_after=1)
+        eventually(lambda: starts(run, 2) == ["warm 1"], "a forked worker")
+        node = members(run.status())[0]
+        family = [zygote(run).pid, *node.pids]
+        os.kill(node.agent_pid, signal.SIGKILL)
+        eventually(lambda: not any(map(alive, family)), "zygote and worker end with their agent")
+
+
+STORE = """
+    import os, signal, sys
+    import torch.distributed as dist
+    rank, generation = int(os.environ["RANK"]), int(os.environ["DLROVER_ROUND"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+    seen = store.add(f"rank{rank}", 1)
+    print("start", rank, generation, seen, flush=True)
+    if generation == 1:
+        signal.pause()
+    if rank == 0:
+        store.set("first", str(os.getpid()))
+        sys.exit(0)
+    first = store.get("first").decode()
+    while os.path.exists(f"/proc/{first}"):
+        pass
+    store.set("still", "there")
+    assert store.get("still") == b"there"
+    print("done", flush=True)
+"""
+
+
+def stores(run: Job, node: int = 0) -> list[psutil.Process]:
+    status = run.status()
+    known = {p for n in members(status) for p in n.pids}
+    agent = psutil.Process(members(status)[node].agent_pid)
+    return [
+        p
+        for p in agent.children()
+        if p.pid not in known and any(c.status == "LISTEN" for c in p.net_connections("tcp"))
+    ]
+
+
+def test_the_store_of_a_round_is_fresh_and_outlives_rank_0(place: Place) -> None:
+    with job(place, script=STORE, replicas=2) as run:
+        run.running(2)
+        eventually(lambda: len(starts(run, 1, "n0") + starts(run, 1, "n1")) == 2, "round 1")
+        assert len(stores(run)) == 1
+        assert not stores(run, 1), "only rank 0's node has one"
+        for node in ("n0", "n1"):
+            until_ready(run, node)
+        (old,) = stores(run)
+        kill_worker(run, 1)
+        assert run.wait() == 0
+        assert starts(run, 2, "n0") + starts(run, 2, "n1") == ["1", "1"], "no key of round 1"
+        done = lines(run, "n0", "done") + lines(run, "n1", "done")
+        assert done, "rank 1 used it after rank 0 had ended"
+        assert not alive(old.pid)
+
+
+def test_a_store_that_is_killed_ends_its_round(place: Place) -> None:
+    with job(place, script=STORE, replicas=1) as run:
+        run.running(1)
+        eventually(lambda: starts(run, 1), "round 1")
+        os.kill(stores(run)[0].pid, signal.SIGKILL)
+        assert run.wait() == 0, "round 2 has another"
+        assert "the store of the round has ended" in "".join(run.output)
+
+
+def test_a_store_that_nobody_asks_for_is_not_started(place: Place) -> None:
+    with job(place, replicas=1) as run:
+        run.running(1)
+        agent = psutil.Process(members(run.status())[0].agent_pid)
+        assert not [p for p in agent.children() if "store" in p.cmdline()]
+
+
+def test_a_survivor_is_killed_at_once_unless_it_asked_for_the_signal(place: Place) -> None:
+    script = """
+        import os, signal, sys
+        from pathlib import Path
+        def term(number, frame):
+            Path(f"heard-{os.environ['RANK']}").touch()
+            sys.exit(0)
+        if os.environ["RANK"] == "0":
+            signal.signal(signal.SIGTERM, term)
+        print("start", os.environ["RANK"], os.environ["DLROVER_ROUND"], flush=True)
+        signal.pause()
+    """
+    flags = ("--nproc-per-node=3",)
+    with job(place, script=script, replicas=1, flags=flags) as run:
+        run.running(1)
+        eventually(lambda: len(lines(run, "n0", "^start . 1")) == 3, "all run")
+        kill_worker(run, 0, 2)
+        run.running(1, round_after=1)
+        eventually(lambda: len(lines(run, "n0", "^start . 2")) == 3, "all run again")
+        assert Path(place.folder, "heard-0").exists()
+        assert not Path(place.folder, "heard-1").exists()
