@@ -80,6 +80,7 @@ def crash(
     fingerprint: str = "",
     step: int | None = None,
     ran_s: float = 5.0,
+    forked: bool = False,
 ) -> WorkerFailure:
     return WorkerFailure(
         kind=kind,
@@ -91,6 +92,7 @@ def crash(
         fingerprint=fingerprint,
         step=step,
         ran_s=ran_s,
+        forked=forked,
     )
 
 
@@ -123,6 +125,8 @@ class SimAgent:
     failure: WorkerFailure | None = None
     progress: Progress | None = None
     leaving: str = ""
+    warming: bool = False
+    """It makes itself able to start warm, and is in no round until then."""
     stopping: bool = False
     """It was told to end, and will once it has said so."""
     ended: bool = False
@@ -154,6 +158,7 @@ class SimAgent:
             failure=self.failure,
             progress=self.progress,
             leaving=self.leaving,
+            warming=self.warming,
         )
 
     def receive(self, new: Assignment) -> None:
@@ -659,6 +664,7 @@ class Bench:
             assert life.report is not None, "only who has spoken to this master"
             assert not life.gone
             assert not node.leaving
+            assert not life.report.warming
             assert member.incarnation == node.incarnation
             assert life.acked >= life.owes, f"{member.node} has not answered to {life.owes}"
             assert member.rank_offset == offset
@@ -692,6 +698,7 @@ class Bench:
             for n in job.nodes
             if n.phase is NodePhase.LIVE
             and not n.leaving
+            and not ((last := self._lives[n.id].report) and last.warming)
             and self._lives[n.id].acked >= (self._lives[n.id].owes if n.id not in nodes else 0)
         ]
         assert size == full_size(self.spec, len(ready)), f"{size} of {ready}"
@@ -835,6 +842,8 @@ class Bench:
             "exhausted",
             "restart_count",
             "restarts",
+            "doubts",
+            "cold",
             "last_exception",
             "last_failure",
         }

@@ -142,7 +142,7 @@ class Agent:
         self._seq = 0
         self._taken_up_at = 0.0
         self._current: Reserved | None = None
-        self._impatient = False
+        self._impatient = self._joined = False
         self._kept_recipe = ""
         self._sharing: asyncio.Task[None] | None = None
         self._patience: asyncio.TimerHandle | None = None
@@ -265,6 +265,8 @@ class Agent:
     def _report(self) -> AgentReport:
         core = self._core
         self._seq += 1
+        warming = self._warming
+        self._joined |= not warming
         return AgentReport(
             boot_id=self._boot_id,
             incarnation=core.incarnation,
@@ -281,14 +283,14 @@ class Agent:
             failure=core.failure,
             progress=core.progress,
             leaving=core.leaving,
-            warming=self._warming,
+            warming=warming,
         )
 
     @property
     def _warming(self) -> bool:
         """Whether the first round has to wait: those who run would wait longer for a cold start."""
         warm = self._workers.warm
-        return warm.building and not (self._core.follows or warm.ready or self._impatient)
+        return warm.building and not (warm.ready or self._joined or self._impatient)
 
     def _assigned(self, assignment: Assignment) -> None:
         if assignment.recipe != self._kept_recipe:
@@ -355,7 +357,7 @@ class Agent:
             log.warning("guardian_ended", extra={"then": "another one is started"})
             self._guardian.dismiss()
             self._guardian = Guardian(self._settings.lifeline_fd, self._scratch)
-            for pid in filter(None, self._workers.pids):
+            for pid in self._workers.sessions:
                 self._guardian.tell(f"+{pid}")
         self._kin.add(self._guardian.pid)
         self._workers.warm.child_ended()

@@ -130,10 +130,12 @@ class Line:
 
     async def _exchange(self) -> None:
         deadline = self._held_s + 5.0 if self._answered else min(FIRST_ANSWER_S, self._connect_s)
-        if self._recipe is not None:
+        take = self._recipe
+        if take is not None:
             kept = await self._client.call("GET", RECIPE, deadline_s=deadline)
-            take, self._recipe = self._recipe, None
-            take(kept)
+            if self._recipe is take:
+                self._recipe = None
+                take(kept)
         body = self._report().model_dump_json(exclude_defaults=True).encode()
         answer = await self._client.call("POST", self._path, body, deadline_s=deadline)
         assignment = Assignment.model_validate_json(answer)

@@ -110,9 +110,12 @@ def _show(command: list[str]) -> None:
     start, end = int(fields[45]), int(fields[46])
     words = b"".join(os.fsencode(part) + b"\0" for part in command)
     if len(words) <= end - start:
-        with open("/proc/self/mem", "r+b", buffering=0) as memory:
-            memory.seek(start)
-            memory.write(words.ljust(end - start, b"\0"))
+        try:
+            with open("/proc/self/mem", "r+b", buffering=0) as memory:
+                memory.seek(start)
+                memory.write(words.ljust(end - start, b"\0"))
+        except OSError:  # a process that may not be looked at, not even by itself
+            return
 
 
 # --- observation ---
@@ -131,6 +134,7 @@ def watch(record: str, installed: tuple[str, ...]) -> None:
         record: a file of zeros, as large as the record may get.
         installed: folders of the standard library and of installed packages.
     """
+    import _thread
     import ctypes
     from importlib.machinery import ModuleSpec, PathFinder
 
@@ -146,13 +150,16 @@ def watch(record: str, installed: tuple[str, ...]) -> None:
         return
     at, copy = start, ctypes.memmove
     owner = os.getpid()
+    one_at_a_time = _thread.allocate_lock()
+    os.register_at_fork(after_in_child=one_at_a_time._at_fork_reinit)  # type: ignore[attr-defined]
 
     def note(*what: str | None) -> None:
         nonlocal at
         line = f"{what!a}\n".encode()
-        if os.getpid() == owner and at + len(line) < start + size:
-            copy(at, line, len(line))
-            at += len(line)
+        with one_at_a_time:
+            if os.getpid() == owner and at + len(line) < start + size:
+                copy(at, line, len(line))
+                at += len(line)
 
     class Finder:
         @staticmethod

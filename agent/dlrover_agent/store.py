@@ -62,7 +62,7 @@ class Store:
         self._pidfd = -1
         self._control: socket.socket | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._waiting = False
+        self._waiting = self._over = False
         if warm.ready and warm.has_torch:
             self.start()
         else:
@@ -71,7 +71,7 @@ class Store:
 
     def start(self) -> None:
         """Start it now, if it does not run."""
-        if self.pid:
+        if self.pid or self._over:
             return
         self._stop_waiting()
         child = None
@@ -93,7 +93,15 @@ class Store:
     def _cold(self, port: int) -> Child | None:
         ours, theirs = socket.socketpair()
         fds = [self._listening.fileno(), theirs.fileno()]
-        argv = [self._python, "-u", "-c", BOOT.format(module="zygote"), "store", str(port)]
+        argv = [
+            self._python,
+            "-u",
+            "-c",
+            BOOT.format(module="zygote"),
+            "store",
+            str(os.getpid()),
+            str(port),
+        ]
         try:
             with theirs, self._output.open("wb") as words:
                 process = subprocess.Popen(
@@ -141,6 +149,7 @@ class Store:
 
     def end(self) -> None:
         """The round is over."""
+        self._over = True
         self._stop_waiting()
         if self._pidfd >= 0:
             with contextlib.suppress(ProcessLookupError):

@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import os
+import signal
 import site
 import socket
 import subprocess
@@ -23,9 +24,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Self
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from dlrover_agent import script, zygote
+from dlrover_agent.guardian import members
 from dlrover_agent.script import BOOT
 from dlrover_agent.zygote import Fitness, Orders, receive, send
 
@@ -38,6 +40,8 @@ LOOK_S = 0.25
 QUIET_S = 3.0
 """Nothing new was imported for so long: the recipe is complete, for now."""
 BUILD_S = 180.0
+MAX_FDS = 253
+"""In one message (SCM_MAX_FD in the kernel)."""
 FORK_S = 2.0
 """The agent waits for a fork, and for nothing else meanwhile: well below a lease."""
 BUILDS = 5
@@ -65,7 +69,7 @@ class Recipe:
         merged: list[Line] = []
         settings: list[list[Line]] = []
         for text in records:
-            lines = [_parsed(line) for line in text.splitlines()]
+            lines = [_parsed(line) for line in text.splitlines() if "\0" not in line]
             lines = [
                 ("own", name, value)
                 if what == "import" and not str(value).startswith(installed)
@@ -91,13 +95,14 @@ class Recipe:
         """
         try:
             text = zlib.decompressobj().decompress(body, MAX_RECIPE)
-            return cls(tuple(_LINES.validate_json(text)))
-        except (zlib.error, ValidationError) as error:
+            return cls(tuple(_LINES.validate_python(json.loads(text))))
+        except (zlib.error, ValueError) as error:  # pydantic's too
+            # Paths that are no UTF-8 stand in it as JSON's lone surrogates, which pydantic refuses.
             raise ValueError("what the master keeps is not a recipe") from error
 
     def to_wire(self) -> bytes:
         """For the master to keep; thousands of paths are alike, so they are compressed."""
-        return zlib.compress(_LINES.dump_json(list(self.lines)))
+        return zlib.compress(json.dumps(self.lines).encode())
 
     @property
     def digest(self) -> str:
@@ -178,12 +183,6 @@ class _Zygote:
     line: socket.socket
     fitness: Fitness = field(default_factory=Fitness)
 
-    def close(self) -> None:
-        self.line.close()
-        with contextlib.suppress(ProcessLookupError):
-            self.process.kill()
-        self.process.wait()
-
 
 class _Record:
     """What one observed worker has written so far."""
@@ -249,11 +248,17 @@ class Warm:
         self._denied: list[str] = []
         self._rebuild = False
         self._number = 0
+        self._refusal = ""
 
     @property
     def ready(self) -> bool:
         """Whether the next start is a warm one."""
         return self._zygote is not None
+
+    @property
+    def pid(self) -> int:
+        """Of the zygote, 0 if there is none."""
+        return self._zygote.process.pid if self._zygote is not None else 0
 
     @property
     def has_torch(self) -> bool:
@@ -343,15 +348,21 @@ class Warm:
             self._building = None
 
     async def _build(self) -> None:
-        for _ in range(BUILDS):
+        tries = 0
+        while tries < BUILDS:
             assert self.recipe is not None
             self._rebuild = False
             began = time.monotonic()
-            candidate = await self._candidate(self.recipe.without(self._denied))
+            try:
+                candidate = await self._candidate(self.recipe.without(self._denied))
+            except OSError as error:
+                fitness = Fitness(f"it cannot be started: {error.strerror}")
+                break
             fitness = candidate.fitness
             if self._rebuild:
-                candidate.close()
+                self._end(candidate)
                 continue
+            tries += 1
             if not fitness.unfit:
                 old, self._zygote = self._zygote, candidate
                 if old is not None:
@@ -365,7 +376,8 @@ class Warm:
             if not fitness.blame:
                 break
             self._denied += fitness.blame
-        self._give_up(f"no zygote is fit: {fitness.unfit}")
+        if self._zygote is None:
+            self._give_up(f"no zygote is fit: {fitness.unfit}")
 
     async def _candidate(self, recipe: Recipe) -> _Zygote:
         self._number += 1
@@ -411,7 +423,9 @@ class Warm:
 
     def fork(self, births: Sequence[Birth]) -> list[Child] | None:
         """Fork workers; None if that is not possible, and they are to be started cold."""
-        pairs = [socket.socketpair() for _ in births]
+        if 3 * len(births) > MAX_FDS:
+            return None  # more than one message carries; so many workers have time to start
+        pairs = _pairs(len(births))
         fds = []
         for (_, theirs), birth in zip(pairs, births, strict=True):
             fds += [theirs.fileno(), birth.out, birth.err]
@@ -420,8 +434,9 @@ class Warm:
 
     def fork_store(self, listening: int, port: int) -> Child | None:
         """Fork the store of a round."""
-        pair = socket.socketpair()
-        children = self._ask({"store": port}, [pair[1].fileno(), listening], [pair])
+        pairs = _pairs(1)
+        fds = [theirs.fileno() for _, theirs in pairs]
+        children = self._ask({"store": port}, [*fds, listening], pairs)
         return children[0] if children else None
 
     def _ask(
@@ -432,7 +447,7 @@ class Warm:
     ) -> list[Child] | None:
         children = None
         try:
-            if self._zygote is not None:
+            if self._zygote is not None and pairs:
                 answer = self._answer(self._zygote, request, fds)
                 if len(answer) == len(pairs):
                     children = [
@@ -452,8 +467,12 @@ class Warm:
         except (EOFError, OSError) as error:
             self._lose(f"it does not answer ({error or 'closed'})")
             return []
-        if answer["refusal"]:
-            self._lose(answer["refusal"])
+        refusal = str(answer["refusal"])
+        if refusal and refusal == self._refusal:
+            self._give_up(refusal)  # building it again does not help
+        elif refusal:
+            self._refusal = refusal
+            self._lose(refusal)
         return list(answer["pids"])
 
     def _lose(self, why: str) -> None:
@@ -466,7 +485,13 @@ class Warm:
             self._build_soon()
 
     def _end(self, ended: _Zygote) -> None:
-        ended.close()
+        """Kill it, and what it has started; not waited for, as a file system may hold it."""
+        ended.line.close()
+        pid = ended.process.pid
+        for victim in (pid, *members({pid})):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(victim, signal.SIGKILL)
+        ended.process.poll()
         self._kin.discard(ended.process.pid)
         self._guard(f"-{ended.process.pid}")
 
@@ -493,6 +518,19 @@ class Warm:
         if self._zygote is not None:
             self._end(self._zygote)
             self._zygote = None
+
+
+def _pairs(number: int) -> list[tuple[socket.socket, socket.socket]]:
+    """So many control lines; none if there are not enough descriptors."""
+    pairs: list[tuple[socket.socket, socket.socket]] = []
+    try:
+        pairs.extend(socket.socketpair() for _ in range(number))
+    except OSError:
+        for ours, theirs in pairs:
+            ours.close()
+            theirs.close()
+        pairs.clear()
+    return pairs
 
 
 def _raise(task: asyncio.Task[None]) -> None:

@@ -292,6 +292,12 @@ class Workers:
         """By local rank; 0 for one that has ended."""
         return [0 if w.ended else w.pid for w in self._workers]
 
+    @property
+    def sessions(self) -> list[int]:
+        """All that must end with the agent."""
+        store = self._store.pid if self._store is not None else 0
+        return [pid for pid in (*self.pids, store, self.warm.pid) if pid]
+
     async def close(self) -> None:
         """Show the last lines, and end what was kept for the next round."""
         self._end_store()
@@ -311,6 +317,8 @@ class Workers:
         self._stopped = False
         self._end_store()
         began = time.monotonic()
+        pipes = [self._prepare(assignment, i) for i in range(self._command.nproc)]
+        self._workers = [worker for worker, _, _ in pipes]
         if listening is not None:
             self._store = Store(
                 listening,
@@ -321,8 +329,6 @@ class Workers:
                 adopt=self._adopt_store,
                 ended=self._store_ended,
             )
-        pipes = [self._prepare(assignment, i) for i in range(self._command.nproc)]
-        self._workers = [worker for worker, _, _ in pipes]
         self.warm.forget_records()
         children = self._fork(pipes) if self.warm.ready and not assignment.cold else None
         try:
@@ -332,6 +338,9 @@ class Workers:
                 else:
                     self._start_cold(worker, out, err)
         except OSError as error:
+            for other in self._workers[worker.local_rank + 1 :]:  # those are not started at all
+                other.ended = True
+                self._close_pumps(other)
             self._unstartable(worker, error)
         finally:
             for _, out, err in pipes:
@@ -341,8 +350,9 @@ class Workers:
         took = round(time.monotonic() - began, 4)
         log.info("workers_started", extra={"warm": bool(children), "took_s": took})
         self.warm.watch(self._store.start if self._store else lambda: None)
-        loop = asyncio.get_running_loop()
-        self._timers.append(loop.call_later(UNSTARTED_S, self._kill_unstarted))
+        if children:
+            loop = asyncio.get_running_loop()
+            self._timers.append(loop.call_later(UNSTARTED_S, self._kill_unstarted))
 
     def stop(self, grace_s: float, number: int, *, spare: set[int] | None = None) -> None:
         """Signal the workers (those in ``spare`` only shortly before the end of the grace), and
@@ -369,10 +379,10 @@ class Workers:
     def _signal(self, number: int, workers: list[_Worker]) -> None:
         for worker in workers:
             if not worker.ended and worker.pid:
-                if number == signal.SIGTERM and not _catches(worker.pid, number):
-                    number = signal.SIGKILL  # which is all that it would do, and never waits
+                # Where SIGTERM would only kill, SIGKILL does so without waiting for its turn.
+                fatal = number == signal.SIGTERM and not _minds(worker.pid, number)
                 with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(worker.pidfd, number)
+                    signal.pidfd_send_signal(worker.pidfd, signal.SIGKILL if fatal else number)
 
     def _prepare(self, assignment: Assignment, local_rank: int) -> "_Pipes":
         """All but the process: its environment, and where its output goes."""
@@ -441,10 +451,9 @@ class Workers:
         asyncio.get_running_loop().add_reader(worker.pidfd, self._exited, worker)
 
     def _unstartable(self, worker: _Worker, error: OSError) -> None:
-        """The operating system refuses this worker; those after it are not started."""
-        for other in self._workers[worker.local_rank :]:
-            other.ended = True
-            self._close_pumps(other)
+        """The operating system refuses this worker."""
+        worker.ended = True
+        self._close_pumps(worker)
         program = worker.argv[0]
         failure = WorkerFailure(
             kind=FailureKind.START,
@@ -612,13 +621,15 @@ async def _kill(pid: int, deadline: float) -> None:
         os.close(fd)
 
 
-def _catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler of its own for this signal."""
+def _minds(pid: int, number: int) -> bool:
+    """Whether a process handles, waits for or ignores this signal: it would not just die of it."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status", "rb") as status:
-        for line in status:
-            if line.startswith(b"SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+        masks = [line.split()[1] for line in status if line.startswith(_MASKS)]
+        return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
     return False
+
+
+_MASKS = (b"SigBlk:", b"SigIgn:", b"SigCgt:")
 
 
 def _base_environment(command: Command, run_id: str, sdk_socket: Path) -> dict[str, str]:

@@ -18,6 +18,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import importlib.machinery
 import json
 import logging
 import os
@@ -119,7 +120,9 @@ def _read(line: socket.socket, size: int, *, take_fds: bool = False) -> tuple[by
 def main() -> None:
     """Build, serve, and in a child: become what was asked for; or serve a store at once."""
     if sys.argv[1] == "store":
-        serve_store(*map(int, sys.argv[2:]))
+        agent, *rest = map(int, sys.argv[2:])
+        _die_with(agent)
+        serve_store(*rest)
     with open(sys.argv[1]) as file:
         orders = Orders(**json.load(file))
     line = socket.socket(fileno=orders.socket)
@@ -333,8 +336,10 @@ def _unshare() -> None:
 def _probe() -> str:
     """Try in a child what workers will do; return what is wrong."""
     read, write = os.pipe()
+    zygote = os.getpid()
     pid = _fork()
     if pid == 0:
+        _die_with(zygote)
         os.close(read)
         try:
             fault = _exercise()
@@ -429,14 +434,17 @@ def _state(path: str) -> tuple[int, int] | None:
     return found.st_mtime_ns, found.st_size
 
 
+_SUFFIXES = frozenset(importlib.machinery.all_suffixes())
+
+
 def _importable(folder: str) -> set[str]:
     """Names of modules and packages that this folder has."""
     names = set()
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
-                stem, dot, end = entry.name.partition(".")
-                if end.endswith(("py", "so", "pyc")) or (
+                stem, dot, _ = entry.name.partition(".")
+                if entry.name[len(stem) :] in _SUFFIXES or (
                     not dot and os.path.exists(os.path.join(entry.path, "__init__.py"))
                 ):
                     names.add(stem)

@@ -17,7 +17,7 @@ from dlrover_py.master.core.events import (
     Rules,
 )
 from dlrover_py.master.core.job import Job
-from dlrover_py.protocol.agents import Directive, FailureKind, WorkerPhase
+from dlrover_py.protocol.agents import Directive, FailureKind, WorkerFailure, WorkerPhase
 from dlrover_py.protocol.errors import Bug
 from dlrover_py.protocol.names import NodeId, Term
 from dlrover_py.protocol.status import JobPhase, NodePhase
@@ -676,3 +676,89 @@ def test_without_a_replacement_used_up_restarts_end_the_job() -> None:
         bench.agent("a").fail(user_error("E", step))
         bench.settle()
     assert bench.job.phase is JobPhase.FAILED
+
+
+# --- warm starts ---
+
+
+def test_nobody_waits_for_a_node_that_gets_warm() -> None:
+    bench = Bench(elastic_job(3, 2), capacity=2)
+    bench.step()
+    bench.settle()
+    bench.set_capacity(3)
+    bench.deliver_facts()
+    late = bench.boot(NodeId("n2"))
+    late.warming = True
+    bench.settle()
+    assert bench.members == ["n0", "n1"]
+    assert bench.job.status(0.0, 0.0).nodes[-1].message == "imports what its workers will need"
+    bench.agent("n0").fail(crash())
+    bench.settle()
+    assert bench.members == ["n0", "n1"], "not after a failure either"
+    late.warming = False
+    bench.settle()
+    assert bench.members == ["n0", "n1", "n2"]
+
+
+def test_nodes_that_get_warm_before_the_first_round_come_together() -> None:
+    bench = Bench(elastic_job(3, 1))
+    bench.step()
+    bench.deliver_facts()
+    agents = [bench.boot(NodeId(node)) for node in ("n0", "n1", "n2")]
+    for agent in agents[1:]:
+        agent.warming = True
+    bench.exchange()
+    bench.pass_time(5.0)
+    assert bench.job.world is None
+    for agent in agents:
+        agent.warming = False
+    bench.settle()
+    assert bench.members == ["n0", "n1", "n2"]
+    assert bench.job.round == 1
+
+
+def test_the_early_death_of_a_forked_worker_is_tried_cold_and_not_charged() -> None:
+    bench = running()
+    bench.agent("n1").fail(crash(FailureKind.EXCEPTION, fingerprint="E@f:1", forked=True))
+    bench.settle()
+    assert bench.job.nodes[N1].restarts == 0
+    for agent in bench.living():
+        assert agent.assignment is not None
+        assert agent.assignment.cold
+    bench.agent("n1").fail(user_error(step=None))
+    bench.settle()
+    assert bench.job.phase is JobPhase.RUNNING, "the one that a fork may have caused is forgotten"
+    assert bench.job.nodes[N1].restarts == 1
+    assert not bench.agent("n0").assignment.cold  # type: ignore[union-attr]
+
+
+def test_after_two_doubts_all_starts_are_cold() -> None:
+    bench = running()
+    for _ in range(2):
+        bench.agent("n1").fail(crash(forked=True))
+        bench.settle()
+    assert bench.job.nodes[N1].restarts == 0
+    bench.restart_master()
+    bench.settle()
+    bench.agent("n0").fail(crash(forked=True))
+    bench.settle()
+    assert bench.job.nodes[NodeId("n0")].restarts == 1, "now it counts"
+    assert bench.agent("n0").assignment.cold  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        crash(forked=False),
+        crash(forked=True, ran_s=10.0),
+        crash(forked=True, step=3),
+        crash(forked=True).model_copy(update={"exit_code": -9}),
+    ],
+    ids=["cold", "late", "after a step", "kill -9"],
+)
+def test_what_no_fork_can_have_caused_is_charged(failure: WorkerFailure) -> None:
+    bench = running()
+    bench.agent("n1").fail(failure)
+    bench.settle()
+    assert bench.job.nodes[N1].restarts == 1
+    assert bench.job.doubts == 0

@@ -213,6 +213,7 @@ class Journal(_Kept):
     restart_count: int = 0
     restarts: dict[str, int] = Field(default_factory=dict)
     doubts: int = 0
+    cold: bool = False
     last_exception: WorkerFailure | None = None
     last_failure: Failure | None = None
     max_step: int | None = None

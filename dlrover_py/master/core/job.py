@@ -177,7 +177,7 @@ class Job:
         self.exhausted = journal.exhausted
         self.restart_count, self.restarts = journal.restart_count, dict(journal.restarts)
         self.last_exception, self.last_failure = journal.last_exception, journal.last_failure
-        self.doubts = journal.doubts
+        self.doubts, self.cold = journal.doubts, journal.cold
         self.max_step = self.ground = journal.max_step
         self.started_at, self.ended_at = journal.started_at, journal.ended_at
         self.resumed = True
@@ -237,6 +237,7 @@ class Job:
             restart_count=self.restart_count,
             restarts=self.restarts,
             doubts=self.doubts,
+            cold=self.cold,
             last_exception=self.last_exception,
             last_failure=self.last_failure,
             max_step=self.max_step,
@@ -657,7 +658,10 @@ class Job:
         opening = self.opening
         if opening is None or opening.hold_until is not None:
             return False
-        counts = Counts(ready, self.nodes.count(Standing.BUSY), self.nodes.count(Standing.NEAR))
+        near = self.nodes.count(Standing.NEAR)
+        if opening.kind == "start":  # nobody runs yet: better all at once than one after the other
+            near += sum(1 for n in self.nodes if n.standing is Standing.PENDING and n.alive)
+        counts = Counts(ready, self.nodes.count(Standing.BUSY), near)
         answer = verdict(
             size,
             counts,

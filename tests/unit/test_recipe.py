@@ -1,0 +1,89 @@
+"""The warm recipe: what is made of the records of observed workers."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlrover_agent.warm import Recipe
+from dlrover_agent.zygote import _importable
+
+SITE = ("/site/", "/lib/")
+TORCH = ("import", "torch", "/site/torch/__init__.py")
+JSON = ("import", "json", "/lib/json/__init__.py")
+OWN = ("import", "model", "/home/me/model.py")
+
+
+def record(*lines: tuple[str, str, str | None]) -> str:
+    return "".join(f"{line!a}\n" for line in lines)
+
+
+def recipe(*records: str) -> Recipe:
+    return Recipe.from_records(records, SITE)
+
+
+def test_the_order_is_kept_and_the_users_modules_are_marked() -> None:
+    assert recipe(record(JSON, OWN, TORCH)).lines == (JSON, ("own", *OWN[1:]), TORCH)
+    assert recipe(record(JSON, OWN, TORCH)).imports == {"json", "torch"}
+
+
+def test_workers_are_merged() -> None:
+    assert recipe(record(JSON), record(TORCH, JSON)).lines == (JSON, TORCH)
+
+
+def test_environment_counts_only_before_an_import() -> None:
+    made = ("env", "A", "1")
+    assert recipe(record(JSON, made)).shared
+    before = recipe(record(made, JSON))
+    assert before.lines == (made, JSON)
+    assert not before.shared, "it may be a secret"
+
+
+def test_workers_that_disagree_on_the_environment_have_no_recipe() -> None:
+    with pytest.raises(ValueError, match="different values"):
+        recipe(record(("env", "A", "0"), JSON), record(("env", "A", "1"), JSON))
+
+
+def test_a_worker_that_is_behind_does_not_disagree() -> None:
+    one = record(("env", "A", "0"), JSON, ("env", "B", "0"), TORCH)
+    assert recipe(one, record(("env", "A", "0"), JSON)).imports == {"json", "torch"}
+
+
+def test_a_torn_line_is_left_out() -> None:
+    assert recipe(record(JSON) + "\0\0('import\n" + record(TORCH)).imports == {"json", "torch"}
+
+
+def test_without_a_module_goes_what_is_in_it() -> None:
+    lines = record(
+        TORCH,
+        ("import", "torch.cuda", "/site/torch/cuda.py"),
+        ("import", "torchvision", "/site/torchvision.py"),
+    )
+    assert recipe(lines).without(["torch"]).imports == {"torchvision"}
+
+
+TEXT = st.text(st.characters(codec=None), max_size=8)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["import", "own", "env"]), TEXT, st.none() | TEXT)))
+def test_it_crosses_the_wire(lines: list[tuple[str, str, str | None]]) -> None:
+    there = Recipe(tuple(lines))
+    back = Recipe.from_wire(there.to_wire())
+    assert back == there
+    assert back.digest == there.digest
+
+
+@pytest.mark.parametrize("body", [b"", b"x", b"x\x9c", Recipe(()).to_wire()[:-1] + b"!"])
+def test_other_bytes_are_refused(body: bytes) -> None:
+    with pytest.raises(ValueError, match="not a recipe"):
+        Recipe.from_wire(body)
+
+
+def test_what_a_folder_can_hide(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    for name in ("json.py", "random.npy", "torch.old.py", "readme", "pickle.txt", "data.json"):
+        (tmp_path / name).touch()
+    (tmp_path / "math.cpython-311-x86_64-linux-gnu.so").touch()
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / "folder").mkdir()
+    assert _importable(str(tmp_path)) - {"math"} == {"json", "package"}
+    assert _importable(str(tmp_path / "missing")) == set()
