@@ -5,29 +5,24 @@ beats the flags. Alone, ``--standalone`` trains on this machine.
 """
 
 import argparse
-import asyncio
 import contextlib
-import json
 import logging
 import os
-import secrets
 import shutil
 import signal
-import socket
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from dlrover_agent.core import Exit
-from dlrover_agent.loop import HANDLED, work
-from dlrover_agent.settings import Settings
-from dlrover_agent.workers import Command
+from dlrover_agent.settings import HANDLED, Command, Settings
+from dlrover_agent.standalone import OwnMaster
 from dlrover_py import __version__
 from dlrover_py.protocol.errors import ConfigError, DLRoverError, ExitCode
-from dlrover_py.protocol.names import API_VERSION, KIND, MAIN_CONTAINER, TOKEN_FILE
 from dlrover_py.telemetry import setup
+
+if TYPE_CHECKING:
+    from dlrover_agent.core import Exit
 
 log = logging.getLogger("agent.cli")
 
@@ -133,7 +128,7 @@ def _signals_wait() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _member(args: argparse.Namespace, settings: Settings) -> Exit:
+def _member(args: argparse.Namespace, settings: Settings) -> "Exit":
     settings.check()
     command = _command(args, settings)
     if args.nnodes != "1:1":
@@ -142,10 +137,14 @@ def _member(args: argparse.Namespace, settings: Settings) -> Exit:
     if restarts is not None:
         log.info("flag_not_used", extra={"flag": "--max-restarts", "why": "restartCount says it"})
     token = settings.token()
+    import asyncio
+
+    from dlrover_agent.loop import work
+
     return asyncio.run(work(settings, command, token=token, max_restarts=restarts))
 
 
-def _standalone(args: argparse.Namespace, settings: Settings) -> Exit:
+def _standalone(args: argparse.Namespace, settings: Settings) -> "Exit":
     """A job of one node: our master is a child, on a port of its own."""
     if not args.standalone:
         raise ConfigError(
@@ -155,108 +154,22 @@ def _standalone(args: argparse.Namespace, settings: Settings) -> Exit:
     if args.nnodes not in ("1", "1:1"):
         raise ConfigError(f"--nnodes is {args.nnodes}: --standalone is a job of exactly one node")
     command = _command(args, settings)
-    folder = Path(tempfile.mkdtemp(prefix=f"dlrover-run-{os.getpid()}-", dir="/tmp"))
-    try:
-        token = secrets.token_urlsafe(24)
-        token_file = folder / TOKEN_FILE
-        token_file.touch(mode=0o600)
-        token_file.write_text(token)
-        with (
-            socket.create_server(("127.0.0.1", 0)) as job,
-            socket.create_server(("127.0.0.1", 0)) as health,
-        ):
-            own = Settings(
-                master_addr=f"127.0.0.1:{job.getsockname()[1]}",
-                node_id="n0",
-                job_name=f"standalone-{os.getpid()}",
-                log_dir=command.log_dir,
-                connect_s=settings.connect_s,
-                environ=settings.environ,
-            )
-            restarts = getattr(args, "max_restarts", 0)
-            return asyncio.run(
-                work(
-                    own,
-                    command,
-                    token=token,
-                    max_restarts=restarts,
-                    beside=lambda kin: _keep_master(
-                        folder, (job, health), own.job_name, token_file, kin
-                    ),
-                )
-            )
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with OwnMaster(f"standalone-{os.getpid()}") as master:
+        import asyncio  # while the master imports what it needs
 
+        from dlrover_agent.loop import work
 
-async def _keep_master(
-    folder: Path,
-    sockets: tuple[socket.socket, socket.socket],
-    name: str,
-    token_file: Path,
-    kin: set[int],
-) -> None:
-    """Run the master, again when it has died: the journal is kept, and the port is ours.
-
-    Raises:
-        ConfigError: it cannot use its settings.
-    """
-    job, health = sockets
-    read, write = os.pipe()
-    document = {
-        "apiVersion": API_VERSION,
-        "kind": KIND,
-        "metadata": {"name": name},
-        "spec": {
-            "replicaSpecs": {
-                "worker": {
-                    "template": {
-                        "spec": {"containers": [{"name": MAIN_CONTAINER, "command": ["true"]}]}
-                    }
-                }
-            }
-        },
-    }
-    argv = [sys.executable, "-m", "dlrover_py.master", "--static", json.dumps(document)]
-    argv += ["--state-dir", str(folder), "--token-file", str(token_file)]
-    argv += ["--listen-fd", str(job.fileno()), "--health-fd", str(health.fileno())]
-    argv += ["--lifeline-fd", str(read)]
-    loop = asyncio.get_running_loop()
-    process = None
-    pause = 0.1
-    try:
-        while True:
-            process = _spawn_master(argv, [job.fileno(), health.fileno(), read])
-            kin.add(process.pid)
-            ended = asyncio.Event()
-            fd = os.pidfd_open(process.pid)
-            loop.add_reader(fd, ended.set)
-            try:
-                await ended.wait()
-            finally:
-                loop.remove_reader(fd)
-                os.close(fd)
-            code = process.wait()
-            kin.discard(process.pid)
-            if code == ExitCode.USAGE:
-                raise ConfigError("the master cannot be started; it said why")
-            log.warning("master_ended", extra={"code": code, "then": "it is restarted"})
-            await asyncio.sleep(pause)
-            pause = min(5.0, pause * 2)
-    finally:
-        os.close(write)
-        if process is not None:
-            process.kill()  # it is made to be killed: what must last is in its journal
-            process.wait()
-        os.close(read)
-
-
-def _spawn_master(argv: list[str], keep: list[int]) -> "subprocess.Popen[bytes]":
-    # A session of its own: Ctrl-C is the agent's affair.
-    # Nobody could replace the one node, so that its silence (Ctrl-Z) means nothing.
-    patient = {"DLROVER_MASTER_LEASE_S": "86400", "DLROVER_MASTER_SUSPECT_S": "86400"}
-    environ = {"DLROVER_MASTER_LOG_LEVEL": "WARNING", **patient, **os.environ}  # noqa: TID251
-    return subprocess.Popen(argv, pass_fds=keep, env=environ, start_new_session=True)
+        own = Settings(
+            master_addr=master.address,
+            node_id="n0",
+            job_name=master.name,
+            log_dir=command.log_dir,
+            connect_s=settings.connect_s,
+            environ=settings.environ,
+        )
+        restarts = getattr(args, "max_restarts", 0)
+        agent = work(own, command, token=master.token, max_restarts=restarts, beside=master.keep)
+        return asyncio.run(agent)
 
 
 def _command(args: argparse.Namespace, settings: Settings) -> Command:

@@ -34,9 +34,9 @@ from dlrover_agent.core import (
 from dlrover_agent.guardian import children
 from dlrover_agent.local import Local
 from dlrover_agent.master import Line
-from dlrover_agent.settings import Settings
+from dlrover_agent.settings import HANDLED, Command, Settings
 from dlrover_agent.warm import Recipe
-from dlrover_agent.workers import Command, Workers, reap_orphans
+from dlrover_agent.workers import Workers, reap_orphans
 from dlrover_py.protocol.agents import AgentReport, Assignment, Offer
 from dlrover_py.protocol.errors import DLRoverError, ExitCode
 from dlrover_py.protocol.workers import News
@@ -45,7 +45,6 @@ from dlrover_py.telemetry import bind
 
 log = logging.getLogger("agent")
 
-HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 LAST_REPORT_S = 1.0
 WARMING_S = 60.0
 """A node that joins takes so long at most to get warm."""

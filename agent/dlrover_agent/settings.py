@@ -1,6 +1,10 @@
-"""What the platform tells an agent: the only reader of its environment."""
+"""What the platform tells an agent: the only reader of its environment.
+
+Light: a standalone job starts its master before the agent imports the rest of itself.
+"""
 
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,8 +13,9 @@ from typing import Self, TypeVar
 
 from dlrover_py.protocol import names
 from dlrover_py.protocol.errors import ConfigError
-from dlrover_py.rpc import check_address
 
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""Signals by which an agent is asked to end."""
 T = TypeVar("T", int, float)
 
 
@@ -68,6 +73,8 @@ class Settings:
         Raises:
             ConfigError: what is missing, and who should have set it.
         """
+        from dlrover_py.rpc import check_address  # a tenth of a second of imports
+
         check_address(self.master_addr)
         for name, value in (
             (names.ENV_NODE_ID, self.node_id),
@@ -95,6 +102,23 @@ class Settings:
                 f"token file {self.token_file}: it is empty; expected the job's token"
             )
         return token
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What each worker runs."""
+
+    argv: tuple[str, ...]
+    """``PYTHON -u [-m] SCRIPT ARGS…``, or a program and its arguments."""
+    nproc: int
+    inherit: Mapping[str, str]
+    """The agent's environment."""
+    log_dir: Path | None = None
+    """None: the workers write to the agent's own output."""
+    echo: bool = False
+    """With logs in files: show them as well."""
+    cold: str = ""
+    """Why workers are never forked from a zygote; empty if they may be."""
 
 
 def _number(environ: Mapping[str, str], name: str, kind: type[T]) -> T | None:

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -29,6 +29,7 @@ from dlrover_agent import store
 from dlrover_agent.core import Emptied, Ended, Event, Stuck
 from dlrover_agent.failures import describe
 from dlrover_agent.guardian import children, members
+from dlrover_agent.settings import Command
 from dlrover_agent.store import Store
 from dlrover_agent.warm import Birth, Child, Warm
 from dlrover_py.protocol import names
@@ -54,23 +55,6 @@ PER_RANK = (
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """What each worker runs."""
-
-    argv: tuple[str, ...]
-    """``PYTHON -u [-m] SCRIPT ARGS…``, or a program and its arguments."""
-    nproc: int
-    inherit: Mapping[str, str]
-    """The agent's environment."""
-    log_dir: Path | None = None
-    """None: the workers write to the agent's own output."""
-    echo: bool = False
-    """With logs in files: show them as well."""
-    cold: str = ""
-    """Why workers are never forked from a zygote; empty if they may be."""
 
 
 class _Echo:
