@@ -150,11 +150,14 @@ class Running:
 
 
 @contextlib.contextmanager
-def started(name: str, argv: list[str], env: dict[str, str] | None = None) -> Iterator[Running]:
+def started(
+    name: str, argv: list[str], env: dict[str, str] | None = None, job: str = ""
+) -> Iterator[Running]:
     """Run a job in a folder of its own; all of it is gone afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="b-", dir="/tmp"))
     (folder / "out").mkdir()
     (folder / "train.py").write_text(SCRIPT)
+    (folder / "job.yaml").write_text(job)
     extra = {"DLROVER_RUNTIME_DIR": str(folder / "run"), "DLROVER_STATE_DIR": str(folder / "state")}
     with open(folder / "log", "wb") as log:
         process = subprocess.Popen(
@@ -274,12 +277,9 @@ def document(**worker: object) -> str:
 @contextlib.contextmanager
 def cluster(hosts: int, **worker: object) -> Iterator[Running]:
     """A job of several nodes on this machine."""
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-        file.write(document(**worker))
-        file.flush()
-        argv = [str(BIN / "dlrover"), "job", "run", file.name, "--json", "--nodes", str(hosts)]
-        with started("dlrover job run", argv) as job:
-            yield job
+    argv = [str(BIN / "dlrover"), "job", "run", "job.yaml", "--json", "--nodes", str(hosts)]
+    with started("dlrover job run", argv, job=document(**worker)) as job:
+        yield job
 
 
 def kill_node(line: Line) -> None:

@@ -125,6 +125,7 @@ class SimAgent:
     failure: WorkerFailure | None = None
     progress: Progress | None = None
     leaving: str = ""
+    warm: bool = False
     warming: bool = False
     """It makes itself able to start warm, and is in no round until then."""
     stopping: bool = False
@@ -158,6 +159,7 @@ class SimAgent:
             failure=self.failure,
             progress=self.progress,
             leaving=self.leaving,
+            warm=self.warm,
             warming=self.warming,
         )
 

@@ -282,6 +282,7 @@ class Agent:
             failure=core.failure,
             progress=core.progress,
             leaving=core.leaving,
+            warm=self._workers.warm.ready,
             warming=warming,
         )
 

@@ -43,6 +43,7 @@ class Store:
         output: Path,
         adopt: Callable[[int], None],
         ended: Callable[[str], None],
+        wanted: bool,
     ) -> None:
         """Start it, or wait for its first client.
 
@@ -54,6 +55,7 @@ class Store:
             output: file for what it says.
             adopt: takes its process: no worker, and to be killed with us.
             ended: told why it has ended, if nobody wanted that.
+            wanted: the round before has used one: do not wait for the first client.
         """
         self._listening, self._warm = listening, warm
         self._python, self._env, self._output = python, env, output
@@ -63,7 +65,7 @@ class Store:
         self._control: socket.socket | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._waiting = self._over = False
-        if warm.ready and warm.has_torch:
+        if wanted or (warm.ready and warm.has_torch):
             self.start()
         else:
             self._waiting = True

@@ -262,6 +262,7 @@ class Workers:
         )
         self.hosts_store = store.available()
         self._store: Store | None = None
+        self._store_used = False
         self._stdout, self._stderr = _Echo(1), _Echo(2)
         self._workers: list[_Worker] = []
         self._assignment: Assignment | None = None
@@ -312,6 +313,7 @@ class Workers:
                 output=self._scratch / "store.log",
                 adopt=self._adopt_store,
                 ended=self._store_ended,
+                wanted=self._store_used,
             )
         self.warm.forget_records()
         children = self._fork(pipes) if self.warm.ready and not assignment.cold else None
@@ -476,6 +478,7 @@ class Workers:
                 os.close(out)
 
     def _adopt_store(self, pid: int) -> None:
+        self._store_used = True
         self._kin.add(pid)
         self._guard(f"+{pid}")
 

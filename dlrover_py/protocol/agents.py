@@ -116,6 +116,8 @@ class AgentReport(Wire):
     failure: WorkerFailure | None = None
     """Why round ``follows`` failed here, until the next one is taken up."""
     progress: Progress | None = None
+    warm: bool = False
+    """Its next start is a fork, and takes a moment only."""
     warming: bool = False
     """This agent is not ready for its first round: it makes itself able to start warm, which
     takes no longer than a cold start would."""

@@ -762,3 +762,19 @@ def test_what_no_fork_can_have_caused_is_charged(failure: WorkerFailure) -> None
     bench.settle()
     assert bench.job.nodes[N1].restarts == 1
     assert bench.job.doubts == 0
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_replacement_that_only_starts_is_waited_for_where_a_start_takes_long(warm: bool) -> None:
+    bench = running(elastic_job(3, 2))
+    for agent in bench.living():
+        agent.warm = warm
+    bench.exchange()
+    bench.kill(NodeId("n2"))
+    bench.step()
+    bench.deliver_facts()
+    bench.exchange()
+    assert (bench.members == ["n0", "n1"]) is warm
+    bench.boot(NodeId("n3"))
+    bench.settle()
+    assert bench.members == ["n0", "n1", "n3"]

@@ -658,9 +658,7 @@ class Job:
         opening = self.opening
         if opening is None or opening.hold_until is not None:
             return False
-        near = self.nodes.count(Standing.NEAR)
-        if opening.kind == "start":  # nobody runs yet: better all at once than one after the other
-            near += sum(1 for n in self.nodes if n.standing is Standing.PENDING and n.alive)
+        near = self._near(opening)
         counts = Counts(ready, self.nodes.count(Standing.BUSY), near)
         answer = verdict(
             size,
@@ -689,6 +687,17 @@ class Job:
                 if first is not None and first.alive and not first.leaving:
                     self._greet(first)  # it may have taken up the round by now
         return False
+
+    def _near(self, opening: Opening) -> int:
+        """Nodes that are worth waiting for."""
+        near = self.nodes.count(Standing.NEAR)
+        if opening.kind == "start":  # nobody runs yet: better all at once than one after the other
+            return near + sum(1 for n in self.nodes if n.standing is Standing.PENDING and n.alive)
+        if near and any(n.report is not None and n.report.warm for n in self.nodes):
+            # A node that starts has its imports before it; those who are there go on in a moment.
+            starting = (n for n in self.nodes if n.phase is NodePhase.STARTING)
+            near -= sum(1 for n in starting if n.standing is Standing.NEAR)
+        return near
 
     def _look_for_change(self, size: Size, ready: int, current: int) -> None:
         """A healthy round ends only where another size is possible and wished."""
