@@ -468,6 +468,7 @@ def main() -> None:
         "--write", action="store_true", help="put the tables into docs/benchmarks.md"
     )
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended too
     began = time.monotonic()
     rows: list[Row] = []
     if args.blocks:

@@ -120,6 +120,12 @@ class Recipe:
         """Names of modules."""
         return {name for what, name, _ in self.lines if what == "import"}
 
+    def with_imports_of(self, older: Self) -> Self:
+        """With what was learnt before: this time the workers may not have come as far."""
+        known = self.imports
+        rest = [line for line in older.lines if line[0] == "import" and line[1] not in known]
+        return type(self)((*self.lines, *rest))
+
     def without(self, names: Sequence[str]) -> Self:
         """The same, but for these modules and what is in them."""
         below = tuple(f"{name}." for name in names)
@@ -318,8 +324,10 @@ class Warm:
         except (ValueError, SyntaxError) as error:
             self._give_up(str(error))
             return
-        if recipe.imports and (self.recipe is None or recipe.imports - self.recipe.imports):
+        if recipe.imports and self.recipe is None:
             self.adopt(recipe)
+        elif self.recipe is not None and recipe.imports - self.recipe.imports:
+            self.adopt(recipe.with_imports_of(self.recipe))
         elif self.recipe is not None and self._zygote is None:
             self._build_soon()
 

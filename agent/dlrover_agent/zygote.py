@@ -30,6 +30,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 from dlrover_agent import script
@@ -208,17 +209,17 @@ class Zygote:
                     return Fitness(f"{chain[0]} looks at {key} when it is imported", blame=chain)
                 if _threads() > threads:
                     threads_by.append(name)
-                found = getattr(sys.modules[name].__spec__, "origin", value)
+                found = _origin(sys.modules.get(name), value)
                 if value is not None and found != value:
-                    return Fitness(f"{name} comes from {found}, and in the script from {value}")
+                    where = f"{name} comes from {found}, and in the script from {value}"
+                    return Fitness(where, blame=[name])
         for name in {*os.environ, *by_script}:
             if os.environ.get(name) == by_script.get(name, before.get(name)):
                 _set(name, before.get(name))
             elif name in os.environ:
                 self._made[name] = os.environ[name]
         for module in list(sys.modules.values()):
-            origin = getattr(getattr(module, "__spec__", None), "origin", None)
-            if isinstance(origin, str):
+            if origin := _origin(module):
                 self._know(origin)
         for what, name, origin in self._orders.recipe:
             if what == "own" and name in sys.modules:
@@ -263,10 +264,10 @@ class Zygote:
             del before[0]
         for folder in before:
             for name in _importable(folder):
-                origin = getattr(getattr(sys.modules.get(name), "__spec__", None), "origin", None)
+                origin = _origin(sys.modules.get(name))
                 if origin in (None, "built-in", "frozen"):
                     continue
-                if os.path.dirname(str(origin)) not in (folder, os.path.join(folder, name)):
+                if os.path.dirname(origin) not in (folder, os.path.join(folder, name)):
                     return f"{name} in {folder} hides {origin}"
         return ""
 
@@ -424,6 +425,12 @@ def _set(name: str, value: str | None) -> None:
         os.environ.pop(name, None)
     else:
         os.environ[name] = value
+
+
+def _origin(module: ModuleType | None, default: str | None = None) -> str | None:
+    """Where a module was found: its file, ``built-in`` or ``frozen``."""
+    origin = getattr(getattr(module, "__spec__", None), "origin", default)
+    return origin if isinstance(origin, str) else default
 
 
 def _state(path: str) -> tuple[int, int] | None:

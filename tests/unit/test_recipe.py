@@ -61,6 +61,13 @@ def test_without_a_module_goes_what_is_in_it() -> None:
     assert recipe(lines).without(["torch"]).imports == {"torchvision"}
 
 
+def test_what_was_learnt_before_is_kept() -> None:
+    newer = recipe(record(("env", "A", "1"), JSON)).with_imports_of(
+        recipe(record(JSON, OWN, TORCH))
+    )
+    assert newer.lines == (("env", "A", "1"), JSON, TORCH)
+
+
 TEXT = st.text(st.characters(codec=None), max_size=8)
 
 
