@@ -1,3 +1,4 @@
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -13,3 +14,11 @@ def place() -> Iterator[Place]:
         yield place
     finally:
         place.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _signals_as_on_a_terminal() -> None:
+    """Who runs us in the background ignores SIGINT for all that we start, and so would they."""
+    for number in (signal.SIGINT, signal.SIGQUIT):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
