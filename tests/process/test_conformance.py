@@ -16,7 +16,7 @@ import pytest
 
 from tests.process.harness import Place, eventually
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 PROBES = Path(__file__).parent / "probes"
 BY_LAUNCHER = {
@@ -47,10 +47,10 @@ def warm_run(place: Place, argv: list[str], env: dict[str, str], name: str) -> s
         eventually(
             lambda: "zygote_ready" in words.read_text() or process.poll() is not None,
             "a zygote",
-            within_s=120,
+            within_s=300,
         )
         go.touch()
-        process.wait(timeout=120)
+        process.wait(timeout=300)
     finally:
         process.kill()
     text = words.read_text()
@@ -73,7 +73,7 @@ def probe(place: Place, launcher: str, script: list[str], nproc: int = 2, **envi
     if launcher == "warm":
         warm_run(place, argv, env, "warm")
     else:
-        done = place.call(*argv, env=env, stdin=subprocess.DEVNULL, timeout=200)
+        done = place.call(*argv, env=env, stdin=subprocess.DEVNULL, timeout=600)
         assert done.returncode == 0, done.stdout + done.stderr
     found = [json.loads((out / f"{rank}.json").read_text()) for rank in range(nproc)]
     return Found([f["state"] for f in found], [f["private"] for f in found])
@@ -143,10 +143,10 @@ def test_a_script_ends_in_the_same_way(place: Place) -> None:
     common = ["--standalone", "--nproc-per-node=1", "--max-restarts=30"]
     logs = {x: place.folder / f"logs-{x}" for x in ("torchrun", "cold", "warm")}
     argv = ["torchrun", *common, "--redirects=3", "--log-dir", str(logs["torchrun"])]
-    torchrun = place.call(*argv, script, timeout=250)
+    torchrun = place.call(*argv, script, timeout=600)
     assert torchrun.returncode == 0, torchrun.stderr
     elastic = ["elastic-run", *common, "--log-dir"]
-    cold = place.call(*elastic, str(logs["cold"]), "--cold-start", script, timeout=200)
+    cold = place.call(*elastic, str(logs["cold"]), "--cold-start", script, timeout=600)
     assert cold.returncode == 0, cold.stderr
     said = warm_run(place, [*elastic, str(logs["warm"]), script], {}, "ends")
     expected = list(endings(logs["torchrun"]))
