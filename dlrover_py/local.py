@@ -30,6 +30,7 @@ from fastapi import FastAPI, Query, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import ValidationError
 
+from dlrover_py.pidfd import ended
 from dlrover_py.protocol import names
 from dlrover_py.protocol.agents import ErrorReply
 from dlrover_py.protocol.errors import ConfigError, ErrorCode, ExitCode
@@ -675,15 +676,7 @@ async def _end_of(process: "subprocess.Popen[bytes]") -> int:
     """Wait for the end of a child, by its pidfd; return its exit code."""
     if process.returncode is not None:
         return process.returncode
-    fd = os.pidfd_open(process.pid)
-    ended = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    loop.add_reader(fd, ended.set)
-    try:
-        await ended.wait()
-    finally:
-        loop.remove_reader(fd)
-        os.close(fd)
+    await ended(process.pid)
     return process.wait()
 
 

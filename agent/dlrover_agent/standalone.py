@@ -66,18 +66,12 @@ class OwnMaster:
         """
         import asyncio
 
-        loop = asyncio.get_running_loop()
+        from dlrover_py.pidfd import ended
+
         pause = 0.1
         while True:
             kin.add(self._process.pid)
-            ended = asyncio.Event()
-            fd = os.pidfd_open(self._process.pid)
-            loop.add_reader(fd, ended.set)
-            try:
-                await ended.wait()
-            finally:
-                loop.remove_reader(fd)
-                os.close(fd)
+            await ended(self._process.pid)
             code = self._process.wait()
             kin.discard(self._process.pid)
             if code == ExitCode.USAGE:
