@@ -1,215 +1,271 @@
 """``elastic-run`` (alias ``dlrover-run``): start a training script as torchrun does.
 
 Inside an ElasticJob it is a member: what it needs stands in its environment, and the job's spec
-beats the flags. Alone, ``--standalone`` trains on this machine.
+beats the flags. Elsewhere torchrun's command lines work: the node that is the rendezvous endpoint
+runs our master, or this machine alone does.
 """
 
-import argparse
 import contextlib
 import logging
 import os
+import re
 import shutil
 import signal
+import socket
+import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from dlrover_agent.settings import HANDLED, Command, Settings
-from dlrover_agent.standalone import OwnMaster
-from dlrover_py import __version__
-from dlrover_py.protocol.errors import ConfigError, DLRoverError, ExitCode
+from dlrover_agent import flags as given
+from dlrover_agent.endpoint import Endpoint, OwnMaster, Taken
+from dlrover_agent.flags import Flags
+from dlrover_agent.settings import LINE_PREFIX, Command, Output, Settings
+from dlrover_py.protocol.errors import (
+    ConfigError,
+    DLRoverError,
+    ExitCode,
+    Unauthorized,
+    Unreachable,
+)
 from dlrover_py.telemetry import setup
 
 if TYPE_CHECKING:
-    from dlrover_agent.core import Exit
+    from dlrover_agent.failures import Death
+    from dlrover_agent.loop import Outcome
 
 log = logging.getLogger("agent.cli")
 
-
-class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    pass
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command line; names and defaults are torchrun's (torch/distributed/run.py)."""
-    p = argparse.ArgumentParser(
-        prog="elastic-run", description=__doc__, formatter_class=_Formatter, allow_abbrev=False
-    )
-    p.add_argument("--version", action="version", version=f"elastic-run {__version__}")
-    p.add_argument(
-        "--standalone", action="store_true", help="train on this machine alone, with its own master"
-    )
-    _flag(
-        p,
-        "--nnodes",
-        metavar="N",
-        default="1:1",
-        help="nodes, or MIN:MAX; in a job the spec says it",
-    )
-    _flag(
-        p,
-        "--nproc-per-node",
-        default="1",
-        help="workers of this node: a number, 'gpu', 'cpu', or 'auto' (GPUs if there are any)",
-    )
-    _flag(
-        p,
-        "--max-restarts",
-        type=_count,
-        help="worker failures that are made good; in a job the spec says it (default: 0)",
-        default=argparse.SUPPRESS,
-    )
-    p.add_argument(
-        "-m", "--module", action="store_true", help="the script is a module, as in python -m"
-    )
-    _flag(p, "--no-python", action="store_true", help="run the script as a program of its own")
-    _flag(
-        p,
-        "--log-dir",
-        type=Path,
-        default=None,
-        help="keep the workers' output in files: <dir>/<node>/<incarnation>/<round>/<rank>/",
-    )
-    _flag(
-        p,
-        "--cold-start",
-        action="store_true",
-        help="start workers as new interpreters only, never from a process that has imported "
-        "their modules",
-    )
-    p.add_argument("training_script", help="the script, module or program")
-    p.add_argument("training_script_args", nargs=argparse.REMAINDER, help="its arguments")
-    return p
-
-
-def _flag(p: argparse.ArgumentParser, name: str, **options: object) -> None:
-    """A flag that can be written with dashes or underscores, as torchrun's."""
-    names = dict.fromkeys((name, "--" + name[2:].replace("-", "_")))
-    p.add_argument(*names, **options)  # type: ignore[arg-type]
-
-
-def _count(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"found {text!r}, expected a number from 0")
-    return int(text)
+NOT_IN_JOB = (
+    *("nnodes", "node_unit", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf"),
+    *("node_rank", "master_addr", "master_port", "max_restarts", "local_addr"),
+)
+"""What the job's spec, or its platform, says."""
+SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+OTHER_DEVICES = ("/dev/kfd", "/dev/dri", "/dev/accel", "/dev/davinci_manager")
+"""Where there may be an accelerator that is no NVIDIA GPU."""
+_RUN_PATH = (
+    "import sys; from torch.distributed.elastic.multiprocessing.errors import record\n"
+    "from torch.distributed.run import run_script_path; record(run_script_path)(*sys.argv[1:])"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``elastic-run``; return its exit code."""
-    args = parser().parse_args(argv)
+    member = False
+    environ: Mapping[str, str] = {}
     try:
         settings = Settings.from_environment()
-        member = settings.in_job and not args.standalone
+        environ = settings.environ
+        flags = given.parse(sys.argv[1:] if argv is None else argv, environ)
+        member = settings.in_job and not flags.standalone
         level = settings.log_level or ("INFO" if member else "WARNING")
         setup("elastic-run", level=level, node=settings.node_id)
-        with _signals_wait():
-            outcome = _member(args, settings) if member else _standalone(args, settings)
+        command = _command(flags, settings, member=member)
+        with _signals_wait(command.signals):
+            run = _member if member else _own
+            outcome = run(flags, settings, command)
     except DLRoverError as error:
-        _say(error)
-        return int(error.exit_code)
-    if outcome.code != ExitCode.OK:
-        _say(outcome.message)
-    return outcome.code
+        _say(f"elastic-run: {error}\n")
+        _tell_parent(environ, str(error), ())
+        code = int(error.exit_code)
+    else:
+        code = outcome.code
+        if code != ExitCode.OK:
+            if outcome.deaths:
+                from dlrover_agent.failures import summary
+
+                _say(summary(command.name, outcome.deaths, socket.gethostname()))
+            _say(f"elastic-run: {outcome.message}\n")
+            _tell_parent(environ, outcome.message, outcome.deaths)
+    return code if member else min(code, 1)  # only a platform knows our codes
 
 
-def _say(words: object) -> None:
+def _say(words: str) -> None:
     with contextlib.suppress(OSError):  # a full disk must not change the exit code
-        sys.stderr.write(f"elastic-run: {words}\n")
+        sys.stderr.write(words)
+
+
+def _tell_parent(environ: Mapping[str, str], message: str, deaths: "Sequence[Death]") -> None:
+    """Who has started us may have named an error file, as torchelastic does."""
+    path = environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        from dlrover_agent.failures import for_parent
+
+        now = int(datetime.now(UTC).timestamp())
+        with contextlib.suppress(OSError):
+            Path(path).write_text(for_parent(message, deaths[0] if deaths else None, now))
 
 
 @contextlib.contextmanager
-def _signals_wait() -> Iterator[None]:
+def _signals_wait(numbers: Sequence[signal.Signals]) -> Iterator[None]:
     """What is made in here is also unmade: signals wait until the agent takes them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _member(args: argparse.Namespace, settings: Settings) -> "Exit":
+def _member(flags: Flags, settings: Settings, command: Command) -> "Outcome":
     settings.check()
-    command = _command(args, settings)
-    if args.nnodes != "1:1":
-        log.info("flag_not_used", extra={"flag": "--nnodes", "why": "the job's spec says it"})
-    restarts = getattr(args, "max_restarts", None)
-    if restarts is not None:
-        log.info("flag_not_used", extra={"flag": "--max-restarts", "why": "restartCount says it"})
+    for name in sorted(flags.given & set(NOT_IN_JOB)):
+        _not_used(name, "the job's spec and its platform say it", logging.INFO)
     token = settings.token()
-    import asyncio
-
-    from dlrover_agent.loop import work
-
-    return asyncio.run(work(settings, command, token=token, max_restarts=restarts))
+    restarts = flags.max_restarts if "max_restarts" in flags.given else None
+    return _work(settings, command, token, restarts)
 
 
-def _standalone(args: argparse.Namespace, settings: Settings) -> "Exit":
-    """A job of one node: our master is a child, on a port of its own."""
-    if not args.standalone:
+def _own(flags: Flags, settings: Settings, command: Command) -> "Outcome":
+    """A job without a platform: the master is a child of the agent at the endpoint."""
+    endpoint = Endpoint.of(flags)
+    if endpoint.node_rank is None and flags.node_rank:
+        _not_used("node_rank", "ranks are given with --rdzv-backend=static only")
+    secret = settings.token() if settings.token_file is not None else ""
+    if not endpoint.host or endpoint.hosts or (endpoint.hosts is None and endpoint.is_here()):
+        try:
+            with OwnMaster(endpoint, secret) as master:
+                own = _settings(endpoint, settings, master.address, hosting=True)
+                return _work(own, command, master.token, flags.max_restarts, master.keep)
+        except Taken as taken:
+            if endpoint.hosts:
+                words = f"{taken}: this node is to run the master there; free it, or name another"
+                raise ConfigError(words) from taken
+    host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
+    own = _settings(endpoint, settings, f"{host}:{endpoint.port}", hosting=False)
+    try:
+        return _work(own, command, secret or endpoint.token, flags.max_restarts)
+    except Unreachable as error:
+        words = (
+            "expected elastic-run on the endpoint's node; torchrun's own agents do not mix with it"
+        )
+        raise Unreachable(f"{error}; {words}") from error
+    except Unauthorized as error:
         raise ConfigError(
-            "no job was found: DLROVER_MASTER_ADDR is not set. To train on this machine alone, "
-            "add --standalone; to run a job of several nodes, use `dlrover job run job.yaml`"
-        )
-    if args.nnodes not in ("1", "1:1"):
-        raise ConfigError(f"--nnodes is {args.nnodes}: --standalone is a job of exactly one node")
-    command = _command(args, settings)
-    with OwnMaster(f"standalone-{os.getpid()}") as master:
-        import asyncio  # while the master imports what it needs
-
-        from dlrover_agent.loop import work
-
-        own = Settings(
-            master_addr=master.address,
-            node_id="n0",
-            job_name=master.name,
-            log_dir=command.log_dir,
-            connect_s=settings.connect_s,
-            environ=settings.environ,
-        )
-        restarts = getattr(args, "max_restarts", 0)
-        agent = work(own, command, token=master.token, max_restarts=restarts, beside=master.keep)
-        return asyncio.run(agent)
+            f"endpoint {own.master_addr} runs another job: expected --rdzv-id={endpoint.run_id} "
+            "there as well, and the same token on all nodes if DLROVER_TOKEN_FILE is set"
+        ) from error
 
 
-def _command(args: argparse.Namespace, settings: Settings) -> Command:
-    """What the workers run.
-
-    Raises:
-        ConfigError: a script that is not there, or a number of workers that makes no sense.
-    """
-    script = args.training_script
-    if args.module and args.no_python:
-        raise ConfigError("--module and --no-python exclude each other: a module needs Python")
-    if args.no_python:
-        if shutil.which(script) is None:
-            raise ConfigError(f"program {script}: not found, or not executable")
-        argv = [script]
-    elif args.module:
-        argv = [settings.python, "-u", "-m", script]
-    else:
-        if not Path(script).is_file():
-            where = Path(script) if Path(script).is_absolute() else Path.cwd() / script
-            raise ConfigError(f"script {where}: there is no such file")
-        argv = [settings.python, "-u", script]
-    log_dir = args.log_dir if args.log_dir is not None else settings.log_dir
-    return Command(
-        argv=(*argv, *args.training_script_args),
-        nproc=_nproc(args.nproc_per_node, settings),
-        inherit=settings.environ,
-        log_dir=log_dir.absolute() if log_dir is not None else None,
-        echo=args.log_dir is not None and settings.log_dir is None,
-        cold=_cold(args, settings),
+def _settings(endpoint: Endpoint, given: Settings, address: str, *, hosting: bool) -> Settings:
+    return Settings(
+        master_addr=address,
+        own_master=endpoint.most > 1,
+        node_id=endpoint.node_id(),
+        job_name=endpoint.run_id,
+        advertise=endpoint.advertised(hosting=hosting),
+        connect_s=given.connect_s if not endpoint.host else endpoint.connect_s,
+        environ=given.environ,
     )
 
 
-def _cold(args: argparse.Namespace, settings: Settings) -> str:
-    """Why workers are only ever started cold; empty if they may be forked."""
-    if args.cold_start:
-        return "--cold-start"
-    if args.no_python:
-        return "--no-python"
-    return "" if settings.python == sys.executable else "PYTHON_EXEC is another interpreter"
+def _work(
+    settings: Settings,
+    command: Command,
+    token: str,
+    max_restarts: int | None,
+    beside: Callable[[set[int]], Coroutine[Any, Any, None]] | None = None,
+) -> "Outcome":
+    import asyncio  # while a master of ours imports what it needs
+
+    from dlrover_agent.loop import work
+
+    agent = work(settings, command, token=token, max_restarts=max_restarts, beside=beside)
+    return asyncio.run(agent)
+
+
+def _not_used(flag: str, why: str, level: int = logging.WARNING) -> None:
+    name = "--" + flag.replace("_", "-")
+    log.log(level, "flag_not_used", extra={"flag": name, "why": why})
+
+
+def _command(flags: Flags, settings: Settings, *, member: bool) -> Command:
+    """What the workers run.
+
+    Raises:
+        ConfigError: a script that is not there, a number that makes no sense, a text that is not
+            understood.
+    """
+    if "monitor_interval" in flags.given:
+        _not_used("monitor_interval", "a worker's end is seen at once")
+    if "start_method" in flags.given:
+        _not_used("start_method", "workers are new interpreters, or forks of a prepared one")
+    if flags.max_restarts < 0:
+        raise ConfigError(f"--max-restarts is {flags.max_restarts}: expected a number from 0")
+    argv, name, cold = _argv(flags, settings)
+    nproc = _nproc(flags.nproc_per_node, settings)
+    visible = settings.environ.get("CUDA_VISIBLE_DEVICES")
+    if flags.virtual_local_rank and visible is not None and len(visible.split(",")) < nproc:
+        raise ConfigError(
+            f"--virtual-local-rank with {nproc} workers and CUDA_VISIBLE_DEVICES={visible!r}: "
+            "expected a device for each worker"
+        )
+    log_dir = settings.log_dir if member else None
+    return Command(
+        argv=argv,
+        name=name,
+        nproc=nproc,
+        inherit=settings.environ,
+        role=flags.role,
+        log_dir=log_dir.absolute() if log_dir is not None else None,
+        output=_output(flags, settings.environ),
+        event_handler=flags.event_log_handler,
+        cold="--cold-start" if flags.cold_start else cold,
+        signals=given.signals(flags.signals_to_handle),
+        shutdown_s=_shutdown_s(flags, settings.environ),
+        virtual_local_rank=flags.virtual_local_rank,
+    )
+
+
+def _argv(flags: Flags, settings: Settings) -> tuple[tuple[str, ...], str, str]:
+    """The workers' command line, what people call it, and why it is never forked (if it is not)."""
+    script, python = flags.training_script, settings.python
+    if flags.module and flags.no_python:
+        raise ConfigError("--module and --no-python exclude each other: a module needs Python")
+    cold = "" if python == sys.executable else "PYTHON_EXEC is another interpreter"
+    if flags.run_path:
+        _there(script)
+        argv, cold = [python, "-u", "-c", _RUN_PATH, script], "--run-path"
+    elif flags.no_python:
+        if shutil.which(script) is None:
+            raise ConfigError(f"program {script}: not found, or not executable")
+        argv, cold = [script], "--no-python"
+    elif flags.module:
+        argv = [python, "-u", "-m", script]
+    else:
+        _there(script)
+        argv = [python, "-u", script]
+    return (*argv, *flags.training_script_args), script, cold
+
+
+def _there(script: str) -> None:
+    path = Path(script)
+    if not path.exists():
+        raise ConfigError(f"script {path.absolute()}: there is no such file")
+
+
+def _output(flags: Flags, environ: Mapping[str, str]) -> Output:
+    return Output(
+        log_dir=Path(flags.log_dir).absolute() if flags.log_dir else None,
+        redirects=given.streams("--redirects", flags.redirects),
+        tee=given.streams("--tee", flags.tee),
+        shown=given.local_ranks(flags.local_ranks_filter),
+        out_words=tuple(flags.duplicate_stdout_filters),
+        err_words=tuple(flags.duplicate_stderr_filters),
+        prefix=environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or LINE_PREFIX,
+        specs=flags.logs_specs,
+    )
+
+
+def _shutdown_s(flags: Flags, environ: Mapping[str, str]) -> float:
+    name, text = SHUTDOWN, environ.get(SHUTDOWN, "30")
+    if flags.shutdown_timeout is not None:
+        name, text = "--shutdown-timeout", str(flags.shutdown_timeout)
+    if not text.isdigit():
+        raise ConfigError(f"{name} is {text!r}: expected a number of seconds from 0")
+    return float(text)
 
 
 def _nproc(text: str, settings: Settings) -> int:
@@ -218,16 +274,28 @@ def _nproc(text: str, settings: Settings) -> int:
         gpus = 0 if text == "cpu" else count_gpus(settings.environ.get("CUDA_VISIBLE_DEVICES"))
         if text == "gpu" and not gpus:
             raise ConfigError("--nproc-per-node=gpu: found no GPU on this node")
+        if not gpus and text == "auto" and any(Path(p).exists() for p in OTHER_DEVICES):
+            gpus = _ask_torch("torch.accelerator.device_count()", settings)
         return gpus or cpus
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
+    number = int(text) if text.isdigit() else 0
+    if re.fullmatch(r"[a-z]+", text):
+        number = _ask_torch(f"getattr(torch, {text!r}).device_count()", settings)
     if not 1 <= number <= 1024:
         raise ConfigError(
-            f"--nproc-per-node is {text!r}: expected a number from 1 to 1024, auto, gpu or cpu"
+            f"--nproc-per-node is {text!r}: expected a number from 1 to 1024, auto, cpu, or the "
+            "name of a device of this node as torch has it (gpu, xpu …)"
         )
     return number
+
+
+def _ask_torch(what: str, settings: Settings) -> int:
+    """A number that only torch knows; 0 if it does not either. It is imported in a child."""
+    ask = [settings.python, "-c", f"import torch; print({what})"]
+    try:
+        said = subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return 0
+    return int(said) if said.isdigit() else 0
 
 
 def count_gpus(visible: str | None) -> int:

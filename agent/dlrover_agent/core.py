@@ -67,6 +67,13 @@ class Stepped:
 
 
 @dataclass(frozen=True, slots=True)
+class MasterLost:
+    """The master has been away for so long that it will not come back."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class Signalled:
     """The agent was signalled, or its lifeline has ended."""
 
@@ -74,7 +81,7 @@ class Signalled:
     number: int
 
 
-Event = Assigned | Refused | Ended | Emptied | Stuck | Stepped | Signalled
+Event = Assigned | Refused | Ended | Emptied | Stuck | Stepped | MasterLost | Signalled
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +172,8 @@ class Core:
                 return self._stuck(round_number, pids)
             case Stepped():
                 return self._stepped(event, now)
+            case MasterLost(message):
+                return self._master_lost(message)
             case Signalled(name, number):
                 return self._signalled(name, number)
 
@@ -272,6 +281,14 @@ class Core:
             }
         )
         return []
+
+    def _master_lost(self, message: str) -> list[Effect]:
+        """Workers that run need no master; what comes after them does."""
+        if self._occupied or self._exit is not None:
+            return []
+        well = self.phase is WorkerPhase.SUCCEEDED
+        self._exit = Exit(ExitCode.OK if well else ExitCode.FAILED, message)
+        return [self._exit]
 
     def _signalled(self, name: str, number: int) -> list[Effect]:
         self._signals += 1

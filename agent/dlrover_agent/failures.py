@@ -3,6 +3,9 @@
 import json
 import re
 import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
 
 from dlrover_py.protocol.agents import FailureKind, WorkerFailure
 
@@ -24,6 +27,80 @@ _RAISED = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<text>.*))?$", re.DOTAL
 _VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+")
 _RANK = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
 _HEAD = "Traceback (most recent call last):"
+_MOST_COLUMNS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """A worker's failure, with what only people and parents of this process want to know."""
+
+    failure: WorkerFailure
+    at: datetime
+    error_file: str
+    """Its path; empty if it was given none, or one that does not stay."""
+    said: str
+    """What it wrote there."""
+
+
+def summary(name: str, deaths: Sequence[Death], host: str) -> str:
+    """The box that torchrun ends with
+    (torch/distributed/elastic/multiprocessing/errors/__init__.py:ChildFailedError.format_msg).
+
+    Args:
+        name: of the script.
+        deaths: at least one; the first is the root cause.
+        host: of this node.
+    """
+    entries = [_entry(i, death, host) for i, death in enumerate(deaths)]
+    title = f"{name} FAILED"
+    width = max(len(line) for text in (title, *entries) for line in text.split("\n"))
+    width = min(width, _MOST_COLUMNS)
+    others = "\n".join(entries[1:]) or "  <NO_OTHER_FAILURES>"
+    parts = (
+        *("=" * width, title, "-" * width, "Failures:", others, "-" * width),
+        *("Root Cause (first observed failure):", entries[0], "=" * width),
+    )
+    return "\n".join(parts) + "\n"
+
+
+def _entry(index: int, death: Death, host: str) -> str:
+    failure = death.failure
+    killed = f" ({signal_name(-failure.exit_code)})" if failure.exit_code < 0 else ""
+    trace = failure.traceback if failure.kind is FailureKind.EXCEPTION else ""
+    if not trace and killed:
+        trace = f"Signal {-failure.exit_code}{killed} received by PID {failure.pid}"
+    fields = {
+        "time": death.at.replace(tzinfo=None).isoformat(sep="_", timespec="seconds"),
+        "host": host,
+        "rank": f"{failure.rank} (local_rank: {failure.local_rank})",
+        "exitcode": f"{failure.exit_code} (pid: {failure.pid}){killed}",
+        "error_file": death.error_file or "<N/A>",
+        "traceback": trace.rstrip().replace("\n", "\n  ") or "<N/A>",
+    }
+    return "\n".join([f"[{index}]:", *(f"  {k:<10}: {v}" for k, v in fields.items())])
+
+
+def for_parent(message: str, death: Death | None, at: int) -> str:
+    """What a process that has started us finds in the error file that it named, as torchrun's
+    ``@record`` leaves it: the root cause's own words, with its exit code.
+
+    Args:
+        message: why we failed, if no worker of ours said anything.
+        death: the root cause, if it is one of our workers.
+        at: Unix time.
+    """
+    if death is not None:
+        try:
+            said = json.loads(death.said)
+        except (ValueError, RecursionError):
+            said = None
+        if isinstance(said, dict) and "message" in said:
+            if isinstance(said["message"], dict):
+                said["message"]["errorCode"] = death.failure.exit_code
+            return json.dumps(said)
+    trace = death.failure.traceback if death is not None else ""
+    more = {"py_callstack": trace or message, "timestamp": str(at)}
+    return json.dumps({"message": {"message": message, "extraInfo": more}})
 
 
 def describe(

@@ -11,7 +11,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ from dlrover_agent.core import (
     Assigned,
     Core,
     Effect,
+    Emptied,
     Event,
     Exit,
     Kill,
+    MasterLost,
     Refused,
     Renew,
     Report,
@@ -31,13 +34,15 @@ from dlrover_agent.core import (
     Stepped,
     Stop,
 )
+from dlrover_agent.failures import Death
 from dlrover_agent.guardian import children
 from dlrover_agent.local import Local
 from dlrover_agent.master import Line
-from dlrover_agent.settings import HANDLED, Command, Settings
+from dlrover_agent.plugins import ElasticEvents
+from dlrover_agent.settings import Command, Settings
 from dlrover_agent.warm import Recipe
 from dlrover_agent.workers import Workers, reap_orphans
-from dlrover_py.protocol.agents import AgentReport, Assignment, Offer
+from dlrover_py.protocol.agents import AgentReport, Assignment, Offer, WorkerPhase
 from dlrover_py.protocol.errors import DLRoverError, ExitCode
 from dlrover_py.protocol.workers import News
 from dlrover_py.rpc import Client
@@ -46,8 +51,20 @@ from dlrover_py.telemetry import bind
 log = logging.getLogger("agent")
 
 LAST_REPORT_S = 1.0
+MASTER_LOST_S = 30.0
+"""Where no platform brings a lost master back, an agent with nothing to do gives it up then."""
 WARMING_S = 60.0
 """A node that joins takes so long at most to get warm."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How it ended."""
+
+    code: int
+    message: str
+    deaths: Sequence[Death] = ()
+    """Workers of the last round that ended badly by themselves, the first one first."""
 
 
 class Reserved:
@@ -134,9 +151,11 @@ class Agent:
         self._settings = settings
         self._kin = kin
         self._max_restarts = max_restarts
-        self._core = Core(nproc=command.nproc)
+        self._command = command
+        self._core = Core(nproc=command.nproc, shutdown_s=command.shutdown_s)
         self._events: collections.deque[Event] = collections.deque()
         self._handling = False
+        self._events_of_torch = ElasticEvents(command, settings.job_name or "none")
         self._boot_id = secrets.token_hex(8)
         self._seq = 0
         self._taken_up_at = 0.0
@@ -170,20 +189,22 @@ class Agent:
             self._assigned,
             lambda message: self.post(Refused(message)),
             connect_s=settings.connect_s,
+            lost=(lambda words: self.post(MasterLost(words))) if settings.own_master else None,
+            lost_s=MASTER_LOST_S,
             recipe=None if self._workers.warm.off else self._take_recipe,
         )
 
-    async def run(self) -> Exit:
+    async def run(self) -> Outcome:
         """Work until the job, the platform or a signal ends it.
 
         Raises:
             DLRoverError: the master could not be reached, or refused the token, at the start.
         """
         loop = asyncio.get_running_loop()
-        for number in HANDLED:
+        for number in self._command.signals:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
                 loop.add_signal_handler(number, self._signalled, number)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._command.signals)
         loop.add_signal_handler(signal.SIGCHLD, self._child_ended)
         if self._settings.lifeline_fd is not None:
             loop.add_reader(self._settings.lifeline_fd, self._lifeline)
@@ -193,12 +214,15 @@ class Agent:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if not self._result.done():
                 exchange.result()  # it was never answered; or refused, and the workers are killed
-            outcome = await self._result
-            if self._core.leaving and outcome.code != ExitCode.SUPERSEDED:
+            end = await self._result
+            if self._core.leaving and end.code != ExitCode.SUPERSEDED:
                 await self._line.last_report(LAST_REPORT_S)
-            return outcome
+            self._events_of_torch.closed(failed=end.message if end.code else "")
+            return Outcome(end.code, end.message, tuple(self._workers.deaths))
         finally:
-            signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)  # nothing must stop the cleaning up
+            signal.pthread_sigmask(
+                signal.SIG_BLOCK, self._command.signals
+            )  # nothing must stop the cleaning up
             exchange.cancel()
             await asyncio.gather(exchange, return_exceptions=True)
             await self._close()
@@ -212,10 +236,19 @@ class Agent:
         try:
             while self._events:
                 now = asyncio.get_running_loop().time()
-                for effect in self._core.handle(self._events.popleft(), now):
+                event = self._events.popleft()
+                effects = self._core.handle(event, now)
+                if isinstance(event, Emptied):
+                    self._say_ended()
+                for effect in effects:
                     self._perform(effect)
         finally:
             self._handling = False
+
+    def _say_ended(self) -> None:
+        failures = [death.failure for death in self._workers.deaths]
+        well = self._core.phase is WorkerPhase.SUCCEEDED
+        self._events_of_torch.ended(failures, succeeded=well)
 
     def _perform(self, effect: Effect) -> None:
         match effect:
@@ -260,6 +293,8 @@ class Agent:
         assert self._current is not None
         listening = self._current.hand_over() if assignment.node_rank == 0 else None
         self._workers.start(assignment, listening)
+        waited = asyncio.get_running_loop().time() - self._taken_up_at
+        self._events_of_torch.started(assignment, self._workers.pids, waited)
 
     def _report(self) -> AgentReport:
         core = self._core
@@ -275,6 +310,7 @@ class Agent:
             follows=core.follows,
             phase=core.phase,
             nproc=core.nproc,
+            role=self._command.role,
             pids=self._workers.pids,
             agent_pid=os.getpid(),
             offer=self._coming.offer,
@@ -390,7 +426,7 @@ async def work(
     token: str,
     max_restarts: int | None,
     beside: "Callable[[set[int]], Coroutine[Any, Any, None]] | None" = None,
-) -> Exit:
+) -> Outcome:
     """Run one agent.
 
     Args:

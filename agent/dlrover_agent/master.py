@@ -34,6 +34,8 @@ class Line:
         refused: Callable[[str], None],
         *,
         connect_s: float,
+        lost: Callable[[str], None] | None = None,
+        lost_s: float = 0.0,
         recipe: Callable[[bytes], None] | None = None,
     ) -> None:
         """Nothing is sent yet.
@@ -43,12 +45,15 @@ class Line:
             report: what there is to say now.
             assigned, refused: take the answers.
             connect_s: the master must have answered once within this time.
+            lost: called, again and again, once the master has been away for ``lost_s``; None
+                where a platform brings it back.
             recipe: takes what the master keeps of it, before the first report; None if we would
                 not use it.
         """
         self._client, self._path = client, f"/v1/nodes/{node_id}/exchange"
         self._report, self._assigned, self._refused = report, assigned, refused
         self._connect_s, self._recipe = connect_s, recipe
+        self._lost, self._lost_s = lost, lost_s
         self._urgent = asyncio.Event()
         self._held_s = FIRST_ANSWER_S
         self._older: set[asyncio.Task[None]] = set()
@@ -159,6 +164,11 @@ class Line:
         if self._down_since is None and self._answered:
             self._down_since = time.monotonic()
             log.warning("master_away", extra={"why": str(error), "then": "workers go on"})
+        if self._lost is None or self._down_since is None:
+            return
+        away = time.monotonic() - self._down_since
+        if away >= self._lost_s:
+            self._lost(f"the master has been away for {away:.0f} s: {error}")
 
     async def _pause(self, tries: int) -> None:
         """Back off, with jitter: thousands of agents lose a master at the same moment."""

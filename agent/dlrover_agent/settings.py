@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from string import Template
 from typing import Self, TypeVar
 
 from dlrover_py.protocol import names
@@ -16,6 +17,8 @@ from dlrover_py.protocol.errors import ConfigError
 
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals by which an agent is asked to end."""
+LINE_PREFIX = "[${role_name}${local_rank}]:"
+"""Before tee'd lines, unless TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE says another."""
 T = TypeVar("T", int, float)
 
 
@@ -34,6 +37,8 @@ class Settings:
     python: str = sys.executable
     connect_s: float = 60.0
     """The master must have answered once by then."""
+    own_master: bool = False
+    """No platform brings a lost master back: one of the nodes runs it."""
     log_level: str = ""
     """Empty: INFO in a job, WARNING on somebody's terminal."""
     environ: Mapping[str, str] = field(default_factory=dict)
@@ -105,20 +110,63 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
+class Output:
+    """Where the flags want the workers' output; the defaults are torchrun's."""
+
+    log_dir: Path | None = None
+    """``/dev/null``: no files at all."""
+    redirects: Mapping[int | None, int] = field(default_factory=dict)
+    tee: Mapping[int | None, int] = field(default_factory=dict)
+    """1 stdout, 2 stderr, 3 both, by local rank; ``None`` is all others."""
+    shown: frozenset[int] | None = None
+    """Local ranks that are shown on the console; None is all."""
+    out_words: tuple[str, ...] = ()
+    err_words: tuple[str, ...] = ()
+    """Tee'd lines with one of them are copied to a file of all local ranks."""
+    prefix: str = LINE_PREFIX
+    specs: str | None = None
+    """Name in the entry-point group ``torchrun.logs_specs``."""
+
+    @property
+    def wants_files(self) -> bool:
+        """Whether a stream of some worker goes into a file."""
+        return any((*self.redirects.values(), *self.tee.values()))
+
+    def line_prefix(self, role: str, rank: int, local_rank: int) -> str:
+        """What stands before each tee'd line of a worker."""
+        return Template(self.prefix).safe_substitute(
+            role_name=role, rank=rank, local_rank=local_rank
+        )
+
+    @staticmethod
+    def of(which: Mapping[int | None, int], local_rank: int) -> int:
+        """What it says of one local rank."""
+        return which.get(local_rank, which.get(None, 0))
+
+
+@dataclass(frozen=True, slots=True)
 class Command:
-    """What each worker runs."""
+    """What each worker runs, and how."""
 
     argv: tuple[str, ...]
     """``PYTHON -u [-m] SCRIPT ARGS…``, or a program and its arguments."""
     nproc: int
     inherit: Mapping[str, str]
     """The agent's environment."""
+    name: str = ""
+    """What people call it: the script."""
+    role: str = "default"
     log_dir: Path | None = None
-    """None: the workers write to the agent's own output."""
-    echo: bool = False
-    """With logs in files: show them as well."""
+    """Where the platform looks for both streams of all workers; None if it does not."""
+    output: Output = Output()
+    event_handler: str = "null"
     cold: str = ""
     """Why workers are never forked from a zygote; empty if they may be."""
+    signals: tuple[signal.Signals, ...] = HANDLED
+    """By which the agent is asked to end; workers get the same one."""
+    shutdown_s: float = 30.0
+    """From such a signal to SIGKILL."""
+    virtual_local_rank: bool = False
 
 
 def _number(environ: Mapping[str, str], name: str, kind: type[T]) -> T | None:

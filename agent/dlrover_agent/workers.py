@@ -7,28 +7,26 @@ log lines and not the training.
 """
 
 import asyncio
-import collections
 import contextlib
 import ctypes
-import errno
 import logging
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import BinaryIO
 
 from dlrover_agent import store
 from dlrover_agent.core import Emptied, Ended, Event, Stuck
-from dlrover_agent.failures import describe
+from dlrover_agent.failures import Death, describe
 from dlrover_agent.guardian import children, members
+from dlrover_agent.logs import LAST_WORDS, Console, Destination, Logs, Pump
 from dlrover_agent.settings import Command
 from dlrover_agent.store import Store
 from dlrover_agent.warm import Birth, Child, Warm
@@ -37,8 +35,6 @@ from dlrover_py.protocol.agents import Assignment, FailureKind, WorkerFailure
 
 log = logging.getLogger("agent.workers")
 
-LAST_WORDS = 131_072
-"""Bytes of standard error that are kept to explain a failure; some exceptions list a model."""
 LAST_LINES_S = 1.0
 TERM_AFTER_POLITE_S = 1.0
 """A script that asks should_stop() is signalled so long before the end of its grace."""
@@ -48,146 +44,13 @@ PER_RANK = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
-    *("TORCHELASTIC_ERROR_FILE", names.ENV_ROUND, names.ENV_RESTART_REASON),
-    "TORCHELASTIC_USE_AGENT_STORE",
+    *("TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_USE_AGENT_STORE"),
+    *(names.ENV_LOCAL_RANK, names.ENV_ROUND, names.ENV_RESTART_REASON),
 )
 """Environment of workers that differs between them, or from round to round."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
-class _Echo:
-    """Shows what workers write on our own output, and never waits for who reads it: a terminal
-    that is held (Ctrl-S) or a slow pipe costs lines, not the node's lease."""
-
-    MOST = 1 << 20
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._waiting: collections.deque[bytes] = collections.deque()
-        self._size = 0
-        self._watching = False
-        self._poll = select.poll()
-        self._poll.register(fd, select.POLLOUT)
-
-    def write(self, data: bytes) -> None:
-        """Write it as soon as there is room; drop the oldest if there is none for long."""
-        self._waiting.append(data)
-        self._size += len(data)
-        while self._size > self.MOST and len(self._waiting) > 1:
-            self._size -= len(self._waiting.popleft())
-        self._flush()
-
-    def finish(self, within_s: float) -> None:
-        """Write what waits, if somebody takes it in this time."""
-        deadline = time.monotonic() + within_s
-        self._flush()
-        while self._waiting and (left := deadline - time.monotonic()) > 0:
-            self._poll.poll(left * 1000)
-            self._flush()
-
-    def _flush(self) -> None:
-        loop = asyncio.get_running_loop()
-        while self._waiting:
-            if not self._poll.poll(0):
-                if not self._watching:
-                    self._watching = True
-                    loop.add_writer(self._fd, self._flush)
-                return
-            data = self._waiting.popleft()
-            try:
-                # There is room for a page at least, if there is any.
-                done = os.write(self._fd, data[: select.PIPE_BUF])
-            except OSError:  # nobody looks any more
-                done = len(data)
-            self._size -= done
-            if data[done:]:
-                self._waiting.appendleft(data[done:])
-        if self._watching:
-            self._watching = False
-            loop.remove_writer(self._fd)
-
-
-class _Pump:
-    """Moves one stream of a worker into its file (and onto the agent's output)."""
-
-    def __init__(self, fd: int, path: Path | None, echo: _Echo | None, prefix: str) -> None:
-        self._fd, self._path, self._echo = fd, path, echo
-        self._prefix = prefix.encode()
-        self.tail: collections.deque[bytes] = collections.deque()
-        self._kept = 0
-        self._file: BinaryIO | None = None
-        self._said = False
-        self._new_line = True
-        os.set_blocking(fd, False)
-        if path is not None:
-            with self._losing_lines():
-                self._file = path.open("ab", buffering=0)
-        asyncio.get_running_loop().add_reader(fd, self.drain)
-
-    def drain(self) -> None:
-        """Take what is there."""
-        for _ in range(16):  # one loud worker must not keep the agent from its other duties
-            try:
-                data = os.read(self._fd, 65536)
-            except BlockingIOError:
-                return
-            if not data:
-                asyncio.get_running_loop().remove_reader(self._fd)
-                return
-            self._take(data)
-
-    def close(self) -> None:
-        """Take the rest, and let go."""
-        asyncio.get_running_loop().remove_reader(self._fd)
-        while True:
-            try:
-                data = os.read(self._fd, 65536)
-            except BlockingIOError:
-                break
-            if not data:
-                break
-            self._take(data)
-        os.close(self._fd)
-        if self._file is not None:
-            self._file.close()
-
-    def _take(self, data: bytes) -> None:
-        self.tail.append(data[-LAST_WORDS:])
-        self._kept += len(self.tail[-1])
-        while self._kept - len(self.tail[0]) >= LAST_WORDS:
-            self._kept -= len(self.tail.popleft())
-        with self._losing_lines():
-            if self._file is None and self._path is not None:
-                self._file = self._path.open("ab", buffering=0)
-            if self._file is not None:
-                self._file.write(data)
-        if self._echo is not None:
-            self._echo.write(self._prefixed(data) if self._prefix else data)
-
-    def _prefixed(self, data: bytes) -> bytes:
-        lines = data.split(b"\n")
-        out = b"\n".join(
-            self._prefix + line if line and (i or self._new_line) else line
-            for i, line in enumerate(lines)
-        )
-        self._new_line = not lines[-1]
-        return out
-
-    @contextlib.contextmanager
-    def _losing_lines(self) -> Iterator[None]:
-        """A full or lost disk costs log lines, not the training."""
-        try:
-            yield
-        except OSError as error:
-            if not self._said:
-                self._said = True
-                log.warning(
-                    "log_lines_lost", extra={"path": str(self._path), "why": error.strerror}
-                )
-            if error.errno != errno.ENOSPC:
-                self._path = self._file = None
 
 
 @dataclass(slots=True)
@@ -196,9 +59,9 @@ class _Worker:
     rank: int
     argv: list[str]
     env: dict[str, str]
-    error_file: Path
-    errors: _Pump
-    out: _Pump | None
+    error_file: Path | None
+    errors: Pump
+    out: Pump | None
     """None: standard output is the agent's."""
     pid: int = 0
     pidfd: int = -1
@@ -253,7 +116,7 @@ class Workers:
         self.warm = Warm(
             command.argv,
             self._base,
-            PER_RANK,
+            per_rank(command),
             off=command.cold,
             scratch=scratch,
             kin=kin,
@@ -263,7 +126,11 @@ class Workers:
         self.hosts_store = store.available()
         self._store: Store | None = None
         self._store_used = False
-        self._stdout, self._stderr = _Echo(1), _Echo(2)
+        self._logs = Logs(command, run_id=run_id, node_id=node_id, scratch=scratch)
+        self._destinations: list[Destination] = []
+        self._stdout, self._stderr = Console(1), Console(2)
+        self.deaths: list[Death] = []
+        """Workers of the round that ended in a failure of their own, the first one first."""
         self._workers: list[_Worker] = []
         self._assignment: Assignment | None = None
         self._round = 0
@@ -302,6 +169,9 @@ class Workers:
         self._stopped = False
         self._end_store()
         began = time.monotonic()
+        self.deaths = []
+        envs = [self._environment(assignment, i) for i in range(self._command.nproc)]
+        self._destinations = self._logs.of_round(assignment, envs)
         pipes = [self._prepare(assignment, i) for i in range(self._command.nproc)]
         self._workers = [worker for worker, _, _ in pipes]
         if listening is not None:
@@ -372,36 +242,55 @@ class Workers:
 
     def _prepare(self, assignment: Assignment, local_rank: int) -> "_Pipes":
         """All but the process: its environment, and where its output goes."""
-        rank = assignment.rank_offset + local_rank
-        folder = self._log_folder(assignment, rank)
-        error_file = (folder or self._scratch) / f"error-{assignment.round}-{local_rank}.json"
-        with contextlib.suppress(OSError):
-            error_file.unlink(missing_ok=True)
-        # Without files the output is ours, as with torchrun; but the last words on standard
-        # error are kept, since they tell why a worker died.
-        filed = self._command.log_dir is not None
-        prefix = f"[rank{rank}]: " if filed else ""
-        echo = self._command.echo or not filed
-        read, err = os.pipe()
-        errors = _Pump(
-            read, folder and folder / "stderr.log", self._stderr if echo else None, prefix
-        )
-        pump = out = None
-        if filed:
-            read, out = os.pipe()
-            file = folder and folder / "stdout.log"
-            pump = _Pump(read, file, self._stdout if echo else None, prefix)
+        to = self._destinations[local_rank]
+        env = self._environment(assignment, local_rank)
+        env["TORCHELASTIC_ERROR_FILE"] = to.error_file
+        error_file = Path(to.error_file) if to.error_file else None
+        if error_file is not None:
+            with contextlib.suppress(OSError):
+                error_file.unlink(missing_ok=True)
+        # The last words on standard error are kept, since they tell why a worker died.
+        errors = Pump(to.err, self._stderr, terminal=os.isatty(2))
+        out = None if to.out.plain else Pump(to.out, self._stdout)
         worker = _Worker(
             local_rank,
-            rank,
+            assignment.rank_offset + local_rank,
             [part.replace("${local_rank}", str(local_rank)) for part in self._command.argv],
-            {**self._base, **_environment(assignment, self._command.nproc, local_rank, error_file)},
+            {**self._base, **env},
             error_file,
             errors,
-            pump,
+            out,
         )
-        worker.env["TORCHELASTIC_USE_AGENT_STORE"] = str(self.hosts_store)
-        return worker, out, err
+        return worker, None if out is None else out.end, errors.end
+
+    def _environment(self, a: Assignment, local_rank: int) -> dict[str, str]:
+        """What differs between workers, as torchrun has it
+        (torch/distributed/elastic/agent/server/local_elastic_agent.py)."""
+        rank = a.rank_offset + local_rank
+        env: dict[str, object] = {
+            "RANK": rank,
+            "LOCAL_RANK": local_rank,
+            "GROUP_RANK": a.node_rank,
+            "ROLE_RANK": a.role_rank_offset + local_rank,
+            "ROLE_NAME": self._command.role,
+            "WORLD_SIZE": a.world_size,
+            "LOCAL_WORLD_SIZE": self._command.nproc,
+            "GROUP_WORLD_SIZE": a.nnodes,
+            "ROLE_WORLD_SIZE": a.role_world_size,
+            "MASTER_ADDR": a.master_addr,
+            "MASTER_PORT": a.master_port,
+            "TORCHELASTIC_RESTART_COUNT": a.restart_count,
+            "TORCHELASTIC_MAX_RESTARTS": a.max_restarts,
+            "TORCHELASTIC_USE_AGENT_STORE": self.hosts_store,
+            names.ENV_LOCAL_RANK: local_rank,
+            names.ENV_ROUND: a.round,
+            names.ENV_RESTART_REASON: a.reason if a.round > 1 else "",
+        }
+        if self._command.virtual_local_rank:
+            visible = self._command.inherit.get("CUDA_VISIBLE_DEVICES")
+            gpus = [str(local_rank)] * (local_rank + 1) if visible is None else visible.split(",")
+            env |= {"LOCAL_RANK": 0, "CUDA_VISIBLE_DEVICES": gpus[local_rank].strip()}
+        return {name: str(value) for name, value in env.items()}
 
     def _fork(self, pipes: "list[_Pipes]") -> list[Child] | None:
         return self.warm.fork(
@@ -495,19 +384,6 @@ class Workers:
             )
             self._post(Ended(self._round, -1, failure))
 
-    def _log_folder(self, assignment: Assignment, rank: int) -> Path | None:
-        """``<dir>/<node>/<incarnation>/<round>/<rank>``; None where it cannot be made."""
-        if self._command.log_dir is None:
-            return None
-        round_folder = Path(str(assignment.incarnation)) / str(assignment.round)
-        folder = self._command.log_dir / self._node_id / round_folder / str(rank)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            log.warning("log_lines_lost", extra={"path": str(folder), "why": error.strerror})
-            return None
-        return folder
-
     def _exited(self, worker: _Worker) -> None:
         asyncio.get_running_loop().remove_reader(worker.pidfd)
         code = worker.wait()  # the pidfd says that it has ended
@@ -515,6 +391,9 @@ class Workers:
         os.close(worker.pidfd)
         self._close_pumps(worker)
         failure = self._failure(worker, code) if code else None
+        told = self._stopped and -code in (*self._command.signals, signal.SIGKILL)
+        if failure is not None and not told:
+            self.deaths.append(self._death(worker, failure))
         if worker.child is not None:
             started = worker.child.started()
             worker.child.control.close()
@@ -538,10 +417,14 @@ class Workers:
                 self._guard(f"-{self._store.pid}")
             self._store = None
 
+    def _death(self, worker: _Worker, failure: WorkerFailure) -> Death:
+        said, stays = _read(worker.error_file), worker.error_file
+        if stays is None or stays.is_relative_to(self._scratch) or not said:
+            stays = None
+        at = datetime.now(UTC).astimezone()
+        return Death(failure, at, str(stays) if stays is not None else "", said)
+
     def _failure(self, worker: _Worker, code: int) -> WorkerFailure:
-        text = ""
-        with contextlib.suppress(OSError):
-            text = worker.error_file.read_text(errors="replace")
         words = b"".join(worker.errors.tail)
         return describe(
             exit_code=code,
@@ -549,7 +432,7 @@ class Workers:
             local_rank=worker.local_rank,
             rank=worker.rank,
             pid=worker.pid,
-            error_file=text,
+            error_file=_read(worker.error_file),
             last_words=words[-LAST_WORDS:].decode("utf-8", "replace"),
             step=self._last_step(worker.local_rank),
             ran_s=time.monotonic() - worker.started_at,
@@ -588,6 +471,13 @@ class Workers:
         return [*(members(sessions) if sessions else []), *strays]
 
 
+def _read(path: Path | None) -> str:
+    try:
+        return path.read_text(errors="replace") if path is not None else ""
+    except OSError:
+        return ""
+
+
 async def _kill(pid: int, deadline: float) -> None:
     """SIGKILL a process that is not our child, and wait for its end."""
     try:
@@ -619,40 +509,21 @@ def _minds(pid: int, number: int) -> bool:
 _MASKS = (b"SigBlk:", b"SigIgn:", b"SigCgt:")
 
 
+def per_rank(command: Command) -> tuple[str, ...]:
+    """Names of what differs between the workers of this command."""
+    return (*PER_RANK, "CUDA_VISIBLE_DEVICES") if command.virtual_local_rank else PER_RANK
+
+
 def _base_environment(command: Command, run_id: str, sdk_socket: Path) -> dict[str, str]:
     """What the environments of this node's workers have in common, in all rounds."""
     env = {k: v for k, v in command.inherit.items() if k not in names.PRIVATE_ENV}
     if command.nproc > 1:
         env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: not nproc times all cores
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    env.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
-    for name in PER_RANK:
+    env["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(s.name for s in command.signals)
+    for name in per_rank(command):
         env.pop(name, None)
     return env | {"TORCHELASTIC_RUN_ID": run_id, names.ENV_AGENT_SOCKET: str(sdk_socket)}
-
-
-def _environment(a: Assignment, nproc: int, local_rank: int, error_file: Path) -> dict[str, str]:
-    """What differs, as torchrun (torch/distributed/elastic/agent/server/local_elastic_agent.py)."""
-    rank = a.rank_offset + local_rank
-    values = (
-        rank,
-        local_rank,
-        a.node_rank,
-        rank,
-        "default",
-        a.world_size,
-        nproc,
-        a.nnodes,
-        a.world_size,
-        a.master_addr,
-        a.master_port,
-        a.restart_count,
-        a.max_restarts,
-        error_file,
-        a.round,
-        a.reason if a.round > 1 else "",
-    )
-    return {name: str(value) for name, value in zip(PER_RANK, values, strict=False)}
 
 
 def become_subreaper() -> None:

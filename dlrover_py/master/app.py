@@ -21,6 +21,9 @@ from dlrover_py.protocol.names import JOURNAL_FILE
 
 log = logging.getLogger("master")
 
+FAREWELL_S = 6.0
+"""Where nodes come by themselves nobody but their master can tell them of its end."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sockets:
@@ -73,6 +76,8 @@ async def serve(
     stopped = asyncio.create_task(stop.wait())
     done, _ = await asyncio.wait([*tasks, stopped], return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
+    if not done & set(tasks) and not platform.can_create:
+        await loop.farewell("the node that runs the job's master has ended", FAREWELL_S)
     jobs.should_exit = health.should_exit = True
     tasks[0].cancel()
     ended = await asyncio.gather(*tasks, return_exceptions=True)

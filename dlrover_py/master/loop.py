@@ -21,6 +21,7 @@ from dlrover_py.master.core.events import (
     Disconnected,
     Effect,
     Event,
+    JobStopped,
     Journal,
     Refuse,
     Reported,
@@ -31,7 +32,7 @@ from dlrover_py.master.core.events import (
 from dlrover_py.master.core.job import Job
 from dlrover_py.master.platform import Platform
 from dlrover_py.master.store import Held, Store, Unwritable
-from dlrover_py.protocol.agents import AgentReport, Assignment
+from dlrover_py.protocol.agents import AgentReport, Assignment, Directive
 from dlrover_py.protocol.errors import Superseded, TransientError
 from dlrover_py.protocol.names import NodeId, Term
 from dlrover_py.protocol.status import Condition, JobStatus
@@ -64,6 +65,8 @@ class _Desk:
     seq: int = -1
     """Newest report that has arrived from it."""
     refused: dict[str, str] = field(default_factory=dict)
+    dismissed: bool = False
+    """It was told to stop, and that the job is over."""
     waiters: set[asyncio.Future[None]] = field(default_factory=set)
 
     def ring(self) -> None:
@@ -97,6 +100,7 @@ class Loop:
         self._facts: list[Event] = []
         self._awake = asyncio.Event()
         self._changed = asyncio.Event()
+        self._left = asyncio.Event()
         self._desks: dict[NodeId, _Desk] = {}
         self._chores: dict[NodeId, asyncio.Task[None]] = {}
         self._tasks: asyncio.TaskGroup | None = None
@@ -167,6 +171,9 @@ class Loop:
             if held and mine is not None:
                 known = (report.have_term, report.have_version)
                 if (mine.term, mine.version) != known or desk.seq > report.seq:
+                    if mine.directive is Directive.STOP:
+                        desk.dismissed = True
+                        self._left.set()
                     return mine
             left = deadline - asyncio.get_running_loop().time()
             if left <= 0:
@@ -182,6 +189,22 @@ class Loop:
                 pass
             finally:
                 desk.waiters.discard(waiter)
+
+    async def farewell(self, why: str, within_s: float) -> None:
+        """End the job, and stay until every node that lives has been told."""
+        self.tell([JobStopped(why)])
+        job = self._job
+        if job is None or self._tasks is None:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while not all(self._was_dismissed(n.id) for n in job.nodes if n.alive):
+                    self._left.clear()
+                    await self._left.wait()
+
+    def _was_dismissed(self, node_id: NodeId) -> bool:
+        desk = self._desks.get(node_id)
+        return desk is not None and desk.dismissed
 
     def disconnected(self, node_id: NodeId, report: AgentReport) -> None:
         """The connection of this report closed before it was answered."""

@@ -1,5 +1,6 @@
 """What an administrator can set for a master: the only reader of its environment."""
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,6 +35,11 @@ class Settings(BaseModel):
     """SIGTERM to SIGKILL for workers when a round ends."""
     drain_grace_s: Annotated[float, Field(ge=0, le=86400)] = 30.0
     """The same when a node is asked to leave, so that a script can save."""
+    join_timeout_s: Annotated[float, Field(gt=0)] = math.inf
+    """With fewer nodes than the minimum for so long, the job has failed."""
+    last_call_s: Annotated[float, Field(ge=0, le=86400)] = 0.0
+    """Where nodes come by themselves (elastic-run with an endpoint): the first round waits so long
+    for more than the minimum."""
     exchange_s: Seconds = 1.0
     """An agent's report is answered after so long at the latest; grows with the job's size."""
     max_body_bytes: Annotated[int, Field(ge=1024)] = 1 << 18
@@ -84,5 +90,7 @@ class Settings(BaseModel):
             stop_grace_s=self.stop_grace_s,
             drain_grace_s=self.drain_grace_s,
             exchange_s=self.exchange_s,
+            join_timeout_s=self.join_timeout_s,
+            last_call_s=self.last_call_s,
             can_create=can_create,
         )

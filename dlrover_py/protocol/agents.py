@@ -107,6 +107,8 @@ class AgentReport(Wire):
     phase: WorkerPhase = WorkerPhase.IDLE
     """Of the workers of round ``follows``."""
     nproc: Annotated[int, Field(ge=1, le=1024)] = 1
+    role: Annotated[str, StringConstraints(min_length=1, max_length=64)] = "default"
+    """Of its workers: those of one role are counted on their own as well."""
     pids: list[Count] = Field(default_factory=list, max_length=1024)
     """Worker processes by local rank; 0 for one that has ended."""
     agent_pid: Count = 0
@@ -151,6 +153,9 @@ class Assignment(Wire):
     """Global rank of this node's local rank 0."""
     world_size: Count = 0
     """Workers in the round."""
+    role_rank_offset: Count = 0
+    role_world_size: Count = 0
+    """The same, among the workers of this node's role."""
     master_addr: str = ""
     master_port: Count = 0
     restart_count: Count = 0

@@ -45,6 +45,8 @@ ENV_NODE_MARK: Final = "DLROVER_NODE_MARK"
 
 # --- what an agent tells its workers, beyond torchrun's names ---
 ENV_AGENT_SOCKET: Final = "DLROVER_AGENT_SOCKET"
+ENV_LOCAL_RANK: Final = "DLROVER_LOCAL_RANK"
+"""The worker's place on its node; LOCAL_RANK is 0 for all of them with --virtual-local-rank."""
 ENV_ROUND: Final = "DLROVER_ROUND"
 ENV_RESTART_REASON: Final = "DLROVER_RESTART_REASON"
 
@@ -57,6 +59,7 @@ JOB_ENV: Final = (
     ENV_LIFELINE_FD,
     ENV_NODE_MARK,
     ENV_AGENT_SOCKET,
+    ENV_LOCAL_RANK,
     ENV_ROUND,
     ENV_RESTART_REASON,
 )

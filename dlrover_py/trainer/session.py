@@ -177,9 +177,10 @@ class Session:
             self._hang_up()
 
     def _datagram(self) -> bytes:
+        place = self.settings.place
         news: dict[str, object] = {
             "round": self.settings.round,
-            "local_rank": self.settings.local_rank,
+            "local_rank": self.settings.local_rank if place is None else place,
             "step": self._step,
             "total": self._total,
             "polls": self._polls,

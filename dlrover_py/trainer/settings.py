@@ -6,7 +6,12 @@ from dataclasses import dataclass
 from typing import Self
 
 from dlrover_py.protocol.errors import ConfigError
-from dlrover_py.protocol.names import ENV_AGENT_SOCKET, ENV_RESTART_REASON, ENV_ROUND
+from dlrover_py.protocol.names import (
+    ENV_AGENT_SOCKET,
+    ENV_LOCAL_RANK,
+    ENV_RESTART_REASON,
+    ENV_ROUND,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +25,8 @@ class Settings:
     node_rank: int = 0
     nodes: int = 1
     restart_count: int = 0
+    place: int | None = None
+    """By which its agent knows it; its local rank if absent, which may be virtual."""
     agent_socket: str = ""
     """Path of the agent's socket; empty outside an elastic job."""
     round: int = 0
@@ -41,6 +48,7 @@ class Settings:
             node_rank=_count(environ, "GROUP_RANK", 0),
             nodes=_count(environ, "GROUP_WORLD_SIZE", 1),
             restart_count=_count(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+            place=_count(environ, ENV_LOCAL_RANK, 0) if environ.get(ENV_LOCAL_RANK) else None,
             agent_socket=environ.get(ENV_AGENT_SOCKET, ""),
             round=_count(environ, ENV_ROUND, 0),
             restart_reason=environ.get(ENV_RESTART_REASON, ""),

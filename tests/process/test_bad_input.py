@@ -261,31 +261,76 @@ def test_what_elastic_run_cannot_use_is_said_and_nothing_is_started(place: Place
     alone = ["--standalone"]
     member = {"DLROVER_MASTER_ADDR": "127.0.0.1:1", "DLROVER_NODE_ID": "n0"}
     token = {"DLROVER_TOKEN_FILE": str(place.folder / "no-token")}
-    cases: list[tuple[list[str], dict[str, str], str]] = [
-        ([*alone, "gone.py"], {}, f"script {place.folder}/gone.py: there is no such file"),
-        (["train.py"], {}, "no job was found: DLROVER_MASTER_ADDR is not set"),
-        ([*alone, "--nnodes=2", "train.py"], {}, "--nnodes is 2: --standalone is a job of exactly"),
-        ([*alone, "--nproc-per-node=many", "train.py"], {}, "--nproc-per-node is 'many': expected"),
-        ([*alone, "--nproc_per_node=gpu", "train.py"], {"CUDA_VISIBLE_DEVICES": ""}, "no GPU"),
-        ([*alone, "--no-python", "./text"], {}, "program ./text: not found, or not executable"),
-        ([*alone, "--max-restarts=-1", "train.py"], {}, "expected a number from 0"),
-        ([*alone], {}, "the following arguments are required: training_script"),
-        (["train.py"], {"DLROVER_MASTER_ADDR": "nowhere"}, "address 'nowhere': expected host:port"),
-        (["train.py"], {"DLROVER_MASTER_ADDR": "h:1"}, "DLROVER_NODE_ID is not"),
-        (["train.py"], member | token, "no-token: No such file or directory"),
-        (["train.py"], {"DLROVER_CONNECT_S": "soon"}, "DLROVER_CONNECT_S is 'soon': expected a"),
+    job = {"DLROVER_MASTER_ADDR": "h:1"}
+    two = ["--nnodes=2"]
+    nowhere = ["--rdzv-backend=c10d", "--rdzv-endpoint=no.such.host.invalid"]
+    nowhere += ["--rdzv-conf=read_timeout=1"]
+    free, taken = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
+    # The codes are torchrun's: 2 from its parser, else 1. A platform is told by 2.
+    cases: list[tuple[int, list[str], dict[str, str], str]] = [
+        (1, [*alone, "gone.py"], {}, f"script {place.folder}/gone.py: there is no such file"),
+        (1, [*alone, *two, "train.py"], {}, "--nnodes is 2: --standalone is a job of exactly"),
+        (1, ["--nnodes=two", "train.py"], {}, "--nnodes is 'two': expected N or MIN:MAX"),
+        (1, ["--nproc-per-node=many", "train.py"], {}, "--nproc-per-node is 'many': expected"),
+        (1, ["--nproc_per_node=-1", "train.py"], {}, "--nproc-per-node is '-1': expected"),
+        (1, ["--nproc_per_node=gpu", "train.py"], {"CUDA_VISIBLE_DEVICES": ""}, "no GPU"),
+        (1, ["--no-python", "./text"], {}, "program ./text: not found, or not executable"),
+        (1, ["--no-python", "-m", "text"], {}, "--module and --no-python exclude each other"),
+        (1, ["--max-restarts=-1", "train.py"], {}, "expected a number from 0"),
+        (1, ["--redirects=7", "train.py"], {}, "--redirects is '7': expected 0, 1, 2 or 3"),
+        (1, ["--local-ranks-filter=a", "train.py"], {}, "expected local ranks, such as 0,1"),
+        (1, ["--logs-specs=none", "train.py"], {}, "group torchrun.logs_specs; installed are"),
+        (1, ["--event-log-handler=x", "train.py"], {}, "expected one of console, dynamic_rendez"),
+        (1, ["--signals-to-handle=SIGX", "train.py"], {}, "has 'SIGX': expected names such as"),
+        (1, ["--shutdown-timeout=-1", "train.py"], {}, "--shutdown-timeout is '-1': expected"),
+        (1, ["--log-dir=text", "-r3", "train.py"], {}, "cannot be used as a folder: File exists"),
+        (1, [*two, "--rdzv-backend=etcd", "train.py"], {}, "expected c10d or static"),
+        (1, [*two, "--node-rank=2", "train.py"], {}, "expected a rank from 0 to 1"),
+        (1, [*two, f"--rdzv-endpoint={taken}", "train.py"], {}, "is in use: this node is to run"),
+        (
+            1,
+            [*two, "--node-rank=1", f"--rdzv-endpoint={free}", "--rdzv-conf=timeout=1", "train.py"],
+            {},
+            f"the master did not answer for 1 s: {free}",
+        ),
+        (
+            1,
+            [*two, *nowhere, "train.py"],
+            {},
+            "endpoint no.such.host.invalid: no such host within 1 s",
+        ),
+        (1, ["train.py"], {"DLROVER_CONNECT_S": "soon"}, "DLROVER_CONNECT_S is 'soon': expected a"),
+        (1, ["train.py"], {"PET_MODULE": "yes"}, "PET_MODULE is 'yes': expected 0 or 1"),
+        (2, [*alone], {}, "the following arguments are required: training_script"),
+        (2, ["--max-restarts=x", "train.py"], {}, "invalid int value: 'x'"),
+        (2, ["--frob", "train.py"], {}, "unknown flag --frob: neither torchrun nor DLRover"),
+        (2, ["--auto_tunning", "train.py"], {}, "is not supported: nothing here changes a"),
+        (2, ["train.py"], {"DLROVER_MASTER_ADDR": "nowhere"}, "address 'nowhere': expected host:"),
+        (2, ["train.py"], job, "DLROVER_NODE_ID is not"),
+        (2, ["gone.py"], job, "there is no such file"),
+        (2, ["train.py"], member | token, "no-token: No such file or directory"),
     ]
-    started = [
-        place.popen("elastic-run", *argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        for argv, env, _ in cases
-    ]
-    for (argv, _, words), process in zip(cases, started, strict=True):
-        out, err = process.communicate(timeout=60)
-        assert process.returncode == 2, (argv, err)
-        assert words in err, argv
-        assert "Traceback" not in err
-        assert out == "", argv
-        assert not leftovers(process.pid)
+    with socket.create_server(("127.0.0.1", int(taken.rpartition(":")[2]))):
+        for some in (cases[i : i + 6] for i in range(0, len(cases), 6)):
+            started = [
+                place.popen(
+                    "elastic-run", *argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+                )
+                for _, argv, env, _ in some
+            ]
+            for (code, argv, _, words), process in zip(some, started, strict=True):
+                out, err = process.communicate(timeout=60)
+                assert process.returncode == code, (argv, err)
+                assert words in err, argv
+                assert "Traceback" not in err
+                assert out == "", argv
+                assert err.count("\n") == 1, err
+                assert not leftovers(process.pid)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def leftovers(pid: int) -> list[Path]:

@@ -34,6 +34,10 @@ class Rules:
     stop_grace_s: float = 1.0
     drain_grace_s: float = 30.0
     exchange_s: float = 2.0
+    join_timeout_s: float = math.inf
+    """With fewer nodes than the minimum for so long, the job has failed."""
+    last_call_s: float = 0.0
+    """Where nodes come by themselves: the first round waits so long for more than the minimum."""
     can_create: bool = True
     """Whether the platform creates nodes; if not, they come by themselves."""
 
@@ -67,7 +71,9 @@ class JobChanged:
 
 @dataclass(frozen=True, slots=True)
 class JobStopped:
-    """The user has ended the job."""
+    """The job is ended from outside: by its user, if there is no other reason."""
+
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)

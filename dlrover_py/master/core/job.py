@@ -115,6 +115,7 @@ class Job:
         self.progress: tuple[int, Progress] | None = None
         self.resumed = False
         self.formed_at = now
+        self._enough_since: float | None = None
         self.ground: int | None = None
         self.started_at = wall
         self.ended_at: float | None = None
@@ -256,8 +257,10 @@ class Job:
                 self.nodes.disconnected(node_id, boot_id, seq, self._now)
             case JobChanged(job):
                 self._job_changed(job)
-            case JobStopped():
-                if not self.phase.ended:
+            case JobStopped(why):
+                if not self.phase.ended and why:
+                    self._end(JobPhase.FAILED, "MasterEnded", why)
+                elif not self.phase.ended:
                     self._end(JobPhase.STOPPED, "JobStopped", "the job was ended by its user")
             case Stalled():
                 self.nodes.stalled(self._now)
@@ -625,7 +628,8 @@ class Job:
             for n in self.nodes
             if n.standing in order and (self.world is None or n.id not in self.world.rank_of)
         ]
-        spare.sort(key=lambda n: (order[n.standing], *[-k for k in id_key(n.id)[1:]]))
+        spare.sort(key=lambda n: id_key(n.id), reverse=True)
+        spare.sort(key=lambda n: order[n.standing])
         for node in spare[:surplus]:
             self._dismiss(node, "the job wishes fewer nodes", ExitCode.OK)
 
@@ -658,6 +662,8 @@ class Job:
         opening = self.opening
         if opening is None or opening.hold_until is not None:
             return False
+        if self._last_call(size, ready, opening):
+            return False
         near = self._near(opening)
         counts = Counts(ready, self.nodes.count(Standing.BUSY), near)
         answer = verdict(
@@ -676,6 +682,8 @@ class Job:
             return True
         if answer.until is not None:
             self._wake([answer.until])
+        if not size.fit(ready) and self._too_late(opening, answer.why):
+            return False
         if opening.kind in ("failure", "loss", "drain", "start"):
             self.reason = f"{answer.why} ({opening.reason})"
             if self.phase is JobPhase.RUNNING:
@@ -687,6 +695,30 @@ class Job:
                 if first is not None and first.alive and not first.leaving:
                     self._greet(first)  # it may have taken up the round by now
         return False
+
+    def _last_call(self, size: Size, ready: int, opening: Opening) -> bool:
+        """Whether others may still come to the first round: where nodes come by themselves nobody
+        knows how many will, so they get a moment once there are enough."""
+        if self.rules.can_create or opening.kind != "start" or not size.fit(ready):
+            self._enough_since = None
+            return False
+        if self._enough_since is None:
+            self._enough_since = self._now
+        until = self._enough_since + self.rules.last_call_s
+        if size.fit(ready) == size.fit(size.desired) or self._now >= until:
+            return False
+        self._wake([until])
+        return True
+
+    def _too_late(self, opening: Opening, why: str) -> bool:
+        """Whether too few nodes have been there for too long; then the job has failed."""
+        until = opening.since + self.rules.join_timeout_s
+        if self._now < until:
+            self._wake([until])
+            return False
+        words = f"{why}, after {self.rules.join_timeout_s:g} s ({opening.reason})"
+        self._end(JobPhase.FAILED, "RendezvousTimeout", words, cause=opening.cause)
+        return True
 
     def _near(self, opening: Opening) -> int:
         """Nodes that are worth waiting for."""
@@ -747,7 +779,7 @@ class Job:
                 previous.append((member.node, node.topology if node else ()))
         ready = [n for n in self.nodes if n.standing is Standing.READY]
         candidates = [
-            Candidate(n.id, n.incarnation, n.report.nproc, n.topology)
+            Candidate(n.id, n.incarnation, n.report.nproc, n.topology, n.report.role)
             for n in ready
             if n.report is not None
         ]
@@ -852,6 +884,8 @@ class Job:
                     "nnodes": len(world.members),
                     "rank_offset": place.rank_offset,
                     "world_size": world.world_size,
+                    "role_rank_offset": place.role_rank_offset,
+                    "role_world_size": world.role_world_size[place.role],
                     "master_addr": world.master_addr,
                     "master_port": world.master_port,
                 }

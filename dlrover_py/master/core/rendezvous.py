@@ -4,6 +4,7 @@ A round is formed the moment every node that can come has come. Rank order is st
 keep their places, a newcomer takes the place of a lost node, further ones stand at the end.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,6 +37,8 @@ class Member(BaseModel):
     incarnation: int
     rank_offset: int
     nproc: int
+    role: str = "default"
+    role_rank_offset: int = 0
 
 
 class World(BaseModel):
@@ -58,6 +61,11 @@ class World(BaseModel):
         """Workers in the round."""
         last = self.members[-1]
         return last.rank_offset + last.nproc
+
+    @cached_property
+    def role_world_size(self) -> dict[str, int]:
+        """Workers by role."""
+        return {m.role: m.role_rank_offset + m.nproc for m in self.members}
 
     def has(self, node: NodeId, incarnation: int) -> bool:
         """Whether this life of the node is a member."""
@@ -128,6 +136,7 @@ class Candidate:
     incarnation: int
     nproc: int
     topology: tuple[str, ...] = ()
+    role: str = "default"
 
 
 def arrange(
@@ -164,6 +173,7 @@ def arrange(
     places += spare[: size - len(places)]
     members = []
     offset = 0
+    of_role: dict[str, int] = {}
     for place in places:
         members.append(
             Member(
@@ -171,16 +181,21 @@ def arrange(
                 incarnation=place.incarnation,
                 rank_offset=offset,
                 nproc=place.nproc,
+                role=place.role,
+                role_rank_offset=of_role.get(place.role, 0),
             )
         )
         offset += place.nproc
+        of_role[place.role] = of_role.get(place.role, 0) + place.nproc
     return tuple(members)
 
 
-def id_key(node: NodeId) -> tuple[str, int]:
+def id_key(node: NodeId) -> tuple[tuple[str, int], ...]:
     """Sorts n2 before n10 (torchrun sorts node10 before node2, pytorch#191190)."""
-    digits = len(node) - len(node.rstrip("0123456789"))
-    return (node[: len(node) - digits], int(node[-digits:])) if digits else (node, -1)
+    return tuple((word, int(number or -1)) for word, number in _PART.findall(node))
+
+
+_PART = re.compile(r"(\D*)(\d*)")
 
 
 def _common(a: tuple[str, ...], b: tuple[str, ...]) -> int:

@@ -1,4 +1,4 @@
-"""Nodes that come by themselves: ``elastic-run --standalone``."""
+"""Nodes that come by themselves: ``elastic-run`` without a platform."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence

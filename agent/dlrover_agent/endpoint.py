@@ -1,0 +1,372 @@
+"""Where the master of a job without a platform runs: on this machine alone, or on the node that is
+torchrun's rendezvous endpoint.
+
+Light: the master starts before the agent imports the rest of itself.
+"""
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from dlrover_agent import flags as given
+from dlrover_agent.flags import C10D_PORT, STATIC_PORT, Flags
+from dlrover_py.protocol.errors import ConfigError, ExitCode, Unreachable
+from dlrover_py.protocol.names import API_VERSION, KIND, MAIN_CONTAINER, TOKEN_FILE
+
+log = logging.getLogger("agent.endpoint")
+
+FAREWELL_S = 8.0
+"""The other nodes must have been told of the job's end by then."""
+JOIN_TIMEOUT_S = 600.0
+LAST_CALL_S = 5.0
+CONF = ("join_timeout", "last_call_timeout", "read_timeout", "timeout", "is_host", "rank")
+"""Keys of ``--rdzv-conf`` that mean here what they mean to torchrun."""
+LEASE = ("keep_alive_interval", "keep_alive_max_attempt")
+NOT_USED: Mapping[str, str] = {
+    "store_type": "the rendezvous is our master's; it has no store",
+    "close_timeout": "a job is closed by its end",
+    "heartbeat_timeout": "a closed connection is seen at once",
+    "pend_timeout": "a node that is not needed yet stands by as long as the job lives",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """What the flags say of the rendezvous."""
+
+    run_id: str
+    fewest: int = 1
+    most: int = 1
+    node_unit: int = 1
+    host: str = ""
+    """Empty: this machine alone."""
+    port: int = 0
+    node_rank: int | None = None
+    """Of this node, if the ranks are given (static)."""
+    hosts: bool | None = None
+    """Whether the master is to run here; None: if the host is this machine, and nobody else on it
+    was first."""
+    local_addr: str | None = None
+    connect_s: float = 60.0
+    """To find the master."""
+    rules: Mapping[str, str] = field(default_factory=dict)
+    """Settings of the master."""
+
+    @classmethod
+    def of(cls, flags: Flags) -> Self:
+        """As torchrun reads them (torch/distributed/run.py:run, config_from_args).
+
+        Raises:
+            ConfigError: they contradict each other, or make no sense.
+        """
+        fewest, most = given.nodes(flags.nnodes)
+        unit = flags.node_unit
+        if unit < 1 or most % unit or fewest % unit:
+            raise ConfigError(
+                f"--node-unit is {unit} and --nnodes {flags.nnodes}: expected multiples of the unit"
+            )
+        backend, target = flags.rdzv_backend, flags.rdzv_endpoint
+        static = backend == "static"
+        if not (static or backend in ("c10d", "dlrover")):
+            raise ConfigError(
+                f"--rdzv-backend is {backend!r}: expected c10d or static; our own master does the "
+                "rendezvous, at the node that --rdzv-endpoint names, and needs no other service"
+            )
+        run_id = flags.rdzv_id
+        if flags.standalone or (static and not target and flags.master_port is None and most == 1):
+            if most > 1:
+                words = f"--nnodes is {flags.nnodes}: --standalone is a job of exactly one node"
+                raise ConfigError(words)
+            return cls(run_id=f"standalone-{os.getpid()}", local_addr=flags.local_addr)
+        conf = given.conf(flags.rdzv_conf)
+        rank = None
+        if static:
+            if fewest != most:
+                raise ConfigError(
+                    f"--nnodes is {flags.nnodes} with the static rendezvous: expected one number; "
+                    "for MIN:MAX give --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT"
+                )
+            rank = _count(conf, "rank", flags.node_rank)
+            if not 0 <= rank < most:
+                words = f"--node-rank is {rank} and --nnodes {most}"
+                raise ConfigError(f"{words}: expected a rank from 0 to {most - 1}")
+            target = target or f"{flags.master_addr}:{flags.master_port or STATIC_PORT}"
+        host, port = given.endpoint(target, STATIC_PORT if static else C10D_PORT)
+        if port == 0 and most > 1:
+            raise ConfigError("the endpoint has port 0: other nodes could not find it; name a port")
+        hosts = rank == 0 if rank is not None else None
+        if "is_host" in conf:
+            hosts = conf["is_host"].lower() in ("1", "true", "t", "yes", "y")
+        timeout = "timeout" if static else "read_timeout"
+        return cls(
+            run_id=run_id,
+            fewest=fewest,
+            most=most,
+            node_unit=unit,
+            host=host,
+            port=port,
+            node_rank=rank,
+            hosts=hosts,
+            local_addr=flags.local_addr,
+            connect_s=_seconds(conf, timeout, 900.0 if static else 60.0),
+            rules=_rules(conf),
+        )
+
+    @property
+    def token(self) -> str:
+        """What keeps other jobs away where no secret was given: all know the run's id."""
+        return hashlib.sha256(b"dlrover run id\0" + self.run_id.encode()).hexdigest()
+
+    def is_here(self) -> bool:
+        """Whether the endpoint's host is an address of this machine."""
+        for family, address in _resolved(self.host):
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                try:
+                    probe.bind((address, 0))
+                except OSError:
+                    continue
+                return True
+        return False
+
+    def node_id(self) -> str:
+        """Under which this node reports: the order of the ids is the first order of the ranks."""
+        if self.node_rank is not None or not self.host:
+            return f"n{self.node_rank or 0}"
+        name = re.sub(r"[^a-z0-9-]+", "-", socket.gethostname().lower()).strip("-") or "node"
+        return f"{name}-{os.getpid()}"
+
+    def advertised(self, *, hosting: bool) -> str:
+        """The address at which others reach this node.
+
+        Raises:
+            Unreachable: the endpoint's name means nothing for longer than ``connect_s``.
+        """
+        if self.local_addr:
+            return self.local_addr
+        if not self.host:
+            return "127.0.0.1"
+        if hosting:
+            return self.host
+        deadline = time.monotonic() + self.connect_s
+        pause = threading.Event()
+        while True:  # in a cluster a name may come up after who asks for it
+            for family, address in _resolved(self.host):
+                with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                    try:
+                        probe.connect((address, self.port))  # sends nothing: picks the route
+                    except OSError:
+                        continue
+                    return str(probe.getsockname()[0])
+            if time.monotonic() > deadline:
+                words = f"endpoint {self.host}: no such host within {self.connect_s:g} s"
+                raise Unreachable(f"{words}; see --rdzv-endpoint")
+            pause.wait(0.5)
+
+
+def _resolved(host: str) -> list[tuple[socket.AddressFamily, str]]:
+    """Addresses of a host; none if there is no such name (yet)."""
+    try:
+        found = socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)
+    except OSError:
+        return []
+    return [(family, str(address[0])) for family, _, _, _, address in found]
+
+
+def _rules(conf: Mapping[str, str]) -> dict[str, str]:
+    """Settings of the master, from ``--rdzv-conf``."""
+    for key in conf:
+        if key in NOT_USED:
+            log.warning("flag_not_used", extra={"flag": f"--rdzv-conf {key}", "why": NOT_USED[key]})
+        elif key not in (*CONF, *LEASE, "lastcall_timeout"):
+            raise ConfigError(
+                f"--rdzv-conf has {key!r}: expected one of {', '.join((*CONF, *LEASE))}"
+            )
+    late = "lastcall_timeout" if "lastcall_timeout" in conf else "last_call_timeout"
+    rules = {
+        "JOIN_TIMEOUT_S": _seconds(conf, "join_timeout", JOIN_TIMEOUT_S),
+        "LAST_CALL_S": _seconds(conf, late, LAST_CALL_S),
+    }
+    if any(key in conf for key in LEASE):
+        lease = _seconds(conf, LEASE[0], 5.0) * _count(conf, LEASE[1], 3)
+        rules |= {"LEASE_S": lease, "EXCHANGE_S": min(1.0, lease / 2)}
+    return {f"DLROVER_MASTER_{name}": f"{value:g}" for name, value in rules.items()}
+
+
+def _seconds(conf: Mapping[str, str], key: str, default: float) -> float:
+    try:
+        value = float(conf.get(key, default))
+    except ValueError:
+        value = -1.0
+    if not value > 0:
+        raise ConfigError(f"--rdzv-conf {key} is {conf[key]!r}: expected seconds")
+    return value
+
+
+def _count(conf: Mapping[str, str], key: str, default: int) -> int:
+    text = conf.get(key, str(default))
+    if not text.isdigit():
+        raise ConfigError(f"--rdzv-conf {key} is {text!r}: expected a number")
+    return int(text)
+
+
+class Taken(Exception):
+    """Somebody else listens at the endpoint."""
+
+
+class OwnMaster:
+    """Started on entry, ended on exit; between, :meth:`keep` starts it again if it dies."""
+
+    def __init__(self, endpoint: Endpoint, token: str = "") -> None:
+        """Start nothing yet.
+
+        Args:
+            endpoint: where it listens, and what it is for.
+            token: of the job; one is drawn if this machine is all of it.
+        """
+        self._endpoint = endpoint
+        self._alone = not endpoint.host
+        self.token = token or (secrets.token_urlsafe(24) if self._alone else endpoint.token)
+        self.address = ""
+
+    def __enter__(self) -> Self:
+        self._folder = Path(tempfile.mkdtemp(prefix=f"dlrover-run-{os.getpid()}-", dir="/tmp"))
+        self._sockets: list[socket.socket] = []
+        self._read, self._write = os.pipe()
+        try:
+            token_file = self._folder / TOKEN_FILE
+            token_file.touch(mode=0o600)
+            token_file.write_text(self.token)
+            self._sockets.append(self._listen())
+            self._sockets.append(socket.create_server(("127.0.0.1", 0)))
+            job, health = self._sockets
+            self.address = f"{_loopback(job)}:{job.getsockname()[1]}"
+            argv = [sys.executable, "-m", "dlrover_py.master", "--static", self._document()]
+            argv += ["--state-dir", str(self._folder), "--token-file", str(token_file)]
+            argv += ["--listen-fd", str(job.fileno()), "--health-fd", str(health.fileno())]
+            self._argv = [*argv, "--lifeline-fd", str(self._read)]
+            self._process = self._spawn()
+        except BaseException:
+            self._clean()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._write)  # the end of its lifeline: it tells the other nodes, and ends
+        self._write = -1
+        try:
+            # Alone there is nobody to be told, and what must last is in its journal.
+            self._process.wait(0 if self._alone else FAREWELL_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._clean()
+
+    async def keep(self, kin: set[int]) -> None:
+        """Start it again whenever it has died: the journal is kept, and the port is ours.
+
+        Args:
+            kin: our children that are no workers; the master is one of them.
+        Raises:
+            ConfigError: it cannot use its settings.
+        """
+        import asyncio
+
+        from dlrover_py.pidfd import ended
+
+        pause = 0.1
+        while True:
+            kin.add(self._process.pid)
+            await ended(self._process.pid)
+            code = self._process.wait()
+            kin.discard(self._process.pid)
+            if code == ExitCode.USAGE:
+                raise ConfigError("the master cannot be started; it said why")
+            log.warning("master_ended", extra={"code": code, "then": "it is restarted"})
+            await asyncio.sleep(pause)
+            pause = min(5.0, pause * 2)
+            self._process = self._spawn()
+
+    def _listen(self) -> socket.socket:
+        """Listen at the endpoint: on the loopback device if it is there, else everywhere.
+
+        Raises:
+            Taken: another process does.
+            ConfigError: it cannot be.
+        """
+        if self._alone:
+            return socket.create_server(("127.0.0.1", 0))
+        host, port = self._endpoint.host, self._endpoint.port
+        loopback = [a for _, a in _resolved(host) if a.startswith("127.") or a == "::1"]
+        try:
+            if loopback:
+                v6 = ":" in loopback[0]
+                family = socket.AF_INET6 if v6 else socket.AF_INET
+                return socket.create_server((loopback[0], port), family=family, backlog=4096)
+            if socket.has_dualstack_ipv6():
+                return socket.create_server(
+                    ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096
+                )
+            return socket.create_server(("", port), backlog=4096)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise Taken(f"port {port} of {host} is in use") from error
+            raise ConfigError(f"endpoint {host}:{port}: {error.strerror}") from error
+
+    def _spawn(self) -> "subprocess.Popen[bytes]":
+        # A session of its own: Ctrl-C is the agent's affair.
+        rules = dict(self._endpoint.rules)
+        if self._endpoint.most == 1:
+            # Nobody could replace the one node, so that its silence (Ctrl-Z) means nothing.
+            rules |= {"DLROVER_MASTER_LEASE_S": "86400", "DLROVER_MASTER_SUSPECT_S": "86400"}
+        environ = {"DLROVER_MASTER_LOG_LEVEL": "WARNING", **rules, **os.environ}  # noqa: TID251
+        keep = [*(s.fileno() for s in self._sockets), self._read]
+        return subprocess.Popen(self._argv, pass_fds=keep, env=environ, start_new_session=True)
+
+    def _document(self) -> str:
+        e = self._endpoint
+        main = {"name": MAIN_CONTAINER, "command": ["true"]}
+        worker = {
+            "replicas": e.most,
+            "minReplicas": e.fewest,
+            "nodeUnit": e.node_unit,
+            "template": {"spec": {"containers": [main]}},
+        }
+        return json.dumps(
+            {
+                "apiVersion": API_VERSION,
+                "kind": KIND,
+                "metadata": {"name": f"elastic-run-{os.getpid()}"},
+                "spec": {"replicaSpecs": {"worker": worker}},
+            }
+        )
+
+    def _clean(self) -> None:
+        if self._write >= 0:
+            os.close(self._write)
+        os.close(self._read)
+        for listening in self._sockets:
+            listening.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _loopback(listening: socket.socket) -> str:
+    """How this machine calls a socket of its own."""
+    address = str(listening.getsockname()[0])
+    if address in ("0.0.0.0", "::"):
+        return "127.0.0.1"
+    return f"[{address}]" if ":" in address else address

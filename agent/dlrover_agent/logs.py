@@ -1,0 +1,357 @@
+"""Where the workers' output goes: files, the console, both; and the pumps that carry it there.
+
+The flags mean what they mean to torchrun (torch/distributed/elastic/multiprocessing/api.py): a
+stream is shown as it is, redirected into a file, or tee'd into a file and onto the console with a
+prefix. But every stream that is not simply shown goes through a pipe of ours, so that a full disk
+costs log lines and not the training, and each round has a folder of its own.
+"""
+
+import asyncio
+import collections
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import select
+import tempfile
+import termios
+import time
+import tty
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import BinaryIO
+
+from dlrover_agent.settings import Command
+from dlrover_py.protocol.agents import Assignment
+from dlrover_py.protocol.errors import ConfigError
+
+log = logging.getLogger("agent.logs")
+
+LAST_WORDS = 131_072
+"""Bytes of standard error that are kept to explain a failure; some exceptions list a model."""
+OUT, ERR = 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """What becomes of one stream of one worker."""
+
+    files: tuple[Path, ...] = ()
+    shown: bool = True
+    prefix: str = ""
+    """Before each line on the console and in the filtered file."""
+    words: tuple[str, ...] = ()
+    filtered: Path | None = None
+    """Lines with one of the words go there as well, from all local ranks."""
+
+    @property
+    def plain(self) -> bool:
+        """It is the agent's own stream, with nothing between."""
+        return self.shown and not (self.files or self.prefix or self.filtered)
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where one worker writes."""
+
+    out: Stream
+    err: Stream
+    error_file: str
+    """For ``@record``; empty if there is none."""
+
+
+class Logs:
+    """The destinations of this node's workers, round by round."""
+
+    def __init__(self, command: Command, *, run_id: str, node_id: str, scratch: Path) -> None:
+        """Make the folder of this run.
+
+        Raises:
+            ConfigError: it cannot be made; or the logs specs that are asked for cannot be used.
+        """
+        self._command, self._node_id, self._scratch = command, node_id, scratch
+        self._rounds = 0
+        output = command.output
+        self._folder: Path | None = None
+        if output.specs is not None:
+            from dlrover_agent.plugins import logs_specs
+
+            self._specs = logs_specs(output, command.nproc, command.role)
+        elif output.log_dir is not None and str(output.log_dir) != os.devnull:
+            self._folder = _folder(output.log_dir, run_id)
+        elif output.log_dir is None and output.wants_files and command.log_dir is None:
+            self._folder = _folder(Path(tempfile.gettempdir()), f"torchelastic_{run_id}")
+        if self._folder is not None:
+            level = logging.INFO if output.log_dir is not None else logging.WARNING
+            log.log(level, "log_folder", extra={"path": str(self._folder)})
+
+    def of_round(self, a: Assignment, envs: Sequence[dict[str, str]]) -> list[Destination]:
+        """Where the workers of a round write, by local rank.
+
+        Args:
+            a: the round.
+            envs: their environments; logs specs of others may look at them.
+        """
+        attempt, self._rounds = self._rounds, self._rounds + 1
+        if self._command.output.specs is not None:
+            found = self._specs(envs)
+        else:
+            found = [self._destination(a, attempt, i) for i in range(len(envs))]
+        if self._command.log_dir is None:
+            return found
+        return [self._for_platform(a, i, d) for i, d in enumerate(found)]
+
+    def _destination(self, a: Assignment, attempt: int, local_rank: int) -> Destination:
+        output = self._command.output
+        folder = shared = None
+        if self._folder is not None:
+            shared = self._folder / f"attempt_{attempt}"
+            folder = _made(shared / str(local_rank))
+        prefix = output.line_prefix(self._command.role, a.rank_offset + local_rank, local_rank)
+        words_of = {OUT: output.out_words, ERR: output.err_words}
+        streams = []
+        for bit, name in ((OUT, "stdout"), (ERR, "stderr")):
+            words = words_of[bit]
+            tee = bool(output.of(output.tee, local_rank) & bit)
+            filed = tee or bool(output.of(output.redirects, local_rank) & bit)
+            hidden = output.shown is not None and local_rank not in output.shown
+            streams.append(
+                Stream(
+                    files=(folder / f"{name}.log",) if filed and folder is not None else (),
+                    shown=(tee or not filed or folder is None) and not hidden,
+                    prefix=prefix if tee else "",
+                    words=words if tee and not hidden else (),
+                    filtered=shared / f"filtered_{name}.log"
+                    if tee and words and not hidden and shared is not None and folder is not None
+                    else None,
+                )
+            )
+        nowhere = output.log_dir is not None and str(output.log_dir) == os.devnull
+        kept = folder or (None if nowhere else _made(self._scratch / f"{a.round}-{local_rank}"))
+        file = str(kept / "error.json") if kept is not None else ""
+        return Destination(streams[0], streams[1], file)
+
+    def _for_platform(self, a: Assignment, local_rank: int, d: Destination) -> Destination:
+        """In a job, both streams are kept where the platform looks for them; what the flags want
+        comes on top of it: ``<dir>/<node>/<incarnation>/<round>/<rank>``."""
+        assert self._command.log_dir is not None
+        place = Path(
+            self._node_id, str(a.incarnation), str(a.round), str(a.rank_offset + local_rank)
+        )
+        folder = _made(self._command.log_dir / place)
+
+        def kept(stream: Stream, name: str) -> Stream:
+            files = (*stream.files, folder / name) if folder is not None else stream.files
+            return replace(stream, files=files, shown=stream.shown and bool(stream.prefix))
+
+        return replace(d, out=kept(d.out, "stdout.log"), err=kept(d.err, "stderr.log"))
+
+
+def _folder(base: Path, run_id: str) -> Path:
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        name = run_id.replace("/", "_")
+        return Path(tempfile.mkdtemp(prefix=f"{name}_", dir=base))
+    except OSError as error:
+        raise ConfigError(
+            f"--log-dir {base}: cannot be used as a folder: {error.strerror}"
+        ) from error
+
+
+def _made(folder: Path) -> Path | None:
+    """The folder; None where it cannot be made, which costs log lines and not the training."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        log.warning("log_lines_lost", extra={"path": str(folder), "why": error.strerror})
+        return None
+    return folder
+
+
+class Console:
+    """Shows what workers write on our own output, and never waits for who reads it: a terminal
+    that is held (Ctrl-S) or a slow pipe costs lines, not the node's lease."""
+
+    MOST = 1 << 20
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._waiting: collections.deque[bytes] = collections.deque()
+        self._size = 0
+        self._watching = False
+        self._poll = select.poll()
+        self._poll.register(fd, select.POLLOUT)
+
+    def write(self, data: bytes) -> None:
+        """Write it as soon as there is room; drop the oldest if there is none for long."""
+        self._waiting.append(data)
+        self._size += len(data)
+        while self._size > self.MOST and len(self._waiting) > 1:
+            self._size -= len(self._waiting.popleft())
+        self._flush()
+
+    def finish(self, within_s: float) -> None:
+        """Write what waits, if somebody takes it in this time."""
+        deadline = time.monotonic() + within_s
+        self._flush()
+        while self._waiting and (left := deadline - time.monotonic()) > 0:
+            self._poll.poll(left * 1000)
+            self._flush()
+
+    def _flush(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._waiting:
+            if not self._poll.poll(0):
+                if not self._watching:
+                    self._watching = True
+                    loop.add_writer(self._fd, self._flush)
+                return
+            data = self._waiting.popleft()
+            try:
+                # There is room for a page at least, if there is any.
+                done = os.write(self._fd, data[: select.PIPE_BUF])
+            except OSError:  # nobody looks any more
+                done = len(data)
+            self._size -= done
+            if data[done:]:
+                self._waiting.appendleft(data[done:])
+        if self._watching:
+            self._watching = False
+            loop.remove_writer(self._fd)
+
+
+class _File:
+    """A log file that may be lost: a full or lost disk costs lines, not the training."""
+
+    def __init__(self, path: Path) -> None:
+        self._path: Path | None = path
+        self._file: BinaryIO | None = None
+        self._said = False
+        with self._losing_lines():
+            self._file = path.open("ab", buffering=0)
+
+    def write(self, data: bytes) -> None:
+        with self._losing_lines():
+            if self._file is None and self._path is not None:
+                self._file = self._path.open("ab", buffering=0)
+            if self._file is not None:
+                self._file.write(data)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    @contextlib.contextmanager
+    def _losing_lines(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._said:
+                self._said = True
+                path = str(self._path)
+                log.warning("log_lines_lost", extra={"path": path, "why": error.strerror})
+            if error.errno != errno.ENOSPC:
+                self._path = self._file = None
+
+
+class Pump:
+    """Moves one stream of a worker to where it goes."""
+
+    def __init__(self, stream: Stream, console: Console, *, terminal: bool = False) -> None:
+        """Open the pipe, or a terminal where the worker should find one.
+
+        Args:
+            stream, console: where it goes.
+            terminal: our own stream is one, and the worker's is shown there as it is.
+        """
+        self._stream, self._console = stream, console if stream.shown else None
+        self._fd, self.end = _terminal() if terminal and stream.plain else os.pipe()
+        """``end`` is the worker's, to be closed by who starts it."""
+        self._files = [_File(path) for path in stream.files]
+        self._filtered = _File(stream.filtered) if stream.filtered is not None else None
+        self._prefix = stream.prefix.encode()
+        self._words = [word.encode() for word in stream.words]
+        self._line = b""
+        self._new_line = True
+        self.tail: collections.deque[bytes] = collections.deque()
+        self._kept = 0
+        os.set_blocking(self._fd, False)
+        asyncio.get_running_loop().add_reader(self._fd, self.drain)
+
+    def drain(self) -> None:
+        """Take what is there."""
+        for _ in range(16):  # one loud worker must not keep the agent from its other duties
+            data = self._read()
+            if data is None:
+                return
+            if not data:
+                asyncio.get_running_loop().remove_reader(self._fd)
+                return
+            self._take(data)
+
+    def close(self) -> None:
+        """Take the rest, and let go."""
+        asyncio.get_running_loop().remove_reader(self._fd)
+        while data := self._read():
+            self._take(data)
+        os.close(self._fd)
+        if self._filtered is not None:
+            self._filter(b"\n" if self._line else b"")
+            self._filtered.close()
+        for file in self._files:
+            file.close()
+
+    def _read(self) -> bytes | None:
+        """None: nothing now; empty: nothing ever again."""
+        try:
+            return os.read(self._fd, 65536)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            if error.errno == errno.EIO:  # how a terminal says that its last user is gone
+                return b""
+            raise
+
+    def _take(self, data: bytes) -> None:
+        self.tail.append(data[-LAST_WORDS:])
+        self._kept += len(self.tail[-1])
+        while self._kept - len(self.tail[0]) >= LAST_WORDS:
+            self._kept -= len(self.tail.popleft())
+        for file in self._files:
+            file.write(data)
+        if self._filtered is not None:
+            self._filter(data)
+        if self._console is not None:
+            self._console.write(self._prefixed(data) if self._prefix else data)
+
+    def _filter(self, data: bytes) -> None:
+        assert self._filtered is not None
+        *lines, self._line = (self._line + data).split(b"\n")
+        for line in lines:
+            if any(word in line for word in self._words):
+                self._filtered.write(self._prefix + line + b"\n")
+        self._line = self._line[-LAST_WORDS:]
+
+    def _prefixed(self, data: bytes) -> bytes:
+        *whole, rest = data.split(b"\n")
+        out = bytearray()
+        for line in whole:
+            out += (self._prefix if self._new_line else b"") + line + b"\n"
+            self._new_line = True
+        if rest:
+            out += (self._prefix if self._new_line else b"") + rest
+            self._new_line = False
+        return bytes(out)
+
+
+def _terminal() -> tuple[int, int]:
+    """Our end and the worker's of a terminal of the size of ours: it changes nothing of what is
+    written, and a progress bar finds what it looks for."""
+    ours, theirs = os.openpty()
+    tty.setraw(theirs)
+    with contextlib.suppress(OSError):
+        size = fcntl.ioctl(ERR, termios.TIOCGWINSZ, bytes(8))
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, size)
+    return ours, theirs

@@ -1,0 +1,398 @@
+"""elastic-run in the place of torchrun: the same command line, the same results, side by side."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.process.harness import Place, alive, eventually
+
+pytestmark = pytest.mark.process
+
+BOTH = ("torchrun", "elastic-run")
+WORKER = """
+    import json, os, pathlib, sys
+    rank = os.environ["RANK"]
+    print(f"out {rank}\\n\\nout again", flush=True)
+    print(f"err {rank} apple", file=sys.stderr, flush=True)
+    print(f"err {rank} pear", file=sys.stderr, flush=True)
+    names = ("RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK "
+        "ROLE_NAME ROLE_WORLD_SIZE TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS "
+        "TORCHELASTIC_RUN_ID TORCHELASTIC_USE_AGENT_STORE TORCHELASTIC_SIGNALS_TO_HANDLE "
+        "OMP_NUM_THREADS CUDA_VISIBLE_DEVICES TORCH_NCCL_ASYNC_ERROR_HANDLING PET_ROLE").split()
+    seen = {n: os.environ.get(n) for n in names} | {"argv": sys.argv[1:]}
+    seen["error_file"] = pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"]).name
+    where = pathlib.Path(os.environ["RESULTS"])
+    (where / f"{rank}.json").write_text(json.dumps(seen))
+"""
+
+
+def results(folder: Path) -> dict[str, object]:
+    return {p.name: json.loads(p.read_text()) for p in sorted(folder.glob("*.json"))}
+
+
+def tree(folder: Path) -> dict[str, str]:
+    """Files below the folder of the run, which has a random name, and what they hold."""
+    (run,) = folder.iterdir()
+    found = {}
+    for path in sorted(run.rglob("*")):
+        if path.is_file():
+            found[str(path.relative_to(run))] = path.read_text()
+    return found
+
+
+CASES = {
+    "plain": [],
+    "redirect all": ["-r", "3", "--log-dir", "logs"],
+    "tee all": ["--tee=3", "--log-dir=logs"],
+    "by rank": ["-r", "0:1,1:2", "-t", "1:1", "--log_dir", "logs"],
+    "filter ranks": ["-t", "1", "-r", "0:2", "--local-ranks-filter", "1", "--log-dir", "logs"],
+    "filter words": [
+        *("-t3", "--log-dir", "logs", "--duplicate-stderr-filters", "apple,x"),
+        *("--duplicate-stdout-filters", "out 1"),
+    ],
+    "no logs": ["--log-dir", "/dev/null", "-r", "0"],
+    "roles": ["--role", "trainer", "-t", "1", "--log-dir", "logs"],
+    "virtual": ["--virtual-local-rank", "--signals-to-handle", "SIGTERM,SIGUSR1"],
+    "run path": ["--run-path"],
+}
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_output_and_environment_are_torchruns(place: Place, case: str) -> None:
+    script = place.script(WORKER)
+    found = {}
+    for program in BOTH:
+        folder = place.folder / program
+        folder.mkdir()
+        argv = CASES[case]
+        env = {"RESULTS": str(folder), "CUDA_VISIBLE_DEVICES": "3,5"}
+        if case == "roles":
+            env["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "<${role_name}/${rank}/${local_rank}>"
+        done = place.call(
+            *(program, *argv, "--nproc-per-node=2", str(script), "a b", "${local_rank}"), env=env
+        )
+        assert done.returncode == 0, done.stderr
+        logs = place.folder / "logs"
+        files = tree(logs) if logs.is_dir() else {}
+        if logs.is_dir():
+            logs.rename(folder / "logs")
+        seen = results(folder)
+        for name, one in seen.items():
+            assert isinstance(one, dict), name
+            one.pop("TORCHELASTIC_RUN_ID")  # random in torchrun, too
+        ours = [x for x in done.stderr.splitlines() if re.match(r"^(\[|<)?.*err \d", x)]
+        found[program] = seen, files, sorted(done.stdout.splitlines()), sorted(ours)
+    theirs, mine = found["torchrun"], found["elastic-run"]
+    assert mine[0] == theirs[0]
+    assert {k: sorted(v.splitlines()) for k, v in mine[1].items()} == {
+        k: sorted(v.splitlines()) for k, v in theirs[1].items()
+    }
+    assert mine[2] == theirs[2]
+    assert mine[3] == theirs[3]
+
+
+RECORDED = """
+    import os, sys
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    @record
+    def main():
+        if os.environ["RANK"] == "1":
+            raise ValueError("nobody expects this")
+
+    main()
+"""
+
+
+def box(text: str, script: Path) -> str:
+    """torchrun's failure summary, without what varies."""
+    start = text.index(f"{script} FAILED")
+    lines = text[start : text.rindex("=" * 50)].splitlines()
+    lines = [" ".join(x.split()) for x in lines if not x.startswith(("  time", "  host", "==="))]
+    kept = "\n".join(x for x in lines if x)
+    return re.sub(r"/\S*/attempt", "attempt", re.sub(r"(pid:|PID) \d+", "pid", kept))
+
+
+def test_failure_is_told_as_torchrun_tells_it(place: Place) -> None:
+    script = place.script(RECORDED)
+    boxes, told = {}, {}
+    for program in BOTH:
+        file, logs = place.folder / f"{program}.json", place.folder / f"logs-{program}"
+        done = place.call(
+            *(program, "--nproc-per-node=2", "--log-dir", str(logs), str(script)),
+            env={"TORCHELASTIC_ERROR_FILE": str(file)},
+        )
+        assert done.returncode == 1
+        boxes[program] = box(done.stderr, script)
+        told[program] = json.loads(file.read_text())["message"]
+        assert [p.name for p in logs.rglob("error.json")] == ["error.json"]
+    assert boxes["elastic-run"] == boxes["torchrun"]
+    for message in told.values():
+        assert message["message"] == "ValueError: nobody expects this"
+        assert message["errorCode"] == 1
+        assert "nobody expects this" in message["extraInfo"]["py_callstack"]
+
+
+def test_killed_worker_is_told_as_torchrun_tells_it(place: Place) -> None:
+    script = place.script("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    boxes = {}
+    for program in BOTH:
+        done = place.call(program, str(script))
+        assert done.returncode == 1
+        boxes[program] = box(done.stderr, script)
+    assert boxes["elastic-run"] == boxes["torchrun"]
+    assert "exitcode : -11 (pid) (SIGSEGV)" in boxes["torchrun"]
+
+
+POLITE = """
+    import os, pathlib, signal, sys
+    def told(number, frame):
+        pathlib.Path(f"told-{os.environ['RANK']}").write_text(signal.Signals(number).name)
+        if len(sys.argv) == 1:
+            sys.exit(0)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, told)
+    print("ready", flush=True)
+    while True:
+        signal.pause()
+"""
+
+
+@pytest.mark.parametrize("program", BOTH)
+def test_signals_that_are_named_are_passed_on(place: Place, program: str) -> None:
+    script = place.script(POLITE)
+    argv = [program, "--signals-to-handle=SIGUSR1,SIGTERM", str(script)]
+    run = place.popen(*argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert run.stdout is not None
+    assert run.stdout.readline() == "ready\n"
+    run.send_signal(signal.SIGUSR1)
+    run.communicate(timeout=60)
+    assert run.returncode == 1
+    assert (place.folder / "told-0").read_text() == "SIGUSR1"
+
+
+@pytest.mark.parametrize("how", ["flag", "environment"])
+def test_shutdown_timeout_ends_who_does_not_listen(place: Place, how: str) -> None:
+    script = place.script(POLITE)
+    argv = ["--shutdown-timeout=1"] if how == "flag" else []
+    env = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"} if how == "environment" else {}
+    run = place.popen("elastic-run", *argv, str(script), "deaf", stdout=subprocess.PIPE, env=env)
+    assert run.stdout is not None
+    assert run.stdout.readline() == "ready\n"
+    run.terminate()
+    run.communicate(timeout=20)  # less than the 30 s of the default
+    assert run.returncode == 1
+    assert (place.folder / "told-0").read_text() == "SIGTERM"
+
+
+def test_events_reach_a_handler_as_torchruns(place: Place) -> None:
+    script = place.script("import os; assert os.environ['RANK'] == '0' or 1")
+    kept = {}
+    for program in BOTH:
+        done = place.call(program, "--event-log-handler=console", str(script))
+        assert done.returncode == 0, done.stderr
+        events = [json.loads(x) for x in done.stderr.splitlines() if x.startswith('{"name"')]
+        kept[program] = events
+    names = [e["name"].rpartition(".")[2] for e in kept["elastic-run"]]
+    theirs = [e["name"].rpartition(".")[2] for e in kept["torchrun"]]
+    assert names == [n for n in theirs if n != "ASSIGN_WORKER_RANKS"]
+    for mine, their in zip(kept["elastic-run"], kept["torchrun"], strict=False):
+        assert set(mine["metadata"]) == set(their["metadata"])
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+class Group:
+    """Several agents that were started as torchrun's documentation says."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.runs: list[subprocess.Popen[str]] = []
+        self.lines: list[list[str]] = []
+        self.port = free_port()
+        self._readers: list[threading.Thread] = []
+
+    def start(self, *argv: str, **env: str) -> int:
+        run = self.place.popen(
+            "elastic-run", *argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env
+        )
+        lines: list[str] = []
+        reader = threading.Thread(target=self._read, args=(run, lines), daemon=True)
+        reader.start()
+        self.runs.append(run)
+        self.lines.append(lines)
+        self._readers.append(reader)
+        return len(self.runs) - 1
+
+    def _read(self, run: "subprocess.Popen[str]", lines: list[str]) -> None:
+        assert run.stdout is not None
+        lines.extend(iter(run.stdout.readline, ""))
+
+    def said(self, which: int, pattern: str) -> re.Match[str]:
+        """Wait for a line."""
+
+        def look() -> re.Match[str] | None:
+            found = [m for x in list(self.lines[which]) if (m := re.search(pattern, x))]
+            return found[-1] if found else None
+
+        try:
+            found = eventually(look, pattern)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.lines}") from error
+        assert found is not None
+        return found
+
+    def wait(self, which: int) -> int:
+        code = self.runs[which].wait(timeout=60)
+        self._readers[which].join(timeout=10)
+        return code
+
+
+@pytest.fixture
+def group(place: Place) -> Iterator[Group]:
+    group = Group(place)
+    yield group
+    for run, reader in zip(group.runs, group._readers, strict=True):
+        if run.poll() is None:
+            run.kill()
+        run.wait()
+        reader.join(timeout=10)
+        assert run.stdout is not None
+        run.stdout.close()
+
+
+PLACE = """
+    import os, pathlib, signal
+    e = os.environ
+    print("place", e["RANK"], "of", e["WORLD_SIZE"], "node", e["GROUP_RANK"],
+          "role", e["ROLE_RANK"], "of", e["ROLE_WORLD_SIZE"],
+          "id", e["TORCHELASTIC_RUN_ID"], flush=True)
+    while not pathlib.Path("go").exists():
+        signal.sigtimedwait([], 0.05)
+"""
+
+
+def test_static_rendezvous(group: Group) -> None:
+    script = str(group.place.script(PLACE))
+    (group.place.folder / "go").touch()
+    common = ["--nnodes=3", "--master-addr=127.0.0.1", f"--master-port={group.port}"]
+    common += ["--nproc-per-node=2", "--rdzv-id=7", script]
+    for rank in (2, 0, 1):  # in any order
+        group.start(f"--node-rank={rank}", *common)
+    for which, rank in enumerate((2, 0, 1)):
+        assert group.wait(which) == 0, group.lines
+        first = 2 * rank
+        said = sorted(x for x in group.lines[which] if x.startswith("place"))
+        assert said == [
+            f"place {r} of 6 node {rank} role {r} of 6 id 7\n" for r in (first, first + 1)
+        ]
+
+
+def test_elastic_rendezvous_grows_and_shrinks(group: Group) -> None:
+    script = str(group.place.script(PLACE))
+    common = ["--nnodes=1:3", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{group.port}"]
+    common += ["--rdzv-id=x", "--rdzv-conf=last_call_timeout=1", "--max-restarts=1", script]
+    host = group.start(*common)
+    group.said(host, "place 0 of 1 node 0")
+    others = [group.start(*common), group.start(*common)]
+    ranks = {int(group.said(i, r"place (\d) of 3")[1]) for i in (host, *others)}
+    assert ranks == {0, 1, 2}
+    group.runs[others[0]].kill()
+    assert {int(group.said(i, r"place (\d) of 2")[1]) for i in (host, others[1])} == {0, 1}
+    (group.place.folder / "go").touch()
+    assert [group.wait(i) for i in (host, others[1])] == [0, 0], group.lines
+
+
+def test_roles_are_counted_on_their_own(group: Group) -> None:
+    script = str(group.place.script(PLACE))
+    (group.place.folder / "go").touch()
+    common = ["--nnodes=3", f"--rdzv-endpoint=127.0.0.1:{group.port}", script]
+    roles = ("actor", "learner", "actor")
+    for rank, role in enumerate(roles):
+        group.start(f"--node-rank={rank}", f"--role={role}", *common)
+    assert [group.wait(i) for i in range(3)] == [0, 0, 0], group.lines
+    found = [group.said(i, r"role (\d) of (\d)").groups() for i in range(3)]
+    assert found == [("0", "2"), ("0", "1"), ("1", "2")]
+
+
+def test_another_job_at_the_endpoint_is_refused(group: Group) -> None:
+    script = str(group.place.script(PLACE))
+    common = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{group.port}"]
+    common += ["--rdzv-conf=last_call_timeout=1"]
+    host = group.start(*common, "--rdzv-id=a", script)
+    eventually(lambda: group.runs[host].poll() is None and listens(group.port), "the endpoint")
+    other = group.start(*common, "--rdzv-id=b", script)
+    assert group.wait(other) == 1
+    assert "runs another job: expected --rdzv-id=b" in "".join(group.lines[other])
+
+
+def listens(port: int) -> bool:
+    needle = f":{port:04X} "
+    tables = [Path("/proc/net/tcp"), Path("/proc/net/tcp6")]
+    return any(f"{needle}0" in t.read_text() and " 0A " in t.read_text() for t in tables)
+
+
+def test_torchruns_agent_at_the_endpoint_is_no_master(group: Group) -> None:
+    script = str(group.place.script(PLACE))
+    at = f"--rdzv-endpoint=localhost:{group.port}"
+    theirs = group.place.popen(
+        *("torchrun", "--nnodes=2", "--rdzv-backend=c10d", at, "--rdzv-id=a", script),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        eventually(lambda: listens(group.port), "torchrun's store")
+        conf = "--rdzv-conf=read_timeout=2"
+        ours = group.start("--nnodes=2", "--rdzv-backend=c10d", at, conf, "--rdzv-id=a", script)
+        assert group.wait(ours) == 1
+        assert "torchrun's own agents do not mix" in "".join(group.lines[ours])
+    finally:
+        theirs.kill()
+        theirs.wait()
+
+
+def test_too_few_nodes_for_too_long(group: Group) -> None:
+    script = str(group.place.script(PLACE))
+    only = group.start(
+        *("--nnodes=2:3", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{group.port}"),
+        *("--rdzv-conf=join_timeout=1", script),
+    )
+    assert group.wait(only) == 1
+    assert "1 of at least 2 nodes are there, after 1 s" in "".join(group.lines[only])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["told", "killed"])
+def test_end_of_the_endpoints_node_ends_the_others(group: Group, number: int) -> None:
+    script = str(group.place.script(PLACE))
+    common = ["--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{group.port}", script]
+    host, other = (group.start(f"--node-rank={rank}", *common) for rank in (0, 1))
+    group.said(other, "place 1 of 2")
+    worker = worker_of(group.runs[other].pid)
+    os.kill(group.runs[host].pid, number)
+    assert group.wait(other) == 1
+    assert "the node that runs the job's master has ended" in "".join(group.lines[other])
+    assert not alive(worker)
+
+
+def worker_of(agent: int) -> int:
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                stat = (entry / "stat").read_text().rpartition(")")[2].split()
+                if int(stat[1]) == agent and "train.py" in (entry / "cmdline").read_text():
+                    return int(entry.name)
+            except OSError:
+                continue
+    raise AssertionError("no worker")

@@ -1,0 +1,237 @@
+"""elastic-run's command line, beside that of the installed torchrun."""
+
+import io
+import os
+import signal
+from contextlib import redirect_stderr
+from pathlib import Path
+
+import pytest
+from hypothesis import given as examples
+from hypothesis import strategies as st
+
+from dlrover_agent import flags
+from dlrover_agent.endpoint import Endpoint
+from dlrover_py.protocol.errors import ConfigError
+
+
+def parse(*argv: str, **pet: str) -> flags.Flags:
+    return flags.parse(argv, {f"PET_{k.upper()}": v for k, v in pet.items()})
+
+
+def misused(*argv: str) -> str:
+    said = io.StringIO()
+    with redirect_stderr(said), pytest.raises(SystemExit) as end:
+        parse(*argv)
+    assert end.value.code == 2
+    text = said.getvalue()
+    assert text.count("\n") == 1, text
+    return text
+
+
+@pytest.fixture(scope="module")
+def torchs() -> dict[str, object]:
+    from torch.distributed.run import get_args_parser
+
+    return {a.dest: a for a in get_args_parser()._actions if a.dest != "help"}
+
+
+def test_all_of_torchruns_flags_are_there(torchs: dict[str, object]) -> None:
+    ours = {name: a for a in flags.parser({})._actions for name in a.option_strings or [a.dest]}
+    for dest, action in torchs.items():
+        names = action.option_strings or [dest]  # type: ignore[attr-defined]
+        assert set(names) <= set(ours)
+        mine = ours[names[0]]
+        assert (mine.dest, {ours[name] for name in names}) == (dest, {mine})
+        for field in ("default", "nargs", "required"):
+            theirs = getattr(action, field)
+            assert getattr(mine, field) == theirs, f"{dest}: {field}"
+        choices = getattr(action, "choices", None)
+        assert (set(mine.choices) if mine.choices else None) == (set(choices) if choices else None)
+
+
+def test_values_become_what_they_become_there(torchs: dict[str, object]) -> None:
+    from torch.distributed.run import get_args_parser
+
+    argv = ["--nnodes=1:4", "--nproc_per_node", "gpu", "--max-restarts", "3", "-m", "-r", "0:1"]
+    argv += ["--duplicate-stdout-filters", "a,b,,c", "--monitor-interval", "2", "--node_rank=2"]
+    argv += ["--master-port", "1", "--shutdown-timeout", "5", "--virtual-local-rank", "--run_path"]
+    argv += ["--numa-binding", "core-complex", "train", "-r", "3", "--nnodes", "x"]
+    theirs, ours = vars(get_args_parser().parse_args(argv)), vars(parse(*argv))
+    assert {k: ours[k] for k in theirs} == theirs
+
+
+def test_environment_stands_in_for_flags(
+    torchs: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.distributed.run import get_args_parser
+
+    values = {"nnodes": "2:3", "max_restarts": "4", "standalone": "1", "redirects": "3"}
+    values |= {"log_dir": "x", "module": "0", "numa_binding": "node", "logs_specs": "y"}
+    values |= {"duplicate_stderr_filters": "a,b", "master_port": "77", "virtual_local_rank": "2"}
+    for name, value in values.items():
+        monkeypatch.setenv(f"PET_{name.upper()}", value)
+    theirs = vars(get_args_parser().parse_args(["train.py"]))
+    ours = vars(parse("train.py", **values))
+    assert {k: ours[k] for k in theirs} == theirs
+    beaten = vars(get_args_parser().parse_args(["--nnodes=5", "train.py"]))
+    assert vars(parse("--nnodes=5", "train.py", **values))["nnodes"] == beaten["nnodes"] == "5"
+
+
+def test_switch_in_the_environment_is_a_number() -> None:
+    with pytest.raises(ConfigError, match="PET_STANDALONE is 'yes': expected 0 or 1"):
+        parse("train.py", standalone="yes")
+
+
+@pytest.mark.parametrize("flag", sorted(flags.REFUSED))
+def test_what_dlrover_has_and_we_do_not_is_refused_with_a_reason(flag: str) -> None:
+    for spelling in (flag, flag[:2] + flag[2:].replace("-", "_")):
+        assert flags.REFUSED[flag] in misused(spelling, "x", "train.py")
+
+
+def test_unknown_flag_is_named() -> None:
+    assert "unknown flag --frob" in misused("--frob", "train.py")
+    assert "training_script" in misused("--nnodes", "2")
+
+
+def test_dlrovers_checks_have_levels() -> None:
+    assert parse("t").precheck == 0
+    assert parse("--network-check", "t").precheck == 1
+    assert parse("--network_check", "--comm-perf-test", "t").precheck == 2
+    assert parse("--precheck", "2", "--network-check", "t").precheck == 2
+    assert parse("--numa-affinity", "t").numa_binding == "node"
+
+
+def test_auto_config_takes_what_it_finds() -> None:
+    def auto(number: str, *argv: str) -> tuple[str, str, int]:
+        found = flags.parse(["--auto-config", *argv, "t"], {"NODE_NUM": number})
+        return found.nnodes, found.nproc_per_node, found.precheck
+
+    assert auto("3") == ("3", "auto", 0)
+    assert auto("4") == ("4", "auto", 1)
+    assert auto("4", "--nnodes=2:4", "--nproc-per-node=2", "--precheck=2") == ("2:4", "2", 2)
+    with pytest.raises(ConfigError, match="NODE_NUM is 'x'"):
+        auto("x")
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"), [("1", (1, 1)), ("1:4", (1, 4)), ("4:4", (4, 4)), (" 2 ", (2, 2))]
+)
+def test_nodes(text: str, sizes: tuple[int, int]) -> None:
+    assert flags.nodes(text) == sizes
+
+
+@pytest.mark.parametrize("text", ["", "0", "4:1", "1:2:3", "-1", "a", "1:", "0:2"])
+def test_nodes_that_make_no_sense(text: str) -> None:
+    with pytest.raises(ConfigError, match="--nnodes is"):
+        flags.nodes(text)
+
+
+def test_streams_are_torchs(torchs: dict[str, object]) -> None:
+    from torch.distributed.elastic.multiprocessing.api import Std, to_map
+
+    from dlrover_agent.settings import Output
+
+    for text in ("0", "1", "3", "0:3", "0:3,1:0,2:1,3:2"):
+        theirs = {rank: int(std) for rank, std in to_map(Std.from_str(text), 4).items()}
+        mine = flags.streams("-r", text)
+        assert {rank: Output.of(mine, rank) for rank in range(4)} == theirs
+    for text in ("", "4", "0:4", "0-1", "3,"):
+        with pytest.raises(ValueError, match="does not match"):
+            Std.from_str(text)
+        with pytest.raises(ConfigError, match="--tee is"):
+            flags.streams("--tee", text)
+    assert Output.of(flags.streams("-r", "12:3"), 12) == 3  # torchrun's ranks have one digit
+
+
+def test_conf_is_torchs(torchs: dict[str, object]) -> None:
+    from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
+
+    for text in ("", "a=1", " a = 1 , b=c=d ", "timeout=3,is_host=true"):
+        assert flags.conf(text) == _parse_rendezvous_config(text)
+    for text in ("a", "=1", "a=", "a=1,"):
+        with pytest.raises(ValueError, match="rendezvous configuration"):
+            _parse_rendezvous_config(text)
+        with pytest.raises(ConfigError, match="--rdzv-conf is"):
+            flags.conf(text)
+
+
+@examples(st.text("[]:.1a9 -", max_size=12))
+def test_endpoint_is_torchs(text: str) -> None:
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+    try:
+        expected = parse_rendezvous_endpoint(text, default_port=29400)
+    except ValueError:
+        with pytest.raises(ConfigError, match="endpoint"):
+            flags.endpoint(text, 29400)
+    else:
+        assert flags.endpoint(text, 29400) == expected
+
+
+def test_signals() -> None:
+    assert flags.signals("SIGTERM, SIGUSR1,SIGTERM") == (signal.SIGTERM, signal.SIGUSR1)
+    for text in ("", "SIGFOO", "SIGKILL", "15"):
+        with pytest.raises(ConfigError, match="--signals-to-handle"):
+            flags.signals(text)
+
+
+def test_where_the_master_runs() -> None:
+    def where(*argv: str) -> tuple[str, int, int | None, bool | None]:
+        e = Endpoint.of(parse(*argv, "t"))
+        return e.host, e.port, e.node_rank, e.hosts
+
+    alone = ("", 0, None, None)
+    assert where() == where("--standalone") == where("--nnodes=1:1") == alone
+    assert where("--standalone", "--rdzv-endpoint=x:1") == alone
+    assert where("--master-port=7") == ("127.0.0.1", 7, 0, True)
+    two = ("--nnodes=2", "--master-addr=h")
+    assert where(*two) == ("h", 29500, 0, True)
+    assert where(*two, "--node-rank=1", "--master-port=7") == ("h", 7, 1, False)
+    assert where("--nnodes=2", "--rdzv-endpoint=g:8", "--node-rank=1") == ("g", 8, 1, False)
+    c10d = ("--nnodes=1:2", "--rdzv-backend=c10d")
+    assert where(*c10d) == ("localhost", 29400, None, None)
+    assert where(*c10d, "--rdzv-endpoint=[::1]") == ("::1", 29400, None, None)
+    assert where(*c10d, "--rdzv-endpoint=h", "--rdzv-conf=is_host=1") == ("h", 29400, None, True)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("--nnodes=1:2",), "expected one number"),
+        (("--nnodes=2", "--node-rank=2"), "expected a rank from 0 to 1"),
+        (("--nnodes=2", "--rdzv-backend=etcd"), "expected c10d or static"),
+        (("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=h:0"), "port 0"),
+        (("--nnodes=2", "--standalone"), "exactly one node"),
+        (("--nnodes=3", "--node-unit=2"), "multiples of the unit"),
+        (("--nnodes=2", "--rdzv-conf=jointimeout=3"), "expected one of join_timeout"),
+        (("--nnodes=2", "--rdzv-conf=join_timeout=soon"), "expected seconds"),
+    ],
+)
+def test_rendezvous_that_makes_no_sense(argv: tuple[str, ...], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Endpoint.of(parse(*argv, "t"))
+
+
+def test_ids_give_the_ranks_of_a_static_rendezvous() -> None:
+    e = Endpoint.of(parse("--nnodes=12", "--node-rank=11", "--master-addr=h", "t"))
+    assert e.node_id() == "n11"
+    c10d = Endpoint.of(parse("--nnodes=12", "--rdzv-backend=c10d", "t"))
+    assert c10d.node_id().endswith(f"-{os.getpid()}")
+
+
+def test_rules_come_from_the_conf() -> None:
+    conf = "keep_alive_interval=2,keep_alive_max_attempt=4,last_call_timeout=7,join_timeout=9"
+    e = Endpoint.of(parse("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-conf={conf}", "t"))
+    assert e.rules == {
+        "DLROVER_MASTER_JOIN_TIMEOUT_S": "9",
+        "DLROVER_MASTER_LAST_CALL_S": "7",
+        "DLROVER_MASTER_LEASE_S": "8",
+        "DLROVER_MASTER_EXCHANGE_S": "1",
+    }
+
+
+def test_token_differs_by_run_and_says_nothing_of_it(tmp_path: Path) -> None:
+    a, b = Endpoint(run_id="a"), Endpoint(run_id="b")
+    assert a.token != b.token
+    assert len(a.token) == 64
