@@ -116,6 +116,7 @@ class SimAgent:
     node: NodeId
     nproc: int = 1
     max_restarts: int | None = None
+    role: str = "default"
     boot: str = ""
     incarnation: int = 0
     seq: int = 0
@@ -154,6 +155,7 @@ class SimAgent:
             follows=self.follows,
             phase=self.phase,
             nproc=self.nproc,
+            role=self.role,
             offer=self.offer,
             max_restarts=self.max_restarts,
             failure=self.failure,

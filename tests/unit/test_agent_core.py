@@ -20,6 +20,7 @@ from dlrover_agent.core import (
     Event,
     Exit,
     Kill,
+    MasterLost,
     Refused,
     Renew,
     Report,
@@ -271,6 +272,22 @@ def test_the_first_signal_is_handed_on_with_a_grace_and_the_second_kills() -> No
 def test_a_signal_ends_an_agent_without_workers_at_once() -> None:
     core = Core(nproc=1)
     assert told(core, TERM) == [Report(), Exit(ExitCode.FAILED, "the agent received SIGTERM")]
+
+
+def test_an_agent_without_a_master_ends_once_it_has_nothing_to_do() -> None:
+    core = running()
+    assert told(core, MasterLost("gone")) == []  # workers need no master
+    told(core, Ended(1, 0, failure()))
+    assert told(core, MasterLost("gone")) == []  # their processes are not gone yet
+    told(core, Emptied(1))
+    assert told(core, MasterLost("gone")) == [Exit(ExitCode.FAILED, "gone")]
+    assert told(core, MasterLost("gone")) == []
+
+
+def test_an_agent_whose_workers_have_succeeded_needs_no_master_to_say_so() -> None:
+    core = running()
+    told(core, Ended(1, 0, None), Emptied(1))
+    assert told(core, MasterLost("gone")) == [Exit(ExitCode.OK, "gone")]
 
 
 def test_a_second_signal_kills_workers_that_were_told_to_stop() -> None:

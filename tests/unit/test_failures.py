@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrover_agent.failures import describe, signal_name
+from dlrover_agent.failures import Death, describe, for_parent, signal_name, summary
 from dlrover_py.protocol.agents import FailureKind, WorkerFailure
 
 PLAIN = """\
@@ -379,3 +380,49 @@ def test_a_script_with_a_syntax_error_has_raised_it(tmp_path: Path) -> None:
     assert failure.message.startswith("raised SyntaxError: ")
     assert failure.fingerprint.endswith("train.py:1")
     assert failure.traceback.startswith('  File "')
+
+
+# --- what is said of it in the end ---
+
+
+def dead(said: str = "", **fields: object) -> Death:
+    failure = WorkerFailure(
+        **{  # type: ignore[arg-type]
+            "kind": FailureKind.EXIT,
+            "local_rank": 1,
+            "rank": 5,
+            "pid": 77,
+            "exit_code": 3,
+            "message": "exited with code 3",
+        }
+        | fields
+    )
+    return Death(failure, datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC), "", said)
+
+
+def test_the_summary_names_the_root_cause_and_the_others() -> None:
+    killed = dead(kind=FailureKind.SIGNAL, exit_code=-9, local_rank=0, rank=4, pid=76)
+    text = summary("train.py", [dead(), killed], "here")
+    root = text.partition("Root Cause (first observed failure):\n")[2]
+    assert "rank      : 5 (local_rank: 1)" in root
+    assert "time      : 2026-01-02_03:04:05" in root
+    others = text.partition("Failures:\n")[2].partition("---")[0]
+    assert "exitcode  : -9 (pid: 76) (SIGKILL)" in others
+    assert "traceback : Signal 9 (SIGKILL) received by PID 76" in others
+    assert "<NO_OTHER_FAILURES>" in summary("train.py", [dead()], "here")
+
+
+def test_the_parent_gets_the_workers_own_words_with_its_exit_code() -> None:
+    theirs = {"message": {"message": "E: x", "extraInfo": {"py_callstack": "T"}}}
+    told = json.loads(for_parent("why", dead(json.dumps(theirs)), at=9))
+    assert told == {"message": theirs["message"] | {"errorCode": 3}}
+    old = json.dumps({"message": "just text", "timestamp": 4})
+    assert json.loads(for_parent("why", dead(old), at=9))["message"] == "just text"
+
+
+@pytest.mark.parametrize("said", ["", "{", "[]", '{"x": 1}'])
+def test_the_parent_gets_ours_where_the_worker_said_nothing(said: str) -> None:
+    told = json.loads(for_parent("why", dead(said, traceback="T"), at=9))
+    more = {"py_callstack": "T", "timestamp": "9"}
+    assert told == {"message": {"message": "why", "extraInfo": more}}
+    assert json.loads(for_parent("why", None, at=9))["message"]["message"] == "why"

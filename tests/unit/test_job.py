@@ -778,3 +778,81 @@ def test_a_replacement_that_only_starts_is_waited_for_where_a_start_takes_long(w
     bench.boot(NodeId("n3"))
     bench.settle()
     assert bench.members == ["n0", "n1", "n3"]
+
+
+# --- nodes that come by themselves ---
+
+
+def without_platform(fewest: int, most: int, **rules: float) -> Bench:
+    bench = Bench(elastic_job(most, fewest), Rules(can_create=False, **rules))
+    bench.step()
+    return bench
+
+
+def come(bench: Bench, *nodes: str) -> None:
+    for node in nodes:
+        bench.agents[NodeId(node)].append(SimAgent(NodeId(node), max_restarts=2))
+    bench.settle()
+
+
+def test_the_first_round_waits_a_moment_for_more_than_the_minimum() -> None:
+    bench = without_platform(1, 3, last_call_s=5.0)
+    come(bench, "n0")
+    assert bench.members == []
+    come(bench, "n1")
+    assert bench.members == []
+    bench.pass_time(5.25)
+    assert bench.members == ["n0", "n1"]
+    come(bench, "n2")  # later there is no call: it costs a round, and no waiting
+    assert bench.members == ["n0", "n1", "n2"]
+
+
+def test_nobody_is_called_when_all_have_come() -> None:
+    bench = without_platform(1, 2, last_call_s=5.0)
+    come(bench, "n0", "n1")
+    assert bench.members == ["n0", "n1"]
+
+
+def test_with_too_few_nodes_for_too_long_the_job_has_failed() -> None:
+    bench = without_platform(2, 3, join_timeout_s=60.0)
+    come(bench, "n0")
+    bench.pass_time(59.0)
+    assert not bench.job.phase.ended
+    bench.pass_time(2.0)
+    bench.settle()
+    assert bench.job.phase is JobPhase.FAILED
+    assert bench.job.reason == "1 of at least 2 nodes are there, after 60 s (the job starts)"
+    told = bench.agent("n0").assignment
+    assert told is not None
+    assert (told.directive, told.exit_code) == (Directive.STOP, 1)
+
+
+def test_the_end_of_the_masters_node_is_the_jobs_failure() -> None:
+    bench = without_platform(1, 2)
+    come(bench, "n0", "n1")
+    bench.step(JobStopped("the node that runs the job's master has ended"))
+    bench.settle()
+    assert bench.job.phase is JobPhase.FAILED
+    told = bench.agent("n1").assignment
+    assert told is not None
+    assert (told.directive, told.exit_code) == (Directive.STOP, 1)
+
+
+def test_workers_are_counted_within_their_role_too() -> None:
+    bench = without_platform(3, 3)
+    for node, role in (("n0", "actor"), ("n1", "learner"), ("n2", "actor")):
+        agent = SimAgent(NodeId(node), nproc=2, max_restarts=2, role=role)
+        bench.agents[NodeId(node)].append(agent)
+    bench.settle()
+    places = []
+    for node in ("n0", "n1", "n2"):
+        told = bench.agent(node).assignment
+        assert told is not None
+        places.append((told.rank_offset, told.role_rank_offset, told.role_world_size))
+    assert places == [(0, 0, 4), (2, 0, 2), (4, 2, 4)]
+
+
+def test_ranks_follow_the_numbers_in_the_names() -> None:
+    bench = without_platform(3, 3)
+    come(bench, "host10-7", "host2-99", "host2-100")
+    assert bench.members == ["host2-99", "host2-100", "host10-7"]
