@@ -196,6 +196,9 @@ def _command(flags: Flags, settings: Settings, *, member: bool) -> Command:
         raise ConfigError(f"--max-restarts is {flags.max_restarts}: expected a number from 0")
     argv, name, cold = _argv(flags, settings)
     nproc = _nproc(flags.nproc_per_node, settings)
+    cpus = _cpus(flags, nproc, settings.environ)
+    if cpus and nproc == 1 and "OMP_NUM_THREADS" not in settings.environ:
+        cold = "--numa-binding: OpenMP counts the CPUs when it is imported"
     visible = settings.environ.get("CUDA_VISIBLE_DEVICES")
     if flags.virtual_local_rank and visible is not None and len(visible.split(",")) < nproc:
         raise ConfigError(
@@ -216,7 +219,16 @@ def _command(flags: Flags, settings: Settings, *, member: bool) -> Command:
         signals=given.signals(flags.signals_to_handle),
         shutdown_s=_shutdown_s(flags, settings.environ),
         virtual_local_rank=flags.virtual_local_rank,
+        cpus=cpus,
     )
+
+
+def _cpus(flags: Flags, nproc: int, environ: Mapping[str, str]) -> tuple[frozenset[int], ...]:
+    if flags.numa_binding is None:
+        return ()
+    from dlrover_agent.affinity import Affinity, Mode
+
+    return Affinity.of(Mode(flags.numa_binding), nproc, environ).by_rank
 
 
 def _argv(flags: Flags, settings: Settings) -> tuple[tuple[str, ...], str, str]:

@@ -65,13 +65,13 @@ class Destination:
 class Logs:
     """The destinations of this node's workers, round by round."""
 
-    def __init__(self, command: Command, *, run_id: str, node_id: str, scratch: Path) -> None:
+    def __init__(self, command: Command, *, run_id: str, node_id: str) -> None:
         """Make the folder of this run.
 
         Raises:
             ConfigError: it cannot be made; or the logs specs that are asked for cannot be used.
         """
-        self._command, self._node_id, self._scratch = command, node_id, scratch
+        self._command, self._node_id = command, node_id
         self._rounds = 0
         output = command.output
         self._folder: Path | None = None
@@ -87,23 +87,28 @@ class Logs:
             level = logging.INFO if output.log_dir is not None else logging.WARNING
             log.log(level, "log_folder", extra={"path": str(self._folder)})
 
-    def of_round(self, a: Assignment, envs: Sequence[dict[str, str]]) -> list[Destination]:
+    def of_round(
+        self, a: Assignment, envs: Sequence[dict[str, str]], scratch: Path
+    ) -> list[Destination]:
         """Where the workers of a round write, by local rank.
 
         Args:
             a: the round.
             envs: their environments; logs specs of others may look at them.
+            scratch: for error files that need not stay.
         """
         attempt, self._rounds = self._rounds, self._rounds + 1
         if self._command.output.specs is not None:
             found = self._specs(envs)
         else:
-            found = [self._destination(a, attempt, i) for i in range(len(envs))]
+            found = [self._destination(a, attempt, i, scratch) for i in range(len(envs))]
         if self._command.log_dir is None:
             return found
         return [self._for_platform(a, i, d) for i, d in enumerate(found)]
 
-    def _destination(self, a: Assignment, attempt: int, local_rank: int) -> Destination:
+    def _destination(
+        self, a: Assignment, attempt: int, local_rank: int, scratch: Path
+    ) -> Destination:
         output = self._command.output
         folder = shared = None
         if self._folder is not None:
@@ -129,7 +134,7 @@ class Logs:
                 )
             )
         nowhere = output.log_dir is not None and str(output.log_dir) == os.devnull
-        kept = folder or (None if nowhere else _made(self._scratch / f"{a.round}-{local_rank}"))
+        kept = folder or (None if nowhere else _made(scratch / f"{a.round}-{local_rank}"))
         file = str(kept / "error.json") if kept is not None else ""
         return Destination(streams[0], streams[1], file)
 

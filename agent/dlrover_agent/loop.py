@@ -37,6 +37,7 @@ from dlrover_agent.core import (
 from dlrover_agent.failures import Death
 from dlrover_agent.guardian import children
 from dlrover_agent.local import Local
+from dlrover_agent.logs import Logs
 from dlrover_agent.master import Line
 from dlrover_agent.plugins import ElasticEvents
 from dlrover_agent.settings import Command, Settings
@@ -148,6 +149,10 @@ class Agent:
         max_restarts: int | None,
         kin: set[int],
     ) -> None:
+        # First what may be refused, then what has to be cleaned up.
+        run_id = settings.job_name or "none"
+        logs = Logs(command, run_id=run_id, node_id=settings.node_id)
+        self._events_of_torch = ElasticEvents(command, run_id)
         self._settings = settings
         self._kin = kin
         self._max_restarts = max_restarts
@@ -155,7 +160,6 @@ class Agent:
         self._core = Core(nproc=command.nproc, shutdown_s=command.shutdown_s)
         self._events: collections.deque[Event] = collections.deque()
         self._handling = False
-        self._events_of_torch = ElasticEvents(command, settings.job_name or "none")
         self._boot_id = secrets.token_hex(8)
         self._seq = 0
         self._taken_up_at = 0.0
@@ -177,8 +181,8 @@ class Agent:
             last_step=self._local.last_step,
             sdk_socket=self._scratch / "sdk.sock",
             scratch=self._scratch,
-            node_id=settings.node_id,
-            run_id=settings.job_name or "none",
+            logs=logs,
+            run_id=run_id,
             changed=self._warmth_changed,
         )
         self._coming = self._reserve()

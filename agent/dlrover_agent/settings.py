@@ -167,6 +167,8 @@ class Command:
     shutdown_s: float = 30.0
     """From such a signal to SIGKILL."""
     virtual_local_rank: bool = False
+    cpus: tuple[frozenset[int], ...] = ()
+    """CPUs of each worker by local rank; empty: those of the agent."""
 
 
 def _number(environ: Mapping[str, str], name: str, kind: type[T]) -> T | None:

@@ -90,7 +90,7 @@ class Workers:
         last_step: Callable[[int], int | None],
         sdk_socket: Path,
         scratch: Path,
-        node_id: str,
+        logs: Logs,
         run_id: str,
         kin: set[int],
         changed: Callable[[], None],
@@ -104,14 +104,14 @@ class Workers:
             last_step: newest step that a local rank has reported.
             sdk_socket: where the agent listens to the trainer SDK.
             scratch: folder for error files.
-            node_id: for the logs' path.
+            logs: where they write.
             run_id: TORCHELASTIC_RUN_ID.
             kin: children of this process that are no workers, nor what workers have left.
             changed: called when there is news of warm starts.
         """
         self._command, self._post, self._guard = command, post, guard
         self._last_step, self._scratch = last_step, scratch
-        self._node_id, self._kin = node_id, kin
+        self._kin = kin
         self._base = _base_environment(command, run_id, sdk_socket)
         self.warm = Warm(
             command.argv,
@@ -126,7 +126,7 @@ class Workers:
         self.hosts_store = store.available()
         self._store: Store | None = None
         self._store_used = False
-        self._logs = Logs(command, run_id=run_id, node_id=node_id, scratch=scratch)
+        self._logs = logs
         self._destinations: list[Destination] = []
         self._stdout, self._stderr = Console(1), Console(2)
         self.deaths: list[Death] = []
@@ -171,7 +171,7 @@ class Workers:
         began = time.monotonic()
         self.deaths = []
         envs = [self._environment(assignment, i) for i in range(self._command.nproc)]
-        self._destinations = self._logs.of_round(assignment, envs)
+        self._destinations = self._logs.of_round(assignment, envs, self._scratch)
         pipes = [self._prepare(assignment, i) for i in range(self._command.nproc)]
         self._workers = [worker for worker, _, _ in pipes]
         if listening is not None:
@@ -308,7 +308,7 @@ class Workers:
             stdout=out,
             stderr=err,
             start_new_session=True,
-            preexec_fn=_die_with_parent(os.getpid()),
+            preexec_fn=_die_with_parent(os.getpid(), self._cpus(worker.local_rank)),
         )
         worker.wait = process.wait
         self._begin(worker, process.pid)
@@ -317,7 +317,13 @@ class Workers:
         worker.child, worker.wait = child, child.wait
         worker.started_at = time.monotonic()
         self._begin(worker, child.pid)
+        if cpus := self._cpus(worker.local_rank):
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(child.pid, cpus)
         child.go()
+
+    def _cpus(self, local_rank: int) -> frozenset[int]:
+        return self._command.cpus[local_rank] if self._command.cpus else frozenset()
 
     def _begin(self, worker: _Worker, pid: int) -> None:
         worker.pid = pid
@@ -540,8 +546,10 @@ def reap_orphans(known: set[int]) -> None:
                 os.waitpid(pid, os.WNOHANG)
 
 
-def _die_with_parent(parent: int) -> Callable[[], None]:
+def _die_with_parent(parent: int, cpus: frozenset[int]) -> Callable[[], None]:
     def before_exec() -> None:
+        if cpus:
+            os.sched_setaffinity(0, cpus)
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:  # it died before the call
             os._exit(1)

@@ -224,10 +224,11 @@ class Group:
         self.port = free_port()
         self._readers: list[threading.Thread] = []
 
-    def start(self, *argv: str, **env: str) -> int:
-        run = self.place.popen(
-            "elastic-run", *argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env
-        )
+    def start(self, *argv: str) -> int:
+        return self.program("elastic-run", *argv)
+
+    def program(self, *argv: str) -> int:
+        run = self.place.popen(*argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         lines: list[str] = []
         reader = threading.Thread(target=self._read, args=(run, lines), daemon=True)
         reader.start()
@@ -396,3 +397,48 @@ def worker_of(agent: int) -> int:
             except OSError:
                 continue
     raise AssertionError("no worker")
+
+
+BOUND = """
+    import asyncio, json, os, sys
+    from dlrover_agent.endpoint import Endpoint, OwnMaster
+    from dlrover_agent.loop import work
+    from dlrover_agent.settings import Command, Settings
+    from dlrover_py.telemetry import setup
+
+    setup("elastic-run", level="INFO")
+    command = Command(
+        argv=(sys.executable, "-u", "worker.py"), nproc=2, inherit=dict(os.environ),
+        cpus=tuple(frozenset(c) for c in json.loads(sys.argv[1])),
+    )
+    with OwnMaster(Endpoint(run_id="x")) as master:
+        own = Settings(master_addr=master.address, node_id="n0", environ=dict(os.environ))
+        agent = work(own, command, token=master.token, max_restarts=1, beside=master.keep)
+        print(asyncio.run(agent))
+"""
+
+
+def test_workers_run_where_they_are_bound_to_cold_and_forked(group: Group) -> None:
+    """The binding itself needs GPUs; what follows from one does not."""
+    group.place.script(
+        """
+        import os, pathlib, signal, sys
+        how = "forked" if "dlrover_agent.zygote" in sys.modules else "cold"
+        print(how, os.environ["RANK"], sorted(os.sched_getaffinity(0)), flush=True)
+        last = os.environ["TORCHELASTIC_RESTART_COUNT"] == "1"
+        while not last and not pathlib.Path("die").exists():
+            signal.sigtimedwait([], 0.05)
+        sys.exit(not last)
+        """,
+        "worker.py",
+    )
+    script = group.place.script(BOUND, "agent.py")
+    mine = sorted(os.sched_getaffinity(0))
+    cpus = [mine[:1], mine[-1:]]
+    group.program("python", str(script), json.dumps(cpus))
+    group.said(0, "zygote_ready")
+    (group.place.folder / "die").touch()
+    assert group.wait(0) == 0
+    for how in ("cold", "forked"):
+        for rank in range(2):
+            assert group.said(0, rf"^{how} {rank} (.*)$")[1] == str(cpus[rank])

@@ -21,7 +21,7 @@ def logs(tmp_path: Path, *, platform: bool = False, **output: object) -> Logs:
         log_dir=tmp_path / "platform" if platform else None,
         output=kept,
     )
-    return Logs(command, run_id="a/b", node_id="n0", scratch=tmp_path)
+    return Logs(command, run_id="a/b", node_id="n0")
 
 
 def assignment(number: int = 4) -> Assignment:
@@ -46,7 +46,7 @@ def test_each_round_has_a_folder_of_its_own(tmp_path: Path) -> None:
     (run,) = (tmp_path / "kept").iterdir()
     assert run.name.startswith("a_b_")
     for attempt in range(2):
-        found = kept.of_round(assignment(4 + attempt), [{}, {}])
+        found = kept.of_round(assignment(4 + attempt), [{}, {}], tmp_path)
         places = [short(d.out, run) for d in found]
         folder = f"attempt_{attempt}"
         assert places == [([f"{folder}/{i}/stdout.log"], True, f"[default{i}]:") for i in range(2)]
@@ -58,7 +58,7 @@ def test_each_round_has_a_folder_of_its_own(tmp_path: Path) -> None:
 def test_in_a_job_both_streams_are_where_the_platform_looks(tmp_path: Path) -> None:
     kept = logs(tmp_path, platform=True, tee={0: 2})
     (run,) = (tmp_path / "kept").iterdir()
-    first, second = kept.of_round(assignment(), [{}, {}])
+    first, second = kept.of_round(assignment(), [{}, {}], tmp_path)
     mine = [tmp_path / f"platform/n0/2/4/{6 + i}" for i in range(2)]
     assert first.out == Stream(files=(mine[0] / "stdout.log",), shown=False)
     teed = run / "attempt_0/0/stderr.log"
@@ -71,7 +71,7 @@ def test_a_folder_that_is_lost_costs_files_and_nothing_else(tmp_path: Path) -> N
     (run,) = (tmp_path / "kept").iterdir()
     run.rmdir()
     run.write_text("now a file")
-    first, _ = kept.of_round(assignment(), [{}, {}])
+    first, _ = kept.of_round(assignment(), [{}, {}], tmp_path)
     assert first.out == Stream(files=(), shown=True)
 
 
