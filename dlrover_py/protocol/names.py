@@ -30,6 +30,8 @@ ENV_MASTER_ADDR: Final = "DLROVER_MASTER_ADDR"
 """``host:port`` of the job's master."""
 ENV_TOKEN_FILE: Final = "DLROVER_TOKEN_FILE"
 """File with the job's token; only its owner can read it."""
+ENV_CA_FILE: Final = "DLROVER_CA_FILE"
+"""Certificate of the authority that the master's is checked by; without it the line is plain."""
 ENV_JOB_NAME: Final = "ELASTIC_JOB_NAME"
 ENV_NODE_ID: Final = "DLROVER_NODE_ID"
 ENV_POD_IP: Final = "POD_IP"
@@ -53,6 +55,7 @@ ENV_RESTART_REASON: Final = "DLROVER_RESTART_REASON"
 JOB_ENV: Final = (
     ENV_MASTER_ADDR,
     ENV_TOKEN_FILE,
+    ENV_CA_FILE,
     ENV_JOB_NAME,
     ENV_NODE_ID,
     ENV_LOG_DIR,
@@ -71,6 +74,8 @@ PRIVATE_ENV: Final = (ENV_TOKEN_FILE, ENV_LIFELINE_FD)
 # --- the master ---
 MASTER_PORT: Final = 50001
 """DLRover's port, kept."""
+MASTER_NAME: Final = "dlrover-master"
+"""The name in the master's certificate: it is called by its address."""
 
 # --- a job on this machine ---
 CLUSTER_SOCKET: Final = "cluster.sock"
