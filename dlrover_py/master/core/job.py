@@ -33,7 +33,7 @@ from dlrover_py.master.core.events import (
     Step,
     Vacancy,
 )
-from dlrover_py.master.core.nodes import Heard, Node, Nodes, Standing
+from dlrover_py.master.core.nodes import Heard, Node, Nodes, Pace, Standing, pace
 from dlrover_py.master.core.policy import (
     Budgets,
     Remedy,
@@ -81,6 +81,9 @@ EVENTS_KEPT = 200
 DOUBTS = 2
 """Early deaths of forked workers that are blamed on the fork; after them all starts are cold."""
 GONE_KEPT = 64
+TOLD_SINGLY = 8
+NAMED = 16
+"""Nodes that a sentence names; of more it gives the number."""
 
 HEALTHY: tuple[Kind, ...] = ("scale", "join")
 """A round that waits for these still runs: it may yet fail or succeed."""
@@ -95,7 +98,8 @@ class Job:
         self.job = job
         self.rules = rules
         self.term = term
-        self.nodes = Nodes(rules.lease_s, rules.suspect_s)
+        self.pace = self._pace_of(job)
+        self.nodes = Nodes(self.pace.lease_s, rules.suspect_s)
         self.phase = JobPhase.PENDING
         self.reason = "waiting for nodes"
         self.world: World | None = None
@@ -124,6 +128,12 @@ class Job:
         self._born: dict[int, float] = {}  # event id -> monotonic time at the root of its causes
         self._conditions: dict[str, Condition] = {}
         self._assignments: dict[NodeId, Assignment] = {}
+        self._joined: list[NodeId] = []
+        # What was last written and shown of each node, with what it was made from: most nodes are
+        # the same the next time, and there may be thousands.
+        self._records: dict[NodeId, tuple[tuple[object, ...], NodeRecord]] = {}
+        self._shown: dict[NodeId, tuple[tuple[object, ...], NodeStatus]] = {}
+        self._ordered: tuple[int, list[Node]] = (-1, [])
         self._cause: dict[Round, tuple[int, float]] = {}
         self._now, self._wall = now, wall
         self._out = Step()
@@ -138,6 +148,7 @@ class Job:
         self._now, self._wall = now, wall
         for event in events:
             self._take(event)
+        self._tell_of_joined()
         for lost in self.nodes.expire(now):
             self._node_lost(lost.node, lost.why, free=False)
         self._suspend_or_resume()
@@ -222,17 +233,7 @@ class Job:
             round=self.round,
             opening=self.opening,
             succeeded=sorted(self.succeeded),
-            nodes=[
-                NodeRecord(
-                    id=n.id,
-                    incarnation=n.incarnation,
-                    boot_id=n.boot_id,
-                    leaving=n.leaving,
-                    restarts=n.restarts,
-                    relaunches=n.relaunches,
-                )
-                for n in present
-            ],
+            nodes=[self._node_record(n) for n in present],
             vacancies=[v.relaunches for v in self.vacancies],
             exhausted=self.exhausted,
             restart_count=self.restart_count,
@@ -246,6 +247,28 @@ class Job:
             ended_at=self.ended_at,
             events=list(self.events),
         )
+
+    def _node_record(self, node: Node) -> NodeRecord:
+        made_from = (
+            node.incarnation,
+            node.boot_id,
+            node.leaving,
+            node.restarts,
+            node.relaunches,
+        )
+        kept = self._records.get(node.id)
+        if kept is not None and kept[0] == made_from:
+            return kept[1]
+        record = NodeRecord(
+            id=node.id,
+            incarnation=node.incarnation,
+            boot_id=node.boot_id,
+            leaving=node.leaving,
+            restarts=node.restarts,
+            relaunches=node.relaunches,
+        )
+        self._records[node.id] = made_from, record
+        return record
 
     # --- events ---
 
@@ -330,7 +353,7 @@ class Job:
     def _born_again(self, node: Node) -> None:
         """A new agent process speaks for this node; an earlier one, and its workers, are gone."""
         if node.incarnation == 1:
-            self._record("NodeJoined", f"{node.id} is there", node=node.id)
+            self._joined.append(node.id)
             return
         event = self._record(
             "NodeRestarted",
@@ -343,6 +366,15 @@ class Job:
         if self.world is not None and node.id in self.world.rank_of and not self._ended_well(node):
             why = f"{node.id}'s agent was restarted"
             self._obey(node, after_restart(why, **self._budgets(node)), "loss", why, event)
+
+    def _tell_of_joined(self) -> None:
+        """One event for each that came; one for all where many come in the same moment."""
+        joined, self._joined = self._joined, []
+        if len(joined) > TOLD_SINGLY:
+            self._record("NodeJoined", f"{len(joined)} nodes are there: {_joined(joined)}")
+            return
+        for node_id in joined:
+            self._record("NodeJoined", f"{node_id} is there", node=node_id)
 
     def _round_reported(self, node: Node, report: AgentReport) -> None:
         """News of the current round from one of its members."""
@@ -457,6 +489,8 @@ class Job:
         if job.metadata.generation < self.job.metadata.generation:
             return
         old, self.job = self.job, job
+        self.pace = self._pace_of(job)
+        self.nodes.lease_s = self.pace.lease_s
         if job.spec == old.spec or self.phase.ended:
             return
         self._dirty = True
@@ -724,11 +758,10 @@ class Job:
         """Nodes that are worth waiting for."""
         near = self.nodes.count(Standing.NEAR)
         if opening.kind == "start":  # nobody runs yet: better all at once than one after the other
-            return near + sum(1 for n in self.nodes if n.standing is Standing.PENDING and n.alive)
-        if near and any(n.report is not None and n.report.warm for n in self.nodes):
+            return near + self.nodes.count(Standing.PENDING, alive=True)
+        if near and self.nodes.any_warm:
             # A node that starts has its imports before it; those who are there go on in a moment.
-            starting = (n for n in self.nodes if n.phase is NodePhase.STARTING)
-            near -= sum(1 for n in starting if n.standing is Standing.NEAR)
+            near = self.nodes.count(Standing.NEAR, alive=True)
         return near
 
     def _look_for_change(self, size: Size, ready: int, current: int) -> None:
@@ -857,9 +890,9 @@ class Job:
         if node.report is None:
             return  # who has not spoken to this master yet is told when it does
         old = self._assignments.get(node.id)
-        world, place = self.world, None
-        if directive is Directive.RUN and world is not None:
-            place = world.members[world.rank_of[node.id]]
+        world = self.world if directive is Directive.RUN else None
+        rank = world.rank_of[node.id] if world is not None else 0
+        place = world.members[rank] if world is not None else None
         assignment = Assignment(
             term=self.term,
             version=max(old.version if old is not None else 0, node.acknowledged) + 1,
@@ -867,6 +900,14 @@ class Job:
             directive=directive,
             reason=reason,
             round=self.round,
+            node_rank=rank,
+            nnodes=len(world.members) if world is not None else 0,
+            rank_offset=place.rank_offset if place is not None else 0,
+            world_size=world.world_size if world is not None else 0,
+            role_rank_offset=place.role_rank_offset if place is not None else 0,
+            role_world_size=world.role_world_size[place.role] if world and place else 0,
+            master_addr=world.master_addr if world is not None else "",
+            master_port=world.master_port if world is not None else 0,
             exit_code=exit_code,
             restart_count=self.restart_count,
             max_restarts=self._restart_budget(node),
@@ -874,30 +915,17 @@ class Job:
             stop_grace_s=(
                 self.rules.drain_grace_s if directive is Directive.STOP else self.rules.stop_grace_s
             ),
-            exchange_s=self.rules.exchange_s,
-            lease_s=self.rules.lease_s,
+            exchange_s=self.pace.exchange_s,
+            lease_s=self.pace.lease_s,
         )
-        if place is not None and world is not None:
-            assignment = assignment.model_copy(
-                update={
-                    "node_rank": world.rank_of[node.id],
-                    "nnodes": len(world.members),
-                    "rank_offset": place.rank_offset,
-                    "world_size": world.world_size,
-                    "role_rank_offset": place.role_rank_offset,
-                    "role_world_size": world.role_world_size[place.role],
-                    "master_addr": world.master_addr,
-                    "master_port": world.master_port,
-                }
-            )
-        if old is not None:
+        if old is not None and (old.round, old.directive) == (self.round, directive):
             same: dict[str, object] = {"version": old.version}
-            if directive is Directive.RUN and old.directive is Directive.RUN:
+            if directive is Directive.RUN:
                 same["reason"] = old.reason  # of a round that has its reason already
             if old == assignment.model_copy(update=same):
                 return
         self._assignments[node.id] = assignment
-        if place is not None or (old is not None and old.directive is Directive.RUN):
+        if world is not None or (old is not None and old.directive is Directive.RUN):
             self.nodes.tell(node, assignment.version)
         self._out.effects.append(Assign(node.id, assignment))
 
@@ -967,8 +995,16 @@ class Job:
             gone = [n for n in self.nodes if n.phase is NodePhase.GONE]
             for node in gone[: max(0, len(gone) - GONE_KEPT)]:
                 self.nodes.forget(node)
+                self._records.pop(node.id, None)
+                self._shown.pop(node.id, None)
 
     # --- small questions ---
+
+    def _pace_of(self, job: ElasticJob) -> Pace:
+        """By the nodes that are wished, not those that are there: a pace that changes with each
+        node that comes or goes would be news for all the others."""
+        wished = job.worker.replicas + job.worker.standby_replicas
+        return pace(wished, exchange_s=self.rules.exchange_s, lease_s=self.rules.lease_s)
 
     def _size(self) -> Size:
         worker = self.job.worker
@@ -1047,11 +1083,17 @@ class Job:
 
     def status(self, now: float, wall: float) -> JobStatus:
         """The state of the job, whole."""
-        ready = [n for n in self.nodes if n.alive and not n.leaving and n.report is not None]
         members = self.world.rank_of if self.world is not None else {}
         worker = self.job.worker
-        standby = sum(1 for n in ready if n.id not in members)
-        self._update_conditions(len(ready), wall)
+        ready = standby = 0
+        for node in self.nodes:
+            if node.alive and not node.leaving and node.report is not None:
+                ready += 1
+                standby += node.id not in members
+        if self._ordered[0] != self.nodes.members:
+            ordered = sorted(self.nodes, key=lambda n: id_key(n.id))
+            self._ordered = self.nodes.members, ordered
+        self._update_conditions(ready, wall)
         return JobStatus(
             name=self.job.metadata.name,
             namespace=self.job.metadata.namespace,
@@ -1064,26 +1106,39 @@ class Job:
             nodes_in_round=len(members),
             wanted=worker.replicas,
             minimum=worker.minimum,
-            ready=len(ready),
+            ready=ready,
             standby=standby,
             progress=self.progress[1] if self.progress is not None else None,
             restarts=self.restarts,
             last_failure=self.last_failure,
             conditions=list(self._conditions.values()),
-            nodes=[self._node_status(n) for n in sorted(self.nodes, key=lambda n: id_key(n.id))],
+            nodes=[self._node_status(n, members.get(n.id)) for n in self._ordered[1]],
             events=list(self.events),
             started_at=self.started_at,
             ended_at=self.ended_at,
             published_at=wall,
         )
 
-    def _node_status(self, node: Node) -> NodeStatus:
-        rank = self.world.rank_of.get(node.id) if self.world is not None else None
+    def _node_status(self, node: Node, rank: int | None) -> NodeStatus:
+        made_from = (
+            node.incarnation,
+            node.seq,
+            node.phase,
+            rank,
+            node.restarts,
+            node.relaunches,
+            node.leaving,
+            node.message,
+            node.topology,
+        )
+        kept = self._shown.get(node.id)
+        if kept is not None and kept[0] == made_from:
+            return kept[1]
         role = NodeRole.MEMBER if rank is not None else NodeRole.STANDBY
         report = node.report
         if not node.alive:
             rank, role = None, NodeRole.NONE
-        return NodeStatus(
+        status = NodeStatus(
             id=node.id,
             phase=node.phase,
             role=role,
@@ -1099,6 +1154,8 @@ class Job:
             relaunches=node.relaunches,
             message=node.leaving or node.message or _warming(node),
         )
+        self._shown[node.id] = made_from, status
+        return status
 
     def _update_conditions(self, ready: int, wall: float) -> None:
         wanted, running = self.job.worker.replicas, self.phase is JobPhase.RUNNING
@@ -1110,8 +1167,10 @@ class Job:
         degraded = running and nodes < wanted // self.job.worker.node_unit * (
             self.job.worker.node_unit
         )
-        waiting = [f"{n.id}: {n.message}" for n in self.nodes if n.standing is Standing.PENDING]
-        words = f"{nodes} of {wanted} nodes train" + (f"; {waiting[0]}" if waiting else "")
+        words = f"{nodes} of {wanted} nodes train"
+        if self.nodes.count(Standing.PENDING):
+            waiting = next(n for n in self.nodes if n.standing is Standing.PENDING)
+            words += f"; {waiting.id}: {waiting.message}"
         self._set("Degraded", degraded, "FewerNodes" if degraded else "FullSize", words, wall)
 
     def _conditions_ended(self, phase: JobPhase, reason: str, message: str) -> None:
@@ -1133,8 +1192,10 @@ class Job:
         )
 
 
-def _joined(nodes: set[NodeId]) -> str:
-    return ", ".join(n for n in sorted(nodes, key=lambda n: id_key(n)))
+def _joined(nodes: Iterable[NodeId]) -> str:
+    named = sorted(nodes, key=id_key)
+    more = len(named) - NAMED
+    return ", ".join(named[:NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _warming(node: Node) -> str:

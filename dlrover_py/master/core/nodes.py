@@ -6,6 +6,7 @@ come back), and on the lease as the last resort. Ids are never reused: what is g
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -89,12 +90,41 @@ class Node:
         return self.phase in (NodePhase.LIVE, NodePhase.SUSPECT)
 
 
+REPORTS_PER_S = 500
+"""Reports of healthy nodes that a master takes in each second, at most: a fraction of one core."""
+LONGEST_EXCHANGE_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How often each node reports, and how long it may be silent."""
+
+    exchange_s: float
+    lease_s: float
+
+
+def pace(nodes: int, *, exchange_s: float, lease_s: float) -> Pace:
+    """The pace of a job of so many nodes, from that of a small one.
+
+    Reports are spaced out as the job grows, so that their number per second does not grow with it;
+    the lease grows by two exchanges' worth of that, so it stays at two exchanges and what the
+    small job's lease had to spare. Nothing but a frozen process is found later by it: a process
+    that ends, and a host that falls silent, close their connection.
+    """
+    spaced = max(exchange_s, min(LONGEST_EXCHANGE_S, nodes / REPORTS_PER_S))
+    return Pace(spaced, lease_s + 2 * (spaced - exchange_s))
+
+
 @dataclass(frozen=True, slots=True)
 class Lost:
     """A node that has just been given up."""
 
     node: Node
     why: str
+
+
+_Facets = tuple[Standing, bool, bool]
+"""What nodes are counted by: standing, whether alive, whether warm."""
 
 
 class Nodes:
@@ -105,8 +135,10 @@ class Nodes:
         self.lease_s = lease_s
         self.suspect_s = suspect_s
         self.by_id: dict[NodeId, Node] = {}
-        self._standing: dict[NodeId, Standing] = {}
-        self._count = dict.fromkeys(Standing, 0)
+        self._facets: dict[NodeId, _Facets] = {}
+        self._count: Counter[_Facets] = Counter()
+        self.members = 0
+        """Grows when a node is added or forgotten."""
         # Lazy: re-pushed when it turns out too early; `hear` costs no push. An entry that is not
         # its node's `due` was overtaken by an earlier one.
         self._deadlines: list[tuple[float, NodeId]] = []
@@ -117,9 +149,18 @@ class Nodes:
     def __getitem__(self, node_id: NodeId) -> Node:
         return self.by_id[node_id]
 
-    def count(self, standing: Standing) -> int:
-        """Number of nodes with this standing."""
-        return self._count[standing]
+    def count(self, standing: Standing, *, alive: bool | None = None) -> int:
+        """Number of nodes with this standing; only those that have spoken, or have not."""
+        return sum(
+            number
+            for facets, number in self._count.items()
+            if facets[0] is standing and alive in (None, facets[1])
+        )
+
+    @property
+    def any_warm(self) -> bool:
+        """Whether one has said that its next start is a fork."""
+        return any(number for facets, number in self._count.items() if facets[2])
 
     def get(self, node_id: NodeId) -> Node | None:
         """The node, if it was ever known."""
@@ -128,12 +169,13 @@ class Nodes:
     @property
     def present(self) -> int:
         """Number of nodes that are there or will be: not gone, not leaving."""
-        return len(self.by_id) - self._count[Standing.OUT]
+        return len(self.by_id) - self.count(Standing.OUT)
 
     def plan(self, node_id: NodeId, relaunches: int = 0, restarts: int = 0) -> Node:
         """Take in a new node that the platform is asked for, or that the journal names."""
         node = Node(id=node_id, relaunches=relaunches, restarts=restarts)
         self.by_id[node_id] = node
+        self.members += 1
         self._index(node)
         return node
 
@@ -239,8 +281,9 @@ class Nodes:
 
     def forget(self, node: Node) -> None:
         """Drop a gone node that nobody needs to know any more."""
-        self._count[self._standing.pop(node.id)] -= 1
+        self._count[self._facets.pop(node.id)] -= 1
         del self.by_id[node.id]
+        self.members += 1
 
     def expire(self, now: float) -> list[Lost]:
         """Give up the nodes whose lease or grace has run out."""
@@ -295,8 +338,11 @@ class Nodes:
             heapq.heappush(self._deadlines, (when, node.id))
 
     def _index(self, node: Node) -> None:
-        old = self._standing.get(node.id)
+        old = self._facets.get(node.id)
+        new = (node.standing, node.alive, node.report is not None and node.report.warm)
+        if old == new:
+            return
         if old is not None:
             self._count[old] -= 1
-        self._standing[node.id] = node.standing
-        self._count[node.standing] += 1
+        self._facets[node.id] = new
+        self._count[new] += 1
