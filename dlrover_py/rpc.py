@@ -188,17 +188,22 @@ class Client:
         else:
             host, _, port = self.address.rpartition(":")
             reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-            self._watch_silence(writer.get_extra_info("socket"))
+            watch_silence(writer.get_extra_info("socket"), self._silence_s)
         return _Connection(reader, writer)
 
-    def _watch_silence(self, sock: socket.socket) -> None:
-        """Let the kernel find a host that has fallen silent: it costs no Python."""
-        seconds = max(1, round(self._silence_s))
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, max(1, seconds - 1))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)
+
+def watch_silence(sock: socket.socket, silence_s: float) -> None:
+    """Let the kernel find a host that has fallen silent: it costs no Python.
+
+    On a listening socket it holds for each connection that is accepted there.
+    """
+    seconds = max(2, round(silence_s))
+    idle = seconds // 2
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, seconds - idle)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)
 
 
 def check_address(address: str) -> None:

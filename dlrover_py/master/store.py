@@ -7,7 +7,6 @@ own (the journal itself is replaced at each write, and a lock would stay with th
 import contextlib
 import errno
 import fcntl
-import json
 import os
 from pathlib import Path
 from typing import Protocol
@@ -89,7 +88,7 @@ class FileStore:
         return lock
 
     def save(self, journal: Journal) -> None:  # noqa: D102
-        data = json.dumps(journal.model_dump(mode="json"), separators=(",", ":")).encode()
+        data = journal.model_dump_json().encode()
         fresh = self._path.with_suffix(".new")
         try:
             handle = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
