@@ -8,8 +8,10 @@ that httpx and aiohttp (0.2 s of imports each) are not used (docs/decisions/0002
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import h11
 
@@ -22,6 +24,7 @@ from dlrover_py.protocol.errors import (
     Unauthorized,
     Unreachable,
 )
+from dlrover_py.protocol.names import MASTER_NAME
 
 CONNECT_S = 5.0
 _CHUNK = 65536
@@ -78,15 +81,28 @@ class Reply:
 class Client:
     """Calls one address: ``host:port``, ``[v6]:port`` or ``unix:/path``."""
 
-    def __init__(self, address: str, *, token: str = "", silence_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        token: str = "",
+        ca_file: Path | None = None,
+        silence_s: float = 5.0,
+    ) -> None:
         """Remember the address; nothing is opened yet.
 
         Args:
             address: where to.
             token: sent as a bearer token, if given.
+            ca_file: call over TLS, and believe who has a certificate by this authority for the
+                master's name.
             silence_s: the kernel gives a silent peer up after about this long.
+
+        Raises:
+            ConfigError: the authority's file cannot be used.
         """
         self.address = address
+        self._ca_file, self._tls = ca_file, None if ca_file is None else _trust(ca_file)
         self._headers = [("Host", "localhost"), ("Content-Type", "application/json")]
         if token:
             self._headers.append(("Authorization", f"Bearer {token}"))
@@ -101,11 +117,14 @@ class Client:
 
         Raises:
             Unreachable: no answer until the deadline.
-            Unauthorized, Superseded, ConfigError, TransientError: by the code of the reply.
+            Unauthorized: it does not take our token, or we do not believe who it is.
+            Superseded, ConfigError, TransientError: by the code of the reply.
         """
         try:
             async with asyncio.timeout(deadline_s):
                 reply = await self._exchange(method, path, body)
+        except ssl.SSLError as error:
+            raise self._distrust(error) from error
         except (OSError, TimeoutError, h11.RemoteProtocolError) as error:
             raise Unreachable(f"{self.address}: {_words(error, deadline_s)}") from error
         if reply.status == 200:
@@ -187,9 +206,32 @@ class Client:
             reader, writer = await asyncio.open_unix_connection(self.address[5:])
         else:
             host, _, port = self.address.rpartition(":")
-            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            name = None if self._tls is None else MASTER_NAME
+            reader, writer = await asyncio.open_connection(
+                host.strip("[]"), int(port), ssl=self._tls, server_hostname=name
+            )
             watch_silence(writer.get_extra_info("socket"), self._silence_s)
         return _Connection(reader, writer)
+
+    def _distrust(self, error: ssl.SSLError) -> Exception:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return Unauthorized(
+                f"{self.address}: its certificate is refused: {error.verify_message}; expected "
+                f"one for {MASTER_NAME} by the authority in {self._ca_file}"
+            )
+        why = (error.reason or str(error)).lower().replace("_", " ")
+        return Unreachable(f"{self.address}: no TLS ({why}); expected a master that speaks it")
+
+
+def _trust(ca_file: Path) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=ca_file)
+    except ssl.SSLError as error:
+        raise ConfigError(f"authority's file {ca_file}: expected certificates as PEM") from error
+    except OSError as error:
+        raise ConfigError(f"authority's file {ca_file}: {error.strerror}") from error
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    return context
 
 
 def watch_silence(sock: socket.socket, silence_s: float) -> None:

@@ -187,7 +187,7 @@ class Agent:
         )
         self._coming = self._reserve()
         self._line = Line(
-            Client(settings.master_addr, token=token),
+            Client(settings.master_addr, token=token, ca_file=settings.ca_file),
             settings.node_id,
             self._report,
             self._assigned,

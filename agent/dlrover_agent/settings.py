@@ -28,6 +28,8 @@ class Settings:
 
     master_addr: str = ""
     token_file: Path | None = None
+    ca_file: Path | None = None
+    """The master is called over TLS, and checked by this authority."""
     node_id: str = ""
     job_name: str = ""
     advertise: str = "127.0.0.1"
@@ -53,9 +55,11 @@ class Settings:
         """
         environ = dict(os.environ) if environ is None else environ
         token, logs = environ.get(names.ENV_TOKEN_FILE), environ.get(names.ENV_LOG_DIR)
+        authority = environ.get(names.ENV_CA_FILE)
         return cls(
             master_addr=environ.get(names.ENV_MASTER_ADDR, ""),
             token_file=Path(token) if token else None,
+            ca_file=Path(authority) if authority else None,
             node_id=environ.get(names.ENV_NODE_ID, ""),
             job_name=environ.get(names.ENV_JOB_NAME, ""),
             advertise=environ.get(names.ENV_POD_IP, "127.0.0.1"),

@@ -9,7 +9,15 @@ from pathlib import Path
 
 import uvloop
 
-from dlrover_py.master.app import Sockets, inherited, listen, port_of, read_token, serve
+from dlrover_py.master.app import (
+    Sockets,
+    inherited,
+    listen,
+    port_of,
+    read_certificate,
+    read_token,
+    serve,
+)
 from dlrover_py.master.platform import Platform
 from dlrover_py.master.platform.local import LocalPlatform
 from dlrover_py.master.platform.static import StaticPlatform
@@ -31,6 +39,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--health-fd", type=int, help="a listening socket to take instead")
     p.add_argument("--state-dir", type=Path, required=True, help="where the journal is kept")
     p.add_argument("--token-file", type=Path, required=True, help="file with the job's token")
+    p.add_argument(
+        "--tls-cert", type=Path, metavar="FILE", help="PEM certificate: agents are served over TLS"
+    )
+    p.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key")
     p.add_argument("--lifeline-fd", type=int, help="end at this pipe's end of file")
     p.add_argument(
         "--announce-fd", type=int, help="write the ports there, as JSON, once they listen"
@@ -46,6 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         settings = Settings.from_environment()
         setup("master", level=settings.log_level)
         token = read_token(args.token_file)
+        tls = read_certificate(args.tls_cert, args.tls_key)
         job = listen(args.listen) if args.listen_fd is None else inherited(args.listen_fd)
         health = listen(args.health) if args.health_fd is None else inherited(args.health_fd)
         platform: Platform
@@ -64,6 +77,7 @@ def main(argv: list[str] | None = None) -> int:
                     settings,
                     Sockets(job, health),
                     token=token,
+                    tls=tls,
                     state_dir=args.state_dir,
                     lifeline=args.lifeline_fd,
                 )

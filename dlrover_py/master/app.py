@@ -7,18 +7,20 @@ import os
 import resource
 import signal
 import socket
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter
 
+from dlrover_py.master.exchange import Exchanges
 from dlrover_py.master.loop import Loop
 from dlrover_py.master.platform import Platform
 from dlrover_py.master.server import health_app, job_app, server
 from dlrover_py.master.settings import Settings
 from dlrover_py.master.store import FileStore
 from dlrover_py.protocol.errors import ConfigError
-from dlrover_py.protocol.names import JOURNAL_FILE
+from dlrover_py.protocol.names import JOURNAL_FILE, MASTER_NAME
 from dlrover_py.rpc import watch_silence
 
 log = logging.getLogger("master")
@@ -42,6 +44,7 @@ async def serve(
     *,
     token: str,
     state_dir: Path,
+    tls: ssl.SSLContext | None = None,
     lifeline: int | None = None,
 ) -> None:
     """Run the master of one job until SIGTERM or SIGINT, or until its lifeline ends."""
@@ -55,15 +58,17 @@ async def serve(
     denied = Counter(
         "dlrover_unauthorized_requests", "Requests without the token.", registry=registry
     )
+    exchanges = Exchanges(
+        loop,
+        token=token,
+        max_body_bytes=settings.max_body_bytes,
+        body_s=settings.header_s,
+    )
     jobs = server(
-        job_app(
-            loop,
-            token=token,
-            max_body_bytes=settings.max_body_bytes,
-            body_s=settings.header_s,
-            denied=denied,
-        ),
+        job_app(loop, exchanges, denied),
         header_s=settings.header_s,
+        exchanges=exchanges,
+        tls=tls,
     )
     health = server(health_app(loop, registry), header_s=settings.header_s)
     stop = asyncio.Event()
@@ -135,6 +140,41 @@ def inherited(fd: int) -> socket.socket:
         return socket.socket(fileno=fd)
     except OSError as error:
         raise ConfigError(f"descriptor {fd} is not a listening socket: {error.strerror}") from error
+
+
+def read_certificate(cert: Path | None, key: Path | None) -> ssl.SSLContext | None:
+    """What the master proves itself to agents with; None if it is to serve them without TLS.
+
+    Raises:
+        ConfigError: one of the two is missing, cannot be used, or the key is no secret.
+    """
+    if cert is None and key is None:
+        return None
+    if cert is None or key is None:
+        given, missing = ("--tls-cert", "--tls-key") if key is None else ("--tls-key", "--tls-cert")
+        raise ConfigError(f"{given} is given and {missing} is not: expected both, or none")
+    for what, path in (("certificate", cert), ("key", key)):
+        try:
+            with path.open("rb"):
+                mode = path.stat().st_mode
+        except OSError as error:
+            raise ConfigError(f"TLS {what} {path}: {error.strerror}") from error
+        if what == "key" and mode & 0o007:
+            raise ConfigError(f"TLS key {path}: others may read it; expected mode 0600")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    # An agent keeps its connection, and its next process knows no ticket.
+    context.num_tickets = 0
+    context.options |= ssl.OP_NO_TICKET
+    try:
+        context.load_cert_chain(cert, key, password="")
+    except (ssl.SSLError, ValueError) as error:
+        words = error.reason if isinstance(error, ssl.SSLError) else str(error)
+        raise ConfigError(
+            f"TLS certificate {cert} with key {key}: {words or 'not PEM'}; expected a certificate "
+            f"for {MASTER_NAME} and its key without a password, both as PEM"
+        ) from error
+    return context
 
 
 def read_token(path: Path) -> str:

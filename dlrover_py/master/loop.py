@@ -65,6 +65,8 @@ class Clock:
 class _Desk:
     """What the master has for one node, and who waits for it."""
 
+    left: asyncio.Event
+    """Set when a node was dismissed; all desks have the same."""
     assignment: Assignment | None = None
     boot_id: str = ""
     """The agent process that the assignment is for."""
@@ -72,22 +74,69 @@ class _Desk:
     """Newest report that has arrived from it."""
     refused: dict[str, str] = field(default_factory=dict)
     dismissed: bool = False
-    """It was told to stop, and that the job is over."""
-    waiters: set[asyncio.Future[None]] = field(default_factory=set)
+    """It was told to stop."""
+    waiting: "set[Waiting]" = field(default_factory=set)
 
     def ring(self) -> None:
-        for waiter in self.waiters:
-            _wake(waiter)
-        self.waiters.clear()
-
-
-def _wake(waiter: "asyncio.Future[None]") -> None:
-    if not waiter.done():
-        waiter.set_result(None)
+        for waiting in list(self.waiting):
+            waiting.look()
 
 
 class Passive(TransientError):
     """This master does not (yet) hold the journal, or has not yet seen its nodes."""
+
+
+Told = Callable[["Assignment | Passive | Superseded"], None]
+
+
+class Waiting:
+    """A report that is not answered yet. There may be thousands: no task, no future."""
+
+    __slots__ = ("_desk", "_due", "_report", "_timer", "_told")
+
+    def __init__(self, desk: _Desk, report: AgentReport, told: Told, hold_s: float) -> None:
+        self._desk, self._report, self._told = desk, report, told
+        self._due = False
+        # As long as the agent was told at most: it hangs up soon after that.
+        held = desk.assignment if desk.boot_id == report.boot_id else None
+        if held is not None:
+            hold_s = held.exchange_s
+        self._timer = asyncio.get_running_loop().call_later(hold_s, self._late)
+        desk.waiting.add(self)
+        self.look()
+
+    def look(self) -> None:
+        """Answer, if there is something new or it is time."""
+        desk, report = self._desk, self._report
+        if desk.refused and report.boot_id in desk.refused:
+            self._answer(Superseded(desk.refused[report.boot_id]))
+            return
+        mine = desk.assignment if desk.boot_id == report.boot_id else None
+        if mine is None:
+            if self._due:
+                self._answer(Passive("the master is busy; ask again"))
+        elif (
+            self._due
+            or desk.seq > report.seq
+            or (mine.term, mine.version) != (report.have_term, report.have_version)
+        ):
+            self._answer(mine)
+
+    def leave(self) -> None:
+        """Nobody waits any more."""
+        self._timer.cancel()
+        self._desk.waiting.discard(self)
+
+    def _late(self) -> None:
+        self._due = True
+        self.look()
+
+    def _answer(self, outcome: "Assignment | Passive | Superseded") -> None:
+        self.leave()
+        if isinstance(outcome, Assignment) and outcome.directive is Directive.STOP:
+            self._desk.dismissed = True
+            self._desk.left.set()
+        self._told(outcome)
 
 
 class Loop:
@@ -155,57 +204,36 @@ class Loop:
             status = status.model_copy(update={"conditions": [*status.conditions, lost]})
         return status
 
-    async def exchange(self, node_id: NodeId, report: AgentReport) -> Assignment:
-        """Take in a report; return the node's assignment once it differs from what it has.
+    def exchange(self, node_id: NodeId, report: AgentReport, told: Told) -> Callable[[], None]:
+        """Take in a report; tell the node's assignment once it differs from what it has.
 
-        Raises:
-            Passive: ask again later.
-            Superseded: the node, or this life of it, was given up.
+        Or tell that the caller has to ask again later (:class:`Passive`), or that the node, or this
+        life of it, was given up (``Superseded``).
+
+        Returns what to call when the connection closes before that.
         """
         if self._job is None or not self._listed:
-            raise Passive("this master is not ready yet: it takes over the job")
+            told(Passive("this master is not ready yet: it takes over the job"))
+            return lambda: None
         self.exchanges += 1
         desk = self._desks.get(node_id)
         if desk is None:
-            desk = self._desks[node_id] = _Desk()
+            desk = self._desks[node_id] = _Desk(self._left)
         key = (node_id, report.boot_id)
-        waiting = self._mail.get(key)
-        if waiting is None or waiting.seq < report.seq:
+        earlier = self._mail.get(key)
+        if earlier is None or earlier.seq < report.seq:
             self._mail[key] = report
             self._awake.set()
         if desk.boot_id == report.boot_id and desk.seq < report.seq:
             desk.seq = report.seq
             desk.ring()  # answers the older ones: only the newest report of a node is held
-        running = asyncio.get_running_loop()
-        deadline = -1.0
-        while True:
-            if report.boot_id in desk.refused:
-                raise Superseded(desk.refused[report.boot_id])
-            mine = desk.assignment if desk.boot_id == report.boot_id else None
-            if mine is not None:
-                known = (report.have_term, report.have_version)
-                if (mine.term, mine.version) != known or desk.seq > report.seq:
-                    if mine.directive is Directive.STOP:
-                        desk.dismissed = True
-                        self._left.set()
-                    return mine
-            if deadline < 0:
-                # As long as the agent was told: it hangs up soon after that.
-                hold_s = self._job.pace.exchange_s if mine is None else mine.exchange_s
-                deadline = running.time() + hold_s
-            elif running.time() >= deadline:
-                if mine is not None:
-                    return mine
-                raise Passive("the master is busy; ask again")
-            # One future and one timer: there may be thousands of these.
-            waiter: asyncio.Future[None] = running.create_future()
-            desk.waiters.add(waiter)
-            timer = running.call_at(deadline, _wake, waiter)
-            try:
-                await waiter
-            finally:
-                timer.cancel()
-                desk.waiters.discard(waiter)
+        waiting = Waiting(desk, report, told, self._job.pace.exchange_s)
+
+        def leave() -> None:
+            waiting.leave()
+            self.tell([Disconnected(node_id, report.boot_id, report.seq)])
+
+        return leave
 
     async def farewell(self, why: str, within_s: float) -> None:
         """End the job, and stay until every node that lives has been told."""
@@ -222,10 +250,6 @@ class Loop:
     def _was_dismissed(self, node_id: NodeId) -> bool:
         desk = self._desks.get(node_id)
         return desk is not None and desk.dismissed
-
-    def disconnected(self, node_id: NodeId, report: AgentReport) -> None:
-        """The connection of this report closed before it was answered."""
-        self.tell([Disconnected(node_id, report.boot_id, report.seq)])
 
     def tell(self, events: list[Event]) -> None:
         """Put facts into the mailbox."""
@@ -316,12 +340,12 @@ class Loop:
     def _perform(self, effect: Effect) -> None:
         match effect:
             case Assign(node_id, assignment):
-                desk = self._desks.setdefault(node_id, _Desk())
+                desk = self._desks.setdefault(node_id, _Desk(self._left))
                 desk.assignment = assignment
                 desk.ring()
             case Refuse(node_id, boot_id, message):
                 self.refused += 1
-                desk = self._desks.setdefault(node_id, _Desk())
+                desk = self._desks.setdefault(node_id, _Desk(self._left))
                 desk.refused[boot_id] = message
                 desk.ring()
             case CreateNode(node_id):

@@ -8,9 +8,8 @@ import contextlib
 import hashlib
 import hmac
 import logging
-import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import ssl
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import uvicorn
@@ -18,15 +17,15 @@ from fastapi import FastAPI, Path, Request, Response
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from pydantic import ValidationError
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from dlrover_py import __version__
-from dlrover_py.master.loop import Loop, Passive
-from dlrover_py.protocol.agents import AgentReport, ErrorReply
-from dlrover_py.protocol.errors import Bug, ErrorCode, Superseded
-from dlrover_py.protocol.job import explain, in_words
+from dlrover_py.master.exchange import NODE, Exchanges, error_body, no_whole_body
+from dlrover_py.master.loop import Loop
+from dlrover_py.protocol.errors import ErrorCode
+from dlrover_py.protocol.job import in_words
 from dlrover_py.protocol.names import NodeId
 
 log = logging.getLogger("master.server")
@@ -38,7 +37,11 @@ class TooLarge(Exception):
 
 def error_reply(status: int, code: ErrorCode, message: str) -> Response:
     """A reply that says what was wrong."""
-    body = ErrorReply(code=code, message=message).model_dump_json()
+    return json_reply(status, error_body(code, message))
+
+
+def json_reply(status: int, body: bytes) -> Response:
+    """A reply whose body is JSON already."""
     return Response(body, status_code=status, media_type="application/json")
 
 
@@ -87,31 +90,14 @@ def too_large(limit: int) -> Response:
     return error_reply(413, ErrorCode.TOO_LARGE, message)
 
 
-NODE = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
 NodePath = Annotated[str, Path(pattern=f"^{NODE}$")]
-EXCHANGE = re.compile(f"/v1/nodes/({NODE})/exchange")
-WHEN_GONE = "dlrover.when_gone"
-"""ASGI extension: takes what is to be called when the connection closes, or None."""
 
 
-@dataclass(slots=True)
-class _Recipe:
-    """The job's warm recipe, which only agents understand."""
-
-    body: bytes = b""
-    digest: str = ""
-
-
-def job_app(
-    loop: Loop, *, token: str, max_body_bytes: int, body_s: float, denied: Counter
-) -> ASGIApp:
-    """What agents, people and dashboards call.
-
-    The exchange of a good node id does not pass through FastAPI, whose routing takes most of the
-    time of a report (docs/decisions/0006-scale.md); all else does, its errors included.
-    """
+def job_app(loop: Loop, exchanges: Exchanges, denied: Counter) -> ASGIApp:
+    """What agents, people and dashboards call."""
     app = FastAPI(title="dlrover-py master", version=__version__)
-    recipe = _Recipe()
+    recipe, body_s = exchanges.recipe, exchanges.body_s
+    token, max_body_bytes = exchanges.token, exchanges.max_body_bytes
 
     @app.exception_handler(TooLarge)
     async def refuse(request: Request, error: Exception) -> Response:
@@ -122,10 +108,39 @@ def job_app(
         assert isinstance(error, RequestValidationError)
         return error_reply(422, ErrorCode.INVALID, in_words(error.errors()))
 
+    async def whole_body(request: Request) -> bytes | Response:
+        try:
+            async with asyncio.timeout(body_s):
+                return await request.body()
+        except TimeoutError:
+            reply = json_reply(408, no_whole_body(body_s))
+            reply.headers["Connection"] = "close"
+            return reply
+        except ClientDisconnect:
+            return Response(status_code=499)
+
     @app.post("/v1/nodes/{node_id}/exchange")
-    async def exchange(node_id: NodePath) -> Response:
+    async def exchange(node_id: NodePath, request: Request) -> Response:
         """Report up, assignment down; held until there is something new."""
-        raise Bug(f"the exchange of {node_id} was routed here")
+        body = await whole_body(request)
+        if isinstance(body, Response):
+            return body
+        answer: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
+
+        def told(status: int, said: bytes) -> None:
+            if not answer.done():
+                answer.set_result((status, said))
+
+        leave = exchanges.ask(NodeId(node_id), body, told)
+        gone = asyncio.ensure_future(request.receive())
+        try:
+            either: tuple[asyncio.Future[Any], ...] = (answer, gone)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            if not answer.done():
+                leave()
+        return json_reply(*answer.result()) if answer.done() else Response(status_code=499)
 
     @app.get("/v1/recipe")
     async def read_recipe() -> Response:
@@ -135,7 +150,7 @@ def job_app(
     @app.put("/v1/recipe")
     async def keep_recipe(request: Request) -> Response:
         """Keep a recipe; in memory, as any agent of the running round has it too."""
-        body = await whole_body(request.receive, body_s)
+        body = await whole_body(request)
         if isinstance(body, Response):
             return body
         recipe.body, recipe.digest = body, hashlib.sha256(body).hexdigest()[:16]
@@ -149,85 +164,7 @@ def job_app(
             return error_reply(503, ErrorCode.PASSIVE, "this master does not run the job yet")
         return Response(status.model_dump_json(by_alias=True), media_type="application/json")
 
-    async def route(scope: Scope, receive: Receive, send: Send) -> None:
-        found = None
-        if scope["type"] == "http" and scope["method"] == "POST":
-            found = EXCHANGE.fullmatch(scope["path"])
-        if found is None:
-            await app(scope, receive, send)
-            return
-        try:
-            body = await whole_body(receive, body_s)
-        except TooLarge:
-            body = too_large(max_body_bytes)
-        if not isinstance(body, Response):
-            body = await _exchange(loop, recipe, NodeId(found[1]), body, scope)
-        if isinstance(body, Response):
-            await body(scope, receive, send)
-            return
-        headers = [JSON, (b"content-length", b"%d" % len(body))]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
-
-    return Guard(route, token=token, max_body_bytes=max_body_bytes, denied=denied)
-
-
-JSON = (b"content-type", b"application/json")
-
-
-async def whole_body(receive: Receive, body_s: float) -> bytes | Response:
-    """The body of a request, or the reply to one that does not arrive."""
-    body = b""
-    try:
-        async with asyncio.timeout(body_s):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    return Response(status_code=499)
-                body += bytes(message.get("body", b""))
-                if not message.get("more_body", False):
-                    return body
-    except TimeoutError:
-        reply = error_reply(408, ErrorCode.INVALID, f"no whole body within {body_s:g} s")
-        reply.headers["Connection"] = "close"
-        return reply
-
-
-async def _exchange(
-    loop: Loop, recipe: _Recipe, node: NodeId, body: bytes, scope: Scope
-) -> bytes | Response:
-    """The body of the answer to a report, or the reply to one that has none."""
-    try:
-        report = AgentReport.model_validate_json(body)
-    except ValidationError as error:
-        return error_reply(422, ErrorCode.INVALID, explain(error, prefix="report"))
-    task = asyncio.current_task()
-    assert task is not None
-    gone = False
-
-    def leave() -> None:
-        nonlocal gone
-        gone = True
-        task.cancel()
-
-    when_gone = scope["extensions"][WHEN_GONE]["set"]
-    when_gone(leave)
-    try:
-        told = await loop.exchange(node, report)
-    except asyncio.CancelledError:
-        if not gone:
-            raise
-        loop.disconnected(node, report)
-        return Response(status_code=499)
-    except Superseded as error:
-        return error_reply(409, ErrorCode.SUPERSEDED, str(error))
-    except Passive as error:
-        return error_reply(503, ErrorCode.PASSIVE, str(error))
-    finally:
-        when_gone(None)
-    if recipe.digest:
-        told = told.model_copy(update={"recipe": recipe.digest})
-    return told.model_dump_json().encode()
+    return Guard(app, token=token, max_body_bytes=max_body_bytes, denied=denied)
 
 
 class _JobMetrics:
@@ -300,18 +237,15 @@ def health_app(loop: Loop, registry: CollectorRegistry, *, dead_s: float = 30.0)
     return app
 
 
-def _impatient(header_s: float) -> type[asyncio.Protocol]:
-    """uvicorn's protocol, but a connection that says nothing is closed: it waits for ever.
+def _patient_for(header_s: float, exchanges: Exchanges | None) -> type[asyncio.Protocol]:
+    """uvicorn's protocol, with two differences.
 
-    And a held request learns at once that its caller is gone, with no task that waits for it.
+    A connection that says nothing is closed: uvicorn's waits for ever. And where exchanges are
+    given, those that are plain take their direct road.
     """
 
     class Impatient(HttpToolsProtocol):
         _patience: asyncio.TimerHandle | None = None
-        _gone: Callable[[], None] | None = None
-
-        def when_gone(self, call: Callable[[], None] | None) -> None:
-            self._gone = call
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -324,20 +258,21 @@ def _impatient(header_s: float) -> type[asyncio.Protocol]:
 
         def on_headers_complete(self) -> None:
             self._wait_no_more()
-            self.scope["extensions"] = {WHEN_GONE: {"set": self.when_gone}}
+            if exchanges is not None and (self.cycle is None or self.cycle.response_complete):
+                held = exchanges.accept(self)
+                if held is not None:
+                    self.cycle = held  # type: ignore[assignment]
+                    return
             super().on_headers_complete()
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._wait_no_more()
             super().connection_lost(exc)
-            if self._gone is not None:
-                self._gone()
             # They refer to each other and to us: with that broken, no collector is needed.
             self.cycle = self.scope = self.headers = None  # type: ignore[assignment]
 
         def _wait_for_head(self) -> None:
-            loop = asyncio.get_running_loop()
-            self._patience = loop.call_later(header_s, self.transport.close)
+            self._patience = self.loop.call_later(header_s, self.transport.close)
 
         def _wait_no_more(self) -> None:
             if self._patience is not None:
@@ -356,19 +291,29 @@ class Server(uvicorn.Server):
         yield
 
 
-def server(app: ASGIApp, *, header_s: float) -> Server:
+def server(
+    app: ASGIApp,
+    *,
+    header_s: float,
+    exchanges: Exchanges | None = None,
+    tls: ssl.SSLContext | None = None,
+) -> Server:
     """A server that is ready to be run on a socket of ours."""
     options: dict[str, Any] = {
-        "http": _impatient(header_s),
+        "http": _patient_for(header_s, exchanges),
         "ws": "none",
         "lifespan": "off",
         "log_config": None,
         "access_log": False,
         "log_level": logging.WARNING,
         "server_header": False,
+        "proxy_headers": False,
         "backlog": 4096,
         # An agent's connection is idle only between two exchanges.
         "timeout_keep_alive": 75,
         "timeout_graceful_shutdown": 1,
     }
-    return Server(uvicorn.Config(app, **options))
+    config = uvicorn.Config(app, **options)
+    config.load()
+    config.ssl = tls  # it takes file names only
+    return Server(config)
