@@ -148,7 +148,7 @@ class Endpoint:
         if self.node_rank is not None or not self.host:
             return f"n{self.node_rank or 0}"
         name = re.sub(r"[^a-z0-9-]+", "-", socket.gethostname().lower()).strip("-") or "node"
-        return f"{name}-{os.getpid()}"
+        return f"{name}-{os.getpid()}-{secrets.token_hex(2)}"  # containers may share both
 
     def advertised(self, *, hosting: bool) -> str:
         """The address at which others reach this node.
@@ -311,12 +311,12 @@ class OwnMaster:
         if self._alone:
             return socket.create_server(("127.0.0.1", 0))
         host, port = self._endpoint.host, self._endpoint.port
-        loopback = [a for _, a in _resolved(host) if a.startswith("127.") or a == "::1"]
+        # A name of this machine may mean 127.0.1.1 here (Debian's hosts file), and not elsewhere.
+        v6 = ":" in host
         try:
-            if loopback:
-                v6 = ":" in loopback[0]
+            if host == "localhost" or host == "::1" or host.startswith("127."):
                 family = socket.AF_INET6 if v6 else socket.AF_INET
-                return socket.create_server((loopback[0], port), family=family, backlog=4096)
+                return socket.create_server((host, port), family=family, backlog=4096)
             if socket.has_dualstack_ipv6():
                 return socket.create_server(
                     ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096

@@ -105,6 +105,7 @@ def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     """
     p = _Parser(
         prog="elastic-run",
+        usage="elastic-run [FLAGS] training_script [its arguments]",
         description="Start a training script as torchrun does, elastically. Inside an ElasticJob "
         "what it needs stands in its environment, and the job's spec beats the flags.",
         epilog="Each of torchrun's flags can be given as an environment variable PET_<NAME>. "

@@ -217,7 +217,8 @@ def test_ids_give_the_ranks_of_a_static_rendezvous() -> None:
     e = Endpoint.of(parse("--nnodes=12", "--node-rank=11", "--master-addr=h", "t"))
     assert e.node_id() == "n11"
     c10d = Endpoint.of(parse("--nnodes=12", "--rdzv-backend=c10d", "t"))
-    assert c10d.node_id().endswith(f"-{os.getpid()}")
+    assert f"-{os.getpid()}-" in c10d.node_id()
+    assert c10d.node_id() != c10d.node_id()
 
 
 def test_rules_come_from_the_conf() -> None:

@@ -856,3 +856,16 @@ def test_ranks_follow_the_numbers_in_the_names() -> None:
     bench = without_platform(3, 3)
     come(bench, "host10-7", "host2-99", "host2-100")
     assert bench.members == ["host2-99", "host2-100", "host10-7"]
+
+
+def test_two_agents_with_one_name_are_told_of_each_other() -> None:
+    bench = without_platform(2, 2)
+    come(bench, "n0", "n1")
+    first = bench.agent("n1")
+    second = SimAgent(NodeId("n1"), max_restarts=2)
+    bench.agents[NodeId("n1")].append(second)
+    out = bench.step(Reported(NodeId("n1"), second.report()))
+    out = bench.step(Reported(NodeId("n1"), first.report()))
+    (refusal,) = [e for e in out.effects if isinstance(e, Refuse)]
+    assert refusal.boot_id == first.boot
+    assert "is --node-rank the same on two nodes?" in refusal.message

@@ -309,6 +309,8 @@ class Job:
         heard = self.nodes.hear(node_id, report, self._now, self.term) if node else Heard.REFUSED
         if node is None or heard is Heard.REFUSED:
             why = "it was given up" if node else "it is not a node of this job"
+            if node is not None and node.alive and not self.rules.can_create:
+                why = "another agent has come in its place; is --node-rank the same on two nodes?"
             if report.boot_id not in self._refusals:
                 self._refusals.append(report.boot_id)
                 words = f"a report of {node_id} was refused: {why}"
