@@ -27,6 +27,8 @@ from dlrover_py.protocol.errors import (
 from dlrover_py.protocol.names import MASTER_NAME
 
 CONNECT_S = 5.0
+MOST_SILENCE_S = 120
+"""The kernel counts no more than 127 probes."""
 _CHUNK = 65536
 
 
@@ -239,7 +241,7 @@ def watch_silence(sock: socket.socket, silence_s: float) -> None:
 
     On a listening socket it holds for each connection that is accepted there.
     """
-    seconds = max(2, round(silence_s))
+    seconds = min(max(2, round(silence_s)), MOST_SILENCE_S)
     idle = seconds // 2
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle)

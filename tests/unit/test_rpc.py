@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -16,7 +17,7 @@ from dlrover_py.protocol.errors import (
     Unauthorized,
     Unreachable,
 )
-from dlrover_py.rpc import Client, check_address
+from dlrover_py.rpc import Client, check_address, watch_silence
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 SOON = 10.0
@@ -434,3 +435,12 @@ def test_good_addresses(address: str) -> None:
 def test_bad_addresses(address: str) -> None:
     with pytest.raises(ConfigError, match="expected host:port"):
         check_address(address)
+
+
+@pytest.mark.parametrize("silence_s", [0.1, 5.0, 86400.0])
+def test_any_silence_is_one_that_the_kernel_can_watch(silence_s: float) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        watch_silence(server, silence_s)
+        probes = server.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT)
+        idle = server.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
+        assert idle + probes == min(max(2, round(silence_s)), 120)
