@@ -442,3 +442,44 @@ def test_workers_run_where_they_are_bound_to_cold_and_forked(group: Group) -> No
     for how in ("cold", "forked"):
         for rank in range(2):
             assert group.said(0, rf"^{how} {rank} (.*)$")[1] == str(cpus[rank])
+
+
+SPECS = """
+    import os
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+
+    class Flat(DefaultLogsSpecs):
+        def reify(self, envs):
+            dest = super().reify(envs)
+            for i, env in envs.items():
+                env["TORCHELASTIC_ERROR_FILE"] = dest.error_files[i] = f"{self.root_log_dir}/e{i}"
+                dest.stdouts[i] = f"{self.root_log_dir}/out-{env['RANK']}"
+                if i in dest.tee_stdouts:
+                    dest.tee_stdouts[i] = dest.stdouts[i]
+            return dest
+"""
+
+
+def test_logs_specs_of_others_decide_as_under_torchrun(place: Place) -> None:
+    place.script(SPECS, "flat.py")
+    info = place.folder / "flat-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flat\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[torchrun.logs_specs]\nflat = flat:Flat\n")
+    script = place.script("""
+        import os
+        print("out", os.environ["RANK"], os.environ["TORCHELASTIC_ERROR_FILE"])
+    """)
+    found = {}
+    for program in BOTH:
+        logs = place.folder / "logs"
+        flags = ["--logs-specs=flat", "--log-dir=logs", "-t0:1", "--nproc-per-node=2"]
+        done = place.call(program, *flags, str(script), env={"PYTHONPATH": str(place.folder)})
+        assert done.returncode == 0, done.stderr
+        found[program] = done.stdout, {p.name: p.read_text() for p in logs.glob("out-*")}
+        logs.rename(place.folder / program)
+    assert found["elastic-run"] == found["torchrun"]
+    assert found["torchrun"] == (
+        "[default0]:out 0 logs/e0\n",
+        {"out-0": "out 0 logs/e0\n", "out-1": "out 1 logs/e1\n"},
+    )
