@@ -470,16 +470,15 @@ def test_logs_specs_of_others_decide_as_under_torchrun(place: Place) -> None:
         import os
         print("out", os.environ["RANK"], os.environ["TORCHELASTIC_ERROR_FILE"])
     """)
-    found = {}
+    found, logs = {}, place.folder / "logs"
     for program in BOTH:
-        logs = place.folder / "logs"
-        flags = ["--logs-specs=flat", "--log-dir=logs", "-t0:1", "--nproc-per-node=2"]
+        flags = ["--logs-specs=flat", f"--log-dir={logs}", "-t0:1", "--nproc-per-node=2"]
         done = place.call(program, *flags, str(script), env={"PYTHONPATH": str(place.folder)})
         assert done.returncode == 0, done.stderr
         found[program] = done.stdout, {p.name: p.read_text() for p in logs.glob("out-*")}
         logs.rename(place.folder / program)
     assert found["elastic-run"] == found["torchrun"]
     assert found["torchrun"] == (
-        "[default0]:out 0 logs/e0\n",
-        {"out-0": "out 0 logs/e0\n", "out-1": "out 1 logs/e1\n"},
+        f"[default0]:out 0 {logs}/e0\n",
+        {"out-0": f"out 0 {logs}/e0\n", "out-1": f"out 1 {logs}/e1\n"},
     )
