@@ -277,9 +277,9 @@ def group(place: Place) -> Iterator[Group]:
 PLACE = """
     import os, pathlib, signal
     e = os.environ
-    print("place", e["RANK"], "of", e["WORLD_SIZE"], "node", e["GROUP_RANK"],
-          "role", e["ROLE_RANK"], "of", e["ROLE_WORLD_SIZE"],
-          "id", e["TORCHELASTIC_RUN_ID"], flush=True)
+    names = ("RANK", "WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE")
+    line = "place {} of {} node {} role {} of {}".format(*(e[n] for n in names))
+    os.write(1, f"{line} id {e['TORCHELASTIC_RUN_ID']}\\n".encode())  # in one piece
     while not pathlib.Path("go").exists():
         signal.sigtimedwait([], 0.05)
 """
