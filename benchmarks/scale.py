@@ -502,6 +502,18 @@ class Run:
         )
 
     async def all(self) -> None:
+        """Every part, in the order of the table."""
+        swarm = self._swarm
+        await self.join()
+        await self._steady()
+        await self._lose_and_return("one lost", swarm.agents[-1:])
+        percent = max(1, len(swarm.agents) // 100)
+        await self._lose_and_return("1 % lost", swarm.agents[1 : percent + 1])
+        await self.adversity()
+        await self.restart()
+
+    async def join(self) -> None:
+        """All connect, and then all come at once."""
         swarm = self._swarm
         with self._part("connect") as part:
             began = time.monotonic()
@@ -509,12 +521,6 @@ class Run:
             part.took_s = time.monotonic() - began
         await self._quiet()
         await self._change("join", swarm.agents, lambda: self._report(swarm.agents))
-        await self._steady()
-        await self._lose_and_return("one lost", swarm.agents[-1:])
-        percent = max(1, len(swarm.agents) // 100)
-        await self._lose_and_return("1 % lost", swarm.agents[1 : percent + 1])
-        await self._adversity()
-        await self._restart()
 
     async def _quiet(self) -> None:
         """Until the master has done what there was to do."""
@@ -563,7 +569,8 @@ class Run:
             part.took_s = self._steady_s
             part.note = f"{(swarm.reports - before) / self._steady_s:.0f} reports a second"
 
-    async def _adversity(self) -> None:
+    async def adversity(self) -> None:
+        """One is lost while some do not read, and some callers stop in the middle."""
         swarm = self._swarm
         few = max(5, len(swarm.agents) // 100)
         lost = swarm.agents[-1:]
@@ -590,7 +597,8 @@ class Run:
         await swarm.connect(lost)
         await self._change("adversity: back", swarm.agents, lambda: self._report(lost))
 
-    async def _restart(self) -> None:
+    async def restart(self) -> None:
+        """The master is killed, and another one takes over: the round stays as it is."""
         swarm, master = self._swarm, self._master
         nodes = len(swarm.agents)
         with self._part("restart") as part:

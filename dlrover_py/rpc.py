@@ -24,7 +24,7 @@ from dlrover_py.protocol.errors import (
     Unauthorized,
     Unreachable,
 )
-from dlrover_py.protocol.names import MASTER_NAME
+from dlrover_py.protocol.names import ENV_CA_FILE, MASTER_NAME
 
 CONNECT_S = 5.0
 MOST_SILENCE_S = 120
@@ -54,7 +54,10 @@ class _Connection:
             if isinstance(event, (h11.Response, h11.Data, h11.EndOfMessage)):
                 return event
             if event is h11.NEED_DATA:
-                self._http.receive_data(await self._reader.read(_CHUNK))
+                data = await self._reader.read(_CHUNK)
+                if not data and self._http.their_state is h11.SEND_RESPONSE:
+                    raise ConnectionResetError("it closed the connection without an answer")
+                self._http.receive_data(data)
             elif isinstance(event, h11.ConnectionClosed) or event is h11.PAUSED:
                 raise ConnectionError("closed before the reply was complete")
 
@@ -104,6 +107,7 @@ class Client:
             ConfigError: the authority's file cannot be used.
         """
         self.address = address
+        self._may_miss_tls = ca_file is None and not address.startswith("unix:")
         self._ca_file, self._tls = ca_file, None if ca_file is None else _trust(ca_file)
         self._headers = [("Host", "localhost"), ("Content-Type", "application/json")]
         if token:
@@ -128,7 +132,10 @@ class Client:
         except ssl.SSLError as error:
             raise self._distrust(error) from error
         except (OSError, TimeoutError, h11.RemoteProtocolError) as error:
-            raise Unreachable(f"{self.address}: {_words(error, deadline_s)}") from error
+            words = f"{self.address}: {_words(error, deadline_s)}"
+            if isinstance(error, ConnectionResetError) and self._may_miss_tls:
+                words += f"; if it expects TLS, {ENV_CA_FILE} has to name its authority's file"
+            raise Unreachable(words) from error
         if reply.status == 200:
             return reply.body
         raise _error(self.address, reply)

@@ -102,14 +102,14 @@ def raise_file_limit() -> None:
 
 
 def collect_seldom() -> None:
-    """Let the garbage collector look at what is new, and seldom at all there is.
+    """Let the garbage collector look at what is new, and hardly ever at all there is.
 
-    Ten thousand connections are two million objects that stay: to walk through them again and
-    again took two fifths of the master's time while they came, and stops it for a second each time.
-    What a closed connection leaves behind is freed without it (``server``).
+    Ten thousand agents are a million objects that stay: to walk through them again and again as
+    they came took two fifths of the master's time, in steps of up to a second. What a closed
+    connection leaves behind is freed without it (``server``).
     """
     gc.freeze()
-    gc.set_threshold(20_000, 20, 25)
+    gc.set_threshold(20_000, 1_000, 10)
 
 
 def listen(address: str) -> socket.socket:

@@ -216,9 +216,7 @@ class Loop:
             told(Passive("this master is not ready yet: it takes over the job"))
             return lambda: None
         self.exchanges += 1
-        desk = self._desks.get(node_id)
-        if desk is None:
-            desk = self._desks[node_id] = _Desk(self._left)
+        desk = self._desk(node_id)
         key = (node_id, report.boot_id)
         earlier = self._mail.get(key)
         if earlier is None or earlier.seq < report.seq:
@@ -334,24 +332,32 @@ class Loop:
     async def _carry_out(self, step: Step) -> None:
         if step.journal is not None:
             await self._save(step.journal)
+        # Answered once all is in place: a step may tell a node twice, and only the last one counts.
+        news: dict[NodeId, _Desk] = {}
         for effect in step.effects:
-            self._perform(effect)
+            self._perform(effect, news)
+        for desk in news.values():
+            desk.ring()
 
-    def _perform(self, effect: Effect) -> None:
+    def _perform(self, effect: Effect, news: dict[NodeId, _Desk]) -> None:
         match effect:
             case Assign(node_id, assignment):
-                desk = self._desks.setdefault(node_id, _Desk(self._left))
+                desk = news[node_id] = self._desk(node_id)
                 desk.assignment = assignment
-                desk.ring()
             case Refuse(node_id, boot_id, message):
                 self.refused += 1
-                desk = self._desks.setdefault(node_id, _Desk(self._left))
+                desk = news[node_id] = self._desk(node_id)
                 desk.refused[boot_id] = message
-                desk.ring()
             case CreateNode(node_id):
                 self._chore(node_id, lambda: self._platform.create_node(node_id))
             case DeleteNode(node_id, grace_s, _):
                 self._chore(node_id, lambda: self._platform.delete_node(node_id, grace_s))
+
+    def _desk(self, node_id: NodeId) -> _Desk:
+        desk = self._desks.get(node_id)
+        if desk is None:
+            desk = self._desks[node_id] = _Desk(self._left)
+        return desk
 
     def _chore(self, node_id: NodeId, call: Callable[[], Awaitable[None]]) -> None:
         """Do this for the node until it works; a newer wish for the same node replaces it."""

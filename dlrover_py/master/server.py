@@ -262,6 +262,7 @@ def _patient_for(header_s: float, exchanges: Exchanges | None) -> type[asyncio.P
                 held = exchanges.accept(self)
                 if held is not None:
                     self.cycle = held  # type: ignore[assignment]
+                    self.scope = self.headers = None  # type: ignore[assignment]
                     return
             super().on_headers_complete()
 
