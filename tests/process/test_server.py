@@ -93,17 +93,21 @@ def request(
     return head.encode() + b"\r\n" + body
 
 
-def read_reply(sock: socket.socket) -> Reply:
-    """Read one reply; fails if the connection closes before."""
+def read_reply(sock: socket.socket, *, exactly: bool = False) -> Reply:
+    """Read one reply; fails if the connection closes before.
+
+    Args:
+        exactly: leave what comes after it unread.
+    """
     data = b""
     while b"\r\n\r\n" not in data:
-        more = sock.recv(65536)
+        more = sock.recv(1 if exactly else 65536)
         assert more, f"closed after {data!r}"
         data += more
     head, _, body = data.partition(b"\r\n\r\n")
     found = re.search(rb"content-length: (\d+)", head.lower())
     while found and len(body) < int(found[1]):
-        more = sock.recv(65536)
+        more = sock.recv(int(found[1]) - len(body) if exactly else 65536)
         assert more, "closed in the body"
         body += more
     return Reply(int(head.split()[1]), head.decode(), body)
@@ -365,6 +369,55 @@ def test_a_large_body_is_refused_before_it_is_read(master: Master) -> None:
     with master.connect() as sock:
         sock.sendall(head)
         assert read_reply(sock).status == 413
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        report(boot_id="b" * 16),
+        report(boot_id="d" * 16, incarnation=7),
+        report(nproc=0),
+        b"",
+        b"{",
+        b" " * (MAX_BODY + 1),
+    ],
+    ids=["good", "superseded", "invalid", "empty", "torn", "large"],
+)
+def test_the_direct_road_and_the_other_say_the_same(
+    master: Master, body: bytes | dict[str, Any]
+) -> None:
+    data = json.dumps(body).encode() if isinstance(body, dict) else body
+    path, auth = "/v1/nodes/roads/exchange", f"Bearer {TOKEN}"
+    assert master.ask("POST", path, json.dumps(report(boot_id="b" * 16)).encode()).status == 200
+    plain = request("POST", path, data, auth=auth)
+    other = plain.replace(b"\r\n", b"\r\nConnection: keep-alive\r\n", 1)
+    one, two = master.send(plain), master.send(other)
+    assert (one.status, one.body) == (two.status, two.body)
+    assert [head_lines(one), head_lines(two)] == [head_lines(one)] * 2
+
+
+def head_lines(reply: Reply) -> set[str]:
+    """The date may have changed, and the order says nothing."""
+    lines = reply.head.lower().split("\r\n")
+    return {line for line in lines if not line.startswith("date:")}
+
+
+def test_requests_that_do_not_wait_for_their_replies_are_answered_in_order(master: Master) -> None:
+    """On one connection: exchanges on the direct road, and a call on the other in between."""
+    path, auth = "/v1/nodes/eager/exchange", f"Bearer {TOKEN}"
+    seen = json.dumps(report(boot_id="c" * 16)).encode()
+    first = Assignment.model_validate_json(master.ask("POST", path, seen).body)
+    have = {"have_term": first.term, "have_version": first.version, "incarnation": 1}
+    held = json.dumps(report(boot_id="c" * 16, seq=2, **have)).encode()
+    asked = request("POST", path, held, auth=auth)
+    asked += request("GET", "/v1/job", auth=auth)
+    asked += request("POST", path, b"{", auth=auth)
+    with master.connect() as sock:
+        sock.sendall(asked)
+        replies = [read_reply(sock, exactly=True) for _ in range(3)]
+    assert [reply.status for reply in replies] == [200, 200, 422]
+    assert Assignment.model_validate_json(replies[0].body).version == first.version
+    assert JobStatus.model_validate_json(replies[1].body).name == "alone"
 
 
 def chunked(*chunks: bytes) -> bytes:

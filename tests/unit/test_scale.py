@@ -1,0 +1,184 @@
+"""What a decision costs does not grow with the number of nodes that it is not about.
+
+Counted, not timed: the bytecodes that the core executes, which are the same on any machine.
+"""
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlrover_py.master.core.events import Assign, Disconnected, Reported, Rules
+from dlrover_py.master.core.job import TOLD_SINGLY, Job
+from dlrover_py.master.core.nodes import LONGEST_EXCHANGE_S, Pace, pace
+from dlrover_py.protocol.names import NodeId, Term
+from tests.builders import WALL, SimAgent, elastic_job
+
+FEW, MANY = 200, 3200
+FLAT = 2.0
+"""A cost that grew with the number of nodes would grow by a factor of 16."""
+TURNS = 8
+"""A storm's reports come in so many turns, however many they are: what comes while one turn is
+taken waits for the next."""
+
+
+class Swarm:
+    """A job whose nodes come by themselves, and its agents."""
+
+    def __init__(self, nodes: int) -> None:
+        job = elastic_job(nodes, nodes // 2)
+        self.now = 0.0
+        self.job = Job(job, Rules(can_create=False), term=Term(1), now=0.0, wall=WALL)
+        self.agents = [SimAgent(NodeId(f"n{i}"), warm=True) for i in range(nodes)]
+
+    def report(self, agents: list[SimAgent]) -> None:
+        """One turn: these have reported; all are told what there is for them."""
+        self.now += 0.001
+        events = [Reported(agent.node, agent.report()) for agent in agents]
+        out = self.job.step(events, self.now, WALL)
+        by_node = {agent.node: agent for agent in self.agents}
+        for effect in out.effects:
+            assert isinstance(effect, Assign)
+            by_node[effect.node].receive(effect.assignment)
+
+    def storm(self, agents: list[SimAgent]) -> None:
+        """All of these report, in a few turns."""
+        size = -(-len(agents) // TURNS)
+        for at in range(0, len(agents), size):
+            self.report(agents[at : at + size])
+
+    def run(self) -> None:
+        """All are in a round, and have taken it up."""
+        self.storm(self.agents)
+        self.storm(self.agents)
+        self.storm(self.agents)
+        assert self.job.world is not None
+        assert len(self.job.world.members) == len(self.agents)
+        assert all(agent.running for agent in self.agents)
+
+    def lose(self, agent: SimAgent) -> None:
+        self.now += 0.001
+        self.job.step([Disconnected(agent.node, agent.boot, agent.seq)], self.now, WALL)
+        agent.cut = True
+        self.now += self.job.rules.suspect_s
+        self.agents.remove(agent)
+        self.storm(self.agents)
+        self.storm(self.agents)
+        assert self.job.world is not None
+        assert len(self.job.world.members) == len(self.agents)
+
+
+def work(call: Callable[[], None]) -> int:
+    """Bytecodes that the core executes in a call."""
+    counted = 0
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal counted
+        if "master/core" not in frame.f_code.co_filename:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+
+        def count(frame: FrameType, event: str, argument: Any) -> Any:
+            nonlocal counted
+            counted += event == "opcode"
+            return count
+
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return counted
+
+
+def each(nodes: int, part: str) -> float:
+    """Bytecodes for each node that a part is about."""
+    swarm = Swarm(nodes)
+    if part == "a storm of joins":
+        return work(lambda: swarm.storm(swarm.agents)) / nodes
+    if part == "a report while others are waited for":
+        swarm.storm(swarm.agents[: nodes // 4])
+        return work(lambda: swarm.report(swarm.agents[:1]))
+    swarm.run()
+    if part == "a report of a running round":
+        swarm.agents[1].reach(5)
+        swarm.report(swarm.agents[:2])  # the first step is news; it is stored
+        swarm.agents[1].reach(6)
+        return work(lambda: swarm.report(swarm.agents[1:2]))
+    if part == "a status":
+        return work(lambda: swarm.job.status(swarm.now, WALL)) / nodes
+    assert part == "a loss"
+    return work(lambda: swarm.lose(swarm.agents[nodes // 2])) / nodes
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "a storm of joins",
+        "a report while others are waited for",
+        "a report of a running round",
+        "a loss",
+        "a status",
+    ],
+)
+def test_the_cost_of_each_node_does_not_grow_with_the_job(part: str) -> None:
+    few, many = each(FEW, part), each(MANY, part)
+    assert few > 10, "it is counted at all"
+    assert many < FLAT * few, f"{part}: {few:.0f} bytecodes for each node, then {many:.0f}"
+
+
+# --- the pace ---
+
+
+def test_a_small_job_keeps_its_settings() -> None:
+    assert pace(3, exchange_s=1.0, lease_s=5.0) == Pace(1.0, 5.0)
+    assert pace(500, exchange_s=1.0, lease_s=5.0) == Pace(1.0, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "exchange_s", "lease_s"),
+    [(1000, 2.0, 7.0), (10_000, 20.0, 43.0), (100_000, LONGEST_EXCHANGE_S, 43.0)],
+)
+def test_a_large_job_reports_less_often(nodes: int, exchange_s: float, lease_s: float) -> None:
+    assert pace(nodes, exchange_s=1.0, lease_s=5.0) == Pace(exchange_s, lease_s)
+
+
+@given(nodes=st.integers(1, 200_000), more=st.integers(0, 200_000), exchange=st.floats(0.1, 100.0))
+def test_one_late_report_never_costs_a_node(nodes: int, more: int, exchange: float) -> None:
+    lease = 2 * exchange
+    small = pace(nodes, exchange_s=exchange, lease_s=lease)
+    large = pace(nodes + more, exchange_s=exchange, lease_s=lease)
+    assert large.lease_s >= small.lease_s >= lease
+    assert large.exchange_s >= small.exchange_s >= exchange
+    for found in (small, large):
+        assert found.lease_s >= 2 * found.exchange_s * (1 - 1e-9)
+
+
+def test_agents_are_told_the_pace_of_the_wish_not_of_those_that_are_there() -> None:
+    swarm = Swarm(5000)
+    swarm.report(swarm.agents[:1])
+    told = swarm.agents[0].assignment
+    assert told is not None
+    assert (told.exchange_s, told.lease_s) == (10.0, 21.0)
+    assert swarm.job.nodes.lease_s == 21.0
+
+
+# --- events ---
+
+
+def test_many_that_come_at_once_are_one_event() -> None:
+    swarm = Swarm(100)
+    swarm.report(swarm.agents[:TOLD_SINGLY])
+    singly = [e for e in swarm.job.events if e.reason == "NodeJoined"]
+    assert [e.node for e in singly] == [f"n{i}" for i in range(TOLD_SINGLY)]
+    swarm.report(swarm.agents[TOLD_SINGLY:])
+    (together,) = [e for e in swarm.job.events if e.reason == "NodeJoined"][TOLD_SINGLY:]
+    assert together.message.startswith("92 nodes are there: n8, n9, n10")
+    assert together.message.endswith("n23 and 76 more")
