@@ -39,6 +39,7 @@ process: setup ## The tests with real masters, agents and workers
 bench: setup ## Measure, against torchrun in the same run; prints tables of docs/benchmarks.md
 	@$(PYTHON) benchmarks/membership.py
 	@$(PYTHON) benchmarks/recovery.py
+	@$(PYTHON) benchmarks/scale.py --agents 100 1000 --tls
 
 clean: ## Remove what setup and tests have made
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -54,6 +54,8 @@ from rich.table import Table
 from dlrover_py.protocol import names
 from tests.certificates import Certificates, issue
 
+DOCS = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
+BEGIN, END = "<!-- scale: begin -->", "<!-- scale: end -->"
 NPROC = 8
 SOON_S = 120.0
 QUIET_S = 0.5
@@ -682,6 +684,48 @@ def show(outcomes: Sequence[Outcome], about: str) -> None:
     console.print(about)
 
 
+def in_words(outcomes: Sequence[Outcome], about: str, command: str) -> str:
+    """The figures as a table of docs/benchmarks.md."""
+    heads = [f"{o.agents:,}{', TLS' * o.tls}" for o in outcomes]
+    rows = [["part, agents", *heads], ["---"] * (len(heads) + 1)]
+    found = [{part.name: part for part in o.parts} for o in outcomes]
+
+    def row(name: str, figure: Callable[[Outcome, dict[str, Part]], str]) -> None:
+        figures = []
+        for outcome, parts in zip(outcomes, found, strict=True):
+            try:
+                figures.append(figure(outcome, parts))
+            except KeyError:
+                figures.append("–")
+        rows.append([name, *figures])
+
+    for name in [part.name for part in outcomes[0].parts if part.name != "steady"]:
+        row(f"{name}: s", lambda _, parts, name=name: f"{parts[name].took_s:.2f}")  # type: ignore[misc]
+    for name in ("join", "one lost", "1 % lost"):
+        row(
+            f"{name}: master's µs for each agent",
+            lambda _, parts, name=name: f"{parts[name].per_agent_us:.0f}",  # type: ignore[misc]
+        )
+    for whose in ("master", "ours"):
+        row(
+            f"steady: cores, {'agents' if whose == 'ours' else whose}",
+            lambda _, parts, whose=whose: (  # type: ignore[misc]
+                f"{getattr(parts['steady'], f'{whose}_cpu_s') / parts['steady'].wall_s:.2f}"
+            ),
+        )
+    row("steady: reports a second", lambda _, parts: parts["steady"].note.split()[0])
+    row("master's largest memory: MB", lambda outcome, _: f"{outcome.peak_mb:.0f}")
+    table = "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+    surprises = "".join(f"* {text}\n" for o in outcomes for text in o.surprises)
+    return f"`{command}`  \n{about}.\n\n{table}\n{surprises and chr(10) + surprises}"
+
+
+def write_docs(text: str) -> None:
+    before, _, rest = DOCS.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    DOCS.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+
+
 def open_files(agents: int) -> None:
     """Raise the limit on descriptors as far as it is needed.
 
@@ -716,6 +760,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--tls", action="store_true", help="over TLS as well, after plain")
     p.add_argument("--steady", type=float, default=20.0, metavar="S", help="seconds (default 20)")
     p.add_argument("--json", action="store_true", help="print all figures as JSON instead")
+    p.add_argument("--write", action="store_true", help="put the table into docs/benchmarks.md")
     p.add_argument("--keep", action="store_true", help="keep the folder with the masters' logs")
     return p
 
@@ -754,6 +799,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             say(f"logs: {folder}")
         else:
             shutil.rmtree(folder, ignore_errors=True)
+    if args.write:
+        command = f"python benchmarks/scale.py --agents {' '.join(map(str, numbers))}"
+        write_docs(in_words(outcomes, about, command + " --tls" * args.tls))
     if args.json:
         print(json.dumps({"about": about, "outcomes": [asdict(o) for o in outcomes]}, indent=1))
     else:

@@ -27,8 +27,6 @@ from dlrover_py.protocol.errors import (
 from dlrover_py.protocol.names import ENV_CA_FILE, MASTER_NAME
 
 CONNECT_S = 5.0
-MOST_SILENCE_S = 120
-"""The kernel counts no more than 127 probes."""
 _CHUNK = 65536
 
 
@@ -248,12 +246,14 @@ def watch_silence(sock: socket.socket, silence_s: float) -> None:
 
     On a listening socket it holds for each connection that is accepted there.
     """
-    seconds = min(max(2, round(silence_s)), MOST_SILENCE_S)
-    idle = seconds // 2
+    seconds = max(2, round(silence_s))
+    idle = min(seconds // 2, 32767)  # the kernel's limit: a job without a network waits for ever
+    probes = min(seconds - idle, 9)
+    every = (seconds - idle) // probes
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, seconds - idle)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, min(every, 32767))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, probes)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)
 
 
