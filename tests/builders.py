@@ -24,10 +24,12 @@ from dlrover_py.master.core.events import (
     Rules,
     Step,
 )
+from dlrover_py.master.core.health import Verdict
 from dlrover_py.master.core.job import Job
 from dlrover_py.protocol.agents import (
     AgentReport,
     Assignment,
+    CheckResult,
     Directive,
     FailureKind,
     Offer,
@@ -129,6 +131,12 @@ class SimAgent:
     warm: bool = False
     warming: bool = False
     """It makes itself able to start warm, and is in no round until then."""
+    precheck: int = 0
+    exclude_straggler: bool = False
+    checks: int = 0
+    check: CheckResult | None = None
+    fault: str = ""
+    """How its checks go wrong: device, link (with others only), slow, hang."""
     stopping: bool = False
     """It was told to end, and will once it has said so."""
     ended: bool = False
@@ -163,6 +171,10 @@ class SimAgent:
             leaving=self.leaving,
             warm=self.warm,
             warming=self.warming,
+            precheck=self.precheck,
+            exclude_straggler=self.exclude_straggler,
+            checks=self.checks,
+            check=self.check,
         )
 
     def receive(self, new: Assignment) -> None:
@@ -180,8 +192,12 @@ class SimAgent:
         if new.directive is Directive.STOP:
             self.stopping, self.phase = True, WorkerPhase.STOPPING
         elif new.directive is Directive.WAIT:
-            if self.phase is WorkerPhase.RUNNING:
+            if self.phase in (WorkerPhase.RUNNING, WorkerPhase.CHECKING):
                 self.phase = WorkerPhase.IDLE
+        elif new.directive is Directive.CHECK:
+            if new.check > self.checks:
+                self.checks, self.check, self.phase = new.check, None, WorkerPhase.CHECKING
+                self.offer = fresh_offer(self.node)
         elif new.round > self.follows:
             self.follows = new.round
             self.starts.append(new.round)
@@ -191,6 +207,14 @@ class SimAgent:
     @property
     def running(self) -> bool:
         return self.phase is WorkerPhase.RUNNING and not self.ended
+
+    @property
+    def group(self) -> tuple[int, str, int] | None:
+        """What it is checked in."""
+        told = self.assignment
+        if self.phase is not WorkerPhase.CHECKING or told is None or self.ended or self.frozen:
+            return None
+        return told.check, told.master_addr, told.master_port
 
     def fail(self, failure: WorkerFailure) -> None:
         assert self.running
@@ -249,6 +273,10 @@ class Bench:
         """Reports that have not arrived yet."""
         self.journal: Journal | None = None
         self.wake_at = now
+        self.precheck = 0
+        """Of agents that are booted from now on."""
+        self.faults: dict[str, str] = {}
+        """How the checks of nodes go wrong."""
         self.broken = False
         """A check has failed: nothing that follows means anything."""
         self.crash: tuple[str, int] | None = None
@@ -258,6 +286,9 @@ class Bench:
         self._lives: dict[NodeId, _Life] = defaultdict(_Life)
         self._worlds: dict[int, tuple[Any, ...]] = {}
         self._offers: set[tuple[str, int]] = set()
+        self._check_offers: set[tuple[str, int]] = set()
+        """Of this master: those of a check that was never journaled do no harm (checks.connect)."""
+        self._groups: dict[tuple[int, str, int], dict[int, tuple[NodeId, int]]] = {}
         self._created: set[NodeId] = set()
         self._unseen: set[NodeId] = set()
         self._wanted: set[NodeId] = set()
@@ -360,6 +391,7 @@ class Bench:
             drop = {"term", "next_event", "events", "opening"}
             resumed = self.job.journal().model_dump(exclude=drop)
             assert resumed == self.journal.model_dump(exclude=drop), "nothing is forgotten"
+        self._check_offers.clear()
         self.desks.clear()
         self.refused.clear()
         self.facts.clear()
@@ -454,7 +486,8 @@ class Bench:
         """Start an agent process on a node; an older one there is dead."""
         for old in self.agents[node]:
             old.ended = True
-        agent = SimAgent(node, nproc=nproc)
+        agent = SimAgent(node, nproc=nproc, precheck=self.precheck, exclude_straggler=True)
+        agent.fault = self.faults.get(node, "")
         self.agents[node].append(agent)
         return agent
 
@@ -497,6 +530,25 @@ class Bench:
                 if was_stopping and not agent.ended:
                     self.leave(agent)
 
+    def end_checks(self) -> None:
+        """Checks whose group is complete come to their end, as the nodes' faults have it."""
+        groups: dict[tuple[int, str, int], list[SimAgent]] = defaultdict(list)
+        for agent in self.living():
+            if agent.group is not None:
+                groups[agent.group].append(agent)
+        for agents in groups.values():
+            told = agents[0].assignment
+            faults = {a.fault for a in agents}
+            if told is None or len(agents) < told.nnodes or "hang" in faults:
+                continue
+            dead = "device" in faults or ("link" in faults and len(agents) > 1)
+            for agent in agents:
+                seconds = 4.0 if agent.fault == "slow" else 1.0
+                agent.check = CheckResult(
+                    passed=not dead, why="broke" if dead else "", matmul_s=seconds, allreduce_s=0.5
+                )
+                agent.phase = WorkerPhase.IDLE
+
     # --- time ---
 
     def to(self, when: float) -> Step:
@@ -526,6 +578,7 @@ class Bench:
                     self.boot(node)
             for node in list(self.dying):
                 self.finish(node)
+            self.end_checks()
             self.exchange()
             quiet += 1
             if told != (len(self.history), len(self.facts), len(self.pods)):
@@ -669,6 +722,10 @@ class Bench:
             assert not life.gone
             assert not node.leaving
             assert not life.report.warming
+            if life.report.precheck:
+                mark = job.health.marks[member.node]
+                assert mark.incarnation == node.incarnation, "each life of a node is checked"
+                assert mark.verdict is Verdict.GOOD, "only who has passed"
             assert member.incarnation == node.incarnation
             assert life.acked >= life.owes, f"{member.node} has not answered to {life.owes}"
             assert member.rank_offset == offset
@@ -679,7 +736,7 @@ class Bench:
         first = self._lives[nodes[0]].report
         assert first is not None
         assert offer == (first.offer.addr, first.offer.port), "the newest offer of rank 0"
-        assert offer not in self._offers, "an offer is for one round"
+        assert offer not in self._offers | self._check_offers, "an offer is for one round"
         self._offers.add(offer)
         if before is not None:
             old = [m.node for m in before.members]
@@ -702,6 +759,7 @@ class Bench:
             for n in job.nodes
             if n.phase is NodePhase.LIVE
             and not n.leaving
+            and not n.held
             and not ((last := self._lives[n.id].report) and last.warming)
             and self._lives[n.id].acked >= (self._lives[n.id].owes if n.id not in nodes else 0)
         ]
@@ -713,10 +771,12 @@ class Bench:
                 )
 
     def _may_run(self, name: NodeId) -> bool:
-        """Whether it lives, and has answered to this master."""
+        """Whether it lives, has answered to this master, and need not be checked first."""
         node = self.job.nodes.get(name)
         heard = self._lives[name].report is not None
-        return heard and node is not None and node.phase is NodePhase.LIVE and not node.leaving
+        if node is None or node.held:
+            return False
+        return heard and node.phase is NodePhase.LIVE and not node.leaving
 
     def _check_assignments(self, out: Step) -> None:
         for effect in out.effects:
@@ -733,10 +793,12 @@ class Bench:
             node = self.job.nodes.get(effect.node)
             assert node is not None
             assert new.incarnation == node.incarnation >= 1, "who never spoke is told nothing"
-            if new.directive is Directive.RUN or (
+            if new.directive in (Directive.RUN, Directive.CHECK) or (
                 old is not None and old.directive is Directive.RUN
             ):
                 life.owes = new.version
+            if new.directive is Directive.CHECK:
+                self._check_check(effect.node, new, old)
             if new.directive is not Directive.RUN:
                 continue
             world = self.job.world
@@ -757,6 +819,24 @@ class Bench:
             assert new.rank_offset == member.rank_offset
             assert new.nnodes == len(world.members)
             assert new.world_size == sum(m.nproc for m in world.members)
+
+    def _check_check(self, node: NodeId, new: Assignment, old: Assignment | None) -> None:
+        """A node is told to be checked."""
+        assert not self.spec.spec.suspend
+        running = self.job.world if self.job.phase is JobPhase.RUNNING else None
+        if running is not None and not (old is not None and old.check == new.check):
+            assert not running.has(node, new.incarnation), "who trains is not disturbed"
+        assert new.check <= self.job.health.number
+        offer = (new.master_addr, new.master_port)
+        group = self._groups.setdefault((new.check, *offer), {})
+        if not group:
+            assert offer not in self._offers | self._check_offers, "an offer is for one group"
+            self._check_offers.add(offer)
+        group[new.node_rank] = (node, new.rank_offset)
+        assert len({n for n, _ in group.values()}) == len(group) <= new.nnodes
+        offsets = [group[rank][1] for rank in sorted(group)]
+        assert offsets == sorted(set(offsets))
+        assert all(offset < new.world_size for offset in offsets)
 
     def _check_events(self) -> None:
         fresh = [e for e in self.job.events if e.id > self._events_seen]
@@ -841,6 +921,8 @@ class Bench:
             "world",
             "round",
             "succeeded",
+            "checks",
+            "marks",
             "nodes",
             "vacancies",
             "exhausted",

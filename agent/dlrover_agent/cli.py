@@ -6,6 +6,7 @@ runs our master, or this machine alone does.
 """
 
 import contextlib
+import importlib.util
 import logging
 import os
 import re
@@ -205,6 +206,11 @@ def _command(flags: Flags, settings: Settings, *, member: bool) -> Command:
             f"--virtual-local-rank with {nproc} workers and CUDA_VISIBLE_DEVICES={visible!r}: "
             "expected a device for each worker"
         )
+    if flags.precheck and importlib.util.find_spec("torch") is None:
+        raise ConfigError(
+            f"--precheck: {sys.executable} has no torch, which the check is made with; "
+            "install it there, or leave the flag out"
+        )
     log_dir = settings.log_dir if member else None
     return Command(
         argv=argv,
@@ -220,6 +226,8 @@ def _command(flags: Flags, settings: Settings, *, member: bool) -> Command:
         shutdown_s=_shutdown_s(flags, settings.environ),
         virtual_local_rank=flags.virtual_local_rank,
         cpus=cpus,
+        precheck=flags.precheck,
+        exclude_straggler=flags.exclude_straggler,
     )
 
 

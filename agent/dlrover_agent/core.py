@@ -4,16 +4,26 @@
 a time: those of the old round are gone before those of the next one start.
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from dlrover_py.protocol.agents import (
     Assignment,
+    CheckResult,
     Directive,
     Progress,
     WorkerFailure,
     WorkerPhase,
 )
 from dlrover_py.protocol.errors import ExitCode
+
+MEASURED: dict[str, Callable[[Iterable[float]], float]] = {
+    "matmul_s": max,
+    "allreduce_s": max,
+    "algbw_gb_s": min,
+    "busbw_gb_s": min,
+}
+"""What the workers of a check measure, and whose number is the node's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +154,15 @@ class Core:
     """Term and version of the newest assignment."""
     failure: WorkerFailure | None = None
     progress: Progress | None = None
+    checks: int = 0
+    """Newest check that was taken up."""
+    check: CheckResult | None = None
+    """How it ended here."""
     leaving: str = ""
     assignment: Assignment | None = None
     _alive: set[int] = field(default_factory=set)
+    _measured: dict[int, dict[str, float]] = field(default_factory=dict)
+    """What the workers of a check have said, by local rank."""
     _workers_round: int = 0
     _occupied: bool = False
     """Processes of the round may still be there."""
@@ -191,9 +207,14 @@ class Core:
         if new.directive is Directive.WAIT:
             self._next = None
             return self._stop(new.reason, new.stop_grace_s) if self._occupied else []
-        if new.round <= self.follows:
+        if new.directive is Directive.CHECK:
+            if new.check <= self.checks:
+                return []
+            self.checks, self.check = new.check, None
+        elif new.round <= self.follows:
             return []
-        self.follows, self._taken_up_at = new.round, now
+        else:
+            self.follows, self._taken_up_at = new.round, now
         self.failure = self.progress = None
         self._next = new
         # A report at once: the master waits for it before it counts on this node again.
@@ -221,6 +242,8 @@ class Core:
         self._alive.discard(local_rank)
         if self._stopping or self._exit is not None:
             return []  # it was told to end: neither a success nor a failure
+        if self.phase is WorkerPhase.CHECKING:
+            return self._check_ended(local_rank, failure)
         if failure is not None:
             self.phase, self.failure = WorkerPhase.FAILED, failure
             # The round is over, here and everywhere: do not wait for the master to say so.
@@ -228,6 +251,24 @@ class Core:
         if self._alive:
             return []
         self.phase = WorkerPhase.SUCCEEDED
+        return [Report()]
+
+    def _check_ended(self, local_rank: int, failure: WorkerFailure | None) -> list[Effect]:
+        """A worker of a check has ended: no news of the job's own workers, whatever it was."""
+        why = "" if failure is None else failure.message
+        if not why and local_rank not in self._measured:
+            why = "ended without a result"
+        if why:
+            why = f"worker {local_rank} {why}"[:1000]
+            self.check = CheckResult(passed=False, why=why)
+            return [Report(), *self._stop("the check has failed", 0.0)]
+        if self._alive:
+            return []
+        slowest = {
+            name: pick(m.get(name, 0.0) for m in self._measured.values())
+            for name, pick in MEASURED.items()
+        }
+        self.check = CheckResult(passed=True, **slowest)
         return [Report()]
 
     def _emptied(self, round_number: int) -> list[Effect]:
@@ -239,7 +280,7 @@ class Core:
             return [self._exit]
         if self._next is not None:
             return self._start()
-        if self.phase is not WorkerPhase.STOPPING:
+        if self.phase not in (WorkerPhase.STOPPING, WorkerPhase.CHECKING):
             return []
         self.phase = WorkerPhase.IDLE
         return [Report()]
@@ -251,6 +292,8 @@ class Core:
         return [Exit(ExitCode.FAILED, f"processes {words} survived SIGKILL: this node is unfit")]
 
     def _stepped(self, news: Stepped, now: float) -> list[Effect]:
+        if news.round == self._workers_round and self.phase is WorkerPhase.CHECKING:
+            self._measured[news.local_rank] = news.metrics
         if news.round != self._workers_round or self.phase is not WorkerPhase.RUNNING:
             return []
         old = self.progress
@@ -313,7 +356,9 @@ class Core:
         self._workers_round = assignment.round
         self._alive = set(range(self.nproc))
         self._occupied = True
-        self.phase = WorkerPhase.RUNNING
+        checks = assignment.directive is Directive.CHECK
+        self.phase = WorkerPhase.CHECKING if checks else WorkerPhase.RUNNING
+        self._measured.clear()
         return [Start(assignment)]
 
     def _stop(self, why: str, grace_s: float, *, polite: bool = False) -> list[Effect]:
@@ -326,5 +371,5 @@ class Core:
 
     def _mark_stopping(self) -> None:
         self._stopping = True
-        if self.phase is WorkerPhase.RUNNING:
+        if self.phase in (WorkerPhase.RUNNING, WorkerPhase.CHECKING):
             self.phase = WorkerPhase.STOPPING

@@ -97,22 +97,24 @@ class Logs:
             envs: their environments; logs specs of others may look at them.
             scratch: for error files that need not stay.
         """
-        attempt, self._rounds = self._rounds, self._rounds + 1
-        if self._command.output.specs is not None:
+        folder = f"check_{a.check}"
+        if not a.check:
+            folder, self._rounds = f"attempt_{self._rounds}", self._rounds + 1
+        if self._command.output.specs is not None and not a.check:
             found = self._specs(envs)
         else:
-            found = [self._destination(a, attempt, i, scratch) for i in range(len(envs))]
+            found = [self._destination(a, folder, i, scratch) for i in range(len(envs))]
         if self._command.log_dir is None:
             return found
         return [self._for_platform(a, i, d) for i, d in enumerate(found)]
 
     def _destination(
-        self, a: Assignment, attempt: int, local_rank: int, scratch: Path
+        self, a: Assignment, attempt: str, local_rank: int, scratch: Path
     ) -> Destination:
         output = self._command.output
         folder = shared = None
         if self._folder is not None:
-            shared = self._folder / f"attempt_{attempt}"
+            shared = self._folder / attempt
             folder = _made(shared / str(local_rank))
         prefix = output.line_prefix(self._command.role, a.rank_offset + local_rank, local_rank)
         words_of = {OUT: output.out_words, ERR: output.err_words}
@@ -134,7 +136,7 @@ class Logs:
                 )
             )
         nowhere = output.log_dir is not None and str(output.log_dir) == os.devnull
-        kept = folder or (None if nowhere else _made(scratch / f"{a.round}-{local_rank}"))
+        kept = folder or (None if nowhere else _made(scratch / f"{attempt}-{local_rank}"))
         file = str(kept / "error.json") if kept is not None else ""
         return Destination(streams[0], streams[1], file)
 

@@ -43,7 +43,7 @@ from dlrover_agent.plugins import ElasticEvents
 from dlrover_agent.settings import Command, Settings
 from dlrover_agent.warm import Recipe
 from dlrover_agent.workers import Workers, reap_orphans
-from dlrover_py.protocol.agents import AgentReport, Assignment, Offer, WorkerPhase
+from dlrover_py.protocol.agents import AgentReport, Assignment, Directive, Offer, WorkerPhase
 from dlrover_py.protocol.errors import DLRoverError, ExitCode
 from dlrover_py.protocol.workers import News
 from dlrover_py.rpc import Client
@@ -155,8 +155,8 @@ class Agent:
         self._events_of_torch = ElasticEvents(command, run_id)
         self._settings = settings
         self._kin = kin
-        self._max_restarts = max_restarts
         self._command = command
+        self._max_restarts = max_restarts
         self._core = Core(nproc=command.nproc, shutdown_s=command.shutdown_s)
         self._events: collections.deque[Event] = collections.deque()
         self._handling = False
@@ -165,6 +165,7 @@ class Agent:
         self._taken_up_at = 0.0
         self._current: Reserved | None = None
         self._impatient = self._joined = False
+        self._told_of = 0
         self._kept_recipe = ""
         self._sharing: asyncio.Task[None] | None = None
         self._patience: asyncio.TimerHandle | None = None
@@ -284,7 +285,7 @@ class Agent:
     def _start(self, assignment: Assignment) -> None:
         bind(incarnation=assignment.incarnation, round=assignment.round)
         log.info(
-            "workers_start",
+            "check_start" if assignment.directive is Directive.CHECK else "workers_start",
             extra={
                 "node_rank": assignment.node_rank,
                 "world_size": assignment.world_size,
@@ -297,11 +298,15 @@ class Agent:
         assert self._current is not None
         listening = self._current.hand_over() if assignment.node_rank == 0 else None
         self._workers.start(assignment, listening)
-        waited = asyncio.get_running_loop().time() - self._taken_up_at
-        self._events_of_torch.started(assignment, self._workers.pids, waited)
+        if assignment.directive is Directive.RUN:
+            waited = asyncio.get_running_loop().time() - self._taken_up_at
+            self._events_of_torch.started(assignment, self._workers.pids, waited)
 
     def _report(self) -> AgentReport:
         core = self._core
+        if core.check is not None and self._told_of != core.checks:
+            self._told_of = core.checks
+            log.info("check_ended", extra=core.check.model_dump(exclude_defaults=True))
         self._seq += 1
         warming = self._warming
         self._joined |= not warming
@@ -324,6 +329,10 @@ class Agent:
             leaving=core.leaving,
             warm=self._workers.warm.ready,
             warming=warming,
+            precheck=self._command.precheck,
+            exclude_straggler=self._command.exclude_straggler,
+            checks=core.checks,
+            check=core.check,
         )
 
     @property

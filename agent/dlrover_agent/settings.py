@@ -173,6 +173,10 @@ class Command:
     virtual_local_rank: bool = False
     cpus: tuple[frozenset[int], ...] = ()
     """CPUs of each worker by local rank; empty: those of the agent."""
+    precheck: int = 0
+    """1: the node is checked before it trains. 2: and the speed of its network is told."""
+    exclude_straggler: bool = False
+    """A node that the check shows to be slow does not train."""
 
 
 def _number(environ: Mapping[str, str], name: str, kind: type[T]) -> T | None:

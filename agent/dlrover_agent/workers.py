@@ -31,7 +31,7 @@ from dlrover_agent.settings import Command
 from dlrover_agent.store import Store
 from dlrover_agent.warm import Birth, Child, Warm
 from dlrover_py.protocol import names
-from dlrover_py.protocol.agents import Assignment, FailureKind, WorkerFailure
+from dlrover_py.protocol.agents import Assignment, Directive, FailureKind, WorkerFailure
 
 log = logging.getLogger("agent.workers")
 
@@ -40,6 +40,8 @@ TERM_AFTER_POLITE_S = 1.0
 """A script that asks should_stop() is signalled so long before the end of its grace."""
 SURVIVED_KILL_S = 10.0
 UNSTARTED_S = 5.0
+CHECK = (sys.executable, "-P", "-u", "-m", "dlrover_agent.checks")
+"""What workers run when the node is checked, in place of the user's command."""
 PER_RANK = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
@@ -134,6 +136,7 @@ class Workers:
         self._workers: list[_Worker] = []
         self._assignment: Assignment | None = None
         self._round = 0
+        self._checking = False
         self._stopped = False
         self._timers: list[asyncio.TimerHandle] = []
         self._sweep: asyncio.Task[None] | None = None
@@ -169,6 +172,7 @@ class Workers:
         self._stopped = False
         self._end_store()
         began = time.monotonic()
+        self._checking = assignment.directive is Directive.CHECK
         self.deaths = []
         envs = [self._environment(assignment, i) for i in range(self._command.nproc)]
         self._destinations = self._logs.of_round(assignment, envs, self._scratch)
@@ -183,10 +187,11 @@ class Workers:
                 output=self._scratch / "store.log",
                 adopt=self._adopt_store,
                 ended=self._store_ended,
-                wanted=self._store_used,
+                wanted=self._store_used or (self._checking and assignment.nnodes > 1),
             )
         self.warm.forget_records()
-        children = self._fork(pipes) if self.warm.ready and not assignment.cold else None
+        cold = assignment.cold or self._checking
+        children = self._fork(pipes) if self.warm.ready and not cold else None
         try:
             for i, (worker, out, err) in enumerate(pipes):
                 if children:
@@ -255,7 +260,7 @@ class Workers:
         worker = _Worker(
             local_rank,
             assignment.rank_offset + local_rank,
-            [part.replace("${local_rank}", str(local_rank)) for part in self._command.argv],
+            [part.replace("${local_rank}", str(local_rank)) for part in self._argv(assignment)],
             {**self._base, **env},
             error_file,
             errors,
@@ -292,6 +297,11 @@ class Workers:
             env |= {"LOCAL_RANK": 0, "CUDA_VISIBLE_DEVICES": gpus[local_rank].strip()}
         return {name: str(value) for name, value in env.items()}
 
+    def _argv(self, assignment: Assignment) -> tuple[str, ...]:
+        if self._checking:
+            return (*CHECK, str(self._command.precheck), str(assignment.check))
+        return self._command.argv
+
     def _fork(self, pipes: "list[_Pipes]") -> list[Child] | None:
         return self.warm.fork(
             [Birth(w.argv, w.env, 1 if out is None else out, err) for w, out, err in pipes]
@@ -299,7 +309,7 @@ class Workers:
 
     def _start_cold(self, worker: _Worker, out: int | None, err: int) -> None:
         argv = worker.argv
-        if not self.warm.off:
+        if not self.warm.off and not self._checking:
             argv = self.warm.observed(worker.local_rank, argv)
         worker.started_at = time.monotonic()
         process = subprocess.Popen(
@@ -373,7 +383,7 @@ class Workers:
                 os.close(out)
 
     def _adopt_store(self, pid: int) -> None:
-        self._store_used = True
+        self._store_used |= not self._checking
         self._kin.add(pid)
         self._guard(f"+{pid}")
 
@@ -394,6 +404,7 @@ class Workers:
         asyncio.get_running_loop().remove_reader(worker.pidfd)
         code = worker.wait()  # the pidfd says that it has ended
         worker.ended = True
+        self._last_step(worker.local_rank)  # what it has said comes before its end
         os.close(worker.pidfd)
         self._close_pumps(worker)
         failure = self._failure(worker, code) if code else None

@@ -42,6 +42,8 @@ class Settings(BaseModel):
     for more than the minimum."""
     exchange_s: Seconds = 1.0
     """An agent's report is answered after so long at the latest; grows with the job's size."""
+    check_s: Seconds = 300.0
+    """A check before the training (``--network-check``) has failed where it takes longer."""
     max_body_bytes: Annotated[int, Field(ge=1024)] = 1 << 18
     """A larger request is refused (413): a report of 1,024 workers takes a tenth of it."""
     header_s: Seconds = 10.0
@@ -89,6 +91,7 @@ class Settings(BaseModel):
             forgive_after_s=self.forgive_after_s,
             stop_grace_s=self.stop_grace_s,
             drain_grace_s=self.drain_grace_s,
+            check_s=self.check_s,
             exchange_s=self.exchange_s,
             join_timeout_s=self.join_timeout_s,
             last_call_s=self.last_call_s,

@@ -33,6 +33,7 @@ class WorkerPhase(StrEnum):
     STOPPING = "stopping"
     SUCCEEDED = "succeeded"  # all of the round's workers exited 0
     FAILED = "failed"
+    CHECKING = "checking"  # not the user's script: this node is tried out before it trains
 
 
 class FailureKind(StrEnum):
@@ -88,6 +89,22 @@ class Progress(Wire):
     )
 
 
+class CheckResult(Wire):
+    """How a node did in a check (docs/network-check.md): times are the slowest worker's."""
+
+    passed: bool
+    why: Line = ""
+    """What went wrong, if it did not pass."""
+    matmul_s: Annotated[float, Field(ge=0)] = 0.0
+    """Of one matrix product: speaks of this node alone."""
+    allreduce_s: Annotated[float, Field(ge=0)] = 0.0
+    """Of one all-reduce: speaks of all nodes of the group; 0 for a worker that was alone."""
+    algbw_gb_s: Annotated[float, Field(ge=0)] = 0.0
+    """Bytes that were reduced in a second, and what each link carried for it; only with
+    ``--precheck 2``."""
+    busbw_gb_s: Annotated[float, Field(ge=0)] = 0.0
+
+
 class AgentReport(Wire):
     """All that a node has to say, each time."""
 
@@ -125,12 +142,21 @@ class AgentReport(Wire):
     takes no longer than a cold start would."""
     leaving: Line = ""
     """Why this node is about to go (SIGTERM …); empty if it is not."""
+    precheck: Annotated[int, Field(ge=0, le=2)] = 0
+    """The node wishes to be checked before its first round (1); speeds are told too (2)."""
+    exclude_straggler: bool = False
+    """If the check shows that it is slow, it wishes to be left out."""
+    checks: Count = 0
+    """Newest check that this agent has taken up."""
+    check: CheckResult | None = None
+    """How check ``checks`` ended here."""
 
 
 class Directive(StrEnum):
     """What the master wants of a node."""
 
     WAIT = "wait"  # run nothing: the node is a standby, or the round is still forming
+    CHECK = "check"  # try this node out, together with the others of `check`
     RUN = "run"  # run the workers of `round`
     STOP = "stop"  # end the workers, then exit with `exit_code`
 
@@ -147,6 +173,8 @@ class Assignment(Wire):
     reason: str
     """Why, in words."""
     round: Count = 0
+    check: Count = 0
+    """With CHECK: its number, which only grows; ranks and addresses are those of its group."""
     node_rank: Count = 0
     nnodes: Count = 0
     rank_offset: Count = 0

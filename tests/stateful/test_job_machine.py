@@ -23,7 +23,7 @@ from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.status import JobPhase
 from tests.builders import Bench, SimAgent, crash, elastic_job, full_size, user_error
 
-RULES = Rules(forgive_after_s=30.0)
+RULES = Rules(forgive_after_s=30.0, check_s=30.0)
 QUARTERS = st.integers(1, 8).map(lambda n: n / 4)
 PICK = st.integers(0, 1000)
 
@@ -39,6 +39,7 @@ class JobMachine(RuleBasedStateMachine):
         capacity=st.integers(1, 6),
         warm=st.booleans(),
         early_list=st.booleans(),
+        precheck=st.sampled_from([0, 0, 1, 2]),
     )
     def start(
         self,
@@ -49,12 +50,14 @@ class JobMachine(RuleBasedStateMachine):
         capacity: int,
         warm: bool,
         early_list: bool,
+        precheck: int,
     ) -> None:
         replicas, minimum = size
         if replicas % unit or (minimum or 0) % unit:
             unit = 1
         spec = elastic_job(replicas, minimum, unit=unit, standby=standby, restarts=restarts)
         self.bench = Bench(spec, RULES, capacity=max(capacity, 6 if warm else 0))
+        self.bench.precheck = precheck
         listing = self.bench._listing() if early_list else None
         self.bench.step()
         if listing:
@@ -197,6 +200,21 @@ class JobMachine(RuleBasedStateMachine):
         if agents:
             self.bench.boot(agents[pick % len(agents)].node)
 
+    # --- checks before the training ---
+
+    @rule(number=st.integers(0, 12), fault=st.sampled_from(["device", "link", "slow", "hang"]))
+    def a_node_is_bad(self, number: int, fault: str) -> None:
+        """Whoever is booted on it."""
+        self.bench.faults[f"n{number}"] = fault
+
+    @rule(precheck=st.integers(0, 1))
+    def wishes_change(self, precheck: int) -> None:
+        self.bench.precheck = precheck
+
+    @rule()
+    def checks_end(self) -> None:
+        self.bench.end_checks()
+
     # --- nodes ---
 
     @precondition(lambda self: self.bench.pods)
@@ -300,8 +318,10 @@ class JobMachine(RuleBasedStateMachine):
             return
         bench = self.bench
         bench.crash = None
+        bench.faults.clear()
         for agent in bench.living():
             agent.cut = agent.frozen = False
+            agent.fault = ""
             if agent.leaving:
                 bench.exchange(agent)
                 bench.leave(agent)

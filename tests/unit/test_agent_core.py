@@ -32,6 +32,7 @@ from dlrover_agent.core import (
 )
 from dlrover_py.protocol.agents import (
     Assignment,
+    CheckResult,
     Directive,
     FailureKind,
     WorkerFailure,
@@ -40,6 +41,7 @@ from dlrover_py.protocol.agents import (
 from dlrover_py.protocol.errors import ExitCode
 
 RUN, WAIT, STOP = Directive.RUN, Directive.WAIT, Directive.STOP
+CHECK = Directive.CHECK
 TERM = Signalled("SIGTERM", 15)
 
 
@@ -342,6 +344,80 @@ def test_a_new_round_counts_its_steps_anew() -> None:
     assert core.progress.started_at_step == 31
 
 
+# --- checks before the training ---
+
+TIMES = {"matmul_s": 0.5, "allreduce_s": 0.25, "busbw_gb_s": 8.0}
+
+
+def checking(nproc: int = 2) -> Core:
+    core = Core(nproc=nproc)
+    told(core, Assigned(assignment(1, CHECK, check=4, round=0)))
+    assert core.phase is WorkerPhase.CHECKING
+    return core
+
+
+def test_a_check_is_taken_up_with_a_fresh_offer_and_is_no_round() -> None:
+    core = Core(nproc=2)
+    first = assignment(1, CHECK, check=4, round=0)
+    assert told(core, Assigned(first)) == [Renew(0), Report(), Start(first)]
+    assert (core.checks, core.follows) == (4, 0)
+    assert told(core, Assigned(assignment(2, CHECK, check=4, round=0))) == []
+
+
+def test_a_node_is_as_fast_as_its_slowest_worker() -> None:
+    core = checking()
+    told(core, Stepped(0, 0, 0, None, TIMES), Stepped(0, 1, 0, None, TIMES | {"matmul_s": 0.75}))
+    assert told(core, Ended(0, 0, None)) == []
+    assert core.check is None
+    assert told(core, Ended(0, 1, None)) == [Report()]
+    assert core.check == CheckResult(
+        passed=True, matmul_s=0.75, allreduce_s=0.25, algbw_gb_s=0.0, busbw_gb_s=8.0
+    )
+    assert core.progress is None
+    assert told(core, Emptied(0)) == [Report()]
+    assert core.phase is WorkerPhase.IDLE
+    first = assignment(2, RUN, round=1)
+    assert told(core, Assigned(first)) == [Renew(1), Report(), Start(first)]
+
+
+def test_a_check_that_fails_is_no_failure_of_the_workers() -> None:
+    core = checking()
+    effects = told(core, Ended(0, 1, failure(1)))
+    assert effects == [Report(), Stop("the check has failed", 0.0)]
+    assert core.check == CheckResult(passed=False, why="worker 1 exited with code 3")
+    assert core.failure is None
+    told(core, Ended(0, 0, failure(0)), Emptied(0))
+    assert core.phase is WorkerPhase.IDLE
+    assert core.check is not None
+    assert core.check.why == "worker 1 exited with code 3"
+
+
+def test_a_check_that_ends_without_a_result_has_failed() -> None:
+    core = checking(nproc=1)
+    told(core, Ended(0, 0, None))
+    assert core.check == CheckResult(passed=False, why="worker 0 ended without a result")
+
+
+def test_the_next_check_or_round_takes_the_place_of_a_check() -> None:
+    core = checking()
+    second = assignment(2, CHECK, check=5, round=0, reason="again")
+    assert told(core, Assigned(second)) == [Renew(0), Report(), Stop("again", 1.0)]
+    assert (core.checks, core.check) == (5, None)
+    assert told(core, Ended(0, 0, failure())) == [], "news of the older one"
+    assert told(core, Emptied(0)) == [Start(second)]
+    first = assignment(3, RUN, round=1)
+    told(core, Assigned(first))
+    assert told(core, Emptied(0)) == [Start(first)]
+    assert core.check is None
+
+
+def test_a_check_is_called_off() -> None:
+    core = checking()
+    assert told(core, Assigned(assignment(2, WAIT, round=0))) == [Stop("a test", 1.0)]
+    assert told(core, Emptied(0)) == [Report()]
+    assert (core.phase, core.check) == (WorkerPhase.IDLE, None)
+
+
 # --- all of it, in any order ---
 
 
@@ -351,6 +427,7 @@ class Workers:
 
     round: int
     alive: set[int]
+    check: bool = False
     ordered: bool = False
     """They were told to stop, or killed, before they had all ended."""
 
@@ -362,6 +439,7 @@ class Master:
     term: int = 1
     version: int = 0
     round: int = 0
+    check: int = 0
     sent: list[Assignment] = field(default_factory=list)
 
 
@@ -414,11 +492,15 @@ class AgentMachine(RuleBasedStateMachine):
                 assert self.workers is None, "workers of two rounds overlap"
                 assert self.last is None, f"a start although {self.last}"
                 assert self.newest is not None
-                assert new.directive is self.newest.directive is RUN, "it was called off"
+                assert new.directive is self.newest.directive, "it was called off"
+                assert new.directive in (RUN, CHECK)
                 assert new.round == self.newest.round, "the master has a newer round"
-                assert not self.started or new.round > self.started[-1]
-                self.started.append(new.round)
-                self.workers = Workers(new.round, set(range(self.nproc)))
+                assert new.check == self.newest.check, "the master has a newer check"
+                check = new.directive is CHECK
+                self.workers = Workers(new.round, set(range(self.nproc)), check)
+                if not check:
+                    assert not self.started or new.round > self.started[-1]
+                    self.started.append(new.round)
             case Stop() | Kill():
                 assert self.workers is not None, "there is nobody to stop"
                 if self.workers.alive:
@@ -441,7 +523,7 @@ class AgentMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.exit is None)
     @rule(
-        directive=st.sampled_from([RUN, RUN, RUN, WAIT]),
+        directive=st.sampled_from([RUN, RUN, RUN, CHECK, WAIT]),
         new_term=st.sampled_from([False, False, False, True]),
         new_round=st.booleans(),
     )
@@ -450,9 +532,11 @@ class AgentMachine(RuleBasedStateMachine):
         if new_term:
             master.term, master.version = master.term + 1, 0
         master.version += 1
-        over = self.newest is None or self.newest.directive is not RUN
+        over = self.newest is None or self.newest.directive is not directive
         if directive is RUN and (new_round or over):  # what was called off never runs again
             master.round += 1
+        if directive is CHECK and (new_round or over):
+            master.check += 1
         new = Assignment(
             term=master.term,
             version=master.version,
@@ -460,6 +544,7 @@ class AgentMachine(RuleBasedStateMachine):
             directive=directive,
             reason="a test",
             round=master.round,
+            check=master.check if directive is CHECK else 0,
             exit_code=42,
         )
         master.sent.append(new)
@@ -467,6 +552,7 @@ class AgentMachine(RuleBasedStateMachine):
         if directive is STOP and self.last is None:
             self.last = "stop"
         again = directive is RUN and new.round <= self.core.follows
+        again |= directive is CHECK and new.check <= self.core.checks
         effects = self.tell(Assigned(new))
         if again:
             assert effects == [], "a round that is known asks for nothing"
@@ -509,7 +595,7 @@ class AgentMachine(RuleBasedStateMachine):
             return
         rank = sorted(workers.alive)[pick % len(workers.alive)]
         workers.alive.discard(rank)
-        if not workers.ordered and self.last is None:
+        if not workers.ordered and self.last is None and not workers.check:
             if fails:
                 self.verdicts[workers.round] = "failed"
             elif not workers.alive:
@@ -558,6 +644,10 @@ class AgentMachine(RuleBasedStateMachine):
             assert self.workers is not None
             assert self.workers.round == core.follows
             assert not self.workers.ordered
+            assert not self.workers.check
+        if core.phase is WorkerPhase.CHECKING:
+            assert self.workers is not None
+            assert self.workers.check
         if core.phase is WorkerPhase.IDLE:
             assert self.workers is None
         if self.newest is not None:

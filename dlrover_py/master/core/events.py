@@ -10,6 +10,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from dlrover_py.master.core.health import Mark
 from dlrover_py.master.core.rendezvous import World
 from dlrover_py.protocol.agents import AgentReport, Assignment, WorkerFailure
 from dlrover_py.protocol.job import ElasticJob
@@ -33,6 +34,8 @@ class Rules:
     forgive_after_s: float = 300.0
     stop_grace_s: float = 1.0
     drain_grace_s: float = 30.0
+    check_s: float = 300.0
+    """A step of checks has failed where it takes longer, imports included."""
     exchange_s: float = 2.0
     join_timeout_s: float = math.inf
     """With fewer nodes than the minimum for so long, the job has failed."""
@@ -212,6 +215,9 @@ class Journal(_Kept):
     world: World | None = None
     round: Round = Round(0)
     opening: Opening | None = None
+    checks: int = 0
+    """Number of the newest step of checks."""
+    marks: dict[NodeId, Mark] = Field(default_factory=dict)
     succeeded: list[NodeId] = Field(default_factory=list)
     nodes: list[NodeRecord] = Field(default_factory=list)
     vacancies: list[int] = Field(default_factory=list)

@@ -33,6 +33,7 @@ from dlrover_py.master.core.events import (
     Step,
     Vacancy,
 )
+from dlrover_py.master.core.health import Finding, Health, Verdict
 from dlrover_py.master.core.nodes import Heard, Node, Nodes, Pace, Standing, pace
 from dlrover_py.master.core.policy import (
     Budgets,
@@ -85,6 +86,10 @@ TOLD_SINGLY = 8
 NAMED = 16
 """Nodes that a sentence names; of more it gives the number."""
 
+TAKEN_UP = (Directive.RUN, Directive.CHECK)
+"""What an agent uses its offer for."""
+SHOWN = 8
+"""Nodes or groups that an event names."""
 HEALTHY: tuple[Kind, ...] = ("scale", "join")
 """A round that waits for these still runs: it may yet fail or succeed."""
 
@@ -106,6 +111,7 @@ class Job:
         self.round = Round(0)
         self.opening: Opening | None = None
         self.succeeded: set[NodeId] = set()
+        self.health = Health()
         self.vacancies: list[Vacancy] = []
         self.exhausted = 0
         self.next_node = 0
@@ -134,6 +140,11 @@ class Job:
         self._records: dict[NodeId, tuple[tuple[object, ...], NodeRecord]] = {}
         self._shown: dict[NodeId, tuple[tuple[object, ...], NodeStatus]] = {}
         self._ordered: tuple[int, list[Node]] = (-1, [])
+        self._checking: dict[NodeId, World] = {}
+        """The group that a node is, or was last, checked in."""
+        self._check_from: float | None = None
+        """Since when there are nodes to be checked."""
+        self._check_event = 0
         self._cause: dict[Round, tuple[int, float]] = {}
         self._now, self._wall = now, wall
         self._out = Step()
@@ -154,9 +165,11 @@ class Job:
         self._suspend_or_resume()
         self._find_culprit()
         self._forgive()
-        self._plan_nodes()
-        if self._form():
-            self._plan_nodes()  # who was left out may be one too many
+        self._check_nodes()
+        self._go_on()
+        while self._check_nodes():  # a node of a check may have been dismissed or taken up
+            self._go_on()
+        self._end_checks()
         self._settle()
         # What `resume` has left to do is in the first step's answer.
         out, self._out = self._out, Step()
@@ -165,6 +178,11 @@ class Job:
             self._dirty = False
             out.journal = self.journal()
         return out
+
+    def _go_on(self) -> None:
+        self._plan_nodes()
+        if self._form():
+            self._plan_nodes()  # who was left out may be one too many
 
     @classmethod
     def resume(
@@ -184,6 +202,8 @@ class Job:
         self.phase, self.reason = journal.phase, journal.reason
         self.world, self.round = journal.world, journal.round
         self.succeeded = set(journal.succeeded)
+        marks = {n: mark.model_copy(deep=True) for n, mark in journal.marks.items()}
+        self.health = Health(journal.checks, marks)
         self.next_node = journal.next_node
         self.vacancies = [Vacancy(relaunches=r, not_before=now) for r in journal.vacancies]
         self.exhausted = journal.exhausted
@@ -233,6 +253,8 @@ class Job:
             round=self.round,
             opening=self.opening,
             succeeded=sorted(self.succeeded),
+            checks=self.health.number,
+            marks=self.health.marks,
             nodes=[self._node_record(n) for n in present],
             vacancies=[v.relaunches for v in self.vacancies],
             exhausted=self.exhausted,
@@ -325,6 +347,9 @@ class Job:
         if report.leaving and not node.leaving:
             self._node_leaving(node, report.leaving)
         self._dirty |= heard is Heard.BORN
+        if heard is Heard.BORN:
+            self._uncheck(node)
+        self._check_reported(node, report)
         if self._runs(node) and report.follows == self.round:
             self._round_reported(node, report)
         if self._assignments.get(node.id) is None or heard is Heard.BORN:
@@ -335,6 +360,10 @@ class Job:
 
         Only the one master that holds the journal's lock gets here, so nobody is overtaken.
         """
+        if report.checks > self.health.number:  # else the agent would not take up the next one
+            self.health = Health(report.checks, self.health.marks)
+            self._checking.clear()
+            self._dirty = True
         if report.have_term <= self.term and report.follows <= self.round:
             return
         self.term = Term(max(self.term, report.have_term + 1))
@@ -540,6 +569,7 @@ class Job:
     def _node_leaving(self, node: Node, why: str) -> None:
         """It goes, with notice: the others go on without it at once, and nobody is charged."""
         self.nodes.leave(node, why)
+        self._uncheck(node)
         event = self._record("NodeLeaving", f"{node.id} is leaving: {why}", node=node.id)
         self.vacancies.append(Vacancy(relaunches=node.relaunches, not_before=self._now))
         self._dirty = True
@@ -561,6 +591,7 @@ class Job:
 
     def _node_lost(self, node: Node, why: str, *, free: bool) -> None:
         self.nodes.give_up(node)
+        self._uncheck(node)
         if self.rules.can_create:  # else it may live again, and versions only grow
             self._assignments.pop(node.id, None)
         self._dirty = True
@@ -575,20 +606,24 @@ class Job:
             "NodeLost", f"{node.id} is lost: {why}", node=node.id, warning=not free
         )
         if self.rules.can_create:
-            relaunches = node.relaunches + (0 if free else 1)
-            if relaunches <= self.job.worker.restart_count:
-                self.vacancies.append(self._vacancy(relaunches))
-            else:
-                self.exhausted += 1
-                self._record(
-                    "ReplacementsExhausted",
-                    f"{node.id} is not replaced: {node.relaunches} nodes were lost in its place "
-                    "without steady progress",
-                    node=node.id,
-                    cause=event,
-                    warning=True,
-                )
+            self._replace(node, event, free=free)
         self._miss(node, "loss", f"{node.id} is lost: {why}", event)
+
+    def _replace(self, node: Node, event: int, *, free: bool = False) -> None:
+        """Have its place filled again, as long as its budget lasts."""
+        relaunches = node.relaunches + (0 if free else 1)
+        if relaunches <= self.job.worker.restart_count:
+            self.vacancies.append(self._vacancy(relaunches))
+            return
+        self.exhausted += 1
+        self._record(
+            "ReplacementsExhausted",
+            f"{node.id} is not replaced: {node.relaunches} nodes were lost in its place "
+            "without steady progress",
+            node=node.id,
+            cause=event,
+            warning=True,
+        )
 
     def _listed(self, listed: frozenset[NodeId]) -> None:
         for node in list(self.nodes):
@@ -599,6 +634,177 @@ class Job:
             elif self.rules.can_create and not node.leaving and not self.phase.ended:
                 # The wish for it is still on its way, or was lost.
                 self._out.effects.append(CreateNode(node.id))
+
+    # --- checks before the training ---
+
+    def _check_reported(self, node: Node, report: AgentReport) -> None:
+        """Whether the node wishes to be checked, and how its check went."""
+        if report.check is not None:
+            self.health.take(node.id, report.checks, report.check)
+        if not report.precheck or node.leaving or self._runs(node):
+            return
+        if self.health.enter(node.id, node.incarnation, exclude_slow=report.exclude_straggler):
+            self._dirty = True
+        held = node.id in self.health.open
+        if held != node.held:
+            self.nodes.hold(node, held)
+
+    def _uncheck(self, node: Node) -> None:
+        """It goes, or is gone."""
+        self._checking.pop(node.id, None)
+        self.health.forget(node.id)
+
+    def _check_nodes(self) -> bool:
+        """End the step of checks that runs, and begin the next one; false if nothing changes."""
+        if self.phase.ended or self.phase is JobPhase.SUSPENDED:
+            return False
+        ran, number = self.health.runs, self.health.number
+        self.health.expire(self._now, self.rules.check_s)
+        self._found(self.health.judge())
+        changed = ran is not self.health.runs
+        self._dirty |= changed
+        if not (self.health.runs or self.phase.ended) and (able := self._can_be_checked()):
+            findings = self.health.plan(able, self._helpers())
+            self._found(findings)
+            if self.health.runs:
+                self._begin_checks()
+            changed |= bool(findings) or number != self.health.number
+        self._wake([self.health.due])
+        return changed
+
+    def _can_be_checked(self) -> list[NodeId]:
+        """Nodes for the next step; none as long as more can be expected that belong to it."""
+        nodes = (self.nodes[n] for n in sorted(self.health.open, key=id_key))
+        able = [n for n in nodes if n.report is not None and not n.report.warming]
+        if not able:
+            self._check_from = None
+            return []
+        if any(n.phase is not NodePhase.LIVE or n.acknowledged < n.told for n in able):
+            return []  # each reports within its lease, or is given up
+        if self.phase is not JobPhase.RUNNING and self.nodes.count(Standing.BUSY):
+            return []  # as soon as it has answered it can help
+        if self._check_from is None:
+            self._check_from = self._now
+        if self.phase is JobPhase.PENDING:
+            fit = self.nodes.count(Standing.READY)
+            if len(able) + fit < self._size().minimum:
+                return []
+            if self._size().fit(fit) and not self._checks_first():
+                return []  # the others start without these, who join them later
+        new = any(not self.health.marks[n.id].tried for n in able)
+        until = self._check_from + self.rules.replacement_wait_s
+        near = self.nodes.count(Standing.NEAR)
+        if new and near and self.phase is not JobPhase.FORMING and self._now < until:
+            self._wake([until])
+            return []
+        return [n.id for n in able]
+
+    def _checks_first(self) -> bool:
+        """Whether the first round waits: not for a node that comes when others have passed."""
+        health = self.health
+        if not health.open:
+            return False
+        passed = len(health.marks) > len(health.open)
+        return health.runs or not passed or any(health.marks[n].tried for n in health.open)
+
+    def _helpers(self) -> list[NodeId]:
+        """Good nodes that do nothing: whoever trains is not disturbed."""
+        trains = self.world.rank_of if self.world and self.phase is JobPhase.RUNNING else {}
+        return [
+            n
+            for n, mark in self.health.marks.items()
+            if mark.verdict is Verdict.GOOD
+            and n not in trains
+            and self.nodes[n].standing is Standing.READY
+        ]
+
+    def _begin_checks(self) -> None:
+        """Tell the nodes of each group."""
+        groups = self.health.groups
+        self.health.due = self._now + self.rules.check_s
+        for group in groups:
+            there = [(n, n.report) for n in map(self.nodes.__getitem__, group) if n.report]
+            candidates = [Candidate(n.id, n.incarnation, r.nproc, n.topology) for n, r in there]
+            members = arrange(candidates, len(candidates))
+            offer = next(r.offer for n, r in there if n.id == members[0].node)
+            number = Round(self.health.number)
+            for node_id in group:
+                self._checking[node_id] = World(
+                    round=number, members=members, master_addr=offer.addr, master_port=offer.port
+                )
+        words = ", ".join("+".join(group) for group in groups[:SHOWN])
+        words += f", and {len(groups) - SHOWN} more groups" if len(groups) > SHOWN else ""
+        cause = self._check_event or (self.opening.cause if self.opening else None)
+        words = f"check {self.health.number}: {words}"
+        self._check_event = self._record("CheckStarted", words, cause=cause)
+        self._dirty = True
+        for group in groups:
+            for node_id in group:
+                self._greet(self.nodes[node_id])
+
+    def _found(self, findings: Sequence[Finding]) -> None:
+        """The checks have shown something."""
+        good = [f for f in findings if f.verdict is Verdict.GOOD]
+        self._dirty |= bool(findings)
+        if good:
+            words = "; ".join(f"{f.nodes[0]} {f.words}" for f in good[:SHOWN])
+            words += f"; and {len(good) - SHOWN} more" if len(good) > SHOWN else ""
+            words = f"{len(good)} nodes are fit to train: {words}"
+            cause = self._check_event or None
+            self._check_event = self._record("NodesChecked", words, cause=cause)
+        for finding in findings:
+            node = self.nodes[finding.nodes[0]]
+            if finding.verdict is Verdict.GOOD:
+                self.nodes.hold(node, False)
+            elif finding.verdict is Verdict.OPEN:
+                words = f"{' and '.join(finding.nodes)}: {finding.words}; checked again"
+                cause = self._check_event or None
+                self._record("NodesSuspected", words, cause=cause, warning=True)
+        for finding in findings:  # once it is known who is left
+            if finding.verdict in (Verdict.BAD, Verdict.SLOW) and not self.phase.ended:
+                self._exclude(self.nodes[finding.nodes[0]], finding)
+        opening = self.opening
+        if good and opening is not None and opening.kind == "start":
+            opening.cause = self._check_event
+
+    def _exclude(self, node: Node, finding: Finding) -> None:
+        """The node is not fit to train: another takes its place, or the others do without it."""
+        worker = self.job.worker
+        left = self.nodes.present - 1
+        enough = left >= worker.minimum
+        if self.rules.can_create:
+            places = worker.replicas + worker.standby_replicas - self.exhausted - 1
+            enough = node.relaunches < worker.restart_count or places >= worker.minimum
+        slow = finding.verdict is Verdict.SLOW
+        words = f"{node.id} is {'slow' if slow else 'not fit to train'}: {finding.words}"
+        if slow and not enough:
+            self._record(
+                "NodeSlow", f"{words}; it is kept, for too few would be left", node=node.id
+            )
+            self.health.decide(node.id, Verdict.GOOD)
+            self.nodes.hold(node, False)
+            return
+        event = self._record(
+            "NodeExcluded", words, node=node.id, cause=self._check_event or None, warning=True
+        )
+        if not enough:
+            message = f"{words}; fewer than {worker.minimum} nodes are left"
+            self._end(JobPhase.FAILED, "NetworkCheckFailed", message, cause=event)
+            return
+        if self.rules.can_create:
+            self._replace(node, event)
+        self._dismiss(node, words, ExitCode.FAILED)
+
+    def _end_checks(self) -> None:
+        """Who passed is told what comes next; others are not until they are checked again, for
+        only by taking up a check does an agent come to make another offer."""
+        if self.health.runs or self.phase.ended:
+            return
+        for node_id in list(self._checking):
+            node = self.nodes[node_id]
+            if not node.held and node.acknowledged >= node.told:
+                del self._checking[node_id]
+                self._greet(node)
 
     # --- what follows ---
 
@@ -672,6 +878,7 @@ class Job:
     def _dismiss(self, node: Node, why: str, code: ExitCode) -> None:
         """Let a node end."""
         self.nodes.leave(node, why)
+        self._uncheck(node)
         self._dirty = True
         if node.incarnation:
             self._assign(node, Directive.STOP, why, exit_code=int(code))
@@ -698,16 +905,20 @@ class Job:
         opening = self.opening
         if opening is None or opening.hold_until is not None:
             return False
+        if opening.kind == "start" and self._checks_first():
+            self.reason = f"{len(self.health.open)} nodes are checked first ({opening.reason})"
+            return False
         if self._last_call(size, ready, opening):
             return False
-        near = self._near(opening)
+        near, waited = self._near(opening), bool(self.health.marks)
         counts = Counts(ready, self.nodes.count(Standing.BUSY), near)
         answer = verdict(
             size,
             counts,
             opened_at=opening.since,
             now=self._now,
-            wait_s=self.rules.replacement_wait_s,
+            # Who was near has been waited for before the check.
+            wait_s=0.0 if opening.kind == "start" and waited else self.rules.replacement_wait_s,
         )
         if isinstance(answer, Form):
             if opening.kind == "join" and answer.size <= current:
@@ -829,6 +1040,9 @@ class Job:
             master_addr=first.offer.addr,
             master_port=first.offer.port,
         )
+        for member in members:  # a good one that helped with the check of others
+            if self._checking.pop(member.node, None) is not None:
+                self.health.withdraw(member.node)
         if opening.kind in ("failure", "loss"):
             self.restart_count += 1
         if opening.kind != "start":
@@ -873,6 +1087,9 @@ class Job:
             and (self.phase is JobPhase.RUNNING or self._is_due(node))
         ):
             self._assign(node, Directive.RUN, self.reason)
+        elif node.id in self._checking:
+            names = " and ".join(m.node for m in self._checking[node.id].members)
+            self._assign(node, Directive.CHECK, f"{names} are checked")
         else:
             waits = "standby" if self.phase is JobPhase.RUNNING else "the next round is forming"
             self._assign(node, Directive.WAIT, waits)
@@ -893,6 +1110,8 @@ class Job:
             return  # who has not spoken to this master yet is told when it does
         old = self._assignments.get(node.id)
         world = self.world if directive is Directive.RUN else None
+        if directive is Directive.CHECK:
+            world = self._checking[node.id]
         rank = world.rank_of[node.id] if world is not None else 0
         place = world.members[rank] if world is not None else None
         assignment = Assignment(
@@ -902,6 +1121,7 @@ class Job:
             directive=directive,
             reason=reason,
             round=self.round,
+            check=world.round if world is not None and directive is Directive.CHECK else 0,
             node_rank=rank,
             nnodes=len(world.members) if world is not None else 0,
             rank_offset=place.rank_offset if place is not None else 0,
@@ -1154,7 +1374,7 @@ class Job:
             step=report.progress.step if report and report.progress else None,
             restarts=node.restarts,
             relaunches=node.relaunches,
-            message=node.leaving or node.message or _warming(node),
+            message=node.leaving or node.message or _busy(node),
         )
         self._shown[node.id] = made_from, status
         return status
@@ -1200,5 +1420,7 @@ def _joined(nodes: Iterable[NodeId]) -> str:
     return ", ".join(named[:NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-def _warming(node: Node) -> str:
-    return "imports what its workers will need" if node.report and node.report.warming else ""
+def _busy(node: Node) -> str:
+    if node.report and node.report.warming:
+        return "imports what its workers will need"
+    return "is checked before it trains" if node.held else ""

@@ -31,7 +31,7 @@ class Standing(Enum):
     READY = auto()  # has taken in all that it was told: its offer is good
     BUSY = auto()  # a member that has not answered yet to what it was told, or is suspect
     NEAR = auto()  # its process runs and its agent will speak soon; or a suspect standby
-    PENDING = auto()  # the platform has no place for it yet, or it gets warm: not waited for
+    PENDING = auto()  # no place for it yet, or it gets warm or is checked: not waited for
     OUT = auto()  # leaving or gone
 
 
@@ -68,6 +68,8 @@ class Node:
     """Worker failures charged to it since the last steady progress."""
     relaunches: int = 0
     """Nodes that were lost before it in the same place since the last steady progress."""
+    held: bool = False
+    """It is not known yet whether it is fit to train."""
 
     @property
     def standing(self) -> Standing:
@@ -78,6 +80,8 @@ class Node:
             return Standing.PENDING
         if self.phase is NodePhase.STARTING:
             return Standing.NEAR
+        if self.held:
+            return Standing.PENDING
         if self.phase is NodePhase.SUSPECT or self.report is None:
             return Standing.BUSY if self.told else Standing.NEAR
         if self.report.warming:
@@ -268,6 +272,11 @@ class Nodes:
         node.told = version
         self._index(node)
 
+    def hold(self, node: Node, held: bool) -> None:
+        """No round has the node as long as it is held."""
+        node.held = held
+        self._index(node)
+
     def leave(self, node: Node, why: str) -> None:
         """The node is about to go: no further round has it."""
         node.leaving = why
@@ -324,6 +333,7 @@ class Nodes:
             node.former_boots.add(node.boot_id)
         node.boot_id, node.seq = boot_id, -1
         node.told = node.acknowledged = 0
+        node.held = False
         if boot_id:
             node.incarnation = Incarnation(node.incarnation + 1)
         self._index(node)
