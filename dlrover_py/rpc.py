@@ -27,6 +27,8 @@ from dlrover_py.protocol.errors import (
 from dlrover_py.protocol.names import ENV_CA_FILE, MASTER_NAME
 
 CONNECT_S = 5.0
+EYEBALLS_S = 0.25
+"""An address that does not answer by then has the next one tried beside it (RFC 8305)."""
 _CHUNK = 65536
 
 
@@ -129,7 +131,7 @@ class Client:
                 reply = await self._exchange(method, path, body)
         except ssl.SSLError as error:
             raise self._distrust(error) from error
-        except (OSError, TimeoutError, h11.RemoteProtocolError) as error:
+        except (OSError, TimeoutError, UnicodeError, h11.RemoteProtocolError) as error:
             words = f"{self.address}: {_words(error, deadline_s)}"
             if isinstance(error, ConnectionResetError) and self._may_miss_tls:
                 words += f"; if it expects TLS, {ENV_CA_FILE} has to name its authority's file"
@@ -215,7 +217,11 @@ class Client:
             host, _, port = self.address.rpartition(":")
             name = None if self._tls is None else MASTER_NAME
             reader, writer = await asyncio.open_connection(
-                host.strip("[]"), int(port), ssl=self._tls, server_hostname=name
+                host.strip("[]"),
+                int(port),
+                ssl=self._tls,
+                server_hostname=name,
+                happy_eyeballs_delay=EYEBALLS_S,
             )
             watch_silence(writer.get_extra_info("socket"), self._silence_s)
         return _Connection(reader, writer)

@@ -7,6 +7,7 @@ runs our master, or this machine alone does.
 
 import contextlib
 import importlib.util
+import itertools
 import logging
 import os
 import re
@@ -45,7 +46,7 @@ NOT_IN_JOB = (
 )
 """What the job's spec, or its platform, says."""
 SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-OTHER_DEVICES = ("/dev/kfd", "/dev/dri", "/dev/accel", "/dev/davinci_manager")
+OTHER_DEVICES = ("/dev/dxg", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/davinci_manager")
 """Where there may be an accelerator that is no NVIDIA GPU."""
 _RUN_PATH = (
     "import sys; from torch.distributed.elastic.multiprocessing.errors import record\n"
@@ -107,7 +108,20 @@ def _signals_wait(numbers: Sequence[signal.Signals]) -> Iterator[None]:
     try:
         yield
     finally:
+        while signal.sigtimedwait(numbers, 0) is not None:
+            pass  # it ends already: a second one must not take its last words from it
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _wait(numbers: Sequence[signal.Signals], seconds: float) -> None:
+    """Wait for so long, or until one of the signals, which are blocked meanwhile.
+
+    Raises:
+        DLRoverError: one came.
+    """
+    info = signal.sigtimedwait(numbers, seconds)
+    if info is not None:
+        raise DLRoverError(f"the agent received {signal.Signals(info.si_signo).name}")
 
 
 def _member(flags: Flags, settings: Settings, command: Command) -> "Outcome":
@@ -128,14 +142,14 @@ def _own(flags: Flags, settings: Settings, command: Command) -> "Outcome":
     if not endpoint.host or endpoint.hosts or (endpoint.hosts is None and endpoint.is_here()):
         try:
             with OwnMaster(endpoint, secret) as master:
-                own = _settings(endpoint, settings, master.address, hosting=True)
+                own = _settings(endpoint, settings, master.address, command)
                 return _work(own, command, master.token, flags.max_restarts, master.keep)
         except Taken as taken:
             if endpoint.hosts:
                 words = f"{taken}: this node is to run the master there; free it, or name another"
                 raise ConfigError(words) from taken
     host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
-    own = _settings(endpoint, settings, f"{host}:{endpoint.port}", hosting=False)
+    own = _settings(endpoint, settings, f"{host}:{endpoint.port}", command)
     try:
         return _work(own, command, secret or endpoint.token, flags.max_restarts)
     except Unreachable as error:
@@ -150,13 +164,13 @@ def _own(flags: Flags, settings: Settings, command: Command) -> "Outcome":
         ) from error
 
 
-def _settings(endpoint: Endpoint, given: Settings, address: str, *, hosting: bool) -> Settings:
+def _settings(endpoint: Endpoint, given: Settings, address: str, command: Command) -> Settings:
     return Settings(
         master_addr=address,
         own_master=endpoint.most > 1,
         node_id=endpoint.node_id(),
         job_name=endpoint.run_id,
-        advertise=endpoint.advertised(hosting=hosting),
+        advertise=endpoint.advertised(lambda seconds: _wait(command.signals, seconds)),
         connect_s=given.connect_s if not endpoint.host else endpoint.connect_s,
         environ=given.environ,
     )
@@ -322,12 +336,17 @@ def count_gpus(visible: str | None) -> int:
     """GPUs of this node, without initialising any of them.
 
     Args:
-        visible: CUDA_VISIBLE_DEVICES; its entries (indices, UUIDs, MIG names) are counted.
+        visible: CUDA_VISIBLE_DEVICES; its entries (indices, UUIDs, MIG names) are counted as
+            CUDA reads them: up to a negative one, and none if one is there twice.
     """
     if visible is not None:
-        return len([d for d in visible.split(",") if d.strip() and d.strip() != "-1"])
+        words = [word.strip() for word in visible.split(",")]
+        taken = list(itertools.takewhile(lambda word: word and word[0] != "-", words))
+        return len(taken) if len(set(taken)) == len(taken) else 0
     folder = Path("/proc/driver/nvidia/gpus")
-    return len(list(folder.iterdir())) if folder.is_dir() else 0
+    listed = len(list(folder.iterdir())) if folder.is_dir() else 0
+    ours = len(list(Path("/dev").glob("nvidia[0-9]*")))  # a container may see the host's list
+    return min(listed, ours) if ours else listed
 
 
 if __name__ == "__main__":

@@ -16,9 +16,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Mapping
+import uuid
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -32,15 +32,26 @@ log = logging.getLogger("agent.endpoint")
 
 FAREWELL_S = 8.0
 """The other nodes must have been told of the job's end by then."""
-JOIN_TIMEOUT_S = 600.0
-LAST_CALL_S = 5.0
-CONF = ("join_timeout", "last_call_timeout", "read_timeout", "timeout", "is_host", "rank")
+CONF = ("join_timeout", "last_call_timeout", "read_timeout", "timeout", "is_host")
 """Keys of ``--rdzv-conf`` that mean here what they mean to torchrun."""
 LEASE = ("keep_alive_interval", "keep_alive_max_attempt")
+TIMES: Mapping[str, str] = {
+    "join_timeout": "JOIN_TIMEOUT_S",
+    "last_call_timeout": "LAST_CALL_S",
+    "lastcall_timeout": "LAST_CALL_S",
+}
+DEFAULTS: Mapping[str, str] = {
+    "DLROVER_MASTER_LOG_LEVEL": "WARNING",
+    "DLROVER_MASTER_JOIN_TIMEOUT_S": "600",
+    "DLROVER_MASTER_LAST_CALL_S": "5",
+}
+"""Settings of the master that neither the flags nor the environment say."""
+A_DAY = 86400.0
 NOT_USED: Mapping[str, str] = {
     "store_type": "the rendezvous is our master's; it has no store",
     "close_timeout": "a job is closed by its end",
     "heartbeat_timeout": "a closed connection is seen at once",
+    "rank": "--node-rank says it",
     "pend_timeout": "a node that is not needed yet stands by as long as the job lives",
 }
 
@@ -75,24 +86,23 @@ class Endpoint:
             ConfigError: they contradict each other, or make no sense.
         """
         fewest, most = given.nodes(flags.nnodes)
+        backend, target = flags.rdzv_backend, flags.rdzv_endpoint
+        static = backend == "static"
+        if flags.standalone or (static and not target and flags.master_port is None and most == 1):
+            if fewest > 1:
+                words = f"--nnodes is {flags.nnodes}: --standalone is a job of exactly one node"
+                raise ConfigError(words)
+            return cls(run_id=str(uuid.uuid4()), local_addr=flags.local_addr)
         unit = flags.node_unit
         if unit < 1 or most % unit or fewest % unit:
             raise ConfigError(
                 f"--node-unit is {unit} and --nnodes {flags.nnodes}: expected multiples of the unit"
             )
-        backend, target = flags.rdzv_backend, flags.rdzv_endpoint
-        static = backend == "static"
         if not (static or backend in ("c10d", "dlrover")):
             raise ConfigError(
                 f"--rdzv-backend is {backend!r}: expected c10d or static; our own master does the "
                 "rendezvous, at the node that --rdzv-endpoint names, and needs no other service"
             )
-        run_id = flags.rdzv_id
-        if flags.standalone or (static and not target and flags.master_port is None and most == 1):
-            if most > 1:
-                words = f"--nnodes is {flags.nnodes}: --standalone is a job of exactly one node"
-                raise ConfigError(words)
-            return cls(run_id=f"standalone-{os.getpid()}", local_addr=flags.local_addr)
         conf = given.conf(flags.rdzv_conf)
         rank = None
         if static:
@@ -101,11 +111,12 @@ class Endpoint:
                     f"--nnodes is {flags.nnodes} with the static rendezvous: expected one number; "
                     "for MIN:MAX give --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT"
                 )
-            rank = _count(conf, "rank", flags.node_rank)
+            rank = flags.node_rank
             if not 0 <= rank < most:
                 words = f"--node-rank is {rank} and --nnodes {most}"
                 raise ConfigError(f"{words}: expected a rank from 0 to {most - 1}")
-            target = target or f"{flags.master_addr}:{flags.master_port or STATIC_PORT}"
+            at = STATIC_PORT if flags.master_port is None else flags.master_port
+            target = target or f"{flags.master_addr}:{at}"
         host, port = given.endpoint(target, STATIC_PORT if static else C10D_PORT)
         if port == 0 and most > 1:
             raise ConfigError("the endpoint has port 0: other nodes could not find it; name a port")
@@ -114,7 +125,7 @@ class Endpoint:
             hosts = conf["is_host"].lower() in ("1", "true", "t", "yes", "y")
         timeout = "timeout" if static else "read_timeout"
         return cls(
-            run_id=run_id,
+            run_id=flags.rdzv_id,
             fewest=fewest,
             most=most,
             node_unit=unit,
@@ -133,15 +144,10 @@ class Endpoint:
         return hashlib.sha256(b"dlrover run id\0" + self.run_id.encode()).hexdigest()
 
     def is_here(self) -> bool:
-        """Whether the endpoint's host is an address of this machine."""
-        for family, address in _resolved(self.host):
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                try:
-                    probe.bind((address, 0))
-                except OSError:
-                    continue
-                return True
-        return False
+        """Whether the endpoint's host is this machine, by its name or an address of it."""
+        if self.host in ("localhost", socket.gethostname(), socket.getfqdn()):
+            return True  # a cluster's name service may not know us yet
+        return any(_is_ours(family, address) for family, address in _resolved(self.host))
 
     def node_id(self) -> str:
         """Under which this node reports: the order of the ids is the first order of the ranks."""
@@ -150,9 +156,11 @@ class Endpoint:
         name = re.sub(r"[^a-z0-9-]+", "-", socket.gethostname().lower()).strip("-") or "node"
         return f"{name}-{os.getpid()}-{secrets.token_hex(2)}"  # containers may share both
 
-    def advertised(self, *, hosting: bool) -> str:
+    def advertised(self, pause: Callable[[float], None]) -> str:
         """The address at which others reach this node.
 
+        Args:
+            pause: waits for so many seconds.
         Raises:
             Unreachable: the endpoint's name means nothing for longer than ``connect_s``.
         """
@@ -160,35 +168,46 @@ class Endpoint:
             return self.local_addr
         if not self.host:
             return "127.0.0.1"
-        if hosting:
-            return self.host
+        if self.hosts or self.is_here():
+            return self.host  # what it means here (127.0.1.1) may be nothing elsewhere
         deadline = time.monotonic() + self.connect_s
-        pause = threading.Event()
         while True:  # in a cluster a name may come up after who asks for it
             for family, address in _resolved(self.host):
-                with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                    try:
-                        probe.connect((address, self.port))  # sends nothing: picks the route
-                    except OSError:
-                        continue
-                    return str(probe.getsockname()[0])
+                if source := _source(family, address):
+                    return source
             if time.monotonic() > deadline:
                 words = f"endpoint {self.host}: no such host within {self.connect_s:g} s"
                 raise Unreachable(f"{words}; see --rdzv-endpoint")
-            pause.wait(0.5)
+            pause(0.5)
 
 
 def _resolved(host: str) -> list[tuple[socket.AddressFamily, str]]:
     """Addresses of a host; none if there is no such name (yet)."""
     try:
         found = socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)
-    except OSError:
+    except (OSError, UnicodeError):
         return []
     return [(family, str(address[0])) for family, _, _, _, address in found]
 
 
+def _source(family: socket.AddressFamily, address: str) -> str:
+    """Our address on the way to another; empty if there is no way."""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 1))  # sends nothing: picks the route
+        except OSError:
+            return ""
+        return str(probe.getsockname()[0])
+
+
+def _is_ours(family: socket.AddressFamily, address: str) -> bool:
+    """The way to an address of our own begins there, or on the loopback device."""
+    source = _source(family, address)
+    return bool(source) and (source in (address, "::1") or source.startswith("127."))
+
+
 def _rules(conf: Mapping[str, str]) -> dict[str, str]:
-    """Settings of the master, from ``--rdzv-conf``."""
+    """Settings of the master that ``--rdzv-conf`` asks for."""
     for key in conf:
         if key in NOT_USED:
             log.warning("flag_not_used", extra={"flag": f"--rdzv-conf {key}", "why": NOT_USED[key]})
@@ -196,14 +215,14 @@ def _rules(conf: Mapping[str, str]) -> dict[str, str]:
             raise ConfigError(
                 f"--rdzv-conf has {key!r}: expected one of {', '.join((*CONF, *LEASE))}"
             )
-    late = "lastcall_timeout" if "lastcall_timeout" in conf else "last_call_timeout"
-    rules = {
-        "JOIN_TIMEOUT_S": _seconds(conf, "join_timeout", JOIN_TIMEOUT_S),
-        "LAST_CALL_S": _seconds(conf, late, LAST_CALL_S),
-    }
+    rules = {name: _seconds(conf, key, 0.0) for key, name in TIMES.items() if key in conf}
     if any(key in conf for key in LEASE):
-        lease = _seconds(conf, LEASE[0], 5.0) * _count(conf, LEASE[1], 3)
+        lease = _seconds(conf, LEASE[0], 5.0) * _seconds(conf, LEASE[1], 3)
         rules |= {"LEASE_S": lease, "EXCHANGE_S": min(1.0, lease / 2)}
+    for name, value in rules.items():
+        if value > A_DAY:
+            words = f"--rdzv-conf: {name.lower()} comes to {value:g}: expected at most a day"
+            raise ConfigError(words)
     return {f"DLROVER_MASTER_{name}": f"{value:g}" for name, value in rules.items()}
 
 
@@ -213,15 +232,8 @@ def _seconds(conf: Mapping[str, str], key: str, default: float) -> float:
     except ValueError:
         value = -1.0
     if not value > 0:
-        raise ConfigError(f"--rdzv-conf {key} is {conf[key]!r}: expected seconds")
+        raise ConfigError(f"--rdzv-conf {key} is {conf[key]!r}: expected a number above 0")
     return value
-
-
-def _count(conf: Mapping[str, str], key: str, default: int) -> int:
-    text = conf.get(key, str(default))
-    if not text.isdigit():
-        raise ConfigError(f"--rdzv-conf {key} is {text!r}: expected a number")
-    return int(text)
 
 
 class Taken(Exception):
@@ -258,7 +270,8 @@ class OwnMaster:
             argv = [sys.executable, "-m", "dlrover_py.master", "--static", self._document()]
             argv += ["--state-dir", str(self._folder), "--token-file", str(token_file)]
             argv += ["--listen-fd", str(job.fileno()), "--health-fd", str(health.fileno())]
-            self._argv = [*argv, "--lifeline-fd", str(self._read)]
+            # If we are killed, it removes the folder.
+            self._argv = [*argv, "--lifeline-fd", str(self._read), "--temporary"]
             self._process = self._spawn()
         except BaseException:
             self._clean()
@@ -329,11 +342,11 @@ class OwnMaster:
 
     def _spawn(self) -> "subprocess.Popen[bytes]":
         # A session of its own: Ctrl-C is the agent's affair.
-        rules = dict(self._endpoint.rules)
+        defaults = dict(DEFAULTS)
         if self._endpoint.most == 1:
             # Nobody could replace the one node, so that its silence (Ctrl-Z) means nothing.
-            rules |= {"DLROVER_MASTER_LEASE_S": "86400", "DLROVER_MASTER_SUSPECT_S": "86400"}
-        environ = {"DLROVER_MASTER_LOG_LEVEL": "WARNING", **rules, **os.environ}  # noqa: TID251
+            defaults |= {"DLROVER_MASTER_LEASE_S": "86400", "DLROVER_MASTER_SUSPECT_S": "86400"}
+        environ = {**defaults, **os.environ, **self._endpoint.rules}  # noqa: TID251
         keep = [*(s.fileno() for s in self._sockets), self._read]
         return subprocess.Popen(self._argv, pass_fds=keep, env=environ, start_new_session=True)
 

@@ -18,12 +18,12 @@ import tempfile
 import termios
 import time
 import tty
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from dlrover_agent.settings import Command
+from dlrover_agent.settings import Command, Output
 from dlrover_py.protocol.agents import Assignment
 from dlrover_py.protocol.errors import ConfigError
 
@@ -32,6 +32,7 @@ log = logging.getLogger("agent.logs")
 LAST_WORDS = 131_072
 """Bytes of standard error that are kept to explain a failure; some exceptions list a model."""
 OUT, ERR = 1, 2
+COUNT = "TORCHELASTIC_RESTART_COUNT"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +76,12 @@ class Logs:
         self._rounds = 0
         output = command.output
         self._folder: Path | None = None
+        self._specs: Callable[[Sequence[dict[str, str]]], list[Destination]] | None = None
         if output.specs is not None:
             from dlrover_agent.plugins import logs_specs
 
             self._specs = logs_specs(output, command.nproc, command.role)
-        elif output.log_dir is not None and str(output.log_dir) != os.devnull:
+        elif output.log_dir is not None and not _nowhere(output):
             self._folder = _folder(output.log_dir, run_id)
         elif output.log_dir is None and output.wants_files and command.log_dir is None:
             self._folder = _folder(Path(tempfile.gettempdir()), f"torchelastic_{run_id}")
@@ -94,24 +96,42 @@ class Logs:
 
         Args:
             a: the round.
-            envs: their environments; logs specs of others may look at them.
+            envs: their environments; logs specs of others may change them.
             scratch: for error files that need not stay.
         """
         folder = f"check_{a.check}"
         if not a.check:
             folder, self._rounds = f"attempt_{self._rounds}", self._rounds + 1
-        if self._command.output.specs is not None and not a.check:
-            found = self._specs(envs)
-        else:
+        found = self._of_specs(envs) if not a.check else []
+        if not found:
             found = [self._destination(a, folder, i, scratch) for i in range(len(envs))]
         if self._command.log_dir is None:
             return found
         return [self._for_platform(a, i, d) for i, d in enumerate(found)]
 
+    def _of_specs(self, envs: Sequence[dict[str, str]]) -> list[Destination]:
+        """As a plug-in wants it; none if there is no plug-in, or it has failed."""
+        if self._specs is None:
+            return []
+        counts = [env[COUNT] for env in envs]
+        for env in envs:  # it names, and clears, folders by this: one for each round
+            env[COUNT] = str(self._rounds - 1)
+        try:
+            return self._specs(envs)
+        except Exception as error:  # noqa: BLE001 - anything may go wrong in a class of others
+            why = f"{type(error).__name__}: {error}"
+            log.warning("logs_specs_failed", extra={"why": why, "then": "as without them"})
+            return []
+        finally:
+            for env, count in zip(envs, counts, strict=True):
+                env[COUNT] = count
+
     def _destination(
         self, a: Assignment, attempt: str, local_rank: int, scratch: Path
     ) -> Destination:
         output = self._command.output
+        if _nowhere(output):
+            return Destination(Stream(), Stream(), "")
         folder = shared = None
         if self._folder is not None:
             shared = self._folder / attempt
@@ -135,8 +155,7 @@ class Logs:
                     else None,
                 )
             )
-        nowhere = output.log_dir is not None and str(output.log_dir) == os.devnull
-        kept = folder or (None if nowhere else _made(scratch / f"{attempt}-{local_rank}"))
+        kept = folder or _made(scratch / f"{attempt}-{local_rank}")
         file = str(kept / "error.json") if kept is not None else ""
         return Destination(streams[0], streams[1], file)
 
@@ -154,6 +173,10 @@ class Logs:
             return replace(stream, files=files, shown=stream.shown and bool(stream.prefix))
 
         return replace(d, out=kept(d.out, "stdout.log"), err=kept(d.err, "stderr.log"))
+
+
+def _nowhere(output: Output) -> bool:
+    return output.log_dir is not None and str(output.log_dir) == os.devnull
 
 
 def _folder(base: Path, run_id: str) -> Path:
@@ -274,7 +297,7 @@ class Pump:
             terminal: our own stream is one, and the worker's is shown there as it is.
         """
         self._stream, self._console = stream, console if stream.shown else None
-        self._fd, self.end = _terminal() if terminal and stream.plain else os.pipe()
+        self._fd, self.end = (terminal and stream.plain and _terminal()) or os.pipe()
         """``end`` is the worker's, to be closed by who starts it."""
         self._files = [_File(path) for path in stream.files]
         self._filtered = _File(stream.filtered) if stream.filtered is not None else None
@@ -353,10 +376,13 @@ class Pump:
         return bytes(out)
 
 
-def _terminal() -> tuple[int, int]:
+def _terminal() -> tuple[int, int] | None:
     """Our end and the worker's of a terminal of the size of ours: it changes nothing of what is
-    written, and a progress bar finds what it looks for."""
-    ours, theirs = os.openpty()
+    written, and a progress bar finds what it looks for. None if there are no more of them."""
+    try:
+        ours, theirs = os.openpty()
+    except OSError:
+        return None
     tty.setraw(theirs)
     with contextlib.suppress(OSError):
         size = fcntl.ioctl(ERR, termios.TIOCGWINSZ, bytes(8))

@@ -78,7 +78,11 @@ class Reserved:
 
     def __init__(self, addr: str, *, listen: bool) -> None:
         self._listens = listen
-        self._socket = socket.socket(socket.AF_INET6 if ":" in addr else socket.AF_INET)
+        # As torch's TCPStore: a name may mean an address of either family on another node.
+        both = socket.has_dualstack_ipv6()
+        self._socket = socket.socket(socket.AF_INET6 if both else socket.AF_INET)
+        if both:
+            self._socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._socket.bind(("", 0))
         if listen:

@@ -143,7 +143,10 @@ class Line:
                 take(kept)
         body = self._report().model_dump_json(exclude_defaults=True).encode()
         answer = await self._client.call("POST", self._path, body, deadline_s=deadline)
-        assignment = Assignment.model_validate_json(answer)
+        try:
+            assignment = Assignment.model_validate_json(answer)
+        except ValueError as error:  # another service, that says 200 to everything
+            raise Unreachable(f"{self._client.address}: what answers is no master") from error
         self._answered = True
         self._held_s = assignment.exchange_s
         if self._down_since is not None:

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from string import Template
 
 from dlrover_agent import store
 from dlrover_agent.core import Emptied, Ended, Event, Stuck
@@ -130,6 +131,7 @@ class Workers:
         self._store_used = False
         self._logs = logs
         self._destinations: list[Destination] = []
+        self._envs: list[dict[str, str]] = []
         self._stdout, self._stderr = Console(1), Console(2)
         self.deaths: list[Death] = []
         """Workers of the round that ended in a failure of their own, the first one first."""
@@ -174,9 +176,16 @@ class Workers:
         began = time.monotonic()
         self._checking = assignment.directive is Directive.CHECK
         self.deaths = []
-        envs = [self._environment(assignment, i) for i in range(self._command.nproc)]
-        self._destinations = self._logs.of_round(assignment, envs, self._scratch)
-        pipes = [self._prepare(assignment, i) for i in range(self._command.nproc)]
+        ranks = range(self._command.nproc)
+        self._envs = [{**self._base, **self._environment(assignment, i)} for i in ranks]
+        self._destinations = self._logs.of_round(assignment, self._envs, self._scratch)
+        pipes: list[_Pipes] = []
+        try:
+            for i in ranks:
+                pipes.append(self._prepare(assignment, i))  # noqa: PERF401 - some may be made
+        except OSError as error:
+            self._unpreparable(pipes, error)
+            return
         self._workers = [worker for worker, _, _ in pipes]
         if listening is not None:
             self._store = Store(
@@ -248,8 +257,7 @@ class Workers:
     def _prepare(self, assignment: Assignment, local_rank: int) -> "_Pipes":
         """All but the process: its environment, and where its output goes."""
         to = self._destinations[local_rank]
-        env = self._environment(assignment, local_rank)
-        env["TORCHELASTIC_ERROR_FILE"] = to.error_file
+        env = {**self._envs[local_rank], "TORCHELASTIC_ERROR_FILE": to.error_file}
         error_file = Path(to.error_file) if to.error_file else None
         if error_file is not None:
             with contextlib.suppress(OSError):
@@ -260,8 +268,8 @@ class Workers:
         worker = _Worker(
             local_rank,
             assignment.rank_offset + local_rank,
-            [part.replace("${local_rank}", str(local_rank)) for part in self._argv(assignment)],
-            {**self._base, **env},
+            self._argv(assignment, local_rank),
+            env,
             error_file,
             errors,
             out,
@@ -297,10 +305,14 @@ class Workers:
             env |= {"LOCAL_RANK": 0, "CUDA_VISIBLE_DEVICES": gpus[local_rank].strip()}
         return {name: str(value) for name, value in env.items()}
 
-    def _argv(self, assignment: Assignment) -> tuple[str, ...]:
+    def _argv(self, assignment: Assignment, local_rank: int) -> list[str]:
+        """The command line, with ``$local_rank`` filled in as torchrun does
+        (torch/distributed/elastic/utils/api.py:macros)."""
         if self._checking:
-            return (*CHECK, str(self._command.precheck), str(assignment.check))
-        return self._command.argv
+            return [*CHECK, str(self._command.precheck), str(assignment.check)]
+        program, *arguments = self._command.argv
+        rank = str(local_rank)
+        return [program, *(Template(a).safe_substitute(local_rank=rank) for a in arguments)]
 
     def _fork(self, pipes: "list[_Pipes]") -> list[Child] | None:
         return self.warm.fork(
@@ -345,19 +357,22 @@ class Workers:
         """The operating system refuses this worker."""
         worker.ended = True
         self._close_pumps(worker)
-        program = worker.argv[0]
-        failure = WorkerFailure(
-            kind=FailureKind.START,
-            local_rank=worker.local_rank,
-            rank=worker.rank,
-            pid=0,
-            exit_code=127,
-            message=f"could not be started: {program}: {error.strerror}",
-            fingerprint=f"start|{error.errno}|{program}",
-        )
+        failure = _not_started(worker.local_rank, worker.rank, worker.argv[0], error)
         self._post(Ended(self._round, worker.local_rank, failure))
         if all(w.ended for w in self._workers):
             self._all_ended()
+
+    def _unpreparable(self, pipes: "list[_Pipes]", error: OSError) -> None:
+        """Not even pipes are to be had (no more descriptors)."""
+        self._workers = [worker for worker, _, _ in pipes]
+        for worker, out, err in pipes:
+            worker.ended = True
+            self._close_pumps(worker)
+            for fd in (out, err):
+                if fd is not None:
+                    os.close(fd)
+        self._post(Ended(self._round, 0, _not_started(0, 0, "its output", error)))
+        self._all_ended()
 
     def _kill_unstarted(self) -> None:
         """A forked worker that hangs before the user's code is started cold instead."""
@@ -524,6 +539,18 @@ def _minds(pid: int, number: int) -> bool:
 
 
 _MASKS = (b"SigBlk:", b"SigIgn:", b"SigCgt:")
+
+
+def _not_started(local_rank: int, rank: int, what: str, error: OSError) -> WorkerFailure:
+    return WorkerFailure(
+        kind=FailureKind.START,
+        local_rank=local_rank,
+        rank=rank,
+        pid=0,
+        exit_code=127,
+        message=f"could not be started: {what}: {error.strerror}",
+        fingerprint=f"start|{error.errno}|{what}",
+    )
 
 
 def per_rank(command: Command) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -44,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key")
     p.add_argument("--lifeline-fd", type=int, help="end at this pipe's end of file")
+    p.add_argument("--temporary", action="store_true", help="remove --state-dir at an orderly end")
     p.add_argument(
         "--announce-fd", type=int, help="write the ports there, as JSON, once they listen"
     )
@@ -82,6 +84,8 @@ def main(argv: list[str] | None = None) -> int:
                     lifeline=args.lifeline_fd,
                 )
             )
+        if args.temporary:
+            shutil.rmtree(args.state_dir, ignore_errors=True)
     except* DLRoverError as group:
         first: BaseException = group
         while isinstance(first, BaseExceptionGroup):

@@ -217,6 +217,10 @@ class Loop:
             return lambda: None
         self.exchanges += 1
         desk = self._desk(node_id)
+        if self._job.phase.ended and not self._rules.can_create and desk.boot_id != report.boot_id:
+            # An agent of the next job at this endpoint: its master will take our place.
+            told(Passive("the job of this master has ended; ask again"))
+            return lambda: None
         key = (node_id, report.boot_id)
         earlier = self._mail.get(key)
         if earlier is None or earlier.seq < report.seq:

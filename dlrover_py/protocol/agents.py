@@ -124,7 +124,7 @@ class AgentReport(Wire):
     phase: WorkerPhase = WorkerPhase.IDLE
     """Of the workers of round ``follows``."""
     nproc: Annotated[int, Field(ge=1, le=1024)] = 1
-    role: Annotated[str, StringConstraints(min_length=1, max_length=64)] = "default"
+    role: Line = "default"
     """Of its workers: those of one role are counted on their own as well."""
     pids: list[Count] = Field(default_factory=list, max_length=1024)
     """Worker processes by local rank; 0 for one that has ended."""

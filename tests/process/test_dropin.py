@@ -57,7 +57,7 @@ CASES = {
         *("-t3", "--log-dir", "logs", "--duplicate-stderr-filters", "apple,x"),
         *("--duplicate-stdout-filters", "out 1"),
     ],
-    "no logs": ["--log-dir", "/dev/null", "-r", "0"],
+    "no logs": ["--log-dir", "/dev/null", "-t3", "--local-ranks-filter", "1"],
     "roles": ["--role", "trainer", "-t", "1", "--log-dir", "logs"],
     "virtual": ["--virtual-local-rank", "--signals-to-handle", "SIGTERM,SIGUSR1"],
     "run path": ["--run-path"],
@@ -76,7 +76,9 @@ def test_output_and_environment_are_torchruns(place: Place, case: str) -> None:
         if case == "roles":
             env["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "<${role_name}/${rank}/${local_rank}>"
         done = place.call(
-            *(program, *argv, "--nproc-per-node=2", str(script), "a b", "${local_rank}"), env=env
+            *(program, *argv, "--nproc-per-node=2", str(script), "a b"),
+            *("${local_rank}", "x$local_rank", "$$", "$other", "$"),
+            env=env,
         )
         assert done.returncode == 0, done.stderr
         logs = place.folder / "logs"
@@ -86,7 +88,8 @@ def test_output_and_environment_are_torchruns(place: Place, case: str) -> None:
         seen = results(folder)
         for name, one in seen.items():
             assert isinstance(one, dict), name
-            one.pop("TORCHELASTIC_RUN_ID")  # random in torchrun, too
+            run_id = one.pop("TORCHELASTIC_RUN_ID")
+            assert re.fullmatch(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", run_id)
         ours = [x for x in done.stderr.splitlines() if re.match(r"^(\[|<)?.*err \d", x)]
         found[program] = seen, files, sorted(done.stdout.splitlines()), sorted(ours)
     theirs, mine = found["torchrun"], found["elastic-run"]
@@ -340,9 +343,9 @@ def test_another_job_at_the_endpoint_is_refused(group: Group) -> None:
 
 
 def listens(port: int) -> bool:
-    needle = f":{port:04X} "
     tables = [Path("/proc/net/tcp"), Path("/proc/net/tcp6")]
-    return any(f"{needle}0" in t.read_text() and " 0A " in t.read_text() for t in tables)
+    rows = [row.split() for t in tables for row in t.read_text().splitlines()[1:]]
+    return any(row[1].endswith(f":{port:04X}") and row[3] == "0A" for row in rows)
 
 
 def test_torchruns_agent_at_the_endpoint_is_no_master(group: Group) -> None:
@@ -452,6 +455,7 @@ SPECS = """
         def reify(self, envs):
             dest = super().reify(envs)
             for i, env in envs.items():
+                env["FROM_SPECS"] = env["TORCHELASTIC_RUN_ID"]
                 env["TORCHELASTIC_ERROR_FILE"] = dest.error_files[i] = f"{self.root_log_dir}/e{i}"
                 dest.stdouts[i] = f"{self.root_log_dir}/out-{env['RANK']}"
                 if i in dest.tee_stdouts:
@@ -469,6 +473,7 @@ def test_logs_specs_of_others_decide_as_under_torchrun(place: Place) -> None:
     script = place.script("""
         import os
         print("out", os.environ["RANK"], os.environ["TORCHELASTIC_ERROR_FILE"])
+        assert os.environ["FROM_SPECS"] == os.environ["TORCHELASTIC_RUN_ID"]
     """)
     found, logs = {}, place.folder / "logs"
     for program in BOTH:
@@ -482,3 +487,68 @@ def test_logs_specs_of_others_decide_as_under_torchrun(place: Place) -> None:
         f"[default0]:out 0 {logs}/e0\n",
         {"out-0": f"out 0 {logs}/e0\n", "out-1": f"out 1 {logs}/e1\n"},
     )
+
+
+def test_two_jobs_one_after_the_other_at_one_endpoint(group: Group) -> None:
+    script = str(group.place.script(PLACE))
+    (group.place.folder / "go").touch()
+    common = ["--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{group.port}", script]
+    host = group.start("--node-rank=0", *common)
+    first = group.start("--node-rank=1", *common)
+    assert group.wait(first) == 0
+    second = group.start("--node-rank=1", *common)  # the first job's master may still be there
+    assert group.wait(host) == 0
+    next_host = group.start("--node-rank=0", *common)
+    assert [group.wait(second), group.wait(next_host)] == [0, 0], group.lines
+    assert group.said(second, "place 1 of 2")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_ends_who_waits_for_the_endpoints_name(group: Group, number: int) -> None:
+    script = str(group.place.script(PLACE))
+    waits = group.start("--nnodes=2", "--node-rank=1", "--master-addr=no.such.host.invalid", script)
+    pid = group.runs[waits].pid
+    blocked = f"{1 << (signal.SIGTERM - 1):016x}"[-4:]
+
+    def masked() -> bool:
+        status = Path(f"/proc/{pid}/status").read_text()
+        mask = int(next(x for x in status.splitlines() if x.startswith("SigBlk")).split()[1], 16)
+        return bool(mask & int(blocked, 16))
+
+    eventually(masked, "it handles signals")
+    group.runs[waits].send_signal(number)
+    assert group.wait(waits) == 1
+    name = signal.Signals(number).name
+    assert group.lines[waits] == [f"elastic-run: the agent received {name}\n"]
+
+
+def test_second_signal_does_not_take_the_last_words(place: Place) -> None:
+    script = place.script(POLITE)
+    run = place.popen("elastic-run", str(script), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert run.stdout is not None
+    assert run.stdout.readline() == "ready\n"
+    for _ in range(20):
+        run.send_signal(signal.SIGINT)
+        try:
+            run.wait(timeout=0.05)
+        except subprocess.TimeoutExpired:
+            continue
+        break
+    _, err = run.communicate(timeout=20)
+    assert (run.returncode, err) == (1, "elastic-run: the agent received SIGINT\n")
+
+
+def test_a_killed_agent_leaves_no_folder(place: Place) -> None:
+    script = place.script(POLITE)
+    run = place.popen("elastic-run", str(script), stdout=subprocess.PIPE)
+    assert run.stdout is not None
+    assert run.stdout.readline() == "ready\n"
+    mine = [f"/tmp/dlrover-{run.pid}-", f"/tmp/dlrover-run-{run.pid}-"]
+
+    def left() -> list[Path]:
+        return [p for p in Path("/tmp").iterdir() if str(p).startswith(tuple(mine))]
+
+    assert len(left()) == 2
+    run.kill()
+    run.communicate(timeout=20)
+    eventually(lambda: not left(), "its folders are gone")

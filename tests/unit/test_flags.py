@@ -3,16 +3,19 @@
 import io
 import os
 import signal
+import socket
 from contextlib import redirect_stderr
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given as examples
 from hypothesis import strategies as st
 
 from dlrover_agent import flags
+from dlrover_agent.cli import count_gpus
 from dlrover_agent.endpoint import Endpoint
-from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.errors import ConfigError, Unreachable
 
 
 def parse(*argv: str, **pet: str) -> flags.Flags:
@@ -184,7 +187,9 @@ def test_where_the_master_runs() -> None:
     alone = ("", 0, None, None)
     assert where() == where("--standalone") == where("--nnodes=1:1") == alone
     assert where("--standalone", "--rdzv-endpoint=x:1") == alone
+    assert where("--standalone", "--nnodes=1:4", "--rdzv-backend=etcd") == alone
     assert where("--master-port=7") == ("127.0.0.1", 7, 0, True)
+    assert where("--master-port=0") == ("127.0.0.1", 0, 0, True)
     two = ("--nnodes=2", "--master-addr=h")
     assert where(*two) == ("h", 29500, 0, True)
     assert where(*two, "--node-rank=1", "--master-port=7") == ("h", 7, 1, False)
@@ -205,7 +210,10 @@ def test_where_the_master_runs() -> None:
         (("--nnodes=2", "--standalone"), "exactly one node"),
         (("--nnodes=3", "--node-unit=2"), "multiples of the unit"),
         (("--nnodes=2", "--rdzv-conf=jointimeout=3"), "expected one of join_timeout"),
-        (("--nnodes=2", "--rdzv-conf=join_timeout=soon"), "expected seconds"),
+        (("--nnodes=2", "--rdzv-conf=join_timeout=soon"), "expected a number above 0"),
+        (("--nnodes=2", "--rdzv-conf=keep_alive_max_attempt=0"), "expected a number above 0"),
+        (("--nnodes=2", "--rdzv-conf=last_call_timeout=100000"), "expected at most a day"),
+        (("--nnodes=2", "--node-rank=-1"), "--node-rank is -1"),
     ],
 )
 def test_rendezvous_that_makes_no_sense(argv: tuple[str, ...], words: str) -> None:
@@ -236,3 +244,36 @@ def test_token_differs_by_run_and_says_nothing_of_it(tmp_path: Path) -> None:
     a, b = Endpoint(run_id="a"), Endpoint(run_id="b")
     assert a.token != b.token
     assert len(a.token) == 64
+
+
+def test_endpoint_that_is_this_machine() -> None:
+    def here(host: str) -> bool:
+        return Endpoint(run_id="x", host=host).is_here()
+
+    assert here("localhost")
+    assert here("127.0.1.1")
+    assert here("::1")
+    assert here(socket.gethostname())
+    assert not here("192.0.2.1")  # of nobody (RFC 5737)
+    assert not here("no.such.host.invalid")
+    assert not here("a..b")
+    assert not here("x" * 80)
+
+
+def test_address_of_a_node_is_the_one_that_the_endpoint_sees() -> None:
+    def at(host: str, **more: Any) -> str:
+        return Endpoint(run_id="x", host=host, **more).advertised(lambda _: None)
+
+    assert at("") == "127.0.0.1"
+    assert at("127.0.1.1") == "127.0.1.1"  # its own name, whatever that means elsewhere
+    assert at("192.0.2.1", hosts=True) == "192.0.2.1"
+    assert at("192.0.2.1", local_addr="10.1.1.1") == "10.1.1.1"
+    with pytest.raises(Unreachable, match="no such host within 0 s"):
+        at("no.such.host.invalid", connect_s=0.0)
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"), [("0,1", 2), ("", 0), ("-1", 0), ("0,-1,1", 1), ("0,0", 0), ("GPU-a", 1)]
+)
+def test_visible_gpus_are_counted_as_cuda_reads_them(visible: str, count: int) -> None:
+    assert count_gpus(visible) == count
