@@ -26,6 +26,7 @@ from tests.builders import Bench, SimAgent, crash, elastic_job, full_size, user_
 RULES = Rules(forgive_after_s=30.0, check_s=30.0)
 QUARTERS = st.integers(1, 8).map(lambda n: n / 4)
 PICK = st.integers(0, 1000)
+FAULTS = st.sampled_from(["device", "link", "slow", "hang"])
 
 
 class JobMachine(RuleBasedStateMachine):
@@ -40,6 +41,7 @@ class JobMachine(RuleBasedStateMachine):
         warm=st.booleans(),
         early_list=st.booleans(),
         precheck=st.sampled_from([0, 0, 1, 2]),
+        bad=st.dictionaries(st.integers(0, 6), FAULTS, max_size=3),
     )
     def start(
         self,
@@ -51,6 +53,7 @@ class JobMachine(RuleBasedStateMachine):
         warm: bool,
         early_list: bool,
         precheck: int,
+        bad: dict[int, str],
     ) -> None:
         replicas, minimum = size
         if replicas % unit or (minimum or 0) % unit:
@@ -58,6 +61,7 @@ class JobMachine(RuleBasedStateMachine):
         spec = elastic_job(replicas, minimum, unit=unit, standby=standby, restarts=restarts)
         self.bench = Bench(spec, RULES, capacity=max(capacity, 6 if warm else 0))
         self.bench.precheck = precheck
+        self.bench.faults.update((f"n{number}", fault) for number, fault in bad.items())
         listing = self.bench._listing() if early_list else None
         self.bench.step()
         if listing:
@@ -202,7 +206,7 @@ class JobMachine(RuleBasedStateMachine):
 
     # --- checks before the training ---
 
-    @rule(number=st.integers(0, 12), fault=st.sampled_from(["device", "link", "slow", "hang"]))
+    @rule(number=st.integers(0, 12), fault=FAULTS)
     def a_node_is_bad(self, number: int, fault: str) -> None:
         """Whoever is booted on it."""
         self.bench.faults[f"n{number}"] = fault
