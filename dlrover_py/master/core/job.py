@@ -1352,6 +1352,7 @@ class Job:
             node.leaving,
             node.message,
             node.topology,
+            node.held,
         )
         kept = self._shown.get(node.id)
         if kept is not None and kept[0] == made_from:
