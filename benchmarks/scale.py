@@ -190,6 +190,7 @@ class Agent(asyncio.Protocol):
         if told["incarnation"] < max(1, self.incarnation):
             self._swarm.surprise(f"n{self.index}: incarnation {told['incarnation']}")
         self.have, self.incarnation = new, told["incarnation"]
+        self._swarm.exchange_s = told["exchange_s"]
         if told["directive"] == "run":
             if told["round"] < self.follows:
                 self._swarm.surprise(f"n{self.index}: round {told['round']} after {self.follows}")
@@ -220,6 +221,8 @@ class Swarm:
         self.token, self._port, self._tls = token, port, tls
         self.began = time.monotonic()
         self.reports = self.refused = self.reconnects = 0
+        self.exchange_s = 1.0
+        """As the master has told them."""
         self.surprises: list[str] = []
         self.formed: dict[tuple[int, int], Formed] = {}
         self.agents = [Agent(self, index) for index in range(agents)]
@@ -263,7 +266,7 @@ class Swarm:
     def later(self, agent: Agent, call: Callable[[], None]) -> None:
         """Back off as ``dlrover_agent.master`` does."""
         agent.tries += 1
-        longest = min(2.0, 0.05 * 2 ** min(agent.tries, 6))
+        longest = min(max(2.0, self.exchange_s / 4), 0.05 * 2 ** min(agent.tries, 8))
         asyncio.get_running_loop().call_later(random.uniform(longest / 2, longest), call)
 
     def _again(self, agent: Agent) -> None:
@@ -275,7 +278,7 @@ class Swarm:
     async def _reconnect(self, agent: Agent) -> None:
         self.reconnects += 1
         try:
-            async with asyncio.timeout(5.0):  # rpc.CONNECT_S
+            async with asyncio.timeout(self.exchange_s + 5.0):
                 await self._open(agent)
         except (OSError, TimeoutError):
             self.lost_connection(agent)

@@ -136,6 +136,7 @@ class Client:
             if isinstance(error, ConnectionResetError) and self._may_miss_tls:
                 words += f"; if it expects TLS, {ENV_CA_FILE} has to name its authority's file"
             raise Unreachable(words) from error
+        self._may_miss_tls = False
         if reply.status == 200:
             return reply.body
         raise _error(self.address, reply)

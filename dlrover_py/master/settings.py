@@ -24,7 +24,8 @@ class Settings(BaseModel):
 
     lease_s: Seconds = 5.0
     """A node that was silent for so long is lost. Facts (a process that ended, a connection that
-    closed) come first; this is for hosts that vanish and processes that are frozen."""
+    closed, a host that does not answer the kernel) come first; this is for processes that are
+    frozen, and grows with the pace of a job of more than 500 nodes (``core.nodes.pace``)."""
     suspect_s: Seconds = 1.0
     """A node whose connection closed may come back for so long."""
     replacement_wait_s: Annotated[float, Field(ge=0, le=86400)] = 10.0
@@ -41,7 +42,8 @@ class Settings(BaseModel):
     """Where nodes come by themselves (elastic-run with an endpoint): the first round waits so long
     for more than the minimum."""
     exchange_s: Seconds = 1.0
-    """An agent's report is answered after so long at the latest; grows with the job's size."""
+    """An agent's report is answered after so long at the latest; longer in a job of more than 500
+    nodes, so that a master takes in 500 reports a second at most."""
     check_s: Seconds = 300.0
     """A check before the training (``--network-check``) has failed where it takes longer."""
     max_body_bytes: Annotated[int, Field(ge=1024)] = 1 << 18

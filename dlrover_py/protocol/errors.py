@@ -68,7 +68,7 @@ class Superseded(DLRoverError):
 
 
 class Unauthorized(DLRoverError):
-    """The token was refused."""
+    """The token was refused, or the certificate of who answers is not to be believed."""
 
     exit_code = ExitCode.USAGE
 

@@ -16,6 +16,7 @@ from dlrover_py.master.core.events import Assign, Disconnected, Reported, Rules
 from dlrover_py.master.core.job import TOLD_SINGLY, Job
 from dlrover_py.master.core.nodes import LONGEST_EXCHANGE_S, Pace, pace
 from dlrover_py.protocol.names import NodeId, Term
+from dlrover_py.protocol.status import JobPhase
 from tests.builders import WALL, SimAgent, elastic_job
 
 FEW, MANY = 200, 3200
@@ -29,8 +30,8 @@ taken waits for the next."""
 class Swarm:
     """A job whose nodes come by themselves, and its agents."""
 
-    def __init__(self, nodes: int) -> None:
-        job = elastic_job(nodes, nodes // 2)
+    def __init__(self, nodes: int, minimum: int | None = None) -> None:
+        job = elastic_job(nodes, minimum or nodes // 2)
         self.now = 0.0
         self.job = Job(job, Rules(can_create=False), term=Term(1), now=0.0, wall=WALL)
         self.agents = [SimAgent(NodeId(f"n{i}"), warm=True) for i in range(nodes)]
@@ -138,16 +139,20 @@ def test_the_cost_of_each_node_does_not_grow_with_the_job(part: str) -> None:
 
 
 def test_a_small_job_keeps_its_settings() -> None:
-    assert pace(3, exchange_s=1.0, lease_s=5.0) == Pace(1.0, 5.0)
-    assert pace(500, exchange_s=1.0, lease_s=5.0) == Pace(1.0, 5.0)
+    assert pace(3, exchange_s=1.0, lease_s=5.0) == Pace(1.0, 5.0, pytest.approx(5.012))
+    assert pace(500, exchange_s=1.0, lease_s=5.0) == Pace(1.0, 5.0, 7.0)
 
 
 @pytest.mark.parametrize(
-    ("nodes", "exchange_s", "lease_s"),
-    [(1000, 2.0, 7.0), (10_000, 20.0, 43.0), (100_000, LONGEST_EXCHANGE_S, 43.0)],
+    ("nodes", "expected"),
+    [
+        (1000, Pace(2.0, 7.0, 11.0)),
+        (10_000, Pace(20.0, 43.0, 83.0)),
+        (100_000, Pace(LONGEST_EXCHANGE_S, 43.0, 443.0)),
+    ],
 )
-def test_a_large_job_reports_less_often(nodes: int, exchange_s: float, lease_s: float) -> None:
-    assert pace(nodes, exchange_s=1.0, lease_s=5.0) == Pace(exchange_s, lease_s)
+def test_a_large_job_reports_less_often(nodes: int, expected: Pace) -> None:
+    assert pace(nodes, exchange_s=1.0, lease_s=5.0) == expected
 
 
 @given(nodes=st.integers(1, 200_000), more=st.integers(0, 200_000), exchange=st.floats(0.1, 100.0))
@@ -182,3 +187,17 @@ def test_many_that_come_at_once_are_one_event() -> None:
     (together,) = [e for e in swarm.job.events if e.reason == "NodeJoined"][TOLD_SINGLY:]
     assert together.message.startswith("92 nodes are there: n8, n9, n10")
     assert together.message.endswith("n23 and 76 more")
+
+
+def test_a_node_that_returns_late_is_charged_with_nothing() -> None:
+    """It was silent for longer than its lease; the loss is known, and its process is the same."""
+    swarm = Swarm(4, minimum=4)
+    swarm.run()
+    late = swarm.agents[2]
+    swarm.job.step([Disconnected(late.node, late.boot, late.seq)], swarm.now, WALL)
+    swarm.now += swarm.job.rules.suspect_s
+    swarm.report(swarm.agents[:1])
+    assert swarm.job.phase is JobPhase.FORMING
+    swarm.report([late])
+    assert not swarm.job.phase.ended, swarm.job.reason
+    assert swarm.job.nodes[late.node].restarts == 0

@@ -190,7 +190,8 @@ class Job:
     ) -> "Job":
         """Go on from the journal of an earlier term.
 
-        The members of its round get one lease to report again; their workers go on meanwhile.
+        The members of its round get a lease, and the time that it takes all to come back at once,
+        to report again; their workers go on meanwhile.
         """
         if term <= journal.term:
             raise Bug(f"term {term} does not follow the journal's term {journal.term}")
@@ -220,7 +221,14 @@ class Job:
             self.nodes.plan(record.id, record.relaunches, record.restarts)
             if record.incarnation:
                 member = self.world is not None and self.world.has(record.id, record.incarnation)
-                self.nodes.recall(record.id, record.incarnation, record.boot_id, now, member=member)
+                self.nodes.recall(
+                    record.id,
+                    record.incarnation,
+                    record.boot_id,
+                    now,
+                    member=member,
+                    return_s=self.pace.return_s,
+                )
             if record.leaving:
                 self.nodes.leave(self.nodes[record.id], record.leaving)
                 if not record.incarnation:  # nobody will tell it to end
@@ -318,6 +326,7 @@ class Job:
 
     def _reported(self, node_id: NodeId, report: AgentReport) -> None:
         node = self.nodes.get(node_id)
+        returns = False
         if not self.rules.can_create and not self.phase.ended:
             again = node is not None and node.phase is NodePhase.GONE
             if node is None:
@@ -327,6 +336,7 @@ class Job:
                 report.seq > node.seq if report.boot_id == node.boot_id else not report.incarnation
             ):
                 self.nodes.readmit(node_id)
+                returns = True
                 report = report.model_copy(update={"incarnation": 0})
         heard = self.nodes.hear(node_id, report, self._now, self.term) if node else Heard.REFUSED
         if node is None or heard is Heard.REFUSED:
@@ -343,7 +353,7 @@ class Job:
             return
         self._outrank(report)
         if heard is Heard.BORN:
-            self._born_again(node)
+            self._born_again(node, returns=returns)
         if report.leaving and not node.leaving:
             self._node_leaving(node, report.leaving)
         self._dirty |= heard is Heard.BORN
@@ -381,8 +391,11 @@ class Job:
         )
         self._reassign()
 
-    def _born_again(self, node: Node) -> None:
-        """A new agent process speaks for this node; an earlier one, and its workers, are gone."""
+    def _born_again(self, node: Node, *, returns: bool) -> None:
+        """A new agent process speaks for this node; an earlier one, and its workers, are gone.
+
+        Of one that returns after it was given up that is known already, and nothing is charged.
+        """
         if node.incarnation == 1:
             self._joined.append(node.id)
             return
@@ -392,7 +405,7 @@ class Job:
             node=node.id,
             warning=True,
         )
-        if self.phase not in (JobPhase.RUNNING, JobPhase.FORMING):
+        if returns or self.phase not in (JobPhase.RUNNING, JobPhase.FORMING):
             return
         if self.world is not None and node.id in self.world.rank_of and not self._ended_well(node):
             why = f"{node.id}'s agent was restarted"

@@ -99,12 +99,18 @@ REPORTS_PER_S = 500
 LONGEST_EXCHANGE_S = 20.0
 
 
+COMING_BACK_S = 0.004
+"""For each node: a TLS handshake and a report, when all come back at once to a busy machine."""
+
+
 @dataclass(frozen=True, slots=True)
 class Pace:
     """How often each node reports, and how long it may be silent."""
 
     exchange_s: float
     lease_s: float
+    return_s: float
+    """How long a new master waits for the members of its predecessor's round."""
 
 
 def pace(nodes: int, *, exchange_s: float, lease_s: float) -> Pace:
@@ -116,7 +122,8 @@ def pace(nodes: int, *, exchange_s: float, lease_s: float) -> Pace:
     that ends, and a host that falls silent, close their connection.
     """
     spaced = max(exchange_s, min(LONGEST_EXCHANGE_S, nodes / REPORTS_PER_S))
-    return Pace(spaced, lease_s + 2 * (spaced - exchange_s))
+    lease = lease_s + 2 * (spaced - exchange_s)
+    return Pace(spaced, lease, lease + COMING_BACK_S * nodes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +198,9 @@ class Nodes:
         now: float,
         *,
         member: bool = False,
+        return_s: float | None = None,
     ) -> None:
-        """Take up a node that had spoken to an earlier term: it has one lease to report again.
+        """Take up a node that had spoken to an earlier term: it has so long to report again.
 
         The first thing that a member is told in this term is binding.
         """
@@ -200,7 +208,8 @@ class Nodes:
         node.told = int(member)
         node.phase = NodePhase.LIVE
         node.incarnation, node.boot_id = incarnation, boot_id
-        self._renew(node, now)
+        node.lease_until = now + (self.lease_s if return_s is None else return_s)
+        self._look_at(node, node.lease_until)
         self._index(node)
 
     def observe(
