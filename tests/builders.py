@@ -128,6 +128,7 @@ class SimAgent:
     failure: WorkerFailure | None = None
     progress: Progress | None = None
     leaving: str = ""
+    gives_up: str = ""
     warm: bool = False
     warming: bool = False
     """It makes itself able to start warm, and is in no round until then."""
@@ -169,6 +170,7 @@ class SimAgent:
             failure=self.failure,
             progress=self.progress,
             leaving=self.leaving,
+            gives_up=self.gives_up,
             warm=self.warm,
             warming=self.warming,
             precheck=self.precheck,

@@ -150,6 +150,10 @@ class AgentReport(Wire):
     """Newest check that this agent has taken up."""
     check: CheckResult | None = None
     """How check ``checks`` ended here."""
+    gives_up: Line = ""
+    """Why this node ends the job for all, where no platform could replace it; empty if it does not.
+    torchrun's agents count restarts themselves, and the first that has none left closes the
+    rendezvous."""
 
 
 class Directive(StrEnum):

@@ -869,3 +869,22 @@ def test_two_agents_with_one_name_are_told_of_each_other() -> None:
     (refusal,) = [e for e in out.effects if isinstance(e, Refuse)]
     assert refusal.boot_id == first.boot
     assert "is --node-rank the same on two nodes?" in refusal.message
+
+
+def test_a_node_that_comes_by_itself_can_give_up_for_all() -> None:
+    bench = by_themselves("a", "b", "c", replicas=3)
+    bench.kill(NodeId("c"))
+    bench.agent("a").gives_up = "its restarts are used up"
+    bench.settle()
+    assert bench.job.phase is JobPhase.FAILED
+    assert bench.job.reason == "a: its restarts are used up"
+    told = bench.agent("b").assignment
+    assert told is not None
+    assert (told.directive, told.exit_code) == (Directive.STOP, 1)
+
+
+def test_where_nodes_can_be_replaced_none_gives_up_for_all() -> None:
+    bench = running(elastic_job(2))
+    bench.agent("n1").gives_up = "its restarts are used up"
+    bench.settle()
+    bench.check_running()

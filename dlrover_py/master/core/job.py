@@ -356,6 +356,8 @@ class Job:
             self._born_again(node, returns=returns)
         if report.leaving and not node.leaving:
             self._node_leaving(node, report.leaving)
+        if report.gives_up and not (self.rules.can_create or self.phase.ended):
+            self._end(JobPhase.FAILED, "NodeGaveUp", f"{node.id}: {report.gives_up}")
         self._dirty |= heard is Heard.BORN
         if heard is Heard.BORN:
             self._uncheck(node)
