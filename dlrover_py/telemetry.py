@@ -53,6 +53,7 @@ def setup(
     *,
     level: int | str = logging.INFO,
     stream: TextIO | None = None,
+    logger: str = "",
     **bound: Any,
 ) -> logging.Logger:
     """Set up the logs of this process.
@@ -61,15 +62,19 @@ def setup(
         program: its name, in each line.
         level: least severe level that is written.
         stream: where to; standard error if not given.
+        logger: only this one and those below it, in a process that has logs of its own.
         bound: fields that each line carries (job, node …).
     """
     stream = sys.stderr if stream is None else stream
     handler = _Handler(stream)
     handler.setFormatter(_Lines(program, bound, as_json=not stream.isatty()))
-    root = logging.getLogger()
+    root = logging.getLogger(logger)
     root.handlers[:] = [handler]
     root.setLevel(level)
-    logging.captureWarnings(capture=True)
+    if logger:
+        root.propagate = False
+    else:
+        logging.captureWarnings(capture=True)
     return logging.getLogger(program)
 
 
