@@ -40,9 +40,10 @@ TIMES: Mapping[str, str] = {
     "last_call_timeout": "LAST_CALL_S",
     "lastcall_timeout": "LAST_CALL_S",
 }
+JOIN_TIMEOUT_S = 600.0
 DEFAULTS: Mapping[str, str] = {
     "DLROVER_MASTER_LOG_LEVEL": "WARNING",
-    "DLROVER_MASTER_JOIN_TIMEOUT_S": "600",
+    "DLROVER_MASTER_JOIN_TIMEOUT_S": f"{JOIN_TIMEOUT_S:g}",
     "DLROVER_MASTER_LAST_CALL_S": "5",
 }
 """Settings of the master that neither the flags nor the environment say."""
@@ -156,7 +157,7 @@ class Endpoint:
         name = re.sub(r"[^a-z0-9-]+", "-", socket.gethostname().lower()).strip("-") or "node"
         return f"{name}-{os.getpid()}-{secrets.token_hex(2)}"  # containers may share both
 
-    def advertised(self, pause: Callable[[float], None]) -> str:
+    def advertised(self, pause: Callable[[float], object]) -> str:
         """The address at which others reach this node.
 
         Args:

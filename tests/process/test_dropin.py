@@ -220,6 +220,9 @@ def free_port() -> int:
 class Group:
     """Several agents that were started as torchrun's documentation says."""
 
+    program = "elastic-run"
+    patience_s = 30.0
+
     def __init__(self, place: Place) -> None:
         self.place = place
         self.runs: list[subprocess.Popen[str]] = []
@@ -227,11 +230,11 @@ class Group:
         self.port = free_port()
         self._readers: list[threading.Thread] = []
 
-    def start(self, *argv: str) -> int:
-        return self.program("elastic-run", *argv)
+    def start(self, *argv: str, **env: str) -> int:
+        return self.run(self.program, *argv, **env)
 
-    def program(self, *argv: str) -> int:
-        run = self.place.popen(*argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    def run(self, *argv: str, **env: str) -> int:
+        run = self.place.popen(*argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env)
         lines: list[str] = []
         reader = threading.Thread(target=self._read, args=(run, lines), daemon=True)
         reader.start()
@@ -252,14 +255,14 @@ class Group:
             return found[-1] if found else None
 
         try:
-            found = eventually(look, pattern)
+            found = eventually(look, pattern, within_s=self.patience_s)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.lines}") from error
         assert found is not None
         return found
 
     def wait(self, which: int) -> int:
-        code = self.runs[which].wait(timeout=60)
+        code = self.runs[which].wait(timeout=2 * self.patience_s)
         self._readers[which].join(timeout=10)
         return code
 
@@ -438,7 +441,7 @@ def test_workers_run_where_they_are_bound_to_cold_and_forked(group: Group) -> No
     script = group.place.script(BOUND, "agent.py")
     mine = sorted(os.sched_getaffinity(0))
     cpus = [mine[:1], mine[-1:]]
-    group.program("python", str(script), json.dumps(cpus))
+    group.run("python", str(script), json.dumps(cpus))
     group.said(0, "zygote_ready")
     (group.place.folder / "die").touch()
     assert group.wait(0) == 0
