@@ -19,9 +19,9 @@ BOTH = ("torchrun", "elastic-run")
 WORKER = """
     import json, os, pathlib, sys
     rank = os.environ["RANK"]
-    print(f"out {rank}\\n\\nout again", flush=True)
-    print(f"err {rank} apple", file=sys.stderr, flush=True)
-    print(f"err {rank} pear", file=sys.stderr, flush=True)
+    os.write(1, f"out {rank}\\n\\nout again\\n".encode())  # in one piece: others write too
+    os.write(2, f"err {rank} apple\\n".encode())
+    os.write(2, f"err {rank} pear\\n".encode())
     names = ("RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK "
         "ROLE_NAME ROLE_WORLD_SIZE TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS "
         "TORCHELASTIC_RUN_ID TORCHELASTIC_USE_AGENT_STORE TORCHELASTIC_SIGNALS_TO_HANDLE "
