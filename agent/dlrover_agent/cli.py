@@ -16,7 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,9 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         level = settings.log_level or ("INFO" if member else "WARNING")
         setup("elastic-run", level=level, node=settings.node_id)
         command = _command(flags, settings, member=member)
-        with _signals_wait(command.signals):
-            run = _member if member else _own
-            outcome = run(flags, settings, command)
+        # From here on what is made is also unmade: signals wait until the agent takes them, and a
+        # further one at the end does not take its last words from it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, command.signals)
+        run = _member if member else _own
+        outcome = run(flags, settings, command)
     except DLRoverError as error:
         _say(f"elastic-run: {error}\n")
         _tell_parent(environ, str(error), ())
@@ -99,18 +101,6 @@ def _tell_parent(environ: Mapping[str, str], message: str, deaths: "Sequence[Dea
         now = int(datetime.now(UTC).timestamp())
         with contextlib.suppress(OSError):
             Path(path).write_text(for_parent(message, deaths[0] if deaths else None, now))
-
-
-@contextlib.contextmanager
-def _signals_wait(numbers: Sequence[signal.Signals]) -> Iterator[None]:
-    """What is made in here is also unmade: signals wait until the agent takes them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    try:
-        yield
-    finally:
-        while signal.sigtimedwait(numbers, 0) is not None:
-            pass  # it ends already: a second one must not take its last words from it
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _wait(numbers: Sequence[signal.Signals], seconds: float) -> None:
