@@ -399,6 +399,8 @@ class Master:
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
+                # All are connected before the first one speaks, which takes some while over TLS.
+                env=os.environ | {"DLROVER_MASTER_HEADER_S": f"{SOON_S:g}"},
                 preexec_fn=lambda: os.sched_setaffinity(0, self._cores),
             )
         finally:
