@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlrover_agent import flags as given
-from dlrover_agent.endpoint import Endpoint, OwnMaster, Taken
+from dlrover_agent.endpoint import Endpoint, hosted
 from dlrover_agent.flags import Flags
 from dlrover_agent.settings import LINE_PREFIX, Command, Output, Settings
 from dlrover_py.protocol.errors import (
@@ -129,17 +129,11 @@ def _own(flags: Flags, settings: Settings, command: Command) -> "Outcome":
     if endpoint.node_rank is None and flags.node_rank:
         _not_used("node_rank", "ranks are given with --rdzv-backend=static only")
     secret = settings.token() if settings.token_file is not None else ""
-    if not endpoint.host or endpoint.hosts or (endpoint.hosts is None and endpoint.is_here()):
-        try:
-            with OwnMaster(endpoint, secret) as master:
-                own = _settings(endpoint, settings, master.address, command)
-                return _work(own, command, master.token, flags.max_restarts, master.keep)
-        except Taken as taken:
-            if endpoint.hosts:
-                words = f"{taken}: this node is to run the master there; free it, or name another"
-                raise ConfigError(words) from taken
-    host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
-    own = _settings(endpoint, settings, f"{host}:{endpoint.port}", command)
+    with hosted(endpoint, secret) as master:
+        if master is not None:
+            own = _settings(endpoint, settings, master.address, command)
+            return _work(own, command, master.token, flags.max_restarts, master.keep)
+    own = _settings(endpoint, settings, endpoint.address, command)
     try:
         return _work(own, command, secret or endpoint.token, flags.max_restarts)
     except Unreachable as error:

@@ -4,6 +4,7 @@ torchrun's rendezvous endpoint.
 Light: the master starts before the agent imports the rest of itself.
 """
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -143,6 +144,11 @@ class Endpoint:
     def token(self) -> str:
         """What keeps other jobs away where no secret was given: all know the run's id."""
         return hashlib.sha256(b"dlrover run id\0" + self.run_id.encode()).hexdigest()
+
+    @property
+    def address(self) -> str:
+        """``host:port``, as clients write it."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def is_here(self) -> bool:
         """Whether the endpoint's host is this machine, by its name or an address of it."""
@@ -376,6 +382,29 @@ class OwnMaster:
         for listening in self._sockets:
             listening.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def hosted(endpoint: Endpoint, secret: str) -> Iterator[OwnMaster | None]:
+    """The job's master, if it is to run here and nobody else of this machine was first.
+
+    Args:
+        endpoint: where it listens.
+        secret: the job's token; empty if it was not given one.
+    Raises:
+        ConfigError: it has to be here, and the port is in use.
+    """
+    with contextlib.ExitStack() as stack:
+        master = None
+        here = endpoint.hosts
+        if here or not endpoint.host or (here is None and endpoint.is_here()):
+            try:
+                master = stack.enter_context(OwnMaster(endpoint, secret))
+            except Taken as taken:
+                if here:
+                    words = "this node is to run the master there; free it, or name another"
+                    raise ConfigError(f"{taken}: {words}") from taken
+        yield master
 
 
 def _loopback(listening: socket.socket) -> str:

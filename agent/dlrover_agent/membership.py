@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from dlrover_agent.endpoint import Endpoint, OwnMaster, Taken
+from dlrover_agent.endpoint import Endpoint, OwnMaster, hosted
 from dlrover_agent.loop import LAST_REPORT_S, MASTER_LOST_S, Reserved
 from dlrover_agent.master import Line
 from dlrover_agent.settings import Settings
@@ -245,11 +245,13 @@ class Membership:
         self._stop = lambda: loop.call_soon_threadsafe(ended.set)
         with contextlib.ExitStack() as stack:
             stack.callback(self._hang_up)
-            master = self._host(stack)
+            master = None
+            if self._endpoint is not None:
+                master = stack.enter_context(hosted(self._endpoint, self._secret()))
             self._hosts = master is not None
             site, token = self._site(master)
             line = Line(
-                Client(site.master_addr, token=token),
+                Client(site.master_addr, token=token, ca_file=site.ca_file),
                 site.node_id,
                 self._report,
                 self._assigned,
@@ -282,19 +284,6 @@ class Membership:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _host(self, stack: contextlib.ExitStack) -> OwnMaster | None:
-        """Start the master, if it is to run here and nobody else of this machine was first."""
-        e = self._endpoint
-        if e is None or not (not e.host or e.hosts or (e.hosts is None and e.is_here())):
-            return None
-        try:
-            return stack.enter_context(OwnMaster(e, self._secret()))
-        except Taken as taken:
-            if e.hosts:
-                words = f"{taken}: this node is to run the master there; free it, or name another"
-                raise ConfigError(words) from taken
-            return None
-
     def _secret(self) -> str:
         return self._given.token() if self._given.token_file is not None else ""
 
@@ -304,9 +293,8 @@ class Membership:
         if e is None:
             self._given.check()
             return self._given, self._secret()
-        host = f"[{e.host}]" if ":" in e.host else e.host
         site = Settings(
-            master_addr=f"{host}:{e.port}" if master is None else master.address,
+            master_addr=e.address if master is None else master.address,
             own_master=e.most > 1,
             node_id=e.node_id(),
             advertise=e.advertised(threading.Event().wait),
