@@ -6,7 +6,7 @@ Unknown fields are ignored, so that an old agent survives a new master.
 """
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
@@ -19,10 +19,17 @@ Line = Annotated[str, StringConstraints(max_length=1024)]
 Count = Annotated[int, Field(ge=0, le=2**53)]
 
 
+_NOT_KEPT: set[str] = set()
+
+
 class Wire(BaseModel):
     """Base of all messages: immutable, lenient towards newer peers."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Forget which fields were given: nobody asks, and of an assignment that is 2 kB."""
+        object.__setattr__(self, "__pydantic_fields_set__", _NOT_KEPT)
 
 
 class WorkerPhase(StrEnum):
