@@ -379,7 +379,8 @@ class Master:
                 },
             }
         )
-        self.peak_mb = 0.0
+        self.peaks_mb: list[float] = []
+        """Largest resident memory of each of its processes."""
         self._process: subprocess.Popen[bytes] | None = None
         self._log = (folder / "master.log").open("ab")
 
@@ -436,7 +437,7 @@ class Master:
         assert self._process is not None
         status = Path(f"/proc/{self._process.pid}/status").read_text()
         peak = next(x for x in status.splitlines() if x.startswith("VmHWM:"))
-        self.peak_mb = max(self.peak_mb, int(peak.split()[1]) / 1024)
+        self.peaks_mb.append(int(peak.split()[1]) / 1024)
 
     @property
     def cpu_s(self) -> float:
@@ -481,7 +482,7 @@ class Outcome:
     agents: int
     tls: bool
     parts: list[Part] = field(default_factory=list)
-    peak_mb: float = 0.0
+    peaks_mb: list[float] = field(default_factory=list)
     surprises: list[str] = field(default_factory=list)
 
 
@@ -647,7 +648,7 @@ async def measure(
         swarm.close()
         await asyncio.sleep(0)
         master.stop()
-    outcome.peak_mb, outcome.surprises = master.peak_mb, swarm.surprises
+    outcome.peaks_mb, outcome.surprises = master.peaks_mb, swarm.surprises
     errors = [x for x in master.log().splitlines() if "Traceback" in x or '"ERROR"' in x]
     outcome.surprises += errors[:5]
     return outcome
@@ -673,7 +674,8 @@ def show(outcomes: Sequence[Outcome], about: str) -> None:
     console = Console(width=118)
     for outcome in outcomes:
         title = f"{outcome.agents} agents, {'TLS' if outcome.tls else 'plain'}"
-        table = Table(title=f"{title}; the master's peak: {outcome.peak_mb:.0f} MB")
+        peaks = " and ".join(f"{peak:.0f}" for peak in outcome.peaks_mb)
+        table = Table(title=f"{title}; peak of the master, and of the next one: {peaks} MB")
         for column in ("part", "time", "master: µs an agent", "master: cores", "agents: cores", ""):
             table.add_column(column, justify="left" if column in ("part", "") else "right")
         for part in outcome.parts:
@@ -719,7 +721,13 @@ def in_words(outcomes: Sequence[Outcome], about: str, command: str) -> str:
             ),
         )
     row("steady: reports a second", lambda _, parts: parts["steady"].note.split()[0])
-    row("master's largest memory: MB", lambda outcome, _: f"{outcome.peak_mb:.0f}")
+    for which, words in enumerate(("", ", after the restart")):
+        row(
+            f"master's largest memory{words}: MB",
+            lambda outcome, _, which=which: (  # type: ignore[misc]
+                f"{outcome.peaks_mb[which]:.0f}" if len(outcome.peaks_mb) > which else "–"
+            ),
+        )
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
     surprises = "".join(f"* {text}\n" for o in outcomes for text in o.surprises)
     return f"`{command}`  \n{about}.\n\n{table}\n{surprises and chr(10) + surprises}"
