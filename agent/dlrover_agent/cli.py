@@ -126,6 +126,7 @@ def _member(flags: Flags, settings: Settings, command: Command) -> "Outcome":
 def _own(flags: Flags, settings: Settings, command: Command) -> "Outcome":
     """A job without a platform: the master is a child of the agent at the endpoint."""
     endpoint = Endpoint.of(flags)
+    endpoint.check(settings.ca_file)
     if endpoint.node_rank is None and flags.node_rank:
         _not_used("node_rank", "ranks are given with --rdzv-backend=static only")
     secret = settings.token() if settings.token_file is not None else ""

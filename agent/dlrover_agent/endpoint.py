@@ -156,6 +156,25 @@ class Endpoint:
             return True  # a cluster's name service may not know us yet
         return any(_is_ours(family, address) for family, address in _resolved(self.host))
 
+    def numeric(self) -> str:
+        """``address``, with the host's number: names mean nothing in an interpreter that ends."""
+        for family, number in _resolved(self.host):
+            if _source(family, number):
+                return f"[{number}]:{self.port}" if ":" in number else f"{number}:{self.port}"
+        return self.address
+
+    def check(self, ca_file: Path | None) -> None:
+        """Refuse what would be promised and not kept.
+
+        Raises:
+            ConfigError: TLS is asked for.
+        """
+        if ca_file is not None:
+            raise ConfigError(
+                f"DLROVER_CA_FILE is {ca_file}: a master that runs at the endpoint of its job does "
+                "not speak TLS; unset it, or run the job on a platform"
+            )
+
     def node_id(self) -> str:
         """Under which this node reports: the order of the ids is the first order of the ranks."""
         if self.node_rank is not None or not self.host:

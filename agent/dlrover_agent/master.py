@@ -114,7 +114,8 @@ class Line:
         try:
             body = self._report().model_dump_json().encode()
             await self._client.call("POST", self._path, body, deadline_s=deadline_s)
-        except (TransientError, Superseded, Unauthorized) as error:
+        except (TransientError, Superseded, Unauthorized, RuntimeError) as error:
+            # RuntimeError: the interpreter ends, and looks up no more names.
             log.debug("last_report_lost", extra={"why": str(error)})
 
     async def fetch_recipe(self) -> bytes:

@@ -73,6 +73,7 @@ class Membership:
         self._news = threading.Condition()
         self._urge: Callable[[], object] = lambda: None
         self._stop: Callable[[], object] = lambda: None
+        self._closing = threading.Event()
         self._seq = 0
         self._have = (0, 0)
         self._incarnation = 0
@@ -221,6 +222,7 @@ class Membership:
 
     def close(self) -> None:
         """End the exchange, and the master if it runs here."""
+        self._closing.set()
         if self.started:
             self._stop()
             self._thread.join()
@@ -243,6 +245,8 @@ class Membership:
     async def _keep_in_touch(self) -> None:
         ended, loop = asyncio.Event(), asyncio.get_running_loop()
         self._stop = lambda: loop.call_soon_threadsafe(ended.set)
+        if self._closing.is_set():  # before there was anything to stop
+            return
         with contextlib.ExitStack() as stack:
             stack.callback(self._hang_up)
             master = None
@@ -272,17 +276,25 @@ class Membership:
                 if self._leaving:
                     await line.last_report(LAST_REPORT_S)
             except Unauthorized as error:
+                if self._endpoint is None:
+                    raise
                 raise ConfigError(
                     f"{site.master_addr} runs another job, or is no agent of its kind: expected "
                     f"{self._rival} there, and the same token on all nodes if DLROVER_TOKEN_FILE "
                     "is set"
                 ) from error
             except Unreachable as error:
+                if self._endpoint is None:
+                    raise
                 raise Unreachable(f"{error}; expected {self._rival} there") from error
             finally:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _pause(self, seconds: float) -> None:
+        if self._closing.wait(seconds):
+            raise Unreachable("it was closed before the endpoint's name meant anything")
 
     def _secret(self) -> str:
         return self._given.token() if self._given.token_file is not None else ""
@@ -293,11 +305,13 @@ class Membership:
         if e is None:
             self._given.check()
             return self._given, self._secret()
+        e.check(self._given.ca_file)
+        advertise = e.advertised(self._pause)
         site = Settings(
-            master_addr=e.address if master is None else master.address,
+            master_addr=e.numeric() if master is None else master.address,
             own_master=e.most > 1,
             node_id=e.node_id(),
-            advertise=e.advertised(threading.Event().wait),
+            advertise=advertise,
             connect_s=e.connect_s,
         )
         return site, self._secret() or e.token if master is None else master.token

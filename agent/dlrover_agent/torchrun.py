@@ -170,6 +170,7 @@ class Handler(RendezvousHandler):
                 meeting.store.set_timeout(self._read_timeout)
                 return place, meeting.store
             if goes_on and self._node.wait(bool, place.lease_s + PATIENCE_S):
+                meeting.abandon()
                 raise RendezvousConnectionError(
                     f"round {place.round}: expected the store of node rank 0 at "
                     f"{place.master_addr}:{place.master_port}, and {place.nnodes} agents there: "
@@ -240,10 +241,11 @@ class _Meeting:
             self._count(store, "came")
             store.wait(["dlrover/came"], timedelta(seconds=MEETING_S))
             self.store = store
-        except (DistError, OSError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - torch's stores raise what they like
             self.error = str(error).partition("\n")[0]
-        self.over.set()
-        self._changed()
+        finally:
+            self.over.set()
+            self._changed()
 
     def _connect(self, timeout: timedelta, serve_fd: int | None = None) -> TCPStore:
         return TCPStore(

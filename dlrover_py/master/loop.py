@@ -217,7 +217,7 @@ class Loop:
             return lambda: None
         self.exchanges += 1
         desk = self._desk(node_id)
-        if self._job.phase.ended and not self._rules.can_create and desk.boot_id != report.boot_id:
+        if self._is_of_the_next_job(node_id, report):
             # An agent of the next job at this endpoint: its master will take our place.
             told(Passive("the job of this master has ended; ask again"))
             return lambda: None
@@ -236,6 +236,14 @@ class Loop:
             self.tell([Disconnected(node_id, report.boot_id, report.seq)])
 
         return leave
+
+    def _is_of_the_next_job(self, node_id: NodeId, report: AgentReport) -> bool:
+        """Whether our job has ended and this agent was not in it: another one starts here."""
+        assert self._job is not None
+        if self._rules.can_create or not self._job.phase.ended:
+            return False
+        node = self._job.nodes.get(node_id)
+        return node is None or node.boot_id != report.boot_id
 
     async def farewell(self, why: str, within_s: float) -> None:
         """End the job, and stay until every node that lives has been told."""

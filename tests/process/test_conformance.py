@@ -24,7 +24,10 @@ BY_LAUNCHER = {
     *("TORCHELASTIC_RESTART_COUNT", "PROBE_GO", "PROBE_OUT"),
 }
 """Environment with a value of each run."""
-OURS = {"DLROVER_AGENT_SOCKET", "DLROVER_ROUND", "DLROVER_RESTART_REASON", "DLROVER_LOG_LEVEL"}
+OURS = {
+    *("DLROVER_AGENT_SOCKET", "DLROVER_LOCAL_RANK", "DLROVER_ROUND", "DLROVER_RESTART_REASON"),
+    "DLROVER_LOG_LEVEL",
+}
 BY_IMPORT = {"TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
 """What imports put into the environment: there from the start in a warm worker."""
 
@@ -145,7 +148,7 @@ def test_a_script_ends_in_the_same_way(place: Place) -> None:
     argv = ["torchrun", *common, "--redirects=3", "--log-dir", str(logs["torchrun"])]
     torchrun = place.call(*argv, script, timeout=600)
     assert torchrun.returncode == 0, torchrun.stderr
-    elastic = ["elastic-run", *common, "--log-dir"]
+    elastic = ["elastic-run", *common, "--redirects=3", "--log-dir"]
     cold = place.call(*elastic, str(logs["cold"]), "--cold-start", script, timeout=600)
     assert cold.returncode == 0, cold.stderr
     said = warm_run(place, [*elastic, str(logs["warm"]), script], {}, "ends")

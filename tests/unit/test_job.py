@@ -888,3 +888,25 @@ def test_where_nodes_can_be_replaced_none_gives_up_for_all() -> None:
     bench.agent("n1").gives_up = "its restarts are used up"
     bench.settle()
     bench.check_running()
+
+
+def test_a_smaller_wish_does_not_shorten_the_lease_of_who_was_told_a_longer_one() -> None:
+    bench = Bench(elastic_job(10_000, 1), Rules(can_create=False))
+    bench.step()
+    come(bench, "n0", "n1")
+    told = bench.agent("n0").assignment
+    assert told is not None
+    bench.step(JobChanged(bench.spec.scaled(100)))
+    assert bench.job.nodes.lease_s >= told.lease_s > 5.0
+
+
+def test_a_node_that_left_with_notice_may_come_back_where_nobody_replaces_it() -> None:
+    bench = without_platform(2, 2)
+    come(bench, "n0", "n1")
+    bench.agent("n1").leaving = "the agent received SIGTERM"
+    bench.settle()
+    bench.agent("n1").ended = True
+    bench.pass_time(12.0)
+    come(bench, "n1")
+    assert bench.members == ["n0", "n1"]
+    bench.check_running()

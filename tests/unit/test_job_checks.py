@@ -267,3 +267,40 @@ def test_a_restarted_agent_is_checked_again() -> None:
     bench.check_running()
     assert sorted(bench.members) == ["n0", "n1", "n2"]
     assert [e.message for e in bench.job.events if e.reason == "CheckStarted"][-1] == "check 2: n1"
+
+
+def who_come(fewest: int, most: int, *nodes: str, **faults: str) -> Bench:
+    """Checked nodes that nobody creates; too few of them are waited for a minute."""
+    rules = Rules(check_s=60.0, can_create=False, join_timeout_s=60.0)
+    bench = Bench(elastic_job(most, fewest), rules)
+    bench.step()
+    for node in nodes:
+        comes(bench, node, faults.get(node, ""))
+    bench.settle()
+    return bench
+
+
+def comes(bench: Bench, node: str, fault: str) -> None:
+    agent = SimAgent(NodeId(node), max_restarts=1, precheck=1)
+    agent.fault = fault
+    bench.agents[agent.node].append(agent)
+
+
+def test_too_few_nodes_to_check_are_not_waited_for_for_ever() -> None:
+    bench = who_come(2, 3, "n0")
+    bench.pass_time(59.0)
+    assert bench.job.phase is JobPhase.PENDING
+    bench.pass_time(2.0)
+    assert bench.job.phase is JobPhase.FAILED
+    assert bench.job.reason.startswith("1 of at least 2 nodes are there, after 60 s")
+
+
+def test_an_agent_that_dies_in_its_check_again_and_again_is_charged() -> None:
+    bench = who_come(2, 2, "n0", "n1", n1="hang")
+    for _ in range(3):
+        if bench.job.phase.ended:
+            break
+        comes(bench, "n1", "hang")
+        bench.settle()
+    assert bench.job.phase is JobPhase.FAILED
+    assert "restarted in its check" in bench.job.reason

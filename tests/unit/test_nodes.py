@@ -201,3 +201,12 @@ def test_counts_follow_every_change(nodes: Nodes) -> None:
     ):
         change()
         check()
+
+
+def test_a_master_that_stands_still_does_not_shorten_the_time_to_return() -> None:
+    nodes = Nodes(lease_s=5.0, suspect_s=1.0)
+    nodes.plan(NodeId("n0"))
+    nodes.recall(NodeId("n0"), Incarnation(1), "boot-000", 0.0, return_s=93.0)
+    nodes.stalled(1.0)
+    assert not nodes.expire(92.0)
+    assert nodes.expire(93.0)

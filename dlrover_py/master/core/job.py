@@ -9,6 +9,7 @@ carried out.
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from dlrover_py.master.core.events import (
@@ -407,6 +408,11 @@ class Job:
             node=node.id,
             warning=True,
         )
+        if self.health.runs and node.id in self._checking:
+            # The check may have ended it. Where it comes back each time, that must have an end.
+            why = f"{node.id}'s agent was restarted in its check"
+            self._obey(node, after_restart(why, **self._budgets(node)), "start", why, event)
+            return
         if returns or self.phase not in (JobPhase.RUNNING, JobPhase.FORMING):
             return
         if self.world is not None and node.id in self.world.rank_of and not self._ended_well(node):
@@ -535,8 +541,11 @@ class Job:
         if job.metadata.generation < self.job.metadata.generation:
             return
         old, self.job = self.job, job
-        self.pace = self._pace_of(job)
-        self.nodes.lease_s = self.pace.lease_s
+        wished = self._pace_of(job)
+        # Nodes go on at the pace that they were told: their lease must not become shorter.
+        lease_s = max(wished.lease_s, self.pace.lease_s)
+        self.pace = replace(wished, lease_s=lease_s)
+        self.nodes.lease_s = lease_s
         if job.spec == old.spec or self.phase.ended:
             return
         self._dirty = True
@@ -922,6 +931,10 @@ class Job:
             return False
         if opening.kind == "start" and self._checks_first():
             self.reason = f"{len(self.health.open)} nodes are checked first ({opening.reason})"
+            there = ready + len(self.health.open)
+            if not size.fit(there):
+                words = f"{there} of at least {size.minimum} nodes are there"
+                self._too_late(opening, words)
             return False
         if self._last_call(size, ready, opening):
             return False

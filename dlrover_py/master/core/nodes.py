@@ -250,13 +250,16 @@ class Nodes:
         """
         node = self.by_id[node_id]
         node.phase = NodePhase.STARTING
+        node.leaving = ""
         self._next_life(node, "")
 
     def stalled(self, now: float) -> None:
         """The master itself stood still: nobody is to blame, and all have their time anew."""
         for node in self:
             if node.alive:
-                self._renew(node, now)
+                # Not shorter: who is to return to a new master has longer than a lease.
+                node.lease_until = max(node.lease_until, now + self.lease_s)
+                self._look_at(node, node.lease_until)
                 if node.phase is NodePhase.SUSPECT:
                     node.suspect_until = now + self.suspect_s
 
