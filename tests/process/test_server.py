@@ -583,3 +583,25 @@ def test_settings_that_cannot_be_used(environ: dict[str, str], words: str) -> No
     with pytest.raises(ConfigError) as caught:
         Settings.from_environment({f"DLROVER_MASTER_{k}": v for k, v in environ.items()})
     assert words in str(caught.value)
+
+
+# --- the end of a job without a platform ---
+
+
+def test_next_master_tells_the_members_of_an_ended_job_and_nobody_else(place: Place) -> None:
+    def told(master: Master, **fields: Any) -> Assignment:
+        reply = master.exchange(report(**fields))
+        assert reply.status == 200, reply
+        return Assignment.model_validate_json(reply.body)
+
+    with running_master(place, exchange_s="0.2") as master:
+        run = told(master)
+        assert run.directive is Directive.RUN
+        have = {"incarnation": 1, "have_term": run.term, "have_version": run.version}
+        stop = told(master, seq=2, follows=run.round, phase="succeeded", **have)
+        assert (stop.directive, stop.exit_code) == (Directive.STOP, 0)
+    with running_master(place, exchange_s="0.2") as master:
+        again = told(master, seq=3, follows=run.round, phase="succeeded", **have)
+        assert (again.directive, again.exit_code) == (Directive.STOP, 0)
+        reply = master.exchange(report(boot_id="c" * 16))  # of the next job at this address
+        assert (reply.status, reply.error.code) == (503, "passive")
