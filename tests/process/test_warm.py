@@ -61,7 +61,11 @@ def zygote(run: Job, node: int = 0) -> psutil.Process:
 
 
 def kill_worker(run: Job, node: int = 0, rank: int = 0) -> None:
-    os.kill(members(run.status())[node].pids[rank], signal.SIGKILL)
+    def running() -> int:  # the status comes a moment later; and 0 is our own process group
+        pid = members(run.status())[node].pids[rank]
+        return pid if pid and alive(pid) else 0
+
+    os.kill(eventually(running, "a worker that runs"), signal.SIGKILL)
 
 
 def starts(run: Job, round_number: int, node: str = "n0") -> list[str]:
