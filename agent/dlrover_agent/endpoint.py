@@ -237,7 +237,7 @@ def _rules(conf: Mapping[str, str]) -> dict[str, str]:
     for key in conf:
         if key in NOT_USED:
             log.warning("flag_not_used", extra={"flag": f"--rdzv-conf {key}", "why": NOT_USED[key]})
-        elif key not in (*CONF, *LEASE, "lastcall_timeout"):
+        elif key not in (*CONF, *LEASE, *TIMES):
             raise ConfigError(
                 f"--rdzv-conf has {key!r}: expected one of {', '.join((*CONF, *LEASE))}"
             )

@@ -11,6 +11,7 @@ import re
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -51,6 +52,12 @@ def eventually(look: Callable[[], T], what: str, *, within_s: float = 30.0) -> T
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {within_s:g} s: {what}; last seen: {seen!r}")
         pause.wait(0.02)
+
+
+def free_port() -> int:
+    """A port of the loopback device that nobody had a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def alive(pid: int) -> bool:

@@ -13,7 +13,7 @@ import yaml
 
 from dlrover_py.cli import main
 from dlrover_py.rpc import Client
-from tests.process.harness import Place, document, job, members
+from tests.process.harness import Place, document, free_port, job, members
 
 GOOD = """\
 apiVersion: elastic.iml.github.io/v1alpha1
@@ -326,11 +326,6 @@ def test_what_elastic_run_cannot_use_is_said_and_nothing_is_started(place: Place
                 assert out == "", argv
                 assert err.count("\n") == 1, err
                 assert not leftovers(process.pid)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def leftovers(pid: int) -> list[Path]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.harness import Place, alive, eventually
+from tests.process.harness import Place, alive, eventually, free_port
 
 pytestmark = pytest.mark.process
 
@@ -210,13 +210,6 @@ def test_events_reach_a_handler_as_torchruns(place: Place) -> None:
         assert set(mine["metadata"]) == set(their["metadata"])
 
 
-def free_port() -> int:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 class Group:
     """Several agents that were started as torchrun's documentation says."""
 
@@ -266,18 +259,22 @@ class Group:
         self._readers[which].join(timeout=10)
         return code
 
+    def close(self) -> None:
+        """End those that still run."""
+        for run, reader in zip(self.runs, self._readers, strict=True):
+            if run.poll() is None:
+                run.kill()
+            run.wait()
+            reader.join(timeout=10)
+            assert run.stdout is not None
+            run.stdout.close()
+
 
 @pytest.fixture
 def group(place: Place) -> Iterator[Group]:
     group = Group(place)
     yield group
-    for run, reader in zip(group.runs, group._readers, strict=True):
-        if run.poll() is None:
-            run.kill()
-        run.wait()
-        reader.join(timeout=10)
-        assert run.stdout is not None
-        run.stdout.close()
+    group.close()
 
 
 PLACE = """

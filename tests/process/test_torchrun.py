@@ -29,13 +29,7 @@ def group(place: Place) -> Iterator[Torchruns]:
     group = Torchruns(place)
     yield group
     (place.folder / "go").touch()  # torchrun leaves the workers of an agent that is killed
-    for run, reader in zip(group.runs, group._readers, strict=True):
-        if run.poll() is None:
-            run.kill()
-        run.wait()
-        reader.join(timeout=10)
-        assert run.stdout is not None
-        run.stdout.close()
+    group.close()
 
 
 def test_elastic_run_is_kept_away() -> None:
