@@ -4,10 +4,19 @@ A worker's environment follows torchrun (torch/distributed/elastic/agent/server)
 and, inside an ElasticJob, DLRover's names; ours begin with ``DLROVER_``.
 """
 
+import re
 from typing import Final, NewType
 
 NodeId = NewType("NodeId", str)
 """Name of one agent's place in the job (``n0``, ``n1`` …): never reused, and not a rank."""
+
+_PART = re.compile(r"(\D*)(\d*)")
+
+
+def id_key(node: NodeId) -> tuple[tuple[str, int], ...]:
+    """Sorts n2 before n10 (torchrun sorts node10 before node2, pytorch#191190)."""
+    return tuple((word, int(number or -1)) for word, number in _PART.findall(node))
+
 
 Round = NewType("Round", int)
 """Number of an agreed membership, +1 each time; 0 means none yet."""

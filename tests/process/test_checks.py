@@ -69,7 +69,8 @@ def test_a_bad_link_between_two_nodes_is_said(place: Place) -> None:
     env = fault("n1=link")
     with job(place, replicas=2, restartCount=0, flags=CHECK, env=env) as run:
         assert run.wait(within_s=LONG) == 1
-        assert "n0 and n1 each work alone, but not together" in "".join(run.output)
+        said = "".join(run.output)
+        assert "n0 and n1 each work alone, but not together" in said, said
 
 
 def test_a_check_that_hangs_is_ended(place: Place) -> None:

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrover_py.master.core.health import Finding, Health, Verdict
-from dlrover_py.master.core.rendezvous import id_key
 from dlrover_py.protocol.agents import CheckResult
-from dlrover_py.protocol.names import NodeId
+from dlrover_py.protocol.names import NodeId, id_key
 
 Fault = Literal["device", "link", "slow", "hang"]
 BAD, GOOD, SLOW = Verdict.BAD, Verdict.GOOD, Verdict.SLOW
@@ -111,8 +110,11 @@ def test_of_three_the_one_with_the_bad_link_is_found(bad: str) -> None:
     assert ward(3, **{bad: "link"}).verdicts(BAD) == {bad}
 
 
-def test_of_two_with_a_bad_link_one_is_kept_and_it_is_said() -> None:
-    done = ward(2, n0="link")
+@pytest.mark.parametrize("order", [("n0", "n1"), ("n1", "n0")])
+def test_of_two_with_a_bad_link_one_is_kept_and_it_is_said(order: tuple[str, ...]) -> None:
+    done = Ward({"n0": "link"})
+    done.come(*order)
+    done.check()
     assert done.verdicts(GOOD) == {"n0"}
     assert done.verdicts(BAD) == {"n1"}
     (words,) = [f.words for f in done.findings if f.verdict is BAD]

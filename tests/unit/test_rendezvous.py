@@ -8,10 +8,9 @@ from dlrover_py.master.core.rendezvous import (
     Wait,
     World,
     arrange,
-    id_key,
     verdict,
 )
-from dlrover_py.protocol.names import NodeId, Round
+from dlrover_py.protocol.names import NodeId, Round, id_key
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from statistics import median_low
 from pydantic import BaseModel, Field
 
 from dlrover_py.protocol.agents import CheckResult
-from dlrover_py.protocol.names import NodeId
+from dlrover_py.protocol.names import NodeId, id_key
 
 SLOW = 2.0
 """Times the median, as DLRover."""
@@ -29,6 +29,9 @@ class Verdict(StrEnum):
     GOOD = "good"
     BAD = "bad"
     SLOW = "slow"
+
+
+NOT_BAD = (Verdict.OPEN, Verdict.GOOD)
 
 
 class Mark(BaseModel):
@@ -323,8 +326,9 @@ class Health:
         for node in left:
             mark = self.marks[node]
             while mark.verdict is Verdict.OPEN and mark.failed:
-                party = [n for n in self.marks if any(n in group for group in mark.failed)]
-                party = [n for n in party if self.marks[n].verdict in (Verdict.OPEN, Verdict.GOOD)]
+                party = sorted({n for group in mark.failed for n in group}, key=id_key)
+                marks = self.marks
+                party = [n for n in party if n in marks and marks[n].verdict in NOT_BAD]
                 if party == [node]:
                     break
                 worst = max((n for n in party if n in left or n in helpers), key=self._blame)
@@ -338,10 +342,10 @@ class Health:
                 self.decide(node, Verdict.GOOD)
                 yield Finding((node,), Verdict.GOOD, "it works alone")
 
-    def _blame(self, node: NodeId) -> tuple[int, bool, int]:
+    def _blame(self, node: NodeId) -> tuple[int, bool, tuple[tuple[str, int], ...]]:
         mark = self.marks[node]
         met = {n for group in mark.failed for n in group}
-        return len(met), mark.verdict is Verdict.OPEN, list(self.marks).index(node)
+        return len(met), mark.verdict is Verdict.OPEN, id_key(node)
 
 
 def _where(groups: Sequence[Group], node: NodeId) -> str:

@@ -53,7 +53,6 @@ from dlrover_py.master.core.rendezvous import (
     Size,
     World,
     arrange,
-    id_key,
     verdict,
 )
 from dlrover_py.protocol.agents import (
@@ -67,7 +66,7 @@ from dlrover_py.protocol.agents import (
 )
 from dlrover_py.protocol.errors import Bug, ExitCode
 from dlrover_py.protocol.job import ElasticJob
-from dlrover_py.protocol.names import NodeId, Round, Term
+from dlrover_py.protocol.names import NodeId, Round, Term, id_key
 from dlrover_py.protocol.status import (
     Condition,
     Failure,

@@ -4,14 +4,13 @@ A round is formed the moment every node that can come has come. Rank order is st
 keep their places, a newcomer takes the place of a lost node, further ones stand at the end.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from pydantic import BaseModel, ConfigDict
 
-from dlrover_py.protocol.names import NodeId, Round
+from dlrover_py.protocol.names import NodeId, Round, id_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,14 +187,6 @@ def arrange(
         offset += place.nproc
         of_role[place.role] = of_role.get(place.role, 0) + place.nproc
     return tuple(members)
-
-
-def id_key(node: NodeId) -> tuple[tuple[str, int], ...]:
-    """Sorts n2 before n10 (torchrun sorts node10 before node2, pytorch#191190)."""
-    return tuple((word, int(number or -1)) for word, number in _PART.findall(node))
-
-
-_PART = re.compile(r"(\D*)(\d*)")
 
 
 def _common(a: tuple[str, ...], b: tuple[str, ...]) -> int:
