@@ -30,7 +30,7 @@ class MemoryStore:
     def __init__(self, shelf: Shelf | None = None) -> None:
         self._shelf = shelf or Shelf()
 
-    def acquire(self) -> Journal | None:
+    async def acquire(self) -> Journal | None:
         shelf = self._shelf
         if shelf.holder not in (None, self):
             raise Held("another master holds this shelf")
@@ -42,14 +42,14 @@ class MemoryStore:
         except ValueError as error:
             raise ConfigError("not a journal of this version") from error
 
-    def save(self, journal: Journal) -> None:
+    async def save(self, journal: Journal) -> None:
         assert self._shelf.holder is self, "only its holder may write"
         if self._shelf.full:
             raise Unwritable("the shelf is full")
         self._shelf.text = journal.model_dump_json()
         self._shelf.writes += 1
 
-    def release(self) -> None:
+    async def release(self) -> None:
         if self._shelf.holder is self:
             self._shelf.holder = None
 

@@ -32,7 +32,7 @@ from dlrover_py.master.core.events import (
 )
 from dlrover_py.master.core.job import Job
 from dlrover_py.master.platform import Platform
-from dlrover_py.master.store import Held, Store, Unwritable
+from dlrover_py.master.store import Store, Unwritable
 from dlrover_py.protocol.agents import AgentReport, Assignment, Directive
 from dlrover_py.protocol.errors import Superseded, TransientError
 from dlrover_py.protocol.names import NodeId, Term
@@ -287,7 +287,7 @@ class Loop:
                 tasks.create_task(self._publish())
                 await self._turn_forever(self._job)
         finally:
-            await asyncio.to_thread(self._store.release)
+            await self._store.release()
 
     async def _turn_forever(self, job: Job) -> None:
         wake_at = self._clock.now()
@@ -387,8 +387,8 @@ class Loop:
         said = ""
         while True:
             try:
-                return await asyncio.to_thread(self._store.acquire)
-            except Held as error:
+                return await self._store.acquire()
+            except TransientError as error:
                 if said != str(error):
                     said = str(error)
                     log.warning("passive", extra={"why": said})
@@ -409,7 +409,7 @@ class Loop:
         tries = 0
         while True:
             try:
-                await asyncio.to_thread(self._store.save, journal)
+                await self._store.save(journal)
             except Unwritable as error:
                 if self.journal_error != str(error):
                     self.journal_error = str(error)

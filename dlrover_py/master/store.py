@@ -4,6 +4,7 @@ Only one master at a time may hold a journal. The file form proves it by a lock 
 own (the journal itself is replaced at each write, and a lock would stay with the old inode).
 """
 
+import asyncio
 import contextlib
 import errno
 import fcntl
@@ -26,24 +27,26 @@ class Unwritable(TransientError):
 
 
 class Store(Protocol):
-    """Keeps one journal. Calls block: they are made from a thread."""
+    """Keeps one journal."""
 
-    def acquire(self) -> Journal | None:
+    async def acquire(self) -> Journal | None:
         """Become its only writer and return what it holds.
 
         Raises:
             Held: another master is its writer.
+            TransientError: not now.
             ConfigError: it holds something that cannot be read.
         """
 
-    def save(self, journal: Journal) -> None:
+    async def save(self, journal: Journal) -> None:
         """Replace what it holds, all or nothing: it outlives this process from now on.
 
         Raises:
             Unwritable: nothing has changed.
+            Superseded: another master has become its writer.
         """
 
-    def release(self) -> None:
+    async def release(self) -> None:
         """Let another master have it."""
 
 
@@ -58,7 +61,18 @@ class FileStore:
         self._path = path
         self._lock = -1
 
-    def acquire(self) -> Journal | None:  # noqa: D102
+    async def acquire(self) -> Journal | None:  # noqa: D102
+        return await asyncio.to_thread(self._acquire)
+
+    async def save(self, journal: Journal) -> None:  # noqa: D102
+        await asyncio.to_thread(self._save, journal)
+
+    async def release(self) -> None:  # noqa: D102
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _acquire(self) -> Journal | None:
         try:
             if self._lock < 0:
                 self._lock = self._locked()
@@ -87,7 +101,7 @@ class FileStore:
             raise  # a file system that has no locks
         return lock
 
-    def save(self, journal: Journal) -> None:  # noqa: D102
+    def _save(self, journal: Journal) -> None:
         data = journal.model_dump_json().encode()
         fresh = self._path.with_suffix(".new")
         try:
@@ -104,8 +118,3 @@ class FileStore:
                 fresh.unlink(missing_ok=True)
             what = "the disk is full" if error.errno == errno.ENOSPC else error.strerror
             raise Unwritable(f"{self._path}: {what}") from error
-
-    def release(self) -> None:  # noqa: D102
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1

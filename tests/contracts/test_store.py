@@ -5,7 +5,7 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,10 +67,10 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Case]:
 
 
 @pytest.fixture
-def store(case: Case) -> Iterator[Store]:
+async def store(case: Case) -> AsyncIterator[Store]:
     store = case.open()
     yield store
-    store.release()
+    await store.release()
 
 
 def journal(term: int = 1) -> Journal:
@@ -120,76 +120,80 @@ def journal(term: int = 1) -> Journal:
     )
 
 
-def test_an_empty_store_holds_nothing(store: Store) -> None:
-    assert store.acquire() is None
+async def test_an_empty_store_holds_nothing(store: Store) -> None:
+    assert await store.acquire() is None
 
 
-def test_what_was_saved_is_there_for_the_next_master(case: Case, store: Store) -> None:
-    store.acquire()
-    store.save(journal())
-    store.release()
+async def test_what_was_saved_is_there_for_the_next_master(case: Case, store: Store) -> None:
+    await store.acquire()
+    await store.save(journal())
+    await store.release()
     later = case.open()
-    assert later.acquire() == journal()
-    later.release()
+    assert await later.acquire() == journal()
+    await later.release()
 
 
-def test_the_last_write_counts(store: Store) -> None:
-    store.acquire()
+async def test_the_last_write_counts(store: Store) -> None:
+    await store.acquire()
     for term in (1, 2, 3):
-        store.save(journal(term))
-    assert store.acquire() == journal(3), "its holder may ask again"
+        await store.save(journal(term))
+    assert await store.acquire() == journal(3), "its holder may ask again"
 
 
-def test_only_one_master_holds_it_at_a_time(case: Case, store: Store) -> None:
-    store.acquire()
-    store.save(journal(1))
+async def test_only_one_master_holds_it_at_a_time(case: Case, store: Store) -> None:
+    await store.acquire()
+    await store.save(journal(1))
     second = case.open()
     with pytest.raises(Held, match="another master holds"):
-        second.acquire()
+        await second.acquire()
     with pytest.raises(Held):
-        second.acquire()
-    store.save(journal(2))
-    store.release()
-    assert second.acquire() == journal(2)
+        await second.acquire()
+    await store.save(journal(2))
+    await store.release()
+    assert await second.acquire() == journal(2)
     with pytest.raises(Held):
-        store.acquire()
-    second.release()
+        await store.acquire()
+    await second.release()
 
 
-def test_one_that_never_held_it_takes_nothing_away_by_releasing(case: Case, store: Store) -> None:
-    store.acquire()
+async def test_one_that_never_held_it_takes_nothing_away_by_releasing(
+    case: Case, store: Store
+) -> None:
+    await store.acquire()
     other = case.open()
     with pytest.raises(Held):
-        other.acquire()
-    other.release()
+        await other.acquire()
+    await other.release()
     with pytest.raises(Held):
-        case.open().acquire()
+        await case.open().acquire()
 
 
-def test_releasing_twice_or_without_holding_does_no_harm(case: Case, store: Store) -> None:
-    store.release()
-    store.acquire()
-    store.release()
-    store.release()
+async def test_releasing_twice_or_without_holding_does_no_harm(case: Case, store: Store) -> None:
+    await store.release()
+    await store.acquire()
+    await store.release()
+    await store.release()
     other = case.open()
-    assert other.acquire() is None
-    store.release()
+    assert await other.acquire() is None
+    await store.release()
     with pytest.raises(Held):
-        store.acquire()
-    other.release()
+        await store.acquire()
+    await other.release()
 
 
-def test_a_failed_write_changes_nothing_and_the_next_may_work(case: Case, store: Store) -> None:
-    store.acquire()
-    store.save(journal(1))
+async def test_a_failed_write_changes_nothing_and_the_next_may_work(
+    case: Case, store: Store
+) -> None:
+    await store.acquire()
+    await store.save(journal(1))
     case.fill(True)
     for _ in range(2):
         with pytest.raises(Unwritable):
-            store.save(journal(2))
-    assert store.acquire() == journal(1)
+            await store.save(journal(2))
+    assert await store.acquire() == journal(1)
     case.fill(False)
-    store.save(journal(3))
-    assert store.acquire() == journal(3)
+    await store.save(journal(3))
+    assert await store.acquire() == journal(3)
 
 
 @pytest.mark.parametrize(
@@ -206,53 +210,56 @@ def test_a_failed_write_changes_nothing_and_the_next_may_work(case: Case, store:
         b"\0" * 4096,
     ],
 )
-def test_what_cannot_be_read_is_said(case: Case, store: Store, data: bytes) -> None:
+async def test_what_cannot_be_read_is_said(case: Case, store: Store, data: bytes) -> None:
     case.spoil(data)
     with pytest.raises(ConfigError, match="not a journal of this version"):
-        store.acquire()
+        await store.acquire()
 
 
-def test_a_journal_of_a_newer_release_with_more_fields_is_read(case: Case, store: Store) -> None:
+async def test_a_journal_of_a_newer_release_with_more_fields_is_read(
+    case: Case, store: Store
+) -> None:
     text = journal().model_dump_json()
     case.spoil(text.replace("{", '{"invented_later": [1], ', 1).encode())
-    assert store.acquire() == journal()
+    assert await store.acquire() == journal()
 
 
 # --- the file alone ---
 
 
-def test_the_file_and_its_folder_are_private_and_nothing_else_is_left(tmp_path: Path) -> None:
+async def test_the_file_and_its_folder_are_private_and_nothing_else_is_left(tmp_path: Path) -> None:
     path = tmp_path / "job" / "journal.json"
     store = FileStore(path)
-    store.acquire()
-    store.save(journal())
+    await store.acquire()
+    await store.save(journal())
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-    store.release()
+    await store.release()
     assert {p.name for p in path.parent.iterdir()} == {"journal.json", "journal.lock"}
 
 
-def test_half_a_write_is_never_seen(tmp_path: Path) -> None:
+async def test_half_a_write_is_never_seen(tmp_path: Path) -> None:
     """A master that was killed in the middle of a write has left its new file behind."""
     path = tmp_path / "journal.json"
     first = FileStore(path)
-    first.acquire()
-    first.save(journal(1))
-    first.release()
+    await first.acquire()
+    await first.save(journal(1))
+    await first.release()
     path.with_suffix(".new").write_text('{"version": 1, "jo' + "x" * 100_000)
     second = FileStore(path)
-    assert second.acquire() == journal(1)
-    second.save(journal(2))
-    assert second.acquire() == journal(2)
-    second.release()
+    assert await second.acquire() == journal(1)
+    await second.save(journal(2))
+    assert await second.acquire() == journal(2)
+    await second.release()
 
 
-def test_a_killed_master_holds_nothing(tmp_path: Path) -> None:
+async def test_a_killed_master_holds_nothing(tmp_path: Path) -> None:
     path = tmp_path / "journal.json"
     script = (
-        "import pathlib, signal, sys\n"
+        "import asyncio, pathlib, signal, sys\n"
         "from dlrover_py.master.store import FileStore\n"
-        "FileStore(pathlib.Path(sys.argv[1])).acquire()\n"
+        "store = FileStore(pathlib.Path(sys.argv[1]))\n"
+        "asyncio.run(store.acquire())\n"
         "print('held', flush=True)\n"
         "signal.pause()\n"
     )
@@ -263,42 +270,42 @@ def test_a_killed_master_holds_nothing(tmp_path: Path) -> None:
             assert process.stdout.readline() == "held\n"
             store = FileStore(path)
             with pytest.raises(Held):
-                store.acquire()
+                await store.acquire()
         finally:
             os.kill(process.pid, signal.SIGKILL)
-    assert store.acquire() is None
-    store.release()
+    assert await store.acquire() is None
+    await store.release()
 
 
-def test_a_full_disk_is_called_so_and_leaves_no_torn_file(tmp_path: Path) -> None:
+async def test_a_full_disk_is_called_so_and_leaves_no_torn_file(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "64k") as disk:
         store = FileStore(disk / "journal.json")
-        on_a_full_disk(store, disk)
-        store.release()
+        await on_a_full_disk(store, disk)
+        await store.release()
 
 
-def on_a_full_disk(store: FileStore, disk: Path) -> None:
-    store.acquire()
-    store.save(journal(1))
+async def on_a_full_disk(store: FileStore, disk: Path) -> None:
+    await store.acquire()
+    await store.save(journal(1))
     event = JobEvent(id=1, at=1e9, reason="Large", message="x" * 6000)
     large = journal(2).model_copy(update={"events": [event]})
     filler = disk / "filler"
     fill_up(filler)
     with pytest.raises(Unwritable, match=r"journal\.json: the disk is full"):
-        store.save(journal(2))
-    assert store.acquire() == journal(1)
+        await store.save(journal(2))
+    assert await store.acquire() == journal(1)
     assert not (disk / "journal.new").exists()
     os.truncate(filler, filler.stat().st_size - 4096)
     with pytest.raises(Unwritable):
-        store.save(large)  # its first half fits
-    assert store.acquire() == journal(1)
+        await store.save(large)  # its first half fits
+    assert await store.acquire() == journal(1)
     filler.unlink()
-    store.save(journal(3))
-    assert store.acquire() == journal(3)
+    await store.save(journal(3))
+    assert await store.acquire() == journal(3)
 
 
-def test_a_place_that_cannot_be_used_is_said(tmp_path: Path) -> None:
+async def test_a_place_that_cannot_be_used_is_said(tmp_path: Path) -> None:
     obstacle = tmp_path / "file"
     obstacle.write_text("no folder")
     with pytest.raises(ConfigError, match=str(obstacle)):
-        FileStore(obstacle / "journal.json").acquire()
+        await FileStore(obstacle / "journal.json").acquire()
