@@ -1,0 +1,821 @@
+"""The client of the Kubernetes API server: raw objects, list and watch, apply, create-or-own.
+
+Objects stay the dicts that JSON gives: the official client's models cost fifteen times as much per
+event of a watch. Its configuration and authentication are used (kubeconfig, contexts, plugins,
+service accounts), and aiohttp, which it brings, is the transport: a call and a watch end at once
+when they are cancelled (docs/decisions/0007-api-client.md). Both are imported by
+:meth:`Kube.connect` only, so that naming a kind or an error costs nothing.
+"""
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import random
+import ssl
+import urllib.request
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
+from urllib.parse import quote, urlencode, urlsplit
+
+from dlrover_py.protocol.errors import (
+    ConfigError,
+    DLRoverError,
+    TransientError,
+    Unauthorized,
+    Unreachable,
+)
+from dlrover_py.protocol.names import GROUP, KIND
+
+if TYPE_CHECKING:
+    import aiohttp
+
+Obj = dict[str, Any]
+T = TypeVar("T")
+_Seen = tuple[list[T], str]
+"""What a list showed, and the version at which it did."""
+_Objs = list[Obj]
+_Views = list[T]
+
+PAGE: Final = 500
+IN_FLIGHT: Final = 64
+"""Calls at once; more wait for their turn, within their own deadline. Watches do not count."""
+ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+PLUGIN_S: Final = 60.0
+"""A kubeconfig's plugin may have to ask somebody; then it is over."""
+_REREAD_S = 60.0
+_REREAD_LEAST_S = 1.0
+_PLUGIN_SKEW_S = 300.0
+"""The loader itself asks a plugin again five minutes before its token expires."""
+_BUFFER = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a path of the API is made of."""
+
+    group: str
+    version: str
+    plural: str
+    name: str
+    namespaced: bool = True
+
+    @property
+    def api_version(self) -> str:
+        """As an object's ``apiVersion`` says it."""
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+    def path(self, namespace: str = "", name: str = "", subresource: str = "") -> str:
+        """The path of one object, or of all in a namespace, or of all."""
+        parts = ["/apis" if self.group else "/api", self.api_version]
+        if self.namespaced and namespace:
+            parts += ["namespaces", quote(namespace, safe="")]
+        parts += [self.plural, *(quote(part, safe="") for part in (name, subresource) if part)]
+        return "/".join(parts)
+
+
+PODS: Final = Kind("", "v1", "pods", "Pod")
+SECRETS: Final = Kind("", "v1", "secrets", "Secret")
+SERVICES: Final = Kind("", "v1", "services", "Service")
+EVENTS: Final = Kind("", "v1", "events", "Event")
+NODES: Final = Kind("", "v1", "nodes", "Node", namespaced=False)
+NAMESPACES: Final = Kind("", "v1", "namespaces", "Namespace", namespaced=False)
+SERVICE_ACCOUNTS: Final = Kind("", "v1", "serviceaccounts", "ServiceAccount")
+DEPLOYMENTS: Final = Kind("apps", "v1", "deployments", "Deployment")
+ROLES: Final = Kind("rbac.authorization.k8s.io", "v1", "roles", "Role")
+ROLE_BINDINGS: Final = Kind("rbac.authorization.k8s.io", "v1", "rolebindings", "RoleBinding")
+NETWORK_POLICIES: Final = Kind("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy")
+ELASTICJOBS: Final = Kind(GROUP, "v1alpha1", "elasticjobs", KIND)
+CRDS: Final = Kind(
+    "apiextensions.k8s.io",
+    "v1",
+    "customresourcedefinitions",
+    "CustomResourceDefinition",
+    namespaced=False,
+)
+
+
+class KubeError(DLRoverError):
+    """The API server's refusal, in its own words."""
+
+    def __init__(self, words: str, *, status: int = 0, reason: str = "") -> None:
+        super().__init__(words)
+        self.status, self.reason = status, reason
+
+
+class NotFound(KubeError):
+    """There is no such object, or no such kind."""
+
+
+class AlreadyExists(KubeError):
+    """Another object has this name."""
+
+
+class NameConflict(KubeError):
+    """An object that is not ours has this name."""
+
+
+class Conflict(KubeError):
+    """The object is no longer as it was when it was read."""
+
+
+class Forbidden(KubeError):
+    """This account may not do it, or a quota or a policy is against it."""
+
+
+class Unauthenticated(KubeError, Unauthorized):
+    """The API server does not know who we are."""
+
+
+class Invalid(KubeError):
+    """The object cannot be as it was given."""
+
+
+class Expired(KubeError):
+    """That version of the past is no longer kept."""
+
+
+class Throttled(KubeError, TransientError):
+    """The API server has too much to do."""
+
+    def __init__(self, words: str, *, retry_after: float, reason: str = "") -> None:
+        super().__init__(words, status=429, reason=reason)
+        self.retry_after = retry_after
+
+
+class ServerDown(KubeError, Unreachable):
+    """No answer, or one that says that the API server is in trouble."""
+
+
+_BY_STATUS: Final[Mapping[int, type[KubeError]]] = {
+    400: Invalid,
+    401: Unauthenticated,
+    403: Forbidden,
+    404: NotFound,
+    408: ServerDown,
+    409: Conflict,
+    410: Expired,
+    422: Invalid,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Listed(Generic[T]):
+    """All there is: what is not among them is gone."""
+
+    items: list[T]
+
+
+@dataclass(frozen=True, slots=True)
+class Changed(Generic[T]):
+    """One that is new or differs; the same may be said twice."""
+
+    item: T
+
+
+@dataclass(frozen=True, slots=True)
+class Gone(Generic[T]):
+    """One that was deleted, as it was at last."""
+
+    item: T
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """How patient a client is; other values are for tests."""
+
+    call_s: float = 30.0
+    first_wait_s: float = 0.8
+    longest_wait_s: float = 30.0
+    """Waits after failures are doubled from the first to the longest, and spread by half."""
+    denied_s: float = 30.0
+    """Between attempts at what needs a person: a right, an account, a missing CRD."""
+    watch_s: float = 300.0
+    """The server ends a watch after this long, spread by a fifth; the next one goes on."""
+    stall_s: float = 90.0
+    """A server sends a bookmark each minute: without a byte for this long nobody is there."""
+    steady_s: float = 5.0
+    """A watch that ends sooner than this counts as a failure: it must not become a hot loop."""
+
+
+class Kube:
+    """Calls one API server. Calls may be made at once, from one event loop."""
+
+    def __init__(self, access: "_Access", times: Times | None = None) -> None:
+        """Remember who to call; nothing is opened yet. Use :meth:`connect`."""
+        self._access = access
+        self.times = times or Times()
+
+        self._http: aiohttp.ClientSession | None = None
+        self._turns = asyncio.Semaphore(IN_FLIGHT)
+
+    @classmethod
+    async def connect(cls, *, kubeconfig: Path | None = None, context: str | None = None) -> "Kube":
+        """Find out which API server to call, and as whom. No call is made yet.
+
+        In a Pod its service account is used, unless a kubeconfig or a context is given, or
+        KUBECONFIG is set.
+
+        Raises:
+            ConfigError: nothing says where the cluster is, or what does cannot be used.
+        """
+        given = str(kubeconfig) if kubeconfig else os.environ.get("KUBECONFIG", "")
+        access: _Access
+        if not given and not context and "KUBERNETES_SERVICE_HOST" in os.environ:
+            access = _Account(ACCOUNT, os.environ)
+        else:
+            access = _Kubeconfig(given or "~/.kube/config", context)
+        await access.token()
+        return cls(access)
+
+    @property
+    def namespace(self) -> str:
+        """Of the context, or of the service account."""
+        return self._access.namespace
+
+    async def close(self) -> None:
+        """Close all connections."""
+        if self._http is not None:
+            await self._http.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def get(self, kind: Kind, name: str, namespace: str = "") -> Obj:
+        """Return one object.
+
+        Raises:
+            NotFound: there is none.
+        """
+        return await self._json("GET", kind.path(self._in(kind, namespace), name))
+
+    async def list(
+        self, kind: Kind, namespace: str = "", *, labels: str = "", fields: str = ""
+    ) -> _Objs:
+        """Return all objects of a namespace, or of all namespaces, in pages."""
+        items, _ = await self._listed(kind.path(namespace), _selection(labels, fields), _whole)
+        return items
+
+    async def create(self, kind: Kind, obj: Obj, *, dry_run: bool = False) -> Obj:
+        """Create an object, or only have the server check it.
+
+        Raises:
+            AlreadyExists: the name is taken.
+            Invalid, Forbidden: it cannot be, or may not be.
+        """
+        path = kind.path(self._in(kind, _meta(obj).get("namespace", "")))
+        query = {"dryRun": "All"} if dry_run else {}
+        return await self._json("POST", path, query, _named(kind, obj))
+
+    async def create_or_own(self, kind: Kind, obj: Obj, owner_uid: str) -> Obj:
+        """Create an object; if its name is taken return what is there, if that owner owns it.
+
+        Raises:
+            NameConflict: what is there is somebody else's.
+        """
+        name, namespace = obj["metadata"]["name"], _meta(obj).get("namespace", "")
+        while True:
+            try:
+                return await self.create(kind, obj)
+            except AlreadyExists:
+                with contextlib.suppress(NotFound):  # it went in between: try again
+                    return _owned(kind, await self.get(kind, name, namespace), owner_uid)
+
+    async def replace(self, kind: Kind, obj: Obj) -> Obj:
+        """Write a whole object that was read before.
+
+        Raises:
+            Conflict: it has been written since.
+        """
+        return await self._json("PUT", self._path_of(kind, obj), {}, _named(kind, obj))
+
+    async def apply(self, kind: Kind, obj: Obj, *, manager: str, subresource: str = "") -> Obj:
+        """Write these fields of an object as theirs, whoever had them (server-side apply)."""
+        query = {"fieldManager": manager, "force": "true"}
+        path = self._path_of(kind, obj, subresource)
+        return await self._json(
+            "PATCH", path, query, _named(kind, obj), form="application/apply-patch+yaml"
+        )
+
+    async def patch(
+        self, kind: Kind, name: str, patch: Obj, namespace: str = "", *, subresource: str = ""
+    ) -> Obj:
+        """Change these fields of an object; null removes one (merge patch)."""
+        path = kind.path(self._in(kind, namespace), name, subresource)
+        return await self._json("PATCH", path, {}, patch, form="application/merge-patch+json")
+
+    async def delete(
+        self,
+        kind: Kind,
+        name: str,
+        namespace: str = "",
+        *,
+        uid: str = "",
+        grace_s: int | None = None,
+        propagation: str = "",
+    ) -> bool:
+        """Delete an object; return False if it was gone already, or is another one by now."""
+        options: Obj = {"apiVersion": "v1", "kind": "DeleteOptions"}
+        if uid:
+            options["preconditions"] = {"uid": uid}
+        if grace_s is not None:
+            options["gracePeriodSeconds"] = grace_s
+        if propagation:
+            options["propagationPolicy"] = propagation
+        try:
+            await self._call("DELETE", kind.path(self._in(kind, namespace), name), {}, options)
+        except NotFound:
+            return False
+        except Conflict:
+            if uid:
+                return False
+            raise
+        return True
+
+    async def log(self, pod: str, namespace: str, *, tail: int, container: str = "") -> str:
+        """Return the last lines of a Pod's log."""
+        query = {"tailLines": str(tail)} | ({"container": container} if container else {})
+        path = PODS.path(self._in(PODS, namespace), pod, "log")
+        return (await self._call("GET", path, query)).decode("utf-8", "replace")
+
+    async def watch(
+        self,
+        kind: Kind,
+        namespace: str = "",
+        *,
+        labels: str = "",
+        fields: str = "",
+        view: Callable[[Obj], T],
+        on_trouble: Callable[[KubeError | None], None] = lambda _: None,
+    ) -> AsyncGenerator[Listed[T] | Changed[T] | Gone[T], None]:
+        """Say what there is, then what changes, for ever; close it with ``contextlib.aclosing``.
+
+        Args:
+            kind: of which kind.
+            namespace: where; empty means everywhere.
+            labels: only those; a label selector.
+            fields: only those; a field selector.
+            view: what of an object is kept; the rest of it is dropped at once.
+            on_trouble: told of a failure that is not the last one's like, and None when all is
+                well again. What happened meanwhile is said afterwards.
+        """
+        path, select = kind.path(namespace), _selection(labels, fields)
+        course = _Course(self.times, on_trouble)
+        version = ""
+        while True:
+            try:
+                if not version:
+                    items, version = await self._listed(path, select, view)
+                    yield Listed(items)
+                    del items
+                async with contextlib.aclosing(
+                    self._events(path, select | {"resourceVersion": version}, course)
+                ) as events:
+                    async for event, obj in events:
+                        version = _meta(obj).get("resourceVersion") or version
+                        if event == "DELETED":
+                            yield Gone(view(obj))
+                        elif event != "BOOKMARK":
+                            yield Changed(view(obj))
+                wait_s = course.ended()
+            except Expired:
+                version, wait_s = "", course.ended()
+            except KubeError as error:
+                if not isinstance(error, (TransientError, Forbidden, Unauthenticated)):
+                    version = ""  # whatever it does not like about it, a new list is the cure
+                wait_s = course.failed(error)
+            await asyncio.sleep(wait_s)
+
+    async def _events(
+        self, path: str, query: Mapping[str, str], course: "_Course"
+    ) -> AsyncGenerator[tuple[str, Obj], None]:
+        """One watch, until its server ends it."""
+        limit = str(round(self.times.watch_s * random.uniform(0.8, 1.2)))
+        asked = {"watch": "1", "allowWatchBookmarks": "true", "timeoutSeconds": limit, **query}
+        async with self._reply("GET", path, asked, read_s=self.times.stall_s) as reply:
+            course.works()
+            async for line in _lines(reply):
+                event, obj = _event(line)
+                if event == "ERROR":
+                    raise _refusal(int(obj.get("code") or 500), obj, path)
+                yield event, obj
+
+    async def _listed(
+        self, path: str, select: Mapping[str, str], view: Callable[[Obj], T]
+    ) -> _Seen[T]:
+        """All pages, and the version that they show.
+
+        No resourceVersion is given: "0" would be answered from a cache that may lie behind what
+        its caller has already seen or done.
+        """
+        for limit in (PAGE, PAGE, 0):  # the last attempt is in one piece, which cannot expire
+            with contextlib.suppress(Expired):
+                return await self._pages(path, select, view, limit)
+        raise ServerDown(f"{self._access.host}{path}: its pages expire while they are read")
+
+    async def _pages(
+        self, path: str, select: Mapping[str, str], view: Callable[[Obj], T], limit: int
+    ) -> _Seen[T]:
+        found: _Views[T] = []
+        query = dict(select) | ({"limit": str(limit)} if limit else {})
+        while True:
+            page = await self._json("GET", path, query)
+            found += map(view, page.get("items") or ())
+            meta = _meta(page)
+            if not meta.get("continue"):
+                return found, str(meta.get("resourceVersion", ""))
+            query["continue"] = meta["continue"]
+
+    async def _json(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        body: Obj | None = None,
+        *,
+        form: str = "application/json",
+    ) -> Obj:
+        return _document(await self._call(method, path, query or {}, body, form=form), path)
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str],
+        body: Obj | None = None,
+        *,
+        form: str = "application/json",
+    ) -> bytes:
+        """One exchange within the deadline."""
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            async with (
+                asyncio.timeout(self.times.call_s),
+                self._turns,
+                self._reply(method, path, query, data, form) as reply,
+            ):
+                return await reply.read()
+        except TimeoutError as error:
+            words = f"{self._access.host}: no answer within {self.times.call_s:g} s"
+            raise ServerDown(f"{words} ({method} {path})") from error
+
+    @contextlib.asynccontextmanager
+    async def _reply(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str],
+        data: bytes | None = None,
+        form: str = "",
+        *,
+        read_s: float | None = None,
+    ) -> "AsyncIterator[aiohttp.ClientResponse]":
+        """A good reply, whose body is still to be read; everything else is an error in words."""
+        import aiohttp
+        from yarl import URL
+
+        url = self._access.host + path + (f"?{urlencode(query)}" if query else "")
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=self.times.call_s, sock_read=read_s)
+        try:
+            refused = None
+            while True:
+                token = await self._access.token(refused)
+                headers = {"Authorization": token} if token else {}
+                async with self._session().request(
+                    method,
+                    URL(url, encoded=True),
+                    data=data,
+                    headers=headers | ({"Content-Type": form} if data else {}),
+                    timeout=limits,
+                    allow_redirects=False,
+                    **self._access.way,
+                ) as reply:
+                    if reply.status == 401 and refused is None:
+                        refused = token  # it may have been changed since it was read
+                        continue
+                    if reply.status >= 300:
+                        raise await _error(reply, path)
+                    yield reply
+                    return
+        except (aiohttp.ClientError, OSError) as error:
+            raise ServerDown(f"{self._access.host}: {_words(error)}") from error
+
+    def _session(self) -> "aiohttp.ClientSession":
+        import aiohttp
+
+        if self._http is None:
+            self._http = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                # Compression costs both ends more than a cluster's network does.
+                headers={"Accept": "application/json", "Accept-Encoding": "identity"},
+                read_bufsize=_BUFFER,
+            )
+        return self._http
+
+    def _path_of(self, kind: Kind, obj: Obj, subresource: str = "") -> str:
+        meta = obj["metadata"]
+        return kind.path(self._in(kind, meta.get("namespace", "")), meta["name"], subresource)
+
+    def _in(self, kind: Kind, namespace: str) -> str:
+        return (namespace or self.namespace) if kind.namespaced else ""
+
+
+class _Access:
+    """Where the API server is, and who we are to it; read again when it may have changed."""
+
+    def __init__(self, where: str) -> None:
+        self.host, self.namespace = "", "default"
+        self.way: dict[str, Any] = {}
+        """How aiohttp gets there: TLS and proxy."""
+        self._where = where
+        """What is read, in words."""
+        self._token = ""
+        self._read_at, self._good_until = -math.inf, -math.inf
+        self._stamp: object = None
+        self._reading = asyncio.Lock()
+
+    async def token(self, refused: str | None = None) -> str:
+        """Say who we are; all is read again if that was refused.
+
+        Raises:
+            ConfigError: it cannot be read, or cannot be used.
+        """
+        now = asyncio.get_running_loop().time
+        if refused is None and now() < self._good_until:
+            return self._token
+        async with self._reading:
+            # Fifty calls that are refused at once must not start a plugin fifty times.
+            overtaken = self._token != refused or now() < self._read_at + _REREAD_LEAST_S
+            if now() >= self._good_until or not overtaken:
+                await self._read(anew=refused is not None)
+                self._read_at = now()
+        return self._token
+
+    async def _read(self, *, anew: bool) -> None:
+        import yaml
+        from kubernetes.aio.config import ConfigException
+
+        try:
+            config, lasts_s = await self._configuration(anew)
+            self._take(config)
+        except (ConfigException, yaml.YAMLError, OSError, ValueError, LookupError) as error:
+            raise ConfigError(f"{self._where}: {_config_words(error)}") from error
+        except (AttributeError, TypeError) as error:  # how the library says "not of that shape"
+            raise ConfigError(
+                f"{self._where}: expected a kubeconfig (clusters, users, contexts) as YAML"
+            ) from error
+        self._good_until = asyncio.get_running_loop().time() + lasts_s
+
+    async def _configuration(self, anew: bool) -> tuple[Any, float]:
+        """The official client's configuration, and for how long it is good."""
+        raise NotImplementedError
+
+    def _take(self, config: Any) -> None:
+        self.host = config.host.rstrip("/")
+        if urlsplit(self.host).scheme not in ("http", "https"):
+            raise ValueError(f"server {self.host!r}: expected https://host:port")
+        self._token = (config.api_key or {}).get("BearerToken", "").strip()
+        files = (config.ssl_ca_cert, config.cert_file, config.key_file)
+        stamp = (config.verify_ssl, *(os.stat(f).st_mtime_ns for f in files if f), *files)
+        if stamp != self._stamp:
+            self.way["ssl"], self._stamp = _trust(config), stamp
+        if config.tls_server_name:
+            self.way["server_hostname"] = config.tls_server_name
+
+
+class _Account(_Access):
+    """A Pod's service account: its token is replaced about each hour, its authority sometimes."""
+
+    def __init__(self, folder: Path, env: Mapping[str, str]) -> None:
+        super().__init__(f"service account in {folder}")
+        self._folder, self._env = folder, env
+
+    async def _configuration(self, anew: bool) -> tuple[Any, float]:
+        from kubernetes.aio.client import Configuration
+        from kubernetes.aio.config import incluster_config
+
+        config = Configuration()
+        incluster_config.InClusterConfigLoader(
+            token_filename=str(self._folder / "token"),
+            cert_filename=str(self._folder / "ca.crt"),
+            environ=self._env,
+        ).load_and_set(config)
+        with contextlib.suppress(FileNotFoundError):
+            self.namespace = (self._folder / "namespace").read_text().strip() or "default"
+        return config, _REREAD_S
+
+
+class _Kubeconfig(_Access):
+    """A context of a kubeconfig, or of several that are merged."""
+
+    def __init__(self, paths: str, context: str | None) -> None:
+        super().__init__(f"kubeconfig {paths}")
+        self._paths, self._context = paths, context
+        self._loader: Any = None
+
+    async def _configuration(self, anew: bool) -> tuple[Any, float]:
+        from kubernetes.aio.client import Configuration
+        from kubernetes.aio.config import kube_config
+
+        if anew or self._loader is None:
+            self._loader = self._load(kube_config)
+        config = Configuration()
+        try:
+            async with asyncio.timeout(PLUGIN_S):
+                await self._loader.load_and_set(config)
+                await self._check_plugin(config)
+        except TimeoutError:
+            raise ValueError(f"its plugin did not end within {PLUGIN_S:g} s") from None
+        if proxy := config.proxy or _proxy(config.host):
+            self.way["proxy"] = proxy
+        return config, self._lasts_s()
+
+    def _load(self, kube_config: Any) -> Any:
+        merged = kube_config.KubeConfigMerger(self._paths)
+        if not merged.paths:
+            raise FileNotFoundError(
+                "there is no such file; give a kubeconfig, set KUBECONFIG, or run in a Pod"
+            )
+        loader = kube_config.KubeConfigLoader(merged.config, active_context=self._context)
+        self.namespace = loader._current_context["context"].safe_get("namespace") or "default"
+        return loader
+
+    async def _check_plugin(self, config: Any) -> None:
+        """The loader only logs a plugin's failure, and would go on as nobody."""
+        user = self._loader._user
+        if user is None or "exec" not in user or config.api_key or config.cert_file:
+            return
+        from kubernetes.aio.config.exec_provider import ExecProvider
+
+        await ExecProvider(user["exec"]).run()  # once more, for its words
+        raise ValueError(f"plugin {user['exec']['command']!r}: it gave neither token nor key")
+
+    def _lasts_s(self) -> float:
+        user = self._loader._user
+        if (expiry := getattr(self._loader, "exec_plugin_expiry", None)) is not None:
+            left_s: float = (expiry - datetime.now(UTC)).total_seconds()
+            return max(left_s - _PLUGIN_SKEW_S, _REREAD_S)
+        return _REREAD_S if user is not None and "tokenFile" in user else math.inf
+
+
+def _trust(config: Any) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=config.ssl_ca_cert or None)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    # Python 3.13 refuses authorities without a key identifier, which old clusters have.
+    context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+    if config.cert_file:
+        context.load_cert_chain(config.cert_file, config.key_file)
+    if not config.verify_ssl:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
+def _proxy(host: str) -> str:
+    """What the environment says, as kubectl obeys it; aiohttp would read ~/.netrc with it."""
+    parts = urlsplit(host)
+    if urllib.request.proxy_bypass(parts.netloc):
+        return ""
+    return urllib.request.getproxies().get(parts.scheme, "")
+
+
+class _Course:
+    """How one watch goes: what to wait after it ended, and what its owner has to know."""
+
+    def __init__(self, times: Times, on_trouble: Callable[[KubeError | None], None]) -> None:
+        self._times, self._tell = times, on_trouble
+        self._now = asyncio.get_running_loop().time
+        self._failures = 0
+        self._trouble: tuple[object, ...] | None = None
+        self._since: float | None = None
+
+    def works(self) -> None:
+        """The server has taken the watch."""
+        self._since = self._now()
+        if self._trouble is not None:
+            self._trouble = None
+            self._tell(None)
+
+    def ended(self) -> float:
+        """It ended as watches do; return how long to wait."""
+        since, self._since = self._since, None
+        if since is not None and self._now() - since >= self._times.steady_s:
+            self._failures = 0
+            return 0.0
+        return self._backoff()
+
+    def failed(self, error: KubeError) -> float:
+        """It failed; return how long to wait."""
+        self.ended()
+        kind = (type(error), error.status, error.reason)
+        if kind != self._trouble:
+            self._trouble = kind
+            self._tell(error)
+        if isinstance(error, (Unauthenticated, Forbidden, NotFound)):
+            return self._times.denied_s * random.uniform(0.5, 1.0)
+        wait_s = self._backoff()
+        return max(wait_s, error.retry_after) if isinstance(error, Throttled) else wait_s
+
+    def _backoff(self) -> float:
+        wait_s = min(self._times.longest_wait_s, self._times.first_wait_s * 2.0**self._failures)
+        self._failures = min(self._failures + 1, 16)
+        return wait_s * random.uniform(0.5, 1.0)
+
+
+async def _lines(reply: "aiohttp.ClientResponse") -> AsyncIterator[bytes]:
+    """Whole lines of any length; what is cut off at the end is dropped."""
+    begun: list[bytes] = []
+    async for chunk in reply.content.iter_any():
+        first, *others = chunk.split(b"\n")
+        begun.append(first)
+        if others:
+            yield b"".join(begun)
+            begun = [others.pop()]
+            for line in others:
+                yield line
+
+
+def _event(line: bytes) -> tuple[str, Obj]:
+    document = _document(line, "a watch")
+    kind, obj = document.get("type"), document.get("object")
+    if not isinstance(kind, str) or not isinstance(obj, dict):
+        raise ServerDown("a watch: expected events; is a proxy in between?")
+    return kind, obj
+
+
+def _document(data: bytes, path: str) -> Obj:
+    try:
+        document = json.loads(data)
+    except ValueError:
+        document = None
+    if not isinstance(document, dict):
+        raise ServerDown(f"{path}: expected JSON, found {data[:80]!r}; is a proxy in between?")
+    return document
+
+
+async def _error(reply: "aiohttp.ClientResponse", path: str) -> KubeError:
+    data = await reply.content.read(_BUFFER)
+    try:
+        said = json.loads(data)
+    except ValueError:
+        said = None
+    if not isinstance(said, dict):
+        said = {"message": data[:200].decode("utf-8", "replace").strip()}
+    after = reply.headers.get("Retry-After", "")
+    return _refusal(reply.status, said, path, float(after) if after.isdigit() else 1.0)
+
+
+def _refusal(code: int, said: Obj, path: str, retry_after: float = 1.0) -> KubeError:
+    """The error of a Status, in its words."""
+    words = said.get("message") or f"HTTP {code} without a word ({path})"
+    reason = said.get("reason") or ""
+    if code == 429:
+        return Throttled(words, retry_after=retry_after, reason=reason)
+    if code == 409 and reason == "AlreadyExists":
+        return AlreadyExists(words, status=code, reason=reason)
+    kind = _BY_STATUS.get(code, ServerDown if code >= 500 else KubeError)
+    return kind(words, status=code, reason=reason)
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return "nothing came for too long; is it reachable from here?"
+    return str(error) or type(error).__name__
+
+
+def _config_words(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return str(error) or type(error).__name__
+
+
+def _owned(kind: Kind, obj: Obj, owner_uid: str) -> Obj:
+    meta = _meta(obj)
+    if any(owner.get("uid") == owner_uid for owner in meta.get("ownerReferences") or ()):
+        return obj
+    words = f"{kind.name} {meta.get('namespace', '')}/{meta.get('name')} is there already"
+    raise NameConflict(f"{words}, and is not owned by {owner_uid}; delete or rename one of the two")
+
+
+def _selection(labels: str, fields: str) -> dict[str, str]:
+    asked = {"labelSelector": labels, "fieldSelector": fields}
+    return {key: value for key, value in asked.items() if value}
+
+
+def _named(kind: Kind, obj: Obj) -> Obj:
+    return {"apiVersion": kind.api_version, "kind": kind.name} | obj
+
+
+def _meta(obj: Obj) -> Obj:
+    return obj.get("metadata") or {}
+
+
+def _whole(obj: Obj) -> Obj:
+    return obj
