@@ -18,6 +18,7 @@ from dlrover_py.cli import jobfile, view
 from dlrover_py.cli.settings import Settings
 from dlrover_py.protocol import names
 from dlrover_py.protocol.errors import ConfigError, DLRoverError, Unreachable
+from dlrover_py.protocol.job import CLUSTER_ONLY, INERT
 from dlrover_py.protocol.local import Snapshot
 from dlrover_py.protocol.status import JobStatus
 from dlrover_py.rpc import Client
@@ -96,6 +97,9 @@ def run(file: Path, hosts: int | None, as_json: bool, plain: bool, grace: float)
     """
     settings = Settings.from_environment()
     wish = jobfile.load(file)
+    for paths, word in ((wish.for_clusters_only(), CLUSTER_ONLY), (wish.without_effect(), INERT)):
+        if paths:
+            click.echo(f"dlrover: {', '.join(paths)}: {word}", err=True)
     if hosts is None:
         hosts = wish.worker.replicas + wish.worker.standby_replicas
     from dlrover_py.cli.run import run_job  # the web framework: only this command pays for it

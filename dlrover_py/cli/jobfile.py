@@ -31,11 +31,19 @@ def load(path: Path) -> ElasticJob:
         raise ConfigError(f"{path}: not valid YAML: {error}") from error
     try:
         job = ElasticJob.parse(document)
-        if not job.worker.container().command:
+        where = "spec.replicaSpecs.worker.template.spec.containers[main]"
+        container = job.worker.container()
+        if not container.command:
             raise ConfigError(
-                "spec.replicaSpecs.worker.template.spec.containers[main].command: missing; on this "
-                "machine there is no image that could bring one, such as [elastic-run, train.py]"
+                f"{where}.command: missing; on this machine there is no image that could bring "
+                "one, such as [elastic-run, train.py]"
             )
+        for variable in container.env:
+            if variable.value_from is not None:
+                raise ConfigError(
+                    f"{where}.env: {variable.name} has valueFrom; on this machine there is nothing "
+                    "to take it from: give it a value"
+                )
         return job
     except ConfigError as error:
         lines = [

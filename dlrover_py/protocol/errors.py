@@ -4,6 +4,7 @@
 
     DLRoverError
     ├── ConfigError      the user must act: bad file, flag or environment        exit 2
+    │   └── Unsupported  a good file of DLRover's, for training that is not run yet
     ├── TransientError   the same call may work later
     │   └── Unreachable  nobody answered at that address until the deadline      exit 4
     ├── Superseded       a newer term, round or incarnation exists: stop         exit 3
@@ -49,6 +50,10 @@ class ConfigError(DLRoverError):
     """What the user gave cannot be used; nothing was changed."""
 
     exit_code = ExitCode.USAGE
+
+
+class Unsupported(ConfigError):
+    """A job that DLRover runs and that is not run here yet."""
 
 
 class TransientError(DLRoverError):

@@ -1,22 +1,52 @@
-"""``ElasticJob``: what the user wants, and how a job file is checked.
+"""``ElasticJob``: what the user wants, and how a job file is checked; the CRD is made from it.
 
-DLRover's group, version and kind. A field stands here once its behaviour exists, not before.
-Files are checked strictly: an unknown field is an error with its path.
+DLRover's group, version and kind, and all fields of its schema. A field of ours stands here once
+its behaviour exists, not before; one of DLRover's that has none here is marked ``INERT``:
+accepted, and told (:meth:`ElasticJob.without_effect`).
+Files are checked strictly: an unknown field is an error with its path. Objects of the API are
+read leniently (:meth:`ElasticJob.read`): the server has checked them, maybe by a newer schema.
 """
 
-from collections.abc import Iterable
-from typing import Annotated, Any, Literal, Self
+import re
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    StringConstraints,
+    ValidationError,
+)
 from pydantic.alias_generators import to_camel
 from pydantic_core import ErrorDetails
 
-from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.errors import ConfigError, Unsupported
 from dlrover_py.protocol.names import API_VERSION, KIND, MAIN_CONTAINER
 
 JobName = Annotated[
     str, StringConstraints(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$", min_length=1, max_length=37)
 ]
+Text = Annotated[str, StringConstraints(max_length=253)]
+Int32 = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Seconds = Annotated[int, Field(ge=1, le=2**31 - 1)]
+
+INERT: Final = "accepted, without effect"
+"""Marks a field of DLRover's schema that changes nothing here."""
+CLUSTER_ONLY: Final = "has an effect on Kubernetes only"
+"""Marks a field that a job on this machine does not follow."""
+
+ALLREDUCE: Final = "AllreduceStrategy"
+PARAMETER_SERVER: Final = "ParameterServerStrategy"
+OTHER_ROLES: Final = ("ps", "chief", "evaluator", "master")
+"""Roles of DLRover's jobs that are not run yet."""
+
+# The least number of nodes in a command line of ours; the most is often "$NODE_NUM".
+_NNODES = re.compile(
+    r"(?<![\w.-])(?:elastic|dlrover)-run\s(?:.*?\s)?--nnodes(?:=|\s+)[\"']?([^\s\"':]+)", re.DOTALL
+)
+_FRACTION = re.compile(r"[0-9]*\.?[0-9]+")
 
 
 class _Strict(BaseModel):
@@ -34,6 +64,8 @@ class EnvVar(_Strict):
 
     name: Annotated[str, StringConstraints(pattern=r"^[-._a-zA-Z][-._a-zA-Z0-9]*$")]
     value: Annotated[str, StringConstraints(pattern=r"^[^\x00]*$")] = ""
+    value_from: dict[str, Any] | None = None
+    """Where Kubernetes takes the value from; there is no such place on this machine."""
 
 
 class Container(BaseModel):
@@ -49,24 +81,47 @@ class Container(BaseModel):
     env: list[EnvVar] = Field(default_factory=list)
 
 
-class ReplicaSpec(_Strict):
+class Role(_Strict):
+    """What DLRover's schema has for each role."""
+
+    restart_policy: Annotated[Text | None, INERT] = None
+    """Accepted, without effect: ``restartCount`` decides, and Pods have ``Never``."""
+    auto_scale: Annotated[bool | None, INERT] = None
+    """Accepted, without effect."""
+    restart_timeout: Annotated[Int32 | None, INERT] = None
+    """Accepted, without effect (nor has it one in DLRover)."""
+    batch_scheduler: Annotated[Text | None, INERT] = Field(default=None, alias="BatchScheduler")
+    """Accepted, without effect: ``schedulerName`` in the template chooses a scheduler."""
+
+
+class ReplicaSpec(Role):
     """How many nodes, and what each runs."""
 
     replicas: Annotated[int, Field(ge=1, le=100_000)] = 1
     """Wished number of nodes, standbys not counted."""
-    min_replicas: Annotated[int, Field(ge=1)] | None = None
-    """Training goes on with this many nodes; ``replicas`` (rounded down to the unit) if absent."""
-    max_replicas: Annotated[int, Field(ge=1)] | None = None
+    min_replicas: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    """Training goes on with this many nodes. If absent: the least number in the command's
+    ``--nnodes MIN:MAX``, else ``replicas``."""
+    max_replicas: Annotated[int, Field(ge=1, le=100_000)] | None = None
     """``replicas`` may be scaled up to this; no bound if absent."""
-    node_unit: Annotated[int, Field(ge=1)] = 1
+    node_unit: Annotated[int, Field(ge=1, le=100_000)] = 1
     """The number of nodes in a round is a multiple of this."""
     standby_replicas: Annotated[int, Field(ge=0, le=10_000)] = 0
     """Nodes that are up but not in the round, ready to take a lost one's rank."""
     restart_count: Annotated[int, Field(ge=0, le=1_000_000)] = 3
     """Worker failures that a node may have, and relaunches that its rank may have, without
     steady progress between them."""
+    priority: Annotated[Text | None, CLUSTER_ONLY] = None
+    """Name of the Pods' priority class, unless the template has one (DLRover's ``high`` and
+    ``low`` are such names). A fraction such as ``0.5`` is accepted, without effect."""
     template: dict[str, Any]
-    """A Pod template, kept as written."""
+    """A Pod template, kept as written. Nodes that are created after a change have the new one."""
+
+    _least: int | None = PrivateAttr(default=None)
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Read the command once: the minimum is asked for at every step."""
+        self._least = None if self.min_replicas is not None else least_nodes(self.template)
 
     def problems(self) -> list[str]:
         """Relations between the fields that do not hold, in words."""
@@ -100,7 +155,20 @@ class ReplicaSpec(_Strict):
     @property
     def minimum(self) -> int:
         """Least number of nodes that a round may have."""
-        return self.replicas if self.min_replicas is None else self.min_replicas
+        if self.min_replicas is not None:
+            return self.min_replicas
+        if self._least is None:
+            return self.replicas
+        return min(self.replicas, -(-self._least // self.node_unit) * self.node_unit)
+
+    @property
+    def priority_class(self) -> str:
+        """``priorityClassName`` of a Pod whose template has none; empty for none."""
+        return "" if self._fraction else self.priority or ""
+
+    @property
+    def _fraction(self) -> bool:
+        return self.priority is not None and _FRACTION.fullmatch(self.priority) is not None
 
     def container(self) -> Container:
         """The container that runs the agent: the one named ``main``, or the only one.
@@ -108,38 +176,105 @@ class ReplicaSpec(_Strict):
         Raises:
             ConfigError: there is no such container, or a field that is needed is malformed.
         """
+        where, index = "spec.replicaSpecs.worker.template.spec.containers", self.main_container()
+        try:
+            return Container.model_validate(self.template["spec"]["containers"][index])
+        except ValidationError as error:
+            raise ConfigError(explain(error, prefix=where)) from error
+
+    def main_container(self) -> int:
+        """Index of that container.
+
+        Raises:
+            ConfigError: there is none.
+        """
         where = "spec.replicaSpecs.worker.template.spec.containers"
-        spec = self.template.get("spec")
-        containers = spec.get("containers") if isinstance(spec, dict) else None
-        if not isinstance(containers, list) or not containers:
+        containers = _containers(self.template)
+        if not containers:
             raise ConfigError(f"{where}: expected a list of at least one container")
-        mains = [
-            c for c in containers if isinstance(c, dict) and c.get("name") == MAIN_CONTAINER
-        ] or (containers if len(containers) == 1 else [])
-        if not mains:
+        for index, container in enumerate(containers):
+            if isinstance(container, dict) and container.get("name") == MAIN_CONTAINER:
+                return index
+        if len(containers) > 1:
             raise ConfigError(
                 f"{where}: found {len(containers)} containers and none named "
                 f"'{MAIN_CONTAINER}'; name the one that runs elastic-run so"
             )
-        try:
-            return Container.model_validate(mains[0])
-        except ValidationError as error:
-            raise ConfigError(explain(error, prefix=where)) from error
+        return 0
+
+
+class OtherSpec(Role):
+    """A role that is not run yet: a job that has one is accepted and told ``Unsupported``."""
+
+    replicas: Int32 = 0
+    restart_count: Int32 | None = None
+    priority: Text | None = None
+    template: dict[str, Any] | None = None
+
+
+class MasterSpec(Role):
+    """How the job's own master is scheduled; what it runs is the operator's to say."""
+
+    replicas: Annotated[Int32 | None, INERT] = None
+    """Accepted, without effect: there is one master."""
+    restart_count: Annotated[Int32 | None, INERT] = None
+    """Accepted, without effect: a master that ends is always started again."""
+    priority: Annotated[Text | None, INERT] = None
+    """Accepted, without effect: ``priorityClassName`` in the template has one."""
+    template: Annotated[dict[str, Any], CLUSTER_ONLY] = Field(default_factory=dict)
+    """A Pod template of which this is taken, at the job's creation and at a resume: labels,
+    annotations, nodeSelector, tolerations, affinity, priorityClassName, schedulerName,
+    imagePullSecrets, and the resources of its container ``main``, or of the only one."""
 
 
 class ReplicaSpecs(_Strict):
-    """The roles of a job; all-reduce training has one."""
+    """The roles of a job; all-reduce training has workers, and settings for its master."""
 
     worker: ReplicaSpec
+    dlrover_master: MasterSpec | None = Field(default=None, alias="dlrover-master")
+    ps: OtherSpec | None = None
+    chief: OtherSpec | None = None
+    evaluator: OtherSpec | None = None
+    master: OtherSpec | None = None
 
 
 class JobSpec(_Strict):
     """``spec`` of an ElasticJob."""
 
-    distribution_strategy: Literal["AllreduceStrategy"] = "AllreduceStrategy"
+    distribution_strategy: (
+        Literal["AllreduceStrategy", "ParameterServerStrategy", "CustomStrategy", "Local"] | None
+    ) = None
+    """``AllreduceStrategy`` is run; the others are accepted and told ``Unsupported``. If absent
+    the roles decide: workers only is ``AllreduceStrategy``. Cannot be changed."""
     replica_specs: ReplicaSpecs
     suspend: bool = False
     """All nodes are stopped and none is started while this is true."""
+    ttl_seconds_after_finished: Annotated[
+        Annotated[int, Field(ge=0, le=2**31 - 1)] | None, CLUSTER_ONLY
+    ] = None
+    """The job is deleted, with its Pods, this long after its end; never if absent."""
+    active_deadline_seconds: Annotated[Seconds | None, CLUSTER_ONLY] = None
+    """The job has failed if it is not over by then; counted from its start or its last resume."""
+    pending_timeout_seconds: Annotated[Seconds | None, CLUSTER_ONLY] = None
+    """The job has failed if it had fewer nodes than its minimum for so long."""
+    managed_by: Annotated[
+        Annotated[str, StringConstraints(min_length=1, max_length=63)] | None, CLUSTER_ONLY
+    ] = None
+    """Who looks after the job, if not this operator (``MANAGED_BY`` in names.py), which then
+    leaves it alone. Cannot be changed."""
+
+    optimize_mode: Annotated[Text | None, INERT] = None
+    """Accepted, without effect."""
+    brain_service: Annotated[Text | None, INERT] = None
+    """Accepted, without effect (nor has it one in DLRover)."""
+    resource_limits: Annotated[dict[str, Text] | None, INERT] = Field(default=None, max_length=64)
+    """Accepted, without effect: a ResourceQuota of the namespace limits."""
+    envs: Annotated[dict[str, EnvVar] | None, INERT] = Field(default=None, max_length=1024)
+    """Accepted, without effect (nor has it one in DLRover): ``env`` of the template's container."""
+    enable_dynamic_sharding: Annotated[bool | None, INERT] = None
+    """Accepted, without effect: who reads its data by shards gets them."""
+    enable_elastic_scheduling: Annotated[bool | None, INERT] = None
+    """Accepted, without effect: every job is elastic between its bounds."""
 
 
 class Metadata(BaseModel):
@@ -177,15 +312,45 @@ class ElasticJob(_Strict):
                 f"expected a mapping with apiVersion: {API_VERSION} and kind: {KIND}, "
                 f"found {_kind_of(document)}"
             )
+        job = cls._checked(document, "forbid")
+        job.worker.container()
+        return job
+
+    @classmethod
+    def read(cls, obj: dict[str, Any]) -> Self:
+        """Take in an object that the API server holds: what is unknown is left out.
+
+        Raises:
+            Unsupported: a kind of training that is not run yet.
+            ConfigError: it cannot be used, with one line for each fault.
+        """
+        return cls._checked(obj, "ignore")
+
+    @classmethod
+    def _checked(cls, document: dict[str, Any], extra: Literal["forbid", "ignore"]) -> Self:
+        unsupported = _unsupported(document)
+        if unsupported:
+            raise Unsupported(unsupported)
         try:
-            job = cls.model_validate(document)
+            job = cls.model_validate(document, extra=extra)
         except ValidationError as error:
             raise ConfigError(explain(error)) from error
-        problems = job.spec.replica_specs.worker.problems()
+        problems = job.worker.problems()
         if problems:
             raise ConfigError("\n".join(f"spec.replicaSpecs.worker: {p}" for p in problems))
-        job.spec.replica_specs.worker.container()
+        job.worker.main_container()
         return job
+
+    def without_effect(self) -> list[str]:
+        """Paths of what the user has set and what changes nothing here."""
+        found = list(_marked(self.spec, INERT, "spec"))
+        if self.worker.priority is not None and not self.worker.priority_class:
+            found.append("spec.replicaSpecs.worker.priority")
+        return found
+
+    def for_clusters_only(self) -> list[str]:
+        """Paths of what the user has set and what a job on this machine does not follow."""
+        return list(_marked(self.spec, CLUSTER_ONLY, "spec"))
 
     @property
     def worker(self) -> ReplicaSpec:
@@ -223,6 +388,61 @@ class ElasticJob(_Strict):
         generation = self.metadata.generation + 1
         metadata = self.metadata.model_copy(update={"generation": generation})
         return self.model_copy(update={"spec": spec, "metadata": metadata})
+
+
+def least_nodes(template: dict[str, Any]) -> int | None:
+    """The minimum in ``elastic-run --nnodes MIN:MAX`` of a Pod template; None if it has no number.
+
+    The command may be a list of words or a line for a shell; what only an environment knows
+    (``$NODE_NUM``) is no number.
+    """
+    for container in _containers(template):
+        if not isinstance(container, dict):
+            continue
+        words = [*_words(container.get("command")), *_words(container.get("args"))]
+        found = _NNODES.search("\n".join(words).replace("\\\n", " "))
+        if found and found[1].isdecimal() and int(found[1]):
+            return int(found[1])
+    return None
+
+
+def _words(value: object) -> list[str]:
+    return [w for w in value if isinstance(w, str)] if isinstance(value, list) else []
+
+
+def _containers(template: dict[str, Any]) -> list[Any]:
+    spec = template.get("spec")
+    containers = spec.get("containers") if isinstance(spec, dict) else None
+    return containers if isinstance(containers, list) else []
+
+
+def _unsupported(document: dict[str, Any]) -> str:
+    """Why a job that is otherwise good cannot be run; before anything else is looked at."""
+    spec = document.get("spec")
+    if not isinstance(spec, dict):
+        return ""
+    roles = spec.get("replicaSpecs")
+    others = [r for r in OTHER_ROLES if isinstance(roles, dict) and roles.get(r) is not None]
+    strategy = spec.get("distributionStrategy")
+    ours = f"{ALLREDUCE} with the role worker is what can be run"
+    if others:
+        named = f"found the role{'s' if len(others) > 1 else ''} {', '.join(others)}"
+        return f"spec.replicaSpecs.{others[0]}: {named}: not supported yet; {ours}"
+    if strategy in (PARAMETER_SERVER, "CustomStrategy", "Local"):
+        return f"spec.distributionStrategy: found {strategy}: not supported yet; {ours}"
+    return ""
+
+
+def _marked(model: BaseModel, mark: str, path: str) -> Iterator[str]:
+    for name, field in type(model).model_fields.items():
+        value = getattr(model, name)
+        if name not in model.model_fields_set or value is None:
+            continue
+        where = f"{path}.{field.alias or name}"
+        if mark in field.metadata:
+            yield where
+        elif isinstance(value, BaseModel):
+            yield from _marked(value, mark, where)
 
 
 def explain(error: ValidationError, prefix: str = "") -> str:

@@ -2,10 +2,14 @@
 
 The master writes it whole: it serves it at ``/v1/job`` and publishes it through its platform.
 Times are Unix seconds (wall clock, for people); durations were measured on a monotonic clock.
+
+On Kubernetes it stands, cut to size, in ``status.training`` of the object (:class:`Training`);
+the rest of :class:`ElasticJobStatus` is Kubernetes' own way of telling the same, and has two
+writers: ``phase``, ``observedGeneration``, the times and some conditions are the operator's.
 """
 
 from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
@@ -17,6 +21,9 @@ class _Doc(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="ignore", alias_generator=to_camel, populate_by_name=True
     )
+
+
+_D = TypeVar("_D", bound=_Doc)
 
 
 class JobPhase(StrEnum):
@@ -129,6 +136,8 @@ class JobStatus(_Doc):
     ready: int
     standby: int
     progress: Progress | None = None
+    goodput: float | None = None
+    """Share of the time since the first round in which steps were made; None if not known."""
     restarts: dict[str, int] = Field(default_factory=dict)
     """New rounds by cause: failure, loss, drain, scale, join."""
     last_failure: Failure | None = None
@@ -139,3 +148,109 @@ class JobStatus(_Doc):
     started_at: float
     ended_at: float | None = None
     published_at: float = 0.0
+
+
+# --- on Kubernetes ---
+
+TRAINING_NODES = 64
+TRAINING_EVENTS = 30
+TRAINING_BYTES = 50_000
+"""The object is read whole by everyone who lists jobs, and etcd keeps each version."""
+
+
+class Summary(_Doc):
+    """The columns of ``kubectl get elasticjobs``, which can show a text but cannot make one."""
+
+    ready: str
+    """Nodes in the round of those that are wished: ``7/8``."""
+    progress: str = ""
+    """``40% (200/500)``, or the step where the script did not say how many there are."""
+    restarts: int = 0
+    """Rounds that followed from a failure or a loss."""
+    goodput: str = ""
+
+
+class Training(JobStatus):
+    """``status.training``: a :class:`JobStatus` of at most 50 kB, and its summary."""
+
+    summary: Summary
+    left_out: int = 0
+    """Nodes that are not shown; those that are not in order are shown first."""
+
+    @classmethod
+    def of(cls, status: JobStatus) -> Self:
+        """Cut a status to size; its conditions stand beside it, as Kubernetes has them."""
+        fields = {name: getattr(status, name) for name in JobStatus.model_fields}
+        fields |= {"conditions": [], "nodes": [], "events": []}
+        bare = cls(**fields, summary=summarize(status), left_out=len(status.nodes))
+        left = TRAINING_BYTES - _size(bare)
+        events = _fitting(status.events[: -TRAINING_EVENTS - 1 : -1], left // 2)
+        left -= sum(map(_size, events))
+        nodes = _fitting(sorted(status.nodes, key=_in_order)[:TRAINING_NODES], left)
+        update = {"nodes": nodes, "events": events[::-1]}
+        return bare.model_copy(update=update | {"left_out": len(status.nodes) - len(nodes)})
+
+
+def _fitting(items: list[_D], budget: int) -> list[_D]:
+    """The first of them that have room."""
+    found: list[_D] = []
+    for item in items:
+        budget -= _size(item)
+        if budget < 0:
+            break
+        found.append(item)
+    return found
+
+
+def _size(doc: _Doc) -> int:
+    return len(doc.model_dump_json(by_alias=True).encode()) + 1
+
+
+def _in_order(node: NodeStatus) -> bool:
+    return node.phase is NodePhase.LIVE and not node.message and not node.restarts
+
+
+def summarize(status: JobStatus) -> Summary:
+    """The columns of a job."""
+    done, progress = status.progress, ""
+    if done is not None:
+        progress = str(done.step)
+        if done.total:
+            progress = f"{100 * done.step // done.total}% ({done.step}/{done.total})"
+    return Summary(
+        ready=f"{status.nodes_in_round}/{status.wanted}",
+        progress=progress,
+        restarts=sum(status.restarts.get(cause, 0) for cause in ("failure", "loss")),
+        goodput="" if status.goodput is None else f"{100 * status.goodput:.1f}%",
+    )
+
+
+class ObjectCondition(_Doc):
+    """A condition as Kubernetes has it; one for each type, and each type has one writer."""
+
+    type: Annotated[str, Field(max_length=316)]
+    status: Annotated[str, Field(max_length=16)]
+    """``True``, ``False`` or ``Unknown``."""
+    reason: Annotated[str, Field(max_length=1024)] = ""
+    message: Annotated[str, Field(max_length=32768)] = ""
+    last_transition_time: str = ""
+    """RFC 3339."""
+    observed_generation: int | None = None
+
+
+class ElasticJobStatus(_Doc):
+    """``status`` of an ElasticJob."""
+
+    phase: str = ""
+    """``Created``, then the words of :class:`JobPhase`. Written by the operator."""
+    observed_generation: int | None = None
+    """Of the spec that the operator has taken in."""
+    start_time: str | None = None
+    """RFC 3339: creation of the job's master; the last resume starts anew."""
+    completion_time: str | None = None
+    conditions: list[ObjectCondition] = Field(default_factory=list, max_length=64)
+    replicas: int | None = None
+    """Nodes that are there, standbys not counted. Written by the master, as what follows."""
+    selector: str | None = None
+    """Of the worker Pods, for ``/scale``."""
+    training: Training | None = None

@@ -4,9 +4,10 @@ import copy
 from typing import Any
 
 import pytest
+import yaml
 
-from dlrover_py.protocol.errors import ConfigError, ExitCode
-from dlrover_py.protocol.job import ElasticJob
+from dlrover_py.protocol.errors import ConfigError, ExitCode, Unsupported
+from dlrover_py.protocol.job import ElasticJob, least_nodes
 from tests.builders import elastic_job, job_file
 
 WORKER = "spec.replicaSpecs.worker"
@@ -130,3 +131,144 @@ def test_suspending_counts_the_generation_once() -> None:
     job = elastic_job().suspended(True)
     assert (job.spec.suspend, job.metadata.generation) == (True, 2)
     assert job.suspended(True) is job
+
+
+# --- DLRover's files ---
+
+DLROVER = """\
+apiVersion: elastic.iml.github.io/v1alpha1
+kind: ElasticJob
+metadata: {name: mnist, labels: {team: a}}
+spec:
+  distributionStrategy: AllreduceStrategy
+  optimizeMode: single-job
+  brainService: brain
+  resourceLimits: {cpu: "8", memory: 16Gi}
+  enableDynamicSharding: true
+  enableElasticScheduling: true
+  envs: {A: {name: A, value: b}, B: {name: B, valueFrom: {fieldRef: {fieldPath: metadata.name}}}}
+  suspend: false
+  replicaSpecs:
+    dlrover-master:
+      replicas: 1
+      restartCount: 3
+      template: {spec: {containers: [{name: main, resources: {limits: {cpu: 1}}}]}}
+    worker:
+      replicas: 4
+      restartPolicy: Always
+      restartCount: 1
+      autoScale: false
+      restartTimeout: 60
+      priority: high
+      BatchScheduler: volcano
+      template:
+        metadata: {annotations: {a: b}}
+        spec:
+          restartPolicy: Never
+          containers:
+            - name: main
+              image: any
+              command: [/bin/bash, -c, "dlrover-run --network-check --nnodes=3:$NODE_NUM t.py"]
+              env: [{name: HOST, valueFrom: {fieldRef: {fieldPath: status.hostIP}}}]
+"""
+
+
+def test_dlrovers_manifest_is_read_as_it_stands_and_told_what_has_no_effect() -> None:
+    job = ElasticJob.parse(yaml.safe_load(DLROVER))
+    assert (job.worker.replicas, job.worker.minimum, job.worker.restart_count) == (4, 3, 1)
+    assert job.worker.priority_class == "high"
+    assert job.without_effect() == [
+        "spec.replicaSpecs.worker.restartPolicy",
+        "spec.replicaSpecs.worker.autoScale",
+        "spec.replicaSpecs.worker.restartTimeout",
+        "spec.replicaSpecs.worker.BatchScheduler",
+        "spec.replicaSpecs.dlrover-master.replicas",
+        "spec.replicaSpecs.dlrover-master.restartCount",
+        "spec.optimizeMode",
+        "spec.brainService",
+        "spec.resourceLimits",
+        "spec.envs",
+        "spec.enableDynamicSharding",
+        "spec.enableElasticScheduling",
+    ]
+    assert job.for_clusters_only() == [
+        "spec.replicaSpecs.worker.priority",
+        "spec.replicaSpecs.dlrover-master.template",
+    ]
+    assert ElasticJob.parse(job_file()).without_effect() == []
+
+
+def test_a_fraction_of_high_priority_is_no_class() -> None:
+    job = ElasticJob.parse(job_file(priority="0.5"))
+    assert job.worker.priority_class == ""
+    assert job.without_effect() == ["spec.replicaSpecs.worker.priority"]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("spec.distributionStrategy", "ParameterServerStrategy", "AllreduceStrategy"),
+        ("spec.distributionStrategy", "CustomStrategy", "not supported yet"),
+        ("spec.replicaSpecs.ps", {"replicas": 1}, "role ps"),
+        ("spec.replicaSpecs.chief", {"replicas": 1, "huh": 1}, "role chief"),
+    ],
+)
+def test_what_is_not_run_yet_is_told_apart_from_a_fault(path: str, value: Any, words: str) -> None:
+    document = changed(path, value)
+    for read in (ElasticJob.parse, ElasticJob.read):
+        with pytest.raises(Unsupported, match=words) as caught:
+            read(document)
+        assert str(caught.value).startswith(path)
+
+
+def test_an_object_of_the_api_is_read_leniently() -> None:
+    document = changed(f"{WORKER}.fromTheFuture", {"a": 1})
+    document |= {"status": {"phase": "Running"}}
+    document["spec"]["alsoNew"] = 1
+    assert ElasticJob.read(document).worker.replicas == 3
+    for path, value in ((f"{WORKER}.replicas", "x"), (f"{WORKER}.minReplicas", 9)):
+        with pytest.raises(ConfigError, match=path.rpartition(".")[2]) as caught:
+            ElasticJob.read(changed(path, value))
+        assert not isinstance(caught.value, Unsupported)
+    with pytest.raises(ConfigError, match="none named 'main'"):
+        ElasticJob.read(
+            changed(f"{WORKER}.template", {"spec": {"containers": [{"name": "a"}, {"name": "b"}]}})
+        )
+
+
+@pytest.mark.parametrize(
+    ("command", "least"),
+    [
+        (["elastic-run", "--nnodes=2:4", "t.py"], 2),
+        (["elastic-run", "--nnodes", "2:4", "t.py"], 2),
+        (["/usr/bin/dlrover-run", "--network-check", "--nnodes", "3", "t.py"], 3),
+        (["/bin/bash", "-c", "cd /x && dlrover-run --nnodes=3:$NODE_NUM t.py"], 3),
+        (
+            [
+                "sh",
+                "-c",
+                "exec dlrover-run \\\n  --x \\\n--nnodes='3:'$(NODE_NUM) t.py",
+            ],
+            3,
+        ),
+        (["sh", "-c", "dlrover-run --nnodes=$NODE_NUM t.py"], None),
+        (["sh", "-c", "dlrover-run --nnodes=${MIN}:$NODE_NUM t.py"], None),
+        (["elastic-run", "--nnodes=0:4", "t.py"], None),
+        (["elastic-run", "t.py"], None),
+        (["torchrun", "--nnodes=2:4", "t.py"], None),
+        (["my-elastic-run", "--nnodes=2:4", "t.py"], None),
+        ("elastic-run --nnodes=2:4", None),
+    ],
+)
+def test_the_least_number_of_nodes_in_a_command(command: object, least: int | None) -> None:
+    assert least_nodes({"spec": {"containers": [{"name": "main", "command": command}]}}) == least
+
+
+def test_the_minimum_is_the_specs_then_the_commands_then_all() -> None:
+    template = {"spec": {"containers": [{"name": "main", "args": ["elastic-run", "--nnodes=3:9"]}]}}
+    job = ElasticJob.parse(job_file(6, template=template))
+    assert job.worker.minimum == 3
+    assert job.scaled(2).worker.minimum == 2
+    assert ElasticJob.parse(job_file(6, template=template, nodeUnit=2)).worker.minimum == 4
+    assert ElasticJob.parse(job_file(6, template=template, minReplicas=1)).worker.minimum == 1
+    assert ElasticJob.parse(job_file(6)).scaled(8).worker.minimum == 8
