@@ -262,6 +262,8 @@ class Bench:
         self.capacity = capacity
         self.pods: dict[NodeId, bool] = {}
         """Nodes of the platform; whether their process runs."""
+        self.avoided: dict[NodeId, tuple[str, ...]] = {}
+        """Hosts that each node was not to be on."""
         self.dying: set[NodeId] = set()
         self.facts: list[Event] = []
         """What the platform has to say, in order, not delivered yet."""
@@ -433,7 +435,8 @@ class Bench:
                     self.history.append((boot, assignment))
                 case Refuse(_, boot_id, _):
                     self.refused.add(boot_id)
-                case CreateNode(node):
+                case CreateNode(node, avoid):
+                    self.avoided[node] = avoid
                     if node not in self.pods:
                         self.pods[node] = False
                         self.facts.append(NodeSeen(node, False, message="no room"))

@@ -18,9 +18,9 @@ from dlrover_py.master.loop import Loop
 from dlrover_py.master.platform import Platform
 from dlrover_py.master.server import health_app, job_app, server
 from dlrover_py.master.settings import Settings
-from dlrover_py.master.store import FileStore
+from dlrover_py.master.store import Store
 from dlrover_py.protocol.errors import ConfigError
-from dlrover_py.protocol.names import JOURNAL_FILE, MASTER_NAME
+from dlrover_py.protocol.names import MASTER_NAME
 from dlrover_py.rpc import watch_silence
 
 log = logging.getLogger("master")
@@ -39,11 +39,11 @@ class Sockets:
 
 async def serve(
     platform: Platform,
+    store: Store,
     settings: Settings,
     sockets: Sockets,
     *,
     token: str,
-    state_dir: Path,
     tls: ssl.SSLContext | None = None,
     lifeline: int | None = None,
 ) -> None:
@@ -51,7 +51,6 @@ async def serve(
     raise_file_limit()
     collect_seldom()
     watch_silence(sockets.job, settings.lease_s)
-    store = FileStore(state_dir / JOURNAL_FILE)
     rules = settings.rules(can_create=platform.can_create)
     loop = Loop(platform, store, rules, publish_s=settings.publish_s)
     registry = CollectorRegistry()

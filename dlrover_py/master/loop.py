@@ -178,8 +178,9 @@ class Loop:
 
     @property
     def ready(self) -> bool:
-        """It holds the term and knows its nodes."""
-        return self._listed and not self.journal_error
+        """It holds the term and knows its nodes: agents should come here, and nowhere else, also
+        while the journal cannot be written."""
+        return self._listed
 
     @property
     def silent_s(self) -> float:
@@ -360,8 +361,8 @@ class Loop:
                 self.refused += 1
                 desk = news[node_id] = self._desk(node_id)
                 desk.refused[boot_id] = message
-            case CreateNode(node_id):
-                self._chore(node_id, lambda: self._platform.create_node(node_id))
+            case CreateNode(node_id, avoid):
+                self._chore(node_id, lambda: self._platform.create_node(node_id, avoid))
             case DeleteNode(node_id, grace_s, _):
                 self._chore(node_id, lambda: self._platform.delete_node(node_id, grace_s))
 

@@ -226,7 +226,7 @@ def health_app(loop: Loop, registry: CollectorRegistry, *, dead_s: float = 30.0)
     @app.get("/readyz")
     async def readyz() -> Response:
         """Whether agents should come here."""
-        words = "ok" if loop.ready else loop.journal_error or "this master is passive"
+        words = loop.journal_error or "ok" if loop.ready else "this master is passive"
         return Response(words, status_code=200 if loop.ready else 503, media_type="text/plain")
 
     @app.get("/metrics")

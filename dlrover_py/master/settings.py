@@ -4,17 +4,28 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dlrover_py.master.core.events import Rules
+from dlrover_py.protocol import names
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import explain
 
 PREFIX = "DLROVER_MASTER_"
 
 Seconds = Annotated[float, Field(gt=0, le=86400)]
+
+
+class InCluster(NamedTuple):
+    """Where a master on Kubernetes is."""
+
+    job_uid: str
+    service: str
+    """``host:port`` that its nodes are to call."""
+    pod_name: str
+    pod_uid: str
 
 
 class Settings(BaseModel):
@@ -77,12 +88,29 @@ class Settings(BaseModel):
         given = {
             key.removeprefix(PREFIX).lower(): value
             for key, value in environ.items()
-            if key.startswith(PREFIX)
+            if key.startswith(PREFIX) and not key.startswith(names.ENV_MASTER_SERVICE)
         }
         try:
             return cls.model_validate(given)
         except ValidationError as error:
             raise ConfigError(explain(error, prefix="environment " + PREFIX + "*")) from error
+
+    @staticmethod
+    def in_cluster(environ: Mapping[str, str] | None = None) -> "InCluster":
+        """What the operator tells a master on Kubernetes.
+
+        Raises:
+            ConfigError: what is missing.
+        """
+        environ = os.environ if environ is None else environ
+        needed: tuple[str, ...] = (names.ENV_MASTER_JOB_UID, names.ENV_MASTER_SERVICE)
+        needed += (names.ENV_POD_NAME, names.ENV_POD_UID)
+        missing = [name for name in needed if not environ.get(name)]
+        if missing:
+            raise ConfigError(
+                f"{' and '.join(missing)} not set: with --kubernetes the operator sets them"
+            )
+        return InCluster(*(environ[name] for name in needed))
 
     def rules(self, *, can_create: bool) -> Rules:
         """What the decisions need of it."""

@@ -1,21 +1,28 @@
-"""Where the journal lives: :class:`Store`, and its form as a file.
+"""Where the journal lives: :class:`Store`, and its forms as a file and as a Secret.
 
 Only one master at a time may hold a journal. The file form proves it by a lock on a file of its
 own (the journal itself is replaced at each write, and a lock would stay with the old inode).
 """
 
 import asyncio
+import base64
 import contextlib
 import errno
 import fcntl
+import gzip
 import os
+import secrets
+import zlib
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Protocol
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
+from dlrover_py.kube import PODS, SECRETS, Conflict, Kube, KubeError, NotFound, Obj
 from dlrover_py.master.core.events import Journal
-from dlrover_py.protocol.errors import ConfigError, TransientError
+from dlrover_py.protocol.errors import ConfigError, Superseded, TransientError
+from dlrover_py.protocol.names import GROUP
 
 
 class Held(TransientError):
@@ -118,3 +125,158 @@ class FileStore:
                 fresh.unlink(missing_ok=True)
             what = "the disk is full" if error.errno == errno.ENOSPC else error.strerror
             raise Unwritable(f"{self._path}: {what}") from error
+
+
+HOLDER = f"{GROUP}/holder"
+"""Annotation of the Secret: who may write it."""
+JOURNAL_KEY = "journal.json.gz"
+SAVE_S = 5.0
+"""One call to the API server: longer, and the master would be taken for dead."""
+
+
+class _Hold(BaseModel):
+    """Who holds a Secret, and its newest write."""
+
+    pod: str
+    uid: str
+    boot: str
+    """Drawn once by each process: containers of one Pod follow each other."""
+    write: int = 0
+
+
+class SecretStore:
+    """A journal in a Secret that the operator has made, packed; written by compare and swap.
+
+    Who holds it stands in an annotation. Another master takes it over only when the holder's Pod
+    is gone, is about to go or has ended; an earlier process of the same Pod has ended by nature.
+    """
+
+    def __init__(self, kube: Kube, namespace: str, name: str, *, pod: str, pod_uid: str) -> None:
+        self._kube, self._namespace, self._name = kube, namespace, name
+        self._me = _Hold(pod=pod, uid=pod_uid, boot=secrets.token_hex(8))
+        self._held: Obj | None = None
+        """The Secret as it was last read or written."""
+
+    async def acquire(self) -> Journal | None:  # noqa: D102
+        found = await self._read()
+        holder = _holder(found)
+        if holder is not None and holder.uid != self._me.uid and await self._lives(holder):
+            raise Held(f"the master in Pod {holder.pod} holds the journal {self._name}")
+        journal = _unpacked(found, self._name)
+        if holder is None or holder.boot != self._me.boot:
+            self._me.write = 0
+            try:
+                found = await self._write(found, None)
+            except Conflict as error:
+                raise Held(f"another master is taking the journal {self._name}") from error
+        self._held = found
+        return journal
+
+    async def save(self, journal: Journal) -> None:  # noqa: D102
+        assert self._held is not None, "acquired first"
+        data = base64.b64encode(await asyncio.to_thread(_packed, journal)).decode()
+        try:
+            try:
+                self._held = await self._write(self._held, data)
+            except (Conflict, NotFound):
+                await self._after_conflict(data)
+        except (KubeError, TransientError) as error:
+            raise Unwritable(f"Secret {self._name}: {error}") from error
+
+    async def release(self) -> None:  # noqa: D102
+        held, self._held = self._held, None
+        if held is not None:
+            meta = {"annotations": {HOLDER: None}, "resourceVersion": _version(held)}
+            with contextlib.suppress(KubeError, TimeoutError):
+                async with asyncio.timeout(SAVE_S):
+                    patch = {"metadata": meta}
+                    await self._kube.patch(SECRETS, self._name, patch, self._namespace)
+
+    async def _after_conflict(self, data: str) -> None:
+        """It is not as we left it: our own write whose answer was lost, or somebody has touched it,
+        or made it anew; or another master has taken it."""
+        found = await self._read()
+        holder = _holder(found)
+        if holder is None and not (found.get("data") or {}):
+            # Deleted, and made anew by the operator: what we know is all there is.
+            self._held = await self._write(found, data)
+            return
+        if holder is None or holder.boot != self._me.boot:
+            who = f"the master in Pod {holder.pod}" if holder else "nobody"
+            raise Superseded(f"the journal {self._name} is held by {who} now: this master is over")
+        self._me.write = max(self._me.write, holder.write)
+        self._held = await self._write(found, data)
+
+    async def _write(self, secret: Obj, data: str | None) -> Obj:
+        """Replace it as ours, if it is still as given.
+
+        Raises:
+            Conflict: it is not.
+        """
+        mine = self._me.model_copy(update={"write": self._me.write + 1})
+        old = secret["metadata"]
+        meta = {key: old[key] for key in _KEPT if key in old}
+        meta["annotations"] = {**(old.get("annotations") or {}), HOLDER: mine.model_dump_json()}
+        whole = {**secret, "metadata": meta}
+        if data is not None:
+            whole["data"] = {JOURNAL_KEY: data}
+        written = await self._call(self._kube.replace(SECRETS, whole))
+        self._me = mine
+        return written
+
+    async def _read(self) -> Obj:
+        return await self._call(self._kube.get(SECRETS, self._name, self._namespace))
+
+    async def _lives(self, holder: _Hold) -> bool:
+        try:
+            pod = await self._call(self._kube.get(PODS, holder.pod, self._namespace))
+        except NotFound:
+            return False
+        meta, phase = pod["metadata"], (pod.get("status") or {}).get("phase")
+        going = meta.get("deletionTimestamp") or phase in ("Succeeded", "Failed")
+        return meta.get("uid") == holder.uid and not going
+
+    async def _call(self, call: Awaitable[Obj]) -> Obj:
+        try:
+            async with asyncio.timeout(SAVE_S):
+                return await call
+        except TimeoutError as error:
+            raise TransientError(f"no answer within {SAVE_S:g} s") from error
+        except (Conflict, NotFound, TransientError):
+            raise
+        except KubeError as error:  # a right that was taken away may be given back
+            raise TransientError(str(error)) from error
+
+
+_KEPT = ("name", "namespace", "uid", "resourceVersion", "labels", "ownerReferences", "finalizers")
+
+
+def _version(secret: Obj) -> str:
+    return str(secret["metadata"].get("resourceVersion", ""))
+
+
+def _holder(secret: Obj) -> _Hold | None:
+    text = (secret["metadata"].get("annotations") or {}).get(HOLDER)
+    if not text:
+        return None
+    try:
+        return _Hold.model_validate_json(text)
+    except ValidationError:
+        return None
+
+
+def _packed(journal: Journal) -> bytes:
+    return gzip.compress(journal.model_dump_json().encode(), compresslevel=3, mtime=0)
+
+
+def _unpacked(secret: Obj, name: str) -> Journal | None:
+    data = (secret.get("data") or {}).get(JOURNAL_KEY)
+    if not data:
+        return None
+    try:
+        return Journal.model_validate_json(gzip.decompress(base64.b64decode(data)))
+    except (ValidationError, OSError, ValueError, EOFError, zlib.error) as error:
+        raise ConfigError(
+            f"Secret {name}: not a journal of this version: {error}; delete its {JOURNAL_KEY} to "
+            "start anew"
+        ) from error

@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic.alias_generators import to_camel
 
 from dlrover_py.protocol.names import WIRE_VERSION
 
@@ -53,7 +54,13 @@ class FailureKind(StrEnum):
     START = "start"  # could not be started at all
 
 
-class WorkerFailure(Wire):
+class Shown(Wire):
+    """A message that stands in the job's status as well, there in camelCase as all of it."""
+
+    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True)
+
+
+class WorkerFailure(Shown):
     """Why a worker died, as its agent saw it."""
 
     kind: FailureKind
@@ -81,7 +88,7 @@ class Offer(Wire):
     port: Annotated[int, Field(ge=1, le=65535)]
 
 
-class Progress(Wire):
+class Progress(Shown):
     """What the script said of itself through ``dlrover_py.trainer.session``."""
 
     step: Count

@@ -30,6 +30,9 @@ Term = NewType("Term", int)
 GROUP: Final = "elastic.iml.github.io"
 API_VERSION: Final = f"{GROUP}/v1alpha1"
 KIND: Final = "ElasticJob"
+PLURAL: Final = "elasticjobs"
+MANAGED_BY: Final = f"{GROUP}/dlrover-py-operator"
+"""``spec.managedBy`` of a job that our operator looks after; absent means the same."""
 MAIN_CONTAINER: Final = "main"
 
 WIRE_VERSION: Final = "1.0"
@@ -43,6 +46,16 @@ ENV_CA_FILE: Final = "DLROVER_CA_FILE"
 """Certificate of the authority that the master's is checked by; without it the line is plain."""
 ENV_JOB_NAME: Final = "ELASTIC_JOB_NAME"
 ENV_NODE_ID: Final = "DLROVER_NODE_ID"
+ENV_JOB_UID: Final = "JOB_UID"
+ENV_NODE_NUMBER: Final = "NODE_ID"
+"""The number in the node's id."""
+ENV_NODE_RANK: Final = "NODE_RANK"
+"""The same: DLRover's scripts may read it; a node's rank is the master's to give."""
+ENV_NODE_NUM: Final = "NODE_NUM"
+"""The wished number of nodes when the Pod was made."""
+ENV_NODE_TYPE: Final = "NODE_TYPE"
+ENV_NODE_IP: Final = "NODE_IP"
+ENV_POD_NAME: Final = "POD_NAME"
 ENV_POD_IP: Final = "POD_IP"
 ENV_LOG_DIR: Final = "DLROVER_LOG_DIR"
 """Where an agent keeps its workers' logs: ``<dir>/<node>/<incarnation>/<round>/<rank>/``."""
@@ -85,6 +98,63 @@ MASTER_PORT: Final = 50001
 """DLRover's port, kept."""
 MASTER_NAME: Final = "dlrover-master"
 """The name in the master's certificate: it is called by its address."""
+
+# --- a job on Kubernetes: what the operator and the master make ---
+LABEL_JOB: Final = "elasticjob.dlrover/name"
+LABEL_ROLE: Final = "elasticjob.dlrover/replica-type"
+LABEL_INDEX: Final = "elasticjob.dlrover/replica-index"
+LABEL_APP: Final = "app"
+APP: Final = "dlrover"
+ROLE_WORKER: Final = "worker"
+ROLE_MASTER: Final = "dlrover-master"
+
+OPERATOR_MANAGER: Final = "dlrover-operator"
+"""Field managers of server-side apply: each owns its own part of the status."""
+MASTER_MANAGER: Final = "dlrover-master"
+
+HEALTH_PORT: Final = 8080
+AGENTS_PORT_NAME: Final = "agents"
+HEALTH_PORT_NAME: Final = "health"
+TOKEN_MOUNT: Final = "/var/run/dlrover/token"
+"""In the master's Pod: a folder with the keys of the token's Secret."""
+TLS_MOUNT: Final = "/var/run/dlrover/tls"
+NODE_MOUNT: Final = "/var/run/dlrover"
+"""In a worker's Pod: the same Secret."""
+SECRET_TOKEN: Final = "token"
+SECRET_CA: Final = "ca.crt"
+SECRET_CERT: Final = "tls.crt"
+SECRET_KEY: Final = "tls.key"
+ENV_MASTER_JOB_UID: Final = "DLROVER_JOB_UID"
+"""To a master: it adopts only what belongs to this very object."""
+ENV_MASTER_SERVICE: Final = "DLROVER_MASTER_SERVICE"
+"""To a master: ``host:port`` that its nodes are to call."""
+ENV_POD_UID: Final = "POD_UID"
+
+
+def master_of(job: str) -> str:
+    """Name of a job's Deployment, Service, ServiceAccount, Role, RoleBinding, NetworkPolicy."""
+    return f"elasticjob-{job}-dlrover-master"
+
+
+def token_of(job: str) -> str:
+    """Secret with the job's token and the authority that its master's certificate is by."""
+    return f"elasticjob-{job}-token"
+
+
+def tls_of(job: str) -> str:
+    """Secret with the master's certificate and key; only the master has it."""
+    return f"elasticjob-{job}-tls"
+
+
+def journal_of(job: str) -> str:
+    """Secret that the master keeps its journal in."""
+    return f"elasticjob-{job}-journal"
+
+
+def pod_of(job: str, node: NodeId) -> str:
+    """Name of a node's Pod."""
+    return f"{job}-{node}"
+
 
 # --- a job on this machine ---
 CLUSTER_SOCKET: Final = "cluster.sock"

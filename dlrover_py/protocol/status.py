@@ -136,10 +136,13 @@ class JobStatus(_Doc):
     ready: int
     standby: int
     progress: Progress | None = None
-    goodput: float | None = None
-    """Share of the time since the first round in which steps were made; None if not known."""
     restarts: dict[str, int] = Field(default_factory=dict)
     """New rounds by cause: failure, loss, drain, scale, join."""
+    goodput: float | None = None
+    """Part of the time since the job's start, suspensions left out, that brought new steps; None
+    until a step was reported."""
+    lost_s: dict[str, float] = Field(default_factory=dict)
+    """The other part, in seconds: by what cost it (start, and as ``restarts``)."""
     last_failure: Failure | None = None
     conditions: list[Condition] = Field(default_factory=list)
     nodes: list[NodeStatus] = Field(default_factory=list)

@@ -910,3 +910,122 @@ def test_a_node_that_left_with_notice_may_come_back_where_nobody_replaces_it() -
     come(bench, "n1")
     assert bench.members == ["n0", "n1"]
     bench.check_running()
+
+
+# --- hosts, absence, goodput ---
+
+
+def test_a_host_whose_node_fell_silent_is_kept_out_for_a_while() -> None:
+    bench = running(elastic_job(3, 2))
+    bench.agent("n1").frozen = True
+    bench.pass_time(7.0)
+    assert bench.avoided[NodeId("n3")] == ("n1",), "each node of the bench is its own host"
+    bench.restart_master()
+    bench.settle()
+    bench.kill(NodeId("n3"))
+    bench.settle()
+    bench.pass_time(2.0)
+    assert bench.avoided[NodeId("n4")] == ("n1",), "the next master knows it"
+    bench.settle()
+    bench.pass_time(60.0)
+    bench.kill(NodeId("n4"))
+    bench.settle()
+    bench.pass_time(3.0)
+    assert bench.avoided[NodeId("n5")] == ()
+
+
+def test_where_there_is_one_host_only_it_is_asked_again() -> None:
+    bench = running(elastic_job(1))
+    bench.agent("n0").frozen = True
+    bench.pass_time(7.0)
+    assert bench.avoided[N1] == ()
+
+
+def test_a_host_that_refuses_each_node_at_once_is_not_asked_again_and_again() -> None:
+    """Evictions are free; their number must have a bound in time all the same."""
+    bench = running(elastic_job(2, 1))
+    bench.pods[N1] = False
+    bench.step(NodeEnded(N1, "evicted", free=True))
+    asked = []
+    for _ in range(400):
+        new = [n for n in bench.avoided if n not in asked]
+        asked += new
+        for node in new[-1:]:
+            if bench.job.nodes[node].phase is not NodePhase.GONE and node not in ("n0", "n1"):
+                bench.pods.pop(node, None)
+                bench.facts.clear()
+                bench.step(NodeEnded(node, "evicted", free=True))
+        bench.exchange(bench.agent("n0"))
+        bench.to(bench.now + 0.25)
+    assert 4 < len(asked) < 14
+    assert bench.job.exhausted == 0, "and no budget is charged"
+
+
+def test_a_list_that_is_older_than_a_node_does_not_end_it() -> None:
+    bench = Bench(elastic_job(2, 1))
+    bench.step()
+    bench.boot(NodeId("n0"))
+    bench.exchange()
+    bench.step(NodesListed(frozenset()))
+    assert bench.job.nodes[NodeId("n0")].alive
+
+
+def test_nodes_that_were_taken_away_while_nobody_looked_are_free_if_the_platform_says_so() -> None:
+    bench = running(elastic_job(2, 1))
+    bench.pods.pop(N1)
+    bench.step(NodesListed(frozenset({NodeId("n0")}), free=True))
+    bench.settle()
+    assert bench.job.nodes[NodeId("n2")].relaunches == 0
+
+
+def test_an_id_that_is_in_use_is_not_given_again_when_the_journal_was_lost() -> None:
+    bench = Bench(elastic_job(2, 1))
+    out = bench.job.step([NodeSeen(NodeId("n7"), True)], 0.0, 1e6)
+    created = [e.node for e in out.effects if isinstance(e, CreateNode)]
+    assert created == ["n8", "n9"]
+
+
+def test_an_end_is_told_again_by_the_next_master() -> None:
+    bench = running(elastic_job(2))
+    bench.step(JobStopped("60 s are over", "DeadlineExceeded"))
+    before = bench.job.status(bench.now, 2e6)
+    bench.restart_master()
+    bench.step()
+    after = bench.job.status(bench.now, 3e6)
+    failed = [c for c in after.conditions if c.type == "Failed"]
+    assert failed == [c for c in before.conditions if c.type == "Failed"]
+    assert failed[0].reason == "DeadlineExceeded"
+
+
+def test_a_node_that_is_told_to_go_has_less_time_than_its_platform_gives_it() -> None:
+    bench = running(elastic_job(2, 1))
+    bench.step(NodeSeen(N1, True, leaving="drained", grace_s=12.0))
+    told = bench.job._assignments[N1]
+    assert (told.directive, told.stop_grace_s) == (Directive.STOP, 10.0)
+
+
+def test_goodput_is_the_part_of_the_time_that_brought_new_steps() -> None:
+    bench = running(elastic_job(2, 1))
+    assert bench.job.status(bench.now, 0.0).goodput is None, "no step was reported"
+    began = bench.now
+    bench.pass_time(10.0 - began)
+    bench.agent("n0").reach(1)
+    bench.exchange()
+    first = bench.now
+    bench.pass_time(90.0)
+    bench.agent("n0").reach(91)
+    bench.exchange()
+    status = bench.job.status(bench.now, 1e6 + bench.now)
+    assert status.goodput == pytest.approx(1 - first / bench.now, abs=0.02)
+    assert set(status.lost_s) == {"start"}
+    bench.agent("n1").fail(crash())
+    bench.exchange()
+    bench.settle()
+    failed = bench.now
+    bench.pass_time(10.0)
+    down = bench.job.status(bench.now, 1e6 + bench.now)
+    assert down.goodput == pytest.approx(1 - (first + 10) / bench.now, abs=0.03)
+    bench.agent("n0").reach(81)
+    bench.exchange()
+    after = bench.job.status(bench.now, 1e6 + bench.now)
+    assert after.lost_s["failure"] >= bench.now - failed

@@ -162,12 +162,12 @@ def test_a_stalled_master_blames_nobody(nodes: Nodes) -> None:
 
 
 def test_the_platform_says_how_near_a_node_is(nodes: Nodes) -> None:
-    nodes.observe(N, near=False, topology=("z",), message="no room")
+    nodes.observe(N, near=False, runs=False, there=True, topology=("z",), message="no room")
     assert nodes[N].standing is Standing.PENDING
-    nodes.observe(N, near=True, topology=("z",), message="")
+    nodes.observe(N, near=True, runs=True, there=True, topology=("z",), message="")
     assert nodes[N].standing is Standing.NEAR
     hear(nodes, report(1))
-    nodes.observe(N, near=False, topology=("z",), message="")
+    nodes.observe(N, near=False, runs=False, there=True, topology=("z",), message="")
     assert nodes[N].standing is Standing.READY, "it has spoken: that is newer"
 
 
@@ -189,7 +189,7 @@ def test_counts_follow_every_change(nodes: Nodes) -> None:
 
     node: Node = nodes[N]
     for change in (
-        lambda: nodes.observe(N, near=False, topology=(), message=""),
+        lambda: nodes.observe(N, near=False, runs=False, there=True, topology=(), message=""),
         lambda: hear(nodes, report(1)),
         lambda: nodes.tell(node, 1),
         lambda: nodes.disconnected(N, "boot-a--", 1, 0.0),

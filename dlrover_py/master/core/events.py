@@ -11,6 +11,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from dlrover_py.master.core.health import Mark
+from dlrover_py.master.core.hosts import Strikes
 from dlrover_py.master.core.rendezvous import World
 from dlrover_py.protocol.agents import AgentReport, Assignment, WorkerFailure
 from dlrover_py.protocol.job import ElasticJob
@@ -77,6 +78,8 @@ class JobStopped:
     """The job is ended from outside: by its user, if there is no other reason."""
 
     why: str = ""
+    reason: str = "MasterEnded"
+    """A fixed CamelCase word for why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,12 @@ class NodeSeen:
     topology: tuple[str, ...] = ()
     message: str = ""
     leaving: str = ""
+    runs: bool = True
+    """If it is near: whether its process runs by now."""
+    grace_s: float = math.inf
+    """If it is leaving: how long it has."""
+    there: bool = True
+    """False: the platform only says why it could not create it yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +125,8 @@ class NodesListed:
     """The platform has told all nodes that exist; what is not among them is gone."""
 
     nodes: frozenset[NodeId]
+    free: bool = False
+    """Who is gone was taken away on purpose, as far as can be known."""
 
 
 Event = (
@@ -148,6 +159,8 @@ class CreateNode:
     """Ask the platform for a node; idempotent by id."""
 
     node: NodeId
+    avoid: tuple[str, ...] = ()
+    """Hosts that it is not wished on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +213,8 @@ class Vacancy(_Kept):
 
     relaunches: int
     not_before: float
+    unheard: int = 0
+    """Nodes in a row that were gone before they spoke."""
 
 
 class Journal(_Kept):
@@ -218,6 +233,7 @@ class Journal(_Kept):
     checks: int = 0
     """Number of the newest step of checks."""
     marks: dict[NodeId, Mark] = Field(default_factory=dict)
+    hosts: dict[str, Strikes] = Field(default_factory=dict)
     succeeded: list[NodeId] = Field(default_factory=list)
     nodes: list[NodeRecord] = Field(default_factory=list)
     vacancies: list[int] = Field(default_factory=list)
@@ -229,6 +245,9 @@ class Journal(_Kept):
     last_exception: WorkerFailure | None = None
     last_failure: Failure | None = None
     max_step: int | None = None
+    lost_s: dict[str, float] = Field(default_factory=dict)
+    suspended_s: float = 0.0
+    suspended_at: float | None = None
     started_at: float = 0.0
     ended_at: float | None = None
     events: list[JobEvent] = Field(default_factory=list)

@@ -35,6 +35,7 @@ from dlrover_py.master.core.events import (
     Vacancy,
 )
 from dlrover_py.master.core.health import Finding, Health, Verdict
+from dlrover_py.master.core.hosts import Hosts
 from dlrover_py.master.core.nodes import Heard, Node, Nodes, Pace, Standing, pace
 from dlrover_py.master.core.policy import (
     Budgets,
@@ -86,6 +87,10 @@ TOLD_SINGLY = 8
 NAMED = 16
 """Nodes that a sentence names; of more it gives the number."""
 
+KUBERNETES_GRACE_S = 30
+"""A Pod's terminationGracePeriodSeconds where its template says nothing."""
+BEFORE_KILL_S = 2.0
+
 TAKEN_UP = (Directive.RUN, Directive.CHECK)
 """What an agent uses its offer for."""
 SHOWN = 8
@@ -112,6 +117,7 @@ class Job:
         self.opening: Opening | None = None
         self.succeeded: set[NodeId] = set()
         self.health = Health()
+        self.hosts = Hosts()
         self.vacancies: list[Vacancy] = []
         self.exhausted = 0
         self.next_node = 0
@@ -124,6 +130,13 @@ class Job:
         self.max_step: int | None = None
         self.progress: tuple[int, Progress] | None = None
         self.resumed = False
+        self.lost_s: dict[str, float] = {}
+        self.suspended_s = 0.0
+        self.suspended_at: float | None = None
+        self._outage: tuple[Kind, float] = ("start", now)
+        """Why no step comes, or came last, and since when."""
+        self._speed = 0.0
+        """Steps per second of the last round that had any."""
         self.formed_at = now
         self._enough_since: float | None = None
         self.ground: int | None = None
@@ -161,6 +174,7 @@ class Job:
             self._take(event)
         self._tell_of_joined()
         for lost in self.nodes.expire(now):
+            self._keep_out(lost.node)
             self._node_lost(lost.node, lost.why, free=False)
         self._suspend_or_resume()
         self._find_culprit()
@@ -212,11 +226,15 @@ class Job:
         self.last_exception, self.last_failure = journal.last_exception, journal.last_failure
         self.doubts, self.cold = journal.doubts, journal.cold
         self.max_step = self.ground = journal.max_step
+        self.hosts = Hosts.read(journal.hosts, now)
+        self.lost_s = dict(journal.lost_s)
+        self.suspended_s, self.suspended_at = journal.suspended_s, journal.suspended_at
         self.started_at, self.ended_at = journal.started_at, journal.ended_at
         self.resumed = True
         if journal.opening is not None:
             fresh = {"since": now, "hold_until": None, "suspected": None}
             self.opening = journal.opening.model_copy(update=fresh)
+            self._outage = (self.opening.kind, now)
         for record in journal.nodes:
             self.nodes.plan(record.id, record.relaunches, record.restarts)
             if record.incarnation:
@@ -231,8 +249,8 @@ class Job:
                 )
             if record.leaving:
                 self.nodes.leave(self.nodes[record.id], record.leaving)
-                if not record.incarnation:  # nobody will tell it to end
-                    self._out.effects.append(DeleteNode(record.id, 0.0, record.leaving))
+                grace_s = self._grace_s() if record.incarnation else 0.0
+                self._out.effects.append(DeleteNode(record.id, grace_s, record.leaving))
         event = self._record(
             "MasterStarted",
             f"master of term {term} took over at round {self.round}; running workers go on",
@@ -241,9 +259,12 @@ class Job:
             self._born[self.opening.cause] = now
         else:
             self._cause[self.round] = (event, now)
+        if self.phase.ended:
+            ending = next((e for e in reversed(self.events) if e.message == self.reason), None)
+            self._conditions_ended(self.phase, ending.reason if ending else "", self.reason)
         if self.phase.ended and rules.can_create:  # the wish to end them may have been lost
             for node in self.nodes:
-                effect = DeleteNode(node.id, rules.drain_grace_s, self.reason)
+                effect = DeleteNode(node.id, self._grace_s(), self.reason)
                 self._out.effects.append(effect)
         return self  # each node is told its place when it reports
 
@@ -263,6 +284,7 @@ class Job:
             succeeded=sorted(self.succeeded),
             checks=self.health.number,
             marks=self.health.marks,
+            hosts=self.hosts.journal(self._now),
             nodes=[self._node_record(n) for n in present],
             vacancies=[v.relaunches for v in self.vacancies],
             exhausted=self.exhausted,
@@ -273,6 +295,9 @@ class Job:
             last_exception=self.last_exception,
             last_failure=self.last_failure,
             max_step=self.max_step,
+            lost_s=self.lost_s,
+            suspended_s=self.suspended_s,
+            suspended_at=self.suspended_at,
             started_at=self.started_at,
             ended_at=self.ended_at,
             events=list(self.events),
@@ -310,9 +335,9 @@ class Job:
                 self.nodes.disconnected(node_id, boot_id, seq, self._now)
             case JobChanged(job):
                 self._job_changed(job)
-            case JobStopped(why):
+            case JobStopped(why, reason):
                 if not self.phase.ended and why:
-                    self._end(JobPhase.FAILED, "MasterEnded", why)
+                    self._end(JobPhase.FAILED, reason, why)
                 elif not self.phase.ended:
                     self._end(JobPhase.STOPPED, "JobStopped", "the job was ended by its user")
             case Stalled():
@@ -321,8 +346,8 @@ class Job:
                 self._node_seen(event)
             case NodeEnded():
                 self._node_ended(event)
-            case NodesListed(listed):
-                self._listed(listed)
+            case NodesListed(listed, free):
+                self._listed(listed, free=free)
 
     def _reported(self, node_id: NodeId, report: AgentReport) -> None:
         node = self.nodes.get(node_id)
@@ -451,6 +476,7 @@ class Job:
         if self.progress is not None and self.progress[0] < rank:
             return
         self.progress = (rank, progress)
+        self._speed = progress.steps_per_s or self._speed
         before = self.max_step
         if before is None or progress.step > before:
             self.max_step = progress.step
@@ -463,8 +489,14 @@ class Job:
         words = f"first step of round {self.round} is {first}"
         if before is not None:
             words += f"; step {before} had been reached: {again or 'no'} steps are repeated"
+        kind, down_since = self._outage
+        repeating_s = again / self._speed if self._speed else 0.0
+        self._lose(kind, self._now - down_since + repeating_s)
         self._record("TrainingResumed", words, cause=cause, since=since)
         self._dirty = True  # the end of the story of this round
+
+    def _lose(self, kind: Kind, seconds: float) -> None:
+        self.lost_s[kind] = self.lost_s.get(kind, 0.0) + max(0.0, seconds)
 
     def _worker_failed(self, node: Node, failure: WorkerFailure) -> None:
         opening = self.opening
@@ -564,12 +596,15 @@ class Job:
             self._suspend()
             return
         self.phase, self.reason = JobPhase.PENDING, "waiting for nodes"
+        self.suspended_s += self._wall - (self.suspended_at or self._wall)
+        self.suspended_at = None
         event = self._record("Resumed", f"resumed with {self._wish()}")
         self._open("start", "resumed", event)
 
     def _suspend(self) -> None:
         event = self._record("Suspended", "spec.suspend is true: all nodes are stopped")
         self.phase, self.reason = JobPhase.SUSPENDED, "spec.suspend is true"
+        self.suspended_at = self._wall
         self._close_round()
         self.vacancies.clear()
         for node in list(self.nodes):
@@ -582,19 +617,36 @@ class Job:
         node = self.nodes.get(seen.node)
         if node is None or node.phase is NodePhase.GONE:
             if self.rules.can_create:  # of an earlier life of the job: nobody wants it
+                self._skip(seen.node)
                 why = "it is not a node of this job"
                 self._out.effects.append(DeleteNode(seen.node, 0.0, why))
             return
-        self.nodes.observe(seen.node, near=seen.near, topology=seen.topology, message=seen.message)
+        self.nodes.observe(
+            seen.node,
+            near=seen.near,
+            runs=seen.near and seen.runs,
+            there=seen.there,
+            topology=seen.topology,
+            message=seen.message,
+        )
+        node.grace_s = seen.grace_s
         if seen.leaving and not node.leaving:
             self._node_leaving(node, seen.leaving)
+
+    def _skip(self, node_id: NodeId) -> None:
+        """An id that is in use, though no journal knows of it, is not given to another node."""
+        number = node_id.removeprefix("n")
+        if number.isdigit() and int(number) >= self.next_node:
+            self.next_node = int(number) + 1
+            self._dirty = True
 
     def _node_leaving(self, node: Node, why: str) -> None:
         """It goes, with notice: the others go on without it at once, and nobody is charged."""
         self.nodes.leave(node, why)
         self._uncheck(node)
         event = self._record("NodeLeaving", f"{node.id} is leaving: {why}", node=node.id)
-        self.vacancies.append(Vacancy(relaunches=node.relaunches, not_before=self._now))
+        self.vacancies.append(self._vacancy(0, node.unheard + (node.incarnation == 0)))
+        self.vacancies[-1].relaunches = node.relaunches
         self._dirty = True
         if node.incarnation:
             self._greet(node)
@@ -605,6 +657,7 @@ class Job:
         if node is None or node.phase is NodePhase.GONE:
             return
         never_spoke = node.incarnation == 0
+        node.unheard += never_spoke
         # Before the first round: later the command has been shown to work.
         usage = never_spoke and ended.exit_code == ExitCode.USAGE and not self.round
         why = ended.why + (f": {ended.output}" if never_spoke and ended.output else "")
@@ -632,11 +685,18 @@ class Job:
             self._replace(node, event, free=free)
         self._miss(node, "loss", f"{node.id} is lost: {why}", event)
 
+    def _keep_out(self, node: Node) -> None:
+        """The node's host may be at fault: no new node goes there for a while, if there are others
+        to go to."""
+        host = _host(node)
+        if self.rules.can_create and host and any(n.alive and _host(n) != host for n in self.nodes):
+            self.hosts.strike(host, self._now)
+
     def _replace(self, node: Node, event: int, *, free: bool = False) -> None:
         """Have its place filled again, as long as its budget lasts."""
         relaunches = node.relaunches + (0 if free else 1)
         if relaunches <= self.job.worker.restart_count:
-            self.vacancies.append(self._vacancy(relaunches))
+            self.vacancies.append(self._vacancy(relaunches, node.unheard))
             return
         self.exhausted += 1
         self._record(
@@ -648,15 +708,18 @@ class Job:
             warning=True,
         )
 
-    def _listed(self, listed: frozenset[NodeId]) -> None:
+    def _listed(self, listed: frozenset[NodeId], *, free: bool) -> None:
         for node in list(self.nodes):
             if node.phase is NodePhase.GONE or node.id in listed:
                 continue
-            if node.seen or node.incarnation:
-                self._node_lost(node, "the platform no longer has it", free=False)
-            elif self.rules.can_create and not node.leaving and not self.phase.ended:
-                # The wish for it is still on its way, or was lost.
-                self._out.effects.append(CreateNode(node.id))
+            if node.seen or node.recalled:
+                self._node_lost(node, "the platform no longer has it", free=free)
+            elif self.rules.can_create and not (
+                node.incarnation or node.leaving or self.phase.ended
+            ):
+                # The wish for it is still on its way, or was lost; or the list is older than it.
+                avoid = self.hosts.kept_out(self._now)
+                self._out.effects.append(CreateNode(node.id, avoid))
 
     # --- checks before the training ---
 
@@ -815,6 +878,7 @@ class Job:
             self._end(JobPhase.FAILED, "NetworkCheckFailed", message, cause=event)
             return
         if self.rules.can_create:
+            self._keep_out(node)
             self._replace(node, event)
         self._dismiss(node, words, ExitCode.FAILED)
 
@@ -875,11 +939,11 @@ class Job:
         due = [v for v in self.vacancies if v.not_before <= self._now]
         later = [v for v in self.vacancies if v.not_before > self._now]
         fresh = missing - len(due) - len(later)
-        for relaunches in [v.relaunches for v in due] + [0] * fresh:
+        for place in due + [Vacancy(relaunches=0, not_before=0.0)] * fresh:
             node_id = NodeId(f"n{self.next_node}")
             self.next_node += 1
-            self.nodes.plan(node_id, relaunches)
-            self._out.effects.append(CreateNode(node_id))
+            self.nodes.plan(node_id, place.relaunches, unheard=place.unheard)
+            self._out.effects.append(CreateNode(node_id, self.hosts.kept_out(self._now)))
             self._dirty = True
         self.vacancies = later
         self._wake([v.not_before for v in later])
@@ -906,7 +970,7 @@ class Job:
         if node.incarnation:
             self._assign(node, Directive.STOP, why, exit_code=int(code))
         if self.rules.can_create:
-            grace = self.rules.drain_grace_s if node.incarnation else 0.0
+            grace = self._grace_s() if node.incarnation else 0.0
             self._out.effects.append(DeleteNode(node.id, grace, why))
 
     def _form(self) -> bool:
@@ -1002,6 +1066,8 @@ class Job:
         if near and self.nodes.any_warm:
             # A node that starts has its imports before it; those who are there go on in a moment.
             near = self.nodes.count(Standing.NEAR, alive=True)
+        elif near:
+            near -= self.nodes.count(Standing.NEAR, alive=False, runs=False)  # pulls its image, say
         return near
 
     def _look_for_change(self, size: Size, ready: int, current: int) -> None:
@@ -1070,6 +1136,9 @@ class Job:
         for member in members:  # a good one that helped with the check of others
             if self._checking.pop(member.node, None) is not None:
                 self.health.withdraw(member.node)
+        if self.resumed:  # else an earlier cause has to answer for the whole time
+            healthy = opening.kind in HEALTHY
+            self._outage = opening.kind, self._now if healthy else opening.since
         if opening.kind in ("failure", "loss"):
             self.restart_count += 1
         if opening.kind != "start":
@@ -1162,7 +1231,9 @@ class Job:
             max_restarts=self._restart_budget(node),
             cold=self.cold,
             stop_grace_s=(
-                self.rules.drain_grace_s if directive is Directive.STOP else self.rules.stop_grace_s
+                min(self._grace_s(), max(0.0, node.grace_s - BEFORE_KILL_S))
+                if directive is Directive.STOP
+                else self.rules.stop_grace_s
             ),
             exchange_s=self.pace.exchange_s,
             lease_s=self.pace.lease_s,
@@ -1199,7 +1270,7 @@ class Job:
             if node.incarnation:
                 self._greet(node)
             if self.rules.can_create:
-                grace = self.rules.drain_grace_s if node.incarnation else 0.0
+                grace = self._grace_s() if node.incarnation else 0.0
                 self._out.effects.append(DeleteNode(node.id, grace, message))
 
     def _close_round(self) -> None:
@@ -1255,6 +1326,14 @@ class Job:
         wished = job.worker.replicas + job.worker.standby_replicas
         return pace(wished, exchange_s=self.rules.exchange_s, lease_s=self.rules.lease_s)
 
+    def _grace_s(self) -> float:
+        """How long a node that has to go has: it must have ended before it is killed."""
+        spec = self.job.worker.template.get("spec")
+        allowed = spec.get("terminationGracePeriodSeconds") if isinstance(spec, dict) else None
+        if not isinstance(allowed, int):
+            allowed = KUBERNETES_GRACE_S
+        return min(self.rules.drain_grace_s, max(0.0, allowed - BEFORE_KILL_S))
+
     def _size(self) -> Size:
         worker = self.job.worker
         return Size(desired=worker.replicas, minimum=worker.minimum, unit=worker.node_unit)
@@ -1278,8 +1357,9 @@ class Job:
         """It has done its part of a round that nobody has broken."""
         return node.id in self.succeeded and self.opening is None
 
-    def _vacancy(self, relaunches: int) -> Vacancy:
-        return Vacancy(relaunches=relaunches, not_before=self._now + relaunch_delay(relaunches))
+    def _vacancy(self, relaunches: int, unheard: int = 0) -> Vacancy:
+        not_before = self._now + relaunch_delay(relaunches, unheard)
+        return Vacancy(relaunches=relaunches, unheard=unheard, not_before=not_before)
 
     def _wake(self, times: Iterable[float]) -> None:
         self._out.wake_at = min(self._out.wake_at, *times, math.inf)
@@ -1359,6 +1439,8 @@ class Job:
             standby=standby,
             progress=self.progress[1] if self.progress is not None else None,
             restarts=self.restarts,
+            goodput=self._goodput(now, wall),
+            lost_s={kind: round(seconds, 3) for kind, seconds in self.lost_s.items()},
             last_failure=self.last_failure,
             conditions=list(self._conditions.values()),
             nodes=[self._node_status(n, members.get(n.id)) for n in self._ordered[1]],
@@ -1367,6 +1449,19 @@ class Job:
             ended_at=self.ended_at,
             published_at=wall,
         )
+
+    def _goodput(self, now: float, wall: float) -> float | None:
+        if not self.lost_s:
+            return None
+        end = self.ended_at or self.suspended_at or wall
+        lost = sum(self.lost_s.values())
+        if self.phase in (JobPhase.RUNNING, JobPhase.FORMING):
+            if self.opening is not None and self.opening.kind not in HEALTHY:
+                lost += now - self.opening.since
+            elif not self.resumed:
+                lost += now - self._outage[1]
+        elapsed = end - self.started_at - self.suspended_s
+        return round(max(0.0, min(1.0, 1 - lost / elapsed)), 4) if elapsed > 0 else None
 
     def _node_status(self, node: Node, rank: int | None) -> NodeStatus:
         made_from = (
@@ -1395,7 +1490,7 @@ class Job:
             incarnation=node.incarnation,
             node_rank=rank,
             nproc=report.nproc if report else 1,
-            host=node.topology[-1] if node.topology else "",
+            host=_host(node),
             agent_pid=report.agent_pid if report else 0,
             pids=report.pids if report else [],
             workers=report.phase if report else WorkerPhase.IDLE,
@@ -1427,7 +1522,7 @@ class Job:
         failure = self.last_failure
         if phase is JobPhase.FAILED and failure is not None and failure.worker.traceback:
             message = f"{message}\n{failure.worker.traceback}"
-        self._set(phase.value, True, reason, message, self._wall)
+        self._set(phase.value, True, reason, message, self.ended_at or self._wall)
 
     def _set(self, kind: str, status: bool, reason: str, message: str, wall: float) -> None:
         text: Literal["True", "False"] = "True" if status else "False"
@@ -1446,6 +1541,10 @@ def _joined(nodes: Iterable[NodeId]) -> str:
     named = sorted(nodes, key=id_key)
     more = len(named) - NAMED
     return ", ".join(named[:NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _host(node: Node) -> str:
+    return node.topology[-1] if node.topology else ""
 
 
 def _busy(node: Node) -> str:

@@ -64,6 +64,14 @@ class Node:
     """The platform's words on its state."""
     seen: bool = False
     """The platform has told of it."""
+    recalled: bool = False
+    """It had spoken to an earlier term."""
+    runs: bool = True
+    """Its process runs, or may do so in a moment: the platform has not said otherwise."""
+    grace_s: float = math.inf
+    """How long it has when it is leaving."""
+    unheard: int = 0
+    """Nodes in a row that were gone from its place before they spoke."""
     restarts: int = 0
     """Worker failures charged to it since the last steady progress."""
     relaunches: int = 0
@@ -134,8 +142,8 @@ class Lost:
     why: str
 
 
-_Facets = tuple[Standing, bool, bool]
-"""What nodes are counted by: standing, whether alive, whether warm."""
+_Facets = tuple[Standing, bool, bool, bool]
+"""What nodes are counted by: standing, whether alive, whether warm, whether its process runs."""
 
 
 class Nodes:
@@ -160,12 +168,14 @@ class Nodes:
     def __getitem__(self, node_id: NodeId) -> Node:
         return self.by_id[node_id]
 
-    def count(self, standing: Standing, *, alive: bool | None = None) -> int:
-        """Number of nodes with this standing; only those that have spoken, or have not."""
+    def count(
+        self, standing: Standing, *, alive: bool | None = None, runs: bool | None = None
+    ) -> int:
+        """Number of nodes with this standing; only those that have spoken, or run, or do not."""
         return sum(
             number
             for facets, number in self._count.items()
-            if facets[0] is standing and alive in (None, facets[1])
+            if facets[0] is standing and alive in (None, facets[1]) and runs in (None, facets[3])
         )
 
     @property
@@ -182,9 +192,11 @@ class Nodes:
         """Number of nodes that are there or will be: not gone, not leaving."""
         return len(self.by_id) - self.count(Standing.OUT)
 
-    def plan(self, node_id: NodeId, relaunches: int = 0, restarts: int = 0) -> Node:
+    def plan(
+        self, node_id: NodeId, relaunches: int = 0, restarts: int = 0, unheard: int = 0
+    ) -> Node:
         """Take in a new node that the platform is asked for, or that the journal names."""
-        node = Node(id=node_id, relaunches=relaunches, restarts=restarts)
+        node = Node(id=node_id, relaunches=relaunches, restarts=restarts, unheard=unheard)
         self.by_id[node_id] = node
         self.members += 1
         self._index(node)
@@ -206,6 +218,7 @@ class Nodes:
         """
         node = self.by_id[node_id]
         node.told = int(member)
+        node.recalled = True
         node.phase = NodePhase.LIVE
         node.incarnation, node.boot_id = incarnation, boot_id
         node.lease_until = now + (self.lease_s if return_s is None else return_s)
@@ -213,11 +226,20 @@ class Nodes:
         self._index(node)
 
     def observe(
-        self, node_id: NodeId, *, near: bool, topology: tuple[str, ...], message: str
+        self,
+        node_id: NodeId,
+        *,
+        near: bool,
+        runs: bool,
+        there: bool,
+        topology: tuple[str, ...],
+        message: str,
     ) -> None:
         """Take in what the platform sees of a node that is not gone."""
         node = self.by_id[node_id]
-        node.topology, node.message, node.seen = topology, message, True
+        node.topology, node.message, node.runs = topology, message, runs
+        node.seen |= there
+        self._index(node)
         if node.phase in (NodePhase.PENDING, NodePhase.STARTING):
             node.phase = NodePhase.STARTING if near else NodePhase.PENDING
             self._index(node)
@@ -238,6 +260,7 @@ class Nodes:
         node.report = report
         node.acknowledged = report.have_version if report.have_term == term else 0
         node.phase = NodePhase.LIVE
+        node.unheard = 0
         node.suspect_until = math.inf
         self._renew(node, now)
         self._index(node)
@@ -361,7 +384,8 @@ class Nodes:
 
     def _index(self, node: Node) -> None:
         old = self._facets.get(node.id)
-        new = (node.standing, node.alive, node.report is not None and node.report.warm)
+        warm = node.report is not None and node.report.warm
+        new = (node.standing, node.alive, warm, node.runs)
         if old == new:
             return
         if old is not None:

@@ -105,9 +105,16 @@ def in_doubt(failure: WorkerFailure) -> bool:
     )
 
 
-def relaunch_delay(relaunches: int) -> float:
-    """Seconds before a lost node is replaced: none at first, then doubling up to a minute."""
-    return 0.0 if relaunches <= 1 else min(60.0, 2.0 ** (relaunches - 2))
+def relaunch_delay(relaunches: int, unheard: int = 0) -> float:
+    """Seconds before a lost node is replaced: none at first, then doubling up to a minute.
+
+    Args:
+        relaunches: nodes that were lost in its place, this one included.
+        unheard: those of the last ones that never spoke, whoever is to blame: a host that refuses
+            each node at once must not be asked a thousand times.
+    """
+    tries = max(relaunches, unheard)
+    return 0.0 if tries <= 1 else min(60.0, 2.0 ** (tries - 2))
 
 
 def in_words(failure: WorkerFailure) -> str:

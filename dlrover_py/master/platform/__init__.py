@@ -28,8 +28,12 @@ class Platform(Protocol):
         Ends, or raises TransientError, when the view was lost: watch again.
         """
 
-    async def create_node(self, node: NodeId) -> None:
+    async def create_node(self, node: NodeId, avoid: Sequence[str] = ()) -> None:
         """Have the node created, now or when there is room; a node that exists stays as it is.
+
+        Args:
+            node: its id.
+            avoid: hosts that it is not wished on, where the platform knows of hosts.
 
         Raises:
             TransientError: not now.

@@ -45,7 +45,7 @@ class LocalPlatform:
                 yield first
                 first = None
 
-    async def create_node(self, node: NodeId) -> None:  # noqa: D102
+    async def create_node(self, node: NodeId, avoid: Sequence[str] = ()) -> None:  # noqa: D102
         await self._client.call("PUT", f"/v1/nodes/{node}", deadline_s=CALL_S)
 
     async def delete_node(self, node: NodeId, grace_s: float) -> None:  # noqa: D102

@@ -25,7 +25,7 @@ class StaticPlatform:
         yield []
         await asyncio.Event().wait()
 
-    async def create_node(self, node: NodeId) -> None:  # noqa: D102
+    async def create_node(self, node: NodeId, avoid: Sequence[str] = ()) -> None:  # noqa: D102
         raise Bug(f"asked to create {node} where nodes come by themselves")
 
     async def delete_node(self, node: NodeId, grace_s: float) -> None:  # noqa: D102

@@ -1,0 +1,62 @@
+"""Hosts that are not asked again for a while, since a node was lost on them through their fault."""
+
+from dataclasses import dataclass, field
+
+from pydantic import BaseModel
+
+SHORTEST_S, LONGEST_S = 60.0, 3600.0
+FORGOTTEN = 2.0
+"""A strike counts until so many times the ban that it brought have passed."""
+
+
+class Strikes(BaseModel):
+    """What is journaled of a host."""
+
+    number: int
+    left_s: float
+    """Of the ban, when it was written down."""
+
+
+@dataclass(slots=True)
+class _Host:
+    strikes: int
+    struck_at: float
+
+
+def ban_s(strikes: int) -> float:
+    """Doubles with each strike, up to an hour (as Horovod's discovery does)."""
+    return min(LONGEST_S, SHORTEST_S * 2.0 ** (strikes - 1))
+
+
+@dataclass(slots=True)
+class Hosts:
+    """Bans by host name; times are monotonic."""
+
+    _known: dict[str, _Host] = field(default_factory=dict)
+
+    def strike(self, host: str, now: float) -> float:
+        """A node was lost on this host; returns for how long it is kept out."""
+        old = self._known.get(host)
+        fresh = old is None or now - old.struck_at > FORGOTTEN * ban_s(old.strikes)
+        strikes = 1 if old is None or fresh else old.strikes + 1
+        self._known[host] = _Host(strikes, now)
+        return ban_s(strikes)
+
+    def kept_out(self, now: float) -> tuple[str, ...]:
+        """Hosts on which no new node is wished now."""
+        return tuple(
+            sorted(n for n, h in self._known.items() if now < h.struck_at + ban_s(h.strikes))
+        )
+
+    def journal(self, now: float) -> dict[str, Strikes]:
+        """What the next master must know."""
+        return {
+            name: Strikes(number=h.strikes, left_s=max(0.0, h.struck_at + ban_s(h.strikes) - now))
+            for name, h in self._known.items()
+            if now - h.struck_at <= FORGOTTEN * ban_s(h.strikes)
+        }
+
+    @classmethod
+    def read(cls, kept: dict[str, Strikes], now: float) -> "Hosts":
+        """Go on from a journal."""
+        return cls({n: _Host(s.number, now + s.left_s - ban_s(s.number)) for n, s in kept.items()})

@@ -1,0 +1,589 @@
+"""Nodes as Pods of a Kubernetes cluster; the Pods themselves are spelled in ``pods``."""
+
+import asyncio
+import contextlib
+import logging
+import math
+import random
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from dlrover_py.kube import (
+    ELASTICJOBS,
+    EVENTS,
+    PODS,
+    AlreadyExists,
+    Changed,
+    Conflict,
+    Forbidden,
+    Gone,
+    Invalid,
+    Kube,
+    KubeError,
+    Listed,
+    NotFound,
+)
+from dlrover_py.master.core.events import (
+    Event,
+    JobChanged,
+    JobStopped,
+    NodeEnded,
+    NodeSeen,
+    NodesListed,
+)
+from dlrover_py.master.platform import pods
+from dlrover_py.master.platform.pods import Obj, PodView, Site
+from dlrover_py.protocol import names
+from dlrover_py.protocol.errors import ConfigError, TransientError
+from dlrover_py.protocol.job import ElasticJob
+from dlrover_py.protocol.names import NodeId
+from dlrover_py.protocol.status import TRAINING_EVENTS, Condition, JobStatus, Training
+
+log = logging.getLogger("master.kubernetes")
+
+CALLS = 16
+"""Pods that are asked for at the same time."""
+BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
+"""Between two requests for a Pod that the API server refuses."""
+KILL_S = 1
+"""A Pod that is to end at once: not 0, which would forget it before its kubelet has ended it."""
+ENDED_KEPT = 32
+"""Pods that have ended are kept for their logs, the newest ones."""
+PROGRESS_S = 10.0
+"""If nothing but the progress is new it is told this often: there may be a thousand jobs."""
+GONE = "JobGone"
+PROBLEMS = (
+    *("ImagePullBackOff", "Unschedulable", "InvalidTemplate", "QuotaExceeded"),
+    *("PodsForbidden", "NameConflict", "PermissionDenied", GONE),
+)
+"""Conditions that are ours: True as long as it is so."""
+EVENT_CHARS = 1024
+LOG_LINES, LOG_S = 20, 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Why a Pod is not there: a condition of the job."""
+
+    type: str
+    message: str
+
+
+class KubernetesPlatform:
+    """The ``Platform`` of a job on Kubernetes.
+
+    It adopts Pods that the ElasticJob of this uid owns, and no others, whatever their names.
+    """
+
+    can_create = True
+
+    def __init__(self, kube: Kube, namespace: str, job: str, site: Site) -> None:
+        self._kube, self._namespace, self._name, self._site = kube, namespace, job, site
+        self._job: ElasticJob | None = None
+        self._pods: dict[NodeId, PodView] = {}
+        self._facts: asyncio.Queue[list[Event]] = asyncio.Queue()
+        self._refusals: dict[NodeId, Problem] = {}
+        self._denied: dict[str, str] = {}
+        """What the API server does not let us see, by kind of object."""
+        self._past: dict[str, Condition] = {}
+        self._calls = asyncio.Semaphore(CALLS)
+        self._told: Obj = {}
+        self._told_at = 0.0
+        self._newest_event = 0
+        self._orphaned = False
+        self._known = False
+        """No Pod has gone since the job was last known to be there."""
+        self._newest_term = 0
+        self._times: dict[str, tuple[str, str]] = {}
+        """Status of each condition and since when, as it stands in the cluster."""
+        self._posts: dict[NodeId, asyncio.Task[Problem | None]] = {}
+        self._news = asyncio.Event()
+        self._background: set[asyncio.Task[None]] = set()
+
+    async def get_job(self) -> ElasticJob:  # noqa: D102
+        with _transient():
+            obj = await self._kube.get(ELASTICJOBS, self._name, self._namespace)
+        if obj["metadata"].get("uid") != self._site.uid:
+            raise TransientError("another ElasticJob has this name; that of this master is gone")
+        for condition in (obj.get("status") or {}).get("conditions") or []:
+            kind, since = condition["type"], condition.get("lastTransitionTime") or ""
+            self._times[kind] = condition["status"], since
+            if kind in PROBLEMS:
+                self._past.setdefault(kind, _read_condition(condition))
+        self._known = True
+        return self._read(obj)
+
+    # --- watch ---
+
+    async def watch(self) -> AsyncIterator[Sequence[Event]]:  # noqa: D102
+        self._facts = asyncio.Queue()
+        watches = [asyncio.create_task(self._watch_job()), asyncio.create_task(self._watch_pods())]
+        fact = asyncio.create_task(self._facts.get())
+        try:
+            while True:
+                await asyncio.wait([fact, *watches], return_when=asyncio.FIRST_COMPLETED)
+                for failed in (task for task in watches if task.done()):
+                    failed.result()  # a watch never ends by itself
+                if fact.done():
+                    yield fact.result()
+                    fact = asyncio.create_task(self._facts.get())
+        finally:
+            for task in (fact, *watches):
+                task.cancel()
+
+    async def _watch_job(self) -> None:
+        changes = self._kube.watch(
+            ELASTICJOBS,
+            self._namespace,
+            fields=f"metadata.name={self._name}",
+            view=lambda obj: obj,
+            on_trouble=lambda error: self._on_trouble("ElasticJobs", error),
+        )
+        async with contextlib.aclosing(changes):
+            async for change in changes:
+                match change:
+                    case Listed(items):
+                        found = [self._job_event(item) for item in items] or [self._job_gone()]
+                        self._facts.put_nowait([e for e in found if e is not None])
+                    case Changed(item):
+                        if event := self._job_event(item):
+                            self._facts.put_nowait([event])
+                    case Gone():
+                        if event := self._job_gone():
+                            self._facts.put_nowait([event])
+
+    def _job_event(self, obj: Obj) -> Event | None:
+        """What is new of the job; each write of its status comes back as well."""
+        meta = obj["metadata"]
+        if meta.get("uid") != self._site.uid:
+            return self._job_gone()
+        status = obj.get("status") or {}
+        self._newest_term = int((status.get("training") or {}).get("term") or 0)
+        self._orphaned = "orphan" in (meta.get("finalizers") or [])
+        if meta.get("deletionTimestamp"):
+            return self._job_gone()
+        for condition in status.get("conditions") or []:
+            if condition["type"] == "DeadlineExceeded" and condition["status"] == "True":
+                return JobStopped(condition.get("message") or "too late", "DeadlineExceeded")
+        if self._job is not None and self._job.metadata.generation == meta.get("generation"):
+            return None
+        try:
+            return JobChanged(self._read(obj))
+        except ConfigError as error:  # the API server lets nothing through that we refuse
+            log.error("spec_refused", extra={"why": str(error), "then": "the old one stays"})
+            return None
+
+    def _job_gone(self) -> Event | None:
+        """Its object is gone, or about to be, and its Pods with it, unless they shall stay."""
+        return None if self._orphaned else JobStopped()
+
+    def _read(self, obj: Obj) -> ElasticJob:
+        self._job = ElasticJob.read(obj)
+        return self._job
+
+    async def _watch_pods(self) -> None:
+        changes = self._kube.watch(
+            PODS,
+            self._namespace,
+            labels=pods.selector(self._name),
+            view=pods.view,
+            on_trouble=lambda error: self._on_trouble("Pods", error),
+        )
+        async with contextlib.aclosing(changes):
+            async for change in changes:
+                match change:
+                    case Listed(items):
+                        ours = {self._node(p): p for p in items if self._is_ours(p)}
+                        for node in self._pods.keys() - ours.keys():
+                            self._forget(node)
+                        events = [await self._seen(node, p) for node, p in ours.items()]
+                        self._facts.put_nowait([*events, NodesListed(frozenset(ours), free=True)])
+                    case Changed(seen):
+                        if self._is_ours(seen):
+                            self._facts.put_nowait([await self._seen(self._node(seen), seen)])
+                    case Gone(seen):
+                        node = self._node(seen)
+                        if self._is_ours(seen) and self._pods.get(node, seen).uid == seen.uid:
+                            self._known = False
+                            self._forget(node)
+                            self._facts.put_nowait(
+                                [NodeEnded(node, "its Pod was deleted", free=True)]
+                            )
+
+    async def _seen(self, node: NodeId, seen: PodView) -> Event:
+        before = self._pods.get(node)
+        self._pods[node] = seen
+        self._known &= not seen.leaving
+        self._refusals.pop(node, None)
+        self._ring()
+        output = ""
+        if seen.ended and seen.exit_code and not (before and before.ended) and not seen.words:
+            output = await self._last_words(seen)
+        if seen.ended and not (before and before.ended):
+            self._chore(self._keep_newest())
+        return pods.fact(node, seen, output)
+
+    async def _last_words(self, seen: PodView) -> str:
+        try:
+            async with asyncio.timeout(LOG_S):
+                text = await self._kube.log(seen.name, self._namespace, tail=LOG_LINES)
+        except (KubeError, TimeoutError) as error:
+            log.info("log_not_read", extra={"pod": seen.name, "why": str(error)})
+            return ""
+        return text.strip()[-2000:]
+
+    def _forget(self, node: NodeId) -> None:
+        self._pods.pop(node, None)
+        self._ring()
+
+    def _ring(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    def _is_ours(self, seen: PodView) -> bool:
+        return seen.owner == self._site.uid
+
+    def _node(self, seen: PodView) -> NodeId:
+        return pods.node_of(self._name, seen.name)
+
+    def _on_trouble(self, what: str, error: KubeError | None) -> None:
+        if isinstance(error, Forbidden):
+            self._denied[what] = str(error)
+        else:
+            self._denied.pop(what, None)
+        self._facts.put_nowait([])  # a condition may have changed
+
+    # --- create and delete ---
+
+    async def create_node(self, node: NodeId, avoid: Sequence[str] = ()) -> None:
+        """Ask until it is there; why it is not yet stands in the conditions and in the node."""
+        tries = 0
+        try:
+            while problem := await self._create(node, avoid):
+                if problem != self._refusals.get(node):
+                    log.warning(problem.type, extra={"node": node, "why": problem.message})
+                    self._refusals[node] = problem
+                    refused = NodeSeen(node, False, message=problem.message, there=False)
+                    self._facts.put_nowait([refused])
+                wait = BACKOFF_S[min(tries, len(BACKOFF_S) - 1)]
+                await asyncio.sleep(random.uniform(wait / 2, wait))
+                tries += 1
+        finally:
+            self._refusals.pop(node, None)
+
+    async def _create(self, node: NodeId, avoid: Sequence[str]) -> Problem | None:
+        """One attempt, which is not interrupted: who deletes the node has to know how it ended."""
+        post = self._posts.get(node)
+        if post is None:
+            post = self._posts[node] = asyncio.create_task(self._post(node, avoid))
+            post.add_done_callback(lambda _: self._posts.pop(node))
+        return await asyncio.shield(post)
+
+    async def _post(self, node: NodeId, avoid: Sequence[str]) -> Problem | None:
+        async with self._calls:
+            if not self._known and not self._orphaned:
+                # Pods go with their job: it may be that which is being deleted.
+                await self._look_after_job()
+            if self._orphaned or self._job is None:
+                return Problem(GONE, "its ElasticJob was deleted: no more Pods are made")
+            try:
+                wish = pods.pod(self._job, node, self._site, avoid)
+                with _transient(ConfigError, AlreadyExists, Invalid, Forbidden, NotFound):
+                    made = await self._kube.create(PODS, wish)
+            except AlreadyExists:
+                return await self._what_exists(node)
+            except (ConfigError, Invalid) as error:
+                return Problem("InvalidTemplate", str(error))
+            except Forbidden as error:
+                return Problem(_why_forbidden(error), str(error))
+            except NotFound as error:  # the namespace
+                return Problem("PodsForbidden", str(error))
+        log.info("pod_created", extra={"node": node, "pod": made["metadata"]["name"]})
+        return None
+
+    async def _look_after_job(self) -> None:
+        with _transient(NotFound):
+            try:
+                obj = await self._kube.get(ELASTICJOBS, self._name, self._namespace)
+            except NotFound:
+                self._job = None
+                return
+        event = self._job_event(obj)
+        if isinstance(event, JobStopped):
+            self._job = None
+        else:
+            self._known = True
+        if event is not None:
+            self._facts.put_nowait([event])
+
+    async def _what_exists(self, node: NodeId) -> Problem | None:
+        name = names.pod_of(self._name, node)
+        found = await self._get(name)
+        if found is None:
+            return Problem("NameConflict", f"Pod {name} was there a moment ago; asked again")
+        if not self._is_ours(found):
+            return Problem(
+                "NameConflict",
+                f"a Pod {name} exists and is not of this job (its owner is {found.owner or 'none'})"
+                "; delete it, or give the job another name",
+            )
+        if found.ended or found.leaving:  # of a life of this job that no journal tells of
+            self._facts.put_nowait([NodeEnded(node, found.ended or found.leaving, free=True)])
+        return None
+
+    async def delete_node(self, node: NodeId, grace_s: float) -> None:
+        """End a Pod. One that ends by itself within the grace stays for its log."""
+        self._refusals.pop(node, None)
+        if (post := self._posts.get(node)) is not None:
+            await asyncio.wait([post])
+        if grace_s > 0 and await self._ends_by_itself(node, grace_s):
+            return
+        found = await self._get(names.pod_of(self._name, node))
+        if found is None or not self._is_ours(found):
+            self._facts.put_nowait([NodeEnded(node, "it has no Pod", free=True)])
+        elif not (found.done or self._orphaned or (found.leaving and grace_s > 0)):
+            with _transient():
+                await self._kube.delete(
+                    PODS, found.name, self._namespace, uid=found.uid, grace_s=KILL_S
+                )
+
+    async def _get(self, name: str) -> PodView | None:
+        with _transient(NotFound):
+            try:
+                return pods.view(await self._kube.get(PODS, name, self._namespace))
+            except NotFound:
+                return None
+
+    async def _ends_by_itself(self, node: NodeId, grace_s: float) -> bool:
+        """Wait for it: its agent was told to stop."""
+        try:
+            async with asyncio.timeout(grace_s):
+                while (seen := self._pods.get(node)) is not None and not seen.done:
+                    if not seen.host:  # nobody has ever been there to be told
+                        return False
+                    await self._news.wait()
+        except TimeoutError:
+            return False
+        return seen is not None
+
+    async def _keep_newest(self) -> None:
+        """Delete the oldest of the many Pods that have ended."""
+        ended = [p for p in self._pods.values() if p.done]
+        ended.sort(key=lambda p: p.created_at)
+        for old in ended[:-ENDED_KEPT]:
+            await self._kube.delete(PODS, old.name, self._namespace, uid=old.uid)
+
+    def _chore(self, work: Coroutine[Any, Any, None]) -> None:
+        """Something that may fail without harm."""
+
+        async def quietly() -> None:
+            try:
+                await work
+            except KubeError as error:
+                log.warning("not_done", extra={"why": str(error)})
+
+        task = asyncio.create_task(quietly())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    # --- publish ---
+
+    async def publish(self, status: JobStatus) -> None:
+        """Write the master's part of the status, if it says something new, and the new events."""
+        if self._orphaned or status.term < self._newest_term:
+            return  # nobody to tell, or another master tells
+        conditions = self._conditions(status)
+        body = shown(status, conditions, pods.selector(self._name), self._times)
+        gist = _gist(body)
+        now = asyncio.get_running_loop().time()
+        if gist == _gist(self._told) and (body == self._told or now - self._told_at < PROGRESS_S):
+            return
+        job = {
+            "apiVersion": names.API_VERSION,
+            "kind": names.KIND,
+            "metadata": {
+                "name": self._name,
+                "namespace": self._namespace,
+                "uid": self._site.uid,
+            },
+            "status": body,
+        }
+        with _transient(NotFound, Conflict):
+            try:
+                await self._kube.apply(
+                    ELASTICJOBS, job, manager=names.MASTER_MANAGER, subresource="status"
+                )
+            except (NotFound, Conflict) as error:  # it was deleted, or another one has its name
+                log.warning("status_not_written", extra={"why": str(error)})
+        self._times = {
+            c["type"]: (c["status"], c["lastTransitionTime"]) for c in body["conditions"]
+        }
+        self._told, self._told_at = body, now
+        fresh = [e for e in status.events if e.id > self._newest_event]
+        if fresh:
+            self._newest_event = fresh[-1].id
+            self._chore(self._tell_events(status, fresh))
+
+    async def _tell_events(self, status: JobStatus, fresh: Sequence[Any]) -> None:
+        """As Kubernetes' own events: a name that grows with the job's, so that none comes twice."""
+        for event in fresh[-TRAINING_EVENTS:]:
+            stamp = _time(event.at)
+            about = {"namespace": self._namespace}
+            obj = {
+                "apiVersion": "v1",
+                "kind": "Event",
+                "metadata": {**about, "name": f"{self._name}.{self._site.uid[:8]}.{event.id}"},
+                "involvedObject": {
+                    **about,
+                    "apiVersion": names.API_VERSION,
+                    "kind": names.KIND,
+                    "name": self._name,
+                    "uid": self._site.uid,
+                },
+                "type": event.type,
+                "reason": event.reason,
+                "message": event.message[:EVENT_CHARS],
+                "source": {"component": "dlrover-master"},
+                "firstTimestamp": stamp,
+                "lastTimestamp": stamp,
+                "count": 1,
+            }
+            try:
+                await self._kube.create(EVENTS, obj)
+            except AlreadyExists:
+                continue
+
+    def _conditions(self, status: JobStatus) -> list[Condition]:
+        """The core's, and what the Pods and the API server say."""
+        found: dict[str, list[str]] = {}
+        for node, problem in sorted(self._refusals.items()):
+            found.setdefault(problem.type, []).append(f"{node}: {problem.message}")
+        for node, seen in sorted(self._pods.items()):
+            if seen.trouble and not seen.leaving:
+                found.setdefault(seen.trouble, []).append(f"{node}: {seen.message}")
+        for what, words in self._denied.items():
+            found.setdefault("PermissionDenied", []).append(f"{what}: {words}")
+        mine = {}
+        for kind in sorted(found.keys() | self._past.keys()):
+            said = found.get(kind)
+            message = "it is over"
+            if said:
+                message = said[0] + (f" (and {len(said) - 1} more)" if len(said) > 1 else "")
+            old = self._past.get(kind)
+            state: Any = "True" if said else "False"
+            same = old is not None and old.status == state
+            mine[kind] = Condition(
+                type=kind,
+                status=state,
+                reason=kind if said else "Over",
+                message=message,
+                last_transition_time=(
+                    old.last_transition_time if old is not None and same else status.published_at
+                ),
+            )
+        self._past = mine
+        return [*status.conditions, *mine.values()]
+
+
+def _why_forbidden(error: Forbidden) -> str:
+    """Which condition a refusal with 403 is: the server says it in words only."""
+    words = str(error)
+    if "is being terminated" in words:
+        return GONE
+    if "exceeded quota" in words or "failed quota" in words:
+        return "QuotaExceeded"
+    if "cannot create resource" in words or "is forbidden: User " in words:
+        return "PermissionDenied"
+    return "PodsForbidden"
+
+
+def shown(
+    status: JobStatus,
+    conditions: Sequence[Condition],
+    selector: str,
+    times: Mapping[str, tuple[str, str]],
+) -> Obj:
+    """The master's part of ``status``, at most 50 kB.
+
+    Args:
+        status: all that there is to tell.
+        conditions: the core's, and ours.
+        selector: of the worker Pods.
+        times: status and last transition of each condition as it stands there: an earlier master
+            may have seen it come.
+    """
+    training = Training.of(status).model_dump(mode="json", by_alias=True, exclude_none=True)
+    for left_out in ("conditions", "publishedAt"):
+        del training[left_out]
+    return {
+        "conditions": [_condition(c, times) for c in conditions],
+        "replicas": status.ready - status.standby,
+        "selector": selector,
+        "training": _finite(training),
+    }
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no NaN, which a script's loss may well be."""
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items() if not _is_odd(v)}
+    return [_finite(v) for v in value] if isinstance(value, list) else value
+
+
+def _is_odd(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _condition(condition: Condition, times: Mapping[str, tuple[str, str]]) -> Obj:
+    state, since = times.get(condition.type, ("", ""))
+    same = state == condition.status and since
+    return {
+        "type": condition.type,
+        "status": condition.status,
+        "reason": condition.reason or condition.type,
+        "message": condition.message[:8192],
+        "lastTransitionTime": since if same else _time(condition.last_transition_time),
+    }
+
+
+def _read_condition(obj: Obj) -> Condition:
+    at = datetime.fromisoformat(obj.get("lastTransitionTime") or "1970-01-01T00:00:00Z")
+    return Condition(
+        type=obj["type"],
+        status=obj["status"],
+        reason=obj.get("reason") or "",
+        message=obj.get("message") or "",
+        last_transition_time=at.timestamp(),
+    )
+
+
+@contextlib.contextmanager
+def _transient(*known: type[Exception]) -> Iterator[None]:
+    """Whatever the API server has against us, it may think better of it: nothing here ends the
+    master. What is ``known`` is seen to by the caller."""
+    try:
+        yield
+    except KubeError as error:
+        if isinstance(error, (TransientError, *known)):
+            raise
+        raise TransientError(str(error)) from error
+
+
+def _time(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+VOLATILE = ("progress", "goodput", "nodes", "summary")
+
+
+def _gist(body: Obj) -> Obj:
+    """What is told at once when it changes."""
+    training = body.get("training") or {}
+    return {
+        **body,
+        "training": {k: v for k, v in training.items() if k not in VOLATILE},
+        "summary": {k: v for k, v in (training.get("summary") or {}).items() if k not in VOLATILE},
+        "nodes": [(n["id"], n["phase"], n["role"]) for n in training.get("nodes") or []],
+    }

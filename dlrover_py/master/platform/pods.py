@@ -1,0 +1,303 @@
+"""A node as a Pod, PURE: the Pod that is asked for, and what an existing one says.
+
+What is put into a user's template is listed in docs/kubernetes.md, and nothing else is changed.
+"""
+
+import copy
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dlrover_py.master.core.events import Event, NodeEnded, NodeSeen
+from dlrover_py.protocol import names
+from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.job import ElasticJob
+from dlrover_py.protocol.names import MAIN_CONTAINER, NodeId
+
+Obj = dict[str, Any]
+
+LABEL_UID = f"{names.LABEL_JOB.partition('/')[0]}/uid"
+"""Tells whose a Pod is once its ElasticJob was deleted without it (``--cascade=orphan``)."""
+SHM = "/dev/shm"
+VOLUME = "dlrover-job"
+OURS = (
+    names.ENV_MASTER_ADDR,
+    names.ENV_TOKEN_FILE,
+    names.ENV_CA_FILE,
+    names.ENV_JOB_NAME,
+    names.ENV_NODE_ID,
+    names.ENV_POD_IP,
+)
+"""Environment that the template cannot set; what else it sets stays."""
+
+IMAGE_TROUBLE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
+START_TROUBLE = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
+ZONE = "topology.kubernetes.io/zone"
+"""On a Pod, where the operator (or the API server, from 1.35 on) has copied it from the node."""
+CONNECT_S = "600"
+"""A Pod may start while its master is moved to another node."""
+FREE = ("Evicted", "Preempting", "Preempted", "NodeShutdown", "Shutdown", "Terminated")
+"""Reasons of a Pod's end that are nobody's failure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What all Pods of one job share."""
+
+    uid: str
+    """Of the ElasticJob."""
+    master_addr: str
+    """Of the master's Service."""
+
+
+def node_of(job: str, pod: str) -> NodeId:
+    """The node that a Pod of this name is."""
+    return NodeId(pod.removeprefix(f"{job}-"))
+
+
+def selector(job: str) -> str:
+    """Label selector of a job's worker Pods."""
+    return f"{names.LABEL_JOB}={job},{names.LABEL_ROLE}={names.ROLE_WORKER}"
+
+
+def pod(job: ElasticJob, node: NodeId, site: Site, avoid: Iterable[str] = ()) -> Obj:
+    """The Pod to ask for.
+
+    Raises:
+        ConfigError: the template has no container for the agent, or takes a place that is ours.
+    """
+    index = job.worker.main_container()
+    template = copy.deepcopy(job.worker.template)
+    given, spec = template.get("metadata") or {}, template["spec"]
+    number = node.removeprefix("n")
+    meta = {
+        "name": names.pod_of(job.metadata.name, node),
+        "namespace": job.metadata.namespace,
+        "annotations": given.get("annotations") or {},
+        "labels": {
+            **(given.get("labels") or {}),
+            names.LABEL_APP: names.APP,
+            names.LABEL_JOB: job.metadata.name,
+            names.LABEL_ROLE: names.ROLE_WORKER,
+            names.LABEL_INDEX: number,
+            LABEL_UID: site.uid,
+        },
+        "ownerReferences": [owner(job.metadata.name, site.uid)],
+    }
+    spec["restartPolicy"] = "Never"
+    if "serviceAccountName" not in spec:
+        spec.setdefault("automountServiceAccountToken", False)
+    if job.worker.priority_class:
+        spec.setdefault("priorityClassName", job.worker.priority_class)
+    _equip(spec, spec["containers"][index], job, node, site)
+    _keep_off(spec, avoid)
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
+
+
+def owner(job: str, uid: str) -> Obj:
+    """The owner reference of all that belongs to a job."""
+    return {
+        "apiVersion": names.API_VERSION,
+        "kind": names.KIND,
+        "name": job,
+        "uid": uid,
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
+
+
+def _equip(spec: Obj, main: Obj, job: ElasticJob, node: NodeId, site: Site) -> None:
+    number = node.removeprefix("n")
+    ours: list[Obj] = [
+        {"name": names.ENV_MASTER_ADDR, "value": site.master_addr},
+        {"name": names.ENV_TOKEN_FILE, "value": f"{names.NODE_MOUNT}/{names.SECRET_TOKEN}"},
+        {"name": names.ENV_CA_FILE, "value": f"{names.NODE_MOUNT}/{names.SECRET_CA}"},
+        {"name": names.ENV_JOB_NAME, "value": job.metadata.name},
+        {"name": names.ENV_NODE_ID, "value": node},
+        _downward(names.ENV_POD_IP, "status.podIP"),
+    ]
+    # DLRover's, for scripts that read them.
+    more: list[Obj] = [
+        {"name": names.ENV_CONNECT_S, "value": CONNECT_S},
+        {"name": names.ENV_JOB_UID, "value": site.uid},
+        {"name": names.ENV_NODE_TYPE, "value": names.ROLE_WORKER},
+        {"name": names.ENV_NODE_NUMBER, "value": number},
+        {"name": names.ENV_NODE_RANK, "value": number},
+        {"name": names.ENV_NODE_NUM, "value": str(job.worker.replicas)},
+        _downward(names.ENV_POD_NAME, "metadata.name"),
+        _downward(names.ENV_NODE_IP, "status.hostIP"),
+    ]
+    theirs = [e for e in main.get("env") or [] if e.get("name") not in OURS]
+    taken = {e.get("name") for e in theirs}
+    # Ours first: a value of the template may refer to them, as $(NODE_NUM).
+    main["env"] = ours + [e for e in more if e["name"] not in taken] + theirs
+    mounts = list(main.get("volumeMounts") or [])
+    places = {str(m.get("mountPath", "")).rstrip("/") for m in mounts}
+    volumes = list(spec.get("volumes") or [])
+    if names.NODE_MOUNT in places or VOLUME in {v.get("name") for v in volumes}:
+        raise ConfigError(
+            f"the template mounts something at {names.NODE_MOUNT} or has a volume named {VOLUME}: "
+            "both are for the job's token; use another path and name"
+        )
+    # Readable by any user of this Pod: which one its image runs as is not known here.
+    secret = {"secretName": names.token_of(job.metadata.name), "defaultMode": 0o444}
+    volumes.append({"name": VOLUME, "secret": secret})
+    mounts.append({"name": VOLUME, "mountPath": names.NODE_MOUNT, "readOnly": True})
+    if SHM not in places:  # the runtime's is 64 MB, and NCCL and DataLoaders need more
+        volumes.append({"name": f"{VOLUME}-shm", "emptyDir": {"medium": "Memory"}})
+        mounts.append({"name": f"{VOLUME}-shm", "mountPath": SHM})
+    spec["volumes"], main["volumeMounts"] = volumes, mounts
+
+
+def _downward(name: str, path: str) -> Obj:
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def _keep_off(spec: Obj, avoid: Iterable[str]) -> None:
+    """No host of these: each of the terms, of which one has to hold, gets it."""
+    bans = [
+        {"key": "metadata.name", "operator": "NotIn", "values": [host]} for host in sorted(avoid)
+    ]
+    if not bans:
+        return
+    affinity = spec["affinity"] = dict(spec.get("affinity") or {})
+    wish = affinity["nodeAffinity"] = dict(affinity.get("nodeAffinity") or {})
+    key = "requiredDuringSchedulingIgnoredDuringExecution"
+    terms = (wish.get(key) or {}).get("nodeSelectorTerms") or [{}]
+    wish[key] = {
+        "nodeSelectorTerms": [
+            {**term, "matchFields": [*(term.get("matchFields") or []), *bans]} for term in terms
+        ]
+    }
+
+
+# --- what a Pod says -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PodView:
+    """The few fields of a Pod that are kept."""
+
+    name: str
+    uid: str
+    owner: str
+    """uid of the ElasticJob that owns it, or did before that was deleted without it."""
+    host: str
+    zone: str
+    leaving: str
+    """Why it is about to go; empty if it is not."""
+    ended: str
+    """Why it has ended; empty if it has not."""
+    exit_code: int | None
+    free: bool
+    near: bool
+    runs: bool
+    """Its container has started."""
+    grace_s: float
+    """If it is leaving: from the order to the kill."""
+    trouble: str
+    """Reason of a condition of the job: why it cannot start; empty if it can, as far as is seen."""
+    message: str
+    words: str
+    """What its container left as termination message."""
+    done: bool
+    """All of its containers have ended."""
+    created_at: str
+
+
+def view(obj: Obj) -> PodView:
+    """Keep what is needed of a Pod."""
+    meta, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
+    conditions = {c.get("type"): c for c in status.get("conditions") or []}
+    disrupted = conditions.get("DisruptionTarget") or {}
+    disrupted = disrupted if disrupted.get("status") == "True" else {}
+    controller: Obj = next(
+        (o for o in meta.get("ownerReferences") or [] if o.get("controller")), {}
+    )
+    ended, code, words = _end_of(spec, status)
+    trouble, message = ("", "") if ended else _trouble(spec, status, conditions)
+    leaving = ""
+    if disrupted:
+        leaving = f"its Pod is disrupted: {disrupted.get('message') or disrupted.get('reason')}"
+    elif meta.get("deletionTimestamp"):
+        leaving = "its Pod is being deleted"
+    return PodView(
+        name=meta["name"],
+        uid=meta.get("uid", ""),
+        owner=(controller or {"uid": (meta.get("labels") or {}).get(LABEL_UID)}).get("uid") or "",
+        host=spec.get("nodeName") or "",
+        zone=(meta.get("annotations") or {}).get(ZONE, ""),
+        leaving=leaving,
+        ended=ended,
+        exit_code=code,
+        free=bool(disrupted or meta.get("deletionTimestamp") or status.get("reason") in FREE),
+        near=not trouble,
+        runs="running" in ((_main_status(spec, status)).get("state") or {}),
+        grace_s=float(meta.get("deletionGracePeriodSeconds", math.inf)),
+        trouble=trouble,
+        message=message,
+        words=words,
+        done=status.get("phase") in ("Succeeded", "Failed"),
+        created_at=meta.get("creationTimestamp") or "",
+    )
+
+
+def _end_of(spec: Obj, status: Obj) -> tuple[str, int | None, str]:
+    """Why its agent has ended, the exit code, and the container's last words."""
+    main = _main_status(spec, status)
+    dead = ((main.get("state") or {}).get("terminated")) or {}
+    if dead:
+        code = dead.get("exitCode")
+        why = f"its agent ended with exit code {code}"
+        if dead.get("reason") not in (None, "Completed", "Error"):
+            why += f" ({dead['reason']})"
+        return why, code, (dead.get("message") or "").strip()
+    if status.get("phase") in ("Failed", "Succeeded"):
+        reason = status.get("reason") or status["phase"]
+        said = status.get("message") or ""
+        return f"its Pod ended: {reason}{f': {said}' if said else ''}", None, ""
+    return "", None, ""
+
+
+def _main_status(spec: Obj, status: Obj) -> Obj:
+    containers = spec.get("containers") or []
+    name = MAIN_CONTAINER
+    if not any(c.get("name") == MAIN_CONTAINER for c in containers) and containers:
+        name = containers[0].get("name")
+    statuses: list[Obj] = status.get("containerStatuses") or []
+    return next((c for c in statuses if c.get("name") == name), {})
+
+
+def _trouble(spec: Obj, status: Obj, conditions: Mapping[str, Obj]) -> tuple[str, str]:
+    scheduled = conditions.get("PodScheduled") or {}
+    if not spec.get("nodeName") and scheduled.get("status") == "False":
+        return "Unschedulable", scheduled.get("message") or scheduled.get("reason") or ""
+    for container in [
+        *(status.get("initContainerStatuses") or []),
+        *(status.get("containerStatuses") or []),
+    ]:
+        waiting = (container.get("state") or {}).get("waiting") or {}
+        reason = waiting.get("reason") or ""
+        said = f"{container.get('name')}: {waiting.get('message') or reason}"
+        if reason in IMAGE_TROUBLE:
+            return "ImagePullBackOff", said
+        if reason in START_TROUBLE:
+            return "InvalidTemplate", said
+    return "", ""
+
+
+def fact(node: NodeId, seen: PodView, output: str = "") -> Event:
+    """What the core is told of a Pod that exists."""
+    if seen.ended:
+        return NodeEnded(node, seen.ended, seen.exit_code, seen.free, output or seen.words)
+    topology = (seen.zone, seen.host) if seen.host else ()
+    return NodeSeen(
+        node,
+        seen.near,
+        topology,
+        seen.message,
+        seen.leaving,
+        runs=seen.runs,
+        grace_s=seen.grace_s,
+    )
