@@ -15,7 +15,7 @@ import os
 import random
 import ssl
 import urllib.request
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -203,13 +203,16 @@ class Times:
 
 
 class Kube:
-    """Calls one API server. Calls may be made at once, from one event loop."""
+    """Calls one API server; any number of calls at once, from one event loop.
+
+    One object without a namespace is one of :attr:`namespace`; a list or a watch without one is
+    of all namespaces.
+    """
 
     def __init__(self, access: "_Access", times: Times | None = None) -> None:
         """Remember who to call; nothing is opened yet. Use :meth:`connect`."""
         self._access = access
         self.times = times or Times()
-
         self._http: aiohttp.ClientSession | None = None
         self._turns = asyncio.Semaphore(IN_FLIGHT)
 
@@ -281,12 +284,12 @@ class Kube:
             NameConflict: what is there is somebody else's.
         """
         name, namespace = obj["metadata"]["name"], _meta(obj).get("namespace", "")
-        while True:
-            try:
-                return await self.create(kind, obj)
-            except AlreadyExists:
-                with contextlib.suppress(NotFound):  # it went in between: try again
-                    return _owned(kind, await self.get(kind, name, namespace), owner_uid)
+        with contextlib.suppress(AlreadyExists):
+            return await self.create(kind, obj)
+        try:
+            return _owned(kind, await self.get(kind, name, namespace), owner_uid)
+        except NotFound:  # it went in between
+            return await self.create(kind, obj)
 
     async def replace(self, kind: Kind, obj: Obj) -> Obj:
         """Write a whole object that was read before.
@@ -401,7 +404,7 @@ class Kube:
         asked = {"watch": "1", "allowWatchBookmarks": "true", "timeoutSeconds": limit, **query}
         async with self._reply("GET", path, asked, read_s=self.times.stall_s) as reply:
             course.works()
-            async for line in _lines(reply):
+            async for line in _lines(reply.content.iter_any()):
                 event, obj = _event(line)
                 if event == "ERROR":
                     raise _refusal(int(obj.get("code") or 500), obj, path)
@@ -481,29 +484,39 @@ class Kube:
         import aiohttp
         from yarl import URL
 
-        url = self._access.host + path + (f"?{urlencode(query)}" if query else "")
+        target = path + (f"?{urlencode(query)}" if query else "")
         limits = aiohttp.ClientTimeout(total=None, sock_connect=self.times.call_s, sock_read=read_s)
+        refused = None
         try:
-            refused = None
             while True:
                 token = await self._access.token(refused)
                 headers = {"Authorization": token} if token else {}
-                async with self._session().request(
-                    method,
-                    URL(url, encoded=True),
-                    data=data,
-                    headers=headers | ({"Content-Type": form} if data else {}),
-                    timeout=limits,
-                    allow_redirects=False,
-                    **self._access.way,
-                ) as reply:
-                    if reply.status == 401 and refused is None:
-                        refused = token  # it may have been changed since it was read
-                        continue
-                    if reply.status >= 300:
-                        raise await _error(reply, path)
-                    yield reply
-                    return
+                try:
+                    async with self._session().request(
+                        method,
+                        URL(self._access.host + target, encoded=True),
+                        data=data,
+                        headers=headers | ({"Content-Type": form} if data else {}),
+                        timeout=limits,
+                        allow_redirects=False,
+                        **self._access.way,
+                    ) as reply:
+                        if reply.status == 401 and refused is None:
+                            refused = token  # it may have been changed since it was read
+                            continue
+                        if reply.status >= 300:
+                            raise await _error(reply, path)
+                        try:
+                            yield reply
+                        finally:
+                            _leave(reply)
+                        return
+                except aiohttp.ClientConnectorCertificateError as error:
+                    if refused is not None:
+                        raise Unauthenticated(self._access.distrust(error), status=0) from error
+                    refused = token  # the authority may have been changed, too
+        except ConfigError as error:  # it was usable once, so that a watch waits for its return
+            raise Unauthenticated(str(error), status=401, reason="Unauthorized") from error
         except (aiohttp.ClientError, OSError) as error:
             raise ServerDown(f"{self._access.host}: {_words(error)}") from error
 
@@ -515,7 +528,7 @@ class Kube:
                 connector=aiohttp.TCPConnector(limit=0),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 # Compression costs both ends more than a cluster's network does.
-                headers={"Accept": "application/json", "Accept-Encoding": "identity"},
+                headers={"Accept": "application/json, */*", "Accept-Encoding": "identity"},
                 read_bufsize=_BUFFER,
             )
         return self._http
@@ -542,6 +555,12 @@ class _Access:
         self._stamp: object = None
         self._reading = asyncio.Lock()
 
+    def distrust(self, error: "aiohttp.ClientConnectorCertificateError") -> str:
+        """Say that who answers is not to be believed."""
+        why = getattr(error.certificate_error, "verify_message", "") or error.certificate_error
+        expected = f"one by the authority that {self._where} names"
+        return f"{self.host}: its certificate is refused: {why}; expected {expected}"
+
     async def token(self, refused: str | None = None) -> str:
         """Say who we are; all is read again if that was refused.
 
@@ -555,9 +574,18 @@ class _Access:
             # Fifty calls that are refused at once must not start a plugin fifty times.
             overtaken = self._token != refused or now() < self._read_at + _REREAD_LEAST_S
             if now() >= self._good_until or not overtaken:
-                await self._read(anew=refused is not None)
                 self._read_at = now()
+                await self._read_or_keep(anew=refused is not None)
         return self._token
+
+    async def _read_or_keep(self, *, anew: bool) -> None:
+        """What cannot be read for the moment leaves what was read before."""
+        try:
+            await self._read(anew=anew)
+        except ConfigError:
+            if anew or self._good_until < 0:  # there is nothing to keep
+                raise
+            self._good_until = asyncio.get_running_loop().time() + _REREAD_S
 
     async def _read(self, *, anew: bool) -> None:
         import yaml
@@ -579,16 +607,25 @@ class _Access:
         raise NotImplementedError
 
     def _take(self, config: Any) -> None:
-        self.host = config.host.rstrip("/")
-        if urlsplit(self.host).scheme not in ("http", "https"):
-            raise ValueError(f"server {self.host!r}: expected https://host:port")
-        self._token = (config.api_key or {}).get("BearerToken", "").strip()
+        """Take all of it over, or nothing."""
+        host = config.host.rstrip("/")
+        if urlsplit(host).scheme not in ("http", "https"):
+            raise ValueError(f"server {host!r}: expected https://host:port")
         files = (config.ssl_ca_cert, config.cert_file, config.key_file)
         stamp = (config.verify_ssl, *(os.stat(f).st_mtime_ns for f in files if f), *files)
-        if stamp != self._stamp:
-            self.way["ssl"], self._stamp = _trust(config), stamp
-        if config.tls_server_name:
-            self.way["server_hostname"] = config.tls_server_name
+        trust = self.way["ssl"] if stamp == self._stamp else _trust(config)
+        way = {
+            "ssl": trust,
+            "server_hostname": config.tls_server_name,
+            "proxy": self._proxy(config),
+        }
+        self.host, self._stamp = host, stamp
+        self.way = {name: value for name, value in way.items() if value}
+        self._token = (config.api_key or {}).get("BearerToken", "").strip()
+
+    def _proxy(self, config: Any) -> str:
+        """Which proxy to go through; within a cluster there is none, whatever is set for others."""
+        return ""
 
 
 class _Account(_Access):
@@ -634,9 +671,13 @@ class _Kubeconfig(_Access):
                 await self._check_plugin(config)
         except TimeoutError:
             raise ValueError(f"its plugin did not end within {PLUGIN_S:g} s") from None
-        if proxy := config.proxy or _proxy(config.host):
-            self.way["proxy"] = proxy
         return config, self._lasts_s()
+
+    def _proxy(self, config: Any) -> str:
+        proxy = config.proxy or _environments_proxy(config.host)
+        if proxy and urlsplit(proxy).scheme not in ("http", "https"):
+            raise ValueError(f"proxy {proxy!r}: only http:// and https:// can be used")
+        return str(proxy)
 
     def _load(self, kube_config: Any) -> Any:
         merged = kube_config.KubeConfigMerger(self._paths)
@@ -644,8 +685,12 @@ class _Kubeconfig(_Access):
             raise FileNotFoundError(
                 "there is no such file; give a kubeconfig, set KUBECONFIG, or run in a Pod"
             )
-        loader = kube_config.KubeConfigLoader(merged.config, active_context=self._context)
-        self.namespace = loader._current_context["context"].safe_get("namespace") or "default"
+        loader = kube_config.KubeConfigLoader(
+            merged.config,
+            active_context=self._context,
+            config_base_path=None,  # relative to the file that says it
+        )
+        self.namespace = loader.current_context["context"].get("namespace") or "default"
         return loader
 
     async def _check_plugin(self, config: Any) -> None:
@@ -678,7 +723,7 @@ def _trust(config: Any) -> ssl.SSLContext:
     return context
 
 
-def _proxy(host: str) -> str:
+def _environments_proxy(host: str) -> str:
     """What the environment says, as kubectl obeys it; aiohttp would read ~/.netrc with it."""
     parts = urlsplit(host)
     if urllib.request.proxy_bypass(parts.netloc):
@@ -705,15 +750,13 @@ class _Course:
 
     def ended(self) -> float:
         """It ended as watches do; return how long to wait."""
-        since, self._since = self._since, None
-        if since is not None and self._now() - since >= self._times.steady_s:
-            self._failures = 0
-            return 0.0
-        return self._backoff()
+        return 0.0 if self._was_steady() else self._backoff()
 
     def failed(self, error: KubeError) -> float:
         """It failed; return how long to wait."""
-        self.ended()
+        if self._since is not None and isinstance(error, ServerDown) and not error.status:
+            return self.ended()  # a line that broke or fell silent; trouble is if none can be had
+        self._since = None
         kind = (type(error), error.status, error.reason)
         if kind != self._trouble:
             self._trouble = kind
@@ -723,16 +766,23 @@ class _Course:
         wait_s = self._backoff()
         return max(wait_s, error.retry_after) if isinstance(error, Throttled) else wait_s
 
+    def _was_steady(self) -> bool:
+        since, self._since = self._since, None
+        steady = since is not None and self._now() - since >= self._times.steady_s
+        if steady:
+            self._failures = 0
+        return steady
+
     def _backoff(self) -> float:
         wait_s = min(self._times.longest_wait_s, self._times.first_wait_s * 2.0**self._failures)
         self._failures = min(self._failures + 1, 16)
         return wait_s * random.uniform(0.5, 1.0)
 
 
-async def _lines(reply: "aiohttp.ClientResponse") -> AsyncIterator[bytes]:
+async def _lines(chunks: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
     """Whole lines of any length; what is cut off at the end is dropped."""
     begun: list[bytes] = []
-    async for chunk in reply.content.iter_any():
+    async for chunk in chunks:
         first, *others = chunk.split(b"\n")
         begun.append(first)
         if others:
@@ -750,6 +800,12 @@ def _event(line: bytes) -> tuple[str, Obj]:
     return kind, obj
 
 
+def _leave(reply: "aiohttp.ClientResponse") -> None:
+    """Break off what was not read to its end: over TLS a close would wait for the other side."""
+    if (connection := reply.connection) is not None and connection.transport is not None:
+        connection.transport.abort()
+
+
 def _document(data: bytes, path: str) -> Obj:
     try:
         document = json.loads(data)
@@ -761,7 +817,7 @@ def _document(data: bytes, path: str) -> Obj:
 
 
 async def _error(reply: "aiohttp.ClientResponse", path: str) -> KubeError:
-    data = await reply.content.read(_BUFFER)
+    data = await reply.read()
     try:
         said = json.loads(data)
     except ValueError:
@@ -787,7 +843,10 @@ def _refusal(code: int, said: Obj, path: str, retry_after: float = 1.0) -> KubeE
 def _words(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return "nothing came for too long; is it reachable from here?"
-    return str(error) or type(error).__name__
+    cause = getattr(error, "os_error", error)  # aiohttp's own words name its objects
+    number = getattr(cause, "errno", None) or 0
+    why = os.strerror(number) if number > 0 else getattr(cause, "strerror", None) or str(cause)
+    return f"{why or type(error).__name__}; is it up, and reachable from here?"
 
 
 def _config_words(error: Exception) -> str:

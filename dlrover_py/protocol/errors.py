@@ -9,6 +9,7 @@
     │   └── Unreachable  nobody answered at that address until the deadline      exit 4
     ├── Superseded       a newer term, round or incarnation exists: stop         exit 3
     ├── Unauthorized     the token was refused                                   exit 2
+    ├── KubeError        the Kubernetes API server's refusal (dlrover_py.kube, with its own tree)
     └── Bug              an invariant is broken: crash, the journal stays        exit 70
 
 Each says what was expected, what was found, and what to do.

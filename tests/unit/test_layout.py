@@ -27,8 +27,9 @@ def test_operator_is_no_package() -> None:
     [
         ("dlrover_agent.cli", ("torch", "fastapi", "uvicorn", "rich", "click", "yaml")),
         ("dlrover_py.trainer.session", ("torch", "pydantic", "asyncio", "fastapi")),
-        ("dlrover_py.cli", ("torch", "fastapi", "uvicorn")),
-        ("dlrover_py.master.__main__", ("torch", "rich")),
+        ("dlrover_py.kube", ("kubernetes", "aiohttp", "pydantic", "yaml")),
+        ("dlrover_py.cli", ("kubernetes", "torch", "fastapi", "uvicorn")),
+        ("dlrover_py.master.__main__", ("kubernetes", "torch", "rich")),
     ],
 )
 def test_programs_start_without(module: str, without: tuple[str, ...]) -> None:

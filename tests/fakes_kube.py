@@ -1,0 +1,692 @@
+"""A Kubernetes API server in memory, over real HTTP; tests/contracts/test_kube.py proves it.
+
+What it holds is objects, versions and watches. There is no kubelet, scheduler or garbage collector:
+a test plays them with :meth:`FakeCluster.put` and :meth:`FakeCluster.remove`.
+"""
+
+import asyncio
+import base64
+import copy
+import json
+import re
+import ssl
+import uuid
+from bisect import bisect_right
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+from aiohttp import web
+
+from dlrover_py import kube
+from dlrover_py.kube import Kind, Obj
+
+KINDS = [value for value in vars(kube).values() if isinstance(value, Kind)]
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9.:]*[a-z0-9])?")
+_MERGE_KEYS = {
+    "conditions": "type",
+    "containers": "name",
+    "initContainers": "name",
+    "env": "name",
+    "volumes": "name",
+    "volumeMounts": "mountPath",
+    "ports": "name",
+    "ownerReferences": "uid",
+}
+"""Lists that are merged by a key when they are applied; others are taken whole."""
+_WITH_STATUS = {"pods", "deployments", "elasticjobs", "services", "nodes", "namespaces"}
+
+Key = tuple[str, str, str]  # kind's path, namespace, name
+Path_ = tuple[str, ...]
+
+
+class Refused(Exception):
+    """Becomes a Status."""
+
+    def __init__(self, code: int, reason: str, message: str, retry_after: int | None = None):
+        super().__init__(message)
+        self.code, self.reason, self.retry_after = code, reason, retry_after
+
+    def status(self) -> Obj:
+        return {
+            "kind": "Status",
+            "apiVersion": "v1",
+            "status": "Failure",
+            "message": str(self),
+            "reason": self.reason,
+            "code": self.code,
+        }
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request that came in."""
+
+    method: str
+    path: str
+    query: dict[str, str]
+    body: Any
+    at: float
+    headers: dict[str, str] = field(repr=False, default_factory=dict)
+
+    @property
+    def watch(self) -> bool:
+        return "watch" in self.query
+
+
+@dataclass
+class Fault:
+    """Answers calls that fit, so many times."""
+
+    refusal: Refused
+    times: int
+    method: str
+    path: str
+    query: str
+    watch: bool | None
+
+    def fits(self, call: Call) -> bool:
+        return (
+            self.times > 0
+            and self.method in ("", call.method)
+            and self.path in call.path
+            and (not self.query or self.query in call.query)
+            and self.watch in (None, call.watch)
+        )
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a watch may say."""
+
+    version: int
+    key: Key
+    before: Obj | None
+    after: Obj | None
+
+
+class FakeCluster:
+    """The server; use it with ``async with``.
+
+    Attributes:
+        calls: all requests that came in.
+        watches: how many watches are open.
+        token: the bearer token that is expected.
+        stalled: while it is set watches say nothing, bookmarks included.
+        page: no list is given in larger pages.
+        bookmark_s: how often a watch that asked for them gets bookmarks.
+        logs: what each Pod (namespace, name) has printed.
+    """
+
+    def __init__(self, *, tls: ssl.SSLContext | None = None) -> None:
+        self.calls: list[Call] = []
+        self.watches = 0
+        self.token = "admin"
+        self.stalled = False
+        self.page = 10_000
+        self.bookmark_s = 0.5
+        self.logs: dict[tuple[str, str], str] = {}
+        self.url = ""
+        self._tls, self._port = tls, 0
+        self._kinds = {kind.path(): kind for kind in KINDS}
+        self._objects: dict[Key, Obj] = {}
+        self._managers: dict[Key, dict[str, set[Path_]]] = {}
+        self._changes: list[Change] = []
+        self._version, self._oldest = 100, 0
+        self._snapshots: dict[str, tuple[int, list[Obj]]] = {}
+        self._faults: list[Fault] = []
+        self._news = asyncio.Event()
+        self._open: set[web.StreamResponse] = set()
+        self._cut: tuple[int, bytes] = (0, b"")
+        self._runner: web.AppRunner | None = None
+        for name in ("default", "kube-system"):
+            self.put(kube.NAMESPACES, {"metadata": {"name": name}})
+
+    async def __aenter__(self) -> "FakeCluster":
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Listen, at the same port as before."""
+        app = web.Application(client_max_size=8 * 2**20)
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self._port, ssl_context=self._tls)
+        await site.start()
+        self._port = self._runner.addresses[0][1]
+        self.url = f"{'https' if self._tls else 'http'}://127.0.0.1:{self._port}"
+
+    async def stop(self) -> None:
+        """Break all connections and listen no more."""
+        self.cut()
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    def kubeconfig(self, path: Path, **user: Any) -> Path:
+        """Write a kubeconfig for this server, with its token unless a user is given."""
+        return write_kubeconfig(path, {"server": self.url}, user or {"token": self.token})
+
+    def all(self, kind: Kind, namespace: str = "") -> list[Obj]:
+        """Copies of all objects of a kind."""
+        return copy.deepcopy(self._of(kind.path(), namespace))
+
+    def one(self, kind: Kind, name: str, namespace: str = "default") -> Obj | None:
+        """A copy of an object."""
+        space = namespace if kind.namespaced else ""
+        return copy.deepcopy(self._objects.get((kind.path(), space, name)))
+
+    def put(self, kind: Kind, obj: Obj) -> Obj:
+        """Write an object whole, status included, as it is: new or not, checked by nobody."""
+        obj = copy.deepcopy(obj)
+        meta = obj.setdefault("metadata", {})
+        if kind.namespaced:
+            meta.setdefault("namespace", "default")
+        key = (kind.path(), meta.get("namespace", ""), meta["name"])
+        return copy.deepcopy(self._write(kind, key, obj))
+
+    def remove(self, kind: Kind, name: str, namespace: str = "default") -> None:
+        """Delete an object at once."""
+        self._remove((kind.path(), namespace if kind.namespaced else "", name))
+
+    def fail(
+        self,
+        code: int,
+        reason: str = "",
+        message: str = "made to fail",
+        *,
+        times: int = 1,
+        method: str = "",
+        path: str = "",
+        query: str = "",
+        watch: bool | None = None,
+        retry_after: int | None = None,
+    ) -> Fault:
+        """Refuse the next calls that fit; set ``times`` of what is returned to 0 to end it."""
+        fault = Fault(
+            Refused(code, reason, message, retry_after), times, method, path, query, watch
+        )
+        self._faults.append(fault)
+        return fault
+
+    def cut(self, rest: bytes = b"") -> None:
+        """Break the connections of all watches, after these last bytes."""
+        self._cut = (self._cut[0] + 1, rest)
+        self._wake()
+
+    def say(self, event: str, obj: Obj) -> None:
+        """Have all open watches say this, out of turn."""
+        for reply in list(self._open):
+            asyncio.get_running_loop().create_task(reply.write(_line(event, obj)))
+
+    def compact(self) -> None:
+        """Forget the past: watches from before it and the rests of lists are expired."""
+        self._version += 1
+        self._oldest = self._version
+        self._snapshots.clear()
+
+    # --- requests ---
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        data = await request.read()
+        query = dict(request.query)
+        body = json.loads(data) if data else None
+        now = asyncio.get_running_loop().time()
+        headers = dict(request.headers)
+        call = Call(request.method, request.path, query, body, now, headers)
+        self.calls.append(call)
+        try:
+            if headers.get("Authorization", "").lower() != f"bearer {self.token}":
+                raise Refused(401, "Unauthorized", "Unauthorized")
+            for fault in self._faults:
+                if fault.fits(call):
+                    fault.times -= 1
+                    raise fault.refusal
+            return await self._route(request, call)
+        except Refused as refusal:
+            after = {} if refusal.retry_after is None else {"Retry-After": str(refusal.retry_after)}
+            return web.json_response(refusal.status(), status=refusal.code, headers=after)
+
+    async def _route(self, request: web.Request, call: Call) -> web.StreamResponse:
+        kind, namespace, name, subresource = self._parse(call.path)
+        key = (kind.path(), namespace, name)
+        if not name and call.watch:
+            return await self._watch(request, kind, namespace, call.query)
+        if not name and call.method == "GET":
+            return web.json_response(self._list(kind, namespace, call.query))
+        if call.method == "POST":
+            return web.json_response(self._create(kind, namespace, call), status=201)
+        if subresource == "log":
+            self._existing(key)
+            lines = self.logs.get((namespace, name), "").splitlines(keepends=True)
+            return web.Response(text="".join(lines[-int(call.query["tailLines"]) :]))
+        if call.method == "PATCH" and "apply" in call.headers["Content-Type"]:
+            return web.json_response(self._apply(kind, key, call, subresource))
+        old = self._existing(key)
+        if call.method == "GET":
+            return web.json_response(old)
+        if call.method == "DELETE":
+            return web.json_response(self._delete(kind, key, old, call.body or {}))
+        if call.method == "PUT":
+            return web.json_response(self._update(kind, key, call.body, subresource))
+        merged = _merged(old, call.body)
+        return web.json_response(self._update(kind, key, merged, subresource))
+
+    def _parse(self, path: str) -> tuple[Kind, str, str, str]:
+        found = re.fullmatch(
+            r"(/api/v1|/apis/[^/]+/[^/]+)(?:/namespaces/([^/]+)(?=/.))?/([^/]+)(?:/([^/]+))?(?:/([^/]+))?",
+            path,
+        )
+        kind = self._kinds.get(f"{found[1]}/{found[3]}") if found else None
+        if found is None or kind is None:
+            raise Refused(404, "", "404 page not found")
+        return kind, found[2] or "", found[4] or "", found[5] or ""
+
+    def _existing(self, key: Key) -> Obj:
+        if key not in self._objects:
+            plural = key[0].rpartition("/")[2]
+            raise Refused(404, "NotFound", f'{plural} "{key[2]}" not found')
+        return self._objects[key]
+
+    def _of(self, path: str, namespace: str) -> list[Obj]:
+        found = sorted(key for key in self._objects if key[0] == path)
+        return [self._objects[key] for key in found if namespace in ("", key[1])]
+
+    def _list(self, kind: Kind, namespace: str, query: dict[str, str]) -> Obj:
+        version, rest = self._version, self._of(kind.path(), namespace)
+        if token := query.get("continue"):
+            if token not in self._snapshots:
+                raise Refused(410, "Expired", "The provided continue parameter is too old")
+            version, rest = self._snapshots[token]
+        else:
+            rest = [obj for obj in rest if _selected(obj, query)]
+        limit = min(int(query.get("limit", 0)), self.page) or len(rest)
+        page, rest = rest[:limit], rest[limit:]
+        meta: Obj = {"resourceVersion": str(version)}
+        if rest:
+            meta["continue"] = uuid.uuid4().hex
+            self._snapshots[meta["continue"]] = (version, rest)
+        return {
+            "kind": f"{kind.name}List",
+            "apiVersion": kind.api_version,
+            "metadata": meta,
+            "items": page,
+        }
+
+    # --- writing ---
+
+    def _create(self, kind: Kind, namespace: str, call: Call) -> Obj:
+        obj: Obj = copy.deepcopy(call.body)
+        meta = obj.setdefault("metadata", {})
+        if not meta.get("name") and meta.get("generateName"):
+            meta["name"] = meta["generateName"] + uuid.uuid4().hex[:5]
+        name = meta.get("name") or ""
+        if not _NAME.fullmatch(name) or len(name) > 253:
+            words = f'{kind.name} "{name}" is invalid: metadata.name: Invalid value: "{name}"'
+            raise Refused(422, "Invalid", words)
+        if kind.namespaced:
+            meta["namespace"] = namespace
+            self._existing((kube.NAMESPACES.path(), "", namespace))
+        key = (kind.path(), namespace, name)
+        if key in self._objects:
+            raise Refused(409, "AlreadyExists", f'{kind.plural} "{name}" already exists')
+        if kind.plural in _WITH_STATUS:
+            obj.pop("status", None)
+        if kind.plural == "pods":
+            _check_pod(obj)
+            obj["status"] = {"phase": "Pending"}
+        if call.query.get("dryRun"):
+            return self._finished(kind, key, obj)
+        self._managers[key] = {}
+        return self._write(kind, key, obj)
+
+    def _update(self, kind: Kind, key: Key, new: Obj, subresource: str) -> Obj:
+        old = self._existing(key)
+        meta = new.get("metadata") or {}
+        version = meta.get("resourceVersion")
+        if version not in (None, "", old["metadata"]["resourceVersion"]):
+            words = (
+                f'Operation cannot be fulfilled on {kind.plural} "{key[2]}": the object has been '
+            )
+            raise Refused(
+                409, "Conflict", words + "modified; please apply your changes to the latest"
+            )
+        if meta.get("uid") not in (None, "", old["metadata"]["uid"]):
+            raise Refused(409, "Conflict", f'"{key[2]}": Precondition failed: UID in precondition')
+        if old.get("immutable") and (new.get("stringData") or old.get("data") != new.get("data")):
+            words = "data: Forbidden: field is immutable when `immutable` is set"
+            raise Refused(422, "Invalid", f'Secret "{key[2]}" is invalid: {words}')
+        obj = copy.deepcopy(new)
+        if subresource:
+            obj = copy.deepcopy(old) | {subresource: obj.get(subresource, {})}
+        elif kind.plural in _WITH_STATUS:
+            obj.pop("status", None)
+            if "status" in old:
+                obj["status"] = old["status"]
+        return self._write(kind, key, obj)
+
+    def _apply(self, kind: Kind, key: Key, call: Call, subresource: str) -> Obj:
+        new: Obj = call.body
+        uid = (new.get("metadata") or {}).get("uid")
+        old = self._objects.get(key)
+        if old is None and subresource:
+            self._existing(key)
+        if old is None and uid:
+            raise Refused(409, "Conflict", f'"{key[2]}": uid mismatch: there is no such object')
+        if kind.plural in _WITH_STATUS and not subresource:
+            new = {part: value for part, value in new.items() if part != "status"}
+        stored = old or self._create(kind, key[1], Call("POST", call.path, {}, new, call.at))
+        managers = self._managers.setdefault(key, {})
+        manager = f"{call.query['fieldManager']}/{subresource}"
+        mine = _leaves(_tree(new))
+        theirs = set().union(*(paths for who, paths in managers.items() if who != manager))
+        dropped = managers.get(manager, set()) - mine - theirs
+        managers[manager] = mine
+        if old is None:
+            return stored
+        before, tree = _tree(old), _laid_over(_tree(old), _tree(new))
+        taken = {path for path in mine if _at(before, path) != _at(tree, path)}
+        for who, paths in managers.items():
+            paths -= taken if who != manager else set()
+        for path in dropped:
+            _drop(tree, path)
+        return self._update(kind, key, _plain(tree), subresource)
+
+    def _delete(self, kind: Kind, key: Key, old: Obj, options: Obj) -> Obj:
+        wanted = (options.get("preconditions") or {}).get("uid")
+        meta = old["metadata"]
+        if wanted not in (None, meta["uid"]):
+            words = f"the UID in the precondition ({wanted}) does not match the UID in record"
+            raise Refused(409, "Conflict", f"Precondition failed: {words} ({meta['uid']})")
+        running = (old.get("spec") or {}).get("nodeName")
+        graceful = kind.plural == "pods" and options.get("gracePeriodSeconds") != 0
+        if graceful or meta.get("finalizers"):
+            leaving = copy.deepcopy(old)
+            leaving["metadata"].setdefault("deletionTimestamp", _now())
+            written = self._write(kind, key, leaving)
+            if running or meta.get("finalizers"):
+                return written
+        self._remove(key)
+        return {"kind": "Status", "apiVersion": "v1", "status": "Success"}
+
+    def _finished(self, kind: Kind, key: Key, obj: Obj) -> Obj:
+        """What a server adds to what it was given."""
+        old = self._objects.get(key)
+        meta = obj["metadata"]
+        was = old["metadata"] if old else {}
+        meta["uid"] = was.get("uid") or meta.get("uid") or str(uuid.uuid4())
+        meta["creationTimestamp"] = was.get("creationTimestamp") or _now()
+        same_spec = old is None or old.get("spec") == obj.get("spec")
+        meta["generation"] = was.get("generation", 1) + (0 if same_spec else 1)
+        meta["resourceVersion"] = str(self._version)
+        if kind == kube.SECRETS and "stringData" in obj:
+            texts = obj.pop("stringData")
+            coded = {name: _base64(text) for name, text in texts.items()}
+            obj["data"] = (obj.get("data") or {}) | coded
+        if kind == kube.SERVICES:
+            address = f"10.96.0.{len(self._of(kind.path(), '')) + 10}"
+            obj.setdefault("spec", {}).setdefault("clusterIP", address)
+        return {"kind": kind.name, "apiVersion": kind.api_version} | obj
+
+    def _write(self, kind: Kind, key: Key, obj: Obj) -> Obj:
+        before = self._objects.get(key)
+        if before is not None and _content(before) == _content(obj):
+            return before  # as the real one: nothing is said of a write that changes nothing
+        self._version += 1
+        after = self._finished(kind, key, obj)
+        meta = after["metadata"]
+        held = before is not None and before["metadata"].get("finalizers")
+        if held and meta.get("deletionTimestamp") and not meta.get("finalizers"):
+            self._remove(key)
+            return after
+        self._objects[key] = after
+        self._record(Change(self._version, key, before, after))
+        return after
+
+    def _remove(self, key: Key) -> None:
+        before = self._existing(key)
+        del self._objects[key]
+        self._managers.pop(key, None)
+        self._version += 1
+        last = copy.deepcopy(before)
+        last["metadata"]["resourceVersion"] = str(self._version)
+        self._record(Change(self._version, key, last, None))
+
+    def _record(self, change: Change) -> None:
+        self._changes.append(change)
+        self._wake()
+
+    def _wake(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    # --- watches ---
+
+    async def _watch(
+        self, request: web.Request, kind: Kind, namespace: str, query: dict[str, str]
+    ) -> web.StreamResponse:
+        reply = web.StreamResponse(headers={"Content-Type": "application/json"})
+        reply.enable_chunked_encoding()
+        await reply.prepare(request)
+        self._open.add(reply)
+        self.watches += 1
+        cut = self._cut[0]
+        try:
+            async for data in self._events(kind, namespace, query, cut):
+                await reply.write(data)
+            if self._cut[0] != cut:
+                await reply.write(self._cut[1])
+                if request.transport is not None:
+                    request.transport.close()
+        except ConnectionError:
+            pass
+        finally:
+            self._open.discard(reply)
+            self.watches -= 1
+        return reply
+
+    async def _events(
+        self, kind: Kind, namespace: str, query: dict[str, str], cut: int
+    ) -> AsyncIterator[bytes]:
+        version = int(query["resourceVersion"])
+        if version < self._oldest:
+            words = f"too old resource version: {version} ({self._oldest})"
+            yield _line("ERROR", Refused(410, "Expired", words).status())
+            return
+        place = bisect_right(self._changes, version, key=lambda change: change.version)
+        now = asyncio.get_running_loop().time
+        end = now() + int(query.get("timeoutSeconds", 3600))
+        bookmark_at = now() + self.bookmark_s
+        while now() < end and self._cut[0] == cut:
+            news = self._news
+            if not self.stalled:
+                for change in self._changes[place:]:
+                    place, version = place + 1, change.version
+                    here = change.key[0] == kind.path() and namespace in ("", change.key[1])
+                    if here and (line := _said(change, query)):
+                        yield line
+                if now() >= bookmark_at and query.get("allowWatchBookmarks"):
+                    bookmark_at = now() + self.bookmark_s
+                    meta = {"resourceVersion": str(version), "creationTimestamp": None}
+                    mark = {"kind": kind.name, "apiVersion": kind.api_version, "metadata": meta}
+                    yield _line("BOOKMARK", mark)
+            try:
+                async with asyncio.timeout_at(min(end, max(bookmark_at, now() + 0.05))):
+                    await news.wait()
+            except TimeoutError:
+                continue
+
+
+@asynccontextmanager
+async def fake_cluster(tmp: Path) -> AsyncIterator[tuple[FakeCluster, kube.Kube]]:
+    """A cluster, and a client of it."""
+    async with (
+        FakeCluster() as cluster,
+        await kube.Kube.connect(kubeconfig=cluster.kubeconfig(tmp / "kubeconfig")) as client,
+    ):
+        yield cluster, client
+
+
+def write_kubeconfig(path: Path, cluster: Obj, user: Obj, namespace: str = "") -> Path:
+    """Write a kubeconfig with one context, ``here``."""
+    context = {"cluster": "c", "user": "u"} | ({"namespace": namespace} if namespace else {})
+    config = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{"name": "c", "cluster": cluster}],
+        "users": [{"name": "u", "user": user}],
+        "contexts": [{"name": "here", "context": context}],
+        "current-context": "here",
+    }
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def _line(event: str, obj: Obj) -> bytes:
+    return json.dumps({"type": event, "object": obj}).encode() + b"\n"
+
+
+def _said(change: Change, query: dict[str, str]) -> bytes:
+    """What a watch says of a change: leaving its selection is as good as being deleted."""
+    was = change.before is not None and _selected(change.before, query)
+    fits = change.after is not None and _selected(change.after, query)
+    if change.after is not None and fits:
+        return _line("MODIFIED" if was else "ADDED", change.after)
+    if was and change.before is not None:
+        last = copy.deepcopy(change.before)
+        last["metadata"]["resourceVersion"] = str(change.version)
+        return _line("DELETED", last)
+    return b""
+
+
+def _selected(obj: Obj, query: dict[str, str]) -> bool:
+    labels = obj["metadata"].get("labels") or {}
+    wanted = re.split(r",(?![^(]*\))", query.get("labelSelector", ""))
+    fields = [part for part in query.get("fieldSelector", "").split(",") if part]
+    return all(_label_fits(labels, part.strip()) for part in wanted if part) and all(
+        _field_fits(obj, part) for part in fields
+    )
+
+
+def _label_fits(labels: dict[str, str], part: str) -> bool:
+    if found := re.fullmatch(r"(\S+) (in|notin) \((.*)\)", part):
+        one_of = labels.get(found[1]) in [value.strip() for value in found[3].split(",")]
+        return one_of == (found[2] == "in")
+    if "!=" in part:
+        name, value = part.split("!=")
+        return labels.get(name) != value
+    if "=" in part:
+        name, _, value = part.partition("=")
+        return labels.get(name) == value.removeprefix("=")
+    return part[1:] not in labels if part.startswith("!") else part in labels
+
+
+def _field_fits(obj: Obj, part: str) -> bool:
+    path, _, value = part.partition("=")
+    found: Any = obj
+    for step in path.removesuffix("!").split("."):
+        found = (found or {}).get(step)
+    return ((found or "") == value.removeprefix("=")) != path.endswith("!")
+
+
+def _check_pod(obj: Obj) -> None:
+    containers = (obj.get("spec") or {}).get("containers")
+    missing = "spec.containers: Required value" if not containers else ""
+    for number, container in enumerate(containers or ()):
+        for part in ("name", "image"):
+            if not container.get(part):
+                missing = missing or f"spec.containers[{number}].{part}: Required value"
+    if missing:
+        raise Refused(422, "Invalid", f'Pod "{obj["metadata"]["name"]}" is invalid: {missing}')
+
+
+def _merged(old: Any, patch: Any) -> Any:
+    """RFC 7396."""
+    if not isinstance(patch, dict):
+        return patch
+    found = dict(old) if isinstance(old, dict) else {}
+    for name, value in patch.items():
+        if value is None:
+            found.pop(name, None)
+        else:
+            found[name] = _merged(found.get(name), value)
+    return found
+
+
+class _Keyed(dict[str, Any]):
+    """A list that is merged by a key, as a tree."""
+
+
+def _tree(value: Any, name: str = "") -> Any:
+    if isinstance(value, dict):
+        return {part: _tree(inner, part) for part, inner in value.items()}
+    by = _MERGE_KEYS.get(name)
+    if by and isinstance(value, list):
+        keys = [item.get(by) if isinstance(item, dict) else None for item in value]
+        if None not in keys and len(set(keys)) == len(keys):
+            return _Keyed(zip(keys, map(_tree, value), strict=True))
+    return copy.deepcopy(value)
+
+
+def _plain(tree: Any) -> Any:
+    if isinstance(tree, _Keyed):
+        return [_plain(inner) for inner in tree.values()]
+    if isinstance(tree, dict):
+        return {part: _plain(inner) for part, inner in tree.items()}
+    return tree
+
+
+def _leaves(tree: Any, path: Path_ = ()) -> set[Path_]:
+    """Where the fields are that an object sets."""
+    if not isinstance(tree, dict) or not tree:
+        return {path}
+    return set().union(*(_leaves(inner, (*path, part)) for part, inner in tree.items()))
+
+
+def _at(tree: Any, path: Path_) -> Any:
+    for step in path:
+        tree = tree.get(step) if isinstance(tree, dict) else None
+    return tree
+
+
+def _laid_over(old: Any, new: Any) -> Any:
+    if not isinstance(old, dict) or type(old) is not type(new):
+        return new
+    for part, value in new.items():
+        old[part] = _laid_over(old.get(part), value)
+    return old
+
+
+def _drop(tree: Any, path: Path_) -> None:
+    """Take a field away, and what is empty without it."""
+    step, *rest = path
+    if not isinstance(tree, dict) or step not in tree:
+        return
+    if rest:
+        _drop(tree[step], tuple(rest))
+    if not rest or tree[step] == {}:
+        del tree[step]
+
+
+def _content(obj: Obj) -> Obj:
+    meta = dict(obj.get("metadata") or {})
+    for name in ("resourceVersion", "generation", "uid", "creationTimestamp", "managedFields"):
+        meta.pop(name, None)
+    body = {part: value for part, value in obj.items() if part not in ("kind", "apiVersion")}
+    return body | {"metadata": meta}
+
+
+def _base64(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()
+
+
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,102 @@
+"""A real API server for tests: kube-apiserver and etcd as child processes, on free ports.
+
+Their programs are found by ``DLROVER_KUBE_BIN`` (a kube-apiserver, or a program that is one when
+it is called so), or where ``make cluster`` puts them.
+"""
+
+import os
+import shutil
+import ssl
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.fakes_kube import write_kubeconfig
+from tests.process.harness import eventually, free_port
+
+TOKEN = "admin-of-a-test"
+
+
+def programs() -> tuple[Path, Path] | str:
+    """The server's program and etcd's, or why there are none."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dlrover-py/cluster"
+    given = os.environ.get("DLROVER_KUBE_BIN")
+    places = [cache / "bin" / "kube-apiserver", cache / "bin" / "kube", cache / "kube"]
+    found = [place for place in ([Path(given)] if given else places) if place.is_file()]
+    etcd = next((p for p in (cache / "bin" / "etcd", cache / "etcd") if p.is_file()), None)
+    etcd = etcd or (Path(path) if (path := shutil.which("etcd")) else None)
+    if not found:
+        return "no kube-apiserver: set DLROVER_KUBE_BIN"
+    return (found[0], etcd) if etcd else "no etcd: install it (Debian: etcd-server)"
+
+
+@contextmanager
+def api_server(folder: Path, server: Path, etcd: Path) -> Iterator[Path]:
+    """Run both; yields a kubeconfig of their administrator."""
+    store, peer, port = free_port(), free_port(), free_port()
+    program = folder / "kube-apiserver"  # one program plays all parts, by its name
+    program.symlink_to(server)
+    (folder / "tokens.csv").write_text(f"{TOKEN},admin,admin,system:masters\n")
+    key = folder / "account.key"
+    subprocess.run(["openssl", "genrsa", "-out", key, "2048"], check=True, capture_output=True)
+    urls = [f"http://127.0.0.1:{store}", f"http://127.0.0.1:{peer}"]
+    commands = [
+        [
+            etcd,
+            f"--data-dir={folder / 'etcd'}",
+            f"--listen-client-urls={urls[0]}",
+            f"--advertise-client-urls={urls[0]}",
+            f"--listen-peer-urls={urls[1]}",
+            f"--initial-advertise-peer-urls={urls[1]}",
+            f"--initial-cluster=default={urls[1]}",
+            "--unsafe-no-fsync",
+            "--log-level=error",
+        ],
+        [
+            program,
+            f"--etcd-servers={urls[0]}",
+            "--bind-address=127.0.0.1",
+            f"--secure-port={port}",
+            f"--cert-dir={folder / 'certificates'}",
+            f"--token-auth-file={folder / 'tokens.csv'}",
+            "--authorization-mode=RBAC",
+            f"--service-account-key-file={key}",
+            f"--service-account-signing-key-file={key}",
+            "--service-account-issuer=https://kubernetes.default.svc",
+            "--service-cluster-ip-range=10.96.0.0/16",
+            "--disable-admission-plugins=ServiceAccount",
+        ],
+    ]
+    running: list[subprocess.Popen[bytes]] = []
+    try:
+        for number, command in enumerate(commands):
+            with (folder / f"{number}.log").open("wb") as out:
+                running.append(subprocess.Popen(command, stdout=out, stderr=out))
+        eventually(lambda: _ready(port, running, folder), "a ready API server", within_s=90)
+        yield write_kubeconfig(
+            folder / "kubeconfig",
+            {"server": f"https://127.0.0.1:{port}", "insecure-skip-tls-verify": True},
+            {"token": TOKEN},
+        )
+    finally:
+        for process in reversed(running):
+            process.kill()
+            process.wait()
+
+
+def _ready(port: int, running: list["subprocess.Popen[bytes]"], folder: Path) -> bool:
+    for number, process in enumerate(running):
+        log = folder / f"{number}.log"
+        assert process.poll() is None, log.read_text()[-2000:]
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    asked = urllib.request.Request(
+        f"https://127.0.0.1:{port}/readyz", headers={"Authorization": f"Bearer {TOKEN}"}
+    )
+    try:
+        with urllib.request.urlopen(asked, context=context, timeout=5) as reply:
+            return bool(reply.status == 200)
+    except OSError:
+        return False

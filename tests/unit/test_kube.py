@@ -1,0 +1,422 @@
+"""The parts of the client of Kubernetes that need no cluster, and how it finds one."""
+
+import asyncio
+import base64
+import os
+import ssl
+import stat
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlrover_py import kube as module
+from dlrover_py.kube import (
+    DEPLOYMENTS,
+    ELASTICJOBS,
+    NODES,
+    PODS,
+    SECRETS,
+    AlreadyExists,
+    Conflict,
+    Expired,
+    Forbidden,
+    Invalid,
+    Kube,
+    KubeError,
+    NotFound,
+    ServerDown,
+    Throttled,
+    Times,
+    Unauthenticated,
+    _Account,
+    _Course,
+    _event,
+    _lines,
+    _refusal,
+)
+from dlrover_py.protocol.errors import ConfigError, ExitCode, TransientError, Unauthorized
+from tests.certificates import Certificates, issue
+from tests.fakes_kube import FakeCluster, write_kubeconfig
+
+# --- pure parts ---
+
+
+def test_paths() -> None:
+    assert PODS.path() == "/api/v1/pods"
+    assert PODS.path("ns", "a", "log") == "/api/v1/namespaces/ns/pods/a/log"
+    assert NODES.path("ns", "a") == "/api/v1/nodes/a"
+    assert DEPLOYMENTS.path("ns") == "/apis/apps/v1/namespaces/ns/deployments"
+    assert PODS.path("a/../b", "c?d") == "/api/v1/namespaces/a%2F..%2Fb/pods/c%3Fd"
+    assert ELASTICJOBS.api_version == "elastic.iml.github.io/v1alpha1"
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "kind", "transient"),
+    [
+        (400, "BadRequest", Invalid, False),
+        (401, "Unauthorized", Unauthenticated, False),
+        (403, "Forbidden", Forbidden, False),
+        (404, "NotFound", NotFound, False),
+        (408, "Timeout", ServerDown, True),
+        (409, "AlreadyExists", AlreadyExists, False),
+        (409, "Conflict", Conflict, False),
+        (410, "Expired", Expired, False),
+        (410, "Gone", Expired, False),
+        (413, "RequestEntityTooLarge", KubeError, False),
+        (422, "Invalid", Invalid, False),
+        (429, "TooManyRequests", Throttled, True),
+        (500, "InternalError", ServerDown, True),
+        (503, "ServiceUnavailable", ServerDown, True),
+        (504, "Timeout", ServerDown, True),
+    ],
+)
+def test_refusals(code: int, reason: str, kind: type[KubeError], transient: bool) -> None:
+    error = _refusal(code, {"message": "its words", "reason": reason}, "/path")
+    assert type(error) is kind
+    assert (str(error), error.status, error.reason) == ("its words", code, reason)
+    assert isinstance(error, TransientError) == transient
+
+
+def test_a_refusal_without_words_says_where() -> None:
+    assert str(_refusal(418, {}, "/api/v1/pods")) == "HTTP 418 without a word (/api/v1/pods)"
+
+
+def test_exit_codes_of_programs() -> None:
+    assert _refusal(503, {}, "/").exit_code == ExitCode.UNREACHABLE
+    assert _refusal(401, {}, "/").exit_code == ExitCode.USAGE
+    assert isinstance(_refusal(401, {}, "/"), Unauthorized)
+
+
+@given(st.lists(st.text("ab\n", max_size=8).map(str.encode), max_size=12))
+def test_lines_are_whole_however_they_are_cut(chunks: list[bytes]) -> None:
+    async def given_chunks() -> AsyncIterator[bytes]:
+        for chunk in chunks:
+            yield chunk
+
+    async def read() -> list[bytes]:
+        return [line async for line in _lines(given_chunks())]
+
+    assert asyncio.run(read()) == b"".join(chunks).split(b"\n")[:-1]
+
+
+@pytest.mark.parametrize(
+    "line", [b"<html>", b"[]", b"{}", b'{"type": "ADDED"}', b'{"type": "AD', b""]
+)
+def test_what_is_no_event_is_said(line: bytes) -> None:
+    with pytest.raises(ServerDown, match=r"expected .*; is a proxy in between"):
+        _event(line)
+
+
+async def test_waits_grow_to_the_longest_and_fall_when_it_was_steady() -> None:
+    course = _Course(Times(steady_s=0.0), lambda _: None)
+    error = ServerDown("no", status=500)
+    for expected in (0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0, 30.0):
+        assert expected / 2 <= course.failed(error) <= expected
+    course.works()
+    assert course.ended() == 0.0
+    assert course.failed(error) <= 0.8
+
+
+async def test_a_throttled_watch_waits_as_it_was_told() -> None:
+    course = _Course(Times(), lambda _: None)
+    assert course.failed(Throttled("slow", retry_after=17.0)) == 17.0
+
+
+async def test_each_trouble_is_told_once() -> None:
+    told: list[str] = []
+    course = _Course(Times(), lambda error: told.append(str(error)))
+    for error in (ServerDown("a"), ServerDown("b"), Forbidden("c", status=403), ServerDown("d")):
+        course.failed(error)
+    course.works()
+    course.works()
+    assert told == ["a", "c", "d", "None"]
+
+
+# --- kubeconfigs ---
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in list(os.environ):
+        if name.lower().endswith("_proxy") or name.startswith("KUBE"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[FakeCluster]:
+    async with FakeCluster() as cluster:
+        yield cluster
+
+
+def program(path: Path, text: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def plugin(path: Path, text: str) -> dict[str, Any]:
+    command = str(program(path, text))
+    return {"exec": {"apiVersion": "client.authentication.k8s.io/v1", "command": command}}
+
+
+GIVES_TOKEN = """echo x >> "$(dirname "$0")/runs"
+printf '{"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential",
+ "status": {"token": "%s"}}' "$(cat "$(dirname "$0")/said")"
+"""
+
+SERVER = {"server": "http://127.0.0.1:1"}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "expected a kubeconfig"),
+        ("just words", "expected a kubeconfig"),
+        ("a: [b", "expected ',' or ']'"),
+        ("kind: Config", "Expected key current-context"),
+        ("{current-context: x, contexts: [{name: y}]}", "Expected object with name x"),
+    ],
+)
+async def test_a_bad_kubeconfig_is_named(home: Path, text: str, words: str) -> None:
+    path = home / "bad"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as told:
+        await Kube.connect(kubeconfig=path)
+    assert str(path) in str(told.value)
+    assert words in str(told.value)
+
+
+async def test_nothing_says_where_the_cluster_is(home: Path) -> None:
+    with pytest.raises(ConfigError, match=r"\.kube/config: there is no such file.*KUBECONFIG"):
+        await Kube.connect()
+    with pytest.raises(ConfigError, match="missing: there is no such file"):
+        await Kube.connect(kubeconfig=home / "missing")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "user", "words"),
+    [
+        ({}, {}, "expected https://host:port"),
+        ({"server": "nonsense"}, {"token": "t"}, "expected https://host:port"),
+        ({"server": "https://a", "certificate-authority": "/no/ca"}, {}, "/no/ca"),
+        (SERVER | {"proxy-url": "socks5://a:1"}, {"token": "t"}, "only http:// and https://"),
+        (SERVER, {"tokenFile": "/no/token"}, "/no/token"),
+        (SERVER, {"exec": {"command": "x"}}, "missing key 'apiVersion'"),
+    ],
+)
+async def test_what_cannot_be_used_is_named(
+    home: Path, cluster: dict[str, Any], user: dict[str, Any], words: str
+) -> None:
+    path = write_kubeconfig(home / "config", cluster, user)
+    with pytest.raises(ConfigError) as told:
+        await Kube.connect(kubeconfig=path)
+    assert str(path) in str(told.value)
+    assert words in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("echo 'please log in' >&2; exit 3", "please log in"),
+        ("echo hello", "failed to decode"),
+        (GIVES_TOKEN.replace("token", "nothing"), "it gave neither token nor key"),
+    ],
+)
+async def test_a_plugin_that_fails_is_quoted(home: Path, script: str, words: str) -> None:
+    (home / "said").write_text("x")
+    path = write_kubeconfig(home / "config", SERVER, plugin(home / "plugin", script))
+    with pytest.raises(ConfigError, match=words):
+        await Kube.connect(kubeconfig=path)
+
+
+async def test_a_plugin_is_asked_again_when_its_token_is_refused(
+    home: Path, cluster: FakeCluster
+) -> None:
+    (home / "said").write_text("admin")
+    path = cluster.kubeconfig(home / "config", **plugin(home / "plugin", GIVES_TOKEN))
+    async with await Kube.connect(kubeconfig=path) as kube:
+        await kube.list(PODS)
+        await kube.list(PODS)
+        assert (home / "runs").read_text().count("x") == 1
+        kube._access._read_at -= 60
+        cluster.token = "second"
+        (home / "said").write_text("second")
+        await asyncio.gather(*(kube.list(PODS) for _ in range(20)))
+        assert (home / "runs").read_text().count("x") == 2, "once for all of them"
+        kube._access._read_at -= 60
+        cluster.token = "third"
+        program(home / "plugin", "echo 'please log in' >&2; exit 3")
+        with pytest.raises(Unauthenticated, match="please log in"):
+            await kube.list(PODS)
+
+
+async def test_a_token_file_is_read_again(home: Path, cluster: FakeCluster) -> None:
+    (home / "token").write_text("admin")
+    path = cluster.kubeconfig(home / "config", tokenFile="token")
+    async with await Kube.connect(kubeconfig=path) as kube:
+        await kube.list(PODS)
+        (home / "token").write_text("second\n")
+        cluster.token = "second"
+        kube._access._good_until = 0.0  # as after a minute
+        await kube.list(PODS)
+        assert len(cluster.calls) == 2, "it was read before it was refused"
+        (home / "token").unlink()
+        kube._access._good_until = 0.0
+        await kube.list(PODS)  # what was read is still good
+
+
+async def test_several_kubeconfigs_are_merged(
+    home: Path, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = home / "one", home / "two"
+    one.write_text(yaml.safe_dump({"users": [{"name": "u", "user": {"token": "admin"}}]}))
+    two.write_text(
+        yaml.safe_dump(
+            {
+                "clusters": [{"name": "c", "cluster": {"server": cluster.url}}],
+                "contexts": [
+                    {"name": "x", "context": {"cluster": "c", "user": "u", "namespace": "of-x"}},
+                    {"name": "y", "context": {"cluster": "c", "user": "u"}},
+                ],
+                "current-context": "x",
+            }
+        )
+    )
+    monkeypatch.setenv("KUBECONFIG", f"{one}:{home / 'missing'}:{two}")
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    async with await Kube.connect() as kube:
+        assert kube.namespace == "of-x"
+        cluster.put(module.NAMESPACES, {"metadata": {"name": "of-x"}})
+        made = await kube.create(SECRETS, {"metadata": {"name": "s"}})
+        assert made["metadata"]["namespace"] == "of-x"
+    async with await Kube.connect(context="y") as kube:
+        assert kube.namespace == "default"
+    with pytest.raises(ConfigError, match="Expected object with name z"):
+        await Kube.connect(context="z")
+
+
+# --- TLS, certificates, proxies ---
+
+
+def its_tls(made: Certificates, *, ask: bool = False) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(made.cert, made.key)
+    if ask:
+        context.load_verify_locations(made.authority)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def data(path: Path) -> str:
+    return base64.b64encode(path.read_bytes()).decode()
+
+
+async def test_client_certificates(home: Path) -> None:
+    made = issue(home, "api.test")
+    async with FakeCluster(tls=its_tls(made, ask=True)) as cluster:
+        where = {
+            "server": cluster.url,
+            "certificate-authority-data": data(made.authority),
+            "tls-server-name": "api.test",
+        }
+        mine = {"client-certificate-data": data(made.cert), "client-key-data": data(made.key)}
+        path = write_kubeconfig(home / "config", where, mine | {"token": "admin"})
+        async with await Kube.connect(kubeconfig=path) as kube:
+            assert await kube.list(PODS) == []
+        path = write_kubeconfig(home / "config", where, {"token": "admin"})
+        async with await Kube.connect(kubeconfig=path) as kube:
+            with pytest.raises(ServerDown, match=cluster.url):
+                await kube.list(PODS)
+
+
+@pytest.fixture
+async def account(home: Path) -> AsyncIterator[tuple[FakeCluster, Path, dict[str, str]]]:
+    """A cluster as a Pod sees it: a folder, two variables."""
+    made = issue(home, "localhost")
+    folder = home / "account"
+    folder.mkdir()
+    (folder / "ca.crt").write_bytes(made.authority.read_bytes())
+    (folder / "namespace").write_text("of-pod")
+    (folder / "token").write_text("admin")
+    async with FakeCluster(tls=its_tls(made)) as cluster:
+        port = cluster.url.rpartition(":")[2]
+        env = {"KUBERNETES_SERVICE_HOST": "localhost", "KUBERNETES_SERVICE_PORT": port}
+        yield cluster, folder, env
+
+
+Seat = tuple[FakeCluster, Path, dict[str, str]]
+
+
+async def test_a_service_account_whose_token_is_replaced(account: Seat) -> None:
+    cluster, folder, env = account
+    async with Kube(_Account(folder, env)) as kube:
+        assert await kube.list(PODS) == []
+        assert kube.namespace == "of-pod"
+        cluster.token = "second"
+        (folder / "token").write_text("second")
+        kube._access._good_until = 0.0  # as after a minute
+        await kube.list(PODS)
+        assert len(cluster.calls) == 2, "it was read before it was refused"
+        cluster.token = "third"
+        (folder / "token").write_text("third")
+        kube._access._read_at -= 60
+        await kube.list(PODS)  # refused, and read again at once
+
+
+async def test_an_authority_that_is_replaced(account: Seat, tmp_path: Path) -> None:
+    _, folder, env = account
+    right = (folder / "ca.crt").read_bytes()
+    (tmp_path / "other").mkdir()
+    (folder / "ca.crt").write_bytes(issue(tmp_path / "other").authority.read_bytes())
+    async with Kube(_Account(folder, env)) as kube:
+        with pytest.raises(Unauthenticated, match=r"its certificate is refused.*account"):
+            await kube.list(PODS)
+        (folder / "ca.crt").write_bytes(right)
+        kube._access._read_at -= 60
+        assert await kube.list(PODS) == []
+
+
+async def test_a_pod_does_not_go_through_a_proxy(
+    account: Seat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, folder, env = account
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    async with Kube(_Account(folder, env)) as kube:
+        assert await kube.list(PODS) == []
+
+
+@pytest.mark.parametrize("by", ["kubeconfig", "environment", "neither"])
+async def test_a_kubeconfig_may_go_through_a_proxy(
+    home: Path, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    lines: list[bytes] = []
+
+    async def proxy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        lines.append(await reader.readline())
+        writer.write(b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 8\r\n\r\nno route")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(proxy, "127.0.0.1", 0)
+    address = "http://{}:{}".format(*server.sockets[0].getsockname())
+    where = {"server": cluster.url} | ({"proxy-url": address} if by == "kubeconfig" else {})
+    if by != "kubeconfig":
+        monkeypatch.setenv("http_proxy", address)
+    if by == "neither":
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+    path = write_kubeconfig(home / "config", where, {"token": "admin"})
+    async with server, await Kube.connect(kubeconfig=path) as kube:
+        if by == "neither":
+            assert await kube.list(PODS) == []
+            return
+        with pytest.raises(ServerDown, match="no route"):
+            await kube.list(PODS)
+        assert lines == [f"GET {cluster.url}/api/v1/pods?limit=500 HTTP/1.1\r\n".encode()]
