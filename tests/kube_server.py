@@ -23,13 +23,16 @@ def programs() -> tuple[Path, Path] | str:
     """The server's program and etcd's, or why there are none."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dlrover-py/cluster"
     given = os.environ.get("DLROVER_KUBE_BIN")
-    places = [cache / "bin" / "kube-apiserver", cache / "bin" / "kube", cache / "kube"]
-    found = [place for place in ([Path(given)] if given else places) if place.is_file()]
-    etcd = next((p for p in (cache / "bin" / "etcd", cache / "etcd") if p.is_file()), None)
-    etcd = etcd or (Path(path) if (path := shutil.which("etcd")) else None)
-    if not found:
+    server = Path(given) if given else _newest(cache, "kube-apiserver")
+    etcd = shutil.which("etcd") or _newest(cache, "etcd")
+    if server is None or not server.is_file():
         return "no kube-apiserver: set DLROVER_KUBE_BIN"
-    return (found[0], etcd) if etcd else "no etcd: install it (Debian: etcd-server)"
+    return (server, Path(etcd)) if etcd else "no etcd: install it (Debian: etcd-server)"
+
+
+def _newest(cache: Path, name: str) -> Path | None:
+    found = [path for path in cache.glob(f"bin/**/{name}") if path.is_file()]
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
 @contextmanager
@@ -37,7 +40,7 @@ def api_server(folder: Path, server: Path, etcd: Path) -> Iterator[Path]:
     """Run both; yields a kubeconfig of their administrator."""
     store, peer, port = free_port(), free_port(), free_port()
     program = folder / "kube-apiserver"  # one program plays all parts, by its name
-    program.symlink_to(server)
+    program.symlink_to(server.resolve())
     (folder / "tokens.csv").write_text(f"{TOKEN},admin,admin,system:masters\n")
     key = folder / "account.key"
     subprocess.run(["openssl", "genrsa", "-out", key, "2048"], check=True, capture_output=True)
