@@ -6,10 +6,10 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test check unit process bench clean
+.PHONY: help setup demo test check unit process cluster cluster-down cluster-test bench clean
 
 help: ## Show this list
-	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## Make .venv with elastic-run, dlrover-run and dlrover in it
 
@@ -22,7 +22,8 @@ demo: setup ## Train a small GPT on three local nodes, and break them on purpose
 
 test: setup ## Everything that CI runs: checks and all tests
 	@$(MAKE) --no-print-directory check
-	@$(VENV)/bin/pytest
+	@$(PYTHON) -m tests.cluster.lab prepare
+	@$(VENV)/bin/pytest -rs
 
 check: setup ## Seconds: format, lint, types, import contracts
 	@$(VENV)/bin/ruff format --check .
@@ -35,6 +36,15 @@ unit: setup ## The tests that start no process
 
 process: setup ## The tests with real masters, agents and workers
 	@$(VENV)/bin/pytest tests/process
+
+cluster: setup ## A real 3-node Kubernetes on this machine (root; the first time builds it, 7 minutes)
+	@$(PYTHON) -m tests.cluster.lab up --images
+
+cluster-down: setup ## Take it down
+	@$(PYTHON) -m tests.cluster.lab down
+
+cluster-test: setup ## The tests on the cluster (or on that of KUBECONFIG)
+	@$(VENV)/bin/pytest -rs tests/cluster
 
 bench: setup ## Measure, against torchrun in the same run; prints tables of docs/benchmarks.md
 	@$(PYTHON) benchmarks/membership.py

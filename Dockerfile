@@ -1,0 +1,76 @@
+# The images of DLRover-Py: one file, a target each.
+#
+#   docker build --target operator -t dlrover-operator .      (buildah bud … works as well)
+#   docker build --target master   -t dlrover-master   .
+#   docker build --target agent    -t dlrover-agent    .      --build-arg TORCH=2.9.0 puts torch in
+#
+# The agent's image is also the base of a job's image: `elastic-run` and `python` are on its PATH.
+#
+#   FROM dlrover-agent
+#   COPY train.py /workspace/
+#   CMD ["elastic-run", "--nnodes=2:4", "--nproc-per-node=8", "/workspace/train.py"]
+#
+# Libraries may also come by a volume: what is mounted at /opt/libraries (a folder as
+# site-packages, of the same Python) can be imported.
+ARG PYTHON_IMAGE=python:3.12-slim-bookworm
+
+# The libraries come first, and the source last: a changed line makes small layers anew.
+FROM ${PYTHON_IMAGE} AS libraries
+WORKDIR /source
+RUN python3 -m venv /build && python3 -m venv --without-pip /opt/venv \
+    && echo /opt/libraries > "$(echo /opt/venv/lib/python3.*/site-packages)/libraries.pth"
+COPY pyproject.toml constraints.txt ./
+RUN /build/bin/python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb')); \
+        print(*p['build-system']['requires'], sep='\n', file=open('/build/build.txt', 'w')); \
+        print(*p['project']['dependencies'], sep='\n', file=open('/build/ours.txt', 'w')); \
+        print(*p['project']['optional-dependencies'].get('operator', []), sep='\n', \
+              file=open('/build/operator.txt', 'w'))" \
+    && /build/bin/pip install --no-cache-dir --quiet -c constraints.txt -r /build/build.txt \
+    && /build/bin/pip --python /opt/venv/bin/python install --no-cache-dir --quiet --no-compile \
+        -c constraints.txt -r /build/ours.txt \
+    && python3 -m compileall -q --invalidation-mode unchecked-hash /opt/venv/lib
+
+# What only the programs in the cluster need, as what comes on top.
+FROM libraries AS operator-libraries
+RUN mkdir -p /top/opt/venv && /build/bin/pip --python /opt/venv/bin/python install \
+        --no-cache-dir --quiet --no-compile --root /top \
+        -c constraints.txt -r /build/operator.txt \
+    && python3 -m compileall -q --invalidation-mode unchecked-hash /top/opt/venv
+
+FROM libraries AS torch
+ARG TORCH=
+RUN mkdir -p /top/opt/venv && if [ -n "${TORCH}" ]; then \
+        /build/bin/pip --python /opt/venv/bin/python install --no-cache-dir --quiet --root /top \
+            "torch==${TORCH}"; fi
+
+FROM libraries AS source
+COPY . .
+RUN /build/bin/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir /build/dist . \
+    && /build/bin/pip --python /opt/venv/bin/python install --quiet --no-deps --no-compile \
+        --root /ours /build/dist/*.whl \
+    && python3 -m compileall -q --invalidation-mode unchecked-hash /ours/opt/venv/lib
+
+FROM ${PYTHON_IMAGE} AS user
+RUN echo 'dlrover:x:65532:65532::/workspace:/usr/sbin/nologin' >> /etc/passwd \
+    && echo 'dlrover:x:65532:' >> /etc/group \
+    && mkdir /workspace && chown 65532:65532 /workspace
+ENV PATH=/opt/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
+    PYTHONUNBUFFERED=1
+WORKDIR /workspace
+COPY --from=libraries /opt/venv /opt/venv
+
+FROM user AS agent
+COPY --from=torch /top/opt/venv /opt/venv
+COPY --from=source /ours/opt/venv /opt/venv
+USER 65532:65532
+
+FROM user AS cluster-program
+COPY --from=operator-libraries /top/opt/venv /opt/venv
+COPY --from=source /ours/opt/venv /opt/venv
+USER 65532:65532
+
+FROM cluster-program AS master
+ENTRYPOINT ["dlrover-master"]
+
+FROM cluster-program AS operator
+ENTRYPOINT ["dlrover-operator"]

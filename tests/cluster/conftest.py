@@ -1,0 +1,52 @@
+import re
+import secrets
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cluster.harness import Cluster, cluster_for_tests
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The first test's clock runs while the cluster comes up and the images are built."""
+    for item in items:
+        if "cluster" in getattr(item, "fixturenames", ()) and not item.get_closest_marker(
+            "timeout"
+        ):
+            item.add_marker(pytest.mark.timeout(600))
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """A real cluster: the one that runs, else one for these tests; skips where none can be had."""
+    with cluster_for_tests() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def namespace(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[str]:
+    """A namespace for one test; afterwards it is deleted, and nodes are uncordoned."""
+    words = re.sub(r"[^a-z0-9]+", "-", request.node.name.removeprefix("test_").lower())
+    name = f"{words[:40].strip('-')}-{secrets.token_hex(3)}"
+    cluster.kubectl("create", "namespace", name)
+    yield name
+    cluster.heal()
+    cluster.kubectl("delete", "namespace", name, "--wait=false")
+
+
+@pytest.fixture(scope="session")
+def agent_image(cluster: Cluster) -> str:
+    """Our agent's image, built from the working tree, on every node."""
+    return cluster.image("agent")
+
+
+@pytest.fixture(scope="session")
+def master_image(cluster: Cluster) -> str:
+    """Our master's image."""
+    return cluster.image("master")
+
+
+@pytest.fixture(scope="session")
+def operator_image(cluster: Cluster) -> str:
+    """Our operator's image."""
+    return cluster.image("operator")

@@ -1,0 +1,323 @@
+"""One cluster: its control plane and its nodes, brought up, hurt, repaired and taken down.
+
+Everything is below one folder (``Lab.folder``) and named by the cluster's number N: addresses
+10.N.0.0/16 (nodes 10.N.0.x, Services 10.N.64.0/18, Pods of node i 10.N.(128+i).0/24) and 127.N.0.1
+for what only this machine sees, bridge ``dlrN``, network namespaces and cgroups ``dlrN-n1``.
+"""
+
+import hashlib
+import ipaddress
+import json
+import secrets
+import shutil
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.cluster.lab import images
+from tests.cluster.lab.daemons import Daemon
+from tests.cluster.lab.node import Node
+from tests.cluster.lab.parts import Say, build
+from tests.cluster.lab.settings import NAME, NODES, STATE
+from tests.cluster.lab.shell import LabError, alone, run, tail, try_run
+from tests.cluster.lab.waiting import until
+
+FIRST, LAST = 100, 199  # the numbers that clusters take
+NODE_LOST_S = 12
+
+
+class Lab:
+    """A cluster of this machine by its name; what runs is found again by what is on disk."""
+
+    def __init__(self, name: str = NAME) -> None:
+        self.name, self.folder, self.say = name, STATE / name, Say()
+
+    # What it is.
+
+    @property
+    def kubeconfig(self) -> Path:
+        """The administrator's."""
+        return self.folder / "admin.kubeconfig"
+
+    @property
+    def exists(self) -> bool:
+        """Whether something of it is there, even if only half of it."""
+        return (self.folder / "cluster.json").exists()
+
+    @property
+    def number(self) -> int:
+        """Names, addresses and cgroups come from it."""
+        return int(self._kept()["number"])
+
+    @property
+    def bin(self) -> Path:
+        """The programs it runs."""
+        return Path(self._kept()["bin"])
+
+    @property
+    def nodes(self) -> dict[str, Node]:
+        """All nodes by name."""
+        names = [f"n{i}" for i in range(1, int(self._kept()["nodes"]) + 1)]
+        return {n: Node(self.folder / n, n, self.number, self.bin) for n in names}
+
+    @property
+    def running(self) -> bool:
+        """Whether all of its programs run."""
+        return self.exists and all(
+            d.pid
+            for d in [*self.control_plane, *(d for n in self.nodes.values() for d in n.daemons)]
+        )
+
+    @property
+    def control_plane(self) -> list[Daemon]:
+        """etcd first: the others need it."""
+        return [self._daemon(n) for n in ("etcd", "apiserver", "controllers", "scheduler")]
+
+    # Its life.
+
+    def up(self, nodes: int = NODES) -> None:
+        """Bring it up; if it is up already, nothing happens. What is half there is repaired."""
+        with alone(STATE / f"{self.name}.lock"):
+            if self.running and len(self.nodes) == nodes:
+                return
+            programs = build(self.say)
+            base = images.system(self.say)
+            if self.exists and not self.running:
+                self._down()  # a run that was killed, or another version's
+            self._plan(nodes, programs)
+            self.say(f"bringing up {nodes} nodes in {self.folder}")
+            self._network()
+            self._credentials()
+            for number in range(len(self.control_plane)):
+                self._start(number)
+                if number == 1:
+                    self._ready()
+            with ThreadPoolExecutor(max_workers=4) as pool:
+                list(pool.map(lambda n: n.start(base), self.nodes.values()))
+            until(self._all_ready, "all nodes are Ready", within_s=90)
+            until(self._default_account, "Pods can be made", within_s=60)
+
+    def down(self) -> None:
+        """Stop what it started, and remove what it made."""
+        with alone(STATE / f"{self.name}.lock"):
+            if self.exists:
+                self._down()
+
+    # Its control plane, to be hurt.
+
+    @contextmanager
+    def api_server_stopped(self) -> Iterator[None]:
+        """It does not answer (SIGSTOP): connections hang."""
+        self._daemon("apiserver").signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._daemon("apiserver").signal(signal.SIGCONT)
+            self._ready()
+
+    @contextmanager
+    def api_server_killed(self) -> Iterator[None]:
+        """It is gone (SIGKILL): connections are refused, watches end."""
+        daemon = self._daemon("apiserver")
+        daemon.signal(signal.SIGKILL)
+        until(lambda: not daemon.pid, "the API server is gone", within_s=10)
+        try:
+            yield
+        finally:
+            self._start(1)
+            self._ready()
+
+    # Our images.
+
+    def load_ours(self) -> dict[str, images.Image]:
+        """Build the images of the working tree and bring them to all nodes; by target."""
+        built = images.ours(self.say)
+        with ThreadPoolExecutor(max_workers=3) as pool:
+            list(pool.map(lambda n: n.load(list(built.values())), self.nodes.values()))
+        return built
+
+    # How.
+
+    def _kept(self) -> dict[str, str]:
+        return dict(json.loads((self.folder / "cluster.json").read_text()))
+
+    def _plan(self, nodes: int, programs: Path) -> None:
+        number = self.number if self.exists else self._free_number()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        kept = {"number": number, "nodes": nodes, "bin": str(programs)}
+        (self.folder / "cluster.json").write_text(json.dumps(kept))
+
+    def _free_number(self) -> int:
+        taken = {Lab(f.parent.name).number for f in STATE.glob("*/cluster.json")}
+        routes = [r.split()[0] for r in run("ip", "-4", "route").splitlines()]
+        used = [ipaddress.ip_network(r, strict=False) for r in routes if r[0].isdigit()]
+        start = int(hashlib.sha256(self.name.encode()).hexdigest(), 16)
+        for i in range(LAST - FIRST):
+            number = FIRST + (start + i) % (LAST - FIRST)
+            ours = ipaddress.ip_network(f"10.{number}.0.0/16")
+            if number not in taken and not any(ours.overlaps(n) for n in used):
+                return number
+        raise LabError(f"no network 10.{FIRST}…{LAST} is free: take clusters down")
+
+    def _network(self) -> None:
+        bridge, n = f"dlr{self.number}", self.number
+        if not try_run("ip", "link", "show", bridge):
+            run("ip", "link", "add", bridge, "type", "bridge")
+        run("ip", "addr", "replace", f"10.{n}.0.1/24", "dev", bridge)
+        run("ip", "link", "set", bridge, "up")
+        # What is no Service (as a name server that is not there) is refused, not waited for.
+        run("ip", "route", "replace", "unreachable", f"10.{n}.64.0/18")
+        Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
+
+    def _credentials(self) -> None:
+        n, pki = self.number, self.folder / "pki"
+        pki.mkdir(exist_ok=True)
+        names = [
+            f"IP:10.{n}.0.1", f"IP:10.{n}.64.1", "DNS:kubernetes", "DNS:kubernetes.default",
+            "DNS:kubernetes.default.svc", "DNS:localhost",
+        ]  # fmt: skip
+        if not (pki / "sa.key").exists():
+            run("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "365",
+                "-subj", "/CN=kube-apiserver", "-addext", f"subjectAltName={','.join(names)}",
+                "-addext", "keyUsage=critical,digitalSignature,keyEncipherment,keyCertSign",
+                "-keyout", pki / "api.key", "-out", pki / "api.crt")  # fmt: skip
+            run("openssl", "genrsa", "-out", pki / "sa.key", "2048")
+        users = {
+            "admin": ("admin", "system:masters"),
+            "controllers": ("system:kube-controller-manager", ""),
+            "scheduler": ("system:kube-scheduler", ""),
+            "proxy": ("system:kube-proxy", ""),
+            **{node: (f"system:node:{node}", "system:nodes") for node in self.nodes},
+        }
+        rows = []
+        for user, (login, group) in users.items():
+            token = secrets.token_hex(16)
+            rows.append(f'{token},{login},{user},"{group}"')
+            self._kubeconfig(user, token)
+        (self.folder / "tokens.csv").write_text("\n".join(rows) + "\n")
+
+    def _kubeconfig(self, user: str, token: str) -> None:
+        path = self.folder / f"{user}.kubeconfig"
+        server = {
+            "server": f"https://10.{self.number}.0.1:{6500 + self.number}",
+            "certificate-authority": str(self.folder / "pki" / "api.crt"),
+        }
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{"name": self.name, "cluster": server}],
+            "users": [{"name": user, "user": {"token": token}}],
+            "contexts": [{"name": self.name, "context": {"cluster": self.name, "user": user}}],
+            "current-context": self.name,
+        }
+        path.touch(mode=0o600)
+        path.write_text(json.dumps(config))
+
+    def _daemon(self, name: str) -> Daemon:
+        return Daemon(self.folder / f"{name}.pid", self.folder / "log" / f"{name}.log")
+
+    def _start(self, number: int) -> None:
+        daemon = self.control_plane[number]
+        daemon.start(self._command(daemon.record.stem))
+
+    def _command(self, name: str) -> list[str | Path]:
+        n, home, pki = self.number, self.folder, self.folder / "pki"
+        local, peer = f"http://127.{n}.0.1:2379", f"http://127.{n}.0.1:2380"
+        kubeconfig = home / f"{name}.kubeconfig"
+        login = [
+            f"--{kind}kubeconfig={kubeconfig}" for kind in ("", "authentication-", "authorization-")
+        ]
+        match name:
+            case "etcd":
+                return [
+                    "etcd", f"--data-dir={home}/etcd", "--unsafe-no-fsync", "--log-level=warn",
+                    f"--listen-client-urls={local}", f"--advertise-client-urls={local}",
+                    f"--listen-peer-urls={peer}", f"--initial-advertise-peer-urls={peer}",
+                    f"--initial-cluster=default={peer}",
+                ]  # fmt: skip
+            case "apiserver":
+                return [
+                    self.bin / "kube-apiserver", f"--etcd-servers={local}",
+                    f"--bind-address=10.{n}.0.1", f"--advertise-address=10.{n}.0.1",
+                    f"--secure-port={6500 + n}",
+                    f"--tls-cert-file={pki}/api.crt", f"--tls-private-key-file={pki}/api.key",
+                    f"--client-ca-file={pki}/api.crt", f"--token-auth-file={home}/tokens.csv",
+                    f"--service-account-key-file={pki}/sa.key",
+                    f"--service-account-signing-key-file={pki}/sa.key",
+                    "--service-account-issuer=https://kubernetes.default.svc",
+                    f"--service-cluster-ip-range=10.{n}.64.0/18",
+                    "--kubelet-preferred-address-types=InternalIP",
+                    "--authorization-mode=Node,RBAC",
+                    "--enable-admission-plugins=NodeRestriction", "--allow-privileged=true",
+                ]  # fmt: skip
+            case "controllers":
+                return [
+                    self.bin / "kube-controller-manager", *login, f"--bind-address=127.{n}.0.1",
+                    f"--service-account-private-key-file={pki}/sa.key",
+                    f"--root-ca-file={pki}/api.crt", "--use-service-account-credentials",
+                    "--leader-elect=false", f"--cluster-cidr=10.{n}.128.0/17",
+                    f"--node-monitor-grace-period={NODE_LOST_S}s", "--node-monitor-period=2s",
+                    "--kube-api-qps=200", "--kube-api-burst=400",
+                ]  # fmt: skip
+            case _:
+                return [
+                    self.bin / "kube-scheduler", *login, f"--bind-address=127.{n}.0.1",
+                    "--leader-elect=false", "--kube-api-qps=200", "--kube-api-burst=400",
+                ]  # fmt: skip
+
+    def kubectl(self, *args: str) -> str:
+        """As the administrator."""
+        return run(self.bin / "kubectl", "--kubeconfig", self.kubeconfig, *args)
+
+    def _ready(self) -> None:
+        daemon = self._daemon("apiserver")
+
+        def ready() -> bool:
+            if not daemon.pid:
+                raise LabError(f"the API server ended: {tail(daemon.log)}")
+            return try_run(self.bin / "kubectl", "--kubeconfig", self.kubeconfig,
+                           "--request-timeout=3s", "get", "--raw", "/readyz")  # fmt: skip
+
+        until(ready, "the API server is ready", within_s=90)
+
+    def _all_ready(self) -> bool:
+        path = "{.items[*].status.conditions[?(@.type=='Ready')].status}"
+        for node in self.nodes.values():
+            for daemon in node.daemons:
+                if not daemon.pid:
+                    raise LabError(f"{daemon.record.stem} of {node.name} ended: {tail(daemon.log)}")
+        return self.kubectl("get", "nodes", f"-ojsonpath={path}").split() == ["True"] * len(
+            self.nodes
+        )
+
+    def _default_account(self) -> bool:
+        return try_run(self.bin / "kubectl", "--kubeconfig", self.kubeconfig, "get",
+                       "serviceaccount", "default")  # fmt: skip
+
+    def _down(self) -> None:
+        self.say(f"taking {self.name} down")
+        nodes = list(self.nodes.values())
+        for node in nodes:
+            node.kill()
+        for daemon in reversed(self.control_plane):
+            daemon.signal(signal.SIGCONT)
+            daemon.signal(signal.SIGKILL)
+        until(lambda: not any(d.pid for d in self.control_plane), "it has ended", within_s=20)
+        for mount in _mounts(self.folder):
+            run("umount", "-l", mount)
+        for node in nodes:
+            node.remove()
+        bridge = f"dlr{self.number}"
+        try_run("ip", "route", "del", "unreachable", f"10.{self.number}.64.0/18")
+        if try_run("ip", "link", "show", bridge):
+            run("ip", "link", "del", bridge)
+        shutil.rmtree(self.folder)
+
+
+def _mounts(folder: Path) -> list[str]:
+    """What is mounted below a folder, the innermost first."""
+    rows = Path("/proc/self/mountinfo").read_text().splitlines()
+    points = [r.split()[4] for r in rows]
+    return sorted((p for p in points if p.startswith(f"{folder}/")), reverse=True)

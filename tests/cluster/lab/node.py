@@ -1,0 +1,270 @@
+"""One node: a network namespace with its own containerd, kubelet and kube-proxy.
+
+It is hurt here: cut off (its link is down), crashed (its link is down, and all that ran on it is
+killed), and mended.
+"""
+
+import json
+import os
+import signal
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from tests.cluster.lab.daemons import Daemon, command
+from tests.cluster.lab.images import PAUSE, Image
+from tests.cluster.lab.shell import LabError, run, tail, try_run
+from tests.cluster.lab.waiting import until
+
+CGROUPS = Path("/sys/fs/cgroup")
+UNIFIED = (CGROUPS / "cgroup.controllers").exists()
+CONTROLLERS = (
+    "cpu", "cpuacct", "cpuset", "memory", "devices", "freezer", "blkio", "pids", "hugetlb",
+    "net_cls", "net_prio", "perf_event", "systemd",
+)  # fmt: skip
+
+
+class Node:
+    """A node of a cluster, by its folder."""
+
+    def __init__(self, folder: Path, name: str, cluster: int, programs: Path) -> None:
+        self.folder, self.name, self.bin = folder, name, programs
+        self.cluster, self.index = cluster, int(name.removeprefix("n"))
+        self.unique = f"dlr{cluster}-{name}"  # of its namespace and its cgroup
+        self.link = f"dlr{cluster}{name}"
+        self.address = f"10.{cluster}.0.{10 + self.index}"
+        self.pods = f"10.{cluster}.{128 + self.index}.0/24"
+
+    @property
+    def daemons(self) -> list[Daemon]:
+        """containerd first: the kubelet needs it."""
+        return [self._daemon(n) for n in ("containerd", "kubelet", "kube-proxy")]
+
+    # Its life.
+
+    def start(self, images: Sequence[Image]) -> None:
+        """Start it, or start it again."""
+        self._network()
+        self._cgroups()
+        self._configure()
+        containerd, *others = self.daemons
+        containerd.start(["containerd", "-c", self.folder / "containerd.json"], netns=self.unique)
+        until(lambda: self._answers(containerd), f"containerd of {self.name} answers")
+        self.load(images)
+        for daemon in others:
+            daemon.start(self._command(daemon.record.stem), netns=self.unique)
+
+    def kill(self) -> None:
+        """Kill all that runs on it, at once, as when the power fails."""
+        for daemon in reversed(self.daemons):
+            daemon.signal(signal.SIGKILL)
+
+        def left() -> list[int]:
+            pids = [*self._shims(), *self.processes()]
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            return pids
+
+        until(lambda: not left(), f"nothing runs on {self.name}", within_s=30)
+        until(lambda: not any(d.pid for d in self.daemons), "its programs have ended", within_s=10)
+
+    def remove(self) -> None:
+        """Remove its namespace, link and cgroups; nothing runs there any more."""
+        if try_run("ip", "link", "show", self.link):
+            run("ip", "link", "del", self.link)
+        if Path(f"/run/netns/{self.unique}").exists():
+            run("ip", "netns", "del", self.unique)
+        for top in self._tops():
+            for folder, _, _ in os.walk(top, topdown=False):
+                with suppress(OSError):  # the kernel may still be at it; an empty one does no harm
+                    Path(folder).rmdir()
+
+    # Faults.
+
+    def cut(self) -> None:
+        """Nothing reaches it, and it reaches nobody; all that runs on it runs on."""
+        run("ip", "link", "set", self.link, "down")
+
+    def mend(self) -> None:
+        """Undo cut()."""
+        run("ip", "link", "set", self.link, "up")
+
+    def crash(self) -> None:
+        """The machine is gone: no program says goodbye, no connection is closed."""
+        self.cut()
+        self.kill()
+
+    # What is on it.
+
+    def ctr(self, *args: str) -> str:
+        """containerd's own client, in the namespace of Kubernetes."""
+        return run("ctr", "-a", self.socket, "-n", "k8s.io", *args)
+
+    @property
+    def socket(self) -> Path:
+        """containerd's."""
+        return self.folder / "run" / "containerd.sock"
+
+    def load(self, images: Sequence[Image]) -> None:
+        """Bring images onto it; only what it lacks is copied."""
+        there = set(self.ctr("images", "ls", "-q").split())
+        for image in images:
+            if image.name not in there:
+                image.load(self.socket)
+
+    def processes(self, container: str = "") -> list[int]:
+        """Pids, as this machine counts them, of one container or of all Pods of the node."""
+        found: set[int] = set()
+        for top in self._tops():
+            for folder, _, _ in os.walk(top):
+                if not container or container in folder:
+                    with suppress(OSError):
+                        found |= {int(p) for p in Path(folder, "cgroup.procs").read_text().split()}
+            if found:
+                break
+        return sorted(found)
+
+    # How.
+
+    def _daemon(self, name: str) -> Daemon:
+        return Daemon(self.folder / f"{name}.pid", self.folder / "log" / f"{name}.log")
+
+    def _answers(self, containerd: Daemon) -> bool:
+        if not containerd.pid:
+            raise LabError(f"containerd of {self.name} ended: {tail(containerd.log)}")
+        return try_run("ctr", "-a", self.socket, "version")
+
+    def _shims(self) -> list[int]:
+        mine = f"-address {self.socket}"
+        pids = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit()]
+        return [p for p in pids if mine in (said := command(p)) and "containerd-shim" in said]
+
+    def _tops(self) -> list[Path]:
+        if UNIFIED:
+            return [CGROUPS / self.unique]
+        return [top for c in CONTROLLERS if (top := CGROUPS / c / self.unique).exists()]
+
+    def _network(self) -> None:
+        if not Path(f"/run/netns/{self.unique}").exists():
+            run("ip", "netns", "add", self.unique)
+        if not try_run("ip", "link", "show", self.link):
+            run("ip", "link", "add", self.link, "type", "veth", "peer", "name", "eth0",
+                "netns", self.unique)  # fmt: skip
+        run("ip", "link", "set", self.link, "master", f"dlr{self.cluster}", "up")
+        inside = ("ip", "-n", self.unique)
+        run(*inside, "addr", "replace", f"{self.address}/24", "dev", "eth0")
+        run(*inside, "link", "set", "eth0", "up")
+        run(*inside, "link", "set", "lo", "up")
+        run(*inside, "route", "replace", "default", "via", f"10.{self.cluster}.0.1")
+        for other in self._others():
+            run(*inside, "route", "replace", f"10.{self.cluster}.{128 + other}.0/24",
+                "via", f"10.{self.cluster}.0.{10 + other}")  # fmt: skip
+        run("ip", "route", "replace", self.pods, "via", self.address)
+        run("nsenter", f"--net=/run/netns/{self.unique}", "sh", "-c",
+            "echo 1 >/proc/sys/net/ipv4/ip_forward")  # fmt: skip
+
+    def _others(self) -> list[int]:
+        kept = json.loads((self.folder.parent / "cluster.json").read_text())
+        return [i for i in range(1, int(kept["nodes"]) + 1) if i != self.index]
+
+    def _cgroups(self) -> None:
+        if UNIFIED:
+            (CGROUPS / self.unique).mkdir(exist_ok=True)
+            return
+        for controller in CONTROLLERS:
+            if (CGROUPS / controller).exists():
+                (CGROUPS / controller / self.unique).mkdir(exist_ok=True)
+        for name in ("cpuset.cpus", "cpuset.mems"):  # a new cpuset is empty
+            all_of_them = (CGROUPS / "cpuset" / name).read_text()
+            (CGROUPS / "cpuset" / self.unique / name).write_text(all_of_them)
+
+    def _configure(self) -> None:
+        for part in ("run", "cni", "kubelet", "containerd", "log"):
+            (self.folder / part).mkdir(parents=True, exist_ok=True)
+        ipam = {
+            "type": "host-local",
+            "dataDir": str(self.folder / "run" / "cni"),
+            "ranges": [[{"subnet": self.pods}]],
+            "routes": [{"dst": "0.0.0.0/0"}],
+        }
+        bridge = {"type": "bridge", "bridge": "cni0", "isGateway": True, "hairpinMode": True}
+        plugins = [
+            {**bridge, "ipMasq": False, "ipam": ipam},
+            {"type": "portmap", "capabilities": {"portMappings": True}},
+        ]
+        network = {"cniVersion": "0.4.0", "name": "pods", "plugins": plugins}
+        (self.folder / "cni" / "10-pods.conflist").write_text(json.dumps(network))
+        (self.folder / "containerd.json").write_text(self._containerd())
+        for name, kind, config in (
+            ("kubelet", "kubelet.config.k8s.io/v1beta1", self._kubelet()),
+            ("kube-proxy", "kubeproxy.config.k8s.io/v1alpha1", self._proxy()),
+        ):
+            (self.folder / f"{name}.json").write_text(json.dumps({"apiVersion": kind, **config}))
+
+    def _containerd(self) -> str:
+        cri = 'plugins."io.containerd.grpc.v1.cri"'
+        return f"""
+            version = 2
+            root = "{self.folder}/containerd"
+            state = "{self.folder}/run/containerd"
+            [grpc]
+              address = "{self.socket}"
+            [{cri}]
+              sandbox_image = "{PAUSE}"
+              # Where there is no CAP_SYS_RESOURCE every sandbox would fail.
+              restrict_oom_score_adj = true
+            [{cri}.cni]
+              bin_dir = "/usr/lib/cni"
+              conf_dir = "{self.folder}/cni"
+            [{cri}.containerd]
+              snapshotter = "overlayfs"
+        """
+
+    def _kubelet(self) -> dict[str, object]:
+        return {
+            "kind": "KubeletConfiguration",
+            "address": self.address,
+            "healthzBindAddress": "127.0.0.1",
+            "authentication": {"anonymous": {"enabled": True}, "webhook": {"enabled": False}},
+            "authorization": {"mode": "AlwaysAllow"},
+            "cgroupDriver": "cgroupfs",
+            "cgroupRoot": f"/{self.unique}",
+            "failCgroupV1": False,
+            "failSwapOn": False,
+            "containerRuntimeEndpoint": f"unix://{self.socket}",
+            "podLogsDir": str(self.folder / "log" / "pods"),
+            "nodeStatusUpdateFrequency": "3s",
+            "nodeLeaseDurationSeconds": 8,
+            "imageGCHighThresholdPercent": 100,
+            "evictionHard": {
+                "memory.available": "100Mi", "nodefs.available": "1%", "imagefs.available": "1%",
+            },
+            "resolvConf": "/etc/resolv.conf",
+            "clusterDomain": "cluster.local",
+            # Nobody listens there: names of Services do not resolve, and at once.
+            "clusterDNS": [f"10.{self.cluster}.64.10"],
+        }  # fmt: skip
+
+    def _proxy(self) -> dict[str, object]:
+        return {
+            "kind": "KubeProxyConfiguration",
+            "clientConnection": {"kubeconfig": str(self.folder.parent / "proxy.kubeconfig")},
+            "mode": "iptables",
+            "hostnameOverride": self.name,
+            "clusterCIDR": f"10.{self.cluster}.128.0/17",
+            "conntrack": {"maxPerCore": 0},
+        }
+
+    def _command(self, name: str) -> list[str | Path]:
+        match name:
+            case "kubelet":
+                return [
+                    self.bin / "kubelet", f"--config={self.folder}/kubelet.json",
+                    f"--kubeconfig={self.folder.parent}/{self.name}.kubeconfig",
+                    f"--root-dir={self.folder}/kubelet", f"--hostname-override={self.name}",
+                    f"--node-ip={self.address}",
+                    f"--node-labels=topology.kubernetes.io/zone=z{self.index % 2}",
+                ]  # fmt: skip
+            case _:
+                return [self.bin / "kube-proxy", f"--config={self.folder}/kube-proxy.json"]
