@@ -8,24 +8,27 @@ for what only this machine sees, bridge ``dlrN``, network namespaces and cgroups
 import hashlib
 import ipaddress
 import json
+import os
+import re
 import secrets
 import shutil
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.cluster.lab import images
-from tests.cluster.lab.daemons import Daemon
+from tests.cluster.lab.daemons import Daemon, command, started
 from tests.cluster.lab.node import Node
-from tests.cluster.lab.parts import Say, build
+from tests.cluster.lab.parts import PROGRAMS, Say, build
 from tests.cluster.lab.settings import NAME, NODES, STATE
 from tests.cluster.lab.shell import LabError, alone, run, tail, try_run
 from tests.cluster.lab.waiting import until
 
 FIRST, LAST = 100, 199  # the numbers that clusters take
 NODE_LOST_S = 12
+OURS = {"etcd", "containerd", *PROGRAMS} - {"kubectl"}
 
 
 class Lab:
@@ -79,13 +82,16 @@ class Lab:
 
     def up(self, nodes: int = NODES) -> None:
         """Bring it up; if it is up already, nothing happens. What is half there is repaired."""
+        if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,30}", self.name):
+            raise LabError(f"{self.name!r} is no name of a cluster: a-z, 0-9 and - (31 at most)")
         with alone(STATE / f"{self.name}.lock"):
             if self.running and len(self.nodes) == nodes:
+                self._heal()
                 return
             programs = build(self.say)
             base = images.system(self.say)
-            if self.exists and not self.running:
-                self._down()  # a run that was killed, or another version's
+            if self.exists:
+                self._down()  # of a run that was killed, or of another size
             self._plan(nodes, programs)
             self.say(f"bringing up {nodes} nodes in {self.folder}")
             self._network()
@@ -143,11 +149,21 @@ class Lab:
     def _kept(self) -> dict[str, str]:
         return dict(json.loads((self.folder / "cluster.json").read_text()))
 
+    def _heal(self) -> None:
+        """Undo what a test that was killed did to a cluster that runs."""
+        self._daemon("apiserver").signal(signal.SIGCONT)
+        for node in self.nodes.values():
+            node.mend()
+        self._ready()
+        until(self._all_ready, "all nodes are Ready", within_s=60)
+
     def _plan(self, nodes: int, programs: Path) -> None:
-        number = self.number if self.exists else self._free_number()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        kept = {"number": number, "nodes": nodes, "bin": str(programs)}
-        (self.folder / "cluster.json").write_text(json.dumps(kept))
+        with alone(STATE / "numbers.lock"):
+            kept = {"number": self._free_number(), "nodes": nodes, "bin": str(programs)}
+            self.folder.mkdir(parents=True, exist_ok=True)
+            whole = self.folder / "cluster.json.part"
+            whole.write_text(json.dumps(kept))
+            whole.rename(self.folder / "cluster.json")
 
     def _free_number(self) -> int:
         taken = {Lab(f.parent.name).number for f in STATE.glob("*/cluster.json")}
@@ -296,6 +312,19 @@ class Lab:
         return try_run(self.bin / "kubectl", "--kubeconfig", self.kubeconfig, "get",
                        "serviceaccount", "default")  # fmt: skip
 
+    def _strays(self) -> list[int]:
+        """Kill what has our folder in its command line: it was started, but not yet recorded."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                program, _, arguments = command(int(entry.name)).partition(" ")
+                if Path(program).name in OURS and f"{self.folder}/" in arguments:
+                    found.append(int(entry.name))
+        for pid in found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return [pid for pid in found if started(pid)]
+
     def _down(self) -> None:
         self.say(f"taking {self.name} down")
         nodes = list(self.nodes.values())
@@ -304,7 +333,7 @@ class Lab:
         for daemon in reversed(self.control_plane):
             daemon.signal(signal.SIGCONT)
             daemon.signal(signal.SIGKILL)
-        until(lambda: not any(d.pid for d in self.control_plane), "it has ended", within_s=20)
+        until(lambda: not self._strays(), "nothing of it runs", within_s=20)
         for mount in _mounts(self.folder):
             run("umount", "-l", mount)
         for node in nodes:

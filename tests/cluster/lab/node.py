@@ -50,9 +50,10 @@ class Node:
         containerd, *others = self.daemons
         containerd.start(["containerd", "-c", self.folder / "containerd.json"], netns=self.unique)
         until(lambda: self._answers(containerd), f"containerd of {self.name} answers")
-        self.load(images)
+        self.load(images[:1])  # what holds a Pod; the others come while the kubelet starts
         for daemon in others:
             daemon.start(self._command(daemon.record.stem), netns=self.unique)
+        self.load(images[1:])
 
     def kill(self) -> None:
         """Kill all that runs on it, at once, as when the power fails."""
