@@ -161,14 +161,16 @@ class SecretStore:
         found = await self._read()
         holder = _holder(found)
         if holder is not None and holder.uid != self._me.uid and await self._lives(holder):
-            raise Held(f"the master in Pod {holder.pod} holds the journal {self._name}")
+            raise Held(f"another master holds the journal {self._name}: that in Pod {holder.pod}")
         journal = _unpacked(found, self._name)
         if holder is None or holder.boot != self._me.boot:
             self._me.write = 0
             try:
                 found = await self._write(found, None)
             except Conflict as error:
-                raise Held(f"another master is taking the journal {self._name}") from error
+                raise Held(
+                    f"another master holds the journal {self._name}: it was faster"
+                ) from error
         self._held = found
         return journal
 

@@ -1,5 +1,7 @@
 """What a ``Store`` promises, for the file and for the fake alike."""
 
+import base64
+import gzip
 import os
 import signal
 import stat
@@ -7,18 +9,29 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import pytest
 
+from dlrover_py.kube import PODS, SECRETS, Kube, Obj
 from dlrover_py.master.core.job import Journal, NodeRecord, Opening
 from dlrover_py.master.core.rendezvous import Member, World
-from dlrover_py.master.store import FileStore, Held, Store, Unwritable
+from dlrover_py.master.store import (
+    HOLDER,
+    JOURNAL_KEY,
+    FileStore,
+    Held,
+    SecretStore,
+    Store,
+    Unwritable,
+)
 from dlrover_py.protocol.agents import FailureKind, WorkerFailure
-from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.errors import ConfigError, Superseded, TransientError
 from dlrover_py.protocol.names import Incarnation, NodeId, Round, Term
 from dlrover_py.protocol.status import Failure, JobEvent, JobPhase
 from tests.fakes import MemoryStore, Shelf, fill_up, small_disk
+from tests.fakes_kube import FakeCluster, Fault, fake_cluster
 
 
 @dataclass
@@ -61,9 +74,49 @@ def file(folder: Path) -> Iterator[Case]:
     yield Case(lambda: FileStore(path), spoil, fill)
 
 
-@pytest.fixture(params=["memory", "file"])
-def case(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Case]:
-    yield from memory() if request.param == "memory" else file(tmp_path)
+SECRET = "elasticjob-x-journal"
+
+
+def master_pod(name: str, phase: str = "Running") -> Obj:
+    return {"metadata": {"name": name, "uid": f"uid-{name}"}, "status": {"phase": phase}}
+
+
+def secret_store(kube: Kube, pod: str) -> SecretStore:
+    return SecretStore(kube, "default", SECRET, pod=pod, pod_uid=f"uid-{pod}")
+
+
+def secret(cluster: FakeCluster, kube: Kube) -> Case:
+    cluster.put(SECRETS, {"metadata": {"name": SECRET}})
+    pods = (f"m{number}" for number in count())
+    faults: list[Fault] = []
+
+    def open_() -> Store:
+        name = next(pods)
+        cluster.put(PODS, master_pod(name))
+        return secret_store(kube, name)
+
+    def spoil(data: bytes) -> None:
+        found = cluster.one(SECRETS, SECRET)
+        assert found is not None
+        found["data"] = {JOURNAL_KEY: base64.b64encode(gzip.compress(data)).decode()}
+        cluster.put(SECRETS, found)
+
+    def fill(full: bool) -> None:
+        if full:
+            faults.append(cluster.fail(500, times=1000, method="PUT", path="/secrets/"))
+        else:
+            faults.pop().times = 0
+
+    return Case(open_, spoil, fill)
+
+
+@pytest.fixture(params=["memory", "file", "secret"])
+async def case(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Case]:
+    if request.param == "secret":
+        async with fake_cluster(tmp_path) as (cluster, kube):
+            yield secret(cluster, kube)
+    else:
+        yield next(memory() if request.param == "memory" else file(tmp_path))
 
 
 @pytest.fixture
@@ -309,3 +362,126 @@ async def test_a_place_that_cannot_be_used_is_said(tmp_path: Path) -> None:
     obstacle.write_text("no folder")
     with pytest.raises(ConfigError, match=str(obstacle)):
         await FileStore(obstacle / "journal.json").acquire()
+
+
+# --- the Secret alone ---
+
+
+@pytest.fixture
+async def site(tmp_path: Path) -> AsyncIterator[tuple[FakeCluster, Kube]]:
+    async with fake_cluster(tmp_path) as (cluster, kube):
+        cluster.put(SECRETS, {"metadata": {"name": SECRET}})
+        for name in ("m0", "m1"):
+            cluster.put(PODS, master_pod(name))
+        yield cluster, kube
+
+
+Site = tuple[FakeCluster, Kube]
+
+
+def terminating(pod: Obj) -> Obj:
+    return {**pod, "metadata": {**pod["metadata"], "deletionTimestamp": "2026-01-01T00:00:00Z"}}
+
+
+@pytest.mark.parametrize("fate", ["gone", "another", "going", "failed"])
+async def test_a_master_whose_pod_is_no_more_holds_nothing(site: Site, fate: str) -> None:
+    cluster, kube = site
+    first, second = secret_store(kube, "m0"), secret_store(kube, "m1")
+    await first.acquire()
+    await first.save(journal(1))
+    with pytest.raises(Held, match="that in Pod m0"):
+        await second.acquire()
+    if fate == "gone":
+        cluster.remove(PODS, "m0")
+    elif fate == "another":
+        cluster.put(PODS, {"metadata": {"name": "m0", "uid": "new"}})
+    elif fate == "going":
+        cluster.put(PODS, terminating(master_pod("m0")))
+    else:
+        cluster.put(PODS, master_pod("m0", "Failed"))
+    assert await second.acquire() == journal(1)
+    await second.save(journal(2))
+    with pytest.raises(Superseded, match="held by the master in Pod m1"):
+        await first.save(journal(3))
+    assert await second.acquire() == journal(2), "an old master never writes again"
+
+
+async def test_the_next_process_of_the_same_pod_goes_on(site: Site) -> None:
+    _, kube = site
+    first = secret_store(kube, "m0")
+    await first.acquire()
+    await first.save(journal(1))
+    second = secret_store(kube, "m0")
+    assert await second.acquire() == journal(1)
+    with pytest.raises(Superseded):
+        await first.save(journal(2))
+
+
+async def test_a_write_whose_answer_was_lost_is_not_taken_for_another_masters(site: Site) -> None:
+    cluster, kube = site
+    store = secret_store(kube, "m0")
+    await store.acquire()
+    written = cluster.one(SECRETS, SECRET)
+    assert written is not None
+    await store.save(journal(1))
+    landed = cluster.one(SECRETS, SECRET)
+    assert landed is not None
+    store._held = written  # as if the answer to it had not come
+    await store.save(journal(2))
+    assert await store.acquire() == journal(2)
+
+
+async def test_somebody_who_labels_the_secret_does_no_harm(site: Site) -> None:
+    cluster, kube = site
+    store = secret_store(kube, "m0")
+    await store.acquire()
+    await store.save(journal(1))
+    found = cluster.one(SECRETS, SECRET)
+    assert found is not None
+    found["metadata"]["labels"] = {"backup": "yes"}
+    cluster.put(SECRETS, found)
+    await store.save(journal(2))
+    kept = cluster.one(SECRETS, SECRET)
+    assert kept is not None
+    assert kept["metadata"]["labels"] == {"backup": "yes"}
+    assert await store.acquire() == journal(2)
+
+
+async def test_a_secret_that_was_made_anew_gets_what_its_master_knows(site: Site) -> None:
+    cluster, kube = site
+    store = secret_store(kube, "m0")
+    await store.acquire()
+    await store.save(journal(1))
+    cluster.remove(SECRETS, SECRET)
+    with pytest.raises(Unwritable, match="not found"):
+        await store.save(journal(2))
+    cluster.put(SECRETS, {"metadata": {"name": SECRET}})
+    await store.save(journal(3))
+    assert await store.acquire() == journal(3)
+    kept = cluster.one(SECRETS, SECRET)
+    assert kept is not None
+    assert HOLDER in kept["metadata"]["annotations"]
+
+
+@pytest.mark.parametrize("data", ["", "!!!", "eA==", "H4sIAAAAAAAA"])
+async def test_a_secret_that_cannot_be_unpacked_is_said(site: Site, data: str) -> None:
+    cluster, kube = site
+    cluster.put(SECRETS, {"metadata": {"name": SECRET}, "data": {JOURNAL_KEY: data}})
+    if not data:
+        assert await secret_store(kube, "m0").acquire() is None
+        return
+    with pytest.raises(ConfigError, match="not a journal of this version"):
+        await secret_store(kube, "m0").acquire()
+
+
+async def test_a_right_that_was_taken_away_is_waited_for(site: Site) -> None:
+    cluster, kube = site
+    store = secret_store(kube, "m0")
+    await store.acquire()
+    cluster.fail(403, "Forbidden", "may not update secrets", method="PUT")
+    with pytest.raises(Unwritable, match="may not update secrets"):
+        await store.save(journal(1))
+    await store.save(journal(1))
+    cluster.fail(403, "Forbidden", "may not get secrets", method="GET")
+    with pytest.raises(TransientError, match="may not get"):
+        await secret_store(kube, "m1").acquire()

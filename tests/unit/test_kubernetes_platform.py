@@ -1,0 +1,448 @@
+"""The platform against an API server in memory: what it asks for, understands, and tells."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlrover_py.kube import ELASTICJOBS, EVENTS, PODS, Kube, Obj
+from dlrover_py.master.core.events import (
+    Event,
+    JobChanged,
+    JobStopped,
+    NodeEnded,
+    NodeSeen,
+    NodesListed,
+)
+from dlrover_py.master.platform import kubernetes, pods
+from dlrover_py.master.platform.kubernetes import KubernetesPlatform
+from dlrover_py.master.platform.pods import Site
+from dlrover_py.protocol.agents import Progress
+from dlrover_py.protocol.errors import TransientError
+from dlrover_py.protocol.names import NodeId
+from dlrover_py.protocol.status import Condition, JobEvent, JobPhase, JobStatus
+from tests.builders import job_file
+from tests.fakes_kube import FakeCluster, fake_cluster
+
+pytestmark = pytest.mark.timeout(30)
+N0, N1 = NodeId("n0"), NodeId("n1")
+WITHIN_S = 10.0
+
+
+@dataclass
+class Scene:
+    """A job in a cluster, its platform, and what that has said so far."""
+
+    cluster: FakeCluster
+    kube: Kube
+    platform: KubernetesPlatform
+    uid: str
+    said: list[Event]
+    news: asyncio.Event
+
+    async def hears(self, fits: Callable[[Event], bool]) -> Event:
+        """The first thing said that fits, now or soon."""
+        async with asyncio.timeout(WITHIN_S):
+            while True:
+                for event in self.said:
+                    if fits(event):
+                        return event
+                self.news.clear()
+                await self.news.wait()
+
+    async def hears_of(self, kind: type[Event], node: NodeId) -> Any:
+        return await self.hears(lambda e: isinstance(e, kind) and getattr(e, "node", "") == node)
+
+    def pod(self, node: NodeId = N0) -> Obj:
+        found = self.cluster.one(PODS, f"x-{node}")
+        assert found is not None
+        return found
+
+    def change(self, node: NodeId, **status: Any) -> None:
+        self.cluster.put(PODS, {**self.pod(node), "status": status})
+
+    def runs(self, node: NodeId) -> None:
+        obj = self.pod(node)
+        obj["spec"]["nodeName"] = f"host-{node}"
+        obj["status"] = {
+            "phase": "Running",
+            "containerStatuses": [{"name": "main", "state": {"running": {}}}],
+        }
+        self.cluster.put(PODS, obj)
+
+    def ends(self, node: NodeId, code: int, phase: str = "Failed") -> None:
+        state = {"terminated": {"exitCode": code, "reason": "Error"}}
+        self.change(node, phase=phase, containerStatuses=[{"name": "main", "state": state}])
+
+    def job(self) -> Obj:
+        found = self.cluster.one(ELASTICJOBS, "x")
+        assert found is not None
+        return found
+
+    def conditions(self) -> dict[str, Obj]:
+        return {c["type"]: c for c in (self.job().get("status") or {}).get("conditions", [])}
+
+    async def until(self, true: Callable[[], object]) -> None:
+        async with asyncio.timeout(WITHIN_S):
+            while not true():
+                await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
+    async with fake_cluster(tmp_path) as (cluster, kube):
+        made = cluster.put(ELASTICJOBS, document())
+        uid = made["metadata"]["uid"]
+        platform = KubernetesPlatform(kube, "default", "x", Site(uid, "10.0.0.1:50001"))
+        said: list[Event] = []
+        news = asyncio.Event()
+
+        async def listen() -> None:
+            async for events in platform.watch():
+                said.extend(events)
+                news.set()
+
+        await platform.get_job()
+        task = asyncio.create_task(listen())
+        scene = Scene(cluster, kube, platform, uid, said, news)
+        await scene.hears(lambda e: isinstance(e, NodesListed))
+        yield scene
+        assert not task.done() or task.exception() is None
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def document(replicas: int = 2) -> Obj:
+    made = job_file(replicas, minReplicas=1)
+    template = made["spec"]["replicaSpecs"]["worker"]["template"]
+    template["spec"]["containers"][0]["image"] = "i"
+    return made
+
+
+def status(**more: Any) -> JobStatus:
+    fields: dict[str, Any] = {
+        "name": "x",
+        "generation": 1,
+        "phase": JobPhase.RUNNING,
+        "reason": "r",
+        "term": 3,
+        "round": 1,
+        "world_size": 2,
+        "nodes_in_round": 2,
+        "wanted": 2,
+        "minimum": 1,
+        "ready": 3,
+        "standby": 1,
+        "started_at": 1e9,
+        "published_at": 1.5e9,
+    }
+    return JobStatus(**{**fields, **more})
+
+
+# --- nodes ---
+
+
+async def test_a_node_is_made_and_its_life_is_told(scene: Scene) -> None:
+    await scene.platform.create_node(N0)
+    seen = await scene.hears_of(NodeSeen, N0)
+    assert (seen.near, seen.runs) == (True, False)
+    scene.runs(N0)
+    await scene.hears(lambda e: isinstance(e, NodeSeen) and e.runs)
+    scene.cluster.logs["default", "x-n0"] = "Traceback\nValueError: no"
+    scene.ends(N0, 2)
+    ended = await scene.hears_of(NodeEnded, N0)
+    assert (ended.exit_code, ended.free) == (2, False)
+    assert "ValueError: no" in ended.output
+
+
+async def test_to_ask_twice_makes_one(scene: Scene) -> None:
+    await asyncio.gather(*(scene.platform.create_node(N0) for _ in range(3)))
+    await scene.platform.create_node(N0)
+    assert len(scene.cluster.all(PODS)) == 1
+
+
+async def test_pods_of_others_are_neither_told_nor_touched(scene: Scene) -> None:
+    theirs = pods.pod(await scene.platform.get_job(), N1, Site("another", "a:1"))
+    theirs["metadata"]["ownerReferences"][0]["uid"] = "another"
+    scene.cluster.put(PODS, theirs)
+    await scene.platform.create_node(N0)
+    await scene.hears_of(NodeSeen, N0)
+    assert not [e for e in scene.said if getattr(e, "node", "") == N1]
+    await scene.platform.delete_node(N1, 0.0)
+    assert scene.cluster.one(PODS, "x-n1") is not None
+
+
+async def test_a_name_that_is_taken_is_a_condition_until_it_is_free(scene: Scene) -> None:
+    scene.cluster.put(PODS, {"metadata": {"name": "x-n0"}})
+    asked = asyncio.create_task(scene.platform.create_node(N0))
+    refused = await scene.hears_of(NodeSeen, N0)
+    assert (refused.near, refused.there) == (False, False)
+    assert "not of this job" in refused.message
+    await scene.platform.publish(status())
+    assert scene.conditions()["NameConflict"]["status"] == "True"
+    scene.cluster.remove(PODS, "x-n0")
+    await asyncio.wait_for(asked, WITHIN_S)
+    await scene.platform.publish(status())
+    assert scene.conditions()["NameConflict"]["status"] == "False"
+
+
+REFUSALS = [
+    (403, 'pods "x-n0" is forbidden: exceeded quota: q, requested: pods=1', "QuotaExceeded"),
+    (403, 'pods "x-n0" is forbidden: violates PodSecurity "restricted:latest"', "PodsForbidden"),
+    (
+        403,
+        'pods is forbidden: User "system:serviceaccount:a:b" cannot create resource "pods"',
+        "PermissionDenied",
+    ),
+    (422, 'Pod "x-n0" is invalid: spec.containers[0].image: Required value', "InvalidTemplate"),
+]
+
+
+@pytest.mark.parametrize(("code", "words", "condition"), REFUSALS)
+async def test_a_refusal_is_a_condition_in_the_servers_words(
+    scene: Scene, code: int, words: str, condition: str
+) -> None:
+    scene.cluster.fail(code, "Because", words, method="POST", path="/pods", times=2)
+    asked = asyncio.create_task(scene.platform.create_node(N0))
+    await scene.hears_of(NodeSeen, N0)
+    await scene.platform.publish(status())
+    told = scene.conditions()[condition]
+    assert told["status"] == "True"
+    assert words in told["message"]
+    await asyncio.wait_for(asked, WITHIN_S)
+    await scene.platform.publish(status())
+    assert scene.conditions()[condition]["status"] == "False"
+
+
+async def test_what_pods_lack_is_a_condition(scene: Scene) -> None:
+    await scene.platform.create_node(N0)
+    waiting = {"waiting": {"reason": "ImagePullBackOff", "message": "Back-off pulling i"}}
+    scene.change(N0, phase="Pending", containerStatuses=[{"name": "main", "state": waiting}])
+    await scene.hears(lambda e: isinstance(e, NodeSeen) and not e.near)
+    await scene.platform.publish(status())
+    told = scene.conditions()["ImagePullBackOff"]
+    assert told["message"] == "n0: main: Back-off pulling i"
+    assert told["lastTransitionTime"] == "2017-07-14T02:40:00Z"
+    later = KubernetesPlatform(scene.kube, "default", "x", Site(scene.uid, "a:1"))
+    await later.get_job()
+    await later.publish(status(published_at=1.6e9, term=4))
+    over = scene.conditions()["ImagePullBackOff"]
+    assert over["status"] == "False", "the next master knows that it was there"
+
+
+async def test_an_api_server_that_is_away_is_for_the_caller_to_wait_for(scene: Scene) -> None:
+    scene.cluster.fail(500, method="POST", path="/pods")
+    with pytest.raises(TransientError):
+        await scene.platform.create_node(N0)
+    await scene.platform.create_node(N0)
+
+
+async def test_a_pod_that_ends_within_its_grace_is_kept_for_its_log(scene: Scene) -> None:
+    await scene.platform.create_node(N0)
+    scene.runs(N0)
+    await scene.hears(lambda e: isinstance(e, NodeSeen) and e.runs)
+    gone = asyncio.create_task(scene.platform.delete_node(N0, 60.0))
+    scene.ends(N0, 0, "Succeeded")
+    await asyncio.wait_for(gone, WITHIN_S)
+    assert scene.cluster.one(PODS, "x-n0") is not None
+
+
+async def test_a_pod_that_does_not_end_is_deleted(scene: Scene) -> None:
+    await scene.platform.create_node(N0)
+    scene.runs(N0)
+    await scene.hears(lambda e: isinstance(e, NodeSeen) and e.runs)
+    await scene.platform.delete_node(N0, 0.2)
+    deletes = [c for c in scene.cluster.calls if c.method == "DELETE"]
+    assert [c.body["gracePeriodSeconds"] for c in deletes] == [1]
+    assert (
+        deletes[0].body["preconditions"] == {"uid": scene.pod()["metadata"]["uid"]}
+        if (scene.cluster.one(PODS, "x-n0"))
+        else True
+    )
+
+
+async def test_a_node_that_never_had_a_pod_is_told_as_ended(scene: Scene) -> None:
+    await scene.platform.delete_node(N1, 30.0)
+    ended = await scene.hears_of(NodeEnded, N1)
+    assert ended.free
+
+
+async def test_a_deletion_waits_for_the_creation_that_is_on_its_way(scene: Scene) -> None:
+    asked = asyncio.create_task(scene.platform.create_node(N0))
+    await asyncio.sleep(0)
+    asked.cancel()
+    await scene.platform.delete_node(N0, 0.0)
+    await scene.until(lambda: scene.cluster.one(PODS, "x-n0") is None)
+
+
+async def test_deleted_pods_are_free(scene: Scene) -> None:
+    await scene.platform.create_node(N0)
+    await scene.hears_of(NodeSeen, N0)
+    scene.cluster.remove(PODS, "x-n0")
+    ended = await scene.hears_of(NodeEnded, N0)
+    assert ended.free
+
+
+async def test_only_the_newest_ended_pods_are_kept(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kubernetes, "ENDED_KEPT", 2)
+    for number in range(4):
+        node = NodeId(f"n{number}")
+        await scene.platform.create_node(node)
+        obj = scene.pod(node)
+        obj["metadata"]["creationTimestamp"] = f"2026-01-01T00:00:0{number}Z"
+        scene.cluster.put(PODS, obj)
+        scene.ends(node, 0, "Succeeded")
+        await scene.hears_of(NodeEnded, node)
+    await scene.until(lambda: len(scene.cluster.all(PODS)) == 2)
+    assert [p["metadata"]["name"] for p in scene.cluster.all(PODS)] == ["x-n2", "x-n3"]
+
+
+# --- the job ---
+
+
+async def test_a_new_wish_is_told_once(scene: Scene) -> None:
+    obj = scene.job()
+    obj["spec"]["replicaSpecs"]["worker"]["replicas"] = 5
+    obj["metadata"]["generation"] = obj["metadata"].get("generation", 1) + 1
+    scene.cluster.put(ELASTICJOBS, obj)
+    event = await scene.hears(lambda e: isinstance(e, JobChanged))
+    assert isinstance(event, JobChanged)
+    assert event.job.worker.replicas == 5
+    await scene.platform.publish(status())
+    scene.cluster.put(PODS, {"metadata": {"name": "other"}})
+    await scene.platform.create_node(N0)
+    await scene.hears_of(NodeSeen, N0)
+    assert len([e for e in scene.said if isinstance(e, JobChanged)]) == 1, "a status is no wish"
+
+
+async def test_a_deadline_ends_the_job_in_the_operators_words(scene: Scene) -> None:
+    condition = {"type": "DeadlineExceeded", "status": "True", "message": "60 s are over"}
+    scene.cluster.put(ELASTICJOBS, {**scene.job(), "status": {"conditions": [condition]}})
+    event = await scene.hears(lambda e: isinstance(e, JobStopped))
+    assert event == JobStopped("60 s are over", "DeadlineExceeded")
+
+
+async def test_a_deleted_job_stops_and_makes_no_more_pods(scene: Scene) -> None:
+    await scene.platform.create_node(N0)
+    await scene.hears_of(NodeSeen, N0)
+    scene.cluster.remove(PODS, "x-n0")
+    scene.cluster.remove(ELASTICJOBS, "x")
+    await scene.hears(lambda e: isinstance(e, JobStopped))
+    asked = asyncio.create_task(scene.platform.create_node(N1))
+    refused = await scene.hears_of(NodeSeen, N1)
+    assert "was deleted" in refused.message
+    assert not scene.cluster.all(PODS)
+    asked.cancel()
+
+
+async def test_pods_that_go_first_are_not_replaced_while_their_job_goes(scene: Scene) -> None:
+    """Foreground deletion: the two watches may bring the news in either order."""
+    await scene.platform.create_node(N0)
+    await scene.hears_of(NodeSeen, N0)
+    scene.cluster.fail(500, times=1000, path="elasticjobs", watch=True)
+    scene.cluster.cut()
+    scene.cluster.remove(PODS, "x-n0")
+    await scene.hears_of(NodeEnded, N0)
+    obj = scene.job()
+    obj["metadata"] |= {"deletionTimestamp": "2026-01-01T00:00:00Z", "finalizers": ["foreground"]}
+    scene.cluster.put(ELASTICJOBS, obj)
+    asked = asyncio.create_task(scene.platform.create_node(N1))
+    await scene.hears(lambda e: isinstance(e, JobStopped))
+    assert scene.cluster.one(PODS, "x-n1") is None
+    asked.cancel()
+
+
+async def test_a_job_that_leaves_its_pods_behind_goes_on(scene: Scene) -> None:
+    await scene.platform.create_node(N0)
+    await scene.hears_of(NodeSeen, N0)
+    obj = scene.job()
+    obj["metadata"] |= {"deletionTimestamp": "2026-01-01T00:00:00Z", "finalizers": ["orphan"]}
+    scene.cluster.put(ELASTICJOBS, obj)
+    left = scene.pod()
+    del left["metadata"]["ownerReferences"]
+    scene.cluster.put(PODS, left)
+    scene.cluster.remove(ELASTICJOBS, "x")
+    scene.runs(N0)
+    await scene.hears(lambda e: isinstance(e, NodeSeen) and e.runs)
+    assert not [e for e in scene.said if isinstance(e, JobStopped | NodeEnded)]
+    await scene.platform.publish(status())
+    assert scene.cluster.one(ELASTICJOBS, "x") is None
+
+
+async def test_another_job_of_the_same_name_is_not_ours(scene: Scene) -> None:
+    scene.cluster.remove(ELASTICJOBS, "x")
+    scene.cluster.put(ELASTICJOBS, {**document(9), "metadata": {"name": "x", "uid": "new"}})
+    await scene.hears(lambda e: isinstance(e, JobStopped))
+    with pytest.raises(TransientError, match="another ElasticJob"):
+        await scene.platform.get_job()
+    assert not [e for e in scene.said if isinstance(e, JobChanged)]
+
+
+# --- what is published ---
+
+
+async def test_the_status_is_written_as_ours(scene: Scene) -> None:
+    progress = Progress(
+        step=40,
+        total=100,
+        started_at_step=1,
+        first_step_after_s=0.5,
+        metrics={"loss": 0.5, "x": float("nan")},
+    )
+    condition = Condition(
+        type="Running", status="True", reason="Running", message="m", last_transition_time=1e9
+    )
+    await scene.platform.publish(status(progress=progress, conditions=[condition]))
+    written = scene.job()["status"]
+    assert written["replicas"] == 2
+    assert written["selector"].startswith("elasticjob.dlrover/name=x,")
+    assert written["training"]["progress"]["startedAtStep"] == 1
+    assert written["training"]["progress"]["metrics"] == {"loss": 0.5}
+    assert written["training"]["summary"]["ready"] == "2/2"
+    assert "publishedAt" not in written["training"]
+    assert scene.conditions()["Running"]["lastTransitionTime"] == "2001-09-09T01:46:40Z"
+
+
+def writes(scene: Scene) -> int:
+    return len([c for c in scene.cluster.calls if c.method == "PATCH"])
+
+
+async def test_what_says_nothing_new_is_not_written(scene: Scene) -> None:
+    await scene.platform.publish(status())
+    await scene.platform.publish(status(published_at=1.6e9))
+    step = Progress(step=1, started_at_step=1, first_step_after_s=0.5)
+    await scene.platform.publish(status(progress=step))
+    assert writes(scene) == 1, "progress alone waits"
+    await scene.platform.publish(status(progress=step, round=2))
+    assert writes(scene) == 2
+
+
+async def test_an_old_master_does_not_write_over_a_new_ones_status(scene: Scene) -> None:
+    other = KubernetesPlatform(scene.kube, "default", "x", Site(scene.uid, "a:1"))
+    await other.publish(status(term=9, round=7))
+    await scene.until(lambda: scene.platform._newest_term == 9)
+    await scene.platform.publish(status(term=3))
+    assert scene.job()["status"]["training"]["round"] == 7
+
+
+async def test_events_are_told_once_also_by_the_next_master(scene: Scene) -> None:
+    events = [
+        JobEvent(id=n, at=1e9, reason="NodeLost", message="m" * 2000, type="Warning")
+        for n in (1, 2)
+    ]
+    await scene.platform.publish(status(events=events))
+    await scene.until(lambda: len(scene.cluster.all(EVENTS)) == 2)
+    later = KubernetesPlatform(scene.kube, "default", "x", Site(scene.uid, "a:1"))
+    more = [*events, JobEvent(id=3, at=1e9, reason="RoundFormed", message="m")]
+    await later.publish(status(events=more, term=4))
+    await scene.until(lambda: len(scene.cluster.all(EVENTS)) == 3)
+    told = scene.cluster.all(EVENTS)[0]
+    assert told["involvedObject"]["uid"] == scene.uid
+    assert len(told["message"]) == 1024
