@@ -1,0 +1,63 @@
+"""``dlrover-operator``: looks after the ElasticJobs of a cluster."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+
+import uvloop
+
+from dlrover_operator import health
+from dlrover_operator.loop import Operator
+from dlrover_operator.settings import Settings
+from dlrover_py.kube import Kube
+from dlrover_py.protocol.errors import DLRoverError
+from dlrover_py.telemetry import setup
+
+log = logging.getLogger("operator")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the operator until SIGTERM or SIGINT; return its exit code."""
+    try:
+        settings = Settings.parse(argv)
+        setup("operator", level=settings.log_level)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_run(settings))
+    except DLRoverError as error:
+        sys.stderr.write(f"dlrover-operator: {error}\n")
+        return int(error.exit_code)
+    return 0
+
+
+async def _run(settings: Settings) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    pages = health.listen(settings.health)
+    async with await Kube.connect() as api:
+        operator = Operator(api, settings.masters, settings.namespaces)
+        server = health.server(operator)
+        port = pages.getsockname()[1]
+        where = ",".join(settings.namespaces) or "everywhere"
+        log.info("started", extra={"namespaces": where, "health_port": port})
+        tasks = [
+            asyncio.create_task(operator.run()),
+            asyncio.create_task(server.serve([pages])),
+            asyncio.create_task(stop.wait()),
+        ]
+        done, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
+        for task in done:
+            with contextlib.suppress(asyncio.CancelledError):
+                task.result()
+    log.info("stopped")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

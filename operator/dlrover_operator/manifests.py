@@ -1,0 +1,304 @@
+"""PURE: from a job to the objects of its master. Made once, and again at a resume only.
+
+Nothing here looks at the cluster. What is random (the token, the certificate) is handed in.
+"""
+
+import base64
+from dataclasses import dataclass, field
+from typing import Any
+
+from dlrover_py.protocol import names
+from dlrover_py.protocol.job import ElasticJob
+
+Obj = dict[str, Any]
+
+USER = 65532
+"""Of the image: no user of the node has it."""
+AWAY_S = 10
+"""A master on a node that is not ready is given up after so long; Kubernetes would wait 300 s."""
+NOT_READY = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
+SETTING = "DLROVER_MASTER_"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the administrator of the operator decides for all masters."""
+
+    image: str
+    pull_policy: str = ""
+    pull_secrets: tuple[str, ...] = ()
+    resources: Obj = field(
+        default_factory=lambda: {
+            "requests": {"cpu": "100m", "memory": "192Mi"},
+            "limits": {"memory": "1Gi"},
+        }
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """What agents know their master by, and it them."""
+
+    token: bytes
+    ca: bytes
+    cert: bytes
+    key: bytes
+
+
+def owner(job: ElasticJob) -> Obj:
+    """The reference that has everything of a job deleted with it."""
+    return {
+        "apiVersion": names.API_VERSION,
+        "kind": names.KIND,
+        "name": job.metadata.name,
+        "uid": job.metadata.uid,
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
+
+
+def role(job: ElasticJob) -> Obj:
+    """What a master may do: Pods of its namespace, and its own journal and job."""
+    name = job.metadata.name
+
+    def allow(group: str, resources: list[str], verbs: list[str], only: str = "") -> Obj:
+        rule: Obj = {"apiGroups": [group], "resources": resources, "verbs": verbs}
+        return rule | ({"resourceNames": [only]} if only else {})
+
+    jobs = names.PLURAL
+    rules = [
+        allow("", ["pods"], ["get", "list", "watch", "create", "delete"]),
+        allow("", ["pods/log"], ["get"]),
+        allow("", ["secrets"], ["get", "update"], names.journal_of(name)),
+        allow("", ["events"], ["create"]),
+        allow(names.GROUP, [jobs], ["get", "list", "watch"], name),
+        allow(names.GROUP, [f"{jobs}/status"], ["get", "patch"], name),
+        # Where OwnerReferencesPermissionEnforcement is on, Pods cannot block it otherwise.
+        allow(names.GROUP, [f"{jobs}/finalizers"], ["update"], name),
+    ]
+    return {"metadata": _master_meta(job), "rules": rules}
+
+
+def role_binding(job: ElasticJob) -> Obj:
+    """Gives the role to the master's account."""
+    name = names.master_of(job.metadata.name)
+    account = {"kind": "ServiceAccount", "name": name, "namespace": job.metadata.namespace}
+    role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name}
+    return {"metadata": _master_meta(job), "roleRef": role, "subjects": [account]}
+
+
+def service_account(job: ElasticJob) -> Obj:
+    """The master's account; its Pod asks for the token, others of that account get none."""
+    return {"metadata": _master_meta(job), "automountServiceAccountToken": False}
+
+
+def network_policy(job: ElasticJob) -> Obj:
+    """Agents' port for the job's Pods only; health and metrics for anyone in the cluster."""
+    agents: Obj = {"ports": [{"protocol": "TCP", "port": names.MASTER_PORT}]}
+    if not _spec(job.worker.template).get("hostNetwork"):  # such Pods have no address of their own
+        of_job = {"podSelector": {"matchLabels": {names.LABEL_JOB: job.metadata.name}}}
+        agents["from"] = [of_job]
+    health = {"ports": [{"protocol": "TCP", "port": names.HEALTH_PORT}]}
+    spec = {
+        "podSelector": {"matchLabels": _selector(job)},
+        "policyTypes": ["Ingress"],
+        "ingress": [agents, health],
+    }
+    return {"metadata": _master_meta(job), "spec": spec}
+
+
+def service(job: ElasticJob, cluster_ip: str = "") -> Obj:
+    """Where agents call: by its address, since Pods of the host network may not resolve names."""
+    port = {
+        "name": names.AGENTS_PORT_NAME,
+        "protocol": "TCP",
+        "port": names.MASTER_PORT,
+        "targetPort": names.AGENTS_PORT_NAME,
+    }
+    spec: Obj = {"selector": _selector(job), "ports": [port]}
+    if cluster_ip:
+        spec["clusterIP"] = cluster_ip
+    return {"metadata": _master_meta(job), "spec": spec}
+
+
+def tls_secret(job: ElasticJob, made: Credentials) -> Obj:
+    """The master's certificate; the authority stands beside it, so that the token's can follow."""
+    data = {names.SECRET_CERT: made.cert, names.SECRET_KEY: made.key, names.SECRET_CA: made.ca}
+    return _secret(job, names.tls_of(job.metadata.name), data, kind="kubernetes.io/tls")
+
+
+def token_secret(job: ElasticJob, token: bytes, ca: bytes) -> Obj:
+    """What each node has."""
+    data = {names.SECRET_TOKEN: token, names.SECRET_CA: ca}
+    return _secret(job, names.token_of(job.metadata.name), data)
+
+
+def journal_secret(job: ElasticJob) -> Obj:
+    """An empty page; only the master writes on it."""
+    return {"metadata": _meta(job, names.journal_of(job.metadata.name)), "type": "Opaque"}
+
+
+def deployment(job: ElasticJob, cluster_ip: str, options: Options) -> Obj:
+    """The master: one at a time, within Pod Security ``restricted``."""
+    name = names.master_of(job.metadata.name)
+    asked = job.spec.replica_specs.dlrover_master
+    template = asked.template if asked is not None else {}
+    theirs, meta = _spec(template), _dict(template.get("metadata"))
+    main = _main(theirs)
+    pod: Obj = {
+        key: theirs[key]
+        for key in ("nodeSelector", "affinity", "priorityClassName", "schedulerName")
+        if theirs.get(key)
+    }
+    away = [
+        {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": AWAY_S}
+        for key in NOT_READY
+    ]
+    pulls = [{"name": secret} for secret in options.pull_secrets]
+    pulls += [s for s in _list(theirs.get("imagePullSecrets")) if s not in pulls]
+    pod |= {"imagePullSecrets": pulls} if pulls else {}
+    pod |= {
+        "serviceAccountName": name,
+        "automountServiceAccountToken": True,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": 10,
+        "tolerations": [*_list(theirs.get("tolerations")), *away],
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            "fsGroup": USER,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [_container(job, cluster_ip, options, main)],
+        "volumes": [
+            _volume("token", names.token_of(job.metadata.name)),
+            _volume("tls", names.tls_of(job.metadata.name)),
+            {"name": "tmp", "emptyDir": {}},
+        ],
+    }
+    labels = _dict(meta.get("labels")) | _labels(job) | _selector(job)
+    pod_meta: Obj = {"labels": labels}
+    if meta.get("annotations"):
+        pod_meta["annotations"] = meta["annotations"]
+    return {
+        "metadata": _master_meta(job),
+        "spec": {
+            "replicas": 1,
+            "revisionHistoryLimit": 1,
+            "strategy": {"type": "Recreate"},
+            "selector": {"matchLabels": _selector(job)},
+            "template": {"metadata": pod_meta, "spec": pod},
+        },
+    }
+
+
+def _container(job: ElasticJob, cluster_ip: str, options: Options, main: Obj) -> Obj:
+    meta = job.metadata
+    ours = {
+        names.ENV_MASTER_JOB_UID: meta.uid,
+        names.ENV_MASTER_SERVICE: f"{_host(cluster_ip)}:{names.MASTER_PORT}",
+    }
+    env: list[Obj] = [{"name": name, "value": value} for name, value in ours.items()]
+    for name, path in ((names.ENV_POD_NAME, "name"), (names.ENV_POD_UID, "uid")):
+        env.append({"name": name, "valueFrom": {"fieldRef": {"fieldPath": f"metadata.{path}"}}})
+    for variable in _list(main.get("env")):
+        name = str(_dict(variable).get("name", ""))
+        if name.startswith(SETTING) and name not in ours:
+            env.append(variable)
+    container: Obj = {
+        "name": names.MAIN_CONTAINER,
+        "image": options.image,
+        "command": [
+            "dlrover-master",
+            *("--kubernetes", f"{meta.namespace}/{meta.name}"),
+            *("--listen", f"0.0.0.0:{names.MASTER_PORT}"),
+            *("--health", f"0.0.0.0:{names.HEALTH_PORT}"),
+            *("--token-file", f"{names.TOKEN_MOUNT}/{names.SECRET_TOKEN}"),
+            *("--tls-cert", f"{names.TLS_MOUNT}/{names.SECRET_CERT}"),
+            *("--tls-key", f"{names.TLS_MOUNT}/{names.SECRET_KEY}"),
+        ],
+        "env": env,
+        "ports": [
+            {"name": names.AGENTS_PORT_NAME, "containerPort": names.MASTER_PORT},
+            {"name": names.HEALTH_PORT_NAME, "containerPort": names.HEALTH_PORT},
+        ],
+        "resources": main.get("resources") or options.resources,
+        "livenessProbe": {
+            "httpGet": {"path": "/healthz", "port": names.HEALTH_PORT_NAME},
+            "initialDelaySeconds": 10,
+            "periodSeconds": 10,
+            "timeoutSeconds": 5,
+        },
+        "readinessProbe": {
+            "httpGet": {"path": "/readyz", "port": names.HEALTH_PORT_NAME},
+            "periodSeconds": 1,
+            "timeoutSeconds": 1,
+        },
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "volumeMounts": [
+            {"name": "token", "mountPath": names.TOKEN_MOUNT, "readOnly": True},
+            {"name": "tls", "mountPath": names.TLS_MOUNT, "readOnly": True},
+            {"name": "tmp", "mountPath": "/tmp"},
+        ],
+    }
+    if options.pull_policy:
+        container["imagePullPolicy"] = options.pull_policy
+    return container
+
+
+def _volume(name: str, secret: str) -> Obj:
+    # 0440: root's, readable by the group of fsGroup; others may not.
+    return {"name": name, "secret": {"secretName": secret, "defaultMode": 0o440}}
+
+
+def _secret(job: ElasticJob, name: str, data: dict[str, bytes], kind: str = "Opaque") -> Obj:
+    coded = {key: base64.b64encode(value).decode() for key, value in data.items()}
+    return {"metadata": _meta(job, name), "type": kind, "immutable": True, "data": coded}
+
+
+def _master_meta(job: ElasticJob) -> Obj:
+    return _meta(job, names.master_of(job.metadata.name))
+
+
+def _meta(job: ElasticJob, name: str) -> Obj:
+    return {
+        "name": name,
+        "namespace": job.metadata.namespace,
+        "labels": _labels(job),
+        "ownerReferences": [owner(job)],
+    }
+
+
+def _labels(job: ElasticJob) -> dict[str, str]:
+    return {names.LABEL_APP: names.APP, names.LABEL_JOB: job.metadata.name}
+
+
+def _selector(job: ElasticJob) -> dict[str, str]:
+    return {names.LABEL_JOB: job.metadata.name, names.LABEL_ROLE: names.ROLE_MASTER}
+
+
+def _host(cluster_ip: str) -> str:
+    return f"[{cluster_ip}]" if ":" in cluster_ip else cluster_ip
+
+
+def _main(pod: Obj) -> Obj:
+    containers = [_dict(c) for c in _list(pod.get("containers"))]
+    mains = [c for c in containers if c.get("name") == names.MAIN_CONTAINER]
+    return (mains or containers or [{}])[0] if len(containers) == 1 or mains else {}
+
+
+def _spec(template: Obj) -> Obj:
+    return _dict(template.get("spec"))
+
+
+def _dict(value: object) -> Obj:
+    return value if isinstance(value, dict) else {}
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []

@@ -1,0 +1,579 @@
+"""PURE: what is to be done for one job, from what is seen of it now.
+
+Level-triggered: the same view gives the same plan, whatever happened before; a plan that was
+carried out is empty the next time. Two operators at once do no harm: everything has a name that
+follows from the job's, creating is a POST, and what is there is kept if it is the job's.
+
+States, as the master and the operator tell each other by the job's status:
+
+===============  ==================================================================================
+refused          the spec cannot be used: nothing is made; what runs already goes on
+running          Service, then Deployment (told the Service's address); made again if deleted
+suspended        the master stops its nodes and says so, then the Deployment goes to 0;
+                 a resume plans it anew from the spec, with this operator's version
+too late         ``DeadlineExceeded`` is set and the master ends the job; without one, we do
+ended            the Deployment goes to 0; after ``ttlSecondsAfterFinished`` the job is deleted
+===============  ==================================================================================
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal, Self
+
+from dlrover_operator import manifests
+from dlrover_operator.manifests import Options
+from dlrover_py.protocol import names
+from dlrover_py.protocol.errors import ConfigError, Unsupported
+from dlrover_py.protocol.job import INERT, ElasticJob
+from dlrover_py.protocol.status import JobPhase
+
+Obj = dict[str, Any]
+
+HEAL_S = 30.0
+"""With no master for so long, what it needs is made again where it was deleted."""
+MASTERLESS_S = 60.0
+"""With no master for so long, a job that is to stop is stopped without it."""
+OLD_S = 1.0
+"""Objects of a deleted job of the same name go soon; until then this is the pace of looking."""
+ENDED = tuple(phase.value for phase in JobPhase if phase.ended)
+MESSAGE = 1024
+
+
+# --- what is seen ---
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """What is kept of a master's Deployment."""
+
+    uid: str
+    owner: str
+    """uid of the ElasticJob that it is of; empty if it is nobody's."""
+    version: str
+    replicas: int
+    available: bool
+    told: str
+    """The Service's address that it was given."""
+    trouble: str = ""
+    """Why no Pod could be made, in the server's words."""
+
+    @classmethod
+    def of(cls, obj: Obj) -> Self:
+        """The view of an object."""
+        meta, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
+        pod = (spec.get("template") or {}).get("spec") or {}
+        env = [e for c in pod.get("containers") or () for e in c.get("env") or ()]
+        told = next((e.get("value", "") for e in env if e["name"] == names.ENV_MASTER_SERVICE), "")
+        trouble = [
+            c.get("message", "")
+            for c in status.get("conditions") or ()
+            if c.get("type") == "ReplicaFailure" and c.get("status") == "True"
+        ]
+        return cls(
+            uid=meta["uid"],
+            owner=_owner(meta),
+            version=meta.get("resourceVersion", ""),
+            replicas=spec.get("replicas", 1),
+            available=(status.get("availableReplicas") or 0) > 0,
+            told=told.rpartition(":")[0].strip("[]"),
+            trouble=trouble[0] if trouble else "",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What is kept of a master's Service."""
+
+    uid: str
+    owner: str
+    address: str
+
+    @classmethod
+    def of(cls, obj: Obj) -> Self:
+        """The view of an object."""
+        meta = obj["metadata"]
+        address = (obj.get("spec") or {}).get("clusterIP") or ""
+        return cls(uid=meta["uid"], owner=_owner(meta), address=address)
+
+
+@dataclass(frozen=True, slots=True)
+class MasterPod:
+    """Why a master's Pod does not run yet."""
+
+    reason: str = ""
+    message: str = ""
+
+    @classmethod
+    def of(cls, obj: Obj) -> Self:
+        """The view of an object."""
+        status = obj.get("status") or {}
+        reason = message = ""
+        for condition in status.get("conditions") or ():
+            if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
+                reason, message = condition.get("reason", ""), condition.get("message", "")
+        for container in status.get("containerStatuses") or ():
+            waiting = (container.get("state") or {}).get("waiting") or {}
+            if waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
+                reason, message = waiting["reason"], waiting.get("message", "")
+        return cls(reason=reason, message=message)
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """What the API server refused the last time."""
+
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """All that a plan is made from."""
+
+    job: Obj
+    deployment: Deployment | None = None
+    service: Service | None = None
+    pods: tuple[MasterPod, ...] = ()
+    trouble: Trouble | None = None
+    made_at: float = 0.0
+    """When this operator last made what a master needs."""
+
+
+# --- what is to be done, in this order; a refusal ends it ---
+
+What = Literal[
+    "ServiceAccount", "Role", "RoleBinding", "NetworkPolicy", "Secret", "Service", "Deployment"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Create:
+    """POST; what is there already is kept if it is the job's."""
+
+    what: What
+    obj: Obj
+
+
+@dataclass(frozen=True, slots=True)
+class MakeCredentials:
+    """The two Secrets, of which one authority must be: what is there is kept."""
+
+    job: ElasticJob
+
+
+@dataclass(frozen=True, slots=True)
+class Replan:
+    """Write the Deployment anew, if it is still as it was seen."""
+
+    obj: Obj
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleToZero:
+    """End the master."""
+
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteService:
+    """It has another address than the one that was told."""
+
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeletePods:
+    """Delete the job's worker Pods that run: there is no master to do it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteJob:
+    """Its time after its end is over."""
+
+    uid: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetStatus:
+    """Our part of the status, whole."""
+
+    status: Obj
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """A Kubernetes event; the same one is told once for each generation of the spec."""
+
+    type: Literal["Normal", "Warning"]
+    reason: str
+    message: str
+
+
+Action = (
+    Create
+    | MakeCredentials
+    | Replan
+    | ScaleToZero
+    | DeleteService
+    | DeletePods
+    | DeleteJob
+    | SetStatus
+    | Tell
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be done now, and when to look again if nothing changes."""
+
+    actions: tuple[Action, ...] = ()
+    status: tuple[SetStatus | Tell, ...] = ()
+    """Carried out last, and also when an action was refused (then planned again)."""
+    wake_at: float | None = None
+
+
+Loud = Literal["", "Normal", "Warning"]
+Said = tuple[str, bool, str, str, Loud]
+"""Of a condition: type, status, reason, message, and how loud its change is told."""
+
+
+def plan(seen: Seen, now: float, options: Options) -> Plan:
+    """What is to be done for a job."""
+    meta, spec = seen.job["metadata"], seen.job.get("spec") or {}
+    foreign = spec.get("managedBy") not in (None, names.MANAGED_BY)
+    if foreign or meta.get("deletionTimestamp"):
+        return Plan()
+    return _Planner(seen, now, options).plan()
+
+
+class _Planner:
+    def __init__(self, seen: Seen, now: float, options: Options) -> None:
+        self.seen, self.now, self.options = seen, now, options
+        self.meta = seen.job["metadata"]
+        self.spec: Obj = seen.job.get("spec") or {}
+        self.status: Obj = seen.job.get("status") or {}
+        self.training: Obj = self.status.get("training") or {}
+        self.conditions = {c["type"]: c for c in self.status.get("conditions") or ()}
+        self.name = names.master_of(self.meta["name"])
+        self.wakes: list[float] = []
+        self.refused: ConfigError | None = None
+        self.job: ElasticJob | None = None
+        try:
+            self.job = ElasticJob.read(seen.job)
+        except ConfigError as error:
+            self.refused = error
+        self.deployment, self.service = seen.deployment, seen.service
+        self.foreign = ""
+        """What of these names is not ours; ``old`` if it is of a deleted job of this name."""
+        self.old = False
+        self._set_foreign_aside()
+        self.suspend = self.spec.get("suspend") is True
+        self.resting = self.deployment is None or self.deployment.replicas == 0
+        self.ended = self._ended()
+        self.start = self._start()
+        self.masterless_since = self._masterless_since()
+        self.too_late = self._too_late()
+        if self.too_late and not self.ended and self.resting:
+            self.ended = JobPhase.FAILED.value
+
+    def plan(self) -> Plan:
+        actions = tuple(self._actions())
+        status = tuple(self._status())
+        return Plan(actions, status, min(self.wakes, default=None))
+
+    # --- facts ---
+
+    def _set_foreign_aside(self) -> None:
+        for kind, owner in (
+            ("Deployment", self.deployment and self.deployment.owner),
+            ("Service", self.service and self.service.owner),
+        ):
+            if owner not in (None, self.meta["uid"]):
+                self.foreign = kind
+                self.old = owner != ""
+                self.wakes.append(self.now + OLD_S)
+        if self.foreign:
+            self.deployment = self.service = None
+
+    def _is(self, condition: str) -> bool:
+        return bool(self.conditions.get(condition, {}).get("status") == "True")
+
+    def _since(self, condition: str, status: str) -> float | None:
+        """Since when a condition has this status; None if it has not."""
+        found = self.conditions.get(condition, {})
+        if found.get("status") != status:
+            return None
+        return _seconds(found.get("lastTransitionTime"))
+
+    def _masterless_since(self) -> float | None:
+        if self.deployment is not None and self.deployment.available:
+            return None
+        since = self._since("MasterReady", "False")
+        return max(self.now if since is None else since, self.start or 0.0)
+
+    def _masterless_for(self, limit_s: float) -> bool:
+        return self.masterless_since is not None and self._past(self.masterless_since + limit_s)
+
+    def _ended(self) -> str:
+        for phase in (JobPhase.FAILED, JobPhase.SUCCEEDED):
+            if self._is(phase.value):
+                return phase.value
+        if self.training.get("phase") in ENDED:
+            return str(self.training["phase"])
+        ours = self.status.get("phase")
+        return str(ours) if ours in ENDED and self.status.get("completionTime") else ""
+
+    def _start(self) -> float | None:
+        """When the job began, or was resumed."""
+        start = _seconds(self.status.get("startTime"))
+        if self.ended:
+            return start
+        if self.suspend and self.resting:
+            return None
+        if self._is("Suspended"):
+            return start if self.suspend else self.now
+        if start is None and not (self.refused and self.resting):
+            return self.now
+        return start
+
+    def _too_late(self) -> tuple[str, str] | None:
+        """Reason and message, once a deadline has passed."""
+        if self._is("DeadlineExceeded"):
+            found = self.conditions["DeadlineExceeded"]
+            return found.get("reason", ""), found.get("message", "")
+        if self.ended or self.start is None or self.suspend:
+            return None
+        limit = self.spec.get("activeDeadlineSeconds")
+        if limit is not None and self._past(self.start + limit):
+            return "ActiveDeadline", f"it was not over {limit} s after its start"
+        limit = self.spec.get("pendingTimeoutSeconds")
+        if limit is not None and not self._is("Running"):
+            waits_since = max(self.start, self._since("Running", "False") or 0.0)
+            if self._past(waits_since + limit):
+                return "PendingTimeout", f"it had fewer nodes than its minimum for {limit} s"
+        return None
+
+    def _past(self, at: float) -> bool:
+        if self.now < at:
+            self.wakes.append(at)
+        return self.now >= at
+
+    # --- actions ---
+
+    def _actions(self) -> Iterator[Action]:
+        if self.ended:
+            yield from self._end()
+        elif self.too_late:
+            yield from self._stop_masterless()
+        elif self.suspend:
+            if self.resting:
+                yield from self._leave_no_pods()
+            elif self._nodes_are_gone():
+                yield from self._scale_to_zero()
+            else:
+                yield from self._stop_masterless()
+        elif self.job is not None and not self.foreign:
+            yield from self._run(self.job)
+
+    def _leave_no_pods(self) -> Iterator[Action]:
+        """Somebody has deleted the master before it could stop its nodes; asked once."""
+        if self.status.get("startTime"):
+            yield DeletePods()
+
+    def _end(self) -> Iterator[Action]:
+        if self.too_late and not self.status.get("completionTime"):
+            yield from self._leave_no_pods()
+        yield from self._scale_to_zero()
+        ttl = self.spec.get("ttlSecondsAfterFinished")
+        completion = _seconds(self.status.get("completionTime"))
+        if ttl is not None and completion is not None and self._past(completion + ttl):
+            yield DeleteJob(self.meta["uid"])
+
+    def _scale_to_zero(self) -> Iterator[Action]:
+        if self.deployment is not None and self.deployment.replicas:
+            yield ScaleToZero(self.name, self.deployment.uid)
+
+    def _stop_masterless(self) -> Iterator[Action]:
+        if self._masterless_for(MASTERLESS_S):
+            yield DeletePods()
+            yield from self._scale_to_zero()
+
+    def _nodes_are_gone(self) -> bool:
+        """The master says of this very spec that it has stopped, and that no node is left."""
+        told = self.training
+        nodes = told.get("nodes") or ()
+        return (
+            told.get("phase") == JobPhase.SUSPENDED
+            and told.get("generation") == self.meta.get("generation")
+            and not told.get("leftOut")
+            and all(node.get("phase") == "gone" for node in nodes)
+        )
+
+    def _run(self, job: ElasticJob) -> Iterator[Action]:
+        deployment, service = self.deployment, self.service
+        if service is None:
+            if deployment is None:
+                yield from _needs(job)
+            told = deployment.told if deployment is not None and deployment.replicas else ""
+            yield Create("Service", manifests.service(job, told))
+            return  # the Deployment is told an address that is seen
+        if deployment is None:
+            yield Create("Deployment", manifests.deployment(job, service.address, self.options))
+        elif deployment.replicas == 0:
+            yield from _needs(job)
+            obj = manifests.deployment(job, service.address, self.options)
+            seen = {"uid": deployment.uid, "resourceVersion": deployment.version}
+            yield Replan(obj | {"metadata": obj["metadata"] | seen})
+        elif deployment.told and deployment.told != service.address:
+            yield DeleteService(self.name, service.uid)
+        elif self._masterless_for(HEAL_S) and self._past(self.seen.made_at + HEAL_S):
+            yield from _needs(job)
+
+    # --- status ---
+
+    def _status(self) -> Iterator[SetStatus | Tell]:
+        told = [self._condition(said) for said in self._ours_to_say()]
+        phase = self._phase()
+        status: Obj = {"conditions": [c for c, _ in told]}
+        fields: Obj = {
+            "phase": phase,
+            "observedGeneration": self.meta.get("generation"),
+            "startTime": None if self.start is None else _time(self.start),
+            "completionTime": self._completion(),
+        }
+        status |= {name: value for name, value in fields.items() if value is not None}
+        changed = any(c != self.conditions.get(c["type"]) for c, _ in told)
+        changed |= any(self.status.get(name) != value for name, value in fields.items())
+        if changed:
+            yield SetStatus(status)
+        for condition, news in told:
+            if news != "":
+                yield Tell(news, condition["reason"], condition["message"][:MESSAGE])
+
+    def _completion(self) -> str | None:
+        if not self.ended:
+            return None
+        known = self.status.get("completionTime")
+        if known:
+            return str(known)
+        since = self._since("Failed", "True") or self._since("Succeeded", "True")
+        return _time(since or self.training.get("endedAt") or self.now)
+
+    def _phase(self) -> str:
+        if self.ended:
+            return self.ended
+        if self.suspend and self.resting:
+            return JobPhase.SUSPENDED.value
+        published = self.training.get("phase")
+        if published == JobPhase.SUSPENDED and not self.suspend:
+            return JobPhase.PENDING.value  # its master has not spoken since the resume
+        if published:
+            return str(published)
+        if self.deployment is not None or self.service is not None:
+            return "Created"
+        return str(self.status.get("phase") or "")
+
+    def _ours_to_say(self) -> Iterator[Said]:
+        yield self._accepted()
+        yield self._master_ready()
+        if self.suspend and not self.ended:
+            words = "no node is left, and the master has ended"
+            if self.resting:
+                yield "Suspended", True, "Suspended", words, "Normal"
+            else:
+                yield "Suspended", False, "Suspending", "the master stops its nodes", ""
+        elif "Suspended" in self.conditions:
+            if self.ended:
+                yield "Suspended", False, "Finished", "the job is over", ""
+            else:
+                yield "Suspended", False, "Resumed", "spec.suspend is false", "Normal"
+        if self.too_late is not None:
+            yield "DeadlineExceeded", True, *self.too_late, "Warning"
+
+    def _accepted(self) -> Said:
+        if self.refused is not None:
+            reason = "Unsupported" if isinstance(self.refused, Unsupported) else "InvalidSpec"
+            return "Accepted", False, reason, str(self.refused), "Warning"
+        if self.foreign and not self.old:
+            words = f"{self.foreign} {self.name} is there already and is not this job's"
+            return "Accepted", False, "NameConflict", f"{words}; delete it", "Warning"
+        trouble = self.seen.trouble
+        if trouble is not None and trouble.reason == "NameConflict":
+            return "Accepted", False, trouble.reason, trouble.message, "Warning"
+        inert = self.job.without_effect() if self.job is not None else []
+        if inert:
+            return "Accepted", True, "WithoutEffect", f"{', '.join(inert)}: {INERT}", "Normal"
+        return "Accepted", True, "Accepted", "", ""
+
+    def _master_ready(self) -> Said:
+        if self.ended:
+            return "MasterReady", False, "Finished", "the job is over", ""
+        if self.suspend and self.resting:
+            return "MasterReady", False, "Suspended", "", ""
+        trouble = self.seen.trouble
+        if trouble is not None and trouble.reason != "NameConflict":
+            return "MasterReady", False, trouble.reason, trouble.message, "Warning"
+        if self.old:
+            words = "what a deleted job of this name has left is not gone yet"
+            return "MasterReady", False, "Waiting", words, ""
+        deployment = self.deployment
+        if deployment is None:
+            return "MasterReady", False, "Creating", "", ""
+        if deployment.available:
+            return "MasterReady", True, "Available", "it serves its nodes", "Normal"
+        for pod in self.seen.pods:
+            if pod.reason:
+                return "MasterReady", False, pod.reason, pod.message, "Warning"
+        if deployment.trouble:
+            return "MasterReady", False, "FailedCreate", deployment.trouble, "Warning"
+        return "MasterReady", False, "Starting", "its Pod is not ready yet", ""
+
+    def _condition(self, said: Said) -> tuple[Obj, Loud]:
+        kind, true, reason, message, loud = said
+        status = "True" if true else "False"
+        old = self.conditions.get(kind, {})
+        same = old.get("status") == status
+        at = old.get("lastTransitionTime") if same else None
+        condition: Obj = {
+            "type": kind,
+            "status": status,
+            "reason": reason,
+            "message": message[:32768],
+            "lastTransitionTime": at or _time(self.now),
+        }
+        news = not same or old.get("reason") != reason
+        return condition, loud if news else ""
+
+
+def _needs(job: ElasticJob) -> Iterator[Action]:
+    """What a master needs before it is there; that nobody watches: it is made again by a POST."""
+    yield Create("ServiceAccount", manifests.service_account(job))
+    yield Create("Role", manifests.role(job))
+    yield Create("RoleBinding", manifests.role_binding(job))
+    yield Create("NetworkPolicy", manifests.network_policy(job))
+    yield Create("Secret", manifests.journal_secret(job))
+    yield MakeCredentials(job)
+
+
+def _owner(meta: Obj) -> str:
+    for reference in meta.get("ownerReferences") or ():
+        if reference.get("kind") == names.KIND:
+            return str(reference.get("uid", ""))
+    return ""
+
+
+def _seconds(text: object) -> float | None:
+    if not isinstance(text, str):
+        return None
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return None
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(int(seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

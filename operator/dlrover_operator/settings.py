@@ -1,0 +1,94 @@
+"""The operator's command line."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dlrover_operator.manifests import Options
+from dlrover_py.protocol.errors import ConfigError
+
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What an administrator can set."""
+
+    masters: Options
+    namespaces: tuple[str, ...]
+    """Where jobs are looked after; none means everywhere."""
+    health: str
+    log_level: str
+
+    @classmethod
+    def parse(cls, argv: Sequence[str] | None = None) -> "Settings":
+        """Read the command line.
+
+        Raises:
+            ConfigError: a value cannot be used.
+        """
+        args = _parser().parse_args(argv)
+        options = Options(
+            image=args.master_image,
+            pull_policy=args.image_pull_policy,
+            pull_secrets=tuple(args.image_pull_secret),
+        )
+        if args.master_resources:
+            resources = _resources(args.master_resources)
+            options = Options(
+                options.image, options.pull_policy, options.pull_secrets, resources=resources
+            )
+        namespaces = tuple(dict.fromkeys(args.namespace))
+        return cls(options, namespaces, args.health, args.log_level)
+
+
+def _resources(text: str) -> dict[str, object]:
+    try:
+        resources = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--master-resources: not JSON: {error}") from error
+    if not isinstance(resources, dict) or not resources.keys() <= {"requests", "limits"}:
+        raise ConfigError(
+            f"--master-resources is {text}: expected an object with requests and limits, as a "
+            "container has them"
+        )
+    return resources
+
+
+def _parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="dlrover-operator", description="Looks after ElasticJobs.")
+    p.add_argument(
+        "--master-image", required=True, metavar="IMAGE", help="what each job's master runs"
+    )
+    p.add_argument(
+        "--namespace",
+        action="append",
+        default=[],
+        metavar="NS",
+        help="look after jobs here only; may be given several times (default: everywhere)",
+    )
+    p.add_argument(
+        "--health", default="0.0.0.0:8080", metavar="HOST:PORT", help="health and metrics"
+    )
+    p.add_argument(
+        "--image-pull-policy",
+        default="",
+        choices=("", "Always", "IfNotPresent", "Never"),
+        help="of masters",
+    )
+    p.add_argument(
+        "--image-pull-secret",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="of masters, in the job's namespace; may be given several times",
+    )
+    p.add_argument(
+        "--master-resources",
+        default="",
+        metavar="JSON",
+        help="requests and limits of a master whose job has none of its own",
+    )
+    p.add_argument("--log-level", default="INFO", choices=LEVELS)
+    return p

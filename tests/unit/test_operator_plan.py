@@ -1,0 +1,568 @@
+"""The operator's plans, carried out on a small world: level-triggered, harmless when repeated."""
+
+import copy
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dlrover_operator import plan as p
+from dlrover_operator.manifests import Options
+from dlrover_operator.plan import Action, Deployment, MasterPod, Seen, Service, Trouble, plan
+from dlrover_py.protocol import names
+from tests.builders import job_file
+
+OPTIONS = Options(image="master:1")
+START = 1_000_000.0
+NAME = names.master_of("x")
+
+
+def at(seconds: float) -> str:
+    return p._time(START + seconds)
+
+
+@dataclass
+class World:
+    """An API server as one job's operator sees it, and a master that does what it is told."""
+
+    job: dict[str, Any]
+    now: float = START
+    deployment: Deployment | None = None
+    service: Service | None = None
+    pods: tuple[MasterPod, ...] = ()
+    trouble: Trouble | None = None
+    made_at: float = 0.0
+    done: list[Action] = field(default_factory=list)
+    exists: bool = True
+    version: int = 1
+    addresses: int = 0
+
+    @classmethod
+    def of(cls, **spec: Any) -> "World":
+        job = job_file(3)
+        job["metadata"] |= {"namespace": "default", "uid": "u1", "generation": 1}
+        job["spec"] |= spec
+        return cls(job)
+
+    @property
+    def status(self) -> dict[str, Any]:
+        found = self.job.get("status", {})
+        assert isinstance(found, dict)
+        return found
+
+    def condition(self, kind: str) -> dict[str, Any]:
+        return next((c for c in self.status.get("conditions", ()) if c["type"] == kind), {})
+
+    def said(self, kind: str) -> tuple[str, str]:
+        found = self.condition(kind)
+        return found.get("status", ""), found.get("reason", "")
+
+    def edit(self, **spec: Any) -> None:
+        self.job["spec"] |= spec
+        self.job["metadata"]["generation"] += 1
+
+    def master_says(self, phase: str, **more: Any) -> None:
+        generation = self.job["metadata"]["generation"]
+        training = {"phase": phase, "generation": generation, "nodes": []} | more
+        self.job.setdefault("status", {})["training"] = training
+
+    def master_condition(self, kind: str, status: str = "True") -> None:
+        others = [c for c in self.status.get("conditions", ()) if c["type"] != kind]
+        mine = {"type": kind, "status": status, "reason": "R", "message": "", "x": 1}
+        mine["lastTransitionTime"] = p._time(self.now)
+        self.job.setdefault("status", {})["conditions"] = [*others, mine]
+
+    def comes_up(self) -> None:
+        assert self.deployment is not None
+        self.deployment = Deployment(**_fields(self.deployment) | {"available": True})
+
+    def goes_down(self) -> None:
+        assert self.deployment is not None
+        self.deployment = Deployment(**_fields(self.deployment) | {"available": False})
+
+    def seen(self) -> Seen:
+        job = copy.deepcopy(self.job)
+        return Seen(job, self.deployment, self.service, self.pods, self.trouble, self.made_at)
+
+    def plan(self) -> p.Plan:
+        return plan(self.seen(), self.now, OPTIONS)
+
+    def step(self) -> list[Action]:
+        """Carry out one plan."""
+        return self.carry_out(self.plan())
+
+    def carry_out(self, wish: p.Plan) -> list[Action]:
+        actions = [*wish.actions, *wish.status]
+        for action in actions:
+            self._do(action)
+        self.done += actions
+        return actions
+
+    def settle(self) -> Counter[str]:
+        """Plan and carry out until there is nothing to do; count what was done."""
+        counted: Counter[str] = Counter()
+        for _ in range(10):
+            actions = self.step()
+            if not actions:
+                return counted
+            counted.update(_word(a) for a in actions)
+        raise AssertionError(f"it does not come to rest: {actions}")
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case p.Create("Service", obj):
+                if self.service is None:
+                    self.addresses += 1
+                    address = obj["spec"].get("clusterIP") or f"10.0.0.{self.addresses}"
+                    self.service = Service("s1", "u1", address)
+            case p.Create("Deployment", obj):
+                if self.deployment is None:
+                    self.deployment = Deployment.of(_stored(obj, self._next()))
+            case p.Replan(obj):
+                held = self.deployment
+                if held is not None and held.version == obj["metadata"]["resourceVersion"]:
+                    self.deployment = Deployment.of(_stored(obj, self._next()))
+            case p.ScaleToZero():
+                if self.deployment is not None:
+                    changed = {"replicas": 0, "available": False, "version": self._next()}
+                    self.deployment = Deployment(**_fields(self.deployment) | changed)
+            case p.MakeCredentials():
+                self.made_at = self.now
+            case p.DeleteService():
+                self.service = None
+            case p.DeleteJob(uid):
+                assert uid == "u1"
+                self.exists = False
+            case p.SetStatus(status):
+                ours = {c["type"] for c in status["conditions"]}
+                theirs = [c for c in self.status.get("conditions", ()) if "x" in c]
+                assert not ours & {c["type"] for c in theirs}, "two writers of one condition"
+                kept = {k: v for k, v in self.status.items() if k == "training"}
+                status = copy.deepcopy(status)
+                self.job["status"] = kept | status | {"conditions": status["conditions"] + theirs}
+
+    def _next(self) -> str:
+        self.version += 1
+        return str(self.version)
+
+
+def _fields(deployment: Deployment) -> dict[str, Any]:
+    return {name: getattr(deployment, name) for name in Deployment.__dataclass_fields__}
+
+
+def _stored(obj: dict[str, Any], version: str) -> dict[str, Any]:
+    return obj | {"metadata": obj["metadata"] | {"uid": "d1", "resourceVersion": version}}
+
+
+def _word(action: Action) -> str:
+    return f"Create{action.what}" if isinstance(action, p.Create) else type(action).__name__
+
+
+def running(**spec: Any) -> World:
+    world = World.of(**spec)
+    world.settle()
+    world.comes_up()
+    world.master_says("Running")
+    world.master_condition("Running")
+    world.settle()
+    return world
+
+
+def suspended(world: World) -> World:
+    world.edit(suspend=True)
+    world.settle()
+    world.master_says("Suspended")
+    world.settle()
+    return world
+
+
+# --- life of a job ---
+
+
+def test_a_job_gets_its_master_and_then_rest() -> None:
+    world = World.of()
+    done = world.settle()
+    made = {word for word in done if word.startswith("Create")}
+    assert made == {
+        *("CreateServiceAccount", "CreateRole", "CreateRoleBinding", "CreateNetworkPolicy"),
+        *("CreateSecret", "CreateService", "CreateDeployment"),
+    }
+    assert done["MakeCredentials"] == 1
+    assert world.deployment is not None
+    assert world.service is not None
+    assert world.deployment.told == world.service.address
+    assert world.status["phase"] == "Created"
+    assert world.status["startTime"] == at(0)
+    assert world.status["observedGeneration"] == 1
+    assert world.said("Accepted") == ("True", "Accepted")
+    assert world.said("MasterReady") == ("False", "Starting")
+    world.comes_up()
+    world.master_says("Running")
+    assert set(world.settle()) == {"SetStatus", "Tell"}
+    assert world.said("MasterReady") == ("True", "Available")
+    assert world.status["phase"] == "Running"
+
+
+@pytest.mark.parametrize("phase", ["Succeeded", "Failed", "Stopped"])
+def test_an_ended_jobs_master_goes_and_the_job_after_its_time(phase: str) -> None:
+    world = running(ttlSecondsAfterFinished=100)
+    world.now += 50
+    world.master_says(phase, endedAt=world.now)
+    assert world.settle() == {"ScaleToZero": 1, "SetStatus": 1}
+    assert world.status["completionTime"] == at(50)
+    assert world.status["phase"] == phase
+    assert world.plan().wake_at == START + 150
+    world.now = START + 149
+    assert not world.step()
+    world.now = START + 150
+    assert [_word(a) for a in world.step()] == ["DeleteJob"]
+
+
+def test_an_ended_job_gets_no_other_master_whatever_happens_to_it() -> None:
+    world = running()
+    world.master_condition("Succeeded")
+    world.settle()
+    world.deployment = world.service = None
+    world.edit(suspend=True)
+    world.settle()
+    world.edit(suspend=False)
+    assert "CreateDeployment" not in world.settle()
+    assert world.status["phase"] == "Succeeded"
+
+
+def test_a_job_that_is_born_suspended_gets_no_master_until_its_resume() -> None:
+    world = World.of(suspend=True)
+    assert set(world.settle()) == {"SetStatus", "Tell"}
+    assert world.said("Suspended") == ("True", "Suspended")
+    assert world.status["phase"] == "Suspended"
+    assert "startTime" not in world.status
+    world.now += 1000
+    world.edit(suspend=False)
+    assert world.settle()["CreateDeployment"] == 1
+    assert world.said("Suspended") == ("False", "Resumed")
+    assert world.status["startTime"] == at(1000)
+
+
+def test_suspending_waits_for_the_master_and_a_resume_plans_it_anew() -> None:
+    world = running()
+    told = world.deployment.told if world.deployment else ""
+    world.edit(suspend=True)
+    world.settle()
+    assert world.said("Suspended") == ("False", "Suspending")
+    world.master_says("Suspended", nodes=[{"phase": "live"}])
+    assert "ScaleToZero" not in world.settle()
+    world.master_says("Suspended", generation=1)  # of the spec before
+    assert "ScaleToZero" not in world.settle()
+    world.master_says("Suspended", nodes=[{"phase": "gone"}])
+    assert world.settle()["ScaleToZero"] == 1
+    assert world.said("Suspended") == ("True", "Suspended")
+    assert world.status["phase"] == "Suspended"
+    assert "startTime" not in world.status
+    world.now += 500
+    template = {"spec": {"nodeSelector": {"a": "b"}}}
+    specs = world.job["spec"]["replicaSpecs"] | {"dlrover-master": {"template": template}}
+    world.edit(suspend=False, replicaSpecs=specs)
+    assert world.settle()["Replan"] == 1
+    assert world.deployment is not None
+    assert (world.deployment.replicas, world.deployment.told) == (1, told)
+    replanned = next(a for a in world.done if isinstance(a, p.Replan))
+    assert replanned.obj["spec"]["template"]["spec"]["nodeSelector"] == {"a": "b"}
+    assert world.said("Suspended") == ("False", "Resumed")
+    assert world.status["startTime"] == at(500)
+    assert world.status["phase"] == "Pending"  # what is published is of before
+
+
+def test_an_upgrade_of_the_operator_changes_nothing_of_a_running_job() -> None:
+    world = running()
+    assert plan(world.seen(), world.now, Options(image="master:2")).actions == ()
+
+
+@pytest.mark.parametrize("what", ["managedBy", "deletion"])
+def test_what_is_not_ours_to_look_after_is_left_alone(what: str) -> None:
+    world = World.of(**({"managedBy": "kueue.x-k8s.io/multikueue"} if what == "managedBy" else {}))
+    if what == "deletion":
+        world.job["metadata"]["deletionTimestamp"] = at(0)
+    assert world.plan() == p.Plan()
+    ours = World.of(managedBy=names.MANAGED_BY)
+    assert ours.plan().actions
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason", "words"),
+    [
+        ({"distributionStrategy": "ParameterServerStrategy"}, "Unsupported", "AllreduceStrategy"),
+        ({"replicaSpecs": {"ps": {}, "worker": {}}}, "Unsupported", "role ps"),
+        ({"replicaSpecs": {"worker": {"replicas": 1}}}, "InvalidSpec", "template"),
+    ],
+)
+def test_a_refused_job_gets_words_and_nothing_else(
+    spec: dict[str, Any], reason: str, words: str
+) -> None:
+    world = World.of(**spec)
+    assert world.settle() == {"SetStatus": 1, "Tell": 1}
+    assert world.said("Accepted") == ("False", reason)
+    assert words in world.condition("Accepted")["message"]
+    assert world.status.get("phase", "") == ""
+
+
+def test_a_bad_edit_leaves_the_running_job_alone_and_is_told() -> None:
+    world = running()
+    good = world.job["spec"]["replicaSpecs"]
+    world.edit(replicaSpecs={"worker": {"replicas": 1}})
+    assert not {"ScaleToZero", "DeletePods", "Replan"} & set(world.settle())
+    assert world.said("Accepted") == ("False", "InvalidSpec")
+    world.edit(replicaSpecs=good)
+    world.settle()
+    assert world.said("Accepted") == ("True", "Accepted")
+
+
+def test_fields_without_effect_are_told_once() -> None:
+    world = World.of(optimizeMode="single-job", brainService="b")
+    assert world.settle()["Tell"] == 1
+    assert world.condition("Accepted")["message"] == (
+        "spec.optimizeMode, spec.brainService: accepted, without effect"
+    )
+
+
+def test_a_strangers_objects_are_kept_and_a_dead_namesakes_waited_for() -> None:
+    world = World.of()
+    world.service = Service("s0", "", "10.0.0.9")
+    assert set(world.settle()) == {"SetStatus", "Tell"}
+    assert world.said("Accepted") == ("False", "NameConflict")
+    world.service = Service("s0", "u0", "10.0.0.9")
+    world.settle()
+    assert world.said("Accepted") == ("True", "Accepted")
+    assert world.said("MasterReady") == ("False", "Waiting")
+    assert world.plan().wake_at == world.now + p.OLD_S
+    world.service = None
+    assert world.settle()["CreateDeployment"] == 1
+
+
+@pytest.mark.parametrize(
+    ("trouble", "condition"),
+    [
+        (Trouble("QuotaExceeded", "exceeded quota: q"), "MasterReady"),
+        (Trouble("NameConflict", "Secret is there already"), "Accepted"),
+    ],
+)
+def test_a_refusal_of_the_server_is_told_in_its_words(trouble: Trouble, condition: str) -> None:
+    world = World.of()
+    world.trouble = trouble
+    world.carry_out(p.Plan(status=world.plan().status))
+    assert world.said(condition) == ("False", trouble.reason)
+    assert world.condition(condition)["message"] == trouble.message
+
+
+def test_why_a_master_does_not_come_up_is_told() -> None:
+    world = World.of()
+    world.settle()
+    world.pods = (MasterPod("ImagePullBackOff", "no such image"),)
+    world.settle()
+    assert world.said("MasterReady") == ("False", "ImagePullBackOff")
+
+
+# --- deadlines ---
+
+
+def test_the_active_deadline_is_set_once_and_the_master_ends_the_job() -> None:
+    world = running(activeDeadlineSeconds=100)
+    assert world.plan().wake_at == START + 100
+    world.now += 100
+    assert world.settle() == {"SetStatus": 1, "Tell": 1}
+    assert world.said("DeadlineExceeded") == ("True", "ActiveDeadline")
+    world.now += 1000  # the master takes its time, but it is there
+    assert not world.settle()
+    world.master_condition("Failed")
+    assert world.settle()["ScaleToZero"] == 1
+    assert world.status["phase"] == "Failed"
+
+
+def test_without_a_master_the_operator_ends_the_job_itself() -> None:
+    world = running(activeDeadlineSeconds=100)
+    world.now += 90
+    world.goes_down()
+    world.settle()
+    world.now += 10
+    world.settle()
+    assert world.said("DeadlineExceeded") == ("True", "ActiveDeadline")
+    world.now += 49
+    assert not {"DeletePods", "ScaleToZero"} & set(world.settle())
+    world.now += 1
+    done = world.settle()
+    assert done["DeletePods"] >= 1
+    assert done["ScaleToZero"] == 1
+    assert world.status["phase"] == "Failed"
+    assert world.status["completionTime"]
+    world.now += 1000
+    assert not world.settle()
+
+
+def test_a_resume_starts_the_active_deadline_anew() -> None:
+    world = suspended(running(activeDeadlineSeconds=100))
+    world.now += 1000
+    assert not world.settle()
+    world.edit(suspend=False)
+    world.settle()
+    world.now += 99
+    world.settle()
+    assert world.said("DeadlineExceeded") == ("", "")
+    world.now += 1
+    world.settle()
+    assert world.said("DeadlineExceeded") == ("True", "ActiveDeadline")
+
+
+def test_the_pending_timeout_counts_from_the_start_and_from_each_loss() -> None:
+    world = World.of(pendingTimeoutSeconds=100)
+    world.settle()
+    world.comes_up()
+    world.master_says("Pending")
+    world.now += 99
+    world.settle()
+    assert world.said("DeadlineExceeded") == ("", "")
+    world.master_condition("Running")
+    world.now += 1000
+    world.settle()
+    world.master_condition("Running", "False")
+    world.now += 99
+    world.settle()
+    assert world.said("DeadlineExceeded") == ("", "")
+    world.now += 1
+    world.settle()
+    assert world.said("DeadlineExceeded") == ("True", "PendingTimeout")
+
+
+# --- the master's things are deleted by somebody ---
+
+
+def test_a_deleted_deployment_comes_again_and_a_deleted_service_with_its_address() -> None:
+    world = running()
+    assert world.service is not None
+    address = world.service.address
+    world.deployment = None
+    assert world.settle()["CreateDeployment"] == 1
+    assert world.deployment is not None
+    assert world.deployment.told == address
+    world.service = None
+    assert world.settle()["CreateService"] == 1
+    assert world.service.address == address
+    world.service = Service("s2", "u1", "10.0.0.77")  # somebody was faster
+    assert world.settle()["DeleteService"] == 1
+    assert world.service is not None
+    assert world.service.address == address
+
+
+def test_with_no_master_for_long_what_it_needs_is_made_again() -> None:
+    world = running()
+    world.goes_down()
+    assert "CreateRole" not in world.settle()
+    world.now += p.HEAL_S
+    assert {"CreateRole", "CreateSecret", "MakeCredentials"} <= {_word(a) for a in world.step()}
+
+
+def test_suspending_without_a_master_leaves_no_pods() -> None:
+    world = running()
+    world.deployment = None
+    world.edit(suspend=True)
+    assert world.settle()["DeletePods"] == 1
+    assert world.said("Suspended") == ("True", "Suspended")
+    assert not world.settle()
+
+
+# --- whatever happens ---
+
+happens = st.lists(
+    st.one_of(
+        st.sampled_from(
+            [
+                *("suspend", "resume", "up", "down", "no deployment", "no service", "bad", "good"),
+                *("Running", "Pending", "Forming", "Suspended", "Failed", "Succeeded", "Stopped"),
+                *("condition Running", "condition not Running", "other"),
+            ]
+        ),
+        st.floats(0.5, 200).map(lambda s: f"wait {s}"),
+    ),
+    max_size=14,
+)
+
+
+def happen(world: World, what: str) -> None:
+    match what.split():
+        case ["wait", seconds]:
+            world.now += float(seconds)
+        case ["suspend" | "resume" as verb]:
+            world.edit(suspend=verb == "suspend")
+        case ["bad" | "good" as kind]:
+            specs = job_file(3)["spec"]["replicaSpecs"]
+            world.edit(replicaSpecs=specs if kind == "good" else {"worker": {"replicas": 1}})
+        case ["up"] if world.deployment is not None and world.deployment.replicas:
+            world.comes_up()
+        case ["down"] if world.deployment is not None:
+            world.goes_down()
+        case ["no", "deployment"]:
+            world.deployment = None
+        case ["no", "service"]:
+            world.service = None
+        case ["condition", *no, "Running"]:
+            world.master_condition("Running", "False" if no else "True")
+        case ["other"]:  # another operator, one look behind
+            world.carry_out(world.plan())
+        case [phase] if phase[0].isupper():
+            world.master_says(phase)
+
+
+@settings(deadline=None)
+@given(happens, st.booleans())
+def test_plans_come_to_rest_and_never_take_a_running_jobs_master(
+    what: list[str], deadlines: bool
+) -> None:
+    limits = {"activeDeadlineSeconds": 300, "pendingTimeoutSeconds": 150} if deadlines else {}
+    world = World.of(**limits)
+    for one in what:
+        happen(world, one)
+        wish = world.plan()
+        spec, status = world.job["spec"], world.status
+        coming = [a.status for a in wish.status if isinstance(a, p.SetStatus)]
+        said = [c for s in (status, *coming) for c in s.get("conditions", ())]
+        over = {c["type"] for c in said if c["status"] == "True"}
+        over &= {"Failed", "Succeeded", "DeadlineExceeded"}
+        ended = over or status.get("training", {}).get("phase") in p.ENDED
+        ended = ended or status.get("phase") in p.ENDED
+        if not ended and not spec.get("suspend"):
+            taken = {"ScaleToZero", "DeletePods", "DeleteJob"} & {_word(a) for a in wish.actions}
+            assert not taken
+        if any(isinstance(a, p.Replan) for a in wish.actions):
+            assert world.deployment is not None
+            assert world.deployment.replicas == 0
+        assert not (wish.wake_at is not None and wish.wake_at != wish.wake_at)
+        world.settle()
+        assert not world.step()
+        healthy = status.get("phase")
+        assert healthy != "Created" or world.service is not None
+
+
+@settings(deadline=None)
+@given(happens)
+def test_two_operators_do_what_one_does(what: list[str]) -> None:
+    alone, both = World.of(), World.of()
+    for one in what:
+        happen(alone, one)
+        happen(both, one)
+        alone.settle()
+        first = both.plan()
+        second = both.plan()  # has seen the same
+        both.carry_out(first)
+        third = both.plan()
+        both.carry_out(second)
+        both.carry_out(third)
+        both.settle()
+        assert both.status == alone.status
+        assert (both.deployment is None) == (alone.deployment is None)
+        if both.deployment is not None and alone.deployment is not None:
+            assert both.deployment.replicas == alone.deployment.replicas
+            assert both.deployment.told == alone.deployment.told
