@@ -188,11 +188,8 @@ class SecretStore:
     async def release(self) -> None:  # noqa: D102
         held, self._held = self._held, None
         if held is not None:
-            meta = {"annotations": {HOLDER: None}, "resourceVersion": _version(held)}
-            with contextlib.suppress(KubeError, TimeoutError):
-                async with asyncio.timeout(SAVE_S):
-                    patch = {"metadata": meta}
-                    await self._kube.patch(SECRETS, self._name, patch, self._namespace)
+            with contextlib.suppress(KubeError, TransientError):
+                await self._write(held, None, free=True)
 
     async def _after_conflict(self, data: str) -> None:
         """It is not as we left it: our own write whose answer was lost, or somebody has touched it,
@@ -209,8 +206,8 @@ class SecretStore:
         self._me.write = max(self._me.write, holder.write)
         self._held = await self._write(found, data)
 
-    async def _write(self, secret: Obj, data: str | None) -> Obj:
-        """Replace it as ours, if it is still as given.
+    async def _write(self, secret: Obj, data: str | None, *, free: bool = False) -> Obj:
+        """Replace it as ours, or as nobody's, if it is still as given.
 
         Raises:
             Conflict: it is not.
@@ -218,7 +215,8 @@ class SecretStore:
         mine = self._me.model_copy(update={"write": self._me.write + 1})
         old = secret["metadata"]
         meta = {key: old[key] for key in _KEPT if key in old}
-        meta["annotations"] = {**(old.get("annotations") or {}), HOLDER: mine.model_dump_json()}
+        notes = {k: v for k, v in (old.get("annotations") or {}).items() if k != HOLDER}
+        meta["annotations"] = notes if free else {**notes, HOLDER: mine.model_dump_json()}
         whole = {**secret, "metadata": meta}
         if data is not None:
             whole["data"] = {JOURNAL_KEY: data}
@@ -251,10 +249,6 @@ class SecretStore:
 
 
 _KEPT = ("name", "namespace", "uid", "resourceVersion", "labels", "ownerReferences", "finalizers")
-
-
-def _version(secret: Obj) -> str:
-    return str(secret["metadata"].get("resourceVersion", ""))
 
 
 def _holder(secret: Obj) -> _Hold | None:
