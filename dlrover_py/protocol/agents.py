@@ -57,7 +57,7 @@ class FailureKind(StrEnum):
 class Shown(Wire):
     """A message that stands in the job's status as well, there in camelCase as all of it."""
 
-    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True)
+    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, loc_by_alias=False)
 
 
 class WorkerFailure(Shown):
