@@ -3,6 +3,7 @@
 #   docker build --target operator -t dlrover-operator .      (buildah bud … works as well)
 #   docker build --target master   -t dlrover-master   .
 #   docker build --target agent    -t dlrover-agent    .      --build-arg TORCH=2.9.0 puts torch in
+#   docker build --target examples -t dlrover-examples .      --build-arg TORCH=2.9.0
 #
 # The agent's image is also the base of a job's image: `elastic-run` and `python` are on its PATH.
 #
@@ -43,6 +44,15 @@ RUN mkdir -p /top/opt/venv && if [ -n "${TORCH}" ]; then \
         /build/bin/pip --python /opt/venv/bin/python install --no-cache-dir --quiet --root /top \
             "torch==${TORCH}"; fi
 
+FROM torch AS examples-libraries
+RUN mkdir -p /more/opt/venv && if [ -n "${TORCH}" ]; then \
+        /build/bin/python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb')); \
+            print(*p['project']['optional-dependencies']['examples'], sep='\\n', \
+                  file=open('/build/examples.txt', 'w'))" \
+        && PYTHONPATH=$(echo /top/opt/venv/lib/python3.*/site-packages) \
+            /build/bin/pip --python /opt/venv/bin/python install --no-cache-dir --quiet \
+            --root /more -c constraints.txt -r /build/examples.txt; fi
+
 FROM libraries AS source
 COPY . .
 RUN /build/bin/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir /build/dist . \
@@ -63,6 +73,11 @@ FROM user AS agent
 COPY --from=torch /top/opt/venv /opt/venv
 COPY --from=source /ours/opt/venv /opt/venv
 USER 65532:65532
+
+# The jobs of examples/: `kubectl apply -f examples/01-digits/job.yaml`.
+FROM agent AS examples
+COPY --from=examples-libraries /more/opt/venv /opt/venv
+COPY --chown=65532:65532 examples /examples
 
 FROM user AS cluster-program
 COPY --from=operator-libraries /top/opt/venv /opt/venv

@@ -70,7 +70,9 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--batch", type=int, default=96, help="samples in a step, of all workers")
-    parser.add_argument("--ckpt", type=Path, default=Path("ckpt"), help="folder, seen by all nodes")
+    parser.add_argument(
+        "--ckpt", type=Path, default=Path("ckpt"), help="folder: of each node, or of all"
+    )
     parser.add_argument(
         "--step-delay", type=float, default=0.0, help="seconds, to have time to look"
     )
@@ -109,18 +111,20 @@ def resume(
 ) -> tuple[int, int, int]:
     """Load the newest checkpoint, if there is one, and give (step, epoch, offset in the epoch).
 
-    Rank 0 reads it for all, so that no two ranks can start from different files.
+    Who has the newest one gives it to all: the folder may be each node's own, and a node that has
+    come later has none.
     """
-    found: list[Any] = [None]
     path = folder / "checkpoint.pt"
-    if dist.get_rank() == 0:
+    if int(os.environ["LOCAL_RANK"]) == 0:
         for draft in folder.glob("*.tmp"):  # its writer was killed
             draft.unlink(missing_ok=True)
-        if path.exists():
-            found = [torch.load(path, map_location="cpu", weights_only=True)]
-    dist.broadcast_object_list(found, src=0)
-    if found[0] is None:
+    mine = torch.load(path, map_location="cpu", weights_only=True) if path.exists() else None
+    steps: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(steps, mine["position"][0] if mine is not None else -1)
+    if max(steps) < 0:
         return 0, 0, 0
+    found = [mine]
+    dist.broadcast_object_list(found, src=steps.index(max(steps)))
     model.load_state_dict(found[0]["model"])
     optimizer.load_state_dict(found[0]["optimizer"])
     step, epoch, offset = found[0]["position"]
@@ -132,11 +136,11 @@ def resume(
 def save(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, position: tuple[int, int, int]
 ) -> None:
-    """Write the checkpoint from rank 0, so that the file is either the old or the new one."""
-    if dist.get_rank() != 0:
+    """Write the checkpoint, a copy for each node; the file is either the old or the new one."""
+    if int(os.environ["LOCAL_RANK"]) != 0:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    # A name of its own: a rank 0 of an older round may still be writing on another machine.
+    # A name of its own: the folder may be of all nodes, and a worker of an older round still there.
     draft = folder / f"{uuid.uuid4().hex}.tmp"
     state = {
         "model": model.state_dict(),

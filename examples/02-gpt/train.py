@@ -130,7 +130,9 @@ def parse_args() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--ckpt", type=Path, default=Path("ckpt"), help="folder, seen by all nodes")
+    parser.add_argument(
+        "--ckpt", type=Path, default=Path("ckpt"), help="folder: of each node, or of all"
+    )
     parser.add_argument("--ckpt-every", type=int, default=20, help="steps")
     parser.add_argument("--global-batch", type=int, default=24, help="samples, of all workers")
     parser.add_argument(
@@ -192,18 +194,20 @@ def learning_rate(step: int, steps: int) -> float:
 def resume(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Load the newest checkpoint, if there is one, and give its step.
 
-    Rank 0 reads it for all, so that no two ranks can start from different files.
+    Who has the newest one gives it to all: the folder may be each node's own, and a node that has
+    come later has none.
     """
-    found: list[Any] = [None]
     path = folder / "checkpoint.pt"
-    if dist.get_rank() == 0:
+    if int(os.environ["LOCAL_RANK"]) == 0:
         for draft in folder.glob("*.tmp"):  # its writer was killed
             draft.unlink(missing_ok=True)
-        if path.exists():
-            found = [torch.load(path, map_location="cpu", weights_only=True)]
-    dist.broadcast_object_list(found, src=0)
-    if found[0] is None:
+    mine = torch.load(path, map_location="cpu", weights_only=True) if path.exists() else None
+    steps: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(steps, mine["step"] if mine is not None else -1)
+    if max(steps) < 0:
         return 0
+    found = [mine]
+    dist.broadcast_object_list(found, src=steps.index(max(steps)))
     model.load_state_dict(found[0]["model"])
     optimizer.load_state_dict(found[0]["optimizer"])
     torch.set_rng_state(found[0]["rng"])
@@ -214,11 +218,11 @@ def resume(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 
 def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Write the checkpoint from rank 0, so that the file is either the old or the new one."""
-    if dist.get_rank() != 0:
+    """Write the checkpoint, a copy for each node; the file is either the old or the new one."""
+    if int(os.environ["LOCAL_RANK"]) != 0:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    # A name of its own: a rank 0 of an older round may still be writing on another machine.
+    # A name of its own: the folder may be of all nodes, and a worker of an older round still there.
     draft = folder / f"{uuid.uuid4().hex}.tmp"
     state = {
         "model": model.state_dict(),

@@ -317,7 +317,7 @@ def _kind() -> Iterator[Path]:
 
 def _kind_images() -> dict[str, str]:
     tag = images.tag()
-    built = {t: f"{images.PREFIX}/{t}:{tag}" for t in images.targets()}
+    built = {t: f"{images.PREFIX}/{t}:{tag}" for t in images.TARGETS}
     for target, name in built.items():
         run("docker", "build", "--target", target, "-t", name, settings.ROOT, within_s=1800)
         run("kind", "load", "docker-image", "--name", settings.NAME, name, within_s=600)

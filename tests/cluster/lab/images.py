@@ -18,7 +18,7 @@ from tests.cluster.lab.parts import Say, digest
 from tests.cluster.lab.settings import CACHE, HERE, PYTHON_IMAGE, ROOT
 from tests.cluster.lab.shell import LabError, alone, run
 
-TARGETS = ("operator", "master", "agent")
+TARGETS = ("operator", "master", "agent", "examples")
 PREFIX = "dlrover.test"  # a registry that does not exist: what is not loaded is not found elsewhere
 PAUSE = f"{PREFIX}/pause:1"
 DEBIAN = "bookworm"
@@ -26,7 +26,7 @@ PACKAGES = ("python3", "python3-venv", "ca-certificates")
 LEFT_OUT = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*", "/usr/share/info/*")
 INPUTS = (
     "Dockerfile", ".dockerignore", "pyproject.toml", "constraints.txt", "README.md", "LICENSE",
-    "dlrover_py", "agent", "operator",
+    "dlrover_py", "agent", "operator", "examples",
 )  # fmt: skip
 
 
@@ -97,11 +97,6 @@ def system(say: Say) -> list[Image]:
         return [pause, _base(say)]
 
 
-def targets() -> list[str]:
-    """The Dockerfile's targets that the working tree has a program for."""
-    return [t for t in TARGETS if t != "operator" or (ROOT / "operator").exists()]
-
-
 def tag() -> str:
     """The tag of our images: a hash of all that goes into them."""
     return digest(_inputs(), PYTHON_IMAGE or base_name())
@@ -111,7 +106,7 @@ def ours(say: Say) -> dict[str, Image]:
     """The images of the Dockerfile, by target, as the working tree is now."""
     with alone(CACHE / "images.lock"):
         base = PYTHON_IMAGE or f"localhost/{_base(say).name}"
-        found = {t: Image(f"{PREFIX}/{t}:{tag()}") for t in targets()}
+        found = {t: Image(f"{PREFIX}/{t}:{tag()}") for t in TARGETS}
         for target, image in found.items():
             if not image.there:
                 say(f"building the image of the {target}")
