@@ -1,0 +1,246 @@
+"""ElasticJobs for tests: submitted, watched (no polling), hurt."""
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from dlrover_py.kube import ELASTICJOBS, PODS, Changed, Gone, Kind, Kube, Listed
+from dlrover_py.protocol.job import ElasticJob
+from dlrover_py.protocol.status import JobPhase, Training
+from tests.cluster.harness import Cluster, Obj
+
+T = TypeVar("T")
+
+STEPS = """
+import sys, time
+from dlrover_py.trainer import session
+total, pause = int(sys.argv[1]), float(sys.argv[2])
+for step in range(total):
+    if session.should_stop():
+        print("asked to stop at", step, flush=True)
+        sys.exit(0)
+    session.report_step(step, total)
+    time.sleep(pause)
+print("done", session.world().rank, flush=True)
+"""
+"""A script without torch: it starts in a moment."""
+
+
+def document(
+    name: str,
+    image: str,
+    command: list[str],
+    *,
+    replicas: int = 2,
+    spec: Obj | None = None,
+    pod: Obj | None = None,
+    **worker: Any,
+) -> Obj:
+    """An ElasticJob; ``worker`` are fields of its replica spec, ``pod`` of its template's spec."""
+    main = {"name": "main", "image": image, "command": command}
+    template = {"spec": {"containers": [main], "terminationGracePeriodSeconds": 5, **(pod or {})}}
+    role = {"replicas": replicas, "template": template, **worker}
+    return {
+        "apiVersion": "elastic.iml.github.io/v1alpha1",
+        "kind": "ElasticJob",
+        "metadata": {"name": name},
+        "spec": {"replicaSpecs": {"worker": role}, **(spec or {})},
+    }
+
+
+def steps(total: int = 100_000, pause: float = 0.05) -> list[str]:
+    """The command of a job that takes so many steps and does nothing else."""
+    return ["elastic-run", "--no-python", "python3", "-c", STEPS, str(total), str(pause)]
+
+
+class Watched:
+    """What there is in a namespace, by a watch of its own."""
+
+    def __init__(self, cluster: Cluster, namespace: str) -> None:
+        self._cluster, self.namespace = cluster, namespace
+        self._found: dict[str, dict[str, Obj]] = {"ElasticJob": {}, "Pod": {}}
+        self._news = threading.Condition()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._main: asyncio.Task[None] | None = None
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._main = self._loop.create_task(self._watch_all())
+        with contextlib.suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._main)
+        self._loop.close()
+
+    async def _watch_all(self) -> None:
+        async with await Kube.connect(kubeconfig=self._cluster.kubeconfig) as kube:
+            await asyncio.gather(self._watch(kube, ELASTICJOBS), self._watch(kube, PODS))
+
+    async def _watch(self, kube: Kube, kind: Kind) -> None:
+        changes = kube.watch(kind, self.namespace, view=lambda obj: obj)
+        async with contextlib.aclosing(changes):
+            async for change in changes:
+                with self._news:
+                    found = self._found[kind.name]
+                    match change:
+                        case Listed(items):
+                            found.clear()
+                            found.update({i["metadata"]["name"]: i for i in items})
+                        case Changed(item):
+                            found[item["metadata"]["name"]] = item
+                        case Gone(item):
+                            found.pop(item["metadata"]["name"], None)
+                    self._news.notify_all()
+
+    def all(self, kind: str) -> dict[str, Obj]:
+        """Objects by name, as they were last seen."""
+        with self._news:
+            return dict(self._found[kind])
+
+    def until(self, look: Callable[[], T], what: str, *, within_s: float = 60.0) -> T:
+        """Wait until there is something (truthy), and return it."""
+        deadline = time.monotonic() + within_s
+        with self._news:
+            while not (seen := look()):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise AssertionError(f"not within {within_s:g} s: {what}\n{self._story()}")
+                self._news.wait(left)
+            return seen
+
+    def close(self) -> None:
+        """Watch no more."""
+        if self._main is not None:
+            self._loop.call_soon_threadsafe(self._main.cancel)
+        self._thread.join(10)
+
+    def _story(self) -> str:
+        lines = []
+        for name, job in self._found["ElasticJob"].items():
+            status = job.get("status") or {}
+            lines.append(f"job {name}: phase {status.get('phase')}")
+            for c in status.get("conditions") or []:
+                lines.append(f"  {c['type']}={c['status']} {c['reason']}: {c['message'][:300]}")
+            training = status.get("training") or {}
+            for event in training.get("events") or []:
+                lines.append(f"  event {event['reason']}: {event['message'][:300]}")
+        for name, pod in self._found["Pod"].items():
+            status = pod.get("status") or {}
+            states = [c.get("state") for c in status.get("containerStatuses") or []]
+            lines.append(f"pod {name}: {status.get('phase')} {states}")
+        return "\n".join(lines)
+
+
+class Job:
+    """One ElasticJob."""
+
+    def __init__(self, cluster: Cluster, watched: Watched, name: str) -> None:
+        self.cluster, self.watched, self.name = cluster, watched, name
+        self.namespace = watched.namespace
+
+    @property
+    def obj(self) -> Obj:
+        """The object; empty if it is gone."""
+        return self.watched.all("ElasticJob").get(self.name, {})
+
+    @property
+    def status(self) -> Obj:
+        """Its status."""
+        found: Obj = self.obj.get("status") or {}
+        return found
+
+    @property
+    def phase(self) -> str:
+        """As the operator says."""
+        return str(self.status.get("phase", ""))
+
+    @property
+    def training(self) -> Training | None:
+        """As the master says."""
+        found = self.status.get("training")
+        return None if found is None else Training.model_validate(found)
+
+    def condition(self, kind: str) -> Obj:
+        """The condition of this type; empty if there is none."""
+        found = (c for c in self.status.get("conditions") or [] if c["type"] == kind)
+        return next(found, {})
+
+    def holds(self, kind: str) -> bool:
+        """Whether the condition is True."""
+        return bool(self.condition(kind).get("status") == "True")
+
+    @property
+    def pods(self) -> dict[str, Obj]:
+        """Its workers' Pods by node id."""
+        label = "elasticjob.dlrover/replica-type"
+        return {
+            name.removeprefix(f"{self.name}-"): pod
+            for name, pod in self.watched.all("Pod").items()
+            if pod["metadata"].get("labels", {}).get(label) == "worker"
+            and pod["metadata"]["labels"].get("elasticjob.dlrover/name") == self.name
+        }
+
+    def until(self, look: Callable[[], T], what: str, *, within_s: float = 60.0) -> T:
+        """Wait until there is something (truthy)."""
+        return self.watched.until(look, f"{self.name}: {what}", within_s=within_s)
+
+    def runs(self, nodes: int, *, after: int = 0, within_s: float = 90.0) -> Training:
+        """Wait for a round of so many nodes, later than that one, that has made a step."""
+
+        def look() -> Training | None:
+            seen = self.training
+            good = (
+                seen is not None
+                and seen.phase is JobPhase.RUNNING
+                and seen.nodes_in_round == nodes
+                and seen.round > after
+                and any(e.reason == "TrainingResumed" and e.round == seen.round for e in seen.events)
+            )
+            return seen if good else None
+
+        return self.until(look, f"a round of {nodes} nodes after {after}", within_s=within_s)
+
+    def ends(self, phase: str, *, within_s: float = 90.0) -> Obj:
+        """Wait until it has ended so."""
+        self.until(lambda: self.phase == phase, f"phase {phase}", within_s=within_s)
+        return self.status
+
+    def patch(self, spec: Obj) -> None:
+        """Change its spec."""
+        import json
+
+        self.cluster.kubectl(
+            *("patch", "elasticjob", self.name, "-n", self.namespace, "--type=merge"),
+            *("-p", json.dumps({"spec": spec})),
+        )
+
+    def kubectl(self, *args: str) -> str:
+        """kubectl in its namespace."""
+        return self.cluster.kubectl(*args, "-n", self.namespace)
+
+
+def submit(cluster: Cluster, watched: Watched, doc: Obj) -> Job:
+    """Create a job."""
+    ElasticJob.parse(doc)
+    cluster.kubectl("create", "-f", "-", "-n", watched.namespace, stdin=_yaml(doc))
+    return Job(cluster, watched, doc["metadata"]["name"])
+
+
+def _yaml(doc: Obj) -> str:
+    import yaml
+
+    return str(yaml.safe_dump(doc))
+
+
+@contextmanager
+def watching(cluster: Cluster, namespace: str) -> Iterator[Watched]:
+    """A watch for a test."""
+    watched = Watched(cluster, namespace)
+    try:
+        yield watched
+    finally:
+        watched.close()
