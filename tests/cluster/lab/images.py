@@ -86,8 +86,10 @@ class Image:
 
 def system(say: Say) -> list[Image]:
     """What every node has: the process that holds a Pod, and the base (python and a shell)."""
+    pause, base = Image(PAUSE), Image(base_name())
+    if pause.there and base.there:
+        return [pause, base]
     with alone(CACHE / "images.lock"):
-        pause = Image(PAUSE)
         if not pause.there:
             folder = CACHE / "pause"
             folder.mkdir(parents=True, exist_ok=True)
@@ -104,9 +106,11 @@ def tag() -> str:
 
 def ours(say: Say) -> dict[str, Image]:
     """The images of the Dockerfile, by target, as the working tree is now."""
+    found = {t: Image(f"{PREFIX}/{t}:{tag()}") for t in TARGETS}
+    if all(image.there for image in found.values()):
+        return found  # without waiting for another tree's build
     with alone(CACHE / "images.lock"):
         base = PYTHON_IMAGE or f"localhost/{_base(say).name}"
-        found = {t: Image(f"{PREFIX}/{t}:{tag()}") for t in TARGETS}
         for target, image in found.items():
             if not image.there:
                 say(f"building the image of the {target}")
