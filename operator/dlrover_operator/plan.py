@@ -437,10 +437,9 @@ class _Planner:
 
     def _status(self) -> Iterator[SetStatus | Tell]:
         told = [self._condition(said) for said in self._ours_to_say()]
-        phase = self._phase()
         status: Obj = {"conditions": [c for c, _ in told]}
         fields: Obj = {
-            "phase": phase,
+            "phase": self._phase() or None,
             "observedGeneration": self.meta.get("generation"),
             "startTime": None if self.start is None else _time(self.start),
             "completionTime": self._completion(),
@@ -522,7 +521,8 @@ class _Planner:
             return "MasterReady", False, "Waiting", words, ""
         deployment = self.deployment
         if deployment is None:
-            return "MasterReady", False, "Creating", "", ""
+            reason = "Creating" if self.refused is None else "Refused"
+            return "MasterReady", False, reason, "", ""
         if deployment.available:
             return "MasterReady", True, "Available", "it serves its nodes", "Normal"
         for pod in self.seen.pods:

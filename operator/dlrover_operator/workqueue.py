@@ -80,7 +80,7 @@ class WorkQueue(Generic[K]):
     @property
     def longest_s(self) -> float:
         """How long the oldest work runs."""
-        return self._clock() - min(self._running.values(), default=self._clock())
+        return self._clock() - min(self._running.values()) if self._running else 0.0
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """What prometheus_client asks for."""

@@ -1,0 +1,319 @@
+"""The operator as a loop and as a process, against an API server in memory.
+
+There is no controller and no kubelet there: the test plays them, and the master.
+"""
+
+import asyncio
+import base64
+import contextlib
+import os
+import signal
+import sys
+import urllib.request
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlrover_operator.loop import Operator
+from dlrover_operator.manifests import Options
+from dlrover_py.kube import (
+    DEPLOYMENTS,
+    ELASTICJOBS,
+    EVENTS,
+    NAMESPACES,
+    NETWORK_POLICIES,
+    PODS,
+    ROLE_BINDINGS,
+    ROLES,
+    SECRETS,
+    SERVICE_ACCOUNTS,
+    SERVICES,
+    Kube,
+    Obj,
+)
+from dlrover_py.protocol import names
+from tests.builders import job_file
+from tests.fakes_kube import FakeCluster, fake_cluster
+from tests.process.harness import free_port
+
+pytestmark = pytest.mark.process
+
+MASTER = names.master_of("x")
+OPTIONS = Options(image="master:1")
+SOON = 30.0
+
+
+async def until(look: Callable[[], Any], what: str) -> Any:
+    async def seen() -> Any:
+        while not (found := look()):
+            await asyncio.sleep(0.01)
+        return found
+
+    try:
+        return await asyncio.wait_for(seen(), SOON)
+    except TimeoutError:
+        pytest.fail(f"not within {SOON:g} s: {what}")
+
+
+@asynccontextmanager
+async def operator(kube: Kube, *namespaces: str) -> AsyncIterator[Operator]:
+    made = Operator(kube, OPTIONS, namespaces)
+    running = asyncio.create_task(made.run())
+    try:
+        await until(lambda: made.ready, "a ready operator")
+        yield made
+    finally:
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+
+
+@pytest.fixture
+async def bed(tmp_path: Path) -> AsyncIterator[tuple[FakeCluster, Kube]]:
+    async with fake_cluster(tmp_path) as (cluster, kube):
+        for name in ("a", "b", "c", "bad"):
+            cluster.put(NAMESPACES, {"metadata": {"name": name}})
+        yield cluster, kube
+
+
+Bed = tuple[FakeCluster, Kube]
+
+
+def job(name: str = "x", namespace: str = "default", **spec: Any) -> Obj:
+    document = job_file(3)
+    document["metadata"] = {"name": name, "namespace": namespace}
+    document["spec"] |= spec
+    return document
+
+
+def condition(cluster: FakeCluster, kind: str, name: str = "x", space: str = "default") -> Obj:
+    held = cluster.one(ELASTICJOBS, name, space) or {}
+    found = (held.get("status") or {}).get("conditions") or []
+    return next((c for c in found if c["type"] == kind), {})
+
+
+def status(cluster: FakeCluster) -> Obj:
+    held = cluster.one(ELASTICJOBS, "x") or {}
+    found = held.get("status") or {}
+    assert isinstance(found, dict)
+    return found
+
+
+def master_says(cluster: FakeCluster, phase: str) -> None:
+    held = cluster.one(ELASTICJOBS, "x")
+    assert held is not None
+    generation = held["metadata"].get("generation", 1)
+    held.setdefault("status", {})["training"] = {"phase": phase, "generation": generation}
+    cluster.put(ELASTICJOBS, held)
+
+
+def available(cluster: FakeCluster, count: int = 1) -> None:
+    held = cluster.one(DEPLOYMENTS, MASTER)
+    assert held is not None
+    cluster.put(DEPLOYMENTS, held | {"status": {"availableReplicas": count}})
+
+
+async def test_the_life_of_a_job(bed: Bed) -> None:
+    cluster, kube = bed
+    async with operator(kube):
+        await kube.create(ELASTICJOBS, job(ttlSecondsAfterFinished=0))
+        deployment = await until(lambda: cluster.one(DEPLOYMENTS, MASTER), "a Deployment")
+        for kind in (SERVICE_ACCOUNTS, ROLES, ROLE_BINDINGS, NETWORK_POLICIES, SERVICES):
+            assert cluster.one(kind, MASTER), kind
+        for name in (names.token_of("x"), names.tls_of("x"), names.journal_of("x")):
+            assert cluster.one(SECRETS, name), name
+        service = cluster.one(SERVICES, MASTER)
+        assert service is not None
+        env = deployment["spec"]["template"]["spec"]["containers"][0]["env"]
+        address = f"{service['spec']['clusterIP']}:50001"
+        assert {"name": "DLROVER_MASTER_SERVICE", "value": address} in env
+        available(cluster)
+        await until(
+            lambda: condition(cluster, "MasterReady").get("status") == "True", "MasterReady"
+        )
+        master_says(cluster, "Running")
+        await until(lambda: status(cluster).get("phase") == "Running", "phase Running")
+
+        await kube.patch(ELASTICJOBS, "x", {"spec": {"suspend": True}}, "default")
+        await until(lambda: condition(cluster, "Suspended").get("reason") == "Suspending", "word")
+        master_says(cluster, "Suspended")
+
+        def replicas() -> int:
+            held = cluster.one(DEPLOYMENTS, MASTER)
+            assert held is not None
+            return int(held["spec"]["replicas"])
+
+        await until(lambda: replicas() == 0, "no master")
+        available(cluster, 0)
+        await until(lambda: status(cluster).get("phase") == "Suspended", "phase Suspended")
+        await kube.patch(ELASTICJOBS, "x", {"spec": {"suspend": False}}, "default")
+        await until(lambda: replicas() == 1, "a master again")
+        available(cluster)
+        master_says(cluster, "Succeeded")
+        await until(lambda: cluster.one(ELASTICJOBS, "x") is None, "the job is deleted")
+    reasons = [e["reason"] for e in cluster.all(EVENTS)]
+    assert reasons.count("Suspended") == reasons.count("Resumed") == 1
+
+
+async def test_one_bad_job_does_not_hold_up_others_and_is_told_why(bed: Bed) -> None:
+    cluster, kube = bed
+    words = 'deployments.apps "m" is forbidden: exceeded quota: q'
+    fault = cluster.fail(
+        403, "Forbidden", words, times=10_000, method="POST", path="namespaces/bad/deployments"
+    )
+    async with operator(kube):
+        for number in range(20):
+            await kube.create(ELASTICJOBS, job(f"x{number}", "bad"))
+        await kube.create(ELASTICJOBS, job())
+        await until(lambda: cluster.one(DEPLOYMENTS, MASTER), "the good job's master")
+        told = await until(
+            lambda: (c := condition(cluster, "MasterReady", "x7", "bad")).get("message") and c,
+            "the refusal as a condition",
+        )
+        assert (told["status"], told["reason"]) == ("False", "QuotaExceeded")
+        assert told["message"] == words
+        fault.times = 0
+        await until(lambda: len(cluster.all(DEPLOYMENTS, "bad")) == 20, "all masters")
+
+
+async def test_a_strangers_secret_is_not_touched(bed: Bed) -> None:
+    cluster, kube = bed
+    theirs = {"metadata": {"name": names.token_of("x")}, "data": {"token": "eA=="}}
+    before = cluster.put(SECRETS, theirs)
+    async with operator(kube):
+        await kube.create(ELASTICJOBS, job())
+        await until(lambda: condition(cluster, "Accepted").get("reason") == "NameConflict", "it")
+    assert cluster.one(SECRETS, names.token_of("x")) == before
+    assert cluster.one(DEPLOYMENTS, MASTER) is None
+
+
+async def test_with_no_master_its_running_pods_are_deleted_and_no_others(bed: Bed) -> None:
+    cluster, kube = bed
+    made = await kube.create(ELASTICJOBS, job(suspend=True))
+    made["status"] = {"startTime": "2026-01-01T00:00:00Z"}  # its master was deleted meanwhile
+    cluster.put(ELASTICJOBS, made)
+    labels = {names.LABEL_JOB: "x", names.LABEL_ROLE: names.ROLE_WORKER}
+    for name, uid, phase in (
+        ("running", made["metadata"]["uid"], "Running"),
+        ("over", made["metadata"]["uid"], "Failed"),
+        ("foreign", "u0", "Running"),
+    ):
+        owner = {"apiVersion": names.API_VERSION, "kind": "ElasticJob", "name": "x", "uid": uid}
+        meta = {"name": name, "labels": labels, "ownerReferences": [owner]}
+        cluster.put(PODS, {"metadata": meta, "status": {"phase": phase}})
+    async with operator(kube):
+        await until(lambda: status(cluster).get("phase") == "Suspended", "suspended")
+
+    def left() -> set[str]:
+        found = cluster.all(PODS)
+        return {p["metadata"]["name"] for p in found if "deletionTimestamp" not in p["metadata"]}
+
+    await until(lambda: left() == {"over", "foreign"}, "only the running one goes")
+
+
+async def test_a_namespaced_operator_asks_for_its_namespaces_only(bed: Bed) -> None:
+    cluster, kube = bed
+    await kube.create(ELASTICJOBS, job(namespace="a"))
+    await kube.create(ELASTICJOBS, job(namespace="b"))
+    before = len(cluster.calls)
+    async with operator(kube, "b", "c"):
+        await until(lambda: cluster.one(DEPLOYMENTS, MASTER, "b"), "the master in b")
+    assert not cluster.all(DEPLOYMENTS, "a")
+    paths = {call.path for call in cluster.calls[before:]}
+    assert all("/namespaces/b/" in path or "/namespaces/c/" in path for path in paths)
+
+
+async def test_a_broken_watch_and_a_deleted_deployment(bed: Bed) -> None:
+    cluster, kube = bed
+    async with operator(kube):
+        await kube.create(ELASTICJOBS, job())
+        first = await until(lambda: cluster.one(DEPLOYMENTS, MASTER), "a Deployment")
+        cluster.compact()
+        cluster.cut()
+        cluster.remove(DEPLOYMENTS, MASTER)
+        await until(
+            lambda: (
+                (d := cluster.one(DEPLOYMENTS, MASTER))
+                and d["metadata"]["uid"] != first["metadata"]["uid"]
+            ),
+            "another Deployment",
+        )
+
+
+async def test_two_operators_make_one_master_whose_secrets_fit(bed: Bed) -> None:
+    cluster, kube = bed
+    async with operator(kube), operator(kube):
+        for number in range(10):
+            await kube.create(ELASTICJOBS, job(f"x{number}"))
+        await until(lambda: len(cluster.all(DEPLOYMENTS)) == 10, "all masters")
+    for number in range(10):
+        token = cluster.one(SECRETS, names.token_of(f"x{number}"))
+        tls = cluster.one(SECRETS, names.tls_of(f"x{number}"))
+        assert token is not None
+        assert tls is not None
+        assert token["data"]["ca.crt"] == tls["data"]["ca.crt"]
+        assert len(base64.b64decode(token["data"]["token"])) >= 32
+
+
+async def test_a_job_that_is_at_rest_costs_no_writes(bed: Bed) -> None:
+    cluster, kube = bed
+    async with operator(kube) as one:
+        await kube.create(ELASTICJOBS, job())
+        await until(lambda: cluster.one(DEPLOYMENTS, MASTER), "a Deployment")
+        available(cluster)
+        await until(
+            lambda: condition(cluster, "MasterReady").get("status") == "True", "MasterReady"
+        )
+        await until(lambda: not one._queue._running and not one._queue._waiting, "rest")
+        written = sum(call.method != "GET" for call in cluster.calls)
+        for _ in range(5):
+            one._queue.add(("default", "x"))
+            await until(lambda: not one._queue._running and not one._queue._waiting, "rest")
+        assert sum(call.method != "GET" for call in cluster.calls) == written
+
+
+async def test_the_process_is_killed_comes_again_and_ends_in_order(
+    bed: Bed, tmp_path: Path
+) -> None:
+    cluster, kube = bed
+    port = free_port()
+    env = os.environ | {"KUBECONFIG": str(tmp_path / "kubeconfig")}
+    argv = [sys.executable, "-m", "dlrover_operator", "--master-image=m:1"]
+    argv += [f"--health=127.0.0.1:{port}"]
+
+    def page(path: str) -> str:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as reply:
+                return str(reply.read().decode())
+        except OSError:
+            return ""
+
+    async def start() -> asyncio.subprocess.Process:
+        process = await asyncio.create_subprocess_exec(*argv, env=env)
+        while await asyncio.to_thread(page, "/readyz") != "ok":
+            assert process.returncode is None
+            await asyncio.sleep(0.05)
+        return process
+
+    process = await asyncio.wait_for(start(), SOON)
+    try:
+        await kube.create(ELASTICJOBS, job())
+        await until(lambda: cluster.one(SERVICES, MASTER), "a Service")
+        process.kill()
+        await process.wait()
+        process = await asyncio.wait_for(start(), SOON)
+        await until(lambda: cluster.one(DEPLOYMENTS, MASTER), "a Deployment")
+        await until(lambda: status(cluster).get("phase") == "Created", "its phase")
+        assert await asyncio.to_thread(page, "/healthz") == "ok"
+        metrics = await asyncio.to_thread(page, "/metrics")
+        assert 'workqueue_adds_total{name="elasticjobs"}' in metrics
+        assert 'elasticjob_jobs{phase="Created"} 1.0' in metrics
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), SOON) == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
