@@ -178,7 +178,7 @@ class Training(JobStatus):
 
     summary: Summary
     left_out: int = 0
-    """Nodes that are not shown; those that are not in order are shown first."""
+    """Nodes that are not shown: those that are not in order come first, those gone last."""
 
     @classmethod
     def of(cls, status: JobStatus) -> Self:
@@ -189,7 +189,7 @@ class Training(JobStatus):
         left = TRAINING_BYTES - _size(bare)
         events = _fitting(status.events[: -TRAINING_EVENTS - 1 : -1], left // 2)
         left -= sum(map(_size, events))
-        nodes = _fitting(sorted(status.nodes, key=_in_order)[:TRAINING_NODES], left)
+        nodes = _fitting(sorted(status.nodes, key=_dullness)[:TRAINING_NODES], left)
         update = {"nodes": nodes, "events": events[::-1]}
         return bare.model_copy(update=update | {"left_out": len(status.nodes) - len(nodes)})
 
@@ -209,8 +209,10 @@ def _size(doc: _Doc) -> int:
     return len(doc.model_dump_json(by_alias=True).encode()) + 1
 
 
-def _in_order(node: NodeStatus) -> bool:
-    return node.phase is NodePhase.LIVE and not node.message and not node.restarts
+def _dullness(node: NodeStatus) -> int:
+    if node.phase is NodePhase.GONE:
+        return 2
+    return int(node.phase is NodePhase.LIVE and not node.message and not node.restarts)
 
 
 def summarize(status: JobStatus) -> Summary:

@@ -239,7 +239,7 @@ class Operator:
             return "refused"
         try:
             await self._report(key, seen.job, wish)
-        except (TransientError, kube.Conflict, kube.NotFound) as error:
+        except KubeError as error:  # there is no other place to tell it
             return self._later(key, error)
         self._failures.pop(key, None)
         wait_s = RESYNC_S * random.uniform(0.8, 1.0)

@@ -26,7 +26,7 @@ from dlrover_operator.manifests import Options
 from dlrover_py.protocol import names
 from dlrover_py.protocol.errors import ConfigError, Unsupported
 from dlrover_py.protocol.job import INERT, ElasticJob
-from dlrover_py.protocol.status import JobPhase
+from dlrover_py.protocol.status import JobPhase, NodePhase
 
 Obj = dict[str, Any]
 
@@ -406,11 +406,11 @@ class _Planner:
         """The master says of this very spec that it has stopped, and that no node is left."""
         told = self.training
         nodes = told.get("nodes") or ()
-        return (
+        return bool(
             told.get("phase") == JobPhase.SUSPENDED
             and told.get("generation") == self.meta.get("generation")
-            and not told.get("leftOut")
-            and all(node.get("phase") == "gone" for node in nodes)
+            and (nodes or not told.get("leftOut"))  # those that are gone are shown last
+            and all(node.get("phase") == NodePhase.GONE for node in nodes)
         )
 
     def _run(self, job: ElasticJob) -> Iterator[Action]:

@@ -256,7 +256,9 @@ def test_suspending_waits_for_the_master_and_a_resume_plans_it_anew() -> None:
     assert "ScaleToZero" not in world.settle()
     world.master_says("Suspended", generation=1)  # of the spec before
     assert "ScaleToZero" not in world.settle()
-    world.master_says("Suspended", nodes=[{"phase": "gone"}])
+    world.master_says("Suspended", leftOut=1)
+    assert "ScaleToZero" not in world.settle()
+    world.master_says("Suspended", nodes=[{"phase": "gone"}], leftOut=1)
     assert world.settle()["ScaleToZero"] == 1
     assert world.said("Suspended") == ("True", "Suspended")
     assert world.status["phase"] == "Suspended"

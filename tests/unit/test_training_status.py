@@ -60,11 +60,14 @@ def test_it_is_cut_to_size(given: JobStatus, shown: tuple[int, int]) -> None:
         assert made.events[-1] == given.events[-1]
 
 
-def test_nodes_that_are_not_in_order_come_first() -> None:
+def test_nodes_that_are_not_in_order_come_first_and_those_gone_last() -> None:
     given = status(200)
     bad = given.nodes[150].model_copy(update={"message": "it is slow"})
-    given = given.model_copy(update={"nodes": [*given.nodes[:150], bad, *given.nodes[151:]]})
-    assert Training.of(given).nodes[0] == bad
+    gone = given.nodes[0].model_copy(update={"phase": NodePhase.GONE, "message": "it is gone"})
+    nodes = [gone] * 100 + [*given.nodes[100:150], bad]
+    shown = Training.of(given.model_copy(update={"nodes": nodes})).nodes
+    assert shown[0] == bad
+    assert [n.phase for n in shown[1:]] == [NodePhase.LIVE] * 50 + [NodePhase.GONE] * 13
 
 
 def test_the_columns() -> None:
