@@ -1,10 +1,15 @@
+import json
 import re
 import secrets
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.cluster.harness import Cluster, cluster_for_tests
+
+CHART = Path(__file__).parents[2] / "charts/dlrover"
+SYSTEM = "dlrover-system"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -50,3 +55,30 @@ def master_image(cluster: Cluster) -> str:
 def operator_image(cluster: Cluster) -> str:
     """Our operator's image."""
     return cluster.image("operator")
+
+
+@pytest.fixture
+def operator(cluster: Cluster, operator_image: str, master_image: str) -> str:
+    """The operator, installed from the chart; its namespace."""
+    return installed(cluster, operator_image, master_image)
+
+
+def installed(cluster: Cluster, operator_image: str, master_image: str) -> str:
+    """Install or upgrade the chart, if that is not what is there; the release's namespace."""
+    values = []
+    for key, image in (("image", operator_image), ("master.image", master_image)):
+        name, _, tag = image.rpartition(":")
+        values += [f"{key}.repository={name}", f"{key}.tag={tag}"]
+    found = cluster.helm("list", "-A", "-f", "^dlrover$", "-ojson")
+    release = next(iter(json.loads(found)), None)
+    if (
+        release is not None
+        and release["status"] == "deployed"
+        and operator_image in cluster.helm("get", "manifest", "dlrover", "-n", release["namespace"])
+    ):
+        return str(release["namespace"])
+    cluster.helm(
+        *("upgrade", "--install", "dlrover", str(CHART), "-n", SYSTEM, "--create-namespace"),
+        *("--take-ownership", "--set", ",".join(values), "--wait", "--timeout=120s"),
+    )
+    return SYSTEM

@@ -2,11 +2,14 @@
 
 import asyncio
 import contextlib
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
+
+import yaml
 
 from dlrover_py.kube import ELASTICJOBS, PODS, Changed, Gone, Kind, Kube, Listed
 from dlrover_py.protocol.job import ElasticJob
@@ -61,7 +64,7 @@ class Watched:
     """What there is in a namespace, by a watch of its own."""
 
     def __init__(self, cluster: Cluster, namespace: str) -> None:
-        self._cluster, self.namespace = cluster, namespace
+        self.cluster, self.namespace = cluster, namespace
         self._found: dict[str, dict[str, Obj]] = {"ElasticJob": {}, "Pod": {}}
         self._news = threading.Condition()
         self._loop = asyncio.new_event_loop()
@@ -77,7 +80,7 @@ class Watched:
         self._loop.close()
 
     async def _watch_all(self) -> None:
-        async with await Kube.connect(kubeconfig=self._cluster.kubeconfig) as kube:
+        async with await Kube.connect(kubeconfig=self.cluster.kubeconfig) as kube:
             await asyncio.gather(self._watch(kube, ELASTICJOBS), self._watch(kube, PODS))
 
     async def _watch(self, kube: Kube, kind: Kind) -> None:
@@ -123,11 +126,12 @@ class Watched:
         for name, job in self._found["ElasticJob"].items():
             status = job.get("status") or {}
             lines.append(f"job {name}: phase {status.get('phase')}")
-            for c in status.get("conditions") or []:
-                lines.append(f"  {c['type']}={c['status']} {c['reason']}: {c['message'][:300]}")
-            training = status.get("training") or {}
-            for event in training.get("events") or []:
-                lines.append(f"  event {event['reason']}: {event['message'][:300]}")
+            lines += [
+                f"  {c['type']}={c['status']} {c['reason']}: {c['message'][:300]}"
+                for c in status.get("conditions") or []
+            ]
+            events = (status.get("training") or {}).get("events") or []
+            lines += [f"  event {e['reason']}: {e['message'][:300]}" for e in events]
         for name, pod in self._found["Pod"].items():
             status = pod.get("status") or {}
             states = [c.get("state") for c in status.get("containerStatuses") or []]
@@ -159,10 +163,17 @@ class Job:
         return str(self.status.get("phase", ""))
 
     @property
-    def training(self) -> Training | None:
-        """As the master says."""
+    def seen(self) -> Training | None:
+        """As the master says, if it has said anything."""
         found = self.status.get("training")
         return None if found is None else Training.model_validate(found)
+
+    @property
+    def training(self) -> Training:
+        """As the master says."""
+        seen = self.seen
+        assert seen is not None, f"no master of {self.name} has said anything"
+        return seen
 
     def condition(self, kind: str) -> Obj:
         """The condition of this type; empty if there is none."""
@@ -192,13 +203,15 @@ class Job:
         """Wait for a round of so many nodes, later than that one, that has made a step."""
 
         def look() -> Training | None:
-            seen = self.training
+            seen = self.seen
             good = (
                 seen is not None
                 and seen.phase is JobPhase.RUNNING
                 and seen.nodes_in_round == nodes
                 and seen.round > after
-                and any(e.reason == "TrainingResumed" and e.round == seen.round for e in seen.events)
+                and any(
+                    e.reason == "TrainingResumed" and e.round == seen.round for e in seen.events
+                )
             )
             return seen if good else None
 
@@ -211,8 +224,6 @@ class Job:
 
     def patch(self, spec: Obj) -> None:
         """Change its spec."""
-        import json
-
         self.cluster.kubectl(
             *("patch", "elasticjob", self.name, "-n", self.namespace, "--type=merge"),
             *("-p", json.dumps({"spec": spec})),
@@ -226,14 +237,8 @@ class Job:
 def submit(cluster: Cluster, watched: Watched, doc: Obj) -> Job:
     """Create a job."""
     ElasticJob.parse(doc)
-    cluster.kubectl("create", "-f", "-", "-n", watched.namespace, stdin=_yaml(doc))
+    cluster.kubectl("create", "-f", "-", "-n", watched.namespace, stdin=yaml.safe_dump(doc))
     return Job(cluster, watched, doc["metadata"]["name"])
-
-
-def _yaml(doc: Obj) -> str:
-    import yaml
-
-    return str(yaml.safe_dump(doc))
 
 
 @contextmanager
