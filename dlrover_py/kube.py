@@ -509,7 +509,7 @@ class Kube:
                         try:
                             yield reply
                         finally:
-                            _leave(reply)
+                            _abort(reply.connection)
                         return
                 except aiohttp.ClientConnectorCertificateError as error:
                     if refused is not None:
@@ -530,6 +530,7 @@ class Kube:
                 # Compression costs both ends more than a cluster's network does.
                 headers={"Accept": "application/json, */*", "Accept-Encoding": "identity"},
                 read_bufsize=_BUFFER,
+                response_class=_response_class(),
             )
         return self._http
 
@@ -800,9 +801,23 @@ def _event(line: bytes) -> tuple[str, Obj]:
     return kind, obj
 
 
-def _leave(reply: "aiohttp.ClientResponse") -> None:
+def _response_class() -> "type[aiohttp.ClientResponse]":
+    import aiohttp
+
+    class Response(aiohttp.ClientResponse):
+        async def start(self, connection: Any) -> aiohttp.ClientResponse:
+            try:
+                return await super().start(connection)
+            except BaseException:  # cancelled, above all
+                _abort(connection)
+                raise
+
+    return Response
+
+
+def _abort(connection: Any) -> None:
     """Break off what was not read to its end: over TLS a close would wait for the other side."""
-    if (connection := reply.connection) is not None and connection.transport is not None:
+    if connection is not None and connection.transport is not None:
         connection.transport.abort()
 
 

@@ -736,9 +736,15 @@ async def test_fifty_calls_at_once_beside_watches(fake: Fake) -> None:
 
 
 async def test_a_call_has_a_deadline(tmp_path: Path) -> None:
+    left = asyncio.Event()
+
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
         writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+        left.set()
 
     server = await asyncio.start_server(silent, "127.0.0.1", 0)
     address = "http://{}:{}".format(*server.sockets[0].getsockname())
@@ -748,3 +754,4 @@ async def test_a_call_has_a_deadline(tmp_path: Path) -> None:
             kube.times = Times(call_s=0.2)
             with pytest.raises(ServerDown, match=f"{address}: no answer within 0.2 s"):
                 await kube.get(PODS, "a", "default")
+        await asyncio.wait_for(left.wait(), SOON)  # its connection is broken off

@@ -404,6 +404,7 @@ async def test_a_kubeconfig_may_go_through_a_proxy(
         writer.write(b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 8\r\n\r\nno route")
         await writer.drain()
         writer.close()
+        await writer.wait_closed()
 
     server = await asyncio.start_server(proxy, "127.0.0.1", 0)
     address = "http://{}:{}".format(*server.sockets[0].getsockname())
