@@ -32,4 +32,7 @@ fi
 echo "setup: installing into $venv (torch is large: this takes a minute or two)"
 "$venv/bin/python" -m uv pip install --quiet --python "$venv/bin/python" \
     -c constraints.txt -e '.[dev,examples]'
+# Once, here: where nothing may be written later each process compiles torch anew, 2 to 3 s of CPU.
+# (A file or two of the libraries are templates, and no Python.)
+"$venv/bin/python" -m compileall -q -j 0 "$venv"/lib/python3.*/site-packages >/dev/null || true
 echo "setup: done; try: source $venv/bin/activate && dlrover --help"
