@@ -355,13 +355,15 @@ def test_users_rights_come_and_stay_with_the_definition() -> None:
     roles = [o for o in of_kind(objects, "ClusterRole") if "elasticjobs-" in o["metadata"]["name"]]
     kept = [o for o in objects if o["metadata"].get("annotations") == {
         "helm.sh/resource-policy": "keep"}]  # fmt: skip
-    assert len(roles) == 2
+    assert len(roles) == 3
     assert kept == [*of_kind(objects, "CustomResourceDefinition"), *roles]
     for role in roles:
         to = {k.rpartition("-")[2] for k in role["metadata"]["labels"] if "aggregate-to" in k}
-        view = role["metadata"]["name"].endswith("view")
-        assert to == ({"admin", "edit", "view"} if view else {"admin", "edit"})
-        assert not (view and {v for _, _, v in flat(role["rules"])} - {"get", "list", "watch"})
+        whose = role["metadata"]["name"].removeprefix("elasticjobs-")
+        assert to == {"admin": {"admin"}, "edit": {"admin", "edit"},
+                      "view": {"admin", "edit", "view"}}[whose]  # fmt: skip
+        if whose == "view":
+            assert {v for _, _, v in flat(role["rules"])} == {"get", "list", "watch"}
     none = rendered({"rbac": {"aggregateToUsers": False}})
     assert len(of_kind(none, "ClusterRole")) == 1
 

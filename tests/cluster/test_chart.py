@@ -1,0 +1,227 @@
+"""The chart on a real cluster: installed, used, upgraded, taken away and put back."""
+
+import json
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.cluster.harness import Cluster, LabError, Obj, until
+
+CHART = Path(__file__).parents[2] / "charts/dlrover"
+CRD = "elasticjobs.elastic.iml.github.io"
+USERS = ("elasticjobs-admin", "elasticjobs-edit", "elasticjobs-view")
+FOREVER = ["elastic-run", "--no-python", "tail", "-f", "/dev/null"]
+
+Installed = Callable[..., str]
+"""Runs helm for a release with the images of this working tree."""
+
+
+def image_values(cluster: Cluster) -> Obj:
+    def parts(target: str) -> dict[str, str]:
+        name, _, tag = cluster.image(target).rpartition(":")
+        return {"repository": name, "tag": tag, "pullPolicy": "IfNotPresent"}
+
+    return {"image": parts("operator"), "master": {"image": parts("master")}}
+
+
+@pytest.fixture
+def helm(cluster: Cluster, namespace: str, tmp_path: Path) -> Iterator[Installed]:
+    """Helm in the test's namespace, which enforces Pod Security `restricted`.
+
+    The definition and users' roles are the cluster's: they go if this test brought them.
+    """
+    had = cluster.get("crd", CRD) is not None
+    cluster.kubectl("label", "ns", namespace, "pod-security.kubernetes.io/enforce=restricted")
+    images = tmp_path / "images.yaml"
+    images.write_text(yaml.safe_dump(image_values(cluster)))
+
+    def run(what: str, release: str, *args: str, values: Obj | None = None) -> str:
+        chart = [str(CHART), "--values", str(images)] if what in ("install", "upgrade") else []
+        if values is not None:
+            given = tmp_path / f"{secrets.token_hex(4)}.yaml"
+            given.write_text(yaml.safe_dump(values))
+            chart += ["--values", str(given)]
+        wait = ["--timeout", "180s"] + ([] if what == "test" else ["--wait"])
+        return cluster.helm(what, release, *chart, "-n", namespace, *wait, *args)
+
+    yield run
+    for release in json.loads(cluster.helm("list", "-n", namespace, "-aojson")):
+        cluster.helm("uninstall", release["name"], "-n", namespace)
+    if cluster.get("crd", CRD) is not None:
+        cluster.kubectl("delete", "elasticjobs", "--all", "-n", namespace)
+    if not had:
+        cluster.kubectl("delete", "crd", CRD, "--ignore-not-found")
+        cluster.kubectl("delete", "clusterrole", *USERS, "--ignore-not-found")
+
+
+def job(name: str, image: str, *command: str, **worker: Any) -> Obj:
+    container = {
+        "name": "main",
+        "image": image,
+        "command": list(command),
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+    }
+    pod = {
+        "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
+        "terminationGracePeriodSeconds": 5,
+        "containers": [container],
+    }
+    return {
+        "apiVersion": "elastic.iml.github.io/v1alpha1",
+        "kind": "ElasticJob",
+        "metadata": {"name": name},
+        "spec": {
+            "distributionStrategy": "AllreduceStrategy",
+            "replicaSpecs": {"worker": {"replicas": 1, "template": {"spec": pod}} | worker},
+        },
+    }
+
+
+def phase(cluster: Cluster, name: str, namespace: str) -> str:
+    found = cluster.get("elasticjob", name, namespace) or {}
+    return str(found.get("status", {}).get("phase", ""))
+
+
+def of_job(cluster: Cluster, name: str, namespace: str) -> dict[str, tuple[str, int]]:
+    """Pods of a job that run: uid, and how often their containers were started anew."""
+    return {
+        pod["metadata"]["name"]: (
+            pod["metadata"]["uid"],
+            sum(c["restartCount"] for c in pod["status"].get("containerStatuses", [])),
+        )
+        for pod in cluster.list("pods", namespace, f"elasticjob.dlrover/name={name}")
+        if pod["status"]["phase"] == "Running" and "deletionTimestamp" not in pod["metadata"]
+    }
+
+
+def may(cluster: Cluster, user: str, verb: str, what: str, namespace: str) -> bool:
+    """Whether the API server would let that user."""
+    kind, _, sub = what.partition("/")
+    group = "elastic.iml.github.io" if kind == "elasticjobs" else ""
+    asked = {"namespace": namespace, "verb": verb, "group": group, "resource": kind,
+             "subresource": sub}  # fmt: skip
+    review = {
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": "SubjectAccessReview",
+        "spec": {"user": user, "resourceAttributes": asked},
+    }
+    said = cluster.kubectl("create", "-f", "-", "-ojson", stdin=json.dumps(review))
+    return bool(json.loads(said)["status"]["allowed"])
+
+
+def bind(cluster: Cluster, user: str, role: str, namespace: str) -> None:
+    cluster.kubectl("create", "rolebinding", user, f"--clusterrole={role}", f"--user={user}",
+                    "-n", namespace)  # fmt: skip
+
+
+def test_jobs_outlive_the_release(
+    cluster: Cluster, namespace: str, helm: Installed, agent_image: str
+) -> None:
+    """Install, test, upgrade, roll back, uninstall, install again: one job runs through it all."""
+    helm("install", "dlrover", "--take-ownership")
+    assert "all is well" in helm("test", "dlrover", "--logs")
+
+    wrong = job("wrong", agent_image, *FOREVER, minReplicas=2)
+    with pytest.raises(LabError, match="minReplicas"):
+        cluster.apply(wrong, namespace=namespace)
+    cluster.apply(job("long", agent_image, *FOREVER), namespace=namespace)
+    until(lambda: phase(cluster, "long", namespace) == "Running", "the job runs", within_s=120)
+    pods = of_job(cluster, "long", namespace)
+    assert len(pods) == 2, "a master and a worker"
+
+    def untouched() -> None:
+        assert of_job(cluster, "long", namespace) == pods
+        assert phase(cluster, "long", namespace) == "Running"
+
+    more = {
+        "replicas": 2,
+        "logLevel": "DEBUG",
+        "podAnnotations": {"changed": "yes"},
+        "tolerations": [{"key": "system", "operator": "Exists", "effect": "NoSchedule"}],
+        "master": {"resources": {"requests": {"cpu": "10m"}, "limits": {"memory": "512Mi"}}},
+        "networkPolicy": {
+            "from": [{"namespaceSelector": {}}],
+            "egress": [{"ports": [{"protocol": "TCP"}, {"protocol": "UDP"}]}],
+        },
+    }
+    helm("upgrade", "dlrover", values=more)
+    operators = cluster.list("pods", namespace, "app.kubernetes.io/name=dlrover-operator")
+    assert len([p for p in operators if "deletionTimestamp" not in p["metadata"]]) == 2
+    budget = cluster.get("pdb", "dlrover-operator", namespace) or {}
+    assert budget["spec"]["maxUnavailable"] == 1
+    untouched()
+
+    cluster.helm("rollback", "dlrover", "1", "-n", namespace, "--wait", "--timeout", "120s")
+    deployment = cluster.get("deployment", "dlrover-operator", namespace) or {}
+    assert deployment["spec"]["replicas"] == 1
+    untouched()
+
+    helm("uninstall", "dlrover")
+    assert cluster.get("deployment", "dlrover-operator", namespace) is None
+    assert cluster.get("crd", CRD) is not None
+    assert all(cluster.get("clusterrole", name) for name in USERS)
+    untouched()
+
+    with pytest.raises(LabError, match="invalid ownership metadata"):
+        helm("install", "other")
+    helm("install", "other", "--take-ownership")
+    untouched()
+    helm("uninstall", "other")
+    helm("install", "other")  # its own name again: nothing has to be said
+
+    # What only an operator does: it knows the job, and takes its master away.
+    suspend = '{"spec":{"suspend":true}}'
+    cluster.kubectl("patch", "ej", "long", "-n", namespace, "--type=merge", "-p", suspend)
+    until(lambda: phase(cluster, "long", namespace) == "Suspended", "it is suspended", within_s=90)
+    until(lambda: not of_job(cluster, "long", namespace), "no Pod of it is left", within_s=60)
+    cluster.kubectl("delete", "ej", "long", "-n", namespace)
+    until(
+        lambda: not cluster.list("secrets,services,deployments,roles", namespace,
+                                 "elasticjob.dlrover/name=long"),
+        "what it owned is gone",
+    )  # fmt: skip
+    denied = [line for p in cluster.list("pods", namespace, "app.kubernetes.io/instance=other")
+              for line in cluster.logs(p["metadata"]["name"], namespace).splitlines()
+              if "forbidden" in line.lower()]  # fmt: skip
+    assert not denied
+
+
+def test_users_rights_follow_their_roles(cluster: Cluster, namespace: str, helm: Installed) -> None:
+    helm("install", "dlrover", "--take-ownership")
+    for user, role in (("edith", "edit"), ("victor", "view")):
+        bind(cluster, user, role, namespace)
+    until(lambda: may(cluster, "edith", "create", "elasticjobs", namespace), "rights are combined")
+    until(lambda: may(cluster, "victor", "list", "elasticjobs", namespace), "for view too")
+    assert may(cluster, "edith", "patch", "elasticjobs/scale", namespace)
+    assert not may(cluster, "edith", "patch", "elasticjobs/status", namespace)
+    assert not may(cluster, "victor", "create", "elasticjobs", namespace)
+    assert not may(cluster, "edith", "list", "elasticjobs", "default")
+
+
+def test_an_admin_of_one_namespace_installs_an_operator_for_it(
+    cluster: Cluster, namespace: str, helm: Installed
+) -> None:
+    """The cluster's administrator gives the definition, and nothing else."""
+    shared = ("crd", "userroles")
+    only = [arg for name in shared for arg in ("--show-only", f"templates/{name}.yaml")]
+    made = cluster.helm("template", "dlrover", str(CHART), *only, "--kube-version", "1.34.0")
+    cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=made)
+    bind(cluster, "ada", "admin", namespace)
+    until(lambda: may(cluster, "ada", "patch", "elasticjobs/status", namespace), "rights combined")
+
+    ada = ("--kube-as-user", "ada", "--kube-as-group", "system:authenticated")
+    with pytest.raises(LabError, match="forbidden"):
+        helm("install", "whole", *ada)  # it would be for the whole cluster
+    values = {"crds": {"enabled": False}, "watchNamespaces": [namespace]}
+    helm("install", "mine", *ada, values=values)
+    account = f"system:serviceaccount:{namespace}:mine-dlrover-operator"
+    assert may(cluster, account, "create", "secrets", namespace)
+    for where in ("default", "kube-system"):
+        assert not may(cluster, account, "list", "elasticjobs", where)
+        assert not may(cluster, account, "get", "secrets", where)
+    assert not may(cluster, account, "list", "secrets", namespace)
+    assert "all is well" in helm("test", "mine", "--logs", *ada)
