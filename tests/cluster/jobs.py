@@ -22,7 +22,7 @@ STEPS = """
 import sys, time
 from dlrover_py.trainer import session
 total, pause = int(sys.argv[1]), float(sys.argv[2])
-for step in range(total):
+for step in range(1, total + 1):
     if session.should_stop():
         print("asked to stop at", step, flush=True)
         sys.exit(0)

@@ -10,8 +10,9 @@ from dlrover_py.protocol.status import JobPhase
 from tests.cluster.harness import Cluster, Obj, until
 from tests.cluster.jobs import Job, Watched, document, steps, submit, watching
 
+WORKER = r"^\S*python3 -c"
+"""Command line of a worker; its agent's has the script too, further behind."""
 pytestmark = pytest.mark.timeout(400)
-SYSTEM = "dlrover-system"
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def test_a_job_runs_to_its_end_and_its_master_goes(there: Watched, agent_image: 
     status = run.ends("Succeeded")
     assert run.holds("Succeeded")
     assert status["completionTime"]
-    assert status["training"]["summary"]["progress"] == "100% (29/30)"
+    assert status["training"]["summary"]["progress"] == "100% (30/30)"
     there.until(
         lambda: set(there.all("Pod")) == {"job-n0", "job-n1"}, "nothing but the finished Pods"
     )
@@ -100,7 +101,7 @@ def test_a_parameter_server_job_is_told_that_it_is_not_run_yet(
 def test_a_worker_that_is_killed_is_restarted_in_its_pod(there: Watched, agent_image: str) -> None:
     run = job(there, agent_image, replicas=2)
     before = run.runs(2)
-    there.cluster.kill("job-n0", there.namespace, "session.report_step")
+    there.cluster.kill("job-n0", there.namespace, WORKER)
     after = run.runs(2, after=before.round)
     assert after.restarts == {"failure": 1}
     assert after.last_failure is not None
@@ -128,9 +129,10 @@ def test_a_standby_takes_the_lost_ones_place(there: Watched, agent_image: str) -
     before = run.runs(2)
     run.until(lambda: run.training.standby == 1, "a standby")
     assert run.status["replicas"] == 2, "standbys are not counted"
-    there.cluster.delete_pod("job-n0", there.namespace, force=True)
+    roles = {n.role.value: n.id for n in run.training.nodes}
+    there.cluster.delete_pod(f"job-{roles['member']}", there.namespace, force=True)
     after = run.runs(2, after=before.round)
-    assert "n2" in {n.id for n in after.nodes if n.role.value == "member"}
+    assert roles["standby"] in {n.id for n in after.nodes if n.role.value == "member"}
 
 
 def test_a_pod_that_is_deleted_may_save_first(there: Watched, agent_image: str) -> None:
@@ -199,30 +201,30 @@ def test_a_master_that_is_deleted_is_replaced_and_the_workers_do_not_notice(
     there: Watched, agent_image: str
 ) -> None:
     run = job(there, agent_image, replicas=2)
-    before = run.runs(2)
+    run.runs(2)
+    before = run.until(lambda: all(n.pids for n in run.training.nodes) and run.training, "pids")
     label = "elasticjob.dlrover/replica-type=dlrover-master"
     run.kubectl("delete", "pod", "-l", label, "--wait=false")
-    after = run.until(
-        lambda: (t := run.seen) is not None and t.term == before.term + 1 and t, "a new term"
-    )
+    run.until(lambda: run.training.term == before.term + 1, "a new term")
+    after = run.until(lambda: all(n.pids for n in run.training.nodes) and run.training, "pids")
     assert after.round == before.round
     assert {n.pids[0] for n in after.nodes} == {n.pids[0] for n in before.nodes}
-    there.cluster.kill("job-n0", there.namespace, "session.report_step")
+    there.cluster.kill("job-n0", there.namespace, WORKER)
     run.runs(2, after=before.round)
 
 
-def test_running_jobs_do_not_notice_the_operator(there: Watched, agent_image: str) -> None:
+def test_running_jobs_do_not_notice_the_operator(
+    there: Watched, agent_image: str, operator: str
+) -> None:
     cluster = there.cluster
     run = job(there, agent_image, replicas=2)
     before = run.runs(2)
-    cluster.kubectl("scale", "deploy", "-n", SYSTEM, "-l", "app.kubernetes.io/name=dlrover",
-                    "--replicas=0")  # fmt: skip
+    cluster.kubectl("scale", "deploy/dlrover-operator", "-n", operator, "--replicas=0")
     try:
-        cluster.kill("job-n0", there.namespace, "session.report_step")
+        cluster.kill("job-n0", there.namespace, WORKER)
         middle = run.runs(2, after=before.round)
     finally:
-        cluster.kubectl("scale", "deploy", "-n", SYSTEM, "-l", "app.kubernetes.io/name=dlrover",
-                        "--replicas=1")  # fmt: skip
+        cluster.kubectl("scale", "deploy/dlrover-operator", "-n", operator, "--replicas=1")
     run.patch({"suspend": True})
     run.until(lambda: run.holds("Suspended"), "suspended by the operator that came back")
     assert run.training.round == middle.round
