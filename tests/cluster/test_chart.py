@@ -32,7 +32,8 @@ def image_values(cluster: Cluster) -> Obj:
 def helm(cluster: Cluster, namespace: str, tmp_path: Path) -> Iterator[Installed]:
     """Helm in the test's namespace, which enforces Pod Security `restricted`.
 
-    The definition and users' roles are the cluster's: they go if this test brought them.
+    The definition and users' roles are the cluster's: they go if this test brought them. Another
+    operator may be there, which other tests have installed; no release of ours has its name.
     """
     had = cluster.get("crd", CRD) is not None
     cluster.kubectl("label", "ns", namespace, "pod-security.kubernetes.io/enforce=restricted")
@@ -122,8 +123,8 @@ def test_jobs_outlive_the_release(
     cluster: Cluster, namespace: str, helm: Installed, agent_image: str
 ) -> None:
     """Install, test, upgrade, roll back, uninstall, install again: one job runs through it all."""
-    helm("install", "dlrover", "--take-ownership")
-    assert "all is well" in helm("test", "dlrover", "--logs")
+    helm("install", "first", "--take-ownership")
+    assert "all is well" in helm("test", "first", "--logs")
 
     wrong = job("wrong", agent_image, *FOREVER, minReplicas=2)
     with pytest.raises(LabError, match="minReplicas"):
@@ -148,20 +149,20 @@ def test_jobs_outlive_the_release(
             "egress": [{"ports": [{"protocol": "TCP"}, {"protocol": "UDP"}]}],
         },
     }
-    helm("upgrade", "dlrover", values=more)
+    helm("upgrade", "first", values=more)
     operators = cluster.list("pods", namespace, "app.kubernetes.io/name=dlrover-operator")
     assert len([p for p in operators if "deletionTimestamp" not in p["metadata"]]) == 2
-    budget = cluster.get("pdb", "dlrover-operator", namespace) or {}
+    budget = cluster.get("pdb", "first-dlrover-operator", namespace) or {}
     assert budget["spec"]["maxUnavailable"] == 1
     untouched()
 
-    cluster.helm("rollback", "dlrover", "1", "-n", namespace, "--wait", "--timeout", "120s")
-    deployment = cluster.get("deployment", "dlrover-operator", namespace) or {}
+    cluster.helm("rollback", "first", "1", "-n", namespace, "--wait", "--timeout", "120s")
+    deployment = cluster.get("deployment", "first-dlrover-operator", namespace) or {}
     assert deployment["spec"]["replicas"] == 1
     untouched()
 
-    helm("uninstall", "dlrover")
-    assert cluster.get("deployment", "dlrover-operator", namespace) is None
+    helm("uninstall", "first")
+    assert cluster.get("deployment", "first-dlrover-operator", namespace) is None
     assert cluster.get("crd", CRD) is not None
     assert all(cluster.get("clusterrole", name) for name in USERS)
     untouched()
