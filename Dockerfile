@@ -1,13 +1,13 @@
 # The images of DLRover-Py: one file, a target each.
 #
-#   docker build --target operator -t dlrover-operator .      (buildah bud … works as well)
-#   docker build --target master   -t dlrover-master   .
-#   docker build --target agent    -t dlrover-agent    .      --build-arg TORCH=2.9.0 puts torch in
-#   docker build --target examples -t dlrover-examples .      --build-arg TORCH=2.9.0
+#   docker build --target operator -t dlrover-py-operator .      (buildah bud … works as well)
+#   docker build --target master   -t dlrover-py-master   .
+#   docker build --target agent    -t dlrover-py-agent    .      --build-arg TORCH=2.9.0 puts torch in
+#   docker build --target examples -t dlrover-py-examples .      --build-arg TORCH=2.9.0
 #
 # The agent's image is also the base of a job's image: `elastic-run` and `python` are on its PATH.
 #
-#   FROM dlrover-agent
+#   FROM dlrover-py-agent
 #   COPY train.py /workspace/
 #   CMD ["elastic-run", "--nnodes=2:4", "--nproc-per-node=8", "/workspace/train.py"]
 #
