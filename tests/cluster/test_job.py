@@ -245,6 +245,28 @@ def test_a_job_is_scaled_while_it_runs(there: Watched, agent_image: str) -> None
         run.kubectl("scale", "ej/job", "--replicas=4")
 
 
+def test_an_autoscaler_finds_its_way(there: Watched, agent_image: str) -> None:
+    """There are no metrics here; that the minimum is kept takes all of ``/scale`` but those."""
+    run = job(there, agent_image, replicas=1)
+    one = run.runs(1)
+    scaler = {
+        "apiVersion": "autoscaling/v2",
+        "kind": "HorizontalPodAutoscaler",
+        "metadata": {"name": "job"},
+        "spec": {
+            "scaleTargetRef": {
+                "apiVersion": "elastic.iml.github.io/v1alpha1",
+                "kind": "ElasticJob",
+                "name": "job",
+            },
+            "minReplicas": 2,
+            "maxReplicas": 3,
+        },
+    }
+    there.cluster.apply(scaler, namespace=there.namespace)
+    run.runs(2, after=one.round)
+
+
 def test_a_job_is_suspended_and_resumed(there: Watched, agent_image: str) -> None:
     run = job(there, agent_image, replicas=2)
     before = run.runs(2)

@@ -34,7 +34,7 @@ OURS = (
 IMAGE_TROUBLE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
 START_TROUBLE = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
 ZONE = "topology.kubernetes.io/zone"
-"""On a Pod, where the operator (or the API server, from 1.35 on) has copied it from the node."""
+"""Label of a node, which the API server copies to its Pods from Kubernetes 1.35 on."""
 CONNECT_S = "600"
 """A Pod may start while its master is moved to another node."""
 FREE = ("Evicted", "Preempting", "Preempted", "NodeShutdown", "Shutdown", "Terminated")
@@ -227,7 +227,7 @@ def view(obj: Obj) -> PodView:
         uid=meta.get("uid", ""),
         owner=(controller or {"uid": (meta.get("labels") or {}).get(LABEL_UID)}).get("uid") or "",
         host=spec.get("nodeName") or "",
-        zone=(meta.get("annotations") or {}).get(ZONE, ""),
+        zone=(meta.get("labels") or {}).get(ZONE, ""),
         leaving=leaving,
         ended=ended,
         exit_code=code,
