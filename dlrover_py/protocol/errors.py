@@ -8,7 +8,7 @@
     ├── TransientError   the same call may work later
     │   └── Unreachable  nobody answered at that address until the deadline      exit 4
     ├── Superseded       a newer term, round or incarnation exists: stop         exit 3
-    ├── Unauthorized     the token was refused                                   exit 2
+    ├── Unauthorized     the token was refused, or who answers not believed      exit 4
     ├── KubeError        the Kubernetes API server's refusal (dlrover_py.kube, with its own tree)
     └── Bug              an invariant is broken: crash, the journal stays        exit 70
 
@@ -76,7 +76,7 @@ class Superseded(DLRoverError):
 class Unauthorized(DLRoverError):
     """The token was refused, or the certificate of who answers is not to be believed."""
 
-    exit_code = ExitCode.USAGE
+    exit_code = ExitCode.UNREACHABLE
 
 
 class Bug(DLRoverError):

@@ -136,14 +136,18 @@ def master_of(job: str) -> str:
     return f"elasticjob-{job}-dlrover-master"
 
 
-def token_of(job: str) -> str:
-    """Secret with the job's token and the authority that its master's certificate is by."""
-    return f"elasticjob-{job}-token"
+def token_of(job: str, uid: str) -> str:
+    """Secret with the job's token and the authority that its master's certificate is by.
+
+    The job's uid is in the name: a kubelet may keep an immutable Secret for as long as one Pod has
+    it, and give it to the Pods of the next job of this name too.
+    """
+    return f"elasticjob-{job}-token-{uid[:8]}"
 
 
-def tls_of(job: str) -> str:
+def tls_of(job: str, uid: str) -> str:
     """Secret with the master's certificate and key; only the master has it."""
-    return f"elasticjob-{job}-tls"
+    return f"elasticjob-{job}-tls-{uid[:8]}"
 
 
 def journal_of(job: str) -> str:

@@ -124,13 +124,15 @@ def service(job: ElasticJob, cluster_ip: str = "") -> Obj:
 def tls_secret(job: ElasticJob, made: Credentials) -> Obj:
     """The master's certificate; the authority stands beside it, so that the token's can follow."""
     data = {names.SECRET_CERT: made.cert, names.SECRET_KEY: made.key, names.SECRET_CA: made.ca}
-    return _secret(job, names.tls_of(job.metadata.name), data, kind="kubernetes.io/tls")
+    return _secret(
+        job, names.tls_of(job.metadata.name, job.metadata.uid), data, kind="kubernetes.io/tls"
+    )
 
 
 def token_secret(job: ElasticJob, token: bytes, ca: bytes) -> Obj:
     """What each node has."""
     data = {names.SECRET_TOKEN: token, names.SECRET_CA: ca}
-    return _secret(job, names.token_of(job.metadata.name), data)
+    return _secret(job, names.token_of(job.metadata.name, job.metadata.uid), data)
 
 
 def journal_secret(job: ElasticJob) -> Obj:
@@ -172,8 +174,8 @@ def deployment(job: ElasticJob, cluster_ip: str, options: Options) -> Obj:
         },
         "containers": [_container(job, cluster_ip, options, main)],
         "volumes": [
-            _volume("token", names.token_of(job.metadata.name)),
-            _volume("tls", names.tls_of(job.metadata.name)),
+            _volume("token", names.token_of(job.metadata.name, job.metadata.uid)),
+            _volume("tls", names.tls_of(job.metadata.name, job.metadata.uid)),
             {"name": "tmp", "emptyDir": {}},
         ],
     }

@@ -116,8 +116,10 @@ def test_a_pod_that_is_lost_is_replaced_and_the_rest_goes_on_without_it(
     run = job(there, agent_image, replicas=3, minReplicas=2)
     before = run.runs(3)
     there.cluster.delete_pod("job-n1", there.namespace, force=True)
-    smaller = run.runs(2, after=before.round)
-    full = run.runs(3, after=smaller.round)
+    full = run.runs(3, after=before.round + 1)
+    formed = [e for e in full.events if e.reason == "RoundFormed"]
+    smaller = next(e for e in formed if e.round == before.round + 1)
+    assert "2 nodes, 2 workers (out: n1)" in smaller.message, "that lasted for a moment"
     assert {n.id for n in full.nodes if n.phase.value == "live"} == {"n0", "n2", "n3"}
     assert full.restarts.keys() <= {"drain", "join", "loss"}
     budgets = [n.relaunches for n in full.nodes]
@@ -280,8 +282,8 @@ def test_a_job_is_suspended_and_resumed(there: Watched, agent_image: str) -> Non
     )
     run.patch({"suspend": False})
     run.runs(2, after=before.round)
+    run.until(lambda: run.phase == "Running", "the operator has seen it")
     assert run.condition("Suspended")["status"] == "False"
-    assert run.phase == "Running"
 
 
 def test_a_job_that_is_suspended_from_the_start_costs_nothing(

@@ -123,7 +123,8 @@ async def test_the_life_of_a_job(bed: Bed) -> None:
         deployment = await until(lambda: cluster.one(DEPLOYMENTS, MASTER), "a Deployment")
         for kind in (SERVICE_ACCOUNTS, ROLES, ROLE_BINDINGS, NETWORK_POLICIES, SERVICES):
             assert cluster.one(kind, MASTER), kind
-        for name in (names.token_of("x"), names.tls_of("x"), names.journal_of("x")):
+        uid = (cluster.one(ELASTICJOBS, "x") or {})["metadata"]["uid"]
+        for name in (names.token_of("x", uid), names.tls_of("x", uid), names.journal_of("x")):
             assert cluster.one(SECRETS, name), name
         service = cluster.one(SERVICES, MASTER)
         assert service is not None
@@ -181,12 +182,12 @@ async def test_one_bad_job_does_not_hold_up_others_and_is_told_why(bed: Bed) -> 
 
 async def test_a_strangers_secret_is_not_touched(bed: Bed) -> None:
     cluster, kube = bed
-    theirs = {"metadata": {"name": names.token_of("x")}, "data": {"token": "eA=="}}
+    theirs = {"metadata": {"name": names.journal_of("x")}, "data": {"token": "eA=="}}
     before = cluster.put(SECRETS, theirs)
     async with operator(kube):
         await kube.create(ELASTICJOBS, job())
         await until(lambda: condition(cluster, "Accepted").get("reason") == "NameConflict", "it")
-    assert cluster.one(SECRETS, names.token_of("x")) == before
+    assert cluster.one(SECRETS, names.journal_of("x")) == before
     assert cluster.one(DEPLOYMENTS, MASTER) is None
 
 
@@ -250,8 +251,9 @@ async def test_two_operators_make_one_master_whose_secrets_fit(bed: Bed) -> None
             await kube.create(ELASTICJOBS, job(f"x{number}"))
         await until(lambda: len(cluster.all(DEPLOYMENTS)) == 10, "all masters")
     for number in range(10):
-        token = cluster.one(SECRETS, names.token_of(f"x{number}"))
-        tls = cluster.one(SECRETS, names.tls_of(f"x{number}"))
+        uid = (cluster.one(ELASTICJOBS, f"x{number}") or {})["metadata"]["uid"]
+        token = cluster.one(SECRETS, names.token_of(f"x{number}", uid))
+        tls = cluster.one(SECRETS, names.tls_of(f"x{number}", uid))
         assert token is not None
         assert tls is not None
         assert token["data"]["ca.crt"] == tls["data"]["ca.crt"]

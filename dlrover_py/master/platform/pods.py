@@ -141,7 +141,7 @@ def _equip(spec: Obj, main: Obj, job: ElasticJob, node: NodeId, site: Site) -> N
             "both are for the job's token; use another path and name"
         )
     # Readable by any user of this Pod: which one its image runs as is not known here.
-    secret = {"secretName": names.token_of(job.metadata.name), "defaultMode": 0o444}
+    secret = {"secretName": names.token_of(job.metadata.name, site.uid), "defaultMode": 0o444}
     volumes.append({"name": VOLUME, "secret": secret})
     mounts.append({"name": VOLUME, "mountPath": names.NODE_MOUNT, "readOnly": True})
     if SHM not in places:  # the runtime's is 64 MB, and NCCL and DataLoaders need more
