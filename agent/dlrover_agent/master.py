@@ -20,6 +20,8 @@ RECIPE = "/v1/recipe"
 RECIPE_S = 10.0
 FIRST_ANSWER_S = 30.0
 """For the first exchange: how long the master may hold a report is known only from its answer."""
+SAID_AFTER = 4
+"""Attempts, about two seconds: a master that has just been made is not there at once."""
 
 
 class Line:
@@ -105,6 +107,8 @@ class Line:
                     if time.monotonic() - started >= self._connect_s:
                         words = f"the master did not answer for {self._connect_s:g} s"
                         raise Unreachable(f"{words}: {error}") from error
+                    if tries == SAID_AFTER:
+                        log.warning("master_not_reached", extra={"why": str(error)})
                 self._say_down(error)
                 tries += 1
                 await self._pause(tries)

@@ -30,6 +30,8 @@ from dlrover_py.protocol.status import JobPhase, NodePhase
 
 Obj = dict[str, Any]
 
+LEAVE_S = 90.0
+"""After a job's end its nodes have so long to go; longer than a Pod's usual grace, twice."""
 HEAL_S = 30.0
 """With no master for so long, what it needs is made again where it was deleted."""
 MASTERLESS_S = 60.0
@@ -375,21 +377,29 @@ class _Planner:
             elif self._nodes_are_gone():
                 yield from self._scale_to_zero()
             else:
+                yield from self._keep_service()
                 yield from self._stop_masterless()
         elif self.job is not None and not self.foreign:
             yield from self._run(self.job)
 
     def _leave_no_pods(self) -> Iterator[Action]:
         """Somebody has deleted the master before it could stop its nodes; asked once."""
-        if self.status.get("startTime"):
+        if self.status.get("startTime") and not self._nodes_are_gone():
             yield DeletePods()
 
     def _end(self) -> Iterator[Action]:
         if self.too_late and not self.status.get("completionTime"):
             yield from self._leave_no_pods()
-        yield from self._scale_to_zero()
         ttl = self.spec.get("ttlSecondsAfterFinished")
         completion = _seconds(self.status.get("completionTime"))
+        if self._nodes_are_gone():
+            yield from self._scale_to_zero()
+        elif completion is not None and self._past(completion + LEAVE_S):
+            if self.deployment is not None and self.deployment.replicas:
+                yield DeletePods()  # on a host that was lost, or of a container that does not end
+            yield from self._scale_to_zero()
+        elif self.deployment is not None and self.deployment.replicas:
+            yield from self._keep_service()
         if ttl is not None and completion is not None and self._past(completion + ttl):
             yield DeleteJob(self.meta["uid"])
 
@@ -403,15 +413,23 @@ class _Planner:
             yield from self._scale_to_zero()
 
     def _nodes_are_gone(self) -> bool:
-        """The master says of this very spec that it has stopped, and that no node is left."""
+        """The master says that it has stopped, as this very spec wishes, and that no node is
+        left."""
         told = self.training
-        nodes = told.get("nodes") or ()
+        nodes, phase = told.get("nodes") or (), told.get("phase")
+        suspended = phase == JobPhase.SUSPENDED
         return bool(
-            told.get("phase") == JobPhase.SUSPENDED
-            and told.get("generation") == self.meta.get("generation")
+            (phase in ENDED or suspended)
+            and (not suspended or told.get("generation") == self.meta.get("generation"))
             and (nodes or not told.get("leftOut"))  # those that are gone are shown last
             and all(node.get("phase") == NodePhase.GONE for node in nodes)
         )
+
+    def _keep_service(self) -> Iterator[Action]:
+        """Agents that have lost their connection must find the master to hear of the end."""
+        up = self.deployment is not None and self.deployment.replicas
+        if up and self.service is None and self.job is not None and self.deployment is not None:
+            yield Create("Service", manifests.service(self.job, self.deployment.told))
 
     def _run(self, job: ElasticJob) -> Iterator[Action]:
         deployment, service = self.deployment, self.service

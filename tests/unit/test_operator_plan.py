@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dlrover_operator import plan as p
@@ -380,9 +380,39 @@ def test_the_active_deadline_is_set_once_and_the_master_ends_the_job() -> None:
     assert world.said("DeadlineExceeded") == ("True", "ActiveDeadline")
     world.now += 1000  # the master takes its time, but it is there
     assert not world.settle()
+    world.master_says("Failed")
     world.master_condition("Failed")
     assert world.settle()["ScaleToZero"] == 1
     assert world.status["phase"] == "Failed"
+
+
+def test_a_master_stays_until_its_nodes_have_gone() -> None:
+    world = running()
+    world.master_says("Succeeded", nodes=[{"id": "n0", "phase": "live"}])
+    world.master_condition("Succeeded")
+    assert "ScaleToZero" not in world.settle()
+    assert world.status["phase"] == "Succeeded"
+    world.master_says("Succeeded", nodes=[{"id": "n0", "phase": "gone"}])
+    assert world.settle()["ScaleToZero"] == 1
+
+
+def test_nodes_that_do_not_go_are_ended_after_a_while() -> None:
+    world = running()
+    world.master_says("Succeeded", nodes=[{"id": "n0", "phase": "suspect"}])
+    world.master_condition("Succeeded")
+    world.settle()
+    assert world.plan().wake_at == world.now + p.LEAVE_S
+    world.now += p.LEAVE_S
+    did = world.settle()
+    assert (did["DeletePods"], did["ScaleToZero"]) == (1, 1)
+    assert not world.settle()
+
+
+def test_a_service_that_is_deleted_while_the_nodes_stop_comes_again() -> None:
+    world = running()
+    world.edit(suspend=True)
+    world.service = None
+    assert world.settle()["CreateService"] == 1
 
 
 def test_without_a_master_the_operator_ends_the_job_itself() -> None:
@@ -520,6 +550,7 @@ def happen(world: World, what: str) -> None:
 
 @settings(deadline=None)
 @given(happens, st.booleans())
+@example(["resume", "suspend", "no service"], False)
 def test_plans_come_to_rest_and_never_take_a_running_jobs_master(
     what: list[str], deadlines: bool
 ) -> None:
@@ -544,8 +575,7 @@ def test_plans_come_to_rest_and_never_take_a_running_jobs_master(
         assert not (wish.wake_at is not None and wish.wake_at != wish.wake_at)
         world.settle()
         assert not world.step()
-        healthy = status.get("phase")
-        assert healthy != "Created" or world.service is not None
+        assert world.status.get("phase") != "Created" or world.service is not None
 
 
 @settings(deadline=None)

@@ -238,6 +238,13 @@ def test_the_agents_end_counts_though_a_sidecar_goes_on() -> None:
     assert not view(obj).done
 
 
+def test_a_container_that_has_ended_is_the_pods_end_before_the_phase_says_so() -> None:
+    dead = there(main_is({"terminated": {"exitCode": 127}}, "Pending"))
+    assert view(dead).done
+    assert not view(there(main_is({"running": {}}))).done
+    assert not view(there({"phase": "Pending"})).done
+
+
 @pytest.mark.parametrize("reason", ["Evicted", "Preempting", "NodeShutdown"])
 def test_an_eviction_is_nobodys_failure(reason: str) -> None:
     told = ended(there({"phase": "Failed", "reason": reason, "message": "low on memory"}))

@@ -162,6 +162,7 @@ class Job:
         self._now, self._wall = now, wall
         self._out = Step()
         self._dirty = True
+        self._last_loss = ""
         self._refusals: deque[str] = deque(maxlen=EVENTS_KEPT)
         self._record("JobStarted", f"job {job.metadata.name} wishes {self._wish()}")
 
@@ -678,9 +679,8 @@ class Job:
             if not self.phase.ended:
                 self._record("NodeLeft", f"{node.id} is gone: {why}", node=node.id)
             return
-        event = self._record(
-            "NodeLost", f"{node.id} is lost: {why}", node=node.id, warning=not free
-        )
+        self._last_loss = f"{node.id} is lost: {why}"
+        event = self._record("NodeLost", self._last_loss, node=node.id, warning=not free)
         if self.rules.can_create:
             self._replace(node, event, free=free)
         self._miss(node, "loss", f"{node.id} is lost: {why}", event)
@@ -926,7 +926,8 @@ class Job:
             self._end(
                 JobPhase.FAILED,
                 "ReplacementsExhausted",
-                f"{self.exhausted} places were given up: fewer than {worker.minimum} are left",
+                f"{self.exhausted} places were given up: fewer than {worker.minimum} are left"
+                f"{self._last_loss and f'; the last: {self._last_loss}'}",
             )
             return
         missing = wanted - self.nodes.present
@@ -1516,7 +1517,8 @@ class Job:
         if self.nodes.count(Standing.PENDING):
             waiting = next(n for n in self.nodes if n.standing is Standing.PENDING)
             words += f"; {waiting.id}: {waiting.message}"
-        self._set("Degraded", degraded, "FewerNodes" if degraded else "FullSize", words, wall)
+        size = "FewerNodes" if degraded else "FullSize" if running else "NotRunning"
+        self._set("Degraded", degraded, size, words, wall)
 
     def _conditions_ended(self, phase: JobPhase, reason: str, message: str) -> None:
         failure = self.last_failure

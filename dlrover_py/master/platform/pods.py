@@ -238,7 +238,7 @@ def view(obj: Obj) -> PodView:
         trouble=trouble,
         message=message,
         words=words,
-        done=status.get("phase") in ("Succeeded", "Failed"),
+        done=_all_ended(spec, status),
         created_at=meta.get("creationTimestamp") or "",
     )
 
@@ -258,6 +258,16 @@ def _end_of(spec: Obj, status: Obj) -> tuple[str, int | None, str]:
         said = status.get("message") or ""
         return f"its Pod ended: {reason}{f': {said}' if said else ''}", None, ""
     return "", None, ""
+
+
+def _all_ended(spec: Obj, status: Obj) -> bool:
+    """Whether all containers have; a kubelet may say so before it says it of the Pod."""
+    if status.get("phase") in ("Succeeded", "Failed"):
+        return True
+    ended = [
+        c for c in status.get("containerStatuses") or [] if "terminated" in (c.get("state") or {})
+    ]
+    return 0 < len(spec.get("containers") or []) == len(ended)
 
 
 def _main_status(spec: Obj, status: Obj) -> Obj:
