@@ -240,6 +240,11 @@ class Kube:
         """Of the context, or of the service account."""
         return self._access.namespace
 
+    @property
+    def host(self) -> str:
+        """URL of the API server."""
+        return self._access.host
+
     async def close(self) -> None:
         """Close all connections."""
         if self._http is not None:
@@ -291,13 +296,14 @@ class Kube:
         except NotFound:  # it went in between
             return await self.create(kind, obj)
 
-    async def replace(self, kind: Kind, obj: Obj) -> Obj:
-        """Write a whole object that was read before.
+    async def replace(self, kind: Kind, obj: Obj, *, dry_run: bool = False) -> Obj:
+        """Write a whole object that was read before, or only have the server check it.
 
         Raises:
             Conflict: it has been written since.
         """
-        return await self._json("PUT", self._path_of(kind, obj), {}, _named(kind, obj))
+        query = {"dryRun": "All"} if dry_run else {}
+        return await self._json("PUT", self._path_of(kind, obj), query, _named(kind, obj))
 
     async def apply(self, kind: Kind, obj: Obj, *, manager: str, subresource: str = "") -> Obj:
         """Write these fields of an object as theirs, whoever had them (server-side apply)."""
@@ -347,6 +353,39 @@ class Kube:
         query = {"tailLines": str(tail)} | ({"container": container} if container else {})
         path = PODS.path(self._in(PODS, namespace), pod, "log")
         return (await self._call("GET", path, query)).decode("utf-8", "replace")
+
+    async def log_lines(
+        self,
+        pod: str,
+        namespace: str,
+        *,
+        container: str = "",
+        follow: bool = False,
+        since: str = "",
+    ) -> AsyncGenerator[tuple[str, bytes], None]:
+        """Say the lines of a Pod's log, each with its time; close it with ``contextlib.aclosing``.
+
+        Args:
+            pod: its name.
+            namespace: where.
+            container: which, if it has several.
+            follow: go on until the container ends; a line that breaks ends it as well.
+            since: only what is newer than this time, which an earlier line had.
+        """
+        query = {"timestamps": "true"} | ({"container": container} if container else {})
+        query |= ({"follow": "true"} if follow else {}) | ({"sinceTime": since} if since else {})
+        path = PODS.path(self._in(PODS, namespace), pod, "log")
+        read_s = None if follow else self.times.stall_s
+        async with self._reply("GET", path, query, read_s=read_s) as reply:
+            rest = b""
+            async for chunk in reply.content.iter_any():
+                *lines, rest = (rest + chunk).split(b"\n")
+                for stamp, text in map(_stamped, lines):
+                    if stamp > since:
+                        yield stamp, text
+            stamp, text = _stamped(rest)
+            if stamp > since:
+                yield stamp, text
 
     async def watch(
         self,
@@ -791,6 +830,12 @@ async def _lines(chunks: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
             begun = [others.pop()]
             for line in others:
                 yield line
+
+
+def _stamped(line: bytes) -> tuple[str, bytes]:
+    """The time in front of a line of a log, and the line."""
+    stamp, _, text = line.partition(b" ")
+    return stamp.decode("ascii", "replace"), text
 
 
 def _event(line: bytes) -> tuple[str, Obj]:

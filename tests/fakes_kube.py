@@ -6,6 +6,7 @@ a test plays them with :meth:`FakeCluster.put` and :meth:`FakeCluster.remove`.
 
 import asyncio
 import base64
+import contextlib
 import copy
 import json
 import re
@@ -265,9 +266,9 @@ class FakeCluster:
         if call.method == "POST":
             return web.json_response(self._create(kind, namespace, call), status=201)
         if subresource == "log":
-            self._existing(key)
-            lines = self.logs.get((namespace, name), "").splitlines(keepends=True)
-            return web.Response(text="".join(lines[-int(call.query["tailLines"]) :]))
+            return await self._log(request, key, call.query)
+        if subresource == "scale":
+            return web.json_response(self._scale(kind, key, call))
         if call.method == "PATCH" and "apply" in call.headers["Content-Type"]:
             return web.json_response(self._apply(kind, key, call, subresource))
         old = self._existing(key)
@@ -275,6 +276,8 @@ class FakeCluster:
             return web.json_response(old)
         if call.method == "DELETE":
             return web.json_response(self._delete(kind, key, old, call.body or {}))
+        if call.method == "PUT" and call.query.get("dryRun"):
+            return web.json_response(call.body)
         if call.method == "PUT":
             return web.json_response(self._update(kind, key, call.body, subresource))
         merged = _merged(old, call.body)
@@ -320,6 +323,49 @@ class FakeCluster:
             "metadata": meta,
             "items": page,
         }
+
+    async def _log(
+        self, request: web.Request, key: Key, query: dict[str, str]
+    ) -> web.StreamResponse:
+        """What the Pod has printed; the time of a line is its number."""
+        if _pod_phase(self._existing(key)) == "Pending":
+            words = f'container "main" in pod "{key[2]}" is waiting to start: ContainerCreating'
+            raise Refused(400, "BadRequest", words)
+        reply = web.StreamResponse(headers={"Content-Type": "text/plain"})
+        await reply.prepare(request)
+        said, cut = 0, self._cut[0]
+        try:
+            while self._cut[0] == cut:
+                news, ended = self._news, _pod_phase(self._objects.get(key)) != "Running"
+                lines = self.logs.get(key[1:], "").splitlines(keepends=True)
+                first = said or -int(query.get("tailLines", 0))
+                for number, line in list(enumerate(lines))[first:]:
+                    stamp = f"2026-01-01T00:00:00.{number:09d}Z "
+                    if stamp.strip() >= query.get("sinceTime", ""):
+                        await reply.write(
+                            ((stamp if "timestamps" in query else "") + line).encode()
+                        )
+                said = len(lines)
+                if ended or "follow" not in query:
+                    break
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(0.05):
+                        await news.wait()
+            else:
+                if request.transport is not None:
+                    request.transport.close()
+        except ConnectionError:
+            pass
+        return reply
+
+    def _scale(self, kind: Kind, key: Key, call: Call) -> Obj:
+        """``/scale`` as the CRD maps it."""
+        old = self._existing(key)
+        if call.method == "PATCH":
+            worker = {"worker": {"replicas": call.body["spec"]["replicas"]}}
+            old = self._update(kind, key, _merged(old, {"spec": {"replicaSpecs": worker}}), "")
+        replicas = old["spec"]["replicaSpecs"]["worker"]["replicas"]
+        return {"kind": "Scale", "metadata": old["metadata"], "spec": {"replicas": replicas}}
 
     # --- writing ---
 
@@ -595,6 +641,10 @@ def _field_fits(obj: Obj, part: str) -> bool:
     for step in path.removesuffix("!").split("."):
         found = (found or {}).get(step)
     return ((found or "") == value.removeprefix("=")) != path.endswith("!")
+
+
+def _pod_phase(obj: Obj | None) -> str:
+    return str(((obj or {}).get("status") or {}).get("phase") or "")
 
 
 def _check_pod(obj: Obj) -> None:
