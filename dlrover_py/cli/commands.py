@@ -1,12 +1,10 @@
 """``dlrover job …`` and ``dlrover node …``."""
 
-import asyncio
 import contextlib
+import functools
 import json
 import sys
-import threading
-import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,17 +12,15 @@ import click
 from rich.console import Console
 
 from dlrover_py import __version__
-from dlrover_py.cli import jobfile, view
-from dlrover_py.cli.settings import Settings
-from dlrover_py.protocol import names
+from dlrover_py.cli import here, jobfile, view, where
+from dlrover_py.cli.logs import LogWish
+from dlrover_py.cli.screen import Style
+from dlrover_py.cli.settings import Settings, Target
 from dlrover_py.protocol.errors import ConfigError, DLRoverError, Unreachable
 from dlrover_py.protocol.job import CLUSTER_ONLY, INERT
-from dlrover_py.protocol.local import Snapshot
 from dlrover_py.protocol.status import JobStatus
-from dlrover_py.rpc import Client
 
-T = TypeVar("T")
-CALL_S = 10.0
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _Group(click.Group):
@@ -58,7 +54,13 @@ def root() -> None:
 
 @root.group(cls=_Group)
 def job() -> None:
-    """Run a job on this machine, and look at it."""
+    """Run a job on this machine or in a cluster, look at it, change it.
+
+    `run` and `list` are about this machine; `submit`, `get` without a name and `delete` about a
+    cluster. Every other command takes the job of that name that is on this machine, if there is
+    one, and else the one in the cluster that the kubeconfig names. --namespace, --context or
+    --kubeconfig say that the cluster's is meant. What was taken is told on standard error.
+    """
 
 
 @root.group(cls=_Group)
@@ -69,6 +71,29 @@ def node() -> None:
 job_name = click.argument("name", required=False)
 as_json = click.option("--json", "as_json", is_flag=True, help="For scripts: JSON instead of text.")
 of_job = click.option("--job", "name", help="Name of the job, if more than one runs.")
+_PLACE = (
+    click.option("-n", "--namespace", default="", help="In the cluster: this namespace."),
+    click.option("--context", default="", help="In a cluster: this context of the kubeconfig."),
+    click.option(
+        "--kubeconfig",
+        type=click.Path(path_type=Path),
+        help="In a cluster: this kubeconfig, not KUBECONFIG or ~/.kube/config.",
+    ),
+)
+
+
+def in_cluster(command: F) -> F:
+    """Give a command the flags that name a cluster, as its ``target``."""
+
+    @functools.wraps(command)
+    def with_target(
+        *args: Any, namespace: str, context: str, kubeconfig: Path | None, **rest: Any
+    ) -> Any:
+        return command(*args, target=Target(namespace, context, kubeconfig), **rest)
+
+    for option in reversed(_PLACE):
+        with_target = option(with_target)
+    return with_target  # type: ignore[return-value]
 
 
 # --- run ---
@@ -97,9 +122,8 @@ def run(file: Path, hosts: int | None, as_json: bool, plain: bool, grace: float)
     """
     settings = Settings.from_environment()
     wish = jobfile.load(file)
-    for paths, word in ((wish.for_clusters_only(), CLUSTER_ONLY), (wish.without_effect(), INERT)):
-        if paths:
-            click.echo(f"dlrover: {', '.join(paths)}: {word}", err=True)
+    _remark(wish.for_clusters_only(), CLUSTER_ONLY)
+    _remark(wish.without_effect(), INERT)
     if hosts is None:
         hosts = wish.worker.replicas + wish.worker.standby_replicas
     from dlrover_py.cli.run import run_job  # the web framework: only this command pays for it
@@ -110,8 +134,70 @@ def run(file: Path, hosts: int | None, as_json: bool, plain: bool, grace: float)
         hosts=hosts,
         workdir=file.resolve().parent,
         grace_s=grace,
-        style="json" if as_json else "plain" if plain or not sys.stdout.isatty() else "live",
+        style=_style(as_json=as_json, plain=plain),
     )
+
+
+@job.command()
+@click.argument("files", nargs=-1, required=True, type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--apply", is_flag=True, help="Change a job that is there into what the file says.")
+@click.option("--dry-run", is_flag=True, help="Have the API server check it; nothing is created.")
+@click.option("--wait", is_flag=True, help="Show how it goes until it ends; 0 if it succeeded.")
+@click.option("--json", "as_json", is_flag=True, help="With --wait: lines of JSON.")
+@click.option("--plain", is_flag=True, help="With --wait: lines, on a terminal too.")
+@in_cluster
+def submit(
+    files: tuple[Path, ...],
+    apply: bool,
+    dry_run: bool,
+    wait: bool,
+    as_json: bool,
+    plain: bool,
+    target: Target,
+) -> int:
+    """Create the ElasticJobs in FILES in a cluster; `-` is standard input.
+
+    All are checked before the first is created. A name that is taken is refused, unless --apply is
+    given: then its spec becomes what the file says (`suspend` stays, if the file does not say it).
+    Ctrl-C during --wait leaves the job running.
+    """
+    from dlrover_py.cli.cluster import Cluster
+
+    documents = [document for file in files for document in jobfile.load_all(file)]
+    for document in documents:
+        _remark(document.job.without_effect(), INERT)
+    style = _style(as_json=as_json, plain=plain)
+    with Cluster(target) as cluster:
+        submitted = cluster.submit(documents, apply=apply, dry_run=dry_run)
+        for done, job in submitted:
+            word = f"would be {done}" if dry_run else done
+            click.echo(f"{job.name} {word} {job.where}", err=as_json)
+        if dry_run:
+            return 0
+        if not wait:
+            flags = "".join(f" {word}" for word in _flags(target, submitted[0][1].namespace))
+            name = submitted[0][1].name
+            click.echo(f"next: dlrover job describe {name}{flags}; or get, logs -f, why, delete")
+            return 0
+        return max(job.wait(style) for _, job in submitted)
+
+
+def _flags(target: Target, namespace: str) -> Iterator[str]:
+    """What makes a later command mean the same place."""
+    yield f"-n {namespace}"
+    if target.context:
+        yield f"--context {target.context}"
+    if target.kubeconfig:
+        yield f"--kubeconfig {target.kubeconfig}"
+
+
+def _style(*, as_json: bool, plain: bool) -> Style:
+    return "json" if as_json else "plain" if plain or not sys.stdout.isatty() else "live"
+
+
+def _remark(paths: Sequence[str], word: str) -> None:
+    if paths:
+        click.echo(f"dlrover: {', '.join(paths)}: {word}", err=True)
 
 
 # --- look ---
@@ -124,18 +210,16 @@ def list_jobs(show_all: bool, as_json: bool) -> None:
     """Jobs of this machine: those that run, and those that have ended."""
     settings = Settings.from_environment()
     rows: list[tuple[str, str, JobStatus | None]] = []
-    for name in running(settings):
+    for name in here.running(settings):
         with contextlib.suppress(Unreachable):
-            snapshot = call(settings, name)
-            rows.append((name, "running", snapshot.status))
-    past = []
-    for file in settings.state_root.glob(f"*/{names.STATUS_FILE}"):
-        with contextlib.suppress(OSError, ValueError):
-            past.append(JobStatus.model_validate_json(file.read_text()))
-    past.sort(key=lambda s: s.ended_at or 0.0, reverse=True)
+            status = here.RunningJob(settings, name).snapshot().status
+            rows.append((name, "running", status))
+    past = here.past(settings)
     rows += [(status.name, "ended", status) for status in (past if show_all else past[:10])]
     if as_json:
-        click.echo(json.dumps([{"name": n, "state": s, "status": dump(st)} for n, s, st in rows]))
+        click.echo(
+            json.dumps([{"name": n, "state": s, "status": view.dump(st)} for n, s, st in rows])
+        )
         return
     if not rows:
         click.echo("no jobs; start one with `dlrover job run job.yaml`")
@@ -152,59 +236,120 @@ def list_jobs(show_all: bool, as_json: bool) -> None:
 
 @job.command()
 @job_name
+@click.option("-A", "--all-namespaces", "everywhere", is_flag=True, help="Of all namespaces.")
+@click.option("-w", "--watch", is_flag=True, help="Go on, and tell of each change.")
 @as_json
-def describe(name: str | None, as_json: bool) -> None:
-    """All that is known of a job: spec, nodes, conditions, last failure, events."""
-    settings = Settings.from_environment()
-    console = Console(highlight=False, soft_wrap=True)
-    if name in running(settings) or (name is None and running(settings)):
-        snapshot = call(settings, choose(settings, name))
-        if as_json:
-            click.echo(snapshot.model_dump_json(by_alias=True))
+@in_cluster
+def get(name: str | None, everywhere: bool, watch: bool, as_json: bool, target: Target) -> None:
+    """Jobs of a cluster, or one job, as a table."""
+    if name is not None and not target.given and not everywhere:
+        settings = Settings.from_environment()
+        if name in here.running(settings):
+            if watch:
+                raise ConfigError(f"{name} runs on this machine: see `dlrover job logs -f {name}`")
+            _print_here(here.RunningJob(settings, name), as_json)
             return
-        for line in view.wish(snapshot):
-            console.print(line, markup=False)
-        status = snapshot.status
-    else:
-        folder = last_run(settings, name)
-        status = ended_status(folder)
-        if as_json:
-            click.echo(json.dumps({"status": dump(status)}))
-            return
-        console.print(f"{status.name} has ended; its logs are in {folder / 'logs'}", markup=False)
-    if status is None:
-        console.print("the master has not published a status yet")
+    from dlrover_py.cli.cluster import Cluster, Rows, rows_as_json
+
+    with Cluster(target) as cluster:
+        table: view.JobTable | None = None
+
+        def show(rows: Rows) -> None:
+            nonlocal table
+            lines = []
+            if as_json and not watch:
+                click.echo(json.dumps([json.loads(line) for line in rows_as_json(rows)]))
+                return
+            if as_json:
+                lines = rows_as_json(rows)
+            else:
+                if table is None and rows:
+                    table = view.JobTable([row for row, _ in rows], namespaces=everywhere)
+                    lines.append(table.head())
+                lines += [table.line(row) for row, _ in rows] if table is not None else []
+            for line in lines:
+                click.echo(line)
+            sys.stdout.flush()
+
+        if not as_json:
+            space = "all namespaces of " + cluster.kube.host
+            click.echo(space if everywhere else cluster.place(cluster.namespace), err=True)
+        if watch:
+            cluster.watch_rows(name, everywhere=everywhere, show=show)
+        rows = cluster.rows(name, everywhere=everywhere)
+        show(rows)
+        if not rows and not as_json:
+            click.echo("no jobs; start one with `dlrover job submit job.yaml`", err=True)
+
+
+def _print_here(job: here.RunningJob, as_json: bool) -> None:
+    status = job.snapshot().status
+    if as_json:
+        phase = "Pending" if status is None else status.phase.value
+        words = {"namespace": "", "name": job.name, "phase": phase, "status": view.dump(status)}
+        click.echo(json.dumps([words]))
         return
-    for part in view.description(status):
-        console.print(part)
+    if status is None:
+        raise ConfigError("the job is starting: there is no status yet")
+    click.echo(job.where, err=True)
+    row = view.Row.of(status)
+    table = view.JobTable([row], namespaces=False)
+    click.echo(f"{table.head()}\n{table.line(row)}")
 
 
 @job.command()
 @job_name
 @as_json
-def events(name: str | None, as_json: bool) -> None:
+@in_cluster
+def describe(name: str | None, as_json: bool, target: Target) -> None:
+    """All that is known of a job: what is wrong, spec, nodes, conditions, last failure, events."""
+    wide = None if sys.stdout.isatty() else 200  # who reads it does not know how wide it is
+    console = Console(highlight=False, soft_wrap=True, width=wide)
+    with look(target, name, quiet=as_json) as job:
+        picture = job.picture(whole=True)
+        if as_json:
+            click.echo(json.dumps(picture.document))
+            return
+        for part in view.description(picture):
+            console.print(part)
+
+
+@job.command()
+@job_name
+@as_json
+@in_cluster
+def events(name: str | None, as_json: bool, target: Target) -> None:
     """What happened, oldest first."""
-    status = newest_status(name)
-    for event in status.events:
-        click.echo(event.model_dump_json() if as_json else view.event_line(event))
+    with look(target, name, quiet=as_json) as job:
+        picture = job.picture()
+        for note in picture.notes:
+            click.echo(f"dlrover: {note}", err=True)
+        for event in picture.events:
+            click.echo(event.model_dump_json() if as_json else view.event_line(event))
 
 
 @job.command()
 @job_name
 @click.option("--round", "round_number", type=int, help="Why this round was formed.")
 @as_json
-def why(name: str | None, round_number: int | None, as_json: bool) -> None:
+@in_cluster
+def why(name: str | None, round_number: int | None, as_json: bool, target: Target) -> None:
     """Why the job is where it is: the chain of causes, with times."""
-    status = newest_status(name)
-    chain = view.story(status.events, round_number)
+    with look(target, name, quiet=as_json) as job:
+        picture = job.picture()
+    chain = view.story([e for e in picture.events if e.id > 0], round_number)
     if as_json:
         click.echo(json.dumps([e.model_dump() for e in chain]))
         return
     if round_number is None:
-        click.echo(f"{status.name} is {status.phase}: {status.reason}")
+        click.echo(f"{picture.name} is {picture.phase}: {picture.reason}")
+        for condition in view.troubles(picture.conditions):
+            if picture.reason not in condition.message:
+                click.echo(f"  {view.trouble_line(condition)}")
     elif not chain:
+        newest = picture.status.round if picture.status is not None else 0
         raise ConfigError(
-            f"round {round_number}: no event tells of it; the newest round is {status.round}"
+            f"round {round_number}: no event tells of it; the newest round is {newest}"
         )
     for event in chain:
         click.echo(f"  {view.event_line(event)}")
@@ -214,9 +359,11 @@ def why(name: str | None, round_number: int | None, as_json: bool) -> None:
 @job_name
 @click.option("-f", "--follow", is_flag=True, help="Go on until the job ends.")
 @click.option("--node", "only_node", help="Only this node.")
-@click.option("--rank", "only_rank", type=int, help="Only this global rank.")
-@click.option("--round", "only_round", type=int, help="Only this round.")
+@click.option("--rank", "only_rank", type=int, help="Only this global rank; its node in a cluster.")
+@click.option("--round", "only_round", type=int, help="Only this round; not in a cluster.")
 @click.option("--agents", is_flag=True, help="What agents and master say, not the workers.")
+@click.option("--previous", is_flag=True, help="In a cluster: of Pods that have ended, too.")
+@in_cluster
 def logs(
     name: str | None,
     follow: bool,
@@ -224,20 +371,20 @@ def logs(
     only_rank: int | None,
     only_round: int | None,
     agents: bool,
+    previous: bool,
+    target: Target,
 ) -> None:
     """What the workers have written."""
-    from dlrover_py.cli.logs import show
-
-    settings = Settings.from_environment()
-    folder, alive = log_folder(settings, name)
-    show(
-        folder,
-        alive if follow else None,
+    wish = LogWish(
         node=only_node,
         rank=only_rank,
-        round_number=only_round,
+        round=only_round,
         agents=agents,
+        follow=follow,
+        previous=previous,
     )
+    with look(target, name) as job:
+        job.show_logs(wish)
 
 
 # --- change ---
@@ -246,39 +393,67 @@ def logs(
 @job.command()
 @click.argument("replicas", type=click.IntRange(min=1))
 @of_job
-def scale(replicas: int, name: str | None) -> None:
+@in_cluster
+def scale(replicas: int, name: str | None, target: Target) -> None:
     """Wish another number of nodes."""
-    say("POST", name, f"/v1/scale?replicas={replicas}")
+    with change(target, name) as job:
+        click.echo(job.scale(replicas))
 
 
 @job.command()
 @job_name
-def suspend(name: str | None) -> None:
+@in_cluster
+def suspend(name: str | None, target: Target) -> None:
     """Stop all nodes, and start none until it is resumed."""
-    say("POST", name, "/v1/suspend?on=true")
+    with change(target, name) as job:
+        click.echo(job.suspend(on=True))
 
 
 @job.command()
 @job_name
-def resume(name: str | None) -> None:
+@in_cluster
+def resume(name: str | None, target: Target) -> None:
     """Go on after a suspend."""
-    say("POST", name, "/v1/suspend?on=false")
+    with change(target, name) as job:
+        click.echo(job.suspend(on=False))
 
 
 @job.command()
 @job_name
 @click.option("--wait/--no-wait", default=True, show_default=True, help="Until it has ended.")
-def stop(name: str | None, wait: bool) -> None:
-    """End the job and all its processes."""
-    settings = Settings.from_environment()
-    chosen = choose(settings, name)
-    say("POST", chosen, "/v1/stop")
-    deadline = time.monotonic() + 60
-    pause = threading.Event()
-    while wait and (settings.runtime_root / chosen).exists():
-        if time.monotonic() > deadline:
-            raise Unreachable(f"{chosen} has not ended within a minute; see `dlrover job describe`")
-        pause.wait(0.05)
+@in_cluster
+def stop(name: str | None, wait: bool, target: Target) -> None:
+    """End a job on this machine, and all its processes; in a cluster: see `delete`."""
+    with change(target, name) as job:
+        click.echo(job.stop(wait=wait))
+
+
+@job.command()
+@click.argument("name")
+@click.option(
+    "--cascade",
+    type=click.Choice(["background", "foreground", "orphan"]),
+    default="background",
+    show_default=True,
+    help="What becomes of its Pods: deleted after it, before it, or left.",
+)
+@click.option("--wait", is_flag=True, help="Until it and its Pods are gone.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@in_cluster
+def delete(name: str, cascade: str, wait: bool, yes: bool, target: Target) -> None:
+    """Delete a job of a cluster, with its Pods and their logs."""
+
+    def sure(what: str) -> None:
+        if yes:
+            return
+        if not sys.stdin.isatty():
+            raise ConfigError(f"this deletes {what}: say --yes, as there is nobody to be asked")
+        said = click.prompt(f"this deletes {what}\nits name, to go on", default="", err=True)
+        if said != name:
+            raise ConfigError(f"found {said!r}, expected {name!r}: nothing was deleted")
+
+    with change(target, name) as job:
+        click.echo(job.delete(cascade=cascade, wait=wait, sure=sure))
 
 
 # --- nodes ---
@@ -289,7 +464,7 @@ def _verb(verb: str, words: str) -> None:
     @click.argument("node_id")
     @of_job
     def command(node_id: str, name: str | None) -> None:
-        say("POST", name, f"/v1/nodes/{node_id}/{verb}")
+        _ask(name, f"/v1/nodes/{node_id}/{verb}")
 
 
 _verb("kill", "The host under a node is gone: all its processes are killed at once.")
@@ -303,104 +478,28 @@ _verb("drain", "A node is asked to leave, and its host takes no other.")
 @of_job
 def add(count: int, name: str | None) -> None:
     """Bring more hosts; nodes that wait for one start at once."""
-    say("POST", name, f"/v1/hosts?count={count}")
+    _ask(name, f"/v1/hosts?count={count}")
 
 
-# --- small steps ---
+def _ask(name: str | None, path: str) -> None:
+    click.echo(here.to_change(Settings.from_environment(), name).ask(path))
 
 
-def running(settings: Settings) -> list[str]:
-    """Names of the jobs that have a cluster socket here."""
-    return sorted(p.parent.name for p in settings.runtime_root.glob(f"*/{names.CLUSTER_SOCKET}"))
+# --- which job ---
 
 
-def choose(settings: Settings, name: str | None) -> str:
-    """The job that is meant: the only one that runs, if none is named.
-
-    Raises:
-        ConfigError: there is no such job, or more than one.
-    """
-    names_here = running(settings)
-    if name is not None:
-        if name not in names_here:
-            here = f"; these run: {', '.join(names_here)}" if names_here else "; no job runs"
-            raise ConfigError(f"job {name} does not run on this machine{here}")
-        return name
-    if len(names_here) != 1:
-        if not names_here:
-            raise ConfigError("no job runs on this machine; see `dlrover job list`")
-        raise ConfigError(f"{len(names_here)} jobs run here, name one: {', '.join(names_here)}")
-    return names_here[0]
+@contextlib.contextmanager
+def look(target: Target, name: str | None, *, quiet: bool = False) -> Iterator[where.Job]:
+    """The job that is to be looked at; say which it is."""
+    with where.to_look(Settings.from_environment(), target, name) as job:
+        if not quiet:
+            click.echo(f"{job.name} {job.where}", err=True)
+        yield job
 
 
-def client(settings: Settings, name: str) -> Client:
-    """A line to the job's cluster."""
-    return Client(f"unix:{settings.runtime_root / name / names.CLUSTER_SOCKET}")
-
-
-def wait_for(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run one call."""
-    return asyncio.run(coroutine)
-
-
-def call(settings: Settings, name: str) -> Snapshot:
-    """The job's snapshot."""
-    body = wait_for(client(settings, name).call("GET", "/v1/job", deadline_s=CALL_S))
-    return Snapshot.model_validate_json(body)
-
-
-def say(method: str, name: str | None, path: str) -> None:
-    """Ask the job's cluster for something, and print its answer."""
-    settings = Settings.from_environment()
-    chosen = choose(settings, name)
-    body = wait_for(client(settings, chosen).call(method, path, deadline_s=CALL_S))
-    click.echo(json.loads(body)["message"])
-
-
-def newest_status(name: str | None) -> JobStatus:
-    """Of the job that runs, or else of its last run.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    settings = Settings.from_environment()
-    if name is None or name in running(settings):
-        names_here = running(settings)
-        if name is not None or names_here:
-            status = call(settings, choose(settings, name)).status
-            if status is None:
-                raise ConfigError("the job is starting: there is no status yet")
-            return status
-    folder = last_run(settings, name)
-    return ended_status(folder)
-
-
-def ended_status(folder: Path) -> JobStatus:
-    """The last status of a run that has ended."""
-    return JobStatus.model_validate_json((folder / names.STATUS_FILE).read_text())
-
-
-def last_run(settings: Settings, name: str | None) -> Path:
-    """State folder of the newest run that has ended."""
-    found = sorted(
-        (p.parent for p in settings.state_root.glob(f"{name or '*'}@*/{names.STATUS_FILE}")),
-        key=lambda p: p.name.rpartition("@")[2],
-    )
-    if not found:
-        raise ConfigError(f"job {name or ''} is not known on this machine; see `dlrover job list`")
-    return found[-1]
-
-
-def log_folder(settings: Settings, name: str | None) -> tuple[Path, Path | None]:
-    """Where the logs are, and the file that is there as long as the job runs."""
-    names_here = running(settings)
-    if name in names_here or (name is None and names_here):
-        chosen = choose(settings, name)
-        folder = Path(call(settings, chosen).log_dir)
-        return folder, settings.runtime_root / chosen / names.CLUSTER_SOCKET
-    return last_run(settings, name) / "logs", None
-
-
-def dump(status: JobStatus | None) -> object:
-    """For JSON."""
-    return None if status is None else status.model_dump(mode="json", by_alias=True)
+@contextlib.contextmanager
+def change(target: Target, name: str | None) -> Iterator[where.LivingJob]:
+    """The job that is to be changed; say which it is."""
+    with where.to_change(Settings.from_environment(), target, name) as job:
+        click.echo(f"{job.name} {job.where}", err=True)
+        yield job

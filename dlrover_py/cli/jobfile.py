@@ -1,11 +1,24 @@
 """Reads a job file, and says where in it a fault stands."""
 
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import ElasticJob
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One job of a file, as it is written and as it is understood."""
+
+    written: dict[str, Any]
+    job: ElasticJob
 
 
 def load(path: Path) -> ElasticJob:
@@ -14,48 +27,96 @@ def load(path: Path) -> ElasticJob:
     Raises:
         ConfigError: one line for each fault: ``file:line: path: found, expected``.
     """
+    name, text = str(path), _text(path)
+    parsed = _parsed(name, text)
+    root, document = parsed[0]
+    with _lines_of(name, parsed[-1][0]):
+        if len(parsed) > 1:
+            raise ConfigError(f"found {len(parsed)} documents; on this machine a file has one job")
+    with _lines_of(name, root):
+        job = ElasticJob.parse(document)
+        _check_for_here(job)
+    return job
+
+
+def load_all(path: Path) -> list[Document]:
+    """Read and check all jobs of a file, or of standard input (``-``), for a cluster.
+
+    Raises:
+        ConfigError: one line for each fault: ``file:line: path: found, expected``.
+    """
+    name = "standard input" if str(path) == "-" else str(path)
+    text = sys.stdin.read() if str(path) == "-" else _text(path)
+    found, faults = [], []
+    for root, document in _parsed(name, text):
+        try:
+            with _lines_of(name, root):
+                found.append(Document(document, ElasticJob.parse(document)))
+        except ConfigError as error:
+            faults.append(str(error))
+    if faults:
+        raise ConfigError("\n".join(faults))
+    return found
+
+
+def _text(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"{path}: {why}") from error
+
+
+def _parsed(name: str, text: str) -> list[tuple[yaml.Node | None, Any]]:
+    """Each document as a tree that knows its lines and as plain data; one at least."""
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        document = yaml.safe_load(text)
+        roots = list(yaml.compose_all(text, Loader=yaml.SafeLoader))
+        documents = list(yaml.safe_load_all(text))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
+        where = f"{name}:{mark.line + 1}" if mark is not None else name
         what = getattr(error, "problem", None) or "cannot be read"
         raise ConfigError(f"{where}: not valid YAML: {what}") from error
     except (ValueError, RecursionError) as error:  # a date that is none; nested without end
-        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+        raise ConfigError(f"{name}: not valid YAML: {error}") from error
+    pairs: list[tuple[yaml.Node | None, Any]] = [
+        (r, d) for r, d in zip(roots, documents, strict=True) if d is not None
+    ]
+    return pairs or [(None, None)]
+
+
+@contextlib.contextmanager
+def _lines_of(name: str, root: yaml.Node | None) -> Iterator[None]:
+    """Say of each fault on which line of the file it stands."""
     try:
-        job = ElasticJob.parse(document)
-        where = "spec.replicaSpecs.worker.template.spec.containers[main]"
-        container = job.worker.container()
-        if not container.command:
-            raise ConfigError(
-                f"{where}.command: missing; on this machine there is no image that could bring "
-                "one, such as [elastic-run, train.py]"
-            )
-        for variable in container.env:
-            if variable.value_from is not None:
-                raise ConfigError(
-                    f"{where}.env: {variable.name} has valueFrom; on this machine there is nothing "
-                    "to take it from: give it a value"
-                )
-        return job
+        yield
     except ConfigError as error:
         lines = [
-            f"{path}:{_line_of(root, line.partition(': ')[0])}: {line}"
+            f"{name}:{_line_of(root, line.partition(': ')[0])}: {line}"
             for line in str(error).splitlines()
         ]
         raise ConfigError("\n".join(lines)) from error
 
 
+def _check_for_here(job: ElasticJob) -> None:
+    where = "spec.replicaSpecs.worker.template.spec.containers[main]"
+    container = job.worker.container()
+    if not container.command:
+        raise ConfigError(
+            f"{where}.command: missing; on this machine there is no image that could bring "
+            "one, such as [elastic-run, train.py]"
+        )
+    for variable in container.env:
+        if variable.value_from is not None:
+            raise ConfigError(
+                f"{where}.env: {variable.name} has valueFrom; on this machine there is nothing "
+                "to take it from: give it a value"
+            )
+
+
 def _line_of(node: yaml.Node | None, path: str) -> int:
     """Line of the deepest node on a path such as ``spec.a.b[0]``, from 1."""
-    line = 1
+    line = 1 if node is None else node.start_mark.line + 1
     for part in path.replace("[", ".[").split("."):
         found: yaml.Node | None = None
         if isinstance(node, yaml.MappingNode):

@@ -4,6 +4,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -12,40 +13,39 @@ LOOK_S = 0.2
 for eyes."""
 
 
-def show(
-    folder: Path,
-    alive: Path | None,
-    *,
-    node: str | None,
-    rank: int | None,
-    round_number: int | None,
-    agents: bool,
-) -> None:
+@dataclass(frozen=True, slots=True)
+class LogWish:
+    """Which lines of a job are to be shown."""
+
+    node: str | None = None
+    rank: int | None = None
+    round: int | None = None
+    agents: bool = False
+    """What agents and master say, not the workers."""
+    follow: bool = False
+    """Go on until the job ends."""
+    previous: bool = False
+    """In a cluster: of Pods that have ended, too."""
+
+
+def show(folder: Path, alive: Path | None, wish: LogWish) -> None:
     """Print the logs below a folder, each line with its origin.
 
     Args:
         folder: ``<node>/<incarnation>/<round>/<rank>/{stdout,stderr}.log``, ``<node>/agent.log``.
         alive: go on as long as this file is there; None: do not wait.
-        node, rank, round_number: show only these.
-        agents: show what agents and master say instead.
+        wish: which of them.
     """
     with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
-        _show(folder, alive, node, rank, round_number, agents)
+        _show(folder, alive, wish)
 
 
-def _show(
-    folder: Path,
-    alive: Path | None,
-    node: str | None,
-    rank: int | None,
-    round_number: int | None,
-    agents: bool,
-) -> None:
+def _show(folder: Path, alive: Path | None, wish: LogWish) -> None:
     rest_a_moment = threading.Event()
     open_files: dict[Path, tuple[BinaryIO, bytes]] = {}
     while True:
         last = alive is None or not alive.exists()
-        for path, origin in sorted(_files(folder, node, rank, round_number, agents)):
+        for path, origin in sorted(_files(folder, wish)):
             stream, rest = open_files.get(path) or (path.open("rb"), b"")
             *lines, rest = (rest + stream.read()).split(b"\n")
             if last and rest:
@@ -61,21 +61,19 @@ def _show(
         rest_a_moment.wait(LOOK_S)
 
 
-def _files(
-    folder: Path, node: str | None, rank: int | None, round_number: int | None, agents: bool
-) -> Iterator[tuple[Path, str]]:
-    if agents:
-        if node is None and (folder / "master.log").exists():
+def _files(folder: Path, wish: LogWish) -> Iterator[tuple[Path, str]]:
+    if wish.agents:
+        if wish.node is None and (folder / "master.log").exists():
             yield folder / "master.log", "master"
         for path in folder.glob("*/agent.log"):
-            if node in (None, path.parent.name):
+            if wish.node in (None, path.parent.name):
                 yield path, path.parent.name
         return
     for path in folder.glob("*/*/*/*/std*.log"):
         name, _, in_round, of_rank = path.relative_to(folder).parts[:4]
-        if node not in (None, name) or (rank is not None and of_rank != str(rank)):
+        if wish.node not in (None, name) or (wish.rank is not None and of_rank != str(wish.rank)):
             continue
-        if round_number is not None and in_round != str(round_number):
+        if wish.round is not None and in_round != str(wish.round):
             continue
         stream = "" if path.name == "stdout.log" else " err"
         yield path, f"{name} round {in_round} rank {of_rank}{stream}"

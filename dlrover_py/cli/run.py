@@ -6,24 +6,21 @@ import signal
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Literal
 
 import uvicorn
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 
 from dlrover_py.cli import view
+from dlrover_py.cli.screen import News, Style, line
 from dlrover_py.cli.settings import Settings
 from dlrover_py.local import Cluster, Paths, api
 from dlrover_py.protocol.job import ElasticJob
-from dlrover_py.protocol.status import JobPhase, JobStatus
+from dlrover_py.protocol.status import JobPhase
 from dlrover_py.telemetry import setup
 
-Style = Literal["live", "plain", "json"]
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REDRAW_S = 0.25
-PROGRESS_S = 5.0
-"""Without a terminal the step is printed this often."""
 
 
 def run_job(
@@ -115,13 +112,11 @@ def _farewell(cluster: Cluster, style: Style, interrupts: list[int]) -> int:
     name = cluster.job.metadata.name
     phase = status.phase if status is not None else JobPhase.PENDING
     if style != "json" and not phase.ended:
-        _line(f"{name} was stopped; its logs are in {cluster.paths.logs}")
+        line(f"{name} was stopped; its logs are in {cluster.paths.logs}")
     elif style != "json" and status is not None:
-        words = f"{name} {phase.value.lower()} after {view.age(status.started_at, status.ended_at)}"
-        _line(f"{words}: {status.reason}")
-        if phase is JobPhase.FAILED and status.last_failure is not None:
-            _line(status.last_failure.worker.traceback)
-        _line(f"logs: {cluster.paths.logs}")
+        for words in view.farewell(status):
+            line(words)
+        line(f"logs: {cluster.paths.logs}")
     if interrupts and phase is not JobPhase.SUCCEEDED:
         return 128 + interrupts[0]
     return 1 if phase is JobPhase.FAILED else 0
@@ -131,45 +126,27 @@ async def _show(cluster: Cluster, style: Style) -> None:
     if style == "live":
         await _show_live(cluster)
         return
-    shown = 0
-    said_step = -1
     loop = asyncio.get_running_loop()
-    next_progress = loop.time() + PROGRESS_S
+    news = News(style, since=loop.time())
     try:
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
                     await cluster.changed.wait()
             cluster.changed.clear()
-            shown = _print_events(cluster.status, shown, style)
-            status = cluster.status
-            if status is None or status.progress is None or loop.time() < next_progress:
-                continue
-            next_progress = loop.time() + PROGRESS_S
-            if status.progress.step != said_step:
-                said_step = status.progress.step
-                if style == "json":
-                    _line(f'{{"progress": {status.progress.model_dump_json()}}}')
-                else:
-                    _line(f"         {view.summary(status)}")
+            news.tell(cluster.status, loop.time())
     finally:
-        _print_events(cluster.status, shown, style)
-        if style == "json" and cluster.status is not None:
-            _line(f'{{"status": {cluster.status.model_dump_json(by_alias=True)}}}')
+        news.end(cluster.status)
 
 
-def _print_events(status: JobStatus | None, shown: int, style: Style) -> int:
-    for event in status.events if status is not None else []:
-        if event.id > shown:
-            shown = event.id
-            body = f'{{"event": {event.model_dump_json()}}}'
-            _line(body if style == "json" else view.event_line(event))
-    return shown
-
-
-def _line(text: str) -> None:
-    with contextlib.suppress(OSError):  # nobody reads any more: the job goes on
-        print(text, flush=True)
+def _picture(cluster: Cluster) -> RenderableType:
+    snapshot = cluster.snapshot()
+    pid = snapshot.master_pid
+    if snapshot.status is None:
+        master = "the master is starting"
+    else:
+        master = f"pid {pid}" if pid else "away"
+    return view.live(cluster.job.metadata.name, snapshot.status, master)
 
 
 async def _show_live(cluster: Cluster) -> None:
@@ -177,8 +154,7 @@ async def _show_live(cluster: Cluster) -> None:
         try:
             while True:
                 # In a thread: a terminal that takes nothing (Ctrl-S) must not hold up the cluster.
-                picture = view.live(cluster.snapshot())
-                await asyncio.to_thread(screen.update, picture, refresh=True)
+                await asyncio.to_thread(screen.update, _picture(cluster), refresh=True)
                 await asyncio.sleep(REDRAW_S)
         finally:
-            screen.update(view.live(cluster.snapshot()), refresh=True)
+            screen.update(_picture(cluster), refresh=True)

@@ -38,3 +38,17 @@ class Settings:
             state_root=Path(environ.get("DLROVER_STATE_DIR") or home / "dlrover"),
             environ=environ,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What the flags say of the place; each of them means a cluster."""
+
+    namespace: str = ""
+    context: str = ""
+    kubeconfig: Path | None = None
+
+    @property
+    def given(self) -> bool:
+        """Whether a cluster is meant in any case."""
+        return bool(self.namespace or self.context or self.kubeconfig)

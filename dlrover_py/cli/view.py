@@ -1,7 +1,8 @@
 """What people see of a job: pure functions from a snapshot to text and tables."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 
 from rich.console import Group, RenderableType
@@ -11,8 +12,18 @@ from rich.table import Table
 from rich.text import Text
 
 from dlrover_py.protocol.agents import Progress
+from dlrover_py.protocol.job import ReplicaSpec
 from dlrover_py.protocol.local import Snapshot
-from dlrover_py.protocol.status import JobEvent, JobPhase, JobStatus, NodePhase, NodeStatus
+from dlrover_py.protocol.names import NodeId, id_key
+from dlrover_py.protocol.status import (
+    Condition,
+    JobEvent,
+    JobPhase,
+    JobStatus,
+    NodePhase,
+    NodeStatus,
+    summarize,
+)
 
 _COLOUR = {
     JobPhase.PENDING: "yellow",
@@ -23,6 +34,98 @@ _COLOUR = {
     JobPhase.FAILED: "bold red",
     JobPhase.STOPPED: "blue",
 }
+
+_WELL_WHEN_TRUE = ("Accepted", "MasterReady", "JournalWritable")
+_NEITHER = ("PodsReady", "Running", "Succeeded", "Suspended")
+_CALM = ("Finished", "Suspended", "Waiting", "Creating")
+"""Reasons why a master is not ready that need nobody's help."""
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """What is known of a job, wherever it is."""
+
+    name: str
+    heads: Sequence[str]
+    """What is wished, and where it runs."""
+    phase: str
+    reason: str
+    status: JobStatus | None
+    """What its master has said; None: nothing yet."""
+    conditions: Sequence[Condition]
+    """The master's, and in a cluster the operator's."""
+    events: Sequence[JobEvent]
+    document: object
+    """All of it, for scripts."""
+    pods: Mapping[str, str] = field(default_factory=dict)
+    """In a cluster: the Pod of each node, in words."""
+    notes: Sequence[str] = ()
+    """What could not be found out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A job in a table, with the columns of ``kubectl get elasticjobs``."""
+
+    namespace: str
+    name: str
+    phase: str
+    ready: str
+    round: str
+    progress: str
+    restarts: str
+    goodput: str
+    age: str
+
+    @classmethod
+    def of(cls, status: JobStatus, *, namespace: str = "") -> "Row":
+        """Of a job whose master has spoken."""
+        words = summarize(status)
+        return cls(
+            namespace=namespace,
+            name=status.name,
+            phase=status.phase.value,
+            ready=words.ready,
+            round=str(status.round),
+            progress=words.progress,
+            restarts=str(words.restarts),
+            goodput=words.goodput,
+            age=short_age(status.started_at),
+        )
+
+
+_WIDTHS = {
+    "namespace": 12,
+    "name": 24,
+    "phase": 10,
+    "ready": 7,
+    "round": 6,
+    "progress": 16,
+    "restarts": 9,
+    "goodput": 8,
+    "age": 5,
+}
+
+
+class JobTable:
+    """Rows of text, which keep their columns when more are said later."""
+
+    def __init__(self, rows: Sequence[Row], *, namespaces: bool) -> None:
+        self._columns = [c for c in _WIDTHS if namespaces or c != "namespace"]
+        self._widths = {
+            c: max([_WIDTHS[c], *(len(getattr(row, c)) + 2 for row in rows)]) for c in self._columns
+        }
+
+    def head(self) -> str:
+        """The names of the columns."""
+        return self._line({c: c.upper() for c in self._columns})
+
+    def line(self, row: Row) -> str:
+        """One job."""
+        return self._line({c: getattr(row, c) for c in self._columns})
+
+    def _line(self, cells: Mapping[str, str]) -> str:
+        return " ".join(cells[c].ljust(self._widths[c]) for c in self._columns).rstrip()
 
 
 def clock(at: float) -> str:
@@ -65,10 +168,12 @@ def summary(status: JobStatus) -> str:
     return words + (f" · {said}" if said else "")
 
 
-def nodes_table(nodes: Iterable[NodeStatus]) -> Table:
-    """The nodes that are there, and those that went."""
+def nodes_table(nodes: Iterable[NodeStatus], pods: Mapping[str, str] | None = None) -> Table:
+    """The nodes that are there, and those that went; in a cluster with their Pods."""
+    pods = pods or {}
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("NODE", "PHASE", "ROLE", "RANK", "HOST", "WORKERS", "STEP", "RESTARTS", ""):
+    columns = ("NODE", "PHASE", "ROLE", "RANK", "HOST", "WORKERS", "STEP", "RESTARTS")
+    for column in (*columns, *(["POD"] if pods else []), ""):
         table.add_column(column)
     for node in nodes:
         gone = node.phase is NodePhase.GONE
@@ -82,6 +187,7 @@ def nodes_table(nodes: Iterable[NodeStatus]) -> Table:
             "" if gone else f"{node.workers.value}{f' (pid {pids})' if pids else ''}",
             "" if node.step is None or gone else str(node.step),
             str(node.restarts) if node.restarts else "",
+            *([escape(pods.get(node.id, "-"))] if pods else []),
             escape(node.message),
             style="dim" if gone else None,
         )
@@ -89,15 +195,11 @@ def nodes_table(nodes: Iterable[NodeStatus]) -> Table:
 
 
 def wish(snapshot: Snapshot) -> list[str]:
-    """What is wished, and where it runs."""
-    job, worker = snapshot.job, snapshot.job.worker
-    most = worker.max_replicas if worker.max_replicas is not None else "any"
-    health = snapshot.health_addr
+    """What is wished, and where it runs on this machine."""
+    job, health = snapshot.job, snapshot.health_addr
     return [
         f"{job.metadata.name}  generation {job.metadata.generation}",
-        f"wish      {worker.replicas} nodes (min {worker.minimum}, max {most}, unit "
-        f"{worker.node_unit}, standby {worker.standby_replicas}), "
-        f"{worker.restart_count} restarts per node",
+        wished(job.worker),
         f"hosts     {', '.join(snapshot.hosts)}",
         f"master    pid {snapshot.master_pid or '-'}, {snapshot.master_addr}",
         f"health    http://{health}/healthz, http://{health}/metrics",
@@ -105,20 +207,64 @@ def wish(snapshot: Snapshot) -> list[str]:
     ]
 
 
-def description(status: JobStatus) -> list[RenderableType]:
-    """All that the master knows."""
+def wished(worker: ReplicaSpec) -> str:
+    """How many nodes, and how they may fail."""
+    most = worker.max_replicas if worker.max_replicas is not None else "any"
+    return (
+        f"wish      {worker.replicas} nodes (min {worker.minimum}, max {most}, unit "
+        f"{worker.node_unit}, standby {worker.standby_replicas}), "
+        f"{worker.restart_count} restarts per node"
+    )
+
+
+def troubles(conditions: Iterable[Condition]) -> list[Condition]:
+    """Those conditions that say that something is wrong."""
+    found = []
+    for condition in conditions:
+        if condition.type in _NEITHER:
+            continue
+        well = "True" if condition.type in _WELL_WHEN_TRUE else "False"
+        if condition.status != well and condition.reason not in _CALM:
+            found.append(condition)
+    return found
+
+
+def trouble_line(condition: Condition) -> str:
+    """What is wrong, on one line."""
+    said = condition.message.splitlines()
+    words = condition.type if condition.status == "True" else f"not {condition.type}"
+    return f"{words}: {said[0] if said else condition.reason}"
+
+
+def description(picture: Picture) -> list[RenderableType]:
+    """All that is known, what is wrong first."""
     parts: list[RenderableType] = [
-        Text(f"status    {summary(status)}"),
-        Text(f"why       {status.reason}"),
+        Text(f"trouble   {trouble_line(c)}", style="yellow") for c in troubles(picture.conditions)
     ]
-    if status.restarts:
+    parts += [Text(line) for line in picture.heads]
+    status = picture.status
+    told = summary(status) if status is not None else ""
+    same = status is not None and status.phase.value == picture.phase
+    now = told if same else f"{picture.phase} (its master: {told})" if told else picture.phase
+    parts += [Text(f"status    {now}"), Text(f"why       {picture.reason}")]
+    if status is not None and status.restarts:
         words = ", ".join(f"{n} by {cause}" for cause, n in status.restarts.items())
         parts.append(Text(f"rounds    {words}"))
-    parts += [Text(""), nodes_table(status.nodes), Text("")]
-    for condition in status.conditions:
+    parts += [Text(f"note      {note}") for note in picture.notes]
+    nodes = status.nodes if status is not None else []
+    parts += [Text(""), nodes_table(nodes, picture.pods)] if nodes else []
+    others = sorted({NodeId(n) for n in picture.pods} - {NodeId(n.id) for n in nodes}, key=id_key)
+    parts += [
+        Text(f"{node:9} {picture.pods[node]}")
+        for node in sorted(map(NodeId, others), key=id_key)[:20]
+    ]
+    if len(others) > 20:
+        parts.append(Text(f"… and {len(others) - 20} more"))
+    parts.append(Text(""))
+    for condition in picture.conditions:
         mark = {"True": "yes", "False": "no"}.get(condition.status, "?")
         parts.append(Text(f"{condition.type:16} {mark:4} {condition.message}"))
-    failure = status.last_failure
+    failure = status.last_failure if status is not None else None
     if failure is not None:
         where = f"{failure.node}, round {failure.round}, rank {failure.worker.rank}"
         parts.append(
@@ -128,23 +274,36 @@ def description(status: JobStatus) -> list[RenderableType]:
             )
         )
     parts.append(Text(""))
-    parts += [Text(event_line(event)) for event in status.events[-10:]]
+    parts += [Text(event_line(event)) for event in picture.events[-10:]]
     return parts
 
 
-def live(snapshot: Snapshot, *, events: int = 8) -> RenderableType:
-    """The picture that is drawn again and again while a job runs."""
-    status = snapshot.status
-    name = snapshot.job.metadata.name
+def farewell(status: JobStatus) -> list[str]:
+    """The last words on a job that has ended."""
+    took = age(status.started_at, status.ended_at)
+    lines = [f"{status.name} {status.phase.value.lower()} after {took}: {status.reason}"]
+    if status.phase is JobPhase.FAILED and status.last_failure is not None:
+        lines += status.last_failure.worker.traceback.splitlines()
+    return lines
+
+
+def live(name: str, status: JobStatus | None, master: str, *, events: int = 8) -> RenderableType:
+    """The picture that is drawn again and again while a job runs.
+
+    Args:
+        name: of the job.
+        status: what its master says; None: nothing yet.
+        master: where that is, or why it says nothing.
+        events: so many, the newest.
+    """
     if status is None:
-        return Text(f"{name}: the master is starting")
+        return Text(f"{name}: {master}")
     head = Text.assemble(
         (name, "bold"), "  ", (status.phase.value, _COLOUR[status.phase]), f"  round {status.round}"
     )
     head.append(f"  {status.nodes_in_round}/{status.wanted} nodes  {status.world_size} workers")
     if status.standby:
         head.append(f"  {status.standby} on standby")
-    master = f"pid {snapshot.master_pid}" if snapshot.master_pid else "away"
     head.append(f"  master {master} (term {status.term})", style="dim")
     parts: list[RenderableType] = [head]
     if status.phase in (JobPhase.FORMING, JobPhase.PENDING):
@@ -192,3 +351,17 @@ def age(since: float, until: float | None = None) -> str:
     """Time that has passed, in words."""
     end = time.time() if until is None else until  # noqa: TID251 - for people, not for decisions
     return duration(max(0.0, end - since))
+
+
+def short_age(since: float) -> str:
+    """Time that has passed, as kubectl's tables have it: ``45s``, ``12m``, ``5h``, ``3d``."""
+    seconds = max(0, int(time.time() - since))  # noqa: TID251 - for people, not for decisions
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
+        if seconds >= 2 * size:
+            return f"{seconds // size}{unit}"
+    return f"{seconds}s"
+
+
+def dump(status: JobStatus | None) -> object:
+    """For JSON."""
+    return None if status is None else status.model_dump(mode="json", by_alias=True)

@@ -96,6 +96,7 @@ class Place:
             "DLROVER_STATE_DIR": str(self.folder / "state"),
             "PATH": f"{BIN}:{os.environ['PATH']}",
             "PYTHONPATH": "",
+            "KUBECONFIG": str(self.folder / "no-kubeconfig"),
         }
 
     def script(self, text: str, name: str = "train.py") -> Path:

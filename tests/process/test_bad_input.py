@@ -181,7 +181,7 @@ def test_a_fault_in_the_job_file_is_named_with_its_line(
         ("just words", ":1: expected a mapping with apiVersion"),
         (GOOD.replace("spec:", "spec: [", 1), ": not valid YAML: "),
         (GOOD.replace("  name: job", "\tname: job"), ":4: not valid YAML: found character '\\t'"),
-        (GOOD + "---\n" + GOOD, ":14: not valid YAML: "),
+        (GOOD + "---\n" + GOOD, ":15: found 2 documents; on this machine a file has one job"),
         ("a: !!python/object/apply:os.system ['touch pwned']", ":1: not valid YAML: "),
         ("a: *unknown", ":1: not valid YAML: "),
         (b"\xff\xfe\x00binary", ": it is not UTF-8 text"),

@@ -125,7 +125,7 @@ def status(phase: JobPhase) -> JobStatus:
 
 def drawn(snap: Snapshot) -> str:
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(view.live(snap))
+    console.print(view.live("demo", snap.status, "the master is starting"))
     console.file.close()
     return console.export_text()
 

@@ -1,0 +1,444 @@
+"""``dlrover job …`` against a cluster: real processes, and an API server in memory."""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dlrover_py.kube import ELASTICJOBS, EVENTS, NAMESPACES, PODS, Obj
+from tests.builders import job_file
+from tests.fakes_kube import FakeCluster
+from tests.process.harness import BIN, Place
+
+AGENT = (
+    '{"at": "2026-01-01T00:00:00.000+00:00", "level": "info", "event": "round_started", '
+    '"program": "elastic-run", "node": "n0"}'
+)
+
+
+class Terminal:
+    """Where ``dlrover`` is called, with a kubeconfig of a cluster in memory."""
+
+    def __init__(self, place: Place, cluster: FakeCluster) -> None:
+        self.place, self.cluster = place, cluster
+        kubeconfig = cluster.kubeconfig(place.folder / "kubeconfig")
+        self.env = place.env | {"KUBECONFIG": str(kubeconfig)}
+
+    async def start(self, *argv: str) -> asyncio.subprocess.Process:
+        pipe = asyncio.subprocess.PIPE
+        return await asyncio.create_subprocess_exec(
+            str(BIN / "dlrover"),
+            "job",
+            *argv,
+            env=self.env,
+            cwd=self.place.folder,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=pipe,
+        )
+
+    async def call(self, *argv: str, code: int = 0) -> str:
+        """Run a command; return what it says: standard output, or if it fails standard error."""
+        process = await self.start(*argv)
+        out, err = await asyncio.wait_for(process.communicate(), 90)
+        assert process.returncode == code, f"{argv}: {process.returncode}\n{out!r}\n{err.decode()}"
+        assert b"Traceback (most recent call last):\n  File" not in err
+        return (err if code else out).decode()
+
+    def file(self, *documents: Obj, name: str = "job.yaml") -> str:
+        (self.place.folder / name).write_text(yaml.safe_dump_all(documents))
+        return name
+
+
+@pytest.fixture
+async def terminal(place: Place) -> AsyncIterator[Terminal]:
+    async with FakeCluster() as cluster:
+        cluster.put(NAMESPACES, {"metadata": {"name": "ml"}})
+        yield Terminal(place, cluster)
+
+
+def document(name: str = "x", replicas: int = 2, **worker: Any) -> Obj:
+    made = job_file(replicas, **worker)
+    made["metadata"] = {"name": name}
+    return made
+
+
+def training(phase: str = "Running", **fields: Any) -> Obj:
+    """What a master writes."""
+    return {
+        "name": "x",
+        "generation": 1,
+        "phase": phase,
+        "reason": "all 2 nodes train",
+        "term": 1,
+        "round": 2,
+        "worldSize": 2,
+        "nodesInRound": 2,
+        "wanted": 2,
+        "minimum": 2,
+        "ready": 2,
+        "standby": 0,
+        "startedAt": 1000.0,
+        "restarts": {"loss": 1},
+        "summary": {"ready": "2/2", "progress": "40% (4/10)", "restarts": 1, "goodput": "97.5%"},
+        "nodes": [
+            {
+                "id": node,
+                "phase": "live",
+                "role": "member",
+                "incarnation": 1,
+                "nodeRank": rank,
+                "host": f"host-{rank}",
+            }
+            for rank, node in enumerate(("n0", "n2"))
+        ],
+        "events": [
+            event(1, "JobStarted", "the job starts"),
+            event(4, "NodeLost", "n1 is lost: its Pod was deleted"),
+            event(5, "RoundFormed", "round 2 of 2 nodes", cause=4),
+        ],
+        **fields,
+    }
+
+
+def event(number: int, reason: str, message: str, **fields: Any) -> Obj:
+    return {"id": number, "at": 1000.0 + number, "reason": reason, "message": message} | fields
+
+
+def condition(kind: str, status: str, message: str, reason: str = "Because") -> Obj:
+    at = "2026-01-01T00:00:00Z"
+    told = {"type": kind, "status": status, "reason": reason, "message": message}
+    return told | {"lastTransitionTime": at}
+
+
+def put_job(
+    cluster: FakeCluster, name: str = "x", namespace: str = "default", **status: Any
+) -> Obj:
+    obj = document(name, minReplicas=1, maxReplicas=4)
+    obj["metadata"]["namespace"] = namespace
+    return cluster.put(ELASTICJOBS, obj | {"status": status})
+
+
+def put_pod(cluster: FakeCluster, job: Obj, node: str, phase: str = "Running") -> None:
+    name = job["metadata"]["name"]
+    state = {"Running": "running", "Pending": "waiting"}.get(phase, "terminated")
+    cluster.put(
+        PODS,
+        {
+            "metadata": {
+                "name": f"{name}-{node}",
+                "labels": {
+                    "elasticjob.dlrover/name": name,
+                    "elasticjob.dlrover/replica-type": "worker",
+                },
+                "ownerReferences": [{"kind": "ElasticJob", "uid": job["metadata"]["uid"]}],
+            },
+            "spec": {"containers": [{"name": "main", "image": "i"}], "nodeName": "host-9"},
+            "status": {
+                "phase": phase,
+                "containerStatuses": [{"name": "main", "state": {state: {}}}],
+            },
+        },
+    )
+
+
+async def test_submit_checks_creates_and_never_overwrites(terminal: Terminal) -> None:
+    cluster = terminal.cluster
+    bad = document()
+    bad["spec"]["replicaSpecs"]["worker"]["replica"] = 3
+    said = await terminal.call("submit", terminal.file(document("a"), bad), code=2)
+    assert "spec.replicaSpecs.worker.replica: unknown field" in said
+    assert cluster.all(ELASTICJOBS) == []
+
+    good = terminal.file(document("a"), document("b"))
+    assert "a would be submitted" in await terminal.call("submit", "--dry-run", good)
+    assert cluster.all(ELASTICJOBS) == []
+    said = await terminal.call("submit", good, "-n", "ml")
+    assert f"a submitted in namespace ml of {cluster.url}" in said
+    assert "dlrover job describe a -n ml" in said
+    assert [j["metadata"]["name"] for j in cluster.all(ELASTICJOBS, "ml")] == ["a", "b"]
+
+    other = terminal.file(document("a", 3), document("c"))
+    said = await terminal.call("submit", other, "-n", "ml", code=2)
+    assert "job a is already in namespace ml" in said
+    assert "--apply" in said
+    assert cluster.one(ELASTICJOBS, "c", "ml") is None, "all or none"
+    said = await terminal.call("submit", "--apply", other, "-n", "ml")
+    assert "a changed" in said
+    assert "c submitted" in said
+    changed = cluster.one(ELASTICJOBS, "a", "ml")
+    assert changed is not None
+    assert changed["spec"]["replicaSpecs"]["worker"]["replicas"] == 3
+    assert "a unchanged" in await terminal.call("submit", "--apply", other, "-n", "ml")
+
+    fixed = document("a")
+    fixed["metadata"]["namespace"] = "default"
+    said = await terminal.call("submit", terminal.file(fixed), "-n", "ml", code=2)
+    assert "its file says namespace default and --namespace ml" in said
+
+
+async def test_submit_waits_for_the_end_and_exits_with_it(terminal: Terminal) -> None:
+    cluster = terminal.cluster
+    for phase, code, words in (
+        ("Succeeded", 0, "x succeeded after"),
+        ("Failed", 1, "x failed after"),
+    ):
+        process = await terminal.start("submit", terminal.file(document()), "--wait")
+        assert process.stdout is not None
+        assert b"submitted" in await asyncio.wait_for(process.stdout.readline(), 60)
+        job = cluster.all(ELASTICJOBS)[0]
+        cluster.put(ELASTICJOBS, job | {"status": {"phase": "Running", "training": training()}})
+        while b"RoundFormed" not in (line := await process.stdout.readline()):
+            assert line
+        ended = training(phase, reason="so it ends", endedAt=1100.0)
+        cluster.put(ELASTICJOBS, job | {"status": {"phase": phase, "training": ended}})
+        out, err = await asyncio.wait_for(process.communicate(), 60)
+        assert (process.returncode, err) == (code, b"")
+        assert f"{words} 1 min 40 s: so it ends" in out.decode()
+        cluster.remove(ELASTICJOBS, "x")
+
+
+async def test_a_job_that_the_operator_refuses_is_not_waited_for(terminal: Terminal) -> None:
+    put_job(
+        terminal.cluster,
+        phase="Failed",
+        conditions=[condition("Accepted", "False", "spec: not like this", "InvalidSpec")],
+    )
+    said = await terminal.call("describe", "x")
+    assert said.splitlines()[0] == "trouble   not Accepted: spec: not like this"
+
+
+async def test_the_table_of_jobs_and_its_changes(terminal: Terminal) -> None:
+    cluster = terminal.cluster
+    assert await terminal.call("get") == ""
+    put_job(cluster, phase="Running", training=training())
+    put_job(cluster, "y", "ml")
+    (head, row) = (await terminal.call("get")).splitlines()
+    columns = ["NAME", "PHASE", "READY", "ROUND", "PROGRESS", "RESTARTS", "GOODPUT", "AGE"]
+    assert head.split() == columns
+    assert row.split()[:-1] == ["x", "Running", "2/2", "2", "40%", "(4/10)", "1", "97.5%"]
+    everywhere = (await terminal.call("get", "-A")).splitlines()
+    assert [line.split()[:2] for line in everywhere[1:]] == [["default", "x"], ["ml", "y"]]
+    (one,) = json.loads(await terminal.call("get", "x", "--json"))
+    assert (one["phase"], one["status"]["round"]) == ("Running", 2)
+
+    process = await terminal.start("get", "-w")
+    assert process.stdout is not None
+    lines = [await process.stdout.readline() for _ in range(2)]
+    assert b"Running" in lines[1]
+    put_job(cluster, phase="Succeeded", training=training())
+    assert b"Succeeded" in await asyncio.wait_for(process.stdout.readline(), 30)
+    cluster.remove(ELASTICJOBS, "x")
+    assert b"Deleted" in await asyncio.wait_for(process.stdout.readline(), 30)
+    process.send_signal(signal.SIGINT)
+    _, err = await asyncio.wait_for(process.communicate(), 30)
+    assert process.returncode == 130
+    assert b"Traceback" not in err
+
+
+async def test_describe_why_and_events_put_trouble_first(terminal: Terminal) -> None:
+    cluster = terminal.cluster
+    failure = {
+        "at": 1004.0,
+        "node": "n1",
+        "round": 1,
+        "worker": {
+            "kind": "exception",
+            "localRank": 0,
+            "rank": 1,
+            "pid": 7,
+            "exitCode": 1,
+            "message": "ValueError: no",
+            "traceback": "File train.py, line 3",
+            "ranS": 5.0,
+        },
+    }
+    job = put_job(
+        cluster,
+        phase="Running",
+        training=training(lastFailure=failure),
+        conditions=[
+            condition("MasterReady", "True", "it serves its nodes"),
+            condition("Unschedulable", "True", "n3: 0/3 nodes are available"),
+        ],
+    )
+    put_pod(cluster, job, "n0")
+    put_pod(cluster, job, "n7", "Pending")
+    about = {"kind": "ElasticJob", "name": "x", "uid": job["metadata"]["uid"]}
+    for name, component, reason in (
+        ("x.12345678.2", "dlrover-master", "Older"),
+        ("x.12345678.4", "dlrover-master", "NodeLost"),
+        ("x.abc", "dlrover-operator", "MasterCreated"),
+    ):
+        cluster.put(
+            EVENTS,
+            {
+                "metadata": {"name": name},
+                "involvedObject": about,
+                "source": {"component": component},
+                "reason": reason,
+                "message": "m",
+                "lastTimestamp": "1970-01-01T00:16:42Z",
+            },
+        )
+    said = await terminal.call("describe", "x")
+    lines = said.splitlines()
+    assert lines[0] == "trouble   Unschedulable: n3: 0/3 nodes are available"
+    for words in ("2 nodes (min 1, max 4", f"in namespace default of {cluster.url}", "round 2"):
+        assert words in said
+    assert any(line.startswith("n0") and "x-n0 Running on host-9" in line for line in lines)
+    assert any(line.startswith("n7") and "x-n7 Pending" in line for line in lines)
+    assert "File train.py, line 3" in said
+    told = [line.split()[1] for line in (await terminal.call("events", "x")).splitlines()]
+    assert told == ["JobStarted:", "MasterCreated:", "Older:", "NodeLost:", "RoundFormed:"]
+    why = await terminal.call("why")  # the only job
+    assert "x is Running: all 2 nodes train" in why
+    assert why.index("Unschedulable") < why.index("n1 is lost") < why.index("round 2 of 2")
+    assert "MasterCreated" not in why
+    described = json.loads(await terminal.call("describe", "x", "--json"))
+    assert described["status"]["round"] == 2
+    assert described["job"]["metadata"]["uid"] == job["metadata"]["uid"]
+
+
+async def test_logs_of_pods(terminal: Terminal) -> None:
+    cluster = terminal.cluster
+    job = put_job(cluster, phase="Running", training=training())
+    for node, phase in (("n0", "Running"), ("n1", "Failed"), ("n2", "Running")):
+        put_pod(cluster, job, node, phase)
+        cluster.logs["default", f"x-{node}"] = f"hello from {node}\n{AGENT}\n"
+    assert await terminal.call("logs") == "[n0] hello from n0\n[n2] hello from n2\n"
+    assert await terminal.call("logs", "x", "--node", "n1") == "hello from n1\n"
+    assert await terminal.call("logs", "--rank", "1") == "hello from n2\n"
+    assert "[n1] hello" in await terminal.call("logs", "--previous")
+    assert await terminal.call("logs", "--agents", "--node", "n0") == f"{AGENT}\n"
+    assert "node n9 has no Pod; these have: n0, n1, n2" in await terminal.call(
+        "logs", "--node", "n9", code=2
+    )
+    assert "does not tell one round" in await terminal.call("logs", "--round", "1", code=2)
+
+
+async def test_logs_are_followed_over_a_broken_line_to_the_end_of_the_job(
+    terminal: Terminal,
+) -> None:
+    cluster = terminal.cluster
+    job = put_job(cluster, phase="Running", training=training())
+    put_pod(cluster, job, "n0")
+    cluster.logs["default", "x-n0"] = "one\n"
+    process = await terminal.start("logs", "-f")
+    assert process.stdout is not None
+
+    async def line() -> str:
+        assert process.stdout is not None
+        return (await asyncio.wait_for(process.stdout.readline(), 60)).decode()
+
+    assert await line() == "[n0] one\n"
+    put_pod(cluster, job, "n3", "Pending")
+    cluster.logs["default", "x-n3"] = "late\n"
+    put_pod(cluster, job, "n3")
+    assert await line() == "[n3] late\n"
+    cluster.cut()
+    cluster.logs["default", "x-n0"] += "two\n"
+    assert await line() == "[n0] two\n", "each line once"
+    cluster.logs["default", "x-n0"] += "last, without an end"
+    for node in ("n0", "n3"):
+        put_pod(cluster, job, node, "Succeeded")
+    put_job(cluster, phase="Succeeded", training=training("Succeeded"))
+    out, err = await asyncio.wait_for(process.communicate(), 60)
+    assert out.decode() == "[n0] last, without an end\n"
+    assert process.returncode == 0, err
+
+
+async def test_scale_suspend_resume(terminal: Terminal) -> None:
+    cluster = terminal.cluster
+    put_job(cluster, phase="Running", training=training())
+
+    def spec() -> Obj:
+        obj = cluster.one(ELASTICJOBS, "x")
+        assert obj is not None
+        found: Obj = obj["spec"]
+        return found
+
+    assert await terminal.call("scale", "4", "--job", "x") == "x now wishes 4 nodes\n"
+    assert spec()["replicaSpecs"]["worker"]["replicas"] == 4
+    assert any(c.path.endswith("/x/scale") and c.method == "PATCH" for c in cluster.calls)
+    said = await terminal.call("scale", "5", "--job", "x", code=2)
+    assert "cannot scale to 5: replicas is 5 and maxReplicas is 4" in said
+    cluster.fail(422, "Invalid", "replicas: the server's own words", path="/scale")
+    assert "the server's own words" in await terminal.call("scale", "3", "--job", "x", code=2)
+    assert await terminal.call("suspend", "x") == "x is suspended\n"
+    assert spec()["suspend"] is True
+    assert await terminal.call("resume", "x", "-n", "default") == "x is resumed\n"
+    assert spec()["suspend"] is False
+    assert "no job runs on this machine" in await terminal.call("suspend", code=2)
+    assert "name the job" in await terminal.call("suspend", "-n", "default", code=2)
+    assert "dlrover job delete" in await terminal.call("stop", "x", code=2)
+
+
+async def test_delete_asks_and_waits(terminal: Terminal) -> None:
+    cluster = terminal.cluster
+    put_pod(cluster, put_job(cluster), "n0")
+    assert "say --yes" in await terminal.call("delete", "x", code=2)
+    assert cluster.one(ELASTICJOBS, "x") is not None
+    process = await terminal.start("delete", "x", "--yes", "--wait")
+    assert process.stderr is not None
+    async with asyncio.timeout(60):
+        while not any(c.watch and "/pods" in c.path for c in cluster.calls):
+            await asyncio.wait({asyncio.create_task(process.wait())}, timeout=0.02)
+    assert process.returncode is None, "its Pod is still there"
+    cluster.remove(PODS, "x-n0")
+    out, _ = await asyncio.wait_for(process.communicate(), 60)
+    assert (process.returncode, out) == (0, b"x is deleted\n")
+    assert cluster.one(ELASTICJOBS, "x") is None
+    (call,) = [c for c in cluster.calls if c.method == "DELETE"]
+    assert call.body["propagationPolicy"] == "Background"
+
+
+async def test_what_cannot_be_done_is_one_sentence_each(terminal: Terminal, tmp_path: Path) -> None:
+    cluster = terminal.cluster
+    said = await terminal.call("describe", "nosuch", code=2)
+    here, there = said.splitlines()
+    assert here.startswith("dlrover: job nosuch is not known on this machine")
+    assert there.startswith(f"dlrover: job nosuch is not in namespace default of {cluster.url}")
+    said = await terminal.call("get", "--kubeconfig", str(tmp_path / "none"), code=2)
+    assert said.startswith("dlrover: no cluster: kubeconfig")
+    assert len(said.splitlines()) == 1
+    for status, reason, words, code in (
+        (401, "Unauthorized", "does not know you", 2),
+        (403, "Forbidden", "does not allow it: made to fail", 2),
+        (503, "ServiceUnavailable", "the cluster does not answer", 4),
+    ):
+        fault = cluster.fail(status, reason, times=9)
+        assert words in await terminal.call("get", "-w", code=code)
+        fault.times = 0
+    cluster.fail(404, "", "404 page not found")
+    assert "knows no ElasticJobs: install DLRover" in await terminal.call("why", "x", code=2)
+    await cluster.stop()
+    assert "the cluster does not answer" in await terminal.call("get", code=4)
+    await cluster.start()
+
+
+async def test_a_job_that_runs_here_comes_first(terminal: Terminal) -> None:
+    run = terminal.place.folder / "run" / "x"
+    run.mkdir(parents=True)
+    put_job(terminal.cluster, phase="Running", training=training())
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        body = b'{"message": "x of this machine"}'
+        head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        writer.write(head + body)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_unix_server(answer, run / "cluster.sock")
+    async with server:
+        assert await terminal.call("suspend", "x") == "x of this machine\n"
+        assert await terminal.call("suspend", "x", "-n", "default") == "x is suspended\n"
+        assert "end it with `dlrover job stop x`" in await terminal.call("delete", "x", code=2)
+    os.unlink(run / "cluster.sock")
