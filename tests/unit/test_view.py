@@ -1,5 +1,9 @@
 """What people see, from documents made by hand."""
 
+import time
+from dataclasses import replace
+from typing import Literal
+
 from rich.console import Console
 
 from dlrover_py.cli import view
@@ -8,6 +12,7 @@ from dlrover_py.protocol.agents import Progress
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.local import Snapshot
 from dlrover_py.protocol.status import (
+    Condition,
     JobEvent,
     JobPhase,
     JobStatus,
@@ -137,3 +142,45 @@ def test_the_live_view_shows_what_matters() -> None:
     assert "[red]not markup" in text
     assert "because [of] that" in drawn(snapshot(status(JobPhase.FORMING)))
     assert "the master is starting" in drawn(snapshot(None))
+
+
+def condition(kind: str, state: Literal["True", "False"], reason: str = "Because") -> Condition:
+    return Condition(
+        type=kind, status=state, reason=reason, message=f"{kind} says\nmore", last_transition_time=0
+    )
+
+
+def test_trouble_is_told_from_what_is_in_order() -> None:
+    conditions = [
+        condition("PodsReady", "False"),
+        condition("Running", "True"),
+        condition("MasterReady", "False", "Creating"),
+        condition("JournalWritable", "False"),
+        condition("Unschedulable", "True"),
+        condition("ImagePullBackOff", "False"),
+    ]
+    found = [view.trouble_line(c) for c in view.troubles(conditions)]
+    assert found == [
+        "not JournalWritable: JournalWritable says",
+        "Unschedulable: Unschedulable says",
+    ]
+
+
+def test_a_table_keeps_its_columns_when_more_is_said_later() -> None:
+    row = view.Row.of(status(JobPhase.RUNNING), namespace="a-long-namespace")
+    table = view.JobTable([row], namespaces=True)
+    short = replace(row, namespace="b", progress="")
+    places = {line.index("Running") for line in (table.line(row), table.line(short))}
+    assert places == {table.head().index("PHASE")}
+    assert "NAMESPACE" not in view.JobTable([row], namespaces=False).head()
+
+
+def test_ages_are_kubectls() -> None:
+    now = time.time()
+    assert [view.short_age(now - s) for s in (5, 119, 150, 7300, 200_000)] == [
+        "5s",
+        "119s",
+        "2m",
+        "2h",
+        "2d",
+    ]
