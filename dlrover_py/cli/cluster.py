@@ -153,10 +153,12 @@ class Cluster:
 
     def rows(self, name: str | None, *, everywhere: bool) -> Rows:
         """The jobs of the namespace, or of all, or the one of this name."""
-        if name is not None:
+        if name is not None and not everywhere:
             return [_row(self.job(name).obj)]
+        fields = "" if name is None else f"metadata.name={name}"
         space = "" if everywhere else self.namespace
-        return [_row(obj) for obj in self.run(self.kube.list(ELASTICJOBS, space))]
+        found = self.run(self.kube.list(ELASTICJOBS, space, fields=fields))
+        return [_row(obj) for obj in found]
 
     def watch_rows(
         self, name: str | None, *, everywhere: bool, show: Callable[[Rows], None]
@@ -395,10 +397,14 @@ class ClusterJob:
 
     def wait(self, style: Style) -> int:
         """Show how it goes until it ends; return the exit code of the command."""
-        if style != "live":
-            return self._cluster.run(self._wait(style, None))
-        with Live(console=Console(), auto_refresh=False, transient=False) as screen:
-            return self._cluster.run(self._wait(style, screen))
+        try:
+            if style != "live":
+                return self._cluster.run(self._wait(style, None))
+            with Live(console=Console(), auto_refresh=False, transient=False) as screen:
+                return self._cluster.run(self._wait(style, screen))
+        except KeyboardInterrupt:
+            print(f"{self.name} goes on {self.where}", file=sys.stderr)
+            raise
 
     async def _wait(self, style: Style, screen: Live | None) -> int:
         now = asyncio.get_running_loop().time

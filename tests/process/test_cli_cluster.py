@@ -204,6 +204,19 @@ async def test_submit_waits_for_the_end_and_exits_with_it(terminal: Terminal) ->
         cluster.remove(ELASTICJOBS, "x")
 
 
+async def test_who_waits_no_longer_leaves_the_job_running(terminal: Terminal) -> None:
+    process = await terminal.start("submit", terminal.file(document()), "--wait")
+    assert process.stdout is not None
+    await asyncio.wait_for(process.stdout.readline(), 60)
+    while not any(call.watch for call in terminal.cluster.calls):
+        await asyncio.wait({asyncio.create_task(process.wait())}, timeout=0.02)
+    process.send_signal(signal.SIGINT)
+    _, err = await asyncio.wait_for(process.communicate(), 60)
+    said = f"x goes on in namespace default of {terminal.cluster.url}"
+    assert (process.returncode, err.decode().strip()) == (130, said)
+    assert terminal.cluster.one(ELASTICJOBS, "x") is not None
+
+
 async def test_a_job_that_the_operator_refuses_is_not_waited_for(terminal: Terminal) -> None:
     put_job(
         terminal.cluster,
