@@ -1,0 +1,116 @@
+"""``dlrover job …`` against a real cluster, with the operator."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.cluster.harness import Cluster
+from tests.cluster.jobs import STEPS, Job, Watched, document, steps, watching
+
+pytestmark = pytest.mark.timeout(400)
+TALKER = f"print('hello', flush=True)\n{STEPS}"
+DLROVER = Path(sys.executable).parent / "dlrover"
+
+
+class Terminal:
+    """Where ``dlrover`` is called, about one namespace."""
+
+    def __init__(self, cluster: Cluster, namespace: str, folder: Path) -> None:
+        self.cluster, self.namespace, self.folder = cluster, namespace, folder
+        self.env = cluster.env | {
+            "DLROVER_RUNTIME_DIR": str(folder / "run"),
+            "DLROVER_STATE_DIR": str(folder / "state"),
+        }
+
+    def start(self, *argv: str) -> "subprocess.Popen[str]":
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            [str(DLROVER), "job", *argv, "-n", self.namespace],
+            env=self.env,
+            cwd=self.folder,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=pipe,
+        )
+
+    def call(self, *argv: str, code: int = 0, within_s: float = 90) -> str:
+        """Run a command; its standard output, or if it is to fail its standard error."""
+        process = self.start(*argv)
+        out, err = process.communicate(timeout=within_s)
+        assert process.returncode == code, f"{argv}: {process.returncode}\n{out}\n{err}"
+        return err if code else out
+
+
+@pytest.fixture
+def there(cluster: Cluster, operator: str, namespace: str) -> Iterator[Watched]:
+    """A namespace that is watched, of a cluster with the operator in it."""
+    with watching(cluster, namespace) as watched:
+        yield watched
+
+
+@pytest.fixture
+def terminal(cluster: Cluster, namespace: str, tmp_path: Path) -> Terminal:
+    return Terminal(cluster, namespace, tmp_path)
+
+
+def test_a_job_is_submitted_looked_at_changed_and_deleted(
+    there: Watched, terminal: Terminal, agent_image: str
+) -> None:
+    command = [*steps()[:-3], TALKER, *steps()[-2:]]
+    wish = document("job", agent_image, command, minReplicas=1, maxReplicas=3)
+    (terminal.folder / "job.yaml").write_text(yaml.safe_dump(wish))
+    assert "would be submitted" in terminal.call("submit", "--dry-run", "job.yaml")
+    assert "job submitted" in terminal.call("submit", "job.yaml")
+    assert "is already" in terminal.call("submit", "job.yaml", code=2)
+    assert "unchanged" in terminal.call("submit", "--apply", "job.yaml")
+    run = Job(there.cluster, there, "job")
+    first = run.runs(2)
+
+    (row,) = terminal.call("get").splitlines()[1:]
+    assert row.split()[1:3] == ["Running", "2/2"]
+    described = terminal.call("describe", "job")
+    for words in ("job-n0 Running on", "job-n1 Running on", "MasterReady", "master    Pod"):
+        assert words in described
+    assert "trouble" not in described
+    assert json.loads(terminal.call("describe", "job", "--json"))["status"]["phase"] == "Running"
+    assert "RoundFormed" in terminal.call("why", "job")
+    assert terminal.call("logs", "job") == "[n0] hello\n[n1] hello\n", "the workers' lines only"
+    assert '"program": "elastic-run"' in terminal.call("logs", "job", "--agents", "--node", "n0")
+
+    assert "now wishes 3 nodes" in terminal.call("scale", "3", "--job", "job")
+    second = run.runs(3, after=first.round)
+    assert "maxReplicas is 3" in terminal.call("scale", "4", "--job", "job", code=2)
+    follower = terminal.start("logs", "job", "-f")
+    terminal.call("suspend", "job")
+    run.until(lambda: run.phase == "Suspended", "it is suspended")
+    assert "Suspended" in terminal.call("get", "job")
+    terminal.call("resume", "job")
+    run.runs(3, after=second.round, within_s=120)
+    terminal.call("delete", "job", "--yes", "--wait")
+    there.until(lambda: not run.obj, "it is gone")
+    said, _ = follower.communicate(timeout=60)
+    assert said.count("[n0] hello\n") == 2, "once for each of its rounds"
+    assert len(said.splitlines()) >= 6, "of the nodes after the resume, too"
+    assert "is not in namespace" in terminal.call("describe", "job", code=2)
+
+
+def test_a_job_is_waited_for(terminal: Terminal, operator: str, agent_image: str) -> None:
+    good = document("good", agent_image, steps(20, 0.05))
+    (terminal.folder / "good.yaml").write_text(yaml.safe_dump(good))
+    said = terminal.call("submit", "--wait", "good.yaml", within_s=180)
+    assert "RoundFormed" in said
+    assert "good succeeded after" in said
+    assert "[n0] done" in terminal.call("logs", "good")
+    command = ["elastic-run", "--no-python", "python3", "-c", "raise ValueError('no')"]
+    bad = document("bad", agent_image, command, restartCount=0)
+    (terminal.folder / "bad.yaml").write_text(yaml.safe_dump(bad))
+    process = terminal.start("submit", "--wait", "bad.yaml")
+    out, err = process.communicate(timeout=180)
+    assert (process.returncode, err) == (1, "")
+    assert "bad failed after" in out
