@@ -1,0 +1,189 @@
+"""What the documents say exists, and what exists is in the documents."""
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from dlrover_operator.loop import Operator
+from dlrover_operator.manifests import Options
+from dlrover_py.master.platform.kubernetes import PROBLEMS
+from dlrover_py.protocol.status import JobPhase
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+OPERATIONS = ROOT / "docs/operations.md"
+MASTER = (
+    *sorted((ROOT / "dlrover_py/master/core").glob("*.py")),
+    ROOT / "dlrover_py/master/loop.py",
+    ROOT / "dlrover_py/master/platform/kubernetes.py",
+)
+PLAN = ROOT / "operator/dlrover_operator/plan.py"
+WORDS = {"Word": re.compile(r"`([A-Z][A-Za-z]+)`"), "metric": re.compile(r"`([a-z_]+)`")}
+
+
+# --- what the documents name: the first cell of each row of a section's tables ---
+
+
+def section_of(name: str) -> str:
+    whole = OPERATIONS.read_text()
+    found = re.search(rf"^## {name}\n(.*?)(?=^## |\Z)", whole, re.MULTILINE | re.DOTALL)
+    assert found is not None, f"docs/operations.md has no section '{name}'"
+    return found.group(1)
+
+
+def named(section: str, form: str) -> set[str]:
+    cells = re.findall(r"^\| (.*?) \|", section_of(section), re.MULTILINE)
+    return {word for cell in cells for word in WORDS[form].findall(cell)}
+
+
+# --- what the code can say ---
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def calls(path: Path, *names: str) -> Iterator[ast.Call]:
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if name in names:
+                yield node
+
+
+def text(node: ast.expr | None) -> Iterator[str]:
+    """The constants that an expression may be: ``"A" if x else "B"`` is both."""
+    match node:
+        case ast.Constant(value=str(word)):
+            yield word
+        case ast.IfExp(body=body, orelse=other):
+            yield from text(body)
+            yield from text(other)
+
+
+def keyword(call: ast.Call, name: str) -> ast.expr | None:
+    return next((k.value for k in call.keywords if k.arg == name), None)
+
+
+def argument(path: Path, function: str, position: int) -> Iterator[str]:
+    for call in calls(path, function):
+        if len(call.args) > position:
+            yield from text(call.args[position])
+
+
+def words(path: Path, *functions: str) -> set[str]:
+    """CamelCase words in the code of some functions."""
+    found, bodies = (
+        set(),
+        {f.name: f for f in ast.walk(tree(path)) if isinstance(f, ast.FunctionDef)},
+    )
+    for name in functions:
+        for node in ast.walk(bodies[name]):
+            if isinstance(node, ast.Constant) and re.fullmatch(r"[A-Z][A-Za-z]+", str(node.value)):
+                found.add(str(node.value))
+    return found - {"None", "True", "False"}
+
+
+def conditions() -> set[str]:
+    found = {*PROBLEMS, *(phase.value for phase in JobPhase if phase.ended), *operators()}
+    for path in MASTER:
+        found |= set(argument(path, "_set", 0))
+        found |= {w for c in calls(path, "Condition") for w in text(keyword(c, "type"))}
+    return found
+
+
+def operators() -> set[str]:
+    """The operator's conditions: tuples that begin with a word and a truth value."""
+    found = set()
+    for node in ast.walk(tree(PLAN)):
+        match node:
+            case ast.Tuple(elts=[ast.Constant(value=str(kind)), ast.Constant(value=bool()), *_]):
+                found.add(kind)
+    return found
+
+
+def reasons_of_master() -> set[str]:
+    found = set()
+    for path in MASTER:
+        for function, position in (("_record", 0), ("_end", 1), ("Ruling", 1), ("JobStopped", 1)):
+            found |= set(argument(path, function, position))
+    return found
+
+
+def reasons_of_operator() -> set[str]:
+    """Of its conditions; who makes one of them loud has an event of that name."""
+    found = words(PLAN, "_ours_to_say", "_accepted", "_master_ready", "_too_late")
+    found |= words(PLAN.with_name("loop.py"), "_reason")
+    return found - operators() - {"Normal", "Warning", "Running"} | {"Accepted", "Suspended"}
+
+
+def metrics_of_operator() -> set[str]:
+    registry = CollectorRegistry()
+    Operator(cast(Any, None), Options(image="m"), registry=registry)
+    return {m.name + ("_total" if m.type == "counter" else "") for m in registry.collect()}
+
+
+def metrics_of_master() -> set[str]:
+    found = set()
+    for path in (ROOT / "dlrover_py/master").glob("*.py"):
+        for function in ("_gauge", "GaugeMetricFamily", "Gauge", "Histogram"):
+            found |= set(argument(path, function, 0))
+        for function in ("_count", "CounterMetricFamily", "Counter"):
+            found |= {f"{name}_total" for name in argument(path, function, 0)}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("section", "form", "real"),
+    [
+        ("Conditions", "Word", conditions),
+        ("Events", "Word", reasons_of_master),
+        ("Reasons of the operator's conditions", "Word", reasons_of_operator),
+        ("Phases", "Word", lambda: {"Created", *(phase.value for phase in JobPhase)}),
+        ("Metrics of the master", "metric", metrics_of_master),
+        ("Metrics of the operator", "metric", metrics_of_operator),
+    ],
+)
+def test_operations_names_all_that_there_is(
+    section: str, form: str, real: Callable[[], set[str]]
+) -> None:
+    exists, told = real(), named(section, form)
+    assert len(exists) >= 8, f"the code is no longer understood: {exists}"
+    assert exists - told == set(), f"missing in '{section}' of docs/operations.md"
+    assert told - exists == set(), (
+        f"named in '{section}' of docs/operations.md, and not in the code"
+    )
+
+
+def test_alerts_are_about_metrics_that_exist() -> None:
+    said = re.findall(r"\b((?:dlrover|elasticjob|workqueue)_[a-z_]+)\b", section_of("Alerts"))
+    assert len(said) > 8
+    assert set(said) - metrics_of_master() - metrics_of_operator() == set()
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    heads = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", head).lower() for head in heads]
+    return {re.sub(r"[^\w -]", "", head).replace(" ", "-") for head in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    prose = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose):
+        if "://" in link:
+            continue
+        name, _, anchor = link.partition("#")
+        there = (page.parent / name).resolve() if name else page
+        assert there.exists(), f"{page.name}: {link}: there is no such file"
+        assert there.is_relative_to(ROOT), f"{page.name}: {link} leads out of the repository"
+        if anchor:
+            assert anchor in anchors(there), f"{page.name}: {link}: no such heading"
