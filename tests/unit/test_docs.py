@@ -80,15 +80,10 @@ def argument(path: Path, function: str, position: int) -> Iterator[str]:
 
 def words(path: Path, *functions: str) -> set[str]:
     """CamelCase words in the code of some functions."""
-    found, bodies = (
-        set(),
-        {f.name: f for f in ast.walk(tree(path)) if isinstance(f, ast.FunctionDef)},
-    )
-    for name in functions:
-        for node in ast.walk(bodies[name]):
-            if isinstance(node, ast.Constant) and re.fullmatch(r"[A-Z][A-Za-z]+", str(node.value)):
-                found.add(str(node.value))
-    return found - {"None", "True", "False"}
+    bodies = {f.name: f for f in ast.walk(tree(path)) if isinstance(f, ast.FunctionDef)}
+    parts = [node for name in functions for node in ast.walk(bodies[name])]
+    texts = {str(node.value) for node in parts if isinstance(node, ast.Constant)}
+    return {t for t in texts if re.fullmatch("[A-Z][A-Za-z]+", t)} - {"None", "True", "False"}
 
 
 def conditions() -> set[str]:
