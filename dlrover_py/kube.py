@@ -25,6 +25,7 @@ from urllib.parse import quote, urlencode, urlsplit
 from dlrover_py.protocol.errors import (
     ConfigError,
     DLRoverError,
+    ExitCode,
     TransientError,
     Unauthorized,
     Unreachable,
@@ -129,6 +130,8 @@ class Forbidden(KubeError):
 
 class Unauthenticated(KubeError, Unauthorized):
     """The API server does not know who we are."""
+
+    exit_code = ExitCode.USAGE
 
 
 class Invalid(KubeError):
