@@ -15,6 +15,7 @@ import signal
 import site
 import socket
 import subprocess
+import sys
 import sysconfig
 import time
 import zipimport
@@ -566,4 +567,15 @@ def _installed() -> tuple[str, ...]:
     paths = sysconfig.get_paths()
     folders = [paths[k] for k in ("stdlib", "platstdlib", "purelib", "platlib")]
     folders += [*site.getsitepackages(), site.getusersitepackages()]
+    # Libraries may also come by PYTHONPATH or a .pth file, from a volume, say; what pip has put
+    # there tells them from the user's own modules.
+    folders += [path for path in sys.path if os.path.isdir(path) and _has_packages(path)]
     return tuple(f"{folder}/" for folder in dict.fromkeys(folders))
+
+
+def _has_packages(folder: str) -> bool:
+    try:
+        with os.scandir(folder) as entries:
+            return any(entry.name.endswith(".dist-info") for entry in entries)
+    except OSError:
+        return False

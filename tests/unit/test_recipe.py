@@ -1,9 +1,12 @@
 """The warm recipe: what is made of the records of observed workers."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dlrover_agent import warm
 from dlrover_agent.warm import Recipe
 from dlrover_agent.zygote import _importable
 
@@ -94,3 +97,17 @@ def test_what_a_folder_can_hide(tmp_path) -> None:  # type: ignore[no-untyped-de
     (tmp_path / "folder").mkdir()
     assert _importable(str(tmp_path)) - {"math"} == {"json", "package"}
     assert _importable(str(tmp_path / "missing")) == set()
+
+
+def test_where_pip_has_installed_something_libraries_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a volume, say, that PYTHONPATH or a .pth file names; a folder of the user's has none."""
+    libraries, own = tmp_path / "libraries", tmp_path / "own"
+    (libraries / "torch-2.9.0.dist-info").mkdir(parents=True)
+    own.mkdir()
+    for folder in (libraries, own, tmp_path / "gone"):
+        monkeypatch.syspath_prepend(str(folder))
+    found = warm._installed()
+    assert f"{libraries}/" in found
+    assert f"{own}/" not in found
