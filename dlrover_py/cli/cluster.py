@@ -432,6 +432,8 @@ class ClusterJob:
         raise AssertionError("a watch never ends")
 
 
+FINAL = ("Unsupported", "InvalidSpec")
+"""Refusals that only another spec is a cure for; what is in the way may go."""
 _ENDS = tuple(phase.value for phase in JobPhase if phase.ended)
 
 
@@ -654,7 +656,9 @@ def _ended(obj: Obj) -> bool:
 
 def _refused(conditions: Sequence[Condition]) -> bool:
     """The operator will not run it."""
-    return any(c.type == "Accepted" and c.status == "False" for c in conditions)
+    return any(
+        c.type == "Accepted" and c.status == "False" and c.reason in FINAL for c in conditions
+    )
 
 
 def _is_owned(obj: Obj, uid: str) -> bool:

@@ -24,6 +24,7 @@ from dlrover_py.master.core.events import (
     Event,
     JobStopped,
     Journal,
+    NodesListed,
     Refuse,
     Reported,
     Rules,
@@ -276,7 +277,10 @@ class Loop:
             job = await self._until_works("get_job", self._platform.get_job)
             now, wall = self._clock.now(), self._clock.wall()
             if journal is None:
-                self._job = Job(job, self._rules, term=Term(1), now=now, wall=wall)
+                known = self._platform.known
+                term = Term(known.term + 1)
+                self._job = Job(job, self._rules, term=term, now=now, wall=wall)
+                self._job.skip(known.node, known.event)
             else:
                 term = Term(journal.term + 1)
                 self._job = Job.resume(job, self._rules, journal, term=term, now=now, wall=wall)
@@ -434,7 +438,9 @@ class Loop:
                 async for events in self._platform.watch():
                     tries = 0
                     self.tell(list(events))
-                    self._listed = True
+                    self._listed |= not self._platform.can_create or any(
+                        isinstance(event, NodesListed) for event in events
+                    )
             except TransientError as error:
                 log.warning("watch_lost", extra={"why": str(error)})
             await asyncio.sleep(RETRY_S[min(tries, len(RETRY_S) - 1)])

@@ -158,7 +158,10 @@ class SecretStore:
         """The Secret as it was last read or written."""
 
     async def acquire(self) -> Journal | None:  # noqa: D102
-        found = await self._read()
+        try:
+            found = await self._read()
+        except NotFound as error:  # the operator makes it, and makes it anew
+            raise TransientError(f"Secret {self._name}: {error}") from error
         holder = _holder(found)
         if holder is not None and holder.uid != self._me.uid and await self._lives(holder):
             raise Held(f"another master holds the journal {self._name}: that in Pod {holder.pod}")

@@ -275,11 +275,7 @@ class Operator:
         self._metrics.actions.labels(type(action).__name__).inc()
         match action:
             case plan.Create(what, obj):
-                made = await api.create_or_own(KINDS[what], obj, uid)
-                its_name = obj["metadata"]["name"]
-                if what == "Service" and not self._held[MASTER_SERVICES].get(key):
-                    # The next step need not wait for the watch to show it.
-                    self._hold(MASTER_SERVICES, _Item(key, its_name, Service.of(made)))
+                await api.create_or_own(KINDS[what], obj, uid)
             case plan.MakeCredentials(elastic_job):
                 await self._make_credentials(elastic_job)
                 self._made_at[key] = self._clock()

@@ -448,8 +448,16 @@ class _Planner:
             yield Replan(obj | {"metadata": obj["metadata"] | seen})
         elif deployment.told and deployment.told != service.address:
             yield DeleteService(self.name, service.uid)
-        elif self._masterless_for(HEAL_S) and self._past(self.seen.made_at + HEAL_S):
+        elif (self._masterless_for(HEAL_S) or self._lacks()) and self._past(
+            self.seen.made_at + HEAL_S
+        ):
             yield from _needs(job)
+
+    def _lacks(self) -> bool:
+        """Whether a master says that something is missing that it was made with."""
+        journal = self._since("JournalWritable", "False")
+        denied = self._since("PermissionDenied", "True")
+        return any(since is not None and self._past(since + HEAL_S) for since in (journal, denied))
 
     # --- status ---
 
@@ -510,6 +518,9 @@ class _Planner:
                 yield "Suspended", False, "Resumed", "spec.suspend is false", "Normal"
         if self.too_late is not None:
             yield "DeadlineExceeded", True, *self.too_late, "Warning"
+            by_master = self.training.get("phase") == JobPhase.FAILED
+            if self.ended == JobPhase.FAILED and not by_master:
+                yield "Failed", True, "DeadlineExceeded", self.too_late[1], ""
 
     def _accepted(self) -> Said:
         if self.refused is not None:

@@ -2,14 +2,17 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from dlrover_py.protocol.status import JobPhase
+from dlrover_py.protocol.status import JobPhase, NodeStatus
 from tests.cluster.harness import Cluster, Obj, until
 from tests.cluster.jobs import Job, Watched, document, steps, submit, watching
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 WORKER = r"^\S*python3 -c"
 """Command line of a worker; its agent's has the script too, further behind."""
 pytestmark = pytest.mark.timeout(400)
@@ -159,11 +162,75 @@ def test_a_node_that_is_drained_loses_its_pods_without_blame(
     run = job(there, agent_image, replicas=3, minReplicas=1)
     before = run.runs(3)
     host = cluster.node_of("job-n0", there.namespace)
-    cluster.cordon(host)
-    run.kubectl("delete", "pod", "job-n0", "--wait=false")
-    after = run.runs(3, after=before.round)
-    assert all(n.host != host for n in after.nodes if n.id == "n3")
-    assert all(n.relaunches == n.restarts == 0 for n in after.nodes)
+    cluster.drain(host)
+    run.until(
+        lambda: all(n.host != host for n in members(run)) and len(members(run)) == 3,
+        "all train elsewhere",
+        within_s=120,
+    )
+    assert run.training.round > before.round
+    assert all(n.relaunches == n.restarts == 0 for n in run.training.nodes)
+    assert run.training.restarts.keys() <= {"drain", "join"}
+
+
+def members(run: Job) -> list[NodeStatus]:
+    return [n for n in run.training.nodes if n.role.value == "member"]
+
+
+def test_the_api_server_may_go_and_come_back(there: Watched, agent_image: str) -> None:
+    run = job(there, agent_image, replicas=2)
+    run.runs(2)
+    before = run.until(lambda: all(n.pids for n in run.training.nodes) and run.training, "pids")
+    with there.cluster.api_server_killed():
+        pass  # it takes its time to come back
+    there.cluster.kill("job-n0", there.namespace, WORKER)
+    after = run.runs(2, after=before.round)
+    assert after.term == before.term
+    assert after.restarts == {"failure": 1}
+
+
+def test_a_job_that_is_deleted_without_its_pods_trains_on(there: Watched, agent_image: str) -> None:
+    run = job(there, agent_image, replicas=1)
+    run.runs(1)
+    run.kubectl("delete", "ej", "job", "--cascade=orphan")
+    there.until(lambda: "job" not in there.all("ElasticJob"), "it is gone")
+    lines = len(there.cluster.logs("job-n0", there.namespace).splitlines())
+    there.cluster.kill("job-n0", there.namespace, WORKER)
+    until(
+        lambda: len(there.cluster.logs("job-n0", there.namespace).splitlines()) > lines,
+        "its agent has started another worker",
+    )
+    assert run.pods["n0"]["status"]["phase"] == "Running"
+    run.kubectl("delete", "all,secrets", "-l", "elasticjob.dlrover/name=job")
+
+
+def test_a_long_name_a_sidecar_and_an_init_container(there: Watched, agent_image: str) -> None:
+    name = "a" * 37
+    doc = document(name, agent_image, steps(20, 0.05), replicas=1)
+    spec = doc["spec"]["replicaSpecs"]["worker"]["template"]["spec"]
+    forever = {"name": "sidecar", "image": agent_image, "command": ["sleep", "9999"]}
+    spec["containers"].insert(0, forever)
+    spec["initContainers"] = [{"name": "init", "image": agent_image, "command": ["true"]}]
+    run = submit(there.cluster, there, doc)
+    run.ends("Succeeded")
+    bad = document("bad", agent_image, steps(20, 0.05), replicas=1, restartCount=0)
+    spec = bad["spec"]["replicaSpecs"]["worker"]["template"]["spec"]
+    spec["initContainers"] = [{"name": "init", "image": agent_image, "command": ["false"]}]
+    failed = submit(there.cluster, there, bad)
+    failed.ends("Failed")
+    assert "init container init ended with exit code 1" in failed.condition("Failed")["message"]
+
+
+def test_the_first_example_runs(there: Watched, cluster: Cluster) -> None:
+    doc = yaml.safe_load((EXAMPLES / "01-digits/job.yaml").read_text())
+    role = doc["spec"]["replicaSpecs"]["worker"]
+    role["template"] = cluster.with_torch(role["template"])
+    main = role["template"]["spec"]["containers"][0]
+    main["image"] = cluster.image("examples")
+    main["command"] += ["--epochs=3"]
+    run = submit(cluster, there, doc)
+    run.ends("Succeeded", within_s=240)
+    assert "accuracy 0." in "".join(cluster.logs(f"digits-{n}", there.namespace) for n in run.pods)
 
 
 def test_a_host_that_is_cut_off_is_survived_and_kept_out(there: Watched, agent_image: str) -> None:

@@ -394,6 +394,7 @@ async def test_a_master_whose_pod_is_no_more_holds_nothing(site: Site, fate: str
     if fate == "gone":
         cluster.remove(PODS, "m0")
     elif fate == "another":
+        cluster.remove(PODS, "m0")
         cluster.put(PODS, {"metadata": {"name": "m0", "uid": "new"}})
     elif fate == "going":
         cluster.put(PODS, terminating(master_pod("m0")))

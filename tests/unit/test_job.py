@@ -1029,3 +1029,34 @@ def test_goodput_is_the_part_of_the_time_that_brought_new_steps() -> None:
     bench.exchange()
     after = bench.job.status(bench.now, 1e6 + bench.now)
     assert after.lost_s["failure"] >= bench.now - failed
+
+
+def pending(node: str, message: str = "0/3 nodes are available") -> NodeSeen:
+    return NodeSeen(NodeId(node), False, message=message)
+
+
+def silent(bench: Bench) -> None:
+    """n1 falls silent, and there is no room for who is to replace it."""
+    bench.set_capacity(2)
+    bench.agent("n1").frozen = True
+    bench.pass_time(6.0)
+    bench.step(pending("n3"))
+    assert bench.avoided[NodeId("n3")] == ("n1",)
+
+
+def test_a_node_that_finds_no_other_place_gets_the_host_that_was_kept_out() -> None:
+    bench = running(elastic_job(3, 2))
+    silent(bench)
+    bench.pass_time(19.0)
+    assert NodeId("n4") not in bench.avoided
+    bench.pass_time(2.0)
+    assert bench.avoided[NodeId("n4")] == ()
+    assert "HostsLetIn" in bench.reasons()
+
+
+def test_numbers_that_were_used_before_a_journal_was_lost_are_not_used_again() -> None:
+    bench = Bench(elastic_job(2, 1))
+    bench.job.skip(7, 41)
+    out = bench.job.step([], 0.0, 1e6)
+    assert [e.node for e in out.effects if isinstance(e, CreateNode)] == ["n8", "n9"]
+    assert bench.job.next_event >= 42

@@ -18,13 +18,21 @@ from dlrover_py.master.core.events import (
     NodeSeen,
     NodesListed,
 )
-from dlrover_py.master.platform import kubernetes, pods
+from dlrover_py.master.platform import Known, kubernetes, pods
 from dlrover_py.master.platform.kubernetes import KubernetesPlatform
 from dlrover_py.master.platform.pods import Site
 from dlrover_py.protocol.agents import Progress
 from dlrover_py.protocol.errors import TransientError
 from dlrover_py.protocol.names import NodeId
-from dlrover_py.protocol.status import Condition, JobEvent, JobPhase, JobStatus
+from dlrover_py.protocol.status import (
+    Condition,
+    JobEvent,
+    JobPhase,
+    JobStatus,
+    NodePhase,
+    NodeRole,
+    NodeStatus,
+)
 from tests.builders import job_file
 from tests.fakes_kube import FakeCluster, fake_cluster
 
@@ -235,6 +243,40 @@ async def test_what_pods_lack_is_a_condition(scene: Scene) -> None:
     assert over["status"] == "False", "the next master knows that it was there"
 
 
+async def test_a_template_that_is_refused_is_a_condition_before_a_pod_is_needed(
+    scene: Scene,
+) -> None:
+    obj = scene.job()
+    del obj["spec"]["replicaSpecs"]["worker"]["template"]["spec"]["containers"][0]["image"]
+    obj["metadata"]["generation"] = 2
+    scene.cluster.put(ELASTICJOBS, obj)
+    await scene.until(lambda: scene.platform._template)
+    await scene.platform.publish(status(generation=2))
+    assert scene.conditions()["InvalidTemplate"]["status"] == "True"
+    assert not scene.cluster.all(PODS)
+    obj = document()
+    obj["metadata"] = {**scene.job()["metadata"], "generation": 3}
+    scene.cluster.put(ELASTICJOBS, {**scene.job(), **obj})
+    await scene.until(lambda: not scene.platform._template)
+
+
+async def test_a_spec_that_cannot_be_used_does_not_end_a_master_that_starts(scene: Scene) -> None:
+    obj = scene.job()
+    obj["spec"]["replicaSpecs"]["worker"]["template"]["spec"]["containers"] = []
+    scene.cluster.put(ELASTICJOBS, obj)
+    with pytest.raises(TransientError, match="cannot be used"):
+        await scene.platform.get_job()
+
+
+async def test_what_earlier_masters_used_is_remembered(scene: Scene) -> None:
+    nodes = [NodeStatus(id="n7", phase=NodePhase.LIVE, role=NodeRole.MEMBER, incarnation=1)]
+    events = [JobEvent(id=41, at=1e9, reason="R", message="m")]
+    await scene.platform.publish(status(term=5, nodes=nodes, events=events))
+    later = KubernetesPlatform(scene.kube, "default", "x", Site(scene.uid, "a:1"))
+    await later.get_job()
+    assert later.known == Known(term=5, node=7, event=41)
+
+
 async def test_an_api_server_that_is_away_is_for_the_caller_to_wait_for(scene: Scene) -> None:
     scene.cluster.fail(500, method="POST", path="/pods")
     with pytest.raises(TransientError):
@@ -292,16 +334,17 @@ async def test_only_the_newest_ended_pods_are_kept(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kubernetes, "ENDED_KEPT", 2)
-    for number in range(4):
+    for number in range(5):
         node = NodeId(f"n{number}")
         await scene.platform.create_node(node)
         obj = scene.pod(node)
         obj["metadata"]["creationTimestamp"] = f"2026-01-01T00:00:0{number}Z"
         scene.cluster.put(PODS, obj)
-        scene.ends(node, 0, "Succeeded")
-        await scene.hears_of(NodeEnded, node)
-    await scene.until(lambda: len(scene.cluster.all(PODS)) == 2)
-    assert [p["metadata"]["name"] for p in scene.cluster.all(PODS)] == ["x-n2", "x-n3"]
+        if number < 4:
+            scene.ends(node, 0, "Succeeded")
+            await scene.hears_of(NodeEnded, node)
+    await scene.until(lambda: len(scene.cluster.all(PODS)) == 3)
+    assert [p["metadata"]["name"] for p in scene.cluster.all(PODS)] == ["x-n2", "x-n3", "x-n4"]
 
 
 # --- the job ---

@@ -433,6 +433,7 @@ def test_without_a_master_the_operator_ends_the_job_itself() -> None:
     assert world.status["completionTime"]
     world.now += 1000
     assert not world.settle()
+    assert world.said("Failed") == ("True", "DeadlineExceeded")
 
 
 def test_a_resume_starts_the_active_deadline_anew() -> None:
@@ -492,6 +493,17 @@ def test_a_deleted_deployment_comes_again_and_a_deleted_service_with_its_address
 def test_with_no_master_for_long_what_it_needs_is_made_again() -> None:
     world = running()
     world.goes_down()
+    assert "CreateRole" not in world.settle()
+    world.now += p.HEAL_S
+    assert {"CreateRole", "CreateSecret", "MakeCredentials"} <= {_word(a) for a in world.step()}
+
+
+@pytest.mark.parametrize(("kind", "state"), [("JournalWritable", "False"),
+                                             ("PermissionDenied", "True")])  # fmt: skip
+def test_what_a_living_master_lacks_is_made_again(kind: str, state: str) -> None:
+    world = running()
+    world.now += p.HEAL_S
+    world.master_condition(kind, state)
     assert "CreateRole" not in world.settle()
     world.now += p.HEAL_S
     assert {"CreateRole", "CreateSecret", "MakeCredentials"} <= {_word(a) for a in world.step()}

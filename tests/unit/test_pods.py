@@ -245,6 +245,17 @@ def test_a_container_that_has_ended_is_the_pods_end_before_the_phase_says_so() -
     assert not view(there({"phase": "Pending"})).done
 
 
+def test_an_init_container_that_fails_is_named() -> None:
+    dead = {"name": "fetch", "state": {"terminated": {"exitCode": 7}}}
+    waiting = {"name": "main", "state": {"waiting": {"reason": "PodInitializing"}}}
+    obj = there(
+        {"phase": "Failed", "initContainerStatuses": [dead], "containerStatuses": [waiting]}
+    )
+    assert ended(obj).why == "its init container fetch ended with exit code 7"
+    assert view(obj).speaker == "fetch"
+    assert view(there(main_is({"running": {}}))).speaker == "main"
+
+
 @pytest.mark.parametrize("reason", ["Evicted", "Preempting", "NodeShutdown"])
 def test_an_eviction_is_nobodys_failure(reason: str) -> None:
     told = ended(there({"phase": "Failed", "reason": reason, "message": "low on memory"}))

@@ -1,5 +1,7 @@
 """Hosts that are not asked again for a while, since a node was lost on them through their fault."""
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pydantic import BaseModel
@@ -47,6 +49,16 @@ class Hosts:
         return tuple(
             sorted(n for n, h in self._known.items() if now < h.struck_at + ban_s(h.strikes))
         )
+
+    def pardon(self, hosts: Iterable[str]) -> None:
+        """There is no room but on these."""
+        for host in hosts:
+            self._known.pop(host, None)
+
+    def next_end(self, now: float) -> float:
+        """When the next ban ends."""
+        ends = (h.struck_at + ban_s(h.strikes) for h in self._known.values())
+        return min((end for end in ends if end > now), default=math.inf)
 
     def journal(self, now: float) -> dict[str, Strikes]:
         """What the next master must know."""

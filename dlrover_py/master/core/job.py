@@ -87,6 +87,8 @@ TOLD_SINGLY = 8
 NAMED = 16
 """Nodes that a sentence names; of more it gives the number."""
 
+NO_ROOM_S = 20.0
+"""A node that finds no place for so long may have a host that was kept out."""
 KUBERNETES_GRACE_S = 30
 """A Pod's terminationGracePeriodSeconds where its template says nothing."""
 BEFORE_KILL_S = 2.0
@@ -118,6 +120,8 @@ class Job:
         self.succeeded: set[NodeId] = set()
         self.health = Health()
         self.hosts = Hosts()
+        self._kept_off: set[NodeId] = set()
+        """Nodes that were asked for on some hosts only, and have not spoken yet."""
         self.vacancies: list[Vacancy] = []
         self.exhausted = 0
         self.next_node = 0
@@ -168,6 +172,11 @@ class Job:
 
     # --- the way in ---
 
+    def skip(self, node: int, event: int) -> None:
+        """These numbers, and all below, were used by masters whose journal is lost."""
+        self.next_node = max(self.next_node, node + 1)
+        self.next_event = max(self.next_event, event + 1)
+
     def step(self, events: Iterable[Event], now: float, wall: float) -> Step:
         """Take in events, decide, and say what has to be done."""
         self._now, self._wall = now, wall
@@ -195,6 +204,7 @@ class Job:
         return out
 
     def _go_on(self) -> None:
+        self._let_back_in()
         self._plan_nodes()
         if self._form():
             self._plan_nodes()  # who was left out may be one too many
@@ -629,6 +639,7 @@ class Job:
             there=seen.there,
             topology=seen.topology,
             message=seen.message,
+            now=self._now,
         )
         node.grace_s = seen.grace_s
         if seen.leaving and not node.leaving:
@@ -718,8 +729,7 @@ class Job:
                 node.incarnation or node.leaving or self.phase.ended
             ):
                 # The wish for it is still on its way, or was lost; or the list is older than it.
-                avoid = self.hosts.kept_out(self._now)
-                self._out.effects.append(CreateNode(node.id, avoid))
+                self._ask_for(node)
 
     # --- checks before the training ---
 
@@ -943,11 +953,38 @@ class Job:
         for place in due + [Vacancy(relaunches=0, not_before=0.0)] * fresh:
             node_id = NodeId(f"n{self.next_node}")
             self.next_node += 1
-            self.nodes.plan(node_id, place.relaunches, unheard=place.unheard)
-            self._out.effects.append(CreateNode(node_id, self.hosts.kept_out(self._now)))
+            node = self.nodes.plan(node_id, place.relaunches, unheard=place.unheard)
+            self._ask_for(node)
             self._dirty = True
         self.vacancies = later
         self._wake([v.not_before for v in later])
+
+    def _ask_for(self, node: Node) -> None:
+        node.avoid = self.hosts.kept_out(self._now)
+        if node.avoid:
+            self._kept_off.add(node.id)
+        self._out.effects.append(CreateNode(node.id, node.avoid))
+
+    def _let_back_in(self) -> None:
+        """A node that finds no place is asked for anew once a host that was kept out from it no
+        longer is; and if there is no other room, that is soon."""
+        for node_id in sorted(self._kept_off, key=id_key):
+            node = self.nodes.get(node_id)
+            if node is None or node.incarnation or node.standing is Standing.OUT:
+                self._kept_off.discard(node_id)
+                continue
+            if node.pending_since == math.inf:
+                continue
+            until = node.pending_since + NO_ROOM_S
+            if self._now >= until:
+                self.hosts.pardon(node.avoid)
+            elif set(node.avoid) <= set(self.hosts.kept_out(self._now)):
+                self._wake([until, self.hosts.next_end(self._now)])
+                continue
+            words = f"{node.id} found no place but on hosts that were kept out ({node.message})"
+            self._record("HostsLetIn", words, node=node.id)
+            self.vacancies.append(Vacancy(relaunches=node.relaunches, not_before=self._now))
+            self._dismiss(node, words, ExitCode.OK)
 
     def _trim(self, surplus: int) -> None:
         """Dismiss nodes that nobody wants, first those that are missed least; members last,

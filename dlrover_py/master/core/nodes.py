@@ -72,6 +72,10 @@ class Node:
     """How long it has when it is leaving."""
     unheard: int = 0
     """Nodes in a row that were gone from its place before they spoke."""
+    avoid: tuple[str, ...] = ()
+    """Hosts that it was not to be on."""
+    pending_since: float = math.inf
+    """Since when there has been no place for it."""
     restarts: int = 0
     """Worker failures charged to it since the last steady progress."""
     relaunches: int = 0
@@ -234,11 +238,13 @@ class Nodes:
         there: bool,
         topology: tuple[str, ...],
         message: str,
+        now: float = 0.0,
     ) -> None:
         """Take in what the platform sees of a node that is not gone."""
         node = self.by_id[node_id]
         node.topology, node.message, node.runs = topology, message, runs
         node.seen |= there
+        node.pending_since = math.inf if near or not there else min(node.pending_since, now)
         self._index(node)
         if node.phase in (NodePhase.PENDING, NodePhase.STARTING):
             node.phase = NodePhase.STARTING if near else NodePhase.PENDING

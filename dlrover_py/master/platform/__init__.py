@@ -1,6 +1,7 @@
 """Where nodes run: the :class:`Platform` seam, five calls."""
 
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from dlrover_py.master.core.events import Event
@@ -9,11 +10,23 @@ from dlrover_py.protocol.names import NodeId
 from dlrover_py.protocol.status import JobStatus
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What the platform remembers of earlier masters, should their journal be lost: numbers that
+    must not be used again."""
+
+    term: int = 0
+    node: int = -1
+    event: int = 0
+
+
 class Platform(Protocol):
     """Creates and ends nodes, and tells what it sees. Every call is idempotent."""
 
     can_create: bool
     """Whether it creates nodes; if not, they come by themselves."""
+    known: Known
+    """Once the job was read."""
 
     async def get_job(self) -> ElasticJob:
         """What the user wants, as it stands.

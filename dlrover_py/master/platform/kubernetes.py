@@ -33,13 +33,18 @@ from dlrover_py.master.core.events import (
     NodeSeen,
     NodesListed,
 )
-from dlrover_py.master.platform import pods
+from dlrover_py.master.platform import Known, pods
 from dlrover_py.master.platform.pods import Obj, PodView, Site
 from dlrover_py.protocol import names
 from dlrover_py.protocol.errors import ConfigError, TransientError
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import NodeId
-from dlrover_py.protocol.status import TRAINING_EVENTS, Condition, JobStatus, Training
+from dlrover_py.protocol.status import (
+    Condition,
+    JobEvent,
+    JobStatus,
+    Training,
+)
 
 log = logging.getLogger("master.kubernetes")
 
@@ -47,12 +52,16 @@ CALLS = 16
 """Pods that are asked for at the same time."""
 BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
 """Between two requests for a Pod that the API server refuses."""
+LINGER_S = 2.0
+"""A node that was lost because its agent died: its kubelet says a moment later how, and its log is
+kept. Whoever is frozen does no harm meanwhile."""
 KILL_S = 1
 """A Pod that is to end at once: not 0, which would forget it before its kubelet has ended it."""
 ENDED_KEPT = 32
 """Pods that have ended are kept for their logs, the newest ones."""
 PROGRESS_S = 10.0
 """If nothing but the progress is new it is told this often: there may be a thousand jobs."""
+TRIAL = NodeId("trial")
 GONE = "JobGone"
 PROBLEMS = (
     *("ImagePullBackOff", "Unschedulable", "InvalidTemplate", "QuotaExceeded"),
@@ -81,7 +90,10 @@ class KubernetesPlatform:
 
     def __init__(self, kube: Kube, namespace: str, job: str, site: Site) -> None:
         self._kube, self._namespace, self._name, self._site = kube, namespace, job, site
+        self.known = Known()
         self._job: ElasticJob | None = None
+        self._template: Problem | None = None
+        """What is wrong with the template of the newest spec, whether or not a Pod is needed."""
         self._pods: dict[NodeId, PodView] = {}
         self._facts: asyncio.Queue[list[Event]] = asyncio.Queue()
         self._refusals: dict[NodeId, Problem] = {}
@@ -92,6 +104,8 @@ class KubernetesPlatform:
         self._told: Obj = {}
         self._told_at = 0.0
         self._newest_event = 0
+        self._telling = False
+        self._to_tell: Sequence[JobEvent] = ()
         self._orphaned = False
         self._known = False
         """No Pod has gone since the job was last known to be there."""
@@ -100,6 +114,7 @@ class KubernetesPlatform:
         """Status of each condition and since when, as it stands in the cluster."""
         self._posts: dict[NodeId, asyncio.Task[Problem | None]] = {}
         self._news = asyncio.Event()
+        self._sweeping = False
         self._background: set[asyncio.Task[None]] = set()
 
     async def get_job(self) -> ElasticJob:  # noqa: D102
@@ -113,7 +128,11 @@ class KubernetesPlatform:
             if kind in PROBLEMS:
                 self._past.setdefault(kind, _read_condition(condition))
         self._known = True
-        return self._read(obj)
+        self.known = _remembered((obj.get("status") or {}).get("training") or {})
+        try:
+            return self._read(obj)
+        except ConfigError as error:
+            raise TransientError(f"the spec cannot be used: {error}") from error
 
     # --- watch ---
 
@@ -181,7 +200,22 @@ class KubernetesPlatform:
 
     def _read(self, obj: Obj) -> ElasticJob:
         self._job = ElasticJob.read(obj)
+        self._chore(self._try_template(self._job))
         return self._job
+
+    async def _try_template(self, job: ElasticJob) -> None:
+        """Ask before a Pod is needed: a bad edit must not be found at the next failure."""
+        self._template = None
+        try:
+            wish = pods.pod(job, TRIAL, self._site)
+            await self._kube.create(PODS, wish, dry_run=True)
+        except (ConfigError, Invalid) as error:
+            self._template = Problem("InvalidTemplate", str(error))
+        except Forbidden as error:
+            why = _why_forbidden(error)
+            if why == "PodsForbidden":  # a quota may have room when it matters
+                self._template = Problem(why, str(error))
+        self._facts.put_nowait([])
 
     async def _watch_pods(self) -> None:
         changes = self._kube.watch(
@@ -198,7 +232,9 @@ class KubernetesPlatform:
                         ours = {self._node(p): p for p in items if self._is_ours(p)}
                         for node in self._pods.keys() - ours.keys():
                             self._forget(node)
-                        events = [await self._seen(node, p) for node, p in ours.items()]
+                        events = [
+                            await self._seen(node, p, listed=True) for node, p in ours.items()
+                        ]
                         self._facts.put_nowait([*events, NodesListed(frozenset(ours), free=True)])
                     case Changed(seen):
                         if self._is_ours(seen):
@@ -212,23 +248,24 @@ class KubernetesPlatform:
                                 [NodeEnded(node, "its Pod was deleted", free=True)]
                             )
 
-    async def _seen(self, node: NodeId, seen: PodView) -> Event:
+    async def _seen(self, node: NodeId, seen: PodView, *, listed: bool = False) -> Event:
         before = self._pods.get(node)
         self._pods[node] = seen
         self._known &= not seen.leaving
         self._refusals.pop(node, None)
         self._ring()
         output = ""
-        if seen.ended and seen.exit_code and not (before and before.ended) and not seen.words:
+        fresh = seen.ended and not (before and before.ended)
+        if fresh and seen.exit_code and not seen.words and not listed:  # a list is not held up
             output = await self._last_words(seen)
-        if seen.ended and not (before and before.ended):
-            self._chore(self._keep_newest())
         return pods.fact(node, seen, output)
 
     async def _last_words(self, seen: PodView) -> str:
         try:
             async with asyncio.timeout(LOG_S):
-                text = await self._kube.log(seen.name, self._namespace, tail=LOG_LINES)
+                text = await self._kube.log(
+                    seen.name, self._namespace, tail=LOG_LINES, container=seen.speaker
+                )
         except (KubeError, TimeoutError) as error:
             log.info("log_not_read", extra={"pod": seen.name, "why": str(error)})
             return ""
@@ -301,6 +338,9 @@ class KubernetesPlatform:
             except NotFound as error:  # the namespace
                 return Problem("PodsForbidden", str(error))
         log.info("pod_created", extra={"node": node, "pod": made["metadata"]["name"]})
+        if not self._sweeping and sum(p.done for p in self._pods.values()) > ENDED_KEPT:
+            self._sweeping = True
+            self._chore(self._keep_newest())
         return None
 
     async def _look_after_job(self) -> None:
@@ -338,7 +378,7 @@ class KubernetesPlatform:
         self._refusals.pop(node, None)
         if (post := self._posts.get(node)) is not None:
             await asyncio.wait([post])
-        if grace_s > 0 and await self._ends_by_itself(node, grace_s):
+        if await self._ends_by_itself(node, grace_s or LINGER_S):
             return
         found = await self._get(names.pod_of(self._name, node))
         if found is None or not self._is_ours(found):
@@ -369,11 +409,15 @@ class KubernetesPlatform:
         return seen is not None
 
     async def _keep_newest(self) -> None:
-        """Delete the oldest of the many Pods that have ended."""
-        ended = [p for p in self._pods.values() if p.done]
-        ended.sort(key=lambda p: p.created_at)
-        for old in ended[:-ENDED_KEPT]:
-            await self._kube.delete(PODS, old.name, self._namespace, uid=old.uid)
+        """Delete the oldest of the many Pods that have ended, as new ones come: what is there at
+        the job's end stays."""
+        try:
+            ended = [p for p in self._pods.values() if p.done]
+            ended.sort(key=lambda p: p.created_at)
+            for old in ended[:-ENDED_KEPT]:
+                await self._kube.delete(PODS, old.name, self._namespace, uid=old.uid)
+        finally:
+            self._sweeping = False
 
     def _chore(self, work: Coroutine[Any, Any, None]) -> None:
         """Something that may fail without harm."""
@@ -421,43 +465,49 @@ class KubernetesPlatform:
             c["type"]: (c["status"], c["lastTransitionTime"]) for c in body["conditions"]
         }
         self._told, self._told_at = body, now
-        fresh = [e for e in status.events if e.id > self._newest_event]
-        if fresh:
-            self._newest_event = fresh[-1].id
-            self._chore(self._tell_events(status, fresh))
+        self._to_tell = status.events
+        if not self._telling:
+            self._telling = True
+            self._chore(self._tell_events())
 
-    async def _tell_events(self, status: JobStatus, fresh: Sequence[Any]) -> None:
+    async def _tell_events(self) -> None:
         """As Kubernetes' own events: a name that grows with the job's, so that none comes twice."""
-        for event in fresh[-TRAINING_EVENTS:]:
-            stamp = _time(event.at)
-            about = {"namespace": self._namespace}
-            obj = {
-                "apiVersion": "v1",
-                "kind": "Event",
-                "metadata": {**about, "name": f"{self._name}.{self._site.uid[:8]}.{event.id}"},
-                "involvedObject": {
-                    **about,
-                    "apiVersion": names.API_VERSION,
-                    "kind": names.KIND,
-                    "name": self._name,
-                    "uid": self._site.uid,
-                },
-                "type": event.type,
-                "reason": event.reason,
-                "message": event.message[:EVENT_CHARS],
-                "source": {"component": "dlrover-master"},
-                "firstTimestamp": stamp,
-                "lastTimestamp": stamp,
-                "count": 1,
-            }
-            try:
-                await self._kube.create(EVENTS, obj)
-            except AlreadyExists:
-                continue
+        try:
+            while fresh := [e for e in self._to_tell if e.id > self._newest_event]:
+                with contextlib.suppress(AlreadyExists):
+                    await self._kube.create(EVENTS, self._event(fresh[0]))
+                self._newest_event = fresh[0].id
+        finally:
+            self._telling = False
+
+    def _event(self, event: JobEvent) -> Obj:
+        stamp = _time(event.at)
+        about = {"namespace": self._namespace}
+        return {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {**about, "name": f"{self._name}.{self._site.uid[:8]}.{event.id}"},
+            "involvedObject": {
+                **about,
+                "apiVersion": names.API_VERSION,
+                "kind": names.KIND,
+                "name": self._name,
+                "uid": self._site.uid,
+            },
+            "type": event.type,
+            "reason": event.reason,
+            "message": event.message[:EVENT_CHARS],
+            "source": {"component": "dlrover-master"},
+            "firstTimestamp": stamp,
+            "lastTimestamp": stamp,
+            "count": 1,
+        }
 
     def _conditions(self, status: JobStatus) -> list[Condition]:
         """The core's, and what the Pods and the API server say."""
         found: dict[str, list[str]] = {}
+        if self._template is not None and not self._refusals:
+            found[self._template.type] = [self._template.message]
         for node, problem in sorted(self._refusals.items()):
             found.setdefault(problem.type, []).append(f"{node}: {problem.message}")
         for node, seen in sorted(self._pods.items()):
@@ -485,6 +535,14 @@ class KubernetesPlatform:
             )
         self._past = mine
         return [*status.conditions, *mine.values()]
+
+
+def _remembered(training: Obj) -> Known:
+    """What the status says of earlier masters."""
+    ids = [str(node.get("id", "")).removeprefix("n") for node in training.get("nodes") or []]
+    numbers = [int(number) for number in ids if number.isdigit()]
+    events = [int(event.get("id") or 0) for event in training.get("events") or []]
+    return Known(int(training.get("term") or 0), max(numbers, default=-1), max(events, default=0))
 
 
 def _why_forbidden(error: Forbidden) -> str:

@@ -10,6 +10,7 @@ from dlrover_py.master.core.events import (
     NodeSeen,
     NodesListed,
 )
+from dlrover_py.master.platform import Known
 from dlrover_py.protocol.errors import Bug
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.local import Seen, Snapshot
@@ -24,6 +25,7 @@ class LocalPlatform:
     """The ``Platform`` of a job that was started with ``dlrover job run``."""
 
     can_create = True
+    known = Known()
 
     def __init__(self, socket_path: str) -> None:
         self._client = Client(f"unix:{socket_path}")

@@ -201,6 +201,8 @@ class PodView:
     message: str
     words: str
     """What its container left as termination message."""
+    speaker: str
+    """The container whose log says more."""
     done: bool
     """All of its containers have ended."""
     created_at: str
@@ -216,6 +218,7 @@ def view(obj: Obj) -> PodView:
         (o for o in meta.get("ownerReferences") or [] if o.get("controller")), {}
     )
     ended, code, words = _end_of(spec, status)
+    speaker = _failed_init(status).get("name") or _main_name(spec)
     trouble, message = ("", "") if ended else _trouble(spec, status, conditions)
     leaving = ""
     if disrupted:
@@ -238,6 +241,7 @@ def view(obj: Obj) -> PodView:
         trouble=trouble,
         message=message,
         words=words,
+        speaker=speaker,
         done=_all_ended(spec, status),
         created_at=meta.get("creationTimestamp") or "",
     )
@@ -253,6 +257,9 @@ def _end_of(spec: Obj, status: Obj) -> tuple[str, int | None, str]:
         if dead.get("reason") not in (None, "Completed", "Error"):
             why += f" ({dead['reason']})"
         return why, code, (dead.get("message") or "").strip()
+    if init := _failed_init(status):
+        code = init["state"]["terminated"]["exitCode"]
+        return f"its init container {init['name']} ended with exit code {code}", code, ""
     if status.get("phase") in ("Failed", "Succeeded"):
         reason = status.get("reason") or status["phase"]
         said = status.get("message") or ""
@@ -270,11 +277,23 @@ def _all_ended(spec: Obj, status: Obj) -> bool:
     return 0 < len(spec.get("containers") or []) == len(ended)
 
 
+def _failed_init(status: Obj) -> Obj:
+    """The init container that has ended the Pod before its agent ran; empty if none has."""
+    if status.get("phase") != "Failed":
+        return {}
+    inits: list[Obj] = status.get("initContainerStatuses") or []
+    ended = ((c, (c.get("state") or {}).get("terminated") or {}) for c in inits)
+    return next((c for c, dead in ended if dead.get("exitCode")), {})
+
+
+def _main_name(spec: Obj) -> str:
+    containers = spec.get("containers") or [{}]
+    listed = [str(c.get("name", "")) for c in containers]
+    return MAIN_CONTAINER if MAIN_CONTAINER in listed else listed[0]
+
+
 def _main_status(spec: Obj, status: Obj) -> Obj:
-    containers = spec.get("containers") or []
-    name = MAIN_CONTAINER
-    if not any(c.get("name") == MAIN_CONTAINER for c in containers) and containers:
-        name = containers[0].get("name")
+    name = _main_name(spec)
     statuses: list[Obj] = status.get("containerStatuses") or []
     return next((c for c in statuses if c.get("name") == name), {})
 

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 from dlrover_py.master.core.events import Event
+from dlrover_py.master.platform import Known
 from dlrover_py.protocol.errors import Bug
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import NodeId
@@ -14,6 +15,7 @@ class StaticPlatform:
     """No platform at all: agents are started by hand, nobody watches them but the master."""
 
     can_create = False
+    known = Known()
 
     def __init__(self, job: ElasticJob) -> None:
         self._job = job
