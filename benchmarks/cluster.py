@@ -128,9 +128,14 @@ def pod_lost(bench: Bench, times: int, tick: Callable[[], None]) -> list[float]:
     job, found = bench.job("lost", replicas=3, minReplicas=2), []
     for _ in range(times):
         victim = members(job)[-1]
+        # The replacement shares our two cores: it shall not start before the others go on.
+        for node in bench.cluster.nodes:
+            bench.cluster.cordon(node)
         began = time.monotonic()
         bench.cluster.delete_pod(f"lost-{victim}", SPACE, force=True)
         found.append(bench.after(job, began, 2))
+        for node in bench.cluster.nodes:
+            bench.cluster.uncordon(node)
         job.runs(3, after=job.training.round, within_s=180)
         bench.warm(job, 3)
         tick()

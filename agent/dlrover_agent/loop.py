@@ -171,6 +171,8 @@ class Agent:
         self._impatient = self._joined = False
         self._told_of = 0
         self._kept_recipe = ""
+        self._told = ""
+        """Digest of the recipe that the master has from this agent."""
         self._sharing: asyncio.Task[None] | None = None
         self._patience: asyncio.TimerHandle | None = None
         self._result: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
@@ -358,8 +360,11 @@ class Agent:
             return
         if self._kept_recipe and warm.recipe is None:
             self._sharing = asyncio.create_task(self._fetch_recipe())
-        elif not self._kept_recipe and warm.recipe is not None and warm.recipe.shared:
-            self._sharing = asyncio.create_task(self._tell_recipe(warm.recipe))
+        elif warm.recipe is not None and warm.recipe.shared:
+            # Whoever was the first to tell also tells what its workers import later.
+            grown = self._told and self._told != warm.recipe.digest
+            if grown or not self._kept_recipe:
+                self._sharing = asyncio.create_task(self._tell_recipe(warm.recipe))
 
     def _take_recipe(self, body: bytes) -> None:
         warm = self._workers.warm
@@ -387,7 +392,7 @@ class Agent:
     async def _tell_recipe(self, recipe: Recipe) -> None:
         try:
             await self._line.tell_recipe(recipe.to_wire())
-            self._kept_recipe = recipe.digest
+            self._kept_recipe = self._told = recipe.digest
             log.info("recipe_told", extra={"id": recipe.digest})
         except DLRoverError as error:
             log.info("recipe_not_told", extra={"why": str(error)})

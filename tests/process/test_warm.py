@@ -193,6 +193,20 @@ def test_a_node_that_joins_gets_warm_first(place: Place, library: Library) -> No
         assert not said(run, "recipe_learnt", "n1") or said(run, "zygote_ready", "n1")
 
 
+def test_what_is_imported_later_is_told_to_nodes_that_join_as_well(
+    place: Place, library: Library
+) -> None:
+    library.write("later", "VERSION = 2")
+    script = SCRIPT.replace("signal.pause()", "signal.sigtimedwait([], 5); import later")
+    script += "    signal.pause()\n"
+    with job(place, script=script, replicas=2, minReplicas=1, hosts=1, env=library.env) as run:
+        run.running(1)
+        eventually(lambda: len(said(run, "recipe_told")) == 2, "both recipes", within_s=60)
+        place.call("dlrover", "node", "add", "--job", run.name)
+        run.running(2, within_s=60)
+        assert said(run, "recipe_learnt", "n1")[0]["id"] == said(run, "recipe_told")[-1]["id"]
+
+
 def test_an_early_death_of_forked_workers_is_not_held_against_the_script(
     place: Place, library: Library
 ) -> None:
