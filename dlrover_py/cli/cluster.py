@@ -43,7 +43,6 @@ from dlrover_py.protocol.errors import (
     ConfigError,
     DLRoverError,
     TransientError,
-    Unauthorized,
     Unreachable,
 )
 from dlrover_py.protocol.job import ElasticJob
@@ -104,7 +103,7 @@ class Cluster:
         """A refusal of the API server, and what to do."""
         host = self.kube.host
         if isinstance(error, Unauthenticated):
-            return Unauthorized(
+            return Unauthenticated(
                 f"{host} does not know you ({error}): log in again, or choose another --context"
             )
         if isinstance(error, Forbidden):

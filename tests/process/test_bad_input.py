@@ -423,7 +423,7 @@ def test_strangers_are_turned_away_from_a_job_that_goes_on(place: Place) -> None
             for path in (wrong, snapshot.token_file)
         ]
         (_, first), (_, other) = (s.communicate(timeout=60) for s in strangers)
-        assert (strangers[0].returncode, strangers[1].returncode) == (2, 3)
+        assert (strangers[0].returncode, strangers[1].returncode) == (4, 3)
         assert "elastic-run: " in first
         assert "the job's token is expected" in first
         assert Path(snapshot.token_file).read_text() not in first
