@@ -217,3 +217,16 @@ def test_the_masters_image_starts_its_program(
     cluster.apply(made, namespace=namespace)
     until(lambda: cluster.pod_phase("help", namespace) == "Succeeded", "it has said its help")
     assert "usage: dlrover-master" in cluster.logs("help", namespace)
+
+
+def test_a_name_that_nobody_knows_is_refused_at_once(cluster: Cluster, namespace: str) -> None:
+    """There is no name server; each lookup of torch's would take 5 s."""
+    ask = (
+        "import contextlib, socket, time\nbegan = time.monotonic()\n"
+        "for _ in range(4):\n    with contextlib.suppress(OSError):\n"
+        "        socket.getnameinfo(('10.1.2.3', 80), 0)\n"
+        "print('asked', 'at once' if time.monotonic() - began < 4 else 'slowly')"
+    )
+    cluster.apply(pod(cluster.base_image, "asks", "python3", "-c", ask), namespace=namespace)
+    said = until(lambda: cluster.logs("asks", namespace), "an answer")
+    assert "asked at once" in said

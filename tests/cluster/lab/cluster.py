@@ -183,7 +183,7 @@ class Lab:
             run("ip", "link", "add", bridge, "type", "bridge")
         run("ip", "addr", "replace", f"10.{n}.0.1/24", "dev", bridge)
         run("ip", "link", "set", bridge, "up")
-        # What is no Service (as a name server that is not there) is refused, not waited for.
+        # What is no Service is refused here as well: by hosts' own processes, say.
         run("ip", "route", "replace", "unreachable", f"10.{n}.64.0/18")
         Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
 

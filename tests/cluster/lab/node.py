@@ -162,8 +162,14 @@ class Node:
             run(*inside, "route", "replace", f"10.{self.cluster}.{128 + other}.0/24",
                 "via", f"10.{self.cluster}.0.{10 + other}")  # fmt: skip
         run("ip", "route", "replace", self.pods, "via", self.address)
-        run("nsenter", f"--net=/run/netns/{self.unique}", "sh", "-c",
-            "echo 1 >/proc/sys/net/ipv4/ip_forward")  # fmt: skip
+        # What is no Service (as a name server that is not there) is refused at once, each time:
+        # a kernel says so once a second only, and torch looks up the names of its peers.
+        nobody = f"FORWARD -d 10.{self.cluster}.64.0/18 -j REJECT"
+        script = (
+            "echo 1 >/proc/sys/net/ipv4/ip_forward; echo 0 >/proc/sys/net/ipv4/icmp_ratelimit; "
+            f"iptables -C {nobody} 2>/dev/null || iptables -A {nobody}"
+        )
+        run("nsenter", f"--net=/run/netns/{self.unique}", "sh", "-c", script)
 
     def _others(self) -> list[int]:
         kept = json.loads((self.folder.parent / "cluster.json").read_text())
