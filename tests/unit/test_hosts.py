@@ -8,22 +8,22 @@ from dlrover_py.master.core.hosts import LONGEST_S, SHORTEST_S, Hosts, Strikes, 
 
 def test_a_ban_ends() -> None:
     hosts = Hosts()
-    assert hosts.strike("a", 0.0) == SHORTEST_S
+    assert hosts.strike("a", 0.0, 0.0) == SHORTEST_S
     assert hosts.kept_out(SHORTEST_S - 1) == ("a",)
     assert hosts.kept_out(SHORTEST_S) == ()
 
 
 def test_the_next_ban_is_longer_unless_the_last_is_long_past() -> None:
     hosts = Hosts()
-    hosts.strike("a", 0.0)
-    assert hosts.strike("a", SHORTEST_S + 1) == 2 * SHORTEST_S
-    assert hosts.strike("a", 10_000.0) == SHORTEST_S, "it was forgotten"
+    hosts.strike("a", 0.0, 0.0)
+    assert hosts.strike("a", SHORTEST_S + 1, 0.0) == 2 * SHORTEST_S
+    assert hosts.strike("a", 10_000.0, 0.0) == SHORTEST_S, "it was forgotten"
 
 
 def test_hosts_do_not_answer_for_each_other() -> None:
     hosts = Hosts()
-    hosts.strike("b", 0.0)
-    hosts.strike("a", 30.0)
+    hosts.strike("b", 0.0, 0.0)
+    hosts.strike("a", 30.0, 0.0)
     assert hosts.kept_out(31.0) == ("a", "b")
     assert hosts.kept_out(61.0) == ("a",)
 
@@ -41,14 +41,20 @@ def test_the_next_master_keeps_the_same_hosts_out(
     strikes: list[tuple[str, float]], left: float, started: float
 ) -> None:
     hosts = Hosts()
-    now = 0.0
+    now, wall = 0.0, 1e6
     for host, passed in strikes:
         now += passed
-        hosts.strike(host, now)
+        hosts.strike(host, now, wall + now)
     now += left
-    kept = {
-        k: Strikes.model_validate_json(v.model_dump_json()) for k, v in hosts.journal(now).items()
-    }
-    read = Hosts.read(kept, started)
+    kept = {k: Strikes.model_validate_json(v.model_dump_json()) for k, v in hosts.journal().items()}
+    read = Hosts.read(kept, started, wall + now)
+    assert read.journal() == hosts.journal()
     for later in (0.0, 30.0, 59.0, 61.0, 500.0, 4000.0):
         assert read.kept_out(started + later + 0.01) == hosts.kept_out(now + later + 0.01)
+
+
+def test_a_clock_that_was_set_back_makes_no_ban_longer() -> None:
+    hosts = Hosts()
+    hosts.strike("a", 0.0, 1e6)
+    read = Hosts.read(hosts.journal(), 5.0, 1e6 - 9000)
+    assert read.kept_out(5.0 + SHORTEST_S) == ()

@@ -15,14 +15,15 @@ class Strikes(BaseModel):
     """What is journaled of a host."""
 
     number: int
-    left_s: float
-    """Of the ban, when it was written down."""
+    at: float
+    """Of the last one, in Unix seconds: the next master's other clock begins anew."""
 
 
 @dataclass(slots=True)
 class _Host:
     strikes: int
     struck_at: float
+    wall: float
 
 
 def ban_s(strikes: int) -> float:
@@ -36,12 +37,16 @@ class Hosts:
 
     _known: dict[str, _Host] = field(default_factory=dict)
 
-    def strike(self, host: str, now: float) -> float:
+    def strike(self, host: str, now: float, wall: float) -> float:
         """A node was lost on this host; returns for how long it is kept out."""
+        self._known = {
+            name: h
+            for name, h in self._known.items()
+            if now - h.struck_at <= FORGOTTEN * ban_s(h.strikes)
+        }
         old = self._known.get(host)
-        fresh = old is None or now - old.struck_at > FORGOTTEN * ban_s(old.strikes)
-        strikes = 1 if old is None or fresh else old.strikes + 1
-        self._known[host] = _Host(strikes, now)
+        strikes = 1 if old is None else old.strikes + 1
+        self._known[host] = _Host(strikes, now, wall)
         return ban_s(strikes)
 
     def kept_out(self, now: float) -> tuple[str, ...]:
@@ -60,15 +65,11 @@ class Hosts:
         ends = (h.struck_at + ban_s(h.strikes) for h in self._known.values())
         return min((end for end in ends if end > now), default=math.inf)
 
-    def journal(self, now: float) -> dict[str, Strikes]:
+    def journal(self) -> dict[str, Strikes]:
         """What the next master must know."""
-        return {
-            name: Strikes(number=h.strikes, left_s=max(0.0, h.struck_at + ban_s(h.strikes) - now))
-            for name, h in self._known.items()
-            if now - h.struck_at <= FORGOTTEN * ban_s(h.strikes)
-        }
+        return {name: Strikes(number=h.strikes, at=h.wall) for name, h in self._known.items()}
 
     @classmethod
-    def read(cls, kept: dict[str, Strikes], now: float) -> "Hosts":
+    def read(cls, kept: dict[str, Strikes], now: float, wall: float) -> "Hosts":
         """Go on from a journal."""
-        return cls({n: _Host(s.number, now + s.left_s - ban_s(s.number)) for n, s in kept.items()})
+        return cls({n: _Host(s.number, now - max(0.0, wall - s.at), s.at) for n, s in kept.items()})

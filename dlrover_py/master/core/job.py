@@ -237,7 +237,7 @@ class Job:
         self.last_exception, self.last_failure = journal.last_exception, journal.last_failure
         self.doubts, self.cold = journal.doubts, journal.cold
         self.max_step = self.ground = journal.max_step
-        self.hosts = Hosts.read(journal.hosts, now)
+        self.hosts = Hosts.read(journal.hosts, now, wall)
         self.lost_s = dict(journal.lost_s)
         self.suspended_s, self.suspended_at = journal.suspended_s, journal.suspended_at
         self.started_at, self.ended_at = journal.started_at, journal.ended_at
@@ -295,7 +295,7 @@ class Job:
             succeeded=sorted(self.succeeded),
             checks=self.health.number,
             marks=self.health.marks,
-            hosts=self.hosts.journal(self._now),
+            hosts=self.hosts.journal(),
             nodes=[self._node_record(n) for n in present],
             vacancies=[v.relaunches for v in self.vacancies],
             exhausted=self.exhausted,
@@ -701,7 +701,7 @@ class Job:
         to go to."""
         host = _host(node)
         if self.rules.can_create and host and any(n.alive and _host(n) != host for n in self.nodes):
-            self.hosts.strike(host, self._now)
+            self.hosts.strike(host, self._now, self._wall)
 
     def _replace(self, node: Node, event: int, *, free: bool = False) -> None:
         """Have its place filled again, as long as its budget lasts."""
@@ -978,6 +978,7 @@ class Job:
             until = node.pending_since + NO_ROOM_S
             if self._now >= until:
                 self.hosts.pardon(node.avoid)
+                self._dirty = True
             elif set(node.avoid) <= set(self.hosts.kept_out(self._now)):
                 self._wake([until, self.hosts.next_end(self._now)])
                 continue
