@@ -383,7 +383,7 @@ class ClusterJob:
                 break
         if propagation == "Orphan":
             return
-        label, left = f"{names.LABEL_JOB}={self.name},{names.LABEL_ROLE}={names.ROLE_WORKER}", set()
+        label, left = names.workers_of(self.name), set()
         async for change in watching(self._cluster, PODS, self.namespace, labels=label):
             if isinstance(change, Listed):
                 left = {p["metadata"]["uid"] for p in change.items if _is_owned(p, uid)}

@@ -135,13 +135,12 @@ SAVE_S = 5.0
 
 
 class _Hold(BaseModel):
-    """Who holds a Secret, and its newest write."""
+    """Who holds a Secret."""
 
     pod: str
     uid: str
     boot: str
     """Drawn once by each process: containers of one Pod follow each other."""
-    write: int = 0
 
 
 class SecretStore:
@@ -167,7 +166,6 @@ class SecretStore:
             raise Held(f"another master holds the journal {self._name}: that in Pod {holder.pod}")
         journal = _unpacked(found, self._name)
         if holder is None or holder.boot != self._me.boot:
-            self._me.write = 0
             try:
                 found = await self._write(found, None)
             except Conflict as error:
@@ -206,7 +204,6 @@ class SecretStore:
         if holder is None or holder.boot != self._me.boot:
             who = f"the master in Pod {holder.pod}" if holder else "nobody"
             raise Superseded(f"the journal {self._name} is held by {who} now: this master is over")
-        self._me.write = max(self._me.write, holder.write)
         self._held = await self._write(found, data)
 
     async def _write(self, secret: Obj, data: str | None, *, free: bool = False) -> Obj:
@@ -215,17 +212,14 @@ class SecretStore:
         Raises:
             Conflict: it is not.
         """
-        mine = self._me.model_copy(update={"write": self._me.write + 1})
         old = secret["metadata"]
         meta = {key: old[key] for key in _KEPT if key in old}
         notes = {k: v for k, v in (old.get("annotations") or {}).items() if k != HOLDER}
-        meta["annotations"] = notes if free else {**notes, HOLDER: mine.model_dump_json()}
+        meta["annotations"] = notes if free else {**notes, HOLDER: self._me.model_dump_json()}
         whole = {**secret, "metadata": meta}
         if data is not None:
             whole["data"] = {JOURNAL_KEY: data}
-        written = await self._call(self._kube.replace(SECRETS, whole))
-        self._me = mine
-        return written
+        return await self._call(self._kube.replace(SECRETS, whole))
 
     async def _read(self) -> Obj:
         return await self._call(self._kube.get(SECRETS, self._name, self._namespace))

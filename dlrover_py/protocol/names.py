@@ -160,6 +160,23 @@ def pod_of(job: str, node: NodeId) -> str:
     return f"{job}-{node}"
 
 
+def workers_of(job: str) -> str:
+    """Label selector of a job's worker Pods."""
+    return f"{LABEL_JOB}={job},{LABEL_ROLE}={ROLE_WORKER}"
+
+
+def owner(job: str, uid: str) -> dict[str, object]:
+    """The owner reference that has everything of a job deleted with it."""
+    return {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "name": job,
+        "uid": uid,
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
+
+
 # --- a job on this machine ---
 CLUSTER_SOCKET: Final = "cluster.sock"
 JOB_FILE: Final = "job.json"

@@ -315,7 +315,7 @@ class Operator:
             await self._api.create_or_own(kube.SECRETS, wanted, uid)
 
     async def _delete_pods(self, key: Key, uid: str) -> None:
-        labels = f"{names.LABEL_JOB}={key[1]},{names.LABEL_ROLE}={names.ROLE_WORKER}"
+        labels = names.workers_of(key[1])
         for pod in await self._api.list(kube.PODS, key[0], labels=labels):
             meta = pod["metadata"]
             owned = any(o.get("uid") == uid for o in meta.get("ownerReferences") or ())

@@ -45,18 +45,6 @@ class Credentials:
     key: bytes
 
 
-def owner(job: ElasticJob) -> Obj:
-    """The reference that has everything of a job deleted with it."""
-    return {
-        "apiVersion": names.API_VERSION,
-        "kind": names.KIND,
-        "name": job.metadata.name,
-        "uid": job.metadata.uid,
-        "controller": True,
-        "blockOwnerDeletion": True,
-    }
-
-
 def role(job: ElasticJob) -> Obj:
     """What a master may do: Pods of its namespace, and its own journal and job."""
     name = job.metadata.name
@@ -272,7 +260,7 @@ def _meta(job: ElasticJob, name: str) -> Obj:
         "name": name,
         "namespace": job.metadata.namespace,
         "labels": _labels(job),
-        "ownerReferences": [owner(job)],
+        "ownerReferences": [names.owner(job.metadata.name, job.metadata.uid)],
     }
 
 

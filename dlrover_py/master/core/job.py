@@ -649,7 +649,7 @@ class Job:
         """An id that is in use, though no journal knows of it, is not given to another node."""
         number = node_id.removeprefix("n")
         if number.isdigit() and int(number) >= self.next_node:
-            self.next_node = int(number) + 1
+            self.skip(int(number), 0)
             self._dirty = True
 
     def _node_leaving(self, node: Node, why: str) -> None:
@@ -657,8 +657,9 @@ class Job:
         self.nodes.leave(node, why)
         self._uncheck(node)
         event = self._record("NodeLeaving", f"{node.id} is leaving: {why}", node=node.id)
-        self.vacancies.append(self._vacancy(0, node.unheard + (node.incarnation == 0)))
-        self.vacancies[-1].relaunches = node.relaunches
+        unheard = node.unheard + (node.incarnation == 0)
+        place = self._vacancy(0, unheard).model_copy(update={"relaunches": node.relaunches})
+        self.vacancies.append(place)
         self._dirty = True
         if node.incarnation:
             self._greet(node)

@@ -221,7 +221,7 @@ class KubernetesPlatform:
         changes = self._kube.watch(
             PODS,
             self._namespace,
-            labels=pods.selector(self._name),
+            labels=names.workers_of(self._name),
             view=pods.view,
             on_trouble=lambda error: self._on_trouble("Pods", error),
         )
@@ -439,7 +439,7 @@ class KubernetesPlatform:
         if self._orphaned or status.term < self._newest_term:
             return  # nobody to tell, or another master tells
         conditions = self._conditions(status)
-        body = shown(status, conditions, pods.selector(self._name), self._times)
+        body = shown(status, conditions, names.workers_of(self._name), self._times)
         gist = _gist(body)
         now = asyncio.get_running_loop().time()
         if gist == _gist(self._told) and (body == self._told or now - self._told_at < PROGRESS_S):

@@ -56,11 +56,6 @@ def node_of(job: str, pod: str) -> NodeId:
     return NodeId(pod.removeprefix(f"{job}-"))
 
 
-def selector(job: str) -> str:
-    """Label selector of a job's worker Pods."""
-    return f"{names.LABEL_JOB}={job},{names.LABEL_ROLE}={names.ROLE_WORKER}"
-
-
 def pod(job: ElasticJob, node: NodeId, site: Site, avoid: Iterable[str] = ()) -> Obj:
     """The Pod to ask for.
 
@@ -83,7 +78,7 @@ def pod(job: ElasticJob, node: NodeId, site: Site, avoid: Iterable[str] = ()) ->
             names.LABEL_INDEX: number,
             LABEL_UID: site.uid,
         },
-        "ownerReferences": [owner(job.metadata.name, site.uid)],
+        "ownerReferences": [names.owner(job.metadata.name, site.uid)],
     }
     spec["restartPolicy"] = "Never"
     if "serviceAccountName" not in spec:
@@ -93,18 +88,6 @@ def pod(job: ElasticJob, node: NodeId, site: Site, avoid: Iterable[str] = ()) ->
     _equip(spec, spec["containers"][index], job, node, site)
     _keep_off(spec, avoid)
     return {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
-
-
-def owner(job: str, uid: str) -> Obj:
-    """The owner reference of all that belongs to a job."""
-    return {
-        "apiVersion": names.API_VERSION,
-        "kind": names.KIND,
-        "name": job,
-        "uid": uid,
-        "controller": True,
-        "blockOwnerDeletion": True,
-    }
 
 
 def _equip(spec: Obj, main: Obj, job: ElasticJob, node: NodeId, site: Site) -> None:
