@@ -6,7 +6,6 @@ import json
 import logging
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from datetime import datetime
 from typing import Any, NoReturn, Self, TypeVar
 
 from pydantic import ValidationError
@@ -46,7 +45,7 @@ from dlrover_py.protocol.errors import (
     Unreachable,
 )
 from dlrover_py.protocol.job import ElasticJob
-from dlrover_py.protocol.status import Condition, JobEvent, JobPhase, JobStatus
+from dlrover_py.protocol.status import Condition, JobEvent, JobPhase, JobStatus, unix_seconds
 
 T = TypeVar("T")
 CALL_S = 10.0
@@ -477,7 +476,7 @@ def read_conditions(obj: Obj) -> list[Condition]:
     found = []
     for condition in (obj.get("status") or {}).get("conditions") or []:
         with contextlib.suppress(ValidationError):
-            at = _unix(condition.get("lastTransitionTime"))
+            at = unix_seconds(condition.get("lastTransitionTime")) or 0.0
             found.append(
                 Condition.model_validate(
                     {"reason": "", "message": "", **condition, "lastTransitionTime": at}
@@ -523,7 +522,8 @@ def _heads(obj: Obj, where: str, pods: Sequence[Obj]) -> Iterator[str]:
         yield view.wished(ElasticJob.read(obj).worker)
     except ConfigError as error:
         yield f"wish      cannot be run: {str(error).splitlines()[0]}"
-    yield f"where     {where}, since {view.short_age(_unix(meta.get('creationTimestamp')))}"
+    created = unix_seconds(meta.get("creationTimestamp")) or 0.0
+    yield f"where     {where}, since {view.short_age(created)}"
     if spec.get("suspend"):
         yield "suspend   all nodes are to be stopped (`dlrover job resume`)"
     for pod in pods:
@@ -590,7 +590,8 @@ def read_events(status: JobStatus | None, events: Sequence[Obj]) -> list[JobEven
         by_master = _component(obj) == names.ROLE_MASTER
         tail = obj["metadata"]["name"].rpartition(".")[2]
         event_id = int(tail) if by_master and tail.isdecimal() else -number
-        at = _unix(obj.get("lastTimestamp") or obj.get("eventTime") or obj.get("firstTimestamp"))
+        seen = obj.get("lastTimestamp") or obj.get("eventTime") or obj.get("firstTimestamp")
+        at = unix_seconds(seen) or 0.0
         count = int(obj.get("count") or 1)
         event = JobEvent(
             id=event_id,
@@ -625,7 +626,7 @@ def _row(obj: Obj, *, gone: bool = False) -> tuple[view.Row, Obj]:
         progress=text(summary.get("progress")),
         restarts=text(summary.get("restarts")),
         goodput=text(summary.get("goodput")),
-        age=view.short_age(_unix(meta.get("creationTimestamp"))),
+        age=view.short_age(unix_seconds(meta.get("creationTimestamp")) or 0.0),
     )
     return row, obj
 
@@ -667,12 +668,6 @@ def _is_owned(obj: Obj, uid: str) -> bool:
 def _kind_is_missing(error: NotFound) -> bool:
     words = str(error)
     return "404 page not found" in words or "could not find the requested resource" in words
-
-
-def _unix(stamp: str | None) -> float:
-    with contextlib.suppress(ValueError):
-        return datetime.fromisoformat(stamp or "").timestamp()
-    return 0.0
 
 
 def rows_as_json(rows: Rows) -> list[str]:

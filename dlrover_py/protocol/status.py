@@ -8,6 +8,7 @@ the rest of :class:`ElasticJobStatus` is Kubernetes' own way of telling the same
 writers: ``phase``, ``observedGeneration``, the times and some conditions are the operator's.
 """
 
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Annotated, Literal, Self, TypeVar
 
@@ -154,6 +155,22 @@ class JobStatus(_Doc):
 
 
 # --- on Kubernetes ---
+
+
+def rfc3339(at: float) -> str:
+    """Unix seconds as Kubernetes writes them, whole seconds only."""
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def unix_seconds(text: object) -> float | None:
+    """The same, read; None for what is no such time."""
+    if not isinstance(text, str):
+        return None
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return None
+
 
 TRAINING_NODES = 64
 TRAINING_EVENTS = 30

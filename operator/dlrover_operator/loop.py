@@ -13,7 +13,6 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -27,6 +26,7 @@ from dlrover_py import kube
 from dlrover_py.kube import Kind, Kube, KubeError, Obj
 from dlrover_py.protocol import names
 from dlrover_py.protocol.errors import TransientError
+from dlrover_py.protocol.status import rfc3339
 
 log = logging.getLogger("operator")
 
@@ -327,7 +327,7 @@ class Operator:
         """An event, named after what it says: told again it is the same one."""
         meta = job["metadata"]
         said = "\0".join((meta["uid"], str(meta.get("generation")), reason, message))
-        now = datetime.fromtimestamp(self._clock(), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        now = rfc3339(self._clock())
         event = {
             "metadata": {
                 "name": f"{key[1]}.{hashlib.sha256(said.encode()).hexdigest()[:16]}",

@@ -18,7 +18,6 @@ ended            the Deployment goes to 0; after ``ttlSecondsAfterFinished`` the
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any, Literal, Self
 
 from dlrover_operator import manifests
@@ -26,7 +25,7 @@ from dlrover_operator.manifests import Options
 from dlrover_py.protocol import names
 from dlrover_py.protocol.errors import ConfigError, Unsupported
 from dlrover_py.protocol.job import INERT, ElasticJob
-from dlrover_py.protocol.status import JobPhase, NodePhase
+from dlrover_py.protocol.status import JobPhase, NodePhase, rfc3339, unix_seconds
 
 Obj = dict[str, Any]
 
@@ -309,7 +308,7 @@ class _Planner:
         found = self.conditions.get(condition, {})
         if found.get("status") != status:
             return None
-        return _seconds(found.get("lastTransitionTime"))
+        return unix_seconds(found.get("lastTransitionTime"))
 
     def _masterless_since(self) -> float | None:
         if self.deployment is not None and self.deployment.available:
@@ -331,7 +330,7 @@ class _Planner:
 
     def _start(self) -> float | None:
         """When the job began, or was resumed."""
-        start = _seconds(self.status.get("startTime"))
+        start = unix_seconds(self.status.get("startTime"))
         if self.ended:
             return start
         if self.suspend and self.resting:
@@ -391,7 +390,7 @@ class _Planner:
         if self.too_late and not self.status.get("completionTime"):
             yield from self._leave_no_pods()
         ttl = self.spec.get("ttlSecondsAfterFinished")
-        completion = _seconds(self.status.get("completionTime"))
+        completion = unix_seconds(self.status.get("completionTime"))
         if self._nodes_are_gone():
             yield from self._scale_to_zero()
         elif completion is not None and self._past(completion + LEAVE_S):
@@ -467,7 +466,7 @@ class _Planner:
         fields: Obj = {
             "phase": self._phase() or None,
             "observedGeneration": self.meta.get("generation"),
-            "startTime": None if self.start is None else _time(self.start),
+            "startTime": None if self.start is None else rfc3339(self.start),
             "completionTime": self._completion(),
         }
         status |= {name: value for name, value in fields.items() if value is not None}
@@ -486,7 +485,7 @@ class _Planner:
         if known:
             return str(known)
         since = self._since("Failed", "True") or self._since("Succeeded", "True")
-        return _time(since or self.training.get("endedAt") or self.now)
+        return rfc3339(since or self.training.get("endedAt") or self.now)
 
     def _phase(self) -> str:
         if self.ended:
@@ -572,7 +571,7 @@ class _Planner:
             "status": status,
             "reason": reason,
             "message": message[:32768],
-            "lastTransitionTime": at or _time(self.now),
+            "lastTransitionTime": at or rfc3339(self.now),
         }
         news = not same or old.get("reason") != reason
         return condition, loud if news else ""
@@ -593,16 +592,3 @@ def _owner(meta: Obj) -> str:
         if reference.get("kind") == names.KIND:
             return str(reference.get("uid", ""))
     return ""
-
-
-def _seconds(text: object) -> float | None:
-    if not isinstance(text, str):
-        return None
-    try:
-        return datetime.fromisoformat(text).timestamp()
-    except ValueError:
-        return None
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(int(seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

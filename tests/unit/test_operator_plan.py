@@ -13,6 +13,7 @@ from dlrover_operator import plan as p
 from dlrover_operator.manifests import Options
 from dlrover_operator.plan import Action, Deployment, MasterPod, Seen, Service, Trouble, plan
 from dlrover_py.protocol import names
+from dlrover_py.protocol.status import rfc3339
 from tests.builders import job_file
 
 OPTIONS = Options(image="master:1")
@@ -21,7 +22,7 @@ NAME = names.master_of("x")
 
 
 def at(seconds: float) -> str:
-    return p._time(START + seconds)
+    return rfc3339(START + seconds)
 
 
 @dataclass
@@ -72,7 +73,7 @@ class World:
     def master_condition(self, kind: str, status: str = "True") -> None:
         others = [c for c in self.status.get("conditions", ()) if c["type"] != kind]
         mine = {"type": kind, "status": status, "reason": "R", "message": "", "x": 1}
-        mine["lastTransitionTime"] = p._time(self.now)
+        mine["lastTransitionTime"] = rfc3339(self.now)
         self.job.setdefault("status", {})["conditions"] = [*others, mine]
 
     def comes_up(self) -> None:

@@ -7,7 +7,6 @@ import math
 import random
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 from dlrover_py.kube import (
@@ -44,6 +43,8 @@ from dlrover_py.protocol.status import (
     JobEvent,
     JobStatus,
     Training,
+    rfc3339,
+    unix_seconds,
 )
 
 log = logging.getLogger("master.kubernetes")
@@ -481,7 +482,7 @@ class KubernetesPlatform:
             self._telling = False
 
     def _event(self, event: JobEvent) -> Obj:
-        stamp = _time(event.at)
+        stamp = rfc3339(event.at)
         about = {"namespace": self._namespace}
         return {
             "apiVersion": "v1",
@@ -602,18 +603,17 @@ def _condition(condition: Condition, times: Mapping[str, tuple[str, str]]) -> Ob
         "status": condition.status,
         "reason": condition.reason or condition.type,
         "message": condition.message[:8192],
-        "lastTransitionTime": since if same else _time(condition.last_transition_time),
+        "lastTransitionTime": since if same else rfc3339(condition.last_transition_time),
     }
 
 
 def _read_condition(obj: Obj) -> Condition:
-    at = datetime.fromisoformat(obj.get("lastTransitionTime") or "1970-01-01T00:00:00Z")
     return Condition(
         type=obj["type"],
         status=obj["status"],
         reason=obj.get("reason") or "",
         message=obj.get("message") or "",
-        last_transition_time=at.timestamp(),
+        last_transition_time=unix_seconds(obj.get("lastTransitionTime")) or 0.0,
     )
 
 
@@ -627,10 +627,6 @@ def _transient(*known: type[Exception]) -> Iterator[None]:
         if isinstance(error, (TransientError, *known)):
             raise
         raise TransientError(str(error)) from error
-
-
-def _time(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 VOLATILE = ("progress", "goodput", "nodes", "summary")
