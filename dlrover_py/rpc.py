@@ -27,8 +27,9 @@ from dlrover_py.protocol.errors import (
 from dlrover_py.protocol.names import ENV_CA_FILE, MASTER_NAME
 
 CONNECT_S = 5.0
-EYEBALLS_S = 0.25
-"""An address that does not answer by then has the next one tried beside it (RFC 8305)."""
+TCP_CONNECT_S = 1.0
+"""For each address. A call's deadline is no bound for this: on Kubernetes a connection that was
+begun while a Service still led to a Pod that is gone leads there until it is given up."""
 _CHUNK = 65536
 
 
@@ -217,14 +218,11 @@ class Client:
         else:
             host, _, port = self.address.rpartition(":")
             name = None if self._tls is None else MASTER_NAME
+            sock = await _connect(host.strip("[]"), int(port))
+            watch_silence(sock, self._silence_s)
             reader, writer = await asyncio.open_connection(
-                host.strip("[]"),
-                int(port),
-                ssl=self._tls,
-                server_hostname=name,
-                happy_eyeballs_delay=EYEBALLS_S,
+                sock=sock, ssl=self._tls, server_hostname=name
             )
-            watch_silence(writer.get_extra_info("socket"), self._silence_s)
         return _Connection(reader, writer)
 
     def _distrust(self, error: ssl.SSLError) -> Exception:
@@ -235,6 +233,36 @@ class Client:
             )
         why = (error.reason or str(error)).lower().replace("_", " ")
         return Unreachable(f"{self.address}: no TLS ({why}); expected a master that speaks it")
+
+
+async def _connect(host: str, port: int) -> socket.socket:
+    """Connect to the first of the host's addresses that answers.
+
+    Raises:
+        OSError: none does; what the last one said.
+    """
+    loop = asyncio.get_running_loop()
+    failed: OSError = ConnectionError(f"{host} has no address")
+    for family, kind, protocol, _, address in await loop.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM
+    ):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setblocking(False)
+            async with asyncio.timeout(TCP_CONNECT_S):
+                await loop.sock_connect(sock, address)
+        except TimeoutError:
+            sock.close()
+            failed = ConnectionError(f"{address[0]}: no connection within {TCP_CONNECT_S:g} s")
+        except OSError as error:
+            sock.close()
+            failed = error
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+    raise failed
 
 
 def _trust(ca_file: Path) -> ssl.SSLContext:

@@ -20,8 +20,8 @@ RECIPE = "/v1/recipe"
 RECIPE_S = 10.0
 FIRST_ANSWER_S = 30.0
 """For the first exchange: how long the master may hold a report is known only from its answer."""
-SAID_AFTER = 4
-"""Attempts, about two seconds: a master that has just been made is not there at once."""
+SAID_AFTER_S = 2.0
+"""A master that has just been made is not there at once."""
 
 
 class Line:
@@ -73,7 +73,7 @@ class Line:
             Unreachable: the master has never answered within the time for the first contact.
             Unauthorized: the token was refused at the first contact.
         """
-        started = time.monotonic()
+        started, said = time.monotonic(), False
         tries = 0
         while True:
             self._urgent.clear()
@@ -104,10 +104,12 @@ class Line:
                 if not self._answered:
                     if isinstance(error, Unauthorized):
                         raise
-                    if time.monotonic() - started >= self._connect_s:
+                    waited = time.monotonic() - started
+                    if waited >= self._connect_s:
                         words = f"the master did not answer for {self._connect_s:g} s"
                         raise Unreachable(f"{words}: {error}") from error
-                    if tries == SAID_AFTER:
+                    if waited >= SAID_AFTER_S and not said:
+                        said = True
                         log.warning("master_not_reached", extra={"why": str(error)})
                 self._say_down(error)
                 tries += 1

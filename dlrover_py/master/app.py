@@ -51,7 +51,7 @@ async def serve(
     raise_file_limit()
     collect_seldom()
     watch_silence(sockets.job, settings.lease_s)
-    rules = settings.rules(can_create=platform.can_create)
+    rules = settings.rules(can_create=platform.can_create, routed_s=platform.routed_s)
     loop = Loop(platform, store, rules, publish_s=settings.publish_s)
     registry = CollectorRegistry()
     denied = Counter(

@@ -112,7 +112,7 @@ class Settings(BaseModel):
             )
         return InCluster(*(environ[name] for name in needed))
 
-    def rules(self, *, can_create: bool) -> Rules:
+    def rules(self, *, can_create: bool, routed_s: float) -> Rules:
         """What the decisions need of it."""
         return Rules(
             lease_s=self.lease_s,
@@ -126,4 +126,5 @@ class Settings(BaseModel):
             join_timeout_s=self.join_timeout_s,
             last_call_s=self.last_call_s,
             can_create=can_create,
+            routed_s=routed_s,
         )

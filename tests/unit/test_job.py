@@ -527,11 +527,14 @@ def test_a_new_master_counts_who_has_reported_to_it() -> None:
     assert bench.job.status(bench.now, 0.0).ready == 2
 
 
-def test_a_new_master_gives_one_lease_to_report_again() -> None:
-    bench = running(elastic_job(2, 1))
+@pytest.mark.parametrize("routed_s", [0.0, 5.0])
+def test_a_new_master_gives_one_lease_to_report_again_and_the_time_to_find_it(
+    routed_s: float,
+) -> None:
+    bench = running(elastic_job(2, 1), Rules(routed_s=routed_s))
     bench.agent("n1").frozen = True
     bench.restart_master()
-    bench.pass_time(4.75)
+    bench.pass_time(4.75 + routed_s)
     assert bench.job.nodes[N1].phase is not NodePhase.GONE
     bench.pass_time(0.5)
     assert bench.job.nodes[N1].phase is NodePhase.GONE

@@ -209,4 +209,4 @@ def test_a_master_that_stands_still_does_not_shorten_the_time_to_return() -> Non
     nodes.recall(NodeId("n0"), Incarnation(1), "boot-000", 0.0, return_s=93.0)
     nodes.stalled(1.0)
     assert not nodes.expire(92.0)
-    assert nodes.expire(93.0)
+    assert [x.why for x in nodes.expire(93.0)] == ["it did not report to the new master"]

@@ -237,6 +237,23 @@ async def test_a_request_that_met_a_closing_connection_is_sent_again_on_a_fresh_
             assert server.connections == n
 
 
+async def test_a_connection_that_is_not_made_is_given_up_before_the_deadline() -> None:
+    """As one that leads to a Pod that is gone: another try goes elsewhere."""
+    full = socket.create_server(("127.0.0.1", 0), backlog=0)
+    waiting = []
+    try:
+        for _ in range(4):  # a queue that nobody takes from: the kernel answers no more
+            waiting.append(socket.socket())
+            waiting[-1].setblocking(False)
+            waiting[-1].connect_ex(full.getsockname())
+        async with calling(f"127.0.0.1:{full.getsockname()[1]}") as client:
+            with pytest.raises(Unreachable, match="no connection within 1 s"):
+                await client.call("GET", "/", deadline_s=60.0)
+    finally:
+        for each in [full, *waiting]:
+            each.close()
+
+
 async def test_nobody_there() -> None:
     async with serving(silent) as server:
         gone = server.address

@@ -44,6 +44,8 @@ class Rules:
     """Where nodes come by themselves: the first round waits so long for more than the minimum."""
     can_create: bool = True
     """Whether the platform creates nodes; if not, they come by themselves."""
+    routed_s: float = 0.0
+    """A new master waits so much longer than a lease for its predecessor's nodes."""
 
 
 # --- events -------------------------------------------------------------------------------------

@@ -256,7 +256,7 @@ class Job:
                     record.boot_id,
                     now,
                     member=member,
-                    return_s=self.pace.return_s,
+                    return_s=self.pace.return_s + self.rules.routed_s,
                 )
             if record.leaving:
                 self.nodes.leave(self.nodes[record.id], record.leaving)

@@ -350,11 +350,11 @@ class Nodes:
             if due > now:
                 self._look_at(node, due)
                 continue
-            why = (
-                "its connection closed and it did not come back"
-                if node.suspect_until <= now
-                else f"it was silent for {self.lease_s:g} s (lease)"
-            )
+            why = f"it was silent for {self.lease_s:g} s (lease)"
+            if node.suspect_until <= now:
+                why = "its connection closed and it did not come back"
+            elif node.recalled and node.report is None:
+                why = "it did not report to the new master"
             self.give_up(node)
             lost.append(Lost(node, why))
         return lost

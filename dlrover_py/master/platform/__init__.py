@@ -25,6 +25,8 @@ class Platform(Protocol):
 
     can_create: bool
     """Whether it creates nodes; if not, they come by themselves."""
+    routed_s: float
+    """How long until every node finds the way to a new master."""
     known: Known
     """Once the job was read."""
 

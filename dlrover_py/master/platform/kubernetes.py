@@ -88,6 +88,7 @@ class KubernetesPlatform:
     """
 
     can_create = True
+    routed_s = 5.0  # readiness, endpoints of the Service, kube-proxy on each node, a retry
 
     def __init__(self, kube: Kube, namespace: str, job: str, site: Site) -> None:
         self._kube, self._namespace, self._name, self._site = kube, namespace, job, site

@@ -25,6 +25,7 @@ class LocalPlatform:
     """The ``Platform`` of a job that was started with ``dlrover job run``."""
 
     can_create = True
+    routed_s = 0.0
     known = Known()
 
     def __init__(self, socket_path: str) -> None:

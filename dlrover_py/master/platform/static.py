@@ -15,6 +15,7 @@ class StaticPlatform:
     """No platform at all: agents are started by hand, nobody watches them but the master."""
 
     can_create = False
+    routed_s = 0.0  # it is where its predecessor was
     known = Known()
 
     def __init__(self, job: ElasticJob) -> None:
