@@ -119,6 +119,52 @@ class CheckResult(Wire):
     busbw_gb_s: Annotated[float, Field(ge=0)] = 0.0
 
 
+class Held(Wire):
+    """What a node's memory holds whole of one checkpoint (:mod:`dlrover_py.arena`)."""
+
+    step: Count
+    round: Count
+    lap: Count = 0
+    world: Count
+    ranks: dict[Count, Annotated[str, StringConstraints(max_length=32)]]
+    """Digest of the part that each rank here has of it: equal digests, equal parts."""
+    hollow: list[Count] = Field(default_factory=list)
+    """Ranks of which only what is theirs alone is here: replicas where the rest is known to be."""
+    replica: bool = False
+    """Held for a peer."""
+    persist: bool = False
+    """It is to go to storage."""
+
+
+class PersistPhase(StrEnum):
+    """How far a node is with an order to write a checkpoint to storage."""
+
+    WRITING = "writing"
+    READY = "ready"  # only of the coordinator: every shard is there, it asks for the grant
+    DONE = "done"  # its shards are there; of the coordinator: the manifest is
+    FAILED = "failed"
+
+
+class Persisting(Wire):
+    """How a node's persister is."""
+
+    attempt: Line = ""
+    """Of the newest order that it has taken up."""
+    phase: PersistPhase = PersistPhase.WRITING
+    why: Line = ""
+    """What is wrong, in words, if it failed."""
+
+
+class Stored(Wire):
+    """A checkpoint that exists in storage: its manifest does."""
+
+    step: Count
+    where: Line
+    """Path or address of its folder."""
+    at: float
+    """When it was committed, in seconds of the epoch, by the committer's clock."""
+
+
 class AgentReport(Wire):
     """All that a node has to say, each time."""
 
@@ -164,6 +210,16 @@ class AgentReport(Wire):
     """Newest check that this agent has taken up."""
     check: CheckResult | None = None
     """How check ``checks`` ended here."""
+    memory: list[Held] = Field(default_factory=list, max_length=64)
+    memory_round: Count = 0
+    """The look at ``memory`` was taken when no worker of a round before this one ran any more."""
+    depot: Count = 0
+    """Port at which peers get at its memory; 0 if they cannot."""
+    persisting: Persisting | None = None
+    stored: Stored | None = None
+    """Newest checkpoint that this node's persister has seen in storage."""
+    checkpoint_trouble: Line = ""
+    """Why checkpoints are not what they should be: the disk is full, memory does not suffice."""
     gives_up: Line = ""
     """Why this node ends the job for all, where no platform could replace it; empty if it does not.
     torchrun's agents count restarts themselves, and the first that has none left closes the
@@ -177,6 +233,54 @@ class Directive(StrEnum):
     CHECK = "check"  # try this node out, together with the others of `check`
     RUN = "run"  # run the workers of `round`
     STOP = "stop"  # end the workers, then exit with `exit_code`
+
+
+class Peer(Wire):
+    """The node whose memory this one keeps a copy of."""
+
+    node: Line
+    addr: Line
+    port: Count
+
+
+class PersistOrder(Wire):
+    """Write a checkpoint from memory to storage; a newer order, or none, calls it off."""
+
+    attempt: Annotated[str, StringConstraints(pattern=r"^[0-9a-z]{1,32}$")]
+    """Random, so that nobody else has written into its folder."""
+    step: Count
+    round: Count
+    lap: Count = 0
+    world: Count
+    ranks: list[Count]
+    """Whose slots this node writes."""
+    writers: list[Line] = Field(default_factory=list)
+    """To the coordinator alone, which makes the plan and commits: all nodes that write."""
+    grant: Count = 0
+    """The term in which the coordinator may commit; 0 as long as it may not."""
+
+
+class Candidate(Wire):
+    """A checkpoint that is whole in memory, newest first in :class:`Candidates`."""
+
+    step: Count
+    round: Count
+    lap: Count = 0
+    world: Count
+
+
+class Candidates(Wire):
+    """Reply to ``GET /v1/checkpoints?round=R``: what the nodes of the round could restore from."""
+
+    candidates: list[Candidate] = Field(default_factory=list)
+
+
+class Holders(Wire):
+    """Reply to ``GET /v1/checkpoints/holders?step=&round=&lap=``: who has it, by rank."""
+
+    ranks: dict[Count, Peer] = Field(default_factory=dict)
+    parts: dict[Count, Line] = Field(default_factory=dict)
+    hollow: list[Count] = Field(default_factory=list)
 
 
 class Assignment(Wire):
@@ -214,6 +318,8 @@ class Assignment(Wire):
     """SIGTERM to SIGKILL when the workers are stopped for this assignment."""
     recipe: Line = ""
     """Digest of the warm recipe that the master keeps (``/v1/recipe``); empty if it has none."""
+    peer: Peer | None = None
+    persist: PersistOrder | None = None
     exchange_s: Annotated[float, Field(gt=0)] = 2.0
     """The master answers a report after this time at the latest."""
     lease_s: Annotated[float, Field(gt=0)] = 5.0

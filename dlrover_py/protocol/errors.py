@@ -9,6 +9,7 @@
     │   └── Unreachable  nobody answered at that address until the deadline      exit 4
     ├── Superseded       a newer term, round or incarnation exists: stop         exit 3
     ├── Unauthorized     the token was refused, or who answers not believed      exit 4
+    ├── CheckpointError  a checkpoint could not be read: what was tried, and what to do
     ├── KubeError        the Kubernetes API server's refusal (dlrover_py.kube, with its own tree)
     └── Bug              an invariant is broken: crash, the journal stays        exit 70
 
@@ -77,6 +78,10 @@ class Unauthorized(DLRoverError):
     """The token was refused, or the certificate of who answers is not to be believed."""
 
     exit_code = ExitCode.UNREACHABLE
+
+
+class CheckpointError(DLRoverError):
+    """A checkpoint that exists could not be read as a whole."""
 
 
 class Bug(DLRoverError):

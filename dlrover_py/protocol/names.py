@@ -73,6 +73,14 @@ ENV_LOCAL_RANK: Final = "DLROVER_LOCAL_RANK"
 """The worker's place on its node; LOCAL_RANK is 0 for all of them with --virtual-local-rank."""
 ENV_ROUND: Final = "DLROVER_ROUND"
 ENV_RESTART_REASON: Final = "DLROVER_RESTART_REASON"
+ENV_ARENA: Final = "DLROVER_ARENA"
+"""The node's folder of shared memory (:mod:`dlrover_py.arena`)."""
+ENV_DEPOT: Final = "DLROVER_DEPOT"
+"""Unix socket at which the agent answers its workers' questions on checkpoints."""
+ENV_CHECKPOINT: Final = "DLROVER_CHECKPOINT"
+"""The job's ``checkpoint:``, as JSON."""
+ENV_SHM_DIR: Final = "DLROVER_SHM_DIR"
+"""Where agents have their arenas; ``/dev/shm`` if it is not set."""
 
 JOB_ENV: Final = (
     ENV_MASTER_ADDR,
@@ -87,6 +95,9 @@ JOB_ENV: Final = (
     ENV_LOCAL_RANK,
     ENV_ROUND,
     ENV_RESTART_REASON,
+    ENV_ARENA,
+    ENV_DEPOT,
+    ENV_CHECKPOINT,
 )
 """All that makes a process a part of a job."""
 

@@ -1,0 +1,382 @@
+"""Slots in shared memory: what a worker has staged outlives the worker.
+
+A node's *arena* is a folder in a tmpfs. Each place (a worker's number on its node) has three files
+there, ``<place>.<0..2>``: the newest whole one, the one that is being filled, and one that a slow
+upload may hold. A slot is::
+
+    page 0      the Summary as JSON, with an XXH3 of it; zeros while the slot is being filled
+    …           tensors, each aligned to 64 bytes; shared ones, then those of this rank alone
+    …           objects · table (the Layout) · digests (an XXH3 for each tensor)
+
+The summary is written last, so that a writer that is killed leaves a slot that is not there. A
+writer holds an exclusive lock (flock) while it fills a slot, a reader that must not be overtaken a
+shared one; the kernel lets go of both when their process dies. Others read without a lock, and
+compare the summary's ``fill`` before and after.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import secrets
+import shutil
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from dlrover_py.protocol.checkpoint import PAGE, Layout, Region, Summary, decode_objects
+from dlrover_py.protocol.errors import ConfigError, DLRoverError
+
+SLOTS = 3
+OWNER = "owner"
+"""The file in an arena whose lock its owner holds as long as it lives."""
+PREFIX = "dlrover-arena-"
+CHUNK = 1 << 24
+"""Bytes that are copied and then summed at once: few, since the GIL is taken between two."""
+STALE_S = 600.0
+"""A folder without an owner is removed by others after so long: its own may be starting anew."""
+SPARE = 1 << 16
+"""Bytes beyond the tensors and tables, for objects that grow."""
+
+_HEAD = struct.Struct("<8sQQ")  # magic, length of the summary, its XXH3
+_MAGIC = b"DLRSLOT1"
+
+
+class NoRoom(DLRoverError):
+    """The memory for a checkpoint does not suffice; nothing was taken."""
+
+
+class Damaged(DLRoverError):
+    """Bytes that are not those that were written."""
+
+
+def headroom(folder: Path) -> int:
+    """Bytes that may still be taken in the folder: of its file system, and of our cgroup.
+
+    tmpfs counts against the memory limit of the container, and who exceeds that is killed.
+    """
+    disk = os.statvfs(folder)
+    room = disk.f_bavail * disk.f_frsize
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        group = Path("/sys/fs/cgroup")
+        limit = (group / "memory.max").read_text().strip()
+        if limit != "max":
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])
+            room = min(room, int(limit) - used)
+    return max(0, room)
+
+
+def digest(data: bytes | memoryview) -> int:
+    """XXH3, 64 bits."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+class Slot:
+    """One file; open it as a writer or as a reader, not both."""
+
+    def __init__(self, path: Path, *, write: bool = False) -> None:
+        """Open the file; a writer makes it if it is not there.
+
+        Raises:
+            OSError: it cannot be opened.
+        """
+        self.path = path
+        flags = os.O_RDWR | os.O_CREAT if write else os.O_RDONLY
+        self.fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+        self._write = write
+        self._map: mmap.mmap | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return os.fstat(self.fd).st_size
+
+    def lock(self, *, shared: bool) -> bool:
+        """Take the lock if that can be had at once."""
+        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        try:
+            fcntl.flock(self.fd, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def unlock(self) -> None:
+        """Let go of the lock, for all that share this open file."""
+        fcntl.flock(self.fd, fcntl.LOCK_UN)
+
+    def reserve(self, nbytes: int) -> None:
+        """Have so much memory, before anything is written into it.
+
+        Raises:
+            NoRoom: there is not so much; says how much there is.
+        """
+        more = nbytes - self.size
+        if more <= 0:
+            return
+        room = headroom(self.path.parent)
+        words = (
+            f"a checkpoint needs {_mb(more)} more in {self.path.parent}, which has {_mb(room)}: "
+            "give the node more memory, or its tmpfs a larger size"
+        )
+        if more > room:
+            raise NoRoom(words)
+        if self._map is not None:
+            self.close_map()
+        try:
+            os.posix_fallocate(self.fd, 0, nbytes)
+        except OSError as error:
+            raise NoRoom(f"{words} ({error.strerror})") from error
+
+    def view(self) -> memoryview:
+        """The whole file as memory."""
+        if self._map is None or len(self._map) != self.size:
+            self.close_map()
+            access = mmap.ACCESS_WRITE if self._write else mmap.ACCESS_READ
+            self._map = mmap.mmap(self.fd, self.size, access=access)
+        return memoryview(self._map)
+
+    def populate(self) -> None:
+        """Have all pages there and mapped, so that the first copy is as fast as the next."""
+        self.view()
+        assert self._map is not None
+        with contextlib.suppress(OSError, ValueError):
+            self._map.madvise(23)  # MADV_POPULATE_WRITE, Linux 5.14
+
+    def begin(self) -> None:
+        """From now on the slot is not there, for anybody."""
+        self.view()[: _HEAD.size] = bytes(_HEAD.size)
+
+    def seal(
+        self, layout: bytes, digests: Sequence[int], objects: bytes, end: int, **facts: object
+    ) -> Summary:
+        """Write what stands behind the tensors, then the summary: the slot is there.
+
+        Args:
+            layout: encoded.
+            digests: of each piece, in the layout's order.
+            objects: encoded.
+            end: where the tensors end.
+            facts: the summary's other fields.
+
+        Raises:
+            NoRoom: the objects have grown, and there is no memory for that.
+        """
+        sums = struct.pack(f"<{len(digests)}Q", *digests)
+        self.reserve(end + len(objects) + len(layout) + len(sums))
+        view = self.view()
+        regions = []
+        for part in (objects, layout, sums):
+            view[end : end + len(part)] = part
+            regions.append(Region(end, len(part), digest(part)))
+            end += len(part)
+        summary = Summary(
+            **facts,  # type: ignore[arg-type]
+            fill=secrets.token_hex(8),
+            size=end,
+            objects=regions[0],
+            table=regions[1],
+            digests=regions[2],
+        )
+        self.put(summary)
+        return summary
+
+    def put(self, summary: Summary) -> None:
+        """Write the first page.
+
+        Raises:
+            ValueError: it does not fit, which the names of a job are too short for.
+        """
+        text = summary.encode()
+        if len(text) > PAGE - _HEAD.size:
+            raise ValueError(f"the summary has {len(text)} bytes: expected at most a page")
+        view = self.view()
+        view[_HEAD.size : _HEAD.size + len(text)] = text
+        view[: _HEAD.size] = _HEAD.pack(_MAGIC, len(text), digest(text))
+
+    def summary(self) -> Summary | None:
+        """What the slot holds; None if it is being filled, was never, or cannot be believed."""
+        page = os.pread(self.fd, PAGE, 0)
+        if len(page) < PAGE:
+            return None
+        magic, length, xxh3 = _HEAD.unpack_from(page)
+        text = page[_HEAD.size : _HEAD.size + length]
+        if magic != _MAGIC or len(text) != length or digest(text) != xxh3:
+            return None
+        try:
+            found = Summary.decode(text)
+        except (ValueError, TypeError):
+            return None
+        return found if found.size <= self.size else None
+
+    def region(self, region: Region) -> bytes:
+        """Read what is no tensor.
+
+        Raises:
+            Damaged: it is not what was written.
+        """
+        data = os.pread(self.fd, region.nbytes, region.at)
+        if len(data) != region.nbytes or digest(data) != region.xxh3:
+            raise Damaged(f"{self.path}: the bytes at {region.at} are not those that were written")
+        return data
+
+    def close_map(self) -> None:
+        """Let the memory go; views that somebody holds keep it."""
+        if self._map is not None:
+            with contextlib.suppress(BufferError):
+                self._map.close()
+            self._map = None
+
+    def close(self) -> None:
+        """Let go of the file and its locks."""
+        self.close_map()
+        os.close(self.fd)
+
+    def __enter__(self) -> "Slot":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The tables of a slot."""
+
+    summary: Summary
+    layout: Layout
+    digests: tuple[int, ...]
+    objects: dict[str, bytes]
+
+
+def contents(slot: Slot) -> Contents:
+    """Read the tables of a slot.
+
+    Raises:
+        Damaged: it holds nothing whole, or another filling has begun.
+    """
+    summary = slot.summary()
+    if summary is None:
+        raise Damaged(f"{slot.path}: holds nothing whole")
+    try:
+        layout = Layout.decode(slot.region(summary.table))
+    except ValueError as error:
+        raise Damaged(f"{slot.path}: {error}") from error
+    sums = slot.region(summary.digests)
+    if len(sums) != 8 * len(layout):
+        raise Damaged(f"{slot.path}: {len(sums) // 8} digests of {len(layout)} tensors")
+    objects = decode_objects(slot.region(summary.objects))
+    return Contents(summary, layout, struct.unpack(f"<{len(layout)}Q", sums), objects)
+
+
+def place(folder: Path, number: int) -> list[Path]:
+    """The slots of a worker's place."""
+    return [folder / f"{number}.{index}" for index in range(SLOTS)]
+
+
+def scan(folder: Path) -> Iterator[tuple[Path, Summary]]:
+    """All that the arena holds whole; costs a read of a page for each slot."""
+    with contextlib.suppress(FileNotFoundError):
+        for path in sorted(folder.iterdir()):
+            if path.name == OWNER:
+                continue
+            with contextlib.suppress(FileNotFoundError), Slot(path) as slot:
+                if (found := slot.summary()) is not None:
+                    yield path, found
+
+
+def newest(found: tuple[Path, Summary]) -> tuple[int, int, int]:
+    """Sorts what :func:`scan` finds."""
+    return found[1].step, found[1].round, found[1].lap
+
+
+def copy_summed(source: int, target: memoryview) -> int:
+    """Copy from an address, and give the XXH3 of what has arrived. The GIL is not held.
+
+    Args:
+        source: address of contiguous memory, of as many bytes as the target has.
+        target: writable.
+    """
+    if not len(target):
+        return digest(b"")
+    there = ctypes.addressof(ctypes.c_char.from_buffer(target))
+    sums = xxhash.xxh3_64()
+    for start in range(0, len(target), CHUNK):
+        size = min(CHUNK, len(target) - start)
+        ctypes.memmove(there + start, source + start, size)
+        sums.update(target[start : start + size])
+    return sums.intdigest()
+
+
+class Arena:
+    """A node's folder, held by its owner as long as that lives."""
+
+    def __init__(self, root: Path, job: str, node: str, *, now: float) -> None:
+        """Take the folder, with what an earlier owner of the same name has left in it.
+
+        Folders whose owner has been dead for long are removed: nobody else would.
+
+        Args:
+            root: a tmpfs.
+            job: the job's uid.
+            node: the node's id; its next incarnation finds what this one held.
+            now: wall time, as files have it.
+
+        Raises:
+            ConfigError: a living process holds it.
+            OSError: the root cannot be written.
+        """
+        self.path = root / f"{PREFIX}{job}-{node}"
+        for other in root.glob(f"{PREFIX}*"):
+            if other == self.path or _age_s(other, now) < STALE_S:
+                continue
+            if (held := _own(other, os.O_RDWR)) is not None:
+                shutil.rmtree(other, ignore_errors=True)
+                os.close(held)
+        for _ in range(10):  # another one that starts may take a folder without a lock for stale
+            self.path.mkdir(mode=0o700, exist_ok=True)
+            lock = _own(self.path, os.O_RDWR | os.O_CREAT)
+            if lock is not None:
+                if os.fstat(lock).st_nlink:
+                    self._lock = lock
+                    return
+                os.close(lock)
+        raise ConfigError(f"{self.path} is held by a living process: expected one agent for a node")
+
+    def remove(self) -> None:
+        """Give all memory back."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.close()
+
+    def close(self) -> None:
+        """Let it be adopted by the next owner."""
+        os.close(self._lock)
+
+
+def _own(folder: Path, flags: int) -> int | None:
+    """Take the owner's lock, unless somebody has it or it is not ours to take."""
+    try:
+        held = os.open(folder / OWNER, flags | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(held)
+        return None
+    return held
+
+
+def _age_s(folder: Path, now: float) -> float:
+    """Since anything was last written into the folder."""
+    with contextlib.suppress(OSError):
+        return now - max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+    return 0.0
+
+
+def _mb(nbytes: int) -> str:
+    return f"{nbytes / 1e6:,.0f} MB"

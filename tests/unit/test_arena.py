@@ -1,0 +1,192 @@
+"""Slots in shared memory: whole, or not there."""
+
+import ctypes
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlrover_py import arena
+from dlrover_py.arena import Arena, Damaged, NoRoom, Slot
+from dlrover_py.protocol.checkpoint import (
+    ALIGN,
+    PAGE,
+    Layout,
+    Piece,
+    Summary,
+    decode_objects,
+    encode_objects,
+    private_key,
+)
+from dlrover_py.protocol.errors import ConfigError
+
+PIECES = [
+    Piece(private_key(3, "rng"), "uint8", (5,), (5,), (0,)),
+    Piece("model.w", "float32", (2, 3), (4, 3), (2, 0)),
+    Piece("model.empty", "bfloat16", (0, 3), (0, 3), (0, 0)),
+    Piece("step", "int64", (), (), ()),
+]
+FACTS = {"job": "u1", "step": 7, "round": 2, "lap": 0, "world": 4, "rank": 3, "part": "p"}
+
+
+@pytest.fixture
+def slot(tmp_path: Path) -> Iterator[Slot]:
+    with Slot(tmp_path / "0.0", write=True) as one:
+        yield one
+
+
+def fill(slot: Slot, *, objects: bytes = b"", **facts: object) -> tuple[Layout, dict[str, bytes]]:
+    layout = Layout(PIECES)
+    slot.reserve(layout.end + arena.SPARE)
+    slot.begin()
+    said, sums = {}, []
+    for number, (piece, at) in enumerate(layout, 1):
+        data = bytes([number]) * piece.nbytes
+        said[piece.key] = data
+        source = ctypes.create_string_buffer(data, len(data) or 1)
+        target = slot.view()[at : at + piece.nbytes]
+        sums.append(arena.copy_summed(ctypes.addressof(source), target))
+    private_at = layout.private_at
+    slot.seal(
+        layout.encode(), sums, objects, layout.end, private_at=private_at, **{**FACTS, **facts}
+    )
+    return layout, said
+
+
+def test_what_was_sealed_is_read(slot: Slot) -> None:
+    objects = encode_objects([("epoch", b"4"), (private_key(3, "x"), b"")])
+    _, said = fill(slot, objects=objects)
+    with Slot(slot.path) as reader:
+        found = arena.contents(reader)
+        assert (found.summary.step, found.summary.rank, found.summary.persist) == (7, 3, False)
+        assert found.objects == {"epoch": b"4", "rank/3/x": b""}
+        for (piece, at), digest in zip(found.layout, found.digests, strict=True):
+            data = bytes(reader.view()[at : at + piece.nbytes])
+            assert data == said[piece.key]
+            assert arena.digest(data) == digest
+            assert at % ALIGN == 0
+    assert list(arena.scan(slot.path.parent)) == [(slot.path, found.summary)]
+
+
+def test_private_bytes_are_the_last(slot: Slot) -> None:
+    layout, _ = fill(slot)
+    assert [p.private for p in layout.pieces] == [False, False, False, True]
+    assert layout.positions[-1] == layout.private_at
+
+
+def test_a_slot_that_is_being_filled_is_not_there(slot: Slot) -> None:
+    fill(slot)
+    slot.begin()
+    assert slot.summary() is None
+    with pytest.raises(Damaged, match="holds nothing whole"):
+        arena.contents(slot)
+    assert list(arena.scan(slot.path.parent)) == []
+
+
+@given(at=st.integers(0, 10_000), bit=st.integers(0, 7))
+def test_no_flipped_bit_is_believed(
+    tmp_path_factory: pytest.TempPathFactory, at: int, bit: int
+) -> None:
+    """Of the summary, the tables or the tensors; what lies between them is nobody's."""
+    with Slot(tmp_path_factory.mktemp("slot") / "0.0", write=True) as slot:
+        _, said = fill(slot, objects=encode_objects([("epoch", b"4")]))
+        whole = arena.contents(slot)
+        at %= whole.summary.size
+        slot.view()[at] ^= 1 << bit
+        try:
+            found = arena.contents(slot)
+        except Damaged:
+            return
+        good = all(
+            arena.digest(slot.view()[start : start + piece.nbytes]) == digest
+            for (piece, start), digest in zip(found.layout, found.digests, strict=True)
+        )
+        if good:
+            assert (found.summary, found.objects) == (whole.summary, whole.objects)
+            for piece, start in found.layout:
+                assert bytes(slot.view()[start : start + piece.nbytes]) == said[piece.key]
+
+
+def test_objects_may_grow(slot: Slot) -> None:
+    fill(slot)
+    large = encode_objects([("history", bytes(3 * arena.SPARE))])
+    fill(slot, objects=large)
+    assert len(arena.contents(slot).objects["history"]) == 3 * arena.SPARE
+
+
+def test_memory_that_does_not_suffice_is_refused_before_any_is_taken(slot: Slot) -> None:
+    with pytest.raises(NoRoom, match=r"a checkpoint needs .* MB more in .*, which has .* MB: give"):
+        slot.reserve(1 << 55)
+    assert slot.size == 0
+
+
+def test_a_reader_keeps_the_writer_out_and_the_other_way_round(slot: Slot) -> None:
+    fill(slot)
+    with Slot(slot.path) as reader, Slot(slot.path) as other:
+        assert reader.lock(shared=True)
+        assert other.lock(shared=True)
+        assert not slot.lock(shared=False)
+        reader.unlock()
+        other.unlock()
+        assert slot.lock(shared=False)
+        assert not reader.lock(shared=True)
+
+
+def test_a_file_of_another_kind_is_no_slot(tmp_path: Path) -> None:
+    (tmp_path / "0.0").write_bytes(b"short")
+    (tmp_path / "0.1").write_bytes(os.urandom(2 * PAGE))
+    assert list(arena.scan(tmp_path)) == []
+    assert list(arena.scan(tmp_path / "none")) == []
+
+
+def test_objects_and_layouts_are_read_as_written() -> None:
+    assert decode_objects(encode_objects([])) == {}
+    layout = Layout(PIECES)
+    assert Layout.decode(layout.encode()).pieces == layout.pieces
+    with pytest.raises(ValueError, match="another version"):
+        Layout.decode(b'[["key", "float32"]]')
+    with pytest.raises(ValueError, match="another version"):
+        Summary.decode(b'{"format": 99}')
+
+
+def test_parts_are_equal_where_boxes_are() -> None:
+    one = Layout(PIECES)
+    other = Layout([Piece(private_key(0, "rng"), "uint8", (9,), (9,), (0,)), *reversed(PIECES[1:])])
+    assert one.part(["epoch"]) == other.part(["epoch", private_key(0, "x")])
+    assert one.part(["epoch"]) != one.part([])
+    moved = Layout([Piece("model.w", "float32", (2, 3), (4, 3), (0, 0)), *PIECES[2:]])
+    assert one.part(["epoch"]) != moved.part(["epoch"])
+
+
+# --- the folder ---
+
+
+def test_an_arena_is_held_adopted_and_removed(tmp_path: Path) -> None:
+    first = Arena(tmp_path, "u1", "n0", now=0.0)
+    (first.path / "0.0").write_bytes(b"kept")
+    with pytest.raises(ConfigError, match="held by a living process"):
+        Arena(tmp_path, "u1", "n0", now=0.0)
+    other = Arena(tmp_path, "u1", "n1", now=0.0)
+    first.close()
+    again = Arena(tmp_path, "u1", "n0", now=0.0)
+    assert (again.path / "0.0").read_bytes() == b"kept"
+    again.remove()
+    assert not again.path.exists()
+    assert other.path.exists()
+    other.remove()
+
+
+def test_what_the_dead_left_is_removed_but_not_at_once(tmp_path: Path) -> None:
+    dead = Arena(tmp_path, "u1", "n0", now=0.0)
+    dead.close()
+    living = Arena(tmp_path, "u1", "n1", now=0.0)
+    written = living.path.stat().st_mtime
+    Arena(tmp_path, "u2", "n0", now=written + arena.STALE_S - 60).remove()
+    assert dead.path.exists(), "its next incarnation may be on its way"
+    Arena(tmp_path, "u2", "n0", now=written + arena.STALE_S + 60).remove()
+    assert not dead.path.exists()
+    assert living.path.exists(), "its owner lives, whatever the clock says"
+    living.remove()
