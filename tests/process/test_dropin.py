@@ -431,7 +431,9 @@ def test_workers_run_where_they_are_bound_to_cold_and_forked(group: Group) -> No
         """
         import os, pathlib, signal, sys
         how = "forked" if "dlrover_agent.zygote" in sys.modules else "cold"
-        print(how, os.environ["RANK"], sorted(os.sched_getaffinity(0)), flush=True)
+        cpus = sorted(os.sched_getaffinity(0))
+        # In one write: unbuffered, print() writes in pieces, and two workers share the pipe.
+        sys.stdout.write(f"{how} {os.environ['RANK']} {cpus}\\n")
         last = os.environ["TORCHELASTIC_RESTART_COUNT"] == "1"
         while not last and not pathlib.Path("die").exists():
             signal.sigtimedwait([], 0.05)
