@@ -23,7 +23,7 @@ demo: setup ## Train a small GPT on three local nodes, and break them on purpose
 test: setup ## Everything that CI runs: checks and all tests
 	@$(MAKE) --no-print-directory check
 	@$(PYTHON) -m tests.cluster.lab prepare
-	@$(VENV)/bin/pytest -rs
+	@bash scripts/test.sh $(VENV)
 
 check: setup ## Seconds: format, lint, types, import contracts
 	@$(VENV)/bin/ruff format --check .
