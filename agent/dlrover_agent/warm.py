@@ -27,6 +27,8 @@ from typing import Self
 
 from pydantic import TypeAdapter
 
+import dlrover_agent
+import dlrover_py
 from dlrover_agent import script, zygote
 from dlrover_agent.guardian import members
 from dlrover_agent.script import BOOT
@@ -570,6 +572,9 @@ def _installed() -> tuple[str, ...]:
     # Libraries may also come by PYTHONPATH or a .pth file, from a volume, say; what pip has put
     # there tells them from the user's own modules.
     folders += [path for path in sys.path if os.path.isdir(path) and _has_packages(path)]
+    # We are no module of the user's, where we are installed for editing either: torch imports us
+    # with its rendezvous handlers.
+    folders += [path for package in (dlrover_agent, dlrover_py) for path in package.__path__]
     return tuple(f"{folder}/" for folder in dict.fromkeys(folders))
 
 

@@ -111,3 +111,4 @@ def test_where_pip_has_installed_something_libraries_are(
     found = warm._installed()
     assert f"{libraries}/" in found
     assert f"{own}/" not in found
+    assert any(warm.__file__.startswith(folder) for folder in found), "we are no script's"
