@@ -25,6 +25,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import xxhash
 
@@ -253,7 +254,21 @@ class Contents:
     objects: dict[str, bytes]
 
 
-def contents(slot: Slot) -> Contents:
+class Readable(Protocol):
+    """A slot, here or elsewhere (:mod:`dlrover_py.depot`)."""
+
+    @property
+    def path(self) -> Path | str:
+        """How errors call it."""
+
+    def summary(self) -> Summary | None:
+        """As :meth:`Slot.summary`."""
+
+    def region(self, region: Region) -> bytes:
+        """As :meth:`Slot.region`."""
+
+
+def contents(slot: Readable) -> Contents:
     """Read the tables of a slot.
 
     Raises:
