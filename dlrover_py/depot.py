@@ -233,7 +233,7 @@ class Link:
                 (str(name), Summary.decode(json.dumps(words).encode()))
                 for name, words in json.loads(body)
             ]
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             words = f"{self.where}: its slots are not understood: {error}"
             raise CheckpointError(f"{words}; run one version of dlrover-py on all nodes") from error
 
@@ -333,6 +333,10 @@ class Link:
         self._send(request)
         return self._understand(self._line())
 
+    def fileno(self) -> int:
+        """Its descriptor, to hand it over."""
+        return self._stream.fileno()
+
     def close(self) -> None:
         """Close the connection."""
         self._stream.close()
@@ -396,7 +400,7 @@ class Link:
     def _understand(self, line: bytes) -> dict[str, Any]:
         try:
             words = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             words = None
         if not isinstance(words, dict):
             raise CheckpointError(f"{self.where}: what answers is no depot")
