@@ -25,7 +25,7 @@ from dlrover_agent.depot import Depot
 from dlrover_py import arena
 from dlrover_py.arena import Slot
 from dlrover_py.depot import Link, dial
-from dlrover_py.protocol.checkpoint import Layout, Piece
+from dlrover_py.protocol.checkpoint import Layout, Piece, encode_objects
 
 TOKEN, JOB = "benchmark", "benchmark"
 
@@ -41,7 +41,7 @@ def serve(folder: Path) -> None:
             folder,
             JOB,
             TOKEN,
-            folder / "socket",
+            Path(f"{folder}.socket"),
             candidates=nothing,  # type: ignore[arg-type]
             holders=nothing,  # type: ignore[arg-type]
             bind="127.0.0.1",
@@ -66,7 +66,13 @@ def stage(folder: Path, nbytes: int) -> None:
         sums = [arena.digest(view[at : at + nbytes])]
         facts = {"step": 1, "round": 1, "lap": 0, "world": 1, "rank": 0, "part": "p"}
         slot.seal(
-            layout.encode(), sums, b"", layout.end, job=JOB, private_at=layout.private_at, **facts
+            layout.encode(),
+            sums,
+            encode_objects([]),
+            layout.end,
+            job=JOB,
+            private_at=layout.private_at,
+            **facts,
         )
         del view
 
@@ -88,6 +94,7 @@ def measure(nbytes: int, times: int, root: Path) -> dict[str, list[float]]:
         finally:
             server.kill()
             server.wait()
+            Path(f"{folder}.socket").unlink(missing_ok=True)
     return samples
 
 
@@ -96,7 +103,7 @@ def rounds(slot: Slot, port: int, nbytes: int, times: int, samples: dict[str, li
     there = ctypes.addressof(ctypes.c_char.from_buffer(target))
     source = memoryview(bytearray(os.urandom(1 << 20)) * (nbytes >> 20))
     here = ctypes.addressof(ctypes.c_char.from_buffer(source))
-    peer, worker = dial("127.0.0.1", port, TOKEN), Link.local(slot.path.parent / "socket")
+    peer, worker = dial("127.0.0.1", port, TOKEN), Link.local(f"{slot.path.parent}.socket")
     ((name, summary),) = peer.slots()
     found = peer.contents(name, summary.fill)
     at = found.layout.positions[0]

@@ -32,7 +32,6 @@ from dlrover_py.arena import Contents, Damaged
 from dlrover_py.protocol.checkpoint import Region, Summary
 from dlrover_py.protocol.errors import (
     CheckpointError,
-    DLRoverError,
     TransientError,
     Unauthorized,
     Unreachable,
@@ -54,6 +53,10 @@ AHEAD = 8
 NONCE = 32
 OVERTAKEN, REFUSED, TROUBLE = "overtaken", "refused", "trouble"
 """Codes of a refusal: the slot holds another filling; it would never be answered; try again."""
+
+
+class Overtaken(Damaged):
+    """The slot holds a newer filling than the one that was asked for."""
 
 
 class Candidate(NamedTuple):
@@ -245,7 +248,7 @@ class Link:
         """
         found = dict(self.slots()).get(name)
         if found is None or found.fill != fill:
-            raise Damaged(f"{name} of {self.where}: it holds another checkpoint by now")
+            raise Overtaken(f"{name} of {self.where}: it holds another checkpoint by now")
         return arena.contents(_Remote(self, name, found))
 
     def read_into(
@@ -270,7 +273,7 @@ class Link:
             arrived: called with how many bytes have come, after each chunk.
 
         Raises:
-            Damaged: the slot was overtaken by a newer filling: what has come is of no use.
+            Overtaken: by a newer filling of the slot; what has come is of no use. It is a Damaged.
             TransientError: the connection broke; it is of no use any more.
         """
         for _ in self.read_all(name, fill, [(position, target)], pin=pin, arrived=arrived):
@@ -295,11 +298,11 @@ class Link:
             Each target once it is filled, in order. Who stops early closes the link.
 
         Raises:
-            Damaged, TransientError: as above.
+            Overtaken, TransientError: as above.
         """
         under_way: deque[memoryview] = deque()
         source = iter(wanted)
-        failed: DLRoverError | None = None
+        failed: Damaged | None = None
         while True:
             while failed is None and len(under_way) < AHEAD:
                 following = next(source, None)
@@ -361,7 +364,7 @@ class Link:
             )
         self._take(target, arrived)
         if self._understand(self._line()).get("stands") is not True:
-            raise Damaged(f"{name} of {self.where}: overtaken by a newer filling while it was read")
+            raise Overtaken(f"{name} of {self.where}: filled anew while it was read")
 
     def _send(self, request: dict[str, object]) -> None:
         with self._told():
@@ -407,7 +410,7 @@ class Link:
         if "error" in words:
             text, code = f"{self.where}: {words['error']}", words.get("code")
             if code == OVERTAKEN:
-                raise Damaged(text)
+                raise Overtaken(text)
             raise TransientError(text) if code == TROUBLE else CheckpointError(text)
         return words
 

@@ -55,7 +55,7 @@ GUESTS = 1024
 LINE = 4096
 """Longest request, in bytes."""
 PIN_S = 30.0
-"""No reader keeps a writer from a slot for longer."""
+"""No connection keeps a writer from a slot for longer, however often it asks."""
 PART = 1 << 24
 STALL_S = 60.0
 """Who has not taken a part of the bytes (16 MB) by then is given up."""
@@ -266,7 +266,8 @@ class Depot:
         except OSError as error:
             raise _NotNow(f"{name}: there is no such slot", OVERTAKEN) from error
         with slot:
-            if request.get("pin") and not slot.lock(shared=True):
+            pins = bool(request.get("pin")) and guest.may_pin(name, fill)
+            if pins and not slot.lock(shared=True):
                 raise _NotNow(f"{name}: it is being filled", OVERTAKEN)
             found = self._holds(slot, fill)
             if found is None:
@@ -275,7 +276,7 @@ class Depot:
                 raise _Refused(f"{name} has {found.size} bytes: {at} + {nbytes} is beyond them")
             if found.hollow and nbytes and at < found.private_at and at + nbytes > PAGE:
                 raise _Refused(f"{name} is hollow: what is before {found.private_at} is elsewhere")
-            unpin = asyncio.get_running_loop().call_later(PIN_S, slot.unlock)
+            unpin = asyncio.get_running_loop().call_later(guest.pin_s(), slot.unlock)
             try:
                 await guest.send(slot.fd, at, nbytes)
             finally:
@@ -315,6 +316,7 @@ class _Guest:
         stream.setblocking(False)
         self._stream = stream
         self._rest = b""
+        self._pinned, self._pinned_at = ("", ""), 0.0
         self.name = "a worker"
         if stream.family != socket.AF_UNIX:
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -358,6 +360,16 @@ class _Guest:
                 if not sent:
                     raise OSError(errno.EIO, "the slot has become shorter")
                 at, nbytes = at + sent, nbytes - sent
+
+    def may_pin(self, name: str, fill: str) -> bool:
+        """Whether its time to keep this filling from being overtaken is not over."""
+        if self._pinned != (name, fill):
+            self._pinned, self._pinned_at = (name, fill), time.monotonic()
+        return self.pin_s() > 0
+
+    def pin_s(self) -> float:
+        """What is left of that time."""
+        return self._pinned_at + PIN_S - time.monotonic()
 
     def hand_over(self, fd: int) -> None:
         """Give the guest a descriptor; a line this short finds room where it waits for it."""
