@@ -48,6 +48,8 @@ LIST = 1 << 24
 """Longest list of slots: some thousands of them."""
 CHUNK = 1 << 22
 """Bytes that are read at once, and told of."""
+BATCH = 1 << 20
+"""The reader of many bytes is woken for so many, not for each packet."""
 AHEAD = 8
 """Requests that are under way on one connection."""
 NONCE = 32
@@ -390,8 +392,13 @@ class Link:
         self._rest = self._rest[have:]
         if have and arrived is not None:
             arrived(have)
+        batch = 1
         while have < len(target):
             part = target[have : have + CHUNK]
+            # Not for the last ones: who is to be woken by bytes that never come sleeps on.
+            if (wanted := BATCH if len(target) - have >= CHUNK + BATCH else 1) != batch:
+                batch = wanted
+                self._stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, batch)
             with self._told():
                 came = self._stream.recv_into(part, len(part), socket.MSG_WAITALL)
             if not came:
@@ -399,6 +406,8 @@ class Link:
             have += came
             if arrived is not None:
                 arrived(came)
+        if batch != 1:
+            self._stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
 
     def _understand(self, line: bytes) -> dict[str, Any]:
         try:

@@ -61,6 +61,8 @@ STALL_S = 60.0
 """Who has not taken a part of the bytes (16 MB) by then is given up."""
 IDLE_S = 600.0
 """Who has asked nothing for so long is let go."""
+FULL_S = 0.1
+"""No more descriptors: so long nobody is let in."""
 SAID_S = 60.0
 """Strangers are told of once in so long."""
 LARGEST = 1 << 62
@@ -138,13 +140,15 @@ class Depot:
 
     async def run(self) -> None:
         """Answer, until cancelled; then all connections end."""
+        loop = asyncio.get_running_loop()
         for listening in (self._peers, self._workers):
             listening.setblocking(False)
+            loop.add_reader(listening, self._accept, listening)
         try:
-            await asyncio.gather(
-                self._listen(self._peers, peers=True), self._listen(self._workers, peers=False)
-            )
+            await loop.create_future()  # for ever
         finally:
+            for listening in (self._peers, self._workers):
+                loop.remove_reader(listening)
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -156,30 +160,37 @@ class Depot:
         with contextlib.suppress(OSError):
             self._path.unlink()
 
-    async def _listen(self, listening: socket.socket, *, peers: bool) -> None:
+    def _accept(self, listening: socket.socket) -> None:
+        """Somebody has connected; not awaited, for what has been accepted could be lost in that."""
         loop = asyncio.get_running_loop()
-        while True:
-            try:
-                stream, _ = await loop.sock_accept(listening)
-            except OSError as error:
-                if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                    continue  # it has gone again
+        try:
+            stream, _ = listening.accept()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                 log.warning("depot_full", extra={"why": str(error)})
-                await asyncio.sleep(0.1)
-                continue
-            if len(self._tasks) >= GUESTS:
-                stream.close()
-                continue
-            task = asyncio.create_task(self._serve(_Guest(stream), peers=peers))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-            if peers:
-                if len(self._half_open) >= HALF_OPEN:
-                    oldest = next(iter(self._half_open))
-                    del self._half_open[oldest]
-                    oldest.cancel()
-                self._half_open[task] = None
-                task.add_done_callback(lambda ended: self._half_open.pop(ended, None))
+                loop.remove_reader(listening)
+                loop.call_later(FULL_S, self._again, listening)
+            return  # else it has gone again
+        peers = listening is self._peers
+        if len(self._tasks) >= GUESTS:
+            stream.close()
+            return
+        task = asyncio.create_task(self._serve(_Guest(stream), peers=peers))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        # Not by the task itself: one that is cancelled before it began does nothing.
+        task.add_done_callback(lambda _, stream=stream: stream.close())  # type: ignore[misc]
+        if peers:
+            if len(self._half_open) >= HALF_OPEN:
+                oldest = next(iter(self._half_open))
+                del self._half_open[oldest]
+                oldest.cancel()
+            self._half_open[task] = None
+            task.add_done_callback(lambda ended: self._half_open.pop(ended, None))
+
+    def _again(self, listening: socket.socket) -> None:
+        if listening.fileno() >= 0:
+            asyncio.get_running_loop().add_reader(listening, self._accept, listening)
 
     async def _serve(self, guest: "_Guest", *, peers: bool) -> None:
         """One connection, from its first line to its last."""
@@ -204,8 +215,6 @@ class Depot:
                 await guest.say({"error": str(refusal), "code": REFUSED})
         except (OSError, TimeoutError) as error:
             log.debug("depot_guest_gone", extra={"guest": guest.name, "why": str(error)})
-        finally:
-            guest.close()
 
     async def _shake(self, guest: "_Guest") -> None:
         """The peer proves that it has the token, and only who has it sees our proof accepted."""
@@ -374,9 +383,6 @@ class _Guest:
     def hand_over(self, fd: int) -> None:
         """Give the guest a descriptor; a line this short finds room where it waits for it."""
         socket.send_fds(self._stream, [b'{"ok":true}\n'], [fd])
-
-    def close(self) -> None:
-        self._stream.close()
 
     async def _write(self, data: bytes) -> None:
         async with asyncio.timeout(STALL_S):

@@ -53,7 +53,8 @@ PIN_AFTER = 2
 """Overtaken so often in a row, the next pull keeps the peer's writer from the slot."""
 BURST_S = 0.1
 """What was not used of the bandwidth in so long may be used at once."""
-CHUNK = 1 << 22
+CHUNK = 1 << 24
+"""Bytes that are asked for and summed at once."""
 
 _OWN = re.compile(r"[0-9]+\.[0-9]", re.ASCII)
 _COPY = re.compile(PREFIX + r"([0-9]+)\.([0-9])", re.ASCII)
@@ -147,7 +148,8 @@ def plan(theirs: Sequence[Found], mine: Sequence[Found]) -> Plan:
     kept = newest((s.rank, s) for s in copies.values())
     ranks = {s.rank: (name, s) for name, s in at_peer if identity(s) == wanted}
     here = {s.rank for s in copies.values() if identity(s) == wanted}
-    parts = {(identity(s), s.part) for _, s in mine if not s.hollow}
+    staying = ((name, s) for name, s in mine if name not in copies or s.rank in ranks)
+    parts = {(identity(s), s.part) for _, s in staying if not s.hollow}
     pulls = []
     for rank, (name, summary) in sorted(ranks.items()):
         if rank in here:

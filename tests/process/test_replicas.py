@@ -1,0 +1,165 @@
+"""Copies of a peer's memory, between real processes that are killed at any time."""
+
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from dlrover_py import arena
+from dlrover_py.arena import Slot
+from dlrover_py.depot import dial
+from tests.process.harness import Place, eventually
+from tests.process.probes.depot import pattern, stage
+
+JOB, TOKEN = "u1", "secret"
+KILLS = 50
+PROBES = Path(__file__).parent / "probes"
+pytestmark = pytest.mark.process
+
+
+@contextmanager
+def probe(place: Place, name: str, *argv: object) -> Iterator["subprocess.Popen[str]"]:
+    process = subprocess.Popen(
+        [sys.executable, str(PROBES / f"{name}.py"), *map(str, argv)],
+        env=place.env,
+        text=True,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def line(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def folders(place: Place) -> tuple[Path, Path]:
+    source, copy = place.folder / "source", place.folder / "copy"
+    source.mkdir()
+    copy.mkdir()
+    return source, copy
+
+
+def check(folder: Path) -> dict[str, int]:
+    """Every replica that is sealed has every byte; the steps they are of."""
+    steps = {}
+    for path, summary in arena.scan(folder):
+        with Slot(path) as slot:
+            found = arena.contents(slot)
+            view = slot.view()
+            for (piece, at), digest in zip(found.layout, found.digests, strict=True):
+                if summary.hollow and not piece.private:
+                    continue
+                data = bytes(view[at : at + piece.nbytes])
+                assert data == pattern(summary.step, summary.rank, piece.key, piece.nbytes)
+                assert arena.digest(data) == digest
+            view.release()
+        assert found.objects == {"step": str(summary.step).encode()}
+        steps[path.name] = summary.step
+    return steps
+
+
+def test_what_is_sealed_is_whole_whoever_is_killed(place: Place) -> None:
+    """Both sides take turns in dying, while one fills slots and the other copies them."""
+    source, copy = folders(place)
+    pause = threading.Event()
+    best = 0
+    for turn in range(KILLS // 2):
+        with probe(place, "depot", source, JOB, TOKEN, 1, 8 << 20, 0.005) as depot:
+            port = line(depot)
+            with probe(place, "replicas", copy, JOB, TOKEN, port) as replicas:
+                assert line(replicas) == "held"
+                pause.wait(random.uniform(0.0, 0.2))
+                for victim in random.sample((depot, replicas), 2):
+                    victim.kill()
+                    victim.wait()
+                    pause.wait(random.uniform(0.0, 0.02))
+        steps = check(copy)
+        assert set(steps) <= {"peer-1.0", "peer-1.1"}
+        # One of the two is always whole, and no older than what was before.
+        assert max(steps.values()) >= best, f"turn {turn}: {steps}"
+        best = max(steps.values())
+    assert best > 0
+
+
+def test_a_flipped_bit_at_the_source_is_found_and_told(place: Place) -> None:
+    source, copy = folders(place)
+    stage(source, JOB, 1, 1, 1 << 20, "p")
+    with (
+        probe(place, "depot", source, JOB, TOKEN) as depot,
+        probe(place, "replicas", copy, JOB, TOKEN, line(depot)) as replicas,
+    ):
+        assert line(replicas) == "held"
+        stage(source, JOB, 1, 2, 1 << 20, "p")
+        assert line(replicas) == "held"
+    with Slot(source / "0.2", write=True) as slot:
+        view = slot.view()
+        view[(1 << 20) - 3] ^= 16
+        view.release()
+    other = place.folder / "other"
+    other.mkdir()
+    with (
+        probe(place, "depot", source, JOB, TOKEN) as depot,
+        probe(place, "replicas", other, JOB, TOKEN, line(depot)) as replicas,
+    ):
+        said = line(replicas)
+        assert "model.a" in said
+        assert "not what was written" in said
+        assert check(other) == {}
+        stage(source, JOB, 1, 3, 1 << 20, "p")  # the next one is good: tried again, and taken
+        assert line(replicas) == "held"
+        assert set(check(other).values()) == {3}
+
+
+def test_what_is_hollow_is_whole_with_the_own_part(place: Place) -> None:
+    source, copy = folders(place)
+    nbytes = 4 << 20
+    stage(source, JOB, 1, 1, nbytes, "all")
+    stage(copy, JOB, 0, 1, nbytes, "all")
+    with (
+        probe(place, "depot", source, JOB, TOKEN) as depot,
+        probe(place, "replicas", copy, JOB, TOKEN, line(depot)) as replicas,
+    ):
+        assert line(replicas) == "held"
+        assert check(copy) == {"0.1": 1, "peer-1.0": 1}
+        path = copy / "peer-1.0"
+        assert path.stat().st_blocks * 512 < nbytes // 2  # the rest takes no memory
+        with Slot(path) as hollow, Slot(copy / "0.1") as own, Slot(source / "0.1") as true:
+            ours, theirs, whole = map(arena.contents, (hollow, own, true))
+            assert (ours.summary.hollow, ours.summary.rank) == (True, 1)
+            for (piece, at), digest in zip(whole.layout, whole.digests, strict=True):
+                assert (piece, at) in list(ours.layout)
+                of = hollow if piece.private else own
+                data = of.view()[at : at + piece.nbytes]
+                assert arena.digest(data) == digest
+                data.release()
+            assert theirs.summary.part == ours.summary.part
+        # A full one is in its place once the own memory has gone on.
+        for step in (2, 3):
+            stage(source, JOB, 1, step, nbytes, "all")
+            eventually(lambda: step in check(copy).values(), "pulled")
+        assert all(not s.hollow for _, s in arena.scan(copy) if s.step == 3)
+
+
+def test_a_peer_that_comes_later_is_followed(place: Place) -> None:
+    """Nobody answers at first; then somebody with another token does."""
+    source, copy = folders(place)
+    stage(source, JOB, 1, 1, 1 << 16, "p")
+    with probe(place, "depot", source, JOB, "another") as depot:
+        port = line(depot)
+        with probe(place, "replicas", copy, JOB, TOKEN, port) as replicas:
+            assert "another token" in line(replicas)
+            assert check(copy) == {}
+        with dial("127.0.0.1", int(port), "another") as link:  # it is still well
+            assert len(link.slots()) == 1

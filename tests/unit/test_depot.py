@@ -1,0 +1,526 @@
+"""The depot over real sockets and real slots: who may ask, what is told, what breaks."""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import socket
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import pytest_asyncio
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dlrover_agent import depot as server
+from dlrover_agent.depot import Depot
+from dlrover_py import arena
+from dlrover_py.arena import Slot
+from dlrover_py.depot import (
+    NONCE,
+    Candidate,
+    Holder,
+    Link,
+    Overtaken,
+    dial,
+    proof,
+)
+from dlrover_py.protocol.checkpoint import PAGE, Layout, Piece, Summary, encode_objects
+from dlrover_py.protocol.errors import CheckpointError, TransientError, Unauthorized, Unreachable
+
+JOB, TOKEN = "u1", "secret"
+T = TypeVar("T")
+HERE = "127.0.0.1"
+HOLDER = Holder(3, "n1", HERE, 9, "p", False)
+
+
+def stage(
+    folder: Path, name: str = "0.0", *, nbytes: int = 5000, job: str = JOB, **facts: int
+) -> Summary:
+    """A slot with two tensors, the second one private, and an object."""
+    rank = facts.get("rank", 0)
+    layout = Layout(
+        [
+            Piece("model.w", "uint8", (nbytes,), (nbytes,), (0,)),
+            Piece(f"rank/{rank}/rng", "uint8", (16,), (16,), (0,)),
+        ]
+    )
+    all_facts = {"step": 1, "round": 1, "lap": 0, "world": 2, "rank": rank, **facts}
+    with Slot(folder / name, write=True) as slot:
+        slot.reserve(layout.end + arena.SPARE)
+        slot.begin()
+        view, sums = slot.view(), []
+        for piece, at in layout:
+            block = hashlib.sha256(f"{all_facts} {piece.key}".encode()).digest()
+            view[at : at + piece.nbytes] = (block * (piece.nbytes // 32 + 1))[: piece.nbytes]
+            sums.append(arena.digest(view[at : at + piece.nbytes]))
+        view.release()
+        return slot.seal(
+            layout.encode(),
+            sums,
+            encode_objects([("epoch", b"4")]),
+            layout.end,
+            job=job,
+            part="p",
+            private_at=layout.private_at,
+            **all_facts,
+        )
+
+
+@dataclass
+class Running:
+    folder: Path
+    path: Path
+    port: int
+
+    def dial(self, token: str = TOKEN) -> Link:
+        return dial(HERE, self.port, token)
+
+    def raw(self) -> socket.socket:
+        return socket.create_connection((HERE, self.port), timeout=20)
+
+
+@contextlib.asynccontextmanager
+async def serving(base: Path, token: str = TOKEN) -> AsyncIterator[Running]:
+    folder = base / "arena"
+    folder.mkdir(exist_ok=True)
+
+    async def candidates(round: int) -> list[Candidate]:
+        if round == 404:
+            raise TransientError("the master is away")
+        return [Candidate(7, round, 1, 4), Candidate(6, round, 0, 4)]
+
+    async def holders(step: int, round: int, lap: int) -> list[Holder]:
+        return [HOLDER._replace(rank=step)]
+
+    depot = Depot(
+        folder,
+        JOB,
+        token,
+        base / "depot.sock",
+        candidates=candidates,
+        holders=holders,
+        bind=HERE,
+    )
+    task = asyncio.create_task(depot.run())
+    try:
+        yield Running(folder, base / "depot.sock", depot.port)
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest_asyncio.fixture
+async def depot(tmp_path: Path) -> AsyncIterator[Running]:
+    async with serving(tmp_path) as running:
+        yield running
+
+
+async def doing(work: Callable[[], T]) -> T:
+    """Blocking work, while the loop serves; a deadline makes of a hang a failure."""
+    async with asyncio.timeout(60):
+        return await asyncio.to_thread(work)
+
+
+async def test_a_worker_asks_its_agent(depot: Running) -> None:
+    def work() -> None:
+        with Link.local(depot.path) as link:
+            assert link.candidates(3) == [Candidate(7, 3, 1, 4), Candidate(6, 3, 0, 4)]
+            assert link.holders(5, 2, 0) == [HOLDER._replace(rank=5)]
+            with pytest.raises(TransientError, match="the master is away"):
+                link.candidates(404)
+            assert link.candidates(4)[0].round == 4  # the connection is still good
+
+    assert depot.path.stat().st_mode & 0o777 == 0o600
+    await doing(work)
+
+
+@pytest.mark.parametrize("local", [True, False])
+async def test_a_slot_is_read_as_it_was_written(depot: Running, local: bool) -> None:
+    summary = stage(depot.folder, nbytes=(1 << 22) + 12345)
+    stage(depot.folder, "1.0", job="another")
+    (depot.folder / arena.OWNER).touch()
+
+    def work() -> None:
+        with Link.local(depot.path) if local else depot.dial() as link:
+            assert link.slots() == [("0.0", summary)]
+            found = link.contents("0.0", summary.fill)
+            with Slot(depot.folder / "0.0") as slot:
+                assert found == replaced(arena.contents(slot), found)
+            targets = [(at, memoryview(bytearray(piece.nbytes))) for piece, at in found.layout]
+            told: list[int] = []
+            parts = link.read_all("0.0", summary.fill, targets, arrived=told.append)
+            assert tuple(map(arena.digest, parts)) == found.digests
+            assert sum(told) == sum(len(target) for _, target in targets)
+            link.read_into("0.0", summary.fill, 0, memoryview(bytearray()))
+
+    await doing(work)
+
+
+def replaced(mine: arena.Contents, other: arena.Contents) -> arena.Contents:
+    """Layouts have no equality of their own."""
+    assert mine.layout.encode() == other.layout.encode()
+    return arena.Contents(mine.summary, other.layout, mine.digests, mine.objects)
+
+
+async def test_a_connection_to_a_peer_is_handed_over(depot: Running, tmp_path: Path) -> None:
+    """The worker has the bytes, and never the token."""
+    (tmp_path / "peer").mkdir()
+    async with serving(tmp_path / "peer") as peer, serving_elsewhere(tmp_path) as stranger:
+        summary = stage(peer.folder, "4.1", rank=9)
+
+        def work() -> None:
+            with Link.local(depot.path) as link, link.connect(HERE, peer.port) as other:
+                assert other.slots() == [("4.1", summary)]
+                assert link.slots() == []
+                with pytest.raises(TransientError, match="another token"):
+                    link.connect(HERE, stranger.port)
+                with pytest.raises(CheckpointError, match="no such request"):
+                    other.candidates(1)  # not for peers
+
+        await doing(work)
+
+
+@contextlib.asynccontextmanager
+async def serving_elsewhere(base: Path) -> AsyncIterator[Running]:
+    (base / "stranger").mkdir()
+    async with serving(base / "stranger", "another secret") as running:
+        yield running
+
+
+async def test_a_wrong_token_is_refused_by_both_sides(depot: Running) -> None:
+    def work() -> None:
+        with pytest.raises(Unauthorized, match="another token"):
+            depot.dial("wrong")
+        with depot.raw() as stream, stream.makefile("rb") as lines:  # that does not look at ours
+            stream.sendall(line({"hello": bytes(NONCE).hex()}))
+            assert "proof" in json.loads(lines.readline())
+            stream.sendall(line({"proof": "0" * 64}))
+            assert json.loads(lines.readline())["code"] == "refused"
+            assert lines.readline() == b""
+
+    await doing(work)
+
+
+def line(words: object) -> bytes:
+    return json.dumps(words).encode() + b"\n"
+
+
+async def test_nothing_is_answered_before_the_handshake(depot: Running) -> None:
+    stage(depot.folder)
+
+    def work() -> None:
+        with depot.raw() as stream, stream.makefile("rb") as lines:
+            stream.sendall(line({"op": "list"}))
+            assert json.loads(lines.readline())["code"] == "refused"
+            assert lines.readline() == b""
+
+    await doing(work)
+
+
+async def test_a_recorded_handshake_opens_nothing(depot: Running) -> None:
+    """The server's nonce is another each time; its own proof is none of the client's."""
+
+    def work() -> None:
+        asked = os.urandom(NONCE)
+        with depot.raw() as stream, stream.makefile("rb") as lines:
+            stream.sendall(line({"hello": asked.hex()}))
+            answer = json.loads(lines.readline())
+            right = proof(TOKEN, "client", asked, bytes.fromhex(answer["nonce"]))
+            stream.sendall(line({"proof": right}))
+            assert json.loads(lines.readline()) == {"ok": True}
+        for made in (lambda said: right, lambda said: said["proof"]):
+            with depot.raw() as stream, stream.makefile("rb") as lines:
+                stream.sendall(line({"hello": asked.hex()}))
+                again = json.loads(lines.readline())
+                assert again["nonce"] != answer["nonce"]
+                stream.sendall(line({"proof": made(again)}))
+                assert json.loads(lines.readline())["code"] == "refused"
+
+    await doing(work)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../secret", "owner", "0.0/../../secret", "/etc/passwd", "0.0\0", "", "٣.٠", "x" * 17, 3],
+)
+async def test_no_name_leads_out_of_the_arena(depot: Running, name: object) -> None:
+    (depot.folder.parent / "secret").write_bytes(bytes(PAGE))
+    (depot.folder / arena.OWNER).write_bytes(bytes(PAGE))
+    stage(depot.folder)
+
+    def work() -> None:
+        with depot.dial() as link:
+            ask = {"op": "get", "name": name, "fill": "", "at": 0, "nbytes": 1}
+            with pytest.raises(CheckpointError, match="name"):
+                link.say(ask)
+
+    await doing(work)
+
+
+@pytest.mark.parametrize(
+    ("at", "nbytes"), [(-1, 1), (0, 1 << 40), (1 << 61, 1 << 61), (True, 1), (0.5, 1), ("0", 1)]
+)
+async def test_only_what_was_sealed_is_given(depot: Running, at: object, nbytes: int) -> None:
+    summary = stage(depot.folder)
+
+    def work() -> None:
+        with depot.dial() as link:
+            ask = {"op": "get", "name": "0.0", "fill": summary.fill, "at": at, "nbytes": nbytes}
+            with pytest.raises(CheckpointError, match=r"beyond them|expected a number"):
+                link.say(ask)
+
+    await doing(work)
+
+
+async def test_what_is_not_there_is_told_apart_from_what_is_wrong(depot: Running) -> None:
+    summary = stage(depot.folder)
+    alien = stage(depot.folder, "1.0", job="another")
+    target = memoryview(bytearray(8))
+
+    def work() -> None:
+        with depot.dial() as link:
+            for name, fill in (("0.0", "old"), ("0.1", summary.fill), ("1.0", alien.fill)):
+                with pytest.raises(Overtaken):
+                    link.read_into(name, fill, 0, target)
+            with pytest.raises(Overtaken):
+                link.contents("0.0", "old")
+            link.read_into("0.0", summary.fill, PAGE, target)  # the connection is still good
+
+    await doing(work)
+
+
+async def test_a_slot_that_is_overtaken_while_it_is_read_is_told(depot: Running) -> None:
+    """A writer comes when half of it has arrived: nothing more than the trailer says so."""
+    nbytes = 64 << 20
+    summary = stage(depot.folder, nbytes=nbytes)
+    target = memoryview(bytearray(nbytes))
+    came = 0
+
+    def overtake(more: int) -> None:
+        nonlocal came
+        if came == 0:
+            stage(depot.folder, step=2, nbytes=100)
+        came += more
+
+    def work() -> None:
+        with depot.dial() as link, pytest.raises(Overtaken, match="filled anew"):
+            link.read_into("0.0", summary.fill, PAGE, target, arrived=overtake)
+
+    await doing(work)
+    assert came == nbytes
+
+
+async def test_a_pin_keeps_writers_away_for_a_while_only(
+    depot: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nbytes = 64 << 20
+    summary = stage(depot.folder, nbytes=nbytes)
+    target = memoryview(bytearray(nbytes))
+    seen: list[bool] = []
+
+    def look(_: int) -> None:
+        if len(seen) < 1:
+            with Slot(depot.folder / "0.0", write=True) as writer:
+                seen.append(writer.lock(shared=False))
+
+    def read(*, pin: bool) -> bool:
+        seen.clear()
+        with depot.dial() as link:
+            link.read_into("0.0", summary.fill, PAGE, target, pin=pin, arrived=look)
+        return seen[0]
+
+    assert await doing(lambda: read(pin=False))
+    assert not await doing(lambda: read(pin=True))
+    monkeypatch.setattr(server, "PIN_S", 0.0)
+    assert await doing(lambda: read(pin=True))
+
+
+async def test_of_a_hollow_slot_only_what_is_there_is_given(depot: Running) -> None:
+    stage(depot.folder)
+    with Slot(depot.folder / "0.0", write=True) as slot:
+        found = slot.summary()
+        assert found is not None
+        values = {name: getattr(found, name) for name in found.__slots__}
+        slot.put(Summary(**values | {"hollow": True}))
+
+    def work() -> None:
+        with depot.dial() as link:
+            link.read_into("0.0", found.fill, found.private_at, memoryview(bytearray(16)))
+            link.read_into("0.0", found.fill, 0, memoryview(bytearray(PAGE)))
+            with pytest.raises(CheckpointError, match="hollow"):
+                link.read_into("0.0", found.fill, PAGE, memoryview(bytearray(16)))
+
+    await doing(work)
+
+
+@settings(
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    sent=st.one_of(
+        st.binary(max_size=300),
+        st.recursive(
+            st.none() | st.integers() | st.text() | st.floats(),
+            lambda inner: (
+                st.dictionaries(
+                    st.sampled_from(["op", "name", "fill", "at", "nbytes", "addr", "port", "x"]),
+                    inner,
+                )
+                | st.lists(inner)
+            ),
+        ).map(line),
+        st.sampled_from([b"[" * 4000 + b"\n", b"x" * 5000, b'{"op":"get"}\n' * 500]),
+        st.fixed_dictionaries(
+            {"op": st.sampled_from(["get", "list", "connect", "holders", "candidates"])},
+            optional={
+                key: st.one_of(st.text(max_size=20), st.integers(), st.just("0.0"))
+                for key in ("name", "fill", "at", "nbytes", "step", "round", "lap", "pin")
+            },
+        ).map(line),
+    ),
+    how=st.sampled_from(["stranger", "peer", "worker"]),
+)
+def test_garbage_is_refused_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, sent: bytes, how: str
+) -> None:
+    def work(depot: Running) -> None:
+        if how == "worker":
+            stream = socket.socket(socket.AF_UNIX)
+            stream.connect(str(depot.path))
+        elif how == "peer":
+            with depot.dial() as link:
+                stream = socket.socket(fileno=os.dup(link.fileno()))
+        else:
+            stream = depot.raw()
+        with stream:
+            stream.settimeout(20)
+            with contextlib.suppress(OSError):
+                stream.sendall(sent)
+                stream.shutdown(socket.SHUT_WR)
+                while stream.recv(65536):
+                    pass
+        with Link.local(depot.path) as link:  # it goes on
+            assert link.slots() == []
+
+    async def run() -> None:
+        async with serving(tmp_path) as depot:
+            await doing(lambda: work(depot))
+
+    asyncio.run(run())
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+async def test_a_flood_of_strangers_keeps_no_peer_out(depot: Running) -> None:
+    stage(depot.folder)
+
+    def work() -> None:
+        with contextlib.ExitStack() as stack:
+            many = [stack.enter_context(depot.raw()) for _ in range(3 * server.HALF_OPEN)]
+            with depot.dial() as link:
+                assert len(link.slots()) == 1
+                again = [stack.enter_context(depot.raw()) for _ in range(server.HALF_OPEN)]
+                assert len(link.slots()) == 1  # who has proved itself is not thrown out
+            assert many[0].recv(1) == b""  # who has waited longest goes
+            again[-1].settimeout(0.0)
+            with pytest.raises(BlockingIOError):
+                again[-1].recv(1)
+
+    await doing(work)
+
+
+async def test_who_does_not_prove_itself_in_time_goes(
+    depot: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "SHAKE_S", 0.05)
+
+    def work() -> None:
+        with depot.raw() as stream:
+            stream.sendall(b'{"hello"')
+            assert stream.recv(1) == b""
+
+    await doing(work)
+
+
+async def test_a_reader_that_stops_reading_costs_nobody_else(
+    depot: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nbytes = 64 << 20
+    summary = stage(depot.folder, nbytes=nbytes)
+    ask = {"op": "get", "name": "0.0", "fill": summary.fill, "at": PAGE, "nbytes": nbytes}
+
+    def work() -> None:
+        with contextlib.ExitStack() as stack:
+            for _ in range(20):
+                stuck = stack.enter_context(depot.dial())
+                assert stuck.say({**ask})["nbytes"] == nbytes
+            link = stack.enter_context(depot.dial())
+            target = memoryview(bytearray(nbytes))
+            link.read_into("0.0", summary.fill, PAGE, target)
+            found = link.contents("0.0", summary.fill)
+            assert arena.digest(target) == found.digests[0]
+
+    await doing(work)
+    monkeypatch.setattr(server, "STALL_S", 0.05)
+
+    def given_up() -> None:
+        with depot.dial() as link:
+            link.say({**ask})
+            seen = asyncio.run_coroutine_threadsafe(alone(), loop).result(30)
+            assert seen
+
+    loop = asyncio.get_running_loop()
+
+    async def alone() -> bool:
+        """Until the stuck connection's task is gone; the link is still open here."""
+        async with asyncio.timeout(20):
+            while any("_serve" in repr(task.get_coro()) for task in asyncio.all_tasks()):
+                await asyncio.sleep(0.01)
+        return True
+
+    await doing(given_up)
+
+
+async def test_a_depot_that_dies_is_told_in_words(tmp_path: Path) -> None:
+    async with serving(tmp_path) as depot:
+        summary = stage(depot.folder)
+        link, local = await doing(depot.dial), await doing(lambda: Link.local(depot.path))
+    with link, local:
+        for one in (link, local):
+            with pytest.raises(Unreachable):
+                one.read_into("0.0", summary.fill, 0, memoryview(bytearray(8)))
+    with pytest.raises(Unreachable, match="depot at"):
+        depot.dial()
+    with pytest.raises(Unreachable, match="agent's depot"):
+        Link.local(depot.path)
+
+
+def test_a_silent_peer_is_given_up() -> None:
+    with socket.create_server((HERE, 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(Unreachable, match="nothing came within"):
+            dial(HERE, port, TOKEN, deadline_s=0.1)
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"[" * 70000, b"{}\n"])
+async def test_what_is_no_depot_is_not_believed(answer: bytes) -> None:
+    async def other(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            writer.write(answer)
+            await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(other, HERE, 0) as strange:
+        port = strange.sockets[0].getsockname()[1]
+
+        def work() -> None:
+            with pytest.raises((Unauthorized, Unreachable)):
+                dial(HERE, port, TOKEN)
+
+        await doing(work)

@@ -1,0 +1,196 @@
+"""What of a peer is copied and where to, and how fast: without any I/O."""
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlrover_agent.replicas import (
+    BURST_S,
+    COPIES,
+    Bucket,
+    Found,
+    Plan,
+    identity,
+    newest,
+    plan,
+)
+from dlrover_py.protocol.checkpoint import Region, Summary
+
+NOTHING = Region(0, 0, 0)
+
+
+def summary(rank: int, step: int, *, round: int = 1, lap: int = 0, part: str = "") -> Summary:
+    return Summary(
+        job="u1",
+        step=step,
+        round=round,
+        lap=lap,
+        world=4,
+        rank=rank,
+        part=part or f"p{rank}",
+        fill=f"{rank}-{round}-{lap}-{step}",
+        size=1000,
+        private_at=500,
+        table=NOTHING,
+        digests=NOTHING,
+        objects=NOTHING,
+    )
+
+
+def carried_out(todo: Plan, mine: list[Found]) -> list[Found]:
+    """What the arena holds once it was done."""
+    held = dict(mine)
+    for pull in todo.pulls:
+        held[pull.to] = replace(pull.summary, hollow=pull.hollow)
+    for name in todo.spare:
+        held.pop(name, None)
+    for name, persist in todo.flags:
+        held[name] = replace(held[name], persist=persist)
+    return sorted(held.items())
+
+
+def copies(held: list[Found]) -> list[Found]:
+    return [(name, s) for name, s in held if name.startswith("peer-")]
+
+
+ids = st.tuples(st.integers(1, 2), st.integers(0, 1), st.integers(1, 4))
+
+
+@st.composite
+def memories(draw: st.DrawFn) -> list[Found]:
+    """Of a node with some workers: three slots each, in any state that saves may leave."""
+    first, nproc = draw(st.integers(0, 3)), draw(st.integers(1, 3))
+    same = draw(st.booleans())
+    found = []
+    for place in range(nproc):
+        for index, (round, lap, step) in enumerate(draw(st.lists(ids, max_size=3, unique=True))):
+            one = summary(first + place, step, round=round, lap=lap, part="all" if same else "")
+            found.append((f"{place}.{index}", replace(one, persist=draw(st.booleans()))))
+    return found
+
+
+@given(st.lists(memories(), min_size=1, max_size=8), memories())
+def test_the_newest_whole_set_is_kept_until_the_next_one_is_whole(
+    peers: list[list[Found]], own: list[Found]
+) -> None:
+    held = list(own)
+    for theirs in peers:
+        todo = plan(theirs, held)
+        before = copies(held)
+        kept = newest((s.rank, s) for _, s in before)
+        # No place of what is whole here is written to, and none twice, and none of our own.
+        touched = [pull.to for pull in todo.pulls]
+        assert len(set(touched)) == len(touched)
+        assert not {name for name, s in before if identity(s) == kept} & set(touched)
+        assert all(name.startswith("peer-") for name in (*touched, *todo.spare))
+        for pull in todo.pulls:
+            rank, _, index = pull.to.removeprefix("peer-").partition(".")
+            assert int(rank) == pull.summary.rank
+            assert int(index) < COPIES
+            assert (pull.name, pull.summary) in theirs
+        held = carried_out(todo, held)
+        wanted = newest((name.split(".")[0], s) for name, s in theirs)
+        if wanted is not None:
+            here = {s.rank: s for _, s in copies(held) if identity(s) == wanted}
+            assert set(here) == {s.rank for _, s in theirs if identity(s) == wanted}
+            # What is hollow is whole by what else was in this memory.
+            whole = {(identity(s), s.part) for _, s in held if not s.hollow}
+            for pull in todo.pulls:
+                assert not pull.hollow or (wanted, pull.summary.part) in whole
+            for _, theirs_of in theirs:
+                twin = here.get(theirs_of.rank)
+                if twin is not None and identity(theirs_of) == wanted:
+                    assert twin.persist == theirs_of.persist
+        settled = plan(theirs, held)
+        assert settled == Plan()  # there is nothing left to do
+
+
+@given(memories(), memories(), st.data())
+def test_a_pull_that_breaks_off_leaves_what_was_whole(
+    first: list[Found], then: list[Found], data: st.DataObject
+) -> None:
+    held = carried_out(plan(first, []), [])
+    kept = newest((s.rank, s) for _, s in held)
+    todo = plan(then, held)
+    done = data.draw(st.integers(0, len(todo.pulls)))
+    broken = dict(carried_out(Plan(todo.pulls[:done]), held))
+    if done < len(todo.pulls):
+        broken.pop(todo.pulls[done].to, None)  # it was being filled
+    assert {n: s for n, s in held if identity(s) == kept}.items() <= broken.items()
+
+
+def test_half_a_set_is_not_wanted() -> None:
+    """Place 1 has not staged step 3 yet."""
+    theirs = [("0.0", summary(0, 2)), ("0.1", summary(0, 3)), ("1.0", summary(1, 2))]
+    assert [(pull.name, pull.to) for pull in plan(theirs, []).pulls] == [
+        ("0.0", "peer-0.0"),
+        ("1.0", "peer-1.0"),
+    ]
+
+
+def test_what_a_script_has_staged_last_is_the_newest() -> None:
+    """It went back from step 9 to step 3."""
+    theirs = [("0.0", summary(0, 9)), ("0.1", summary(0, 3, lap=1))]
+    assert [pull.name for pull in plan(theirs, []).pulls] == ["0.1"]
+
+
+def test_where_the_rest_is_here_only_what_is_private_is_pulled() -> None:
+    theirs = [("0.0", summary(2, 5, part="all")), ("1.0", summary(3, 5, part="all"))]
+    own = [("0.0", summary(0, 5, part="all"))]
+    assert [pull.hollow for pull in plan(theirs, own).pulls] == [True, True]
+    assert [pull.hollow for pull in plan(theirs, []).pulls] == [False, True]
+    other = [("0.0", summary(0, 5, round=2, part="all"))]
+    assert [pull.hollow for pull in plan(theirs, other).pulls] == [False, True]
+    hollow = [("peer-9.0", replace(own[0][1], rank=9, hollow=True))]
+    assert [pull.hollow for pull in plan(theirs, hollow).pulls] == [False, True]
+
+
+def test_a_peers_replicas_are_not_copied_on() -> None:
+    assert plan([("peer-4.0", summary(4, 5))], []) == Plan()
+
+
+def test_replicas_of_an_earlier_peer_go_when_the_new_ones_are_whole() -> None:
+    held = [("peer-0.0", summary(0, 9)), ("peer-1.0", summary(1, 9))]
+    todo = plan([("0.0", summary(2, 4))], held)
+    assert [pull.to for pull in todo.pulls] == ["peer-2.0"]
+    assert todo.spare == ("peer-0.0", "peer-1.0")
+    assert plan([], held) == Plan()  # a new peer that has nothing yet
+
+
+@given(
+    rate=st.floats(1.0, 1e10),
+    takes=st.lists(
+        st.tuples(st.integers(0, 1 << 24), st.floats(0.0, 10.0)), min_size=1, max_size=50
+    ),
+)
+def test_no_more_than_the_bandwidth_is_taken(rate: float, takes: list[tuple[int, float]]) -> None:
+    """In any stretch of time: its length times the rate, a burst, and the chunk it ends with."""
+    now, log = 100.0, []
+    bucket = Bucket(rate, now)
+    for nbytes, later_s in takes:
+        now += later_s
+        wait_s = bucket.take(nbytes, now)
+        assert wait_s >= 0.0
+        log.append((now, nbytes))
+        now += wait_s
+    for i in range(len(log)):
+        for j in range(i, len(log)):
+            taken = sum(nbytes for _, nbytes in log[i:j])  # all but the last
+            most = rate * (BURST_S + log[j][0] - log[i][0])
+            assert taken <= most * (1 + 1e-6) + 1e-3 * rate
+
+
+@given(st.floats(1.0, 1e10), st.lists(st.integers(1, 1 << 24), min_size=1, max_size=50))
+def test_the_bandwidth_is_used(rate: float, takes: list[int]) -> None:
+    """Who takes without a pause waits as long as the bytes last, and no longer."""
+    start = now = 7.0
+    bucket = Bucket(rate, now)
+    for nbytes in takes:
+        now += bucket.take(nbytes, now)
+    lasts = sum(takes) / rate
+    assert max(0.0, lasts - BURST_S) * (1 - 1e-6) - 1e-6 <= now - start <= lasts * (1 + 1e-6) + 1e-6
+
+
+def test_without_a_limit_nobody_waits() -> None:
+    assert Bucket(0.0, 0.0).take(1 << 60, 0.0) == 0.0
