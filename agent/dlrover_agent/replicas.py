@@ -32,7 +32,7 @@ from pathlib import Path
 import xxhash
 
 from dlrover_py import arena
-from dlrover_py.arena import Damaged, NoRoom, Slot
+from dlrover_py.arena import Contents, Damaged, NoRoom, Slot
 from dlrover_py.depot import Link, Overtaken, dial
 from dlrover_py.protocol.agents import Peer
 from dlrover_py.protocol.checkpoint import PAGE, Summary
@@ -353,40 +353,47 @@ class Replicas:
         with Slot(path, write=True) as slot:
             if not slot.lock(shared=False):
                 raise _Later(f"{pull.to} is being read")
-            _reserve(slot, summary, hollow=pull.hollow)
-            slot.begin()
-            view = slot.view()
-            pieces = [
-                (piece, at, digest)
-                for (piece, at), digest in zip(found.layout, found.digests, strict=True)
-                if piece.nbytes and (piece.private or not pull.hollow)
-            ]
-            wanted = (
-                (at + start, view[at + start : at + min(piece.nbytes, start + CHUNK)])
-                for piece, at, _ in pieces
-                for start in range(0, piece.nbytes, CHUNK)
-            )
-            pin = self._overtaken >= PIN_AFTER
-            parts = link.read_all(pull.name, summary.fill, wanted, pin=pin, arrived=self._arrived)
-            for piece, _, digest in pieces:
-                sums = xxhash.xxh3_64()
-                for _ in range(0, piece.nbytes, CHUNK):
-                    with next(parts) as part:
-                        sums.update(part)
-                if sums.intdigest() != digest:
-                    raise Damaged(
-                        f"{piece.key} in {pull.name} of {link.where} is not what was written there"
-                    )
-            for _ in parts:
-                pass
-            for region in (summary.objects, summary.table, summary.digests):
-                target = view[region.at : region.at + region.nbytes]
-                link.read_into(pull.name, summary.fill, region.at, target)
-                if arena.digest(target) != region.xxh3:
-                    raise Damaged(f"the tables of {pull.name} of {link.where} have changed")
-                target.release()
-            view.release()
-            slot.put(replace(summary, fill=secrets.token_hex(8), hollow=pull.hollow))
+            try:
+                self._fill(link, pull, slot, found)
+            finally:
+                slot.unlock()  # the map may outlive the file, and the lock would with it
+
+    def _fill(self, link: Link, pull: Pull, slot: Slot, found: Contents) -> None:
+        summary = found.summary
+        _reserve(slot, summary, hollow=pull.hollow)
+        slot.begin()
+        view = slot.view()
+        pieces = [
+            (piece, at, digest)
+            for (piece, at), digest in zip(found.layout, found.digests, strict=True)
+            if piece.nbytes and (piece.private or not pull.hollow)
+        ]
+        wanted = (
+            (at + start, view[at + start : at + min(piece.nbytes, start + CHUNK)])
+            for piece, at, _ in pieces
+            for start in range(0, piece.nbytes, CHUNK)
+        )
+        pin = self._overtaken >= PIN_AFTER
+        parts = link.read_all(pull.name, summary.fill, wanted, pin=pin, arrived=self._arrived)
+        for piece, _, digest in pieces:
+            sums = xxhash.xxh3_64()
+            for _ in range(0, piece.nbytes, CHUNK):
+                with next(parts) as part:
+                    sums.update(part)
+            if sums.intdigest() != digest:
+                raise Damaged(
+                    f"{piece.key} in {pull.name} of {link.where} is not what was written there"
+                )
+        for _ in parts:
+            pass
+        for region in (summary.objects, summary.table, summary.digests):
+            target = view[region.at : region.at + region.nbytes]
+            link.read_into(pull.name, summary.fill, region.at, target)
+            if arena.digest(target) != region.xxh3:
+                raise Damaged(f"the tables of {pull.name} of {link.where} have changed")
+            target.release()
+        view.release()
+        slot.put(replace(summary, fill=secrets.token_hex(8), hollow=pull.hollow))
 
     def _arrived(self, nbytes: int) -> None:
         """Keep to the bandwidth, and go when it is time."""
