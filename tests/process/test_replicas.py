@@ -37,6 +37,8 @@ def probe(place: Place, name: str, *argv: object) -> Iterator["subprocess.Popen[
         process.wait()
         assert process.stdout is not None
         process.stdout.close()
+        for left in place.folder.glob("*.sock"):  # of a depot that was killed
+            left.unlink()
 
 
 def line(process: "subprocess.Popen[str]") -> str:
