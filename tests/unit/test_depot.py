@@ -359,7 +359,7 @@ async def test_of_a_hollow_slot_only_what_is_there_is_given(depot: Running) -> N
 
 
 @settings(
-    max_examples=150,
+    max_examples=40,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
