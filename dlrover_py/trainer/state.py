@@ -1,0 +1,656 @@
+"""A user's state as pieces and objects, and back.
+
+Keys are those that ``torch.distributed.checkpoint`` gives the same state (``_traverse.py``):
+nested keys joined by dots. Modules and optimizers are taken as they stand:
+
+============================  =====================================================
+what                          its keys
+============================  =====================================================
+``{"a": {"b": tensor}}``      ``a.b``
+module at ``model``           ``model.fc.weight``: without what DDP, ``torch.compile``
+                              and activation checkpointing put before the names
+optimizer at ``optim``        ``optim.state.fc.weight.exp_avg``; one object for each
+                              group: ``optim.param_groups.0``
+anything with ``state_dict``  ``sched.last_epoch``: one for each entry
+``PerRank(value)`` at ``x``   ``rank/3/x``
+============================  =====================================================
+
+An optimizer's state is named by the parameters' names, in the first module of the state that has
+them (with the module's own key before it where two of the optimizer's would be called the same), or
+``<group>.<index>`` where no module does. That is the form of ``get_state_dict`` in
+torch/distributed/checkpoint/state_dict.py, without its casts and collectives.
+"""
+
+import io
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from dlrover_py.protocol.checkpoint import ITEM_BYTES, PRIVATE, Piece, private_key
+from dlrover_py.protocol.errors import ConfigError
+
+DEFER_BYTES = 64 << 10
+"""Smaller tensors are copied at once: waiting for them costs more than they do."""
+NOTE_BYTES = 1 << 20
+"""What is copied at once for one reason, and is less than this, is nothing to write home about."""
+
+_DTYPES = {getattr(torch, name): name for name in ITEM_BYTES if hasattr(torch, name)}
+_PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer})
+_MARKS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+"""What torch.compile and the wrapper of activation checkpointing add to names."""
+
+
+@dataclass(slots=True)
+class Leaf:
+    """A piece, and where it is in this process."""
+
+    piece: Piece
+    tensor: torch.Tensor
+    """What this rank has of it: detached, on any device, of any strides."""
+    deferrable: bool
+    """Nothing changes it before the next ``step()`` of its optimizer."""
+
+
+@dataclass
+class Flat:
+    """A state, flat."""
+
+    leaves: list[Leaf] = field(default_factory=list)
+    objects: dict[str, object] = field(default_factory=dict)
+    """What is no tensor: the user's own objects, to be encoded before they change."""
+    notes: list[str] = field(default_factory=list)
+    """Why something large has to be copied at once: a line for each reason."""
+
+
+class PerRank:
+    """A value that belongs to one rank alone: it is never taken from another one's checkpoint."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+
+class Random:
+    """The state of this process's random generators: python's, numpy's and torch's, of all devices.
+
+    Those of numpy and of the accelerator only if the script has begun to use them.
+    """
+
+    def state_dict(self) -> dict[str, object]:
+        """As values that ``torch.load`` takes back with ``weights_only=True``."""
+        version, words, gauss = random.getstate()
+        found: dict[str, object] = {
+            "python": (version, torch.tensor(words, dtype=torch.int64), gauss),
+            "torch": torch.get_rng_state(),
+        }
+        if (numpy := sys.modules.get("numpy")) is not None:
+            name, keys, *rest = numpy.random.get_state()
+            words = torch.from_numpy(keys.astype("int64"))
+            found["numpy"] = (str(name), words, *(_plain(value) for value in rest))
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            found["cuda"] = tuple(torch.cuda.get_rng_state_all())
+        return {"state": tuple(found.items())}  # a tuple is one object, whatever is in it
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set them all."""
+        found = dict(state["state"])
+        version, words, gauss = found["python"]
+        random.setstate((version, tuple(words.tolist()), gauss))
+        torch.set_rng_state(found["torch"])
+        if "numpy" in found and (numpy := sys.modules.get("numpy")) is not None:
+            name, words, *rest = found["numpy"]
+            numpy.random.set_state((name, words.numpy().astype("uint32"), *rest))
+        if "cuda" in found and torch.cuda.is_available():
+            for device, state_of in zip(
+                range(torch.cuda.device_count()), found["cuda"], strict=False
+            ):
+                torch.cuda.set_rng_state(state_of, device)
+
+
+def _plain(value: Any) -> object:
+    return value.item() if hasattr(value, "item") else value
+
+
+def flatten(state: Mapping[str, object], *, rank: int) -> Flat:
+    """Take a state apart; nothing is copied, and no collective runs.
+
+    Args:
+        state: tensors, DTensors, modules, optimizers, objects with ``state_dict`` and
+            ``load_state_dict``, plain values, and mappings and lists of these.
+        rank: of this process, for what is :class:`PerRank`.
+
+    Raises:
+        ConfigError: something in the state cannot be saved; names its key.
+    """
+    return _Walk(rank, load=False).run(state).flat
+
+
+def encode_object(key: str, value: object) -> bytes:
+    """A value as ``torch.save`` writes it.
+
+    Raises:
+        ConfigError: it could not be read back with ``weights_only=True``.
+    """
+    if type(value) in _SAFE:
+        known = _encoded.get(key)
+        if known is not None and known[0] == value and type(known[0]) is type(value):
+            return known[1]
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        data = buffer.getvalue()
+        if type(value) not in _SAFE:
+            decode_object(data)
+    except Exception as error:
+        raise ConfigError(
+            f"checkpoint: {key} is a {type(value).__qualname__}, which torch.load does not read "
+            "with weights_only=True: expected tensors, numbers, strings, and lists and dicts of "
+            "these; leave it out, convert it, or allow its class with "
+            f"torch.serialization.add_safe_globals ({str(error).strip().splitlines()[0]})"
+        ) from error
+    if type(value) in _SAFE:
+        _encoded[key] = (value, data)
+    return data
+
+
+def decode_object(data: bytes) -> object:
+    """Read what :func:`encode_object` wrote; tensors in it come to the CPU."""
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+_SAFE = frozenset({int, float, bool, str, bytes, type(None)})
+_encoded: dict[str, tuple[object, bytes]] = {}
+"""Values that were encoded before: most stay as they are for the whole of a run."""
+
+
+class Targets:
+    """A state that is to be filled: what there is, and how the rest is put in."""
+
+    def __init__(self, walk: "_Walk") -> None:
+        self.leaves = walk.flat.leaves
+        self.put = walk.put
+        """Key of an object → sets it."""
+        self.optimizers = [_OptimizerTarget(walk, *found) for found in walk.optimizers]
+        self._growing = walk.growing
+        self._finish = walk.finish
+
+    def grown(self, key: str) -> Callable[[object], None] | None:
+        """How an object is put in that the state does not have yet, but has a place for."""
+        for prefix, entries in self._growing:
+            if key.startswith(prefix):
+                return partial(entries.__setitem__, key[len(prefix) :])
+        return None
+
+    def finish(self) -> None:
+        """Tell objects with ``load_state_dict`` what was put into their state, inner ones first."""
+        for told in self._finish:
+            told()
+
+
+def targets(state: Mapping[str, object], *, rank: int) -> Targets:
+    """Take a state apart to fill it.
+
+    Leaves are written in place; optimizers' state is not among them, since a new optimizer has
+    none (:attr:`Targets.optimizers`).
+
+    Raises:
+        ConfigError: as :func:`flatten`.
+    """
+    return Targets(_Walk(rank, load=True).run(state))
+
+
+class _OptimizerTarget:
+    """An optimizer whose state is replaced by that of a checkpoint."""
+
+    def __init__(
+        self, walk: "_Walk", key: str, optimizer: Optimizer, names: dict[int, str]
+    ) -> None:
+        self.key = key
+        self.prefix = f"{key}.state."
+        self.groups = f"{key}.param_groups"
+        self._outer = optimizer
+        self._inner = _inner(optimizer)
+        order = [p for group in optimizer.param_groups for p in group["params"]]
+        self.known = {names[id(p)]: number for number, p in enumerate(order)}
+        """Parameter's name → its number in ``optimizer.state_dict()``."""
+        self.owned = {
+            names[id(p)]: (p, group)
+            for group in self._inner.param_groups
+            for p in group["params"]
+            if id(p) in names
+        }
+        """Of these the state is this rank's."""
+        self.fresh: dict[Any, dict[str, Any]] = {}
+
+    def allocate(
+        self, name: str, entry: str, dtype: torch.dtype, whole: tuple[int, ...]
+    ) -> torch.Tensor:
+        """A tensor for an entry of a parameter's state: the one that is there, if it fits."""
+        parameter, group = self.owned[name]
+        state = self.fresh.setdefault(parameter, {})
+        old = self._inner.state[parameter].get(entry) if parameter in self._inner.state else None
+        fits = isinstance(old, torch.Tensor) and old.dtype == dtype and tuple(old.shape) == whole
+        if fits and isinstance(old, torch.Tensor):
+            state[entry] = old
+        elif whole == tuple(parameter.shape):
+            state[entry] = torch.zeros_like(
+                parameter, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format
+            )
+        else:  # `step` stands on the CPU unless a kernel reads it
+            there = entry != "step" or group.get("capturable") or group.get("fused")
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            state[entry] = torch.zeros(whole, dtype=dtype, device=local.device if there else "cpu")
+        found: torch.Tensor = state[entry]
+        return found
+
+    def put(self, name: str, entry: str, value: object) -> None:
+        """Set an entry that is no tensor."""
+        parameter, _ = self.owned[name]
+        self.fresh.setdefault(parameter, {})[entry] = _to(value, parameter.device)
+
+    def put_group(self, number: int, values: Mapping[str, object]) -> None:
+        """Set a group's hyperparameters."""
+        group = self._outer.param_groups[number]
+        for key, value in values.items():
+            old = group.get(key)
+            if key == "params":
+                continue
+            if isinstance(old, torch.Tensor):  # a compiled or captured step reads this very one
+                old.copy_(torch.as_tensor(value))
+            else:
+                group[key] = value
+
+    def finish(self) -> None:
+        """Let the state be the one that was loaded, and nothing else."""
+        self._inner.state.clear()
+        self._inner.state.update(self.fresh)
+
+
+def _to(value: object, device: torch.device) -> object:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, list):
+        return [_to(item, device) for item in value]
+    if isinstance(value, dict):
+        return {key: _to(item, device) for key, item in value.items()}
+    return value
+
+
+class _Walk:
+    """One pass over a state."""
+
+    def __init__(self, rank: int, *, load: bool) -> None:
+        self.rank = rank
+        self.load = load
+        self.flat = Flat()
+        self.put: dict[str, Callable[[object], None]] = {}
+        self.finish: list[Callable[[], None]] = []
+        self.growing: list[tuple[str, MutableMapping[str, object]]] = []
+        self.modules: list[tuple[str, nn.Module, dict[str, Any]]] = []
+        self.optimizers: list[tuple[str, Optimizer, dict[int, str]]] = []
+        self._owner: dict[int, tuple[str, str]] = {}
+        self._deferrable: set[int] = set()
+        self._why: dict[int, str] = {}
+        self._at_once: dict[str, int] = {}
+
+    def run(self, state: Mapping[str, object]) -> "_Walk":
+        """All of it."""
+        found: list[tuple[str, Optimizer]] = []
+        self._mapping("", state, found)
+        for key, module, entries in self.modules:
+            names = _clean_names(module, entries)
+            for raw, value in entries.items():
+                if isinstance(value, nn.Parameter) and id(value) not in self._owner:
+                    self._owner[id(value)] = key, names[raw]
+        for key, optimizer in found:
+            self._optimizer(key, optimizer)
+        for key, module, entries in self.modules:
+            self._module(key, module, entries)
+        keys = {leaf.piece.key for leaf in self.flat.leaves}
+        if len(keys) != len(self.flat.leaves) or not keys.isdisjoint(self.flat.objects):
+            seen: set[str] = set(self.flat.objects)
+            for leaf in self.flat.leaves:
+                if leaf.piece.key in seen:
+                    raise ConfigError(
+                        f"checkpoint: two values of the state have the key {leaf.piece.key}: "
+                        "expected keys that differ once they are joined by dots"
+                    )
+                seen.add(leaf.piece.key)
+        for why, size in self._at_once.items():
+            if size >= NOTE_BYTES:
+                self.flat.notes.append(f"{size / 1e6:,.0f} MB are copied at once: {why}")
+        return self
+
+    def _mapping(
+        self, prefix: str, values: Mapping[str, object], found: list[tuple[str, Optimizer]]
+    ) -> None:
+        for name, value in values.items():
+            if not prefix and str(name).startswith(f"{PRIVATE}/"):
+                raise ConfigError(
+                    f"checkpoint: the key {name} is taken for what belongs to one rank: "
+                    "wrap the value in PerRank instead"
+                )
+            self._value(f"{prefix}{name}", value, found, values, name)
+
+    def _value(
+        self,
+        key: str,
+        value: object,
+        found: list[tuple[str, Optimizer]],
+        holder: Any,
+        name: object,
+    ) -> None:
+        """One value, which its holder has under a name."""
+        if isinstance(value, torch.Tensor):
+            if not self._tensor(key, value, "it is neither a module's nor an optimizer's"):
+                self._object(key, value, holder, name)
+        elif isinstance(value, nn.Module):
+            _refuse(key, value)
+            self.modules.append((key, value, value.state_dict(keep_vars=True)))
+        elif isinstance(value, Optimizer):
+            found.append((key, value))
+        elif isinstance(value, PerRank):
+            if key.startswith(f"{PRIVATE}/"):
+                raise ConfigError(f"checkpoint: {key} is PerRank within PerRank: expected it once")
+            self._value(private_key(self.rank, key), value.value, found, vars(value), "value")
+        elif isinstance(value, Mapping):
+            self._mapping(f"{key}.", value, found)
+        elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+            self._stateful(key, value, found)
+        elif isinstance(value, list) and _has_tensors(value):
+            for index, item in enumerate(value):
+                self._value(f"{key}.{index}", item, found, value, index)
+        else:
+            self._object(key, value, holder, name)
+
+    def _object(self, key: str, value: object, holder: Any, name: object) -> None:
+        if key in self.flat.objects:
+            raise ConfigError(f"checkpoint: two values of the state have the key {key}")
+        self.flat.objects[key] = value
+        if self.load:
+            if not hasattr(holder, "__setitem__"):
+                raise ConfigError(
+                    f"checkpoint: {key} cannot be set in a {type(holder).__qualname__}: "
+                    "expected a dict or a list"
+                )
+            self.put[key] = partial(holder.__setitem__, name)
+
+    def _stateful(self, key: str, value: Any, found: list[tuple[str, Optimizer]]) -> None:
+        """An object that gives its state, and takes it.
+
+        Entries without tensors are not taken apart, so that what comes and goes within them (a data
+        loader's position, say) is no key that is missing.
+        """
+        state = value.state_dict()
+        if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
+            self.flat.objects[key] = state
+            if self.load:
+                self.put[key] = value.load_state_dict
+            return
+        entries: dict[str, object] = dict(state)
+        for name, entry in entries.items():
+            if isinstance(entry, torch.Tensor) or _has_tensors(entry):
+                self._value(f"{key}.{name}", entry, found, entries, name)
+            else:
+                self._object(f"{key}.{name}", entry, entries, name)
+        if self.load:
+            self.growing.append((f"{key}.", entries))
+            self.finish.append(partial(value.load_state_dict, entries))
+
+    def _module(self, key: str, module: nn.Module, entries: dict[str, Any]) -> None:
+        names = _clean_names(module, entries)
+        own = {id(t) for t in (*module.parameters(), *module.buffers())} if self.load else set()
+        in_place = True
+        for raw, value in entries.items():
+            full = f"{key}.{names[raw]}"
+            if not isinstance(value, torch.Tensor):
+                self._object(full, value, entries, raw)
+                in_place = False
+                continue
+            number = id(value)
+            defer = number in self._deferrable
+            if defer:
+                why = ""
+            elif isinstance(value, nn.Parameter):
+                why = self._why.get(number, "parameters that no optimizer of the state has")
+            else:
+                why = "buffers change in the forward pass"
+            if not self._tensor(full, value, why, defer=defer):
+                self._object(full, value, entries, raw)
+                in_place = False
+            elif self.load and number not in own:  # made for the occasion by a hook of the user's
+                in_place = False
+        if self.load and not in_place:
+            self.finish.append(partial(module.load_state_dict, entries))
+
+    def _optimizer(self, key: str, optimizer: Optimizer) -> None:
+        names = self._names(optimizer)
+        self.optimizers.append((key, optimizer, names))
+        for number, group in enumerate(optimizer.param_groups):
+            values: dict[str, object] = {k: v for k, v in group.items() if k != "params"}
+            values["params"] = [names[id(p)] for p in group["params"]]
+            self.flat.objects[f"{key}.param_groups.{number}"] = values
+        if self.load:
+            return
+        never = _changes_unseen(optimizer)
+        for group in optimizer.param_groups:
+            why = never
+            if not why and group.get("capturable"):
+                why = "a capturable optimizer may step within a CUDA graph"
+            for p in group["params"]:
+                own = why
+                if not own and (
+                    p._post_accumulate_grad_hooks or "_in_backward_optimizers" in p.__dict__
+                ):
+                    own = "hooks may change parameters in the backward pass"
+                if own:
+                    self._why[id(p)] = own
+                else:
+                    self._deferrable.add(id(p))
+        for owner, entries in _inner(optimizer).state.items():
+            number = id(owner)
+            name = names.get(number, owner if isinstance(owner, str) else None)
+            if name is None:
+                raise ConfigError(
+                    f"checkpoint: {key} has state of a parameter that is in none of its groups"
+                )
+            prefix = f"{key}.state.{name}."
+            defer = number in self._deferrable
+            why = "" if defer else self._why.get(number, "state that belongs to no parameter")
+            for entry, value in entries.items():
+                full = prefix + str(entry)
+                if not isinstance(value, torch.Tensor) or not self._tensor(
+                    full,
+                    value,
+                    why or "state of another shape than its parameter",
+                    defer=defer and value.shape == owner.shape,
+                ):
+                    self.flat.objects[full] = value
+
+    def _names(self, optimizer: Optimizer) -> dict[int, str]:
+        """The names of an optimizer's parameters, by id."""
+        names: dict[int, str] = {}
+        for number, group in enumerate(optimizer.param_groups):
+            for index, p in enumerate(group["params"]):
+                known = self._owner.get(id(p))
+                names[id(p)] = known[1] if known else f"{number}.{index}"
+        if len(set(names.values())) != len(names):
+            for p, (module, name) in self._owner.items():
+                if p in names:
+                    names[p] = f"{module}.{name}"
+        return names
+
+    def _tensor(self, key: str, value: torch.Tensor, why: str, *, defer: bool = False) -> bool:
+        """Add a tensor; False: it is of a kind that only torch.save can write."""
+        if isinstance(value, DTensor):
+            found = _shard(key, value)
+            if found is None:
+                return True  # this rank has nothing of it
+            piece, local = found
+        else:
+            dtype = _DTYPES.get(value.dtype)
+            if dtype is None or value.layout is not torch.strided or _is_wrapper(value):
+                return False
+            shape = value.shape
+            known = _pieces.get(key)
+            if known is None or not (known.shape == shape == known.whole and known.dtype == dtype):
+                if value.is_meta or isinstance(value, nn.UninitializedParameter):
+                    raise ConfigError(
+                        f"checkpoint: {key} has no memory yet: expected it initialised"
+                    )
+                shape = tuple(shape)
+                known = _pieces[key] = Piece(key, dtype, shape, shape, (0,) * len(shape))
+            piece, local = known, value.detach()
+        if local.is_complex():
+            local = local.resolve_conj()
+        if defer or why:
+            size = local.nbytes
+            if size < DEFER_BYTES:
+                defer = False
+            else:
+                if defer and not local.is_contiguous():
+                    defer, why = False, "tensors that are not contiguous"
+                if not defer:
+                    self._at_once[why] = self._at_once.get(why, 0) + size
+        self.flat.leaves.append(Leaf(piece, local, defer))
+        return True
+
+
+_pieces: dict[str, Piece] = {}
+"""By key; believed only if dtype and shape agree."""
+_shards: dict[str, tuple[object, Piece]] = {}
+"""By key, with the DTensor's spec: believed only if that is the same object."""
+_clean: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
+
+
+def _shard(key: str, value: DTensor) -> tuple[Piece, torch.Tensor] | None:
+    """What this rank has of a DTensor; None if it is outside of its mesh.
+
+    Raises:
+        ConfigError: a sum that is still to be made, or no single box.
+    """
+    with torch.no_grad():
+        local = value.to_local()
+    spec = value._spec
+    known = _shards.get(key)
+    if known is not None and known[0] is spec and known[1].shape == local.shape:
+        return known[1], local
+    if value.device_mesh.get_coordinate() is None:
+        return None
+    try:
+        boxes = value.__create_chunk_list__()
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"checkpoint: {key} is a DTensor placed as {value.placements}, of which no box can be "
+            f"saved: redistribute it to Shard or Replicate first ({error})"
+        ) from error
+    if len(boxes) != 1 or tuple(boxes[0].sizes) != tuple(local.shape):
+        raise ConfigError(
+            f"checkpoint: {key} is a DTensor placed as {value.placements}: expected one box of the "
+            f"shape {tuple(local.shape)} on this rank, found {[tuple(b.sizes) for b in boxes]}"
+        )
+    dtype = _DTYPES.get(local.dtype)
+    if dtype is None:
+        raise ConfigError(f"checkpoint: {key} is a DTensor of {local.dtype}, which is not saved")
+    piece = Piece(
+        key, dtype, tuple(local.shape), tuple(value.shape), tuple(map(int, boxes[0].offsets))
+    )
+    _shards[key] = spec, piece
+    return piece, local
+
+
+def _clean_names(module: nn.Module, entries: Mapping[str, Any]) -> dict[str, str]:
+    """The keys of a module's state without what wrappers have put before them."""
+    known = _clean.get(module)
+    if known is not None and known.keys() == entries.keys():
+        return known
+    wrappers = []
+    for name, inner in module.named_modules(remove_duplicate=False):
+        if isinstance(inner, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            wrappers.append(_unmarked(f"{name}." if name else ""))
+    wrappers.sort(key=len, reverse=True)  # inner ones first
+    names: dict[str, str] = {}
+    for raw in entries:
+        name = _unmarked(raw)
+        for prefix in wrappers:
+            if name.startswith(f"{prefix}module."):
+                name = prefix + name[len(prefix) + len("module.") :]
+        names[raw] = name
+    _clean[module] = names
+    return names
+
+
+def _unmarked(name: str) -> str:
+    for mark in _MARKS:
+        name = name.replace(mark, "")
+    return name
+
+
+def _inner(optimizer: Optimizer) -> Optimizer:
+    """The one that has the state: within ZeroRedundancyOptimizer, that of what this rank owns."""
+    zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if zero is not None and isinstance(optimizer, zero.ZeroRedundancyOptimizer):
+        inner: Optimizer = optimizer.optim
+        return inner
+    return optimizer
+
+
+def _changes_unseen(optimizer: Optimizer) -> str:
+    """Why the hook before ``step()`` does not see each change of the optimizer's parameters."""
+    kind = type(optimizer)
+    if not getattr(kind.step, "hooked", False):
+        return f"torch does not hook {kind.__qualname__}.step"
+    own = vars(optimizer).get("step")
+    if own is not None:
+        function = getattr(own, "__func__", own)
+        scheduled = getattr(function, "_wrapped_by_lr_sched", False)
+        if not scheduled or getattr(function, "__wrapped__", None) is not kind.step:
+            return f"step of this {kind.__qualname__} was replaced"
+    if getattr(optimizer, "_overlap_with_ddp", False):
+        return "overlap_with_ddp steps in the backward pass"
+    return ""
+
+
+def _is_wrapper(value: torch.Tensor) -> bool:
+    """Whether it is a subclass that has its bytes in other tensors."""
+    return type(value) not in _PLAIN and hasattr(value, "__tensor_flatten__")
+
+
+def _refuse(key: str, module: nn.Module) -> None:
+    """Refuse a module whose state no single rank has.
+
+    Raises:
+        ConfigError: FullyShardedDataParallel.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
+    if fsdp is not None and any(
+        isinstance(inner, fsdp.FullyShardedDataParallel) for inner in module.modules()
+    ):
+        raise ConfigError(
+            f"checkpoint: {key} has a FullyShardedDataParallel: expected fully_shard (FSDP2), "
+            "whose parameters are DTensors; or give its state_dict() and its optimizer's"
+        )
+
+
+def _has_tensors(value: object) -> bool:
+    """Whether there is a tensor, or what has some, somewhere in a container."""
+    return any(True for _ in _inside(value))
+
+
+def _inside(value: object) -> Iterator[object]:
+    if isinstance(value, torch.Tensor | nn.Module | Optimizer):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _inside(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _inside(item)
