@@ -6,11 +6,15 @@ takes for absent: each document is checked by the XXH3 that stands beside it.
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
 from itertools import chain
 from math import prod
 from typing import Any, Self
+
+import xxhash
 
 FORMAT = 1
 ALIGN = 64
@@ -159,6 +163,8 @@ class Summary:
     """It is to go to storage, and has not: a writer spares it while no newer one is."""
     hollow: bool = False
     """A replica without the bytes before ``private_at``."""
+    metric: float | None = None
+    """What ``save()`` was told of the step's worth: retention may keep the best."""
     format: int = FORMAT
 
     def encode(self) -> bytes:
@@ -196,3 +202,276 @@ def decode_objects(region: bytes) -> dict[str, bytes]:
         found[key] = region[start : start + length]
         start += length
     return found
+
+
+# --- in storage ---
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Where a piece is, in the files of a checkpoint."""
+
+    piece: Piece
+    file: str
+    """Its name in the checkpoint's folder."""
+    position: int
+    """Of the raw bytes in it: contiguous, little-endian, as many as the piece has."""
+    xxh3: int
+    """Of the raw bytes: the one that the slot had."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenObject:
+    """Where an object is; its bytes are those that the slot had (``torch.save``)."""
+
+    key: str
+    file: str
+    position: int
+    nbytes: int
+    xxh3: int
+
+    @property
+    def private(self) -> bool:
+        """Whether it belongs to one rank alone."""
+        return is_private(self.key)
+
+
+_SEALED = re.compile(rb'\{"xxh3": "([0-9a-f]{16})", "manifest": ')
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A checkpoint exists in storage once this does, beside its folder: ``<folder>.json``."""
+
+    step: int
+    attempt: str
+    job: str
+    round: int
+    lap: int
+    world: int
+    folder: str
+    """Its name in the directory of the checkpoints: ``step-<n>.<attempt>``."""
+    at: float
+    """When it was committed, in seconds of the epoch by the committer's clock: for people."""
+    number: int = 0
+    """Grows with each commit in the directory: what is newer is told by it, not by clocks."""
+    term: int = 0
+    """In which the master granted it; 0 where there is no master."""
+    pieces: tuple[Written, ...] = ()
+    """All of them, private ones too; each box once."""
+    objects: tuple[WrittenObject, ...] = ()
+    metric: float | None = None
+    notes: tuple[str, ...] = ()
+    """What was odd: copies that were not equal."""
+    void: str = ""
+    """A tombstone: nothing is here nor will be, and why."""
+    format: int = FORMAT
+
+    @property
+    def nbytes(self) -> int:
+        """Of tensors and objects."""
+        return sum(w.piece.nbytes for w in self.pieces) + sum(o.nbytes for o in self.objects)
+
+    @property
+    def files(self) -> list[str]:
+        """Names of the files that hold the bytes."""
+        return sorted({w.file for w in self.pieces} | {o.file for o in self.objects})
+
+    def encode(self) -> bytes:
+        """As JSON, with a digest of itself."""
+        files = self.files
+        number = {name: index for index, name in enumerate(files)}
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values["files"] = files
+        values["pieces"] = [
+            [p.key, p.dtype, p.shape, p.whole, p.at, number[w.file], w.position, w.xxh3]
+            for w in self.pieces
+            for p in (w.piece,)
+        ]
+        values["objects"] = [
+            [o.key, number[o.file], o.position, o.nbytes, o.xxh3] for o in self.objects
+        ]
+        body = json.dumps(values, separators=(",", ":")).encode()
+        return b'{"xxh3": "%016x", "manifest": %s}\n' % (xxhash.xxh3_64_intdigest(body), body)
+
+    @classmethod
+    def decode(cls, document: bytes) -> Self:
+        """Read it.
+
+        Raises:
+            ValueError: it is torn or damaged, or of another version; says which.
+        """
+        head, body = _SEALED.match(document), document.rstrip()[:-1]
+        if head is None or document.rstrip()[-1:] != b"}":
+            raise ValueError(f"{len(document)} bytes that are no whole manifest")
+        body = body[head.end() :]
+        if xxhash.xxh3_64_intdigest(body) != int(head[1], 16):
+            raise ValueError("its bytes are not those that were written")
+        values = json.loads(body)
+        if values.get("format") != FORMAT:
+            raise ValueError(f"its format is {values.get('format')}: expected {FORMAT}")
+        files = values.pop("files")
+        values["pieces"] = tuple(
+            Written(Piece(k, d, tuple(s), tuple(w), tuple(a)), files[f], position, xxh3)
+            for k, d, s, w, a, f, position, xxh3 in values["pieces"]
+        )
+        values["objects"] = tuple(
+            WrittenObject(key, files[f], position, nbytes, xxh3)
+            for key, f, position, nbytes, xxh3 in values["objects"]
+        )
+        values["notes"] = tuple(values["notes"])
+        known = {f.name for f in fields(cls)}
+        return cls(**{key: value for key, value in values.items() if key in known})
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Which checkpoints stay; those that one rule keeps stay, the newest always."""
+
+    newest: int = 3
+    every: int = 0
+    """Each whose step is a multiple of it; 0: none for that."""
+    best: int = 0
+    """So many, by the metric."""
+    lowest: bool = True
+    """The best has the lowest metric (a loss), not the highest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Who writes into a directory: a job, by one process at a time."""
+
+    job: str
+    """The job's uid."""
+    name: str = ""
+    """What people call it."""
+
+
+# --- a persister's standard input and output: one JSON document a line ---
+
+
+class Phase(StrEnum):
+    """How far an order is; the values are those of ``protocol.agents.PersistPhase``."""
+
+    WRITING = "writing"
+    READY = "ready"
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Write a checkpoint to storage. A newer order calls the older one off."""
+
+    attempt: str
+    step: int
+    round: int
+    lap: int
+    world: int
+    ranks: tuple[int, ...]
+    """Whose slots this node writes."""
+    arena: str
+    """Folder of the slots."""
+    dir: str
+    """Where checkpoints go: a path or an fsspec address."""
+    job: str
+    """The job's uid, as slots say it."""
+    node: str
+    """This node's id, as ``writers`` has it."""
+    writers: tuple[str, ...] = ()
+    """To the coordinator alone: the ids of all nodes that write, itself among them."""
+    grant: int | None = None
+    """The coordinator may commit, in this term; None: it answers ``ready`` and waits for a grant.
+    Where there is no master: 0."""
+    keep: Keep = Keep()
+    spare: tuple[str, ...] = ()
+    """Folders that retention leaves alone: the one that was loaded."""
+    deadline_s: float = 1800.0
+    """From when the order arrives; a failure then."""
+    name: str = ""
+    """What people call the job."""
+
+    def encode(self) -> bytes:
+        """A line."""
+        return _line("order", asdict(self))
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """The coordinator of an attempt may commit."""
+
+    attempt: str
+    term: int
+
+    def encode(self) -> bytes:
+        """A line."""
+        return _line("grant", asdict(self))
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Give an attempt up; it is answered with ``failed``, unless it has been answered."""
+
+    attempt: str
+
+    def encode(self) -> bytes:
+        """A line."""
+        return _line("cancel", asdict(self))
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """How far an order is. ``done`` and ``failed`` are the last that is said of an attempt."""
+
+    attempt: str
+    phase: Phase
+    why: str = ""
+    """What is wrong, in words, if it failed."""
+    stored: tuple[int, str, float] | None = None
+    """Of the coordinator that is done: step, path or address of the folder, when (epoch s)."""
+    notes: tuple[str, ...] = ()
+    """What was odd, and no failure."""
+    seconds: float = 0.0
+    """Since the order arrived."""
+    nbytes: int = 0
+    """That this node has written."""
+
+    def encode(self) -> bytes:
+        """A line."""
+        return _line("answer", asdict(self))
+
+
+def _line(kind: str, values: dict[str, Any]) -> bytes:
+    return json.dumps({"kind": kind, **values}, separators=(",", ":")).encode() + b"\n"
+
+
+_LINES: dict[str, type[Order | Grant | Cancel | Answer]] = {
+    "order": Order,
+    "grant": Grant,
+    "cancel": Cancel,
+    "answer": Answer,
+}
+
+
+def read_line(line: bytes) -> Order | Grant | Cancel | Answer:
+    """What a line says; fields that are not known are left out.
+
+    Raises:
+        ValueError: it is none of these documents.
+    """
+    values = json.loads(line)
+    kind = _LINES.get(values.pop("kind", "")) if isinstance(values, dict) else None
+    if kind is None:
+        raise ValueError(f"expected one of {', '.join(_LINES)}, found {line[:100]!r}")
+    for name in ("ranks", "writers", "spare", "notes", "stored"):
+        if values.get(name) is not None:
+            values[name] = tuple(values[name])
+    if "keep" in values:
+        values["keep"] = Keep(**values["keep"])
+    if "phase" in values:
+        values["phase"] = Phase(values["phase"])
+    known = {f.name for f in fields(kind)}
+    try:
+        return kind(**{key: value for key, value in values.items() if key in known})
+    except TypeError as error:
+        raise ValueError(f"not a whole {kind.__name__.lower()}: {error}") from error
