@@ -229,6 +229,8 @@ class _OptimizerTarget:
         }
         """Of these the state is this rank's."""
         self.fresh: dict[Any, dict[str, Any]] = {}
+        self.group_count = len(optimizer.param_groups)
+        self._loaded = False
 
     def allocate(
         self, name: str, entry: str, dtype: torch.dtype, whole: tuple[int, ...]
@@ -258,6 +260,7 @@ class _OptimizerTarget:
 
     def put_group(self, number: int, values: Mapping[str, object]) -> None:
         """Set a group's hyperparameters."""
+        self._loaded = True
         group = self._outer.param_groups[number]
         for key, value in values.items():
             old = group.get(key)
@@ -270,8 +273,9 @@ class _OptimizerTarget:
 
     def finish(self) -> None:
         """Let the state be the one that was loaded, and nothing else."""
-        self._inner.state.clear()
-        self._inner.state.update(self.fresh)
+        if self._loaded:
+            self._inner.state.clear()
+            self._inner.state.update(self.fresh)
 
 
 def _to(value: object, device: torch.device) -> object:
@@ -350,7 +354,7 @@ class _Walk:
     ) -> None:
         """One value, which its holder has under a name."""
         if isinstance(value, torch.Tensor):
-            if not self._tensor(key, value, "it is neither a module's nor an optimizer's"):
+            if not self.tensor(key, value, "it is neither a module's nor an optimizer's"):
                 self._object(key, value, holder, name)
         elif isinstance(value, nn.Module):
             _refuse(key, value)
@@ -365,7 +369,7 @@ class _Walk:
             self._mapping(f"{key}.", value, found)
         elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
             self._stateful(key, value, found)
-        elif isinstance(value, list) and _has_tensors(value):
+        elif isinstance(value, list) and not _terminal(value):
             for index, item in enumerate(value):
                 self._value(f"{key}.{index}", item, found, value, index)
         else:
@@ -423,7 +427,7 @@ class _Walk:
                 why = self._why.get(number, "parameters that no optimizer of the state has")
             else:
                 why = "buffers change in the forward pass"
-            if not self._tensor(full, value, why, defer=defer):
+            if not self.tensor(full, value, why, defer=defer):
                 self._object(full, value, entries, raw)
                 in_place = False
             elif self.load and number not in own:  # made for the occasion by a hook of the user's
@@ -467,7 +471,7 @@ class _Walk:
             why = "" if defer else self._why.get(number, "state that belongs to no parameter")
             for entry, value in entries.items():
                 full = prefix + str(entry)
-                if not isinstance(value, torch.Tensor) or not self._tensor(
+                if not isinstance(value, torch.Tensor) or not self.tensor(
                     full,
                     value,
                     why or "state of another shape than its parameter",
@@ -488,7 +492,7 @@ class _Walk:
                     names[p] = f"{module}.{name}"
         return names
 
-    def _tensor(self, key: str, value: torch.Tensor, why: str, *, defer: bool = False) -> bool:
+    def tensor(self, key: str, value: torch.Tensor, why: str, *, defer: bool = False) -> bool:
         """Add a tensor; False: it is of a kind that only torch.save can write."""
         if isinstance(value, DTensor):
             found = _shard(key, value)
@@ -522,6 +526,13 @@ class _Walk:
                     self._at_once[why] = self._at_once.get(why, 0) + size
         self.flat.leaves.append(Leaf(piece, local, defer))
         return True
+
+
+def leaf_of(key: str, value: torch.Tensor) -> Leaf | None:
+    """What this rank has of a tensor; None if that is nothing."""
+    walk = _Walk(0, load=True)
+    walk.tensor(key, value, "")
+    return walk.flat.leaves[0] if walk.flat.leaves else None
 
 
 _pieces: dict[str, Piece] = {}
@@ -638,6 +649,15 @@ def _refuse(key: str, module: nn.Module) -> None:
             f"checkpoint: {key} has a FullyShardedDataParallel: expected fully_shard (FSDP2), "
             "whose parameters are DTensors; or give its state_dict() and its optimizer's"
         )
+
+
+def _terminal(values: list[object]) -> bool:
+    """Whether a list is one object: DCP takes those apart that have tensors or mappings in them."""
+    return not any(
+        isinstance(value, torch.Tensor | Mapping)
+        or (isinstance(value, list) and not _terminal(value))
+        for value in values
+    )
 
 
 def _has_tensors(value: object) -> bool:
