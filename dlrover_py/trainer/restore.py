@@ -640,13 +640,21 @@ class _Reader(dcp.StorageReader):  # type: ignore[misc]
             piece, places = boxes[key][tuple(chunk.offsets), tuple(chunk.sizes)]
             target = planner.resolve_tensor(item)
             jobs.append(_Job(piece, places, 0, target, item.storage_offsets, item.lengths))
+        self.run(jobs)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def run(self, jobs: list["_Job"]) -> None:
+        """Read all of it, wherever it can be had.
+
+        Raises:
+            CheckpointError: something can be had nowhere.
+        """
         jobs.sort(key=lambda job: job.piece.nbytes, reverse=True)
         with ThreadPoolExecutor(THREADS, "dlrover-restore") as pool:
             while jobs:
                 jobs = self._round(jobs, pool)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
 
     def _round(self, jobs: list[_Job], pool: ThreadPoolExecutor) -> list[_Job]:
         """Try each once; returns those that have to be tried elsewhere.
@@ -666,14 +674,15 @@ class _Reader(dcp.StorageReader):  # type: ignore[misc]
                 waves.setdefault(id(source), []).append(job)
             else:
                 others.append(job)
+        turns = iter(others)  # a thread takes the next when it is done: the largest come first
         results = [pool.submit(_wave, wave) for wave in waves.values()]
-        for job, good in zip(others, pool.map(_attempt, others), strict=True):
-            self._count(job, good)
+        results += [pool.submit(_attempts, turns) for _ in range(THREADS)]
         for result in results:
             result.result()
-        for wave in waves.values():
-            for job in wave:
-                self._count(job, not job.why)
+        for job in jobs:
+            if not job.why:
+                kind = job.places[job.tried].source.kind
+                self.nbytes[kind] = self.nbytes.get(kind, 0) + job.target.nbytes
         failed = [job for job in jobs if job.why]
         for job in failed:
             place = job.places[job.tried]
@@ -681,14 +690,15 @@ class _Reader(dcp.StorageReader):  # type: ignore[misc]
             job.tried += 1
         return failed
 
-    def _count(self, job: _Job, good: bool) -> None:
-        if good:
-            kind = job.places[job.tried].source.kind
-            self.nbytes[kind] = self.nbytes.get(kind, 0) + job.target.nbytes
+
+def _attempts(jobs: Iterator[_Job]) -> None:
+    """Take one after the other, as other threads do; the GIL keeps the iterator whole."""
+    for job in jobs:
+        _attempt(job)
 
 
-def _attempt(job: _Job) -> bool:
-    """Read a piece from where it is its turn; False: why says what is wrong."""
+def _attempt(job: _Job) -> None:
+    """Read a piece from where it is its turn; ``why`` says what is wrong, if anything is."""
     place = job.places[job.tried]
     job.why = ""
     try:
@@ -702,7 +712,6 @@ def _attempt(job: _Job) -> bool:
             _cut(scratch, job)
     except _TROUBLE as error:
         job.why = str(error) or type(error).__name__
-    return not job.why
 
 
 def _cut(source: torch.Tensor, job: _Job) -> None:
@@ -763,10 +772,22 @@ def _copy(
     Raises:
         CheckpointError: something cannot be had, or is damaged wherever it is.
     """
-    reader = _Reader(candidate, {leaf.piece.key for leaf in fit.leaves})
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore", UserWarning)  # that no_dist is set, which is meant
-        dcp.load({}, storage_reader=reader, planner=_Planner(fit.leaves), no_dist=True)
+    boxes = candidate.catalog.boxes
+    jobs: list[_Job] = []
+    cut: list[Leaf] = []
+    for leaf in fit.leaves:
+        piece, places = boxes[leaf.piece.key].get((leaf.piece.at, leaf.piece.shape), (None, []))
+        if piece is not None and places:  # the same box was saved: nothing is to be planned
+            at = (0,) * len(piece.shape)
+            jobs.append(_Job(piece, places, 0, leaf.tensor, at, piece.shape))
+        else:
+            cut.append(leaf)
+    reader = _Reader(candidate, {leaf.piece.key for leaf in cut})
+    reader.run(jobs)
+    if cut:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that no_dist is set, which is meant
+            dcp.load({}, storage_reader=reader, planner=_Planner(cut), no_dist=True)
     return [(put, read()) for _, put, read in fit.objects], reader.nbytes
 
 
