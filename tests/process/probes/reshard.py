@@ -1,0 +1,160 @@
+"""Worlds of 4, 3, 2 and 4 ranks, one after the other: each loads what the last one has staged.
+
+usage: reshard.py MODE FOLDER. Each world also loads what the last one has written with torch's own
+dcp.save, into a second model, and compares the two bit for bit. Prints "ok" if all is well.
+"""
+
+import logging
+import multiprocessing
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from dlrover_py.trainer import restore
+from dlrover_py.trainer.state import PerRank
+from tests.slots import stage
+
+WORLDS = [4, 3, 2, 4]
+
+
+class Net(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(7, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.down = nn.Linear(width, 2)
+
+    def forward(self, x):
+        return self.down(self.norm(self.up(x).relu()))
+
+
+def build(mode, world, seed):
+    torch.manual_seed(seed)
+    net = Net(12 if mode == "tp" else 13)  # 13: uneven shards; down's 2 rows: empty ones
+    mesh = init_device_mesh("cpu", (world,))
+    if mode == "ddp" or mode == "zero":
+        net = DistributedDataParallel(net)
+    elif mode == "fsdp":
+        fully_shard(net.up, mesh=mesh)
+        fully_shard(net, mesh=mesh)
+    elif mode == "tp":
+        net.norm = nn.Identity()
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(net, mesh, plan)
+    elif mode == "hsdp":
+        shape = (2, 2) if world == 4 else (1, world)
+        fully_shard(net, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("copy", "shard")))
+    if mode == "zero":
+        return net, ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=0.01)
+    return net, torch.optim.AdamW(net.parameters(), lr=0.01)
+
+
+def step(net, optimizer, rank, mode):
+    torch.manual_seed(50 if mode == "tp" else rank)
+    optimizer.zero_grad()
+    net(torch.randn(6, 7)).square().mean().backward()
+    optimizer.step()
+    for buffer in net.buffers():  # else each rank has its own: ours gives that back, torch rank 0's
+        dist.broadcast(buffer, 0)
+
+
+def plain(net, optimizer):
+    """The same state as torch alone would write it."""
+    inner = getattr(optimizer, "optim", optimizer)
+    names = {p: n.removeprefix("module.") for n, p in net.named_parameters()}
+    return {
+        "model": {k.removeprefix("module."): v for k, v in net.state_dict().items()},
+        "optim": {names[p]: dict(entries) for p, entries in inner.state.items()},
+    }
+
+
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def compare(ours, theirs):
+    assert ours.keys() == theirs.keys(), (ours.keys(), theirs.keys())
+    for key, value in ours.items():
+        if isinstance(value, dict):
+            compare(value, theirs[key])
+        else:
+            one, other = local(value), local(theirs[key])
+            assert one.dtype == other.dtype and torch.equal(one, other), (key, one, other)
+
+
+def run(mode, folder, number, world, rank):
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet{number}", rank=rank, world_size=world
+    )
+    arena = folder / "arena"
+    net, optimizer = build(mode, world, seed=100 + number)
+    state = {"model": net, "optim": optimizer, "step": 0, "mine": PerRank({"rank": -1})}
+    found = restore.load(
+        state, rank=rank, world=world, arena=arena, agent=None, store=None,
+        log=logging.getLogger("probe"),
+    )  # fmt: skip
+    if number == 0:
+        assert found is None
+    else:
+        assert found is not None and found.step == number == state["step"], found
+        before = WORLDS[number - 1]
+        assert found.world == before
+        assert state["mine"].value["rank"] == (rank if rank < before else -1)
+        other, theirs = build(mode, world, seed=200 + number)
+        step(other, theirs, rank, mode)  # so that it has state to load into
+        target = plain(other, theirs)
+        dcp.load(target, checkpoint_id=folder / f"dcp{number}")
+        for key, value in target["model"].items():  # not all of it was loaded in place
+            with torch.no_grad():
+                local(
+                    other.state_dict()[("module." if mode in ("ddp", "zero") else "") + key]
+                ).copy_(local(value))
+        compare(plain(net, optimizer), target)
+    step(net, optimizer, rank, mode)
+    dcp.save(plain(net, optimizer), checkpoint_id=folder / f"dcp{number + 1}")
+    state["step"], state["mine"] = number + 1, PerRank({"rank": rank})
+    dist.barrier()
+    for old in arena.iterdir() if rank == 0 else ():
+        old.unlink()
+    dist.barrier()
+    stage(arena / f"{rank}.0", state, rank=rank, world=world, step=number + 1)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main(mode, folder):
+    (folder / "arena").mkdir()
+    processes = multiprocessing.get_context("fork")
+    for number, world in enumerate(WORLDS):
+        ranks = [
+            processes.Process(target=run, args=(mode, folder, number, world, rank))
+            for rank in range(world)
+        ]
+        for one in ranks:
+            one.start()
+        for one in ranks:
+            one.join()
+        if any(one.exitcode for one in ranks):
+            sys.exit(f"{mode}: world {number} of {world} ranks failed")
+    print("ok")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
