@@ -1,18 +1,31 @@
 """From slots and files into a user's state: bit for bit, or not at all."""
 
 import logging
+import os
+import pickle
+import random
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
+from dlrover_py import arena
 from dlrover_py.arena import Slot
+from dlrover_py.protocol.checkpoint import Piece
 from dlrover_py.protocol.errors import CheckpointError
 from dlrover_py.trainer import restore
-from dlrover_py.trainer.restore import KeysDiffer, Loaded
-from dlrover_py.trainer.state import PerRank, Random
+from dlrover_py.trainer.catalog import Catalog, Found, Place
+from dlrover_py.trainer.foreign import load_dcp
+from dlrover_py.trainer.reshard import copy_leaves
+from dlrover_py.trainer.restore import KeysDiffer, Loaded, merge
+from dlrover_py.trainer.state import Leaf, PerRank, Random
 from tests.slots import stage
 
 LOG = logging.getLogger("test")
@@ -65,6 +78,271 @@ def test_a_state_is_restored_into_new_objects(tmp_path: Path) -> None:
     stage(tmp_path / "0.0", saved, step=3)
     state = fresh(2)
     found = load(state, tmp_path)
-    assert found is not None and found.step == 3 and found.missing == ()
+    assert found is not None
+    assert (found.step, found.missing) == (3, ())
     assert same(dicts(state), dicts(saved))
     assert found.nbytes.keys() == {"memory"}
+
+
+def test_an_optimizer_that_had_no_state_has_none_again(tmp_path: Path) -> None:
+    stage(tmp_path / "0.0", fresh(1), step=0)
+    state = trained(2)
+    assert load(state, tmp_path) is not None
+    assert state["optim"].state == {}
+    assert same(dicts(state)["model"], fresh(1)["model"].state_dict())
+
+
+def test_the_state_of_a_low_precision_parameter_keeps_its_dtype(tmp_path: Path) -> None:
+    def build() -> dict[str, Any]:
+        p = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        return {"optim": torch.optim.AdamW([p]), "p": p}
+
+    saved = build()
+    saved["optim"].state[saved["p"]] = {"exp_avg": torch.full((3,), 1 / 3), "step": torch.ones(())}
+    stage(tmp_path / "0.0", saved)
+    state = build()
+    load(state, tmp_path)
+    (entries,) = state["optim"].state.values()
+    assert same(entries, saved["optim"].state[saved["p"]])
+
+
+def test_keys_that_differ_are_told_before_anything_is_changed(tmp_path: Path) -> None:
+    stage(tmp_path / "0.0", trained(1))
+    state = {**fresh(2), "extra": torch.zeros(2)}
+    del state["epoch"]
+    before = {k: v.clone() for k, v in state["model"].state_dict().items()}
+    with pytest.raises(KeysDiffer, match=r"does not have extra; .* no place for epoch"):
+        load(state, tmp_path)
+    assert same(state["model"].state_dict(), before)
+    found = load(state, tmp_path, strict=False)
+    assert found is not None
+    assert (found.missing, found.unexpected) == (("extra",), ("epoch",))
+    assert not same(state["model"].state_dict(), before)
+
+
+def test_another_shape_is_told_even_where_keys_may_differ(tmp_path: Path) -> None:
+    stage(tmp_path / "0.0", {"w": torch.zeros(4, 3)})
+    with pytest.raises(KeysDiffer, match=r"w has the shape \(4, 3\), and \(5, 3\) here"):
+        load({"w": torch.zeros(5, 3)}, tmp_path, strict=False)
+
+
+def test_nothing_is_found_where_nothing_is(tmp_path: Path) -> None:
+    assert load(fresh(1), tmp_path) is None
+    assert load(fresh(1), tmp_path / "none") is None
+
+
+def flip(path: Path, key: str) -> None:
+    """Change a byte of a tensor in a slot."""
+    with Slot(path, write=True) as slot:
+        found = arena.contents(slot)
+        at = next(at for piece, at in found.layout if piece.key == key)
+        slot.view()[at] ^= 1
+
+
+def test_a_flipped_bit_is_found_and_the_copy_is_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = trained(1)
+    stage(tmp_path / "0.0", saved, rank=0, world=2)
+    stage(tmp_path / "1.0", saved, rank=1, world=2)
+    flip(tmp_path / "0.0", "model.0.weight")
+    state = fresh(2)
+    assert load(state, tmp_path) is not None
+    assert same(dicts(state), dicts(saved))
+    assert [r.__dict__["key"] for r in caplog.records] == ["model.0.weight"]
+
+
+def test_what_is_damaged_everywhere_gives_way_to_the_one_before(tmp_path: Path) -> None:
+    older = trained(1, 2)
+    stage(tmp_path / "0.0", older, step=2)
+    stage(tmp_path / "0.1", trained(1, 3), step=3)
+    flip(tmp_path / "0.1", "model.2.bias")
+    state = fresh(2)
+    found = load(state, tmp_path)
+    assert found is not None
+    assert found.step == 2
+    assert same(dicts(state), dicts(older))
+
+
+def test_after_a_byte_was_copied_it_is_an_error_to_have_loaded_nothing(tmp_path: Path) -> None:
+    stage(tmp_path / "0.0", trained(1))
+    flip(tmp_path / "0.0", "model.2.bias")
+    state = fresh(2)
+    with pytest.raises(CheckpointError, match=r"model\.2\.bias.*do not train on"):
+        load(state, tmp_path)
+    assert state["epoch"] == -1
+
+
+def test_a_set_without_all_its_parts_is_none(tmp_path: Path) -> None:
+    stage(tmp_path / "0.0", {"w": torch.ones(3)}, rank=0, world=2)
+    assert load({"w": torch.zeros(3)}, tmp_path) is None
+
+
+def test_a_slot_that_is_being_filled_is_left_alone(tmp_path: Path) -> None:
+    stage(tmp_path / "0.0", {"w": torch.ones(3)}, step=1)
+    stage(tmp_path / "0.1", {"w": torch.zeros(3)}, step=2)
+    with Slot(tmp_path / "0.1", write=True) as writer:
+        assert writer.lock(shared=False)
+        found = load({"w": torch.zeros(3)}, tmp_path)
+        assert found is not None
+        assert found.step == 1
+
+
+def test_slots_are_given_back(tmp_path: Path) -> None:
+    stage(tmp_path / "0.0", {"w": torch.ones(3)})
+    load({"w": torch.zeros(3)}, tmp_path)
+    with Slot(tmp_path / "0.0", write=True) as writer:
+        assert writer.lock(shared=False)
+
+
+@pytest.mark.parametrize(("mine", "expected", "missing"), [(7, 7, ()), (None, -1, ("rank/0/x",))])
+def test_what_belongs_to_one_rank_is_its_own_or_left(
+    tmp_path: Path, mine: int | None, expected: int, missing: tuple[str, ...]
+) -> None:
+    own = {} if mine is None else {"x": PerRank(mine)}
+    stage(tmp_path / "0.0", {"w": torch.ones(2), **own}, rank=0, world=2)
+    stage(tmp_path / "1.0", {"w": torch.ones(2), "x": PerRank(8)}, rank=1, world=2)
+    state = {"w": torch.zeros(2), "x": PerRank(-1)}
+    found = load(state, tmp_path)
+    assert found is not None
+    assert (state["x"].value, found.missing) == (expected, missing)
+
+
+def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
+    state = {"rng": PerRank(Random())}
+    stage(tmp_path / "0.0", state)
+    drawn = random.random(), torch.rand(3)
+    assert load(state, tmp_path) is not None
+    again = random.random(), torch.rand(3)
+    assert drawn[0] == again[0]
+    assert torch.equal(drawn[1], again[1])
+
+
+def test_tensors_that_are_not_contiguous_or_of_another_dtype_are_filled(tmp_path: Path) -> None:
+    value = torch.arange(12.0).view(3, 4)
+    stage(tmp_path / "0.0", {"w": value, "v": value})
+    state = {"w": torch.zeros(4, 3).t(), "v": torch.zeros(3, 4, dtype=torch.float64)}
+    load(state, tmp_path)
+    assert torch.equal(state["w"], value)
+    assert torch.equal(state["v"], value.double())
+
+
+class Box:
+    """What a rank has of a tensor, without a mesh of real ranks."""
+
+    def __init__(self, rank: int, whole: torch.Tensor, at: tuple[int, ...], shape: Any) -> None:
+        self.rank, self.whole, self.at, self.shape = rank, whole, at, shape
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        cut = tuple(slice(a, a + n) for a, n in zip(self.at, self.shape, strict=True))
+        return self.whole[cut]
+
+    @property
+    def piece(self) -> Piece:
+        return Piece("w", "float32", tuple(self.shape), tuple(self.whole.shape), self.at)
+
+
+def grid(data: st.DataObject, shape: tuple[int, ...]) -> list[tuple[Any, Any]]:
+    """Cut a tensor into boxes, at random places in each dimension; some may be empty."""
+    cuts = []
+    for size in shape:
+        inner = data.draw(st.lists(st.integers(0, size), max_size=3))
+        edges = [0, *sorted(inner), size]
+        cuts.append(list(pairwise(edges)))
+    return [(tuple(a for a, _ in box), tuple(b - a for a, b in box)) for box in product(*cuts)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_boxes_are_read_out_of_any_others(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+    whole = torch.arange(float(torch.Size(shape).numel())).view(shape) + 1
+    catalog = Catalog()
+    source = Bytes()
+    for at, size in data.draw(st.permutations(grid(data, shape))):
+        box = Box(0, whole, at, size)
+        raw = box.tensor.contiguous().numpy().tobytes()
+        catalog.add(box.piece, Place(source, "", source.put(raw), arena.digest(raw)))
+    found = torch.zeros(shape)
+    leaves = []
+    for at, size in grid(data, shape):
+        box = Box(0, found, at, size)
+        leaves.append(Leaf(box.piece, box.tensor, False))
+    for leaf in leaves:
+        copy_leaves(catalog, [leaf], LOG)
+    assert torch.equal(found, whole)
+
+
+class Bytes:
+    """A source: bytes one behind the other."""
+
+    kind, where = "memory", "here"
+
+    def __init__(self) -> None:
+        self.data = b""
+
+    def put(self, data: bytes) -> int:
+        self.data += data
+        return len(self.data) - len(data)
+
+    def read(self, file: str, position: int, target: memoryview) -> None:
+        target[:] = self.data[position : position + len(target)]
+
+
+# --- which is the newest ---
+
+
+def one(step: int, round: int = 0, lap: int = 0, job: str = "", folder: str = "") -> Found:
+    return Found(step, round, lap, 1, job, not folder, folder)
+
+
+def test_a_set_in_memory_and_in_storage_is_one_candidate() -> None:
+    memory, stored = [one(3), one(2)], [one(2, folder="s2"), one(1, folder="s1")]
+    assert [(f.step, f.memory, f.folder) for f in merge(memory, stored, "")] == [
+        (3, True, ""), (2, True, "s2"), (1, False, "s1"),
+    ]  # fmt: skip
+
+
+def test_a_script_that_went_back_is_believed() -> None:
+    memory = [one(5, round=2, job="j")]
+    stored = [one(9, round=1, job="j", folder="old")]
+    assert [f.step for f in merge(memory, stored, "j")] == [5, 9]
+    assert [f.step for f in merge(stored=memory, memory=stored, job="j")] == [5, 9]
+
+
+def test_what_another_job_has_left_is_older_than_ones_own_memory() -> None:
+    memory, stored = [one(5, job="j")], [one(9, job="k", folder="old")]
+    assert [f.step for f in merge(memory, stored, "j")] == [5, 9]
+
+
+# --- torch's own ---
+
+
+def test_what_dcp_save_wrote_is_loaded(tmp_path: Path) -> None:
+    saved = trained(1)
+    dcp.save(
+        {k: v.state_dict() if hasattr(v, "state_dict") else v for k, v in saved.items()},
+        checkpoint_id=tmp_path,
+        no_dist=True,
+    )
+    state = fresh(2)
+    load_dcp(state, tmp_path, rank=0, world=1, log=LOG)
+    assert same(dicts(state), dicts(saved))
+
+
+def test_what_get_state_dict_gives_is_loaded(tmp_path: Path) -> None:
+    saved = trained(1)
+    model, optimizer = get_state_dict(saved["model"], saved["optim"])
+    dcp.save({"model": model, "optim": optimizer}, checkpoint_id=tmp_path, no_dist=True)
+    state = fresh(2)
+    del state["epoch"], state["sched"]
+    load_dcp(state, tmp_path, rank=0, world=1, log=LOG)
+    assert same(dicts(state)["model"], dicts(saved)["model"])
+    assert same(dicts(state)["optim"], dicts(saved)["optim"])
+
+
+def test_metadata_that_name_anything_else_are_refused(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(os.system))
+    with pytest.raises(CheckpointError, match=r"names posix\.system: expected torch's metadata"):
+        load_dcp(fresh(1), tmp_path, rank=0, world=1, log=LOG)

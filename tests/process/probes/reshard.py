@@ -94,7 +94,8 @@ def compare(ours, theirs):
             compare(value, theirs[key])
         else:
             one, other = local(value), local(theirs[key])
-            assert one.dtype == other.dtype and torch.equal(one, other), (key, one, other)
+            assert one.dtype == other.dtype
+            assert torch.equal(one, other), (key, one, other)
 
 
 def run(mode, folder, number, world, rank):
@@ -113,7 +114,8 @@ def run(mode, folder, number, world, rank):
     if number == 0:
         assert found is None
     else:
-        assert found is not None and found.step == number == state["step"], found
+        assert found is not None
+        assert found.step == number == state["step"], found
         before = WORLDS[number - 1]
         assert found.world == before
         assert state["mine"].value["rank"] == (rank if rank < before else -1)

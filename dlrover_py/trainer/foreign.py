@@ -1,0 +1,223 @@
+"""Checkpoints that ``torch.distributed.checkpoint.save`` has written, without any of ours.
+
+``.metadata`` is a pickle: only torch's own classes are made of it. Tensors and objects are read as
+``torch.load`` does with ``weights_only=True``.
+"""
+
+import io
+import logging
+import pickle  # noqa: TID251  torch's own metadata are one
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from dlrover_py.protocol.checkpoint import Piece
+from dlrover_py.protocol.errors import CheckpointError
+from dlrover_py.trainer.catalog import TROUBLE, Catalog, Found, Place
+from dlrover_py.trainer.reshard import copy_leaves
+from dlrover_py.trainer.restore import (
+    Fit,
+    KeysDiffer,
+    Ranks,
+    compare,
+    finish,
+    first_of,
+    fit_state,
+    some,
+    together,
+)
+from dlrover_py.trainer.state import targets
+
+
+class _Files:
+    """A folder of torch.distributed.checkpoint: each piece is a file of torch.save within one."""
+
+    kind = "storage"
+
+    def __init__(self, fs: Any, folder: str) -> None:
+        self._fs, self.where = fs, folder
+        self.lengths: dict[tuple[str, int], int] = {}
+
+    def place(self, info: Any) -> Place:
+        """Where an entry is.
+
+        Raises:
+            CheckpointError: it is not stored as it is.
+        """
+        file = str(info.relative_path)
+        if getattr(info, "transform_descriptors", None):
+            raise CheckpointError(f"{self.where}/{file} is compressed: expected it as it is")
+        if "/" in file or file.startswith("."):
+            raise CheckpointError(f"{self.where}: {file!r} is no file of a checkpoint")
+        self.lengths[file, info.offset] = info.length
+        return Place(self, file, info.offset, None)
+
+    def entry(self, file: str, position: int) -> bytes:
+        """The bytes of an entry."""
+        length = self.lengths[file, position]
+        data = bytes(self._fs.cat_file(f"{self.where}/{file}", position, position + length))
+        if len(data) != length:
+            raise CheckpointError(f"{self.where}/{file} ends before byte {position + length}")
+        return data
+
+    def read(self, file: str, position: int, target: memoryview) -> None:
+        """Nothing: there are no raw bytes that could be found."""
+        raise NotImplementedError("expected entry()")
+
+
+def load_dcp(
+    state: Mapping[str, object],
+    url: str | Path,
+    *,
+    rank: int,
+    world: int,
+    strict: bool = True,
+    log: logging.Logger,
+) -> None:
+    """Fill the state from a folder that torch's ``dcp.save`` has written; collective.
+
+    The state's keys are compared with those of ``dcp.save({...})`` of the same modules' and
+    optimizers' ``state_dict()``, or ``get_state_dict()``. ``.metadata`` is a pickle: only torch's
+    own classes are made of it, and objects are read with ``weights_only=True``.
+
+    Args:
+        state, rank, world, strict, log: as for :func:`load`.
+        url: a path, or an address that fsspec knows.
+
+    Raises:
+        KeysDiffer: the checkpoint is of another state; nothing was changed.
+        CheckpointError: it cannot be read.
+    """
+    ranks = Ranks(rank, world)
+    found = Found(0, 0, 0, world, "", False, str(url))
+    error: CheckpointError | None = None
+    fit: Fit | None = None
+    try:
+        target = targets(state, rank=rank)
+        catalog = _foreign(str(url))
+        fit = fit_state(target, catalog, rank)
+        compare(fit, strict=strict)
+        gaps = catalog.gaps(leaf.piece.key for leaf in fit.leaves if 0 not in leaf.piece.shape)
+        if gaps:
+            raise CheckpointError(f"parts of {some(gaps)} are not there")
+    except KeysDiffer as differs:
+        error = KeysDiffer(f"{url} is of another state: {differs}")
+    except TROUBLE as trouble:
+        error = CheckpointError(f"{url} cannot be read: {trouble}")
+    together(ranks, error, "", type(error) if error is not None else CheckpointError)
+    assert fit is not None
+    values: list[tuple[Any, object]] = []
+    nbytes: dict[str, int] = {}
+    try:
+        nbytes = copy_leaves(catalog, fit.leaves, log)
+        values = [(put, read()) for _, put, read in fit.objects]
+    except TROUBLE as trouble:
+        error = CheckpointError(
+            f"{url} cannot be read: {trouble}. Tensors of the state have been written: do not "
+            "train on with them"
+        )
+    together(ranks, error, "")
+    finish(found, target, fit, values, nbytes, log)
+
+
+def _foreign(url: str) -> Catalog:
+    """The catalog of a folder of torch's.
+
+    Raises:
+        CheckpointError: its metadata are not what torch writes.
+    """
+    fs, folder = fsspec.core.url_to_fs(url)
+    source = _Files(fs, folder.rstrip("/"))
+    metadata = _Unpickler(io.BytesIO(fs.cat_file(f"{source.where}/.metadata"))).load()
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise CheckpointError("its .metadata is not that of a checkpoint of torch's")
+    catalog = Catalog()
+    paths: dict[str, tuple[str | int, ...]] = {}
+    for key, saved in metadata.state_dict_metadata.items():
+        if not isinstance(saved, TensorStorageMetadata):
+            place = source.place(metadata.storage_data[MetadataIndex(key)])
+            catalog.add_object(key, partial(source.entry, place.file, place.position))
+            paths[key] = tuple((metadata.planner_data or {}).get(key, key.split(".")))
+            continue
+        dtype = str(saved.properties.dtype).removeprefix("torch.")
+        for box in saved.chunks:
+            piece = Piece(key, dtype, tuple(box.sizes), tuple(saved.size), tuple(box.offsets))
+            info = metadata.storage_data.get(MetadataIndex(key, box.offsets))
+            catalog.add(piece, source.place(info) if info is not None else None)
+    catalog.rebuild = partial(_rebuild, catalog, paths)
+    return catalog
+
+
+def _rebuild(
+    catalog: Catalog, paths: Mapping[str, tuple[str | int, ...]], key: str
+) -> tuple[object, list[str]] | None:
+    """Put together what DCP has taken apart: ``optim.param_groups.0`` from ``….0.lr`` etc."""
+    keys = [other for other in paths if other.startswith(f"{key}.")]
+    if not keys:
+        return None
+    root: dict[str | int, Any] = {}
+    depth = next(
+        n for n in range(len(paths[keys[0]]) + 1) if ".".join(map(str, paths[keys[0]][:n])) == key
+    )
+    for other in keys:
+        holder = root
+        *inner, last = paths[other][depth:]
+        for name in inner:
+            holder = holder.setdefault(name, {})
+        holder[last] = first_of(other, catalog.objects[other])
+    return _listed(root), keys
+
+
+def _listed(value: Any) -> Any:
+    """Mappings by number are lists, as DCP's paths have it."""
+    if not isinstance(value, dict):
+        return value
+    items = {name: _listed(item) for name, item in value.items()}
+    if items and all(isinstance(name, int) for name in items):
+        return [items[name] for name in sorted(items)]
+    return items
+
+
+_ALLOWED = {
+    ("collections", "OrderedDict"),
+    ("torch", "Size"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "Path"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "PurePosixPath"),
+    ("pathlib._local", "PosixPath"),
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes nothing but what ``.metadata`` consists of."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Look a class up.
+
+        Raises:
+            CheckpointError: it has no place in metadata.
+        """
+        found = getattr(torch, name, None) if module == "torch" else None
+        if (module, name) in _ALLOWED or isinstance(found, torch.dtype | torch.layout):
+            return super().find_class(module, name)
+        raise CheckpointError(f"its .metadata names {module}.{name}: expected torch's metadata")
