@@ -26,7 +26,7 @@ from dlrover_py.trainer.foreign import load_dcp
 from dlrover_py.trainer.reshard import copy_leaves
 from dlrover_py.trainer.restore import KeysDiffer, Loaded, merge
 from dlrover_py.trainer.state import Leaf, PerRank, Random
-from tests.slots import stage
+from tests.staged import stage
 
 LOG = logging.getLogger("test")
 
@@ -318,7 +318,10 @@ def test_what_another_job_has_left_is_older_than_ones_own_memory() -> None:
 
 # --- torch's own ---
 
+alone = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
+
+@alone
 def test_what_dcp_save_wrote_is_loaded(tmp_path: Path) -> None:
     saved = trained(1)
     dcp.save(
@@ -331,6 +334,7 @@ def test_what_dcp_save_wrote_is_loaded(tmp_path: Path) -> None:
     assert same(dicts(state), dicts(saved))
 
 
+@alone
 def test_what_get_state_dict_gives_is_loaded(tmp_path: Path) -> None:
     saved = trained(1)
     model, optimizer = get_state_dict(saved["model"], saved["optim"])

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dlrover_py.trainer import restore
 from dlrover_py.trainer.state import PerRank
-from tests.slots import stage
+from tests.staged import stage
 
 WORLDS = [4, 3, 2, 4]
 
