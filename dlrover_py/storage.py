@@ -1,35 +1,571 @@
 """Checkpoints in a folder or a bucket: who writes there, which exist, which stay. No torch.
 
-``<dir>/step-<n>.<attempt>.json`` is a checkpoint's manifest: it exists once that does.
+::
+
+    <dir>/dlrover.json             claim: the job that writes here
+    <dir>/step-<n>.<attempt>/      a checkpoint's files, or what an attempt has left
+    <dir>/step-<n>.<attempt>.json  manifest: the checkpoint exists once it does; or a tombstone
+
+A manifest is created exclusively, once all else is there and synced (``link`` of a finished file;
+``O_EXCL`` where a file system has no links; a conditional PUT in a bucket). Who removes an attempt
+that has none creates it first, as a *tombstone*: a committer that comes too late then fails.
 """
 
-from collections.abc import Collection
+import contextlib
+import json
+import logging
+import math
+import os
+import re
+import secrets
+import shutil
+import stat
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from pathlib import Path
+from typing import Any, Protocol
 
 from dlrover_py.protocol.checkpoint import Keep, Manifest, Owner
+from dlrover_py.protocol.errors import ConfigError, Superseded
+
+log = logging.getLogger("storage")
+
+CLAIM = "dlrover.json"
+LAPSE_S = 30.0
+"""A claim of another host that has not changed for so long, by our own clock, is nobody's."""
+BEAT_S = 8.0
+"""A claim is renewed so often."""
+TOMBSTONE_S = 86400.0
+"""So long a tombstone stays after its folder has gone: no order lives longer."""
+BLOCK = 1 << 25
+"""Bytes that are asked of a bucket at once."""
+
+_FOLDER = re.compile(r"step-(\d+)\.([0-9a-z]+)")
+_OBSTORE = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "azure"}
+
+
+class Claimed(ConfigError):
+    """Another job writes into the directory."""
+
+    def __init__(self, words: str, *, sure: bool) -> None:
+        super().__init__(words)
+        self.sure = sure
+        """Its writer lives; else that shows when its claim is renewed, or lapses (`LAPSE_S`)."""
+
+
+def folder_of(step: int, attempt: str) -> str:
+    """Name of an attempt's folder."""
+    return f"step-{step}.{attempt}"
+
+
+# --- places: a folder, a bucket ---
+
+
+class Sink(Protocol):
+    """A file that is being written."""
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Add all of it."""
+
+    def finish(self) -> None:
+        """It is whole, and there also after a power cut."""
+
+    def abandon(self) -> None:
+        """It will not be finished; safe to call at any time, after `finish` too."""
+
+
+class Place(Protocol):
+    """A folder somewhere. Names are relative to it; what fails raises OSError, in words."""
+
+    url: str
+
+    def names(self, folder: str = "") -> list[str]:
+        """What it holds; [] if it is not there."""
+
+    def make(self, folder: str) -> None:
+        """Have it there."""
+
+    def read(self, name: str) -> bytes:
+        """All of a small file."""
+
+    def read_into(self, name: str, position: int, target: memoryview) -> None:
+        """A part of a file."""
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small file, whole or not at all, over what was there."""
+
+    def create(self, name: str, data: bytes) -> bool:
+        """The same, if there is none of that name; False if there is."""
+
+    def sink(self, name: str) -> Sink:
+        """Write a large one."""
+
+    def settle(self, folder: str) -> None:
+        """Names in the folder are there also after a power cut."""
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is there."""
+
+    def remove_folder(self, name: str) -> None:
+        """Remove a folder with all that it holds, if it is there."""
+
+
+class _FileSink:
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self._path = path
+        self._open = True
+
+    def write(self, data: bytes | memoryview) -> None:
+        rest = memoryview(data)
+        while rest:
+            with _named(self._path):
+                rest = rest[os.write(self._fd, rest) :]
+
+    def finish(self) -> None:
+        with _named(self._path):
+            os.fsync(self._fd)
+        self.abandon()
+
+    def abandon(self) -> None:
+        if self._open:
+            self._open = False
+            with contextlib.suppress(OSError):  # fsync has told what there was to tell
+                os.close(self._fd)
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Calls on descriptors do not say which file it is."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+class Folder:
+    """A folder of a file system: local, or shared by all nodes (NFS)."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.url = str(path)
+
+    def names(self, folder: str = "") -> list[str]:
+        """See Place."""
+        try:
+            return os.listdir(self.path / folder)
+        except FileNotFoundError:
+            return []
+
+    def make(self, folder: str) -> None:
+        """See Place."""
+        (self.path / folder).mkdir(parents=True, exist_ok=True)
+
+    def read(self, name: str) -> bytes:
+        """See Place."""
+        return (self.path / name).read_bytes()
+
+    def read_into(self, name: str, position: int, target: memoryview) -> None:
+        """See Place."""
+        path = self.path / name
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            while target:
+                with _named(path):
+                    got = os.preadv(fd, [target], position)
+                if not got:
+                    raise OSError(f"{path} ends at byte {position}: expected {len(target)} more")
+                target, position = target[got:], position + got
+        finally:
+            os.close(fd)
+
+    def put(self, name: str, data: bytes) -> None:
+        """See Place."""
+        with self._finished(name, data) as path:
+            path.rename(self.path / name)
+        self.settle(os.path.dirname(name))
+
+    def create(self, name: str, data: bytes) -> bool:
+        """See Place."""
+        with self._finished(name, data) as path:
+            try:
+                os.link(path, self.path / name)
+            except FileExistsError:
+                return False
+            except FileNotFoundError:
+                raise
+            except OSError:  # a file system without links: torn, it will be known by its digest
+                try:
+                    sink = _FileSink(self.path / name)
+                except FileExistsError:
+                    return False
+                try:
+                    sink.write(data)
+                    sink.finish()
+                finally:
+                    sink.abandon()
+        self.settle(os.path.dirname(name))
+        return True
+
+    @contextlib.contextmanager
+    def _finished(self, name: str, data: bytes) -> Iterator[Path]:
+        whole = self.path / name
+        path = whole.with_name(f".{whole.name}.{secrets.token_hex(4)}.tmp")
+        sink = _FileSink(path)
+        try:
+            sink.write(data)
+            sink.finish()
+            yield path
+        finally:
+            sink.abandon()
+            path.unlink(missing_ok=True)
+
+    def sink(self, name: str) -> Sink:
+        """See Place."""
+        return _FileSink(self.path / name)
+
+    def settle(self, folder: str) -> None:
+        """See Place."""
+        fd = os.open(self.path / folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            with contextlib.suppress(OSError):  # some cannot, as SMB: then it is not ours to give
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def remove(self, name: str) -> None:
+        """See Place."""
+        (self.path / name).unlink(missing_ok=True)
+
+    def remove_folder(self, name: str) -> None:
+        """See Place."""
+        for _ in range(3):  # a writer that was called off may be adding its last file
+            try:
+                shutil.rmtree(self.path / name)
+            except FileNotFoundError:
+                if not (self.path / name).exists():
+                    return
+            except OSError:
+                if not stat.S_ISDIR((self.path / name).lstat().st_mode):
+                    raise
+        if (self.path / name).exists():
+            shutil.rmtree(self.path / name)
+
+
+class _RemoteSink:
+    def __init__(self, place: "Remote", name: str) -> None:
+        self._place = place
+        with place.told():
+            self._file = place.fs.open(place.full(name), "wb")
+        self._open = True
+
+    def write(self, data: bytes | memoryview) -> None:
+        with self._place.told():
+            self._file.write(data)
+
+    def finish(self) -> None:
+        if self._open:
+            self._open = False
+            with self._place.told():
+                self._file.close()
+
+    def abandon(self) -> None:
+        self._open = False  # parts of an upload that is never completed are no object
+
+
+class Remote:
+    """A folder of any file system that fsspec knows; it must be able to create exclusively."""
+
+    def __init__(self, url: str) -> None:
+        """Connect to nothing yet.
+
+        Raises:
+            ConfigError: nothing is installed that speaks the protocol.
+        """
+        import fsspec  # a tenth of a second
+
+        self.url = url.rstrip("/")
+        protocol = url.split("://", 1)[0]
+        try:
+            if protocol in _OBSTORE:
+                self.fs = _bucket(protocol)
+            else:
+                self.fs = fsspec.filesystem(protocol, use_listings_cache=False)
+        except (ImportError, ValueError) as error:
+            extra = "; pip install 'dlrover-py[s3]'" if protocol in _OBSTORE else ""
+            raise ConfigError(f"{url}: {error}{extra}") from error
+        self._base = self.url.split("://", 1)[1] if protocol in _OBSTORE else self.url
+
+    def full(self, name: str) -> str:
+        """As the file system has it."""
+        return f"{self._base}/{name}" if name else self._base
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """Whatever a client of a store raises is an OSError."""
+        try:
+            yield
+        except OSError:
+            raise
+        except Exception as error:  # each backend of fsspec has errors of its own
+            lines = [line for line in str(error).splitlines() if line.strip()]
+            words = lines[0] if lines else type(error).__name__
+            raise OSError(f"{self.url}: {words}") from error
+
+    def probe(self) -> None:
+        """See that a name can be created once only.
+
+        Raises:
+            ConfigError: it can be created twice: no commit would be safe.
+        """
+        name = f".dlrover-probe-{secrets.token_hex(4)}"
+        try:
+            if self.create(name, b"1") and not self.create(name, b"2"):
+                return
+        finally:
+            with contextlib.suppress(OSError):
+                self.remove(name)
+        raise ConfigError(
+            f"{self.url}: the store does not refuse to write over what is there (a PUT with "
+            "If-None-Match): two writers could not be told apart; use another store"
+        )
+
+    def names(self, folder: str = "") -> list[str]:
+        """See Place."""
+        try:
+            with self.told():
+                found = self.fs.ls(self.full(folder), detail=False)
+        except FileNotFoundError:
+            return []
+        return [name.rstrip("/").rsplit("/", 1)[-1] for name in found]
+
+    def make(self, folder: str) -> None:
+        """See Place; a bucket has no folders."""
+        if self._base == self.url:
+            with self.told():
+                self.fs.makedirs(self.full(folder), exist_ok=True)
+
+    def read(self, name: str) -> bytes:
+        """See Place."""
+        with self.told():
+            return bytes(self.fs.cat_file(self.full(name)))
+
+    def read_into(self, name: str, position: int, target: memoryview) -> None:
+        """See Place."""
+        while target:
+            size = min(BLOCK, len(target))
+            with self.told():
+                data = self.fs.cat_file(self.full(name), start=position, end=position + size)
+            if len(data) != size:
+                end = position + len(data)
+                raise OSError(f"{self.url}/{name} ends at byte {end}: expected more")
+            target[:size] = data
+            target, position = target[size:], position + size
+
+    def put(self, name: str, data: bytes) -> None:
+        """See Place."""
+        with self.told():
+            self.fs.pipe_file(self.full(name), data)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """See Place."""
+        try:
+            with self.told():
+                self.fs.pipe_file(self.full(name), data, mode="create")
+        except FileExistsError:
+            return False
+        return True
+
+    def sink(self, name: str) -> Sink:
+        """See Place."""
+        return _RemoteSink(self, name)
+
+    def settle(self, folder: str) -> None:
+        """See Place; an object that is there stays."""
+
+    def remove(self, name: str) -> None:
+        """See Place."""
+        with contextlib.suppress(FileNotFoundError), self.told():
+            self.fs.rm_file(self.full(name))
+
+    def remove_folder(self, name: str) -> None:
+        """See Place."""
+        with contextlib.suppress(FileNotFoundError), self.told():
+            for found in self.fs.find(self.full(name)):
+                with contextlib.suppress(FileNotFoundError):
+                    self.fs.rm_file(found)
+            if self._base == self.url:
+                self.fs.rm(self.full(name), recursive=True)
+
+
+def _bucket(protocol: str) -> Any:
+    """The fsspec file system of obstore, which can create exclusively.
+
+    obstore rather than s3fs: that one pins botocore, whose python-dateutil is older than the one
+    of the Kubernetes client. Credentials and endpoint are those of the environment (AWS_…).
+    """
+    from obstore.exceptions import AlreadyExistsError
+    from obstore.fsspec import FsspecStore
+
+    class Bucket(FsspecStore):
+        async def _pipe_file(
+            self, path: str, value: Any, mode: str = "overwrite", **_: Any
+        ) -> None:
+            bucket, key = self._split_path(path)
+            store = self._construct_store(bucket)
+            try:
+                if mode == "create":
+                    await store.put_async(key, value, mode="create", use_multipart=False)
+                else:
+                    await store.put_async(key, value)
+            except AlreadyExistsError as error:
+                raise FileExistsError(path) from error
+
+    Bucket.protocol = protocol
+    options: dict[str, Any] = {
+        "client_options": {
+            "timeout": timedelta(seconds=60),
+            "connect_timeout": timedelta(seconds=5),
+        },
+        "retry_config": {"max_retries": 4, "retry_timeout": timedelta(seconds=60)},
+        "skip_instance_cache": True,
+    }
+    return Bucket(**options)
+
+
+def open_place(url: str | Path) -> Place:
+    """A path, ``file://…``, or any other address that fsspec knows.
+
+    Raises:
+        ConfigError: nothing is installed that speaks the protocol.
+    """
+    text = str(url)
+    if "://" not in text:
+        return Folder(Path(text).absolute())
+    if text.startswith("file://"):
+        return Folder(Path(text.removeprefix("file://")))
+    return Remote(text)
+
+
+# --- who writes ---
+
+
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """What ``dlrover.json`` says."""
+
+    job: str
+    name: str = ""
+    attempt: str = ""
+    host: str = ""
+    """Of which its process ids are: boot and process namespace."""
+    pid: int = 0
+    started: int = 0
+    """In clock ticks since the boot: tells a process from a later one of its number."""
+    beat: int = 0
+
+    @property
+    def people(self) -> str:
+        return f"{self.name} ({self.job})" if self.name else self.job
+
+
+def _this_host() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def _started(pid: int) -> int | None:
+    """When a process was started; None if there is none of this number."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+# --- checkpoints ---
 
 
 class Store:
-    """A directory of checkpoints; every call may raise OSError, in words."""
+    """A directory of checkpoints. What the store refuses raises OSError, in words."""
 
-    def __init__(self, url: str | Path) -> None:
+    def __init__(self, url: str | Path, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Name the directory; nothing is read or made yet.
 
         Args:
             url: a path, or an address that fsspec knows (``s3://bucket/folder``).
+            clock: by which other jobs' claims lapse.
+
+        Raises:
+            ConfigError: nothing is installed that speaks the protocol.
         """
-        raise NotImplementedError
+        self.place = open_place(url)
+        self._clock = clock
+        self._seen: dict[str, Manifest] = {}
+        self._told: set[str] = set()
+        self._claim: _Claim | None = None
+        self._watched: tuple[bytes, float, bool] | None = None
+        self._lock = threading.Lock()
+        self.damaged: dict[str, str] = {}
+        """Manifests that could not be believed when they were last looked at, and why."""
+
+    def prepare(self) -> None:
+        """Have the directory there, and be sure that commits are safe in it.
+
+        Raises:
+            ConfigError: the store can do no exclusive creation.
+        """
+        self.place.make("")
+        if isinstance(self.place, Remote):
+            self.place.probe()
+
+    # --- look ---
 
     def checkpoints(self) -> list[Manifest]:
         """What exists, the newest commit first; [] where there is no such directory.
 
-        Tombstones are left out, and damaged manifests, which the log names.
+        Tombstones are left out, and damaged manifests, which `damaged` and the log name.
         """
-        raise NotImplementedError
+        found = [m for m in self._manifests(self.place.names()).values() if not m.void]
+        return sorted(found, key=_age, reverse=True)
+
+    def _manifests(self, names: Sequence[str]) -> dict[str, Manifest]:
+        """Manifests and tombstones, by their folder; each is read once."""
+        self.damaged = {}
+        found: dict[str, Manifest] = {}
+        for name in names:
+            folder = name.removesuffix(".json")
+            if folder == name or _FOLDER.fullmatch(folder) is None:
+                continue
+            manifest = self._seen.get(folder)
+            if manifest is None:
+                try:
+                    manifest = Manifest.decode(self.place.read(name))
+                    if manifest.folder != folder:
+                        raise ValueError(f"it speaks of {manifest.folder}")
+                except FileNotFoundError:
+                    continue  # removed meanwhile
+                except (ValueError, TypeError, LookupError) as error:
+                    self.damaged[name] = str(error)
+                    if name not in self._told:
+                        self._told.add(name)
+                        log.warning(
+                            "manifest_damaged",
+                            extra={"manifest": f"{self.place.url}/{name}", "why": str(error)},
+                        )
+                    continue
+            found[folder] = manifest
+        self._seen = dict(found)
+        return found
 
     def where(self, manifest: Manifest) -> str:
         """Path or address of a checkpoint's folder."""
-        raise NotImplementedError
+        return f"{self.place.url}/{manifest.folder}"
 
     def read_into(self, manifest: Manifest, file: str, position: int, target: memoryview) -> None:
         """Fill the target from a checkpoint's file; the caller compares digests.
@@ -37,36 +573,200 @@ class Store:
         Raises:
             OSError: the file is not there, or ends before.
         """
-        raise NotImplementedError
+        self.place.read_into(f"{manifest.folder}/{file}", position, target.cast("B"))
 
-    def claim(self, owner: Owner) -> None:
-        """Be the job that writes here; again and again, as long as it does.
+    # --- claim ---
+
+    def claim(self, owner: Owner, attempt: str = "") -> None:
+        """Be the job that writes here, for this attempt; earlier ones of the job are called off.
 
         Raises:
-            Claimed: another job does.
+            Claimed: another job writes here. Ask again: its claim lapses unless it is renewed.
         """
-        raise NotImplementedError
+        with self._lock:
+            self._claim = self._take(owner, attempt)
 
-    def release(self, owner: Owner) -> None:
+    def _take(self, owner: Owner, attempt: str) -> _Claim:
+        beat = self._claim.beat + 1 if self._claim is not None else 1
+        pid = os.getpid()
+        mine = _Claim(owner.job, owner.name, attempt, _this_host(), pid, _started(pid) or 0, beat)
+        for _ in range(5):
+            text = self._read_claim()
+            if text is None:
+                if self.place.create(CLAIM, _encoded(mine)):
+                    return mine
+                continue
+            held = _decoded(text)
+            if held is not None and held.job == owner.job:
+                self.place.put(CLAIM, _encoded(mine))
+                return mine
+            lives = self._lives(held, text)
+            if lives is not False:
+                raise Claimed(
+                    f"{self.place.url} is written by another job, "
+                    f"{held.people if held is not None else 'which cannot be read'}: "
+                    "give each job a directory of its own",
+                    sure=lives is True,
+                )
+            log.info(
+                "claim_taken_over",
+                extra={"dir": self.place.url, "of": held.people if held is not None else "?"},
+            )
+            self.place.remove(CLAIM)
+        raise Claimed(f"{self.place.url} is claimed by several jobs at once", sure=True)
+
+    def renew(self) -> bool:
+        """Say that the claim holds still; False if it is not ours any more."""
+        with self._lock:
+            if self._claim is None or not self._claimed():
+                return False
+            self._claim = replace(self._claim, beat=self._claim.beat + 1)
+            self.place.put(CLAIM, _encoded(self._claim))
+            return True
+
+    def release(self) -> None:
         """Let another job write here."""
-        raise NotImplementedError
+        with self._lock:
+            if self._claim is not None and self._claimed():
+                self.place.remove(CLAIM)
+            self._claim = None
+
+    def _read_claim(self) -> bytes | None:
+        try:
+            return self.place.read(CLAIM)
+        except FileNotFoundError:
+            return None
+
+    def _claimed(self) -> bool:
+        text = self._read_claim()
+        held = _decoded(text) if text is not None else None
+        return (
+            held is not None
+            and self._claim is not None
+            and (held.job, held.attempt) == (self._claim.job, self._claim.attempt)
+        )
+
+    def _lives(self, held: _Claim | None, text: bytes) -> bool | None:
+        """Whether a writer renews this claim; None while that is not known yet."""
+        if held is not None and held.host == _this_host():
+            return _started(held.pid) == held.started
+        now = self._clock()
+        if self._watched is None:
+            self._watched = text, now, False
+        seen, since, moved = self._watched
+        if seen != text:  # somebody is there
+            self._watched = text, now, True
+            return True
+        if now - since < LAPSE_S:
+            return True if moved else None
+        self._watched = None
+        return False
+
+    # --- commit ---
 
     def commit(self, manifest: Manifest) -> Manifest:
         """Create the manifest, with its number: from now on the checkpoint exists.
 
         Raises:
-            Superseded: another commit, or a tombstone, has taken its place.
+            Superseded: a newer attempt or term, or a tombstone, is there.
         """
-        raise NotImplementedError
+        if self._claim is not None and not self._claimed():
+            raise Superseded(
+                f"{self.place.url}: another attempt has begun since; {manifest.folder} is given up"
+            )
+        others = self._manifests(self.place.names())
+        newest = max((m.term for m in others.values() if m.job == manifest.job), default=0)
+        if manifest.term < newest:
+            raise Superseded(
+                f"{manifest.folder}: the grant is of term {manifest.term}, and a checkpoint of "
+                f"term {newest} is there"
+            )
+        manifest = replace(manifest, number=1 + max((m.number for m in others.values()), default=0))
+        if not self.place.create(f"{manifest.folder}.json", manifest.encode()):
+            raise Superseded(
+                f"{self.place.url}/{manifest.folder}.json is there: the attempt was given up by "
+                "others, or committed"
+            )
+        self._seen[manifest.folder] = manifest
+        return manifest
+
+    # --- remove ---
 
     def retain(self, keep: Keep, spare: Collection[str] = ()) -> list[str]:
-        """Remove what no rule keeps; returns the folders."""
-        raise NotImplementedError
-
-    def sweep(self, spare: Collection[str] = ()) -> list[str]:
-        """Remove what attempts without a manifest have left; returns the folders."""
-        raise NotImplementedError
+        """Remove what no rule keeps; returns the folders, the newest first."""
+        found = self.checkpoints()
+        stay = kept(found, keep) | set(spare)
+        gone = [m for m in found if m.folder not in stay]
+        for manifest in gone:
+            self.remove(manifest)
+        return [m.folder for m in gone]
 
     def remove(self, manifest: Manifest) -> None:
         """Remove one checkpoint: its manifest first."""
-        raise NotImplementedError
+        self.place.remove(f"{manifest.folder}.json")
+        self.place.settle("")
+        self._seen.pop(manifest.folder, None)
+        self.place.remove_folder(manifest.folder)
+
+    def sweep(self, spare: Collection[str] = (), *, now: float) -> list[str]:
+        """Remove what attempts without a manifest have left; returns the folders.
+
+        Args:
+            spare: folders of attempts that are under way.
+            now: wall time, by which tombstones are as old as they are.
+        """
+        names = self.place.names()
+        manifests = self._manifests(names)
+        swept = []
+        for name in names:
+            match = _FOLDER.fullmatch(name)
+            if match is None or name in spare or f"{name}.json" in self.damaged:
+                continue
+            if name in manifests:
+                if not manifests[name].void:
+                    continue
+            else:
+                grave = Manifest(
+                    int(match[1]), match[2], "", 0, 0, 0, name, now, void="it was never committed"
+                )
+                if not self.place.create(f"{name}.json", grave.encode()):
+                    continue  # it was committed just now
+            self.place.remove_folder(name)
+            swept.append(name)
+        for folder, manifest in manifests.items():
+            if manifest.void and folder not in names and now - manifest.at > TOMBSTONE_S:
+                self.place.remove(f"{folder}.json")
+        for name in names:
+            if name.endswith(".tmp") and name.startswith((".step-", f".{CLAIM}.")):
+                self.place.remove(name)
+        return swept
+
+
+def _age(manifest: Manifest) -> tuple[int, float, str]:
+    return manifest.number, manifest.at, manifest.attempt
+
+
+def kept(found: Sequence[Manifest], keep: Keep) -> set[str]:
+    """Folders that a rule keeps.
+
+    Args:
+        found: the newest commit first.
+        keep: the rules.
+    """
+    stay = {m.folder for m in found[: max(1, keep.newest)]}
+    if keep.every:
+        stay |= {m.folder for m in found if m.step % keep.every == 0}
+    worth = [m for m in found if m.metric is not None and not math.isnan(m.metric)]
+    worth.sort(key=lambda m: (m.metric or 0.0) * (1 if keep.lowest else -1))  # stable: newest first
+    return stay | {m.folder for m in worth[: keep.best]}
+
+
+def _encoded(claim: _Claim) -> bytes:
+    return json.dumps(asdict(claim)).encode() + b"\n"
+
+
+def _decoded(text: bytes) -> _Claim | None:
+    try:
+        return _Claim(**json.loads(text))
+    except (ValueError, TypeError):
+        return None
