@@ -147,8 +147,9 @@ def encode_object(key: str, value: object) -> bytes:
     try:
         torch.save(value, buffer)
         data = buffer.getvalue()
-        if type(value) not in _SAFE:
-            decode_object(data)
+        if type(value) not in _SAFE and _read_back.get(key) is not type(value):
+            decode_object(data)  # at the first save: it takes longer than all else of a save
+            _read_back[key] = type(value)
     except Exception as error:
         raise ConfigError(
             f"checkpoint: {key} is a {type(value).__qualname__}, which torch.load does not read "
@@ -169,6 +170,8 @@ def decode_object(data: bytes) -> object:
 _SAFE = frozenset({int, float, bool, str, bytes, type(None)})
 _encoded: dict[str, tuple[object, bytes]] = {}
 """Values that were encoded before: most stay as they are for the whole of a run."""
+_read_back: dict[str, type] = {}
+"""Which kind of value was read back well, by key."""
 
 
 class Targets:
