@@ -1,9 +1,13 @@
 """From slots and files into a user's state: bit for bit, or not at all."""
 
+import asyncio
+import contextlib
 import logging
 import os
 import pickle
 import random
+import threading
+from collections.abc import Iterator
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -16,10 +20,12 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from dlrover_py import arena
+from dlrover_agent.depot import Depot
+from dlrover_py import arena, depot
 from dlrover_py.arena import Slot
-from dlrover_py.protocol.checkpoint import Piece
+from dlrover_py.protocol.checkpoint import Manifest, Piece, Summary, Written, WrittenObject
 from dlrover_py.protocol.errors import CheckpointError
+from dlrover_py.storage import Store
 from dlrover_py.trainer import restore
 from dlrover_py.trainer.catalog import Catalog, Found, Place
 from dlrover_py.trainer.foreign import load_dcp
@@ -350,3 +356,146 @@ def test_metadata_that_name_anything_else_are_refused(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps(os.system))
     with pytest.raises(CheckpointError, match=r"names posix\.system: expected torch's metadata"):
         load_dcp(fresh(1), tmp_path, rank=0, world=1, log=LOG)
+
+
+# --- from storage and from peers ---
+
+
+def persist(folder: Path, slot_path: Path) -> Store:
+    """Write what a slot holds to storage, the simplest way."""
+    store = Store(folder)
+    with Slot(slot_path) as slot:
+        found = arena.contents(slot)
+        raw = bytes(slot.view())
+    s = found.summary
+    name = f"step-{s.step}.a"
+    (folder / name).mkdir(parents=True)
+    pieces = []
+    for (piece, at), xxh3 in zip(found.layout, found.digests, strict=True):
+        pieces.append(Written(piece, "raw", at, xxh3))
+    objects = []
+    for key, data in found.objects.items():
+        objects.append(WrittenObject(key, "raw", len(raw), len(data), arena.digest(data)))
+        raw += data
+    (folder / name / "raw").write_bytes(raw)
+    store.commit(
+        Manifest(
+            step=s.step, attempt="a", job=s.job, round=s.round, lap=s.lap, world=s.world,
+            folder=name, at=0.0, pieces=tuple(pieces), objects=tuple(objects),
+        )
+    )  # fmt: skip
+    return store
+
+
+def test_a_new_job_starts_from_storage(tmp_path: Path) -> None:
+    saved = trained(1)
+    stage(tmp_path / "0.0", saved, step=3)
+    store = persist(tmp_path / "store", tmp_path / "0.0")
+    state = fresh(2)
+    found = load(state, tmp_path / "none", store=store)
+    assert found is not None
+    assert (found.step, found.folder, set(found.nbytes)) == (3, "step-3.a", {"storage"})
+    assert same(dicts(state), dicts(saved))
+
+
+def test_only_what_memory_has_lost_is_read_from_storage(tmp_path: Path) -> None:
+    saved = trained(1)
+    (tmp_path / "arena").mkdir()
+    stage(tmp_path / "arena" / "0.0", saved)
+    store = persist(tmp_path / "store", tmp_path / "arena" / "0.0")
+    flip(tmp_path / "arena" / "0.0", "model.2.weight")
+    state = fresh(2)
+    found = load(state, tmp_path / "arena", store=store)
+    assert found is not None
+    assert found.nbytes["storage"] == state["model"][2].weight.nbytes
+    assert found.nbytes["memory"] > found.nbytes["storage"]
+    assert same(dicts(state), dicts(saved))
+
+
+def test_a_checkpoint_that_cannot_be_read_is_no_reason_to_start_anew(tmp_path: Path) -> None:
+    stage(tmp_path / "0.0", trained(1), step=3)
+    store = persist(tmp_path / "store", tmp_path / "0.0")
+    (tmp_path / "store" / "step-3.a" / "raw").unlink()
+    with pytest.raises(CheckpointError, match="no checkpoint could be loaded; tried step 3"):
+        load(fresh(2), tmp_path / "none", store=store)
+
+
+class Broken(Store):
+    """A storage that does not answer."""
+
+    def checkpoints(self) -> list[Manifest]:
+        raise OSError("the server is away")
+
+
+def test_a_storage_that_does_not_answer_may_have_something(tmp_path: Path) -> None:
+    store = Broken(tmp_path / "store")
+    with pytest.raises(CheckpointError, match=r"server is away; so nobody knows"):
+        load(fresh(2), tmp_path / "none", store=store)
+    stage(tmp_path / "0.0", trained(1))
+    assert load(fresh(2), tmp_path, store=store) is not None
+
+
+@contextlib.contextmanager
+def depots(
+    folders: dict[str, Path], rows: list[tuple[str, Summary]], base: Path
+) -> Iterator[depot.Link]:
+    """Real depots, the first of them one's own; each row is a node, and what it holds."""
+    loop = asyncio.new_event_loop()
+    served: dict[str, Depot] = {}
+    at = [depot.Candidate(s.step, s.round, s.lap, s.world) for _, s in rows]
+
+    async def candidates(round: int) -> list[depot.Candidate]:
+        return sorted(set(at), reverse=True)
+
+    async def holders(step: int, round: int, lap: int) -> list[depot.Holder]:
+        return [
+            depot.Holder(s.rank, node, "127.0.0.1", served[node].port, s.part, s.hollow)
+            for node, s in rows
+        ]
+
+    async def main(ready: threading.Event) -> None:
+        for node, folder in folders.items():
+            served[node] = Depot(
+                folder, "", "token", base / f"{node}.sock",
+                candidates=candidates, holders=holders, bind="127.0.0.1",
+            )  # fmt: skip
+        ready.set()
+        await asyncio.gather(*(one.run() for one in served.values()))
+
+    ready = threading.Event()
+    task = loop.create_task(main(ready))
+    thread = threading.Thread(target=lambda: loop.run_until_complete(wait(task)))
+    thread.start()
+    try:
+        assert ready.wait(10)
+        with depot.Link.local(base / f"{next(iter(folders))}.sock") as link:
+            yield link
+    finally:
+        loop.call_soon_threadsafe(task.cancel)
+        thread.join(10)
+        loop.close()
+
+
+async def wait(task: asyncio.Task[None]) -> None:
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_node_without_memory_reads_its_peers(tmp_path: Path, damaged: bool) -> None:
+    saved = trained(1)
+    folders = {name: tmp_path / name for name in ("own", "a", "b")}
+    rows = []
+    for rank, node in enumerate(("a", "b")):
+        folders[node].mkdir()
+        summary = stage(folders[node] / "0.0", saved, rank=rank, world=2, round=4)
+        rows.append((node, summary))
+    if damaged:
+        flip(folders["a"] / "0.0", "model.0.weight")
+    folders["own"].mkdir()
+    state = fresh(2)
+    with depots(folders, rows, tmp_path) as link:
+        found = load(state, folders["own"], agent=link, round=5)
+    assert found is not None
+    assert (found.step, found.round, set(found.nbytes)) == (1, 4, {"peer"})
+    assert same(dicts(state), dicts(saved))
