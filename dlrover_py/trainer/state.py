@@ -141,8 +141,9 @@ def encode_object(key: str, value: object) -> bytes:
     """
     if type(value) in _SAFE:
         known = _encoded.get(key)
-        if known is not None and known[0] == value and type(known[0]) is type(value):
-            return known[1]
+        same = known is not None and known[0] == value and type(known[0]) is type(value)
+        if known is not None and same and (value != 0 or str(value) == str(known[0])):
+            return known[1]  # (0.0 equals -0.0)
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)

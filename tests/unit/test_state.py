@@ -1,0 +1,307 @@
+"""A user's state, flat: keys as torch has them, and what may be copied late."""
+
+import copy
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.trainer.state import (
+    DEFER_BYTES,
+    Flat,
+    PerRank,
+    Random,
+    decode_object,
+    encode_object,
+    flatten,
+)
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script:DeprecationWarning"
+)  # torch's own
+LARGE = 128  # squared, and four bytes each: as large as what is deferred
+KEYS = {"0.weight", "0.bias", "1.weight", "1.bias"}
+BUFFERS = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(LARGE, LARGE), nn.BatchNorm1d(LARGE))
+
+
+def train(model: nn.Module, optimizer: Any) -> None:
+    model(torch.randn(3, LARGE)).sum().backward()
+    optimizer.step()
+
+
+def keys(flat: Flat) -> set[str]:
+    return {leaf.piece.key for leaf in flat.leaves}
+
+
+def deferred(flat: Flat) -> set[str]:
+    return {leaf.piece.key for leaf in flat.leaves if leaf.deferrable}
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A world of one rank."""
+    meet = tmp_path / "meet"
+    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_keys_are_those_of_torch() -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    flat = flatten({"model": model, "optim": optimizer}, rank=0)
+    their_model, their_optimizer = get_state_dict(model, optimizer)
+    state: Any = their_optimizer["state"]
+    expected = {f"model.{key}" for key in their_model}
+    expected |= {f"optim.state.{name}.{entry}" for name in state for entry in state[name]}
+    assert keys(flat) == expected
+    (group,) = flat.objects.values()
+    assert isinstance(group, dict)
+    assert group["params"] == their_optimizer["param_groups"][0]["params"]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("wrapped", ["compile", "ddp", "both", "checkpoint"])
+def test_wrappers_leave_no_trace_in_keys(wrapped: str, alone: None) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model: Any = net()
+    if wrapped in ("compile", "both"):
+        model = torch.compile(model)
+    if wrapped in ("ddp", "both"):
+        model = DistributedDataParallel(model)
+    if wrapped == "checkpoint":
+        model[0] = checkpoint_wrapper(model[0])
+    optimizer = torch.optim.SGD(model.parameters())
+    flat = flatten({"m": model, "o": optimizer}, rank=0)
+    assert keys(flat) == {f"m.{key}" for key in KEYS | BUFFERS}
+    assert set(flat.objects["o.param_groups.0"]["params"]) == KEYS  # type: ignore[index]
+
+
+def test_a_module_called_module_keeps_its_name() -> None:
+    flat = flatten({"ema": AveragedModel(net())}, rank=0)
+    assert "ema.module.0.weight" in keys(flat)
+    assert "ema.n_averaged" in keys(flat)
+    assert deferred(flat) == set()
+
+
+def test_nested_values_have_the_keys_that_dcp_gives_them() -> None:
+    tensor = torch.ones(2)
+    state = {
+        "a": {"b": tensor, 3: 4}, "l": [1, 2], "m": [tensor, 5], "n": [{"x": 1}], "t": (tensor,),
+        "none": None,
+    }  # fmt: skip
+    flat = flatten(state, rank=0)
+    assert keys(flat) == {"a.b", "m.0"}
+    assert set(flat.objects) == {"a.3", "l", "m.1", "n.0.x", "t", "none"}
+
+
+def test_parameters_that_no_module_names_have_their_place_in_the_groups() -> None:
+    p, q = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([{"params": [p]}, {"params": [q], "lr": 1.0}], momentum=0.9)
+    (p * q).sum().backward()
+    optimizer.step()
+    flat = flatten({"o": optimizer}, rank=0)
+    assert keys(flat) == {"o.state.0.0.momentum_buffer", "o.state.1.0.momentum_buffer"}
+
+
+def test_two_models_of_one_optimizer_are_told_apart() -> None:
+    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([*one.parameters(), *other.parameters()])
+    flat = flatten({"one": one, "other": other, "o": optimizer}, rank=0)
+    names = ["one.weight", "one.bias", "other.weight", "other.bias"]
+    assert flat.objects["o.param_groups.0"]["params"] == names  # type: ignore[index]
+
+
+def test_shared_tensors_have_both_keys_and_one_state() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    flat = flatten({"m": model, "o": optimizer}, rank=0)
+    assert {"m.0.weight", "m.1.weight", "o.state.0.weight.momentum_buffer"} <= keys(flat)
+    assert "o.state.1.weight.momentum_buffer" not in keys(flat)
+
+
+def test_what_belongs_to_one_rank_has_its_rank_in_the_key() -> None:
+    flat = flatten({"x": PerRank({"t": torch.ones(1), "n": 1}), "rng": PerRank(Random())}, rank=3)
+    assert keys(flat) == {"rank/3/x.t"}
+    assert set(flat.objects) == {"rank/3/x.n", "rank/3/rng.state"}
+    assert all(leaf.piece.private for leaf in flat.leaves)
+
+
+def test_what_cannot_be_told_apart_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"two values .* key a\.b"):
+        flatten({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, rank=0)
+    with pytest.raises(ConfigError, match="wrap the value in PerRank"):
+        flatten({"rank/0/x": 1}, rank=0)
+    with pytest.raises(ConfigError, match=r"m\.weight has no memory yet"):
+        flatten({"m": nn.Linear(2, 2, device="meta")}, rank=0)
+
+
+def test_a_tensor_is_the_users_own_memory() -> None:
+    model = net()
+    flat = flatten({"m": model}, rank=0)
+    found = {leaf.piece.key: leaf.tensor for leaf in flat.leaves}
+    assert found["m.0.weight"].data_ptr() == model[0].weight.data_ptr()  # type: ignore[index,union-attr]
+    assert not found["m.0.weight"].requires_grad
+
+
+def test_a_state_that_changes_its_shape_is_seen() -> None:
+    state = {"t": torch.ones(2), "m": net()}
+    flatten(state, rank=0)
+    state["t"] = torch.ones(3, dtype=torch.int64)
+    state["m"][0].weight.data = torch.ones(5, LARGE)  # type: ignore[index]
+    pieces = {leaf.piece.key: leaf.piece for leaf in flatten(state, rank=0).leaves}
+    assert (pieces["t"].shape, pieces["t"].dtype) == ((3,), "int64")
+    assert pieces["m.0.weight"].shape == pieces["m.0.weight"].whole == (5, LARGE)
+
+
+# --- shards ---
+
+
+@pytest.mark.parametrize(("rank", "rows", "start"), [(0, 2, 0), (1, 2, 2), (2, 1, 4), (3, 0, 5)])
+def test_shards_are_boxes_uneven_and_empty_ones_too(rank: int, rows: int, start: int) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+    try:
+        mesh = init_device_mesh("cpu", (4,))
+        local = torch.zeros(rows, 3)
+        whole = torch.Size((5, 3))
+        given = DTensor.from_local(local, mesh, [Shard(0)], shape=whole, stride=(3, 1))
+        twice = DTensor.from_local(torch.ones(2), mesh, [Replicate()])
+        flat = flatten({f"w{rank}": given, "r": twice}, rank=rank)
+        pieces = {leaf.piece.key: leaf.piece for leaf in flat.leaves}
+        piece = pieces[f"w{rank}"]
+        assert (piece.shape, piece.at, piece.whole) == ((rows, 3), (start, 0), (5, 3))
+        assert pieces["r"].shape == pieces["r"].whole == (2,)
+    finally:
+        dist.destroy_process_group()
+
+
+# --- what may be copied late ---
+
+PARTS = ("exp_avg", "exp_avg_sq")
+
+
+def test_large_parameters_and_their_state_may_be_copied_late() -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # it replaces the instance's step, harmlessly
+    flat = flatten({"m": model, "o": optimizer, "ema": copy.deepcopy(model)}, rank=0)
+    assert deferred(flat) == {"m.0.weight", *(f"o.state.0.weight.{part}" for part in PARTS)}
+    assert min(leaf.tensor.nbytes for leaf in flat.leaves if leaf.deferrable) >= DEFER_BYTES
+
+
+def own_step(optimizer: Any) -> None:
+    optimizer.step = lambda: None
+
+
+def capturable(optimizer: Any) -> None:
+    optimizer.param_groups[0]["capturable"] = True
+
+
+def in_backward(optimizer: Any) -> None:
+    for p in optimizer.param_groups[0]["params"]:
+        p.register_post_accumulate_grad_hook(lambda p: None)
+
+
+def not_contiguous(optimizer: Any) -> None:
+    for p in optimizer.param_groups[0]["params"]:
+        p.data = p.data.t() if p.dim() > 1 else p.data
+        for value in optimizer.state[p].values():
+            value.data = value.data.t() if value.dim() > 1 else value.data
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (own_step, "step of this AdamW was replaced"),
+        (capturable, "CUDA graph"),
+        (in_backward, "in the backward pass"),
+        (not_contiguous, "not contiguous"),
+    ],
+)
+def test_where_the_fence_cannot_be_trusted_all_is_copied_at_once(change: Any, why: str) -> None:
+    model = nn.Linear(4 * LARGE, 4 * LARGE)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(3, 4 * LARGE)).sum().backward()
+    optimizer.step()
+    change(optimizer)
+    flat = flatten({"m": model, "o": optimizer}, rank=0)
+    assert deferred(flat) == set()
+    assert len(flat.notes) == 1
+    assert why in flat.notes[0]
+
+
+def test_a_step_that_torch_does_not_know_is_not_trusted() -> None:
+    class Bare(torch.optim.SGD):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params)
+            type(self).step = lambda self: None  # type: ignore[method-assign]
+
+    model = nn.Linear(4 * LARGE, 4 * LARGE)
+    flat = flatten({"m": model, "o": Bare(model.parameters())}, rank=0)
+    assert deferred(flat) == set()
+    assert "torch does not hook" in flat.notes[0]
+
+
+def test_sharded_optimizers_give_what_this_rank_owns(alone: None) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = DistributedDataParallel(net())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    train(model, optimizer)
+    flat = flatten({"m": model, "o": optimizer}, rank=0)
+    assert {f"o.state.{name}.{part}" for name in KEYS for part in PARTS} <= keys(flat)
+    assert "o.state.0.weight.exp_avg" in deferred(flat)
+
+
+def test_fully_sharded_parameters_may_be_copied_late(alone: None) -> None:
+    model = net()
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    flat = flatten({"m": model, "o": optimizer}, rank=0)
+    assert {"m.0.weight", "o.state.0.weight.exp_avg"} <= deferred(flat)
+
+
+# --- objects ---
+
+
+@pytest.mark.parametrize(
+    "value", [3, 0.5, "x", None, [1, {"a": (2, None)}], {"t": torch.ones(2, 2)}, True, b"x"]
+)
+def test_objects_come_back(value: object) -> None:
+    assert str(decode_object(encode_object("k", value))) == str(value)
+
+
+def test_what_equals_another_value_is_not_taken_for_it() -> None:
+    assert decode_object(encode_object("same", 1)) == 1
+    assert decode_object(encode_object("same", True)) is True
+    assert str(decode_object(encode_object("zero", 0.0))) == "0.0"
+    assert str(decode_object(encode_object("zero", -0.0))) == "-0.0"
+
+
+def test_an_object_that_cannot_be_read_back_is_refused_by_its_key() -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint: loader\.rng is a Random, which"):
+        encode_object("loader.rng", random.Random())
