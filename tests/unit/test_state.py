@@ -28,9 +28,7 @@ from dlrover_py.trainer.state import (
     flatten,
 )
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.torch.jit.script:DeprecationWarning"
-)  # torch's own
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own
 LARGE = 128  # squared, and four bytes each: as large as what is deferred
 KEYS = {"0.weight", "0.bias", "1.weight", "1.bias"}
 BUFFERS = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
