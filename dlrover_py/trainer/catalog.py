@@ -1,8 +1,7 @@
 """Who has what of a checkpoint: slots of this node's memory, those of peers, files in storage."""
 
-import ctypes
 import logging
-import mmap
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -107,29 +106,20 @@ class Memory:
     kind = "memory"
 
     def __init__(self, slot: Slot) -> None:
+        self._slot = slot
         self.where = f"this node's memory ({slot.path.name})"
         if not slot.lock(shared=True):
             raise Damaged(f"{slot.path}: it is being filled")
         self.contents = arena.contents(slot)
-        # Mapped, and not read from the file: half the time. Private, since what is writable gives
-        # its address; as nothing is written, the pages are the slot's own.
-        access = mmap.PROT_READ | mmap.PROT_WRITE
-        size = self.contents.summary.size
-        self._map: mmap.mmap | None = mmap.mmap(slot.fd, size, flags=mmap.MAP_PRIVATE, prot=access)
-        self._size = size
-        self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     def read(self, file: str, position: int, target: memoryview) -> None:
         """As :class:`Source` says."""
-        if self._map is None or not 0 <= position <= self._size - len(target):
-            raise Damaged(f"{self.where}: it ends before {position + len(target)}")
-        if len(target):
-            there = ctypes.addressof(ctypes.c_char.from_buffer(target))
-            ctypes.memmove(there, self._start + position, len(target))
-
-    def close(self) -> None:
-        """Let the memory go."""
-        self._map = None
+        done = 0
+        while done < len(target):
+            count = os.preadv(self._slot.fd, [target[done:]], position + done)
+            if not count:
+                raise Damaged(f"{self._slot.path}: it ends at {position + done}")
+            done += count
 
 
 class Peer:
@@ -255,7 +245,6 @@ class Candidate:
             try:
                 slot = self._open.enter_context(Slot(path))
                 source = Memory(slot)
-                self._open.callback(source.close)
                 summary = source.contents.summary
                 if not self._is_it(summary.step, summary.round, summary.lap, summary.job):
                     continue
