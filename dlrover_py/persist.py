@@ -900,9 +900,8 @@ class Persister:
     def _store(self, url: str) -> Store:
         store = self._stores.get(url)
         if store is None:
-            store = Store(url)
-            store.prepare()
-            self._stores[url] = store
+            store = self._stores[url] = Store(url)
+        store.prepare()  # each time: somebody may have removed it
         return store
 
     def _beat(self) -> None:

@@ -511,6 +511,7 @@ class Store:
         self._claim: _Claim | None = None
         self._watched: tuple[bytes, float, bool] | None = None
         self._lock = threading.Lock()
+        self._safe = False
         self.damaged: dict[str, str] = {}
         """Manifests that could not be believed when they were last looked at, and why."""
 
@@ -521,8 +522,9 @@ class Store:
             ConfigError: the store can do no exclusive creation.
         """
         self.place.make("")
-        if isinstance(self.place, Remote):
+        if isinstance(self.place, Remote) and not self._safe:
             self.place.probe()
+            self._safe = True
 
     # --- look ---
 
