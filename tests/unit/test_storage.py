@@ -1,0 +1,463 @@
+"""A directory of checkpoints: what exists, who writes, what stays."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlrover_py import storage
+from dlrover_py.protocol.checkpoint import (
+    Answer,
+    Cancel,
+    Grant,
+    Keep,
+    Manifest,
+    Order,
+    Owner,
+    Phase,
+    Piece,
+    Written,
+    WrittenObject,
+    read_line,
+)
+from dlrover_py.protocol.errors import ConfigError, Superseded
+from dlrover_py.storage import CLAIM, LAPSE_S, Claimed, Store, folder_of, kept
+
+ONE, OTHER = Owner("u1", "gpt"), Owner("u2", "bert")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def manifest(step: int = 7, attempt: str = "", **more: object) -> Manifest:
+    attempt = attempt or f"a{step}"
+    made = Manifest(step, attempt, "u1", 1, 0, 2, folder_of(step, attempt), 1.5)
+    return replace(made, **more)  # type: ignore[arg-type]
+
+
+def write(store: Store, wanted: Manifest, data: bytes = b"bytes") -> Path:
+    """What an attempt leaves before its commit."""
+    folder = Path(store.where(wanted))
+    folder.mkdir(parents=True)
+    (folder / "__0_0.distcp").write_bytes(data)
+    return folder
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    made = Store(tmp_path / "ckpt")
+    made.prepare()
+    return made
+
+
+# --- documents ---
+
+
+def test_a_manifest_is_read_as_written() -> None:
+    whole = manifest(
+        pieces=(Written(Piece("w", "float32", (2, 3), (4, 3), (2, 0)), "__1_0.distcp", 704, 9),),
+        objects=(WrittenObject("epoch", "__0_0.distcp", 5, 6, 1 << 63),),
+        metric=0.25,
+        notes=("odd",),
+        term=3,
+        number=4,
+    )
+    assert Manifest.decode(whole.encode()) == whole
+    assert whole.nbytes == 24 + 6
+    assert json.loads(whole.encode())["manifest"]["step"] == 7, "any reader of JSON can read it"
+
+
+@given(at=st.integers(0, 10_000), bit=st.integers(0, 7), cut=st.booleans())
+def test_no_damaged_manifest_is_believed(at: int, bit: int, cut: bool) -> None:
+    whole = manifest(pieces=(Written(Piece("w", "float32", (2,), (2,), (0,)), "f", 64, 9),))
+    data = bytearray(whole.encode())
+    at %= len(data) - 1  # a last line's end may be missing
+    if cut:
+        del data[at:]
+    else:
+        data[at] ^= 1 << bit
+    try:
+        found = Manifest.decode(bytes(data))
+    except ValueError:
+        return
+    assert found == whole
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        Order("a1", 7, 1, 0, 2, (0, 1), "/shm/x", "s3://b/c", "u1", "n0", writers=("n0", "n1")),
+        Order("a1", 7, 1, 0, 2, (0,), "/x", "/y", "u", "n0", grant=3, keep=Keep(1, 5, 2, False)),
+        Grant("a1", 4),
+        Cancel("a1"),
+        Answer("a1", Phase.DONE, stored=(7, "/y/step-7.a1", 1.5), notes=("odd",)),
+    ],
+)
+def test_lines_are_read_as_written(line: Order | Grant | Cancel | Answer) -> None:
+    assert read_line(line.encode()) == line
+    more = json.loads(line.encode()) | {"news": 1}
+    assert read_line(json.dumps(more).encode()) == line, "an old persister survives a new agent"
+
+
+@pytest.mark.parametrize("line", [b"{}", b"[]", b'{"kind": "orders"}', b'{"kind": "grant"}', b"x"])
+def test_other_lines_are_refused(line: bytes) -> None:
+    with pytest.raises(ValueError, match="expected|found|not a whole|Expecting"):
+        read_line(line)
+
+
+# --- commit ---
+
+
+def test_a_checkpoint_exists_once_its_manifest_does(store: Store) -> None:
+    assert store.checkpoints() == []
+    write(store, manifest())
+    assert store.checkpoints() == []
+    done = store.commit(manifest())
+    assert done.number == 1
+    assert store.checkpoints() == [done]
+    assert Store(store.place.url).checkpoints() == [done]
+    assert Store(f"file://{store.place.url}").checkpoints() == [done]
+    target = bytearray(3)
+    store.read_into(done, "__0_0.distcp", 1, memoryview(target))
+    assert bytes(target) == b"yte"
+    with pytest.raises(OSError, match="ends at byte 5: expected 1 more"):
+        store.read_into(done, "__0_0.distcp", 3, memoryview(bytearray(3)))
+
+
+def test_there_is_nothing_where_nothing_is(tmp_path: Path) -> None:
+    assert Store(tmp_path / "none").checkpoints() == []
+
+
+def test_what_is_newer_is_told_by_the_order_of_commits(store: Store) -> None:
+    """Not by clocks, which jump, nor by steps, which a script may do again."""
+    for step, at in ((10, 50.0), (20, 40.0), (15, 30.0)):
+        store.commit(manifest(step, at=at))
+    assert [m.step for m in store.checkpoints()] == [15, 20, 10]
+
+
+def test_of_many_committers_of_one_attempt_one_commits(store: Store) -> None:
+    start = threading.Barrier(8)
+    done: list[Manifest] = []
+    refused: list[str] = []
+
+    def commit(rank: int) -> None:
+        mine = Store(store.place.url)
+        start.wait()
+        try:
+            done.append(mine.commit(manifest(notes=(str(rank),))))
+        except Superseded as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=commit, args=(rank,)) for rank in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(done) == 1
+    assert len(refused) == 7
+    assert "given up by others, or committed" in refused[0]
+    assert store.checkpoints() == done
+    assert [n for n in store.place.names() if n.endswith(".tmp")] == []
+
+
+def test_without_links_it_is_exclusive_too(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_links(*_: object, **__: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(os, "link", no_links)  # as a mounted FAT or SMB has it
+    done = store.commit(manifest())
+    with pytest.raises(Superseded):
+        Store(store.place.url).commit(manifest())
+    assert Store(store.place.url).checkpoints() == [done]
+
+
+def test_a_lower_term_does_not_commit(store: Store) -> None:
+    store.commit(manifest(1, term=4))
+    with pytest.raises(Superseded, match=r"term 3, and a checkpoint of term 4"):
+        store.commit(manifest(2, term=3))
+    assert store.commit(manifest(3, term=4)).number == 2
+    assert store.commit(manifest(4, term=1, job="u2")).number == 3, (
+        "another job's terms are its own"
+    )
+
+
+def test_who_comes_after_a_tombstone_does_not_commit(store: Store) -> None:
+    folder = write(store, manifest())
+    assert store.sweep(now=0.0) == [folder.name]
+    assert not folder.exists()
+    with pytest.raises(Superseded, match="given up by others"):
+        Store(store.place.url).commit(manifest())
+    assert store.checkpoints() == []
+
+
+def test_a_damaged_manifest_is_named_and_left_out(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = store.commit(manifest(1))
+    write(store, manifest(2))
+    bad = Path(f"{store.where(manifest(2))}.json")
+    bad.write_bytes(store.commit(manifest(3)).encode())
+    torn = Path(f"{store.where(manifest(4))}.json")
+    torn.write_bytes(manifest(4).encode()[:-40])
+    fresh = Store(store.place.url)
+    assert [m.step for m in fresh.checkpoints()] == [3, 1]
+    assert fresh.damaged[bad.name] == "it speaks of step-3.a3"
+    assert "not those" in fresh.damaged[torn.name] or "no whole" in fresh.damaged[torn.name]
+    assert fresh.checkpoints()[-1] == good
+    assert len([r for r in caplog.records if r.message == "manifest_damaged"]) == 2, "told once"
+    fresh.sweep(now=0.0)
+    assert Path(store.where(manifest(2))).exists(), "its bytes may be good: that is for people"
+
+
+# --- sweep ---
+
+
+def test_a_sweep_spares_what_is_committed_under_way_or_none_of_ours(store: Store) -> None:
+    done = store.commit(manifest(1))
+    kept_folder = write(store, done)
+    under_way, left = write(store, manifest(2)), write(store, manifest(3))
+    root = left.parent
+    (root / "notes.txt").write_text("a user's")
+    (root / "step-old").mkdir()
+    (root / f".{left.name}.json.abcd.tmp").write_text("torn")
+    assert store.sweep({under_way.name}, now=0.0) == [left.name]
+    there = {p.name for p in root.iterdir()}
+    assert there == {
+        kept_folder.name,
+        f"{kept_folder.name}.json",
+        under_way.name,
+        f"{left.name}.json",
+        "notes.txt",
+        "step-old",
+    }
+    assert store.sweep({under_way.name}, now=0.0) == [], "once is enough"
+
+
+def test_a_tombstone_goes_when_no_committer_can_be_left(store: Store) -> None:
+    folder = write(store, manifest())
+    store.sweep(now=1000.0)
+    stone = folder.with_name(f"{folder.name}.json")
+    store.sweep(now=1000.0 + storage.TOMBSTONE_S - 1)
+    assert stone.exists()
+    store.sweep(now=1000.0 + storage.TOMBSTONE_S + 1)
+    assert not stone.exists()
+
+
+def test_a_sweep_that_was_killed_is_finished_by_the_next(store: Store) -> None:
+    folder = write(store, manifest())
+    grave = manifest(void="it was never committed")
+    assert store.place.create(f"{folder.name}.json", grave.encode())
+    assert store.sweep(now=0.0) == [folder.name]
+    assert not folder.exists()
+
+
+# --- retention ---
+
+
+def test_removal_begins_with_the_manifest(store: Store) -> None:
+    done = store.commit(manifest())
+    folder = write(store, done)
+    store.remove(done)
+    assert not folder.exists()
+    assert store.checkpoints() == []
+    store.remove(done)  # again is no harm
+
+
+@given(
+    rows=st.lists(
+        st.tuples(st.integers(0, 40), st.none() | st.floats(allow_infinity=False)), max_size=12
+    ),
+    newest=st.integers(0, 4),
+    every=st.integers(0, 6),
+    best=st.integers(0, 3),
+    lowest=st.booleans(),
+)
+def test_retention_keeps_what_a_rule_keeps_and_no_more(
+    rows: list[tuple[int, float | None]], newest: int, every: int, best: int, lowest: bool
+) -> None:
+    found = [
+        manifest(step, f"a{index}", metric=metric, number=len(rows) - index)
+        for index, (step, metric) in enumerate(rows)
+    ]
+    stay = kept(found, Keep(newest, every, best, lowest))
+    worth = [m.metric for m in found if m.metric is not None and m.metric == m.metric]
+    bar = sorted(worth, reverse=not lowest)[:best]
+    for index, one in enumerate(found):
+        by_rule = index < max(1, newest) or (every > 0 and one.step % every == 0)
+        in_bar = one.metric in bar
+        better = bool(bar) and in_bar and (one.metric < bar[-1] if lowest else one.metric > bar[-1])  # type: ignore[operator]
+        if by_rule or better:
+            assert one.folder in stay
+        elif not in_bar:
+            assert one.folder not in stay
+    if found:
+        assert found[0].folder in stay, "the newest stays, whatever is asked for"
+    assert len([m for m in found if m.folder in stay and m.metric in bar]) >= len(bar)
+
+
+def test_retention_removes_files_and_spares_the_loaded_one(store: Store) -> None:
+    for step in range(1, 6):
+        write(store, store.commit(manifest(step)))
+    gone = store.retain(Keep(newest=2), spare={"step-1.a1"})
+    assert gone == ["step-3.a3", "step-2.a2"]
+    assert [m.step for m in store.checkpoints()] == [5, 4, 1]
+    assert sorted(p.name for p in Path(store.place.url).iterdir() if p.is_dir()) == [
+        "step-1.a1",
+        "step-4.a4",
+        "step-5.a5",
+    ]
+
+
+# --- claim ---
+
+
+def test_two_jobs_cannot_write_into_one_directory(store: Store) -> None:
+    store.claim(ONE, "a1")
+    with pytest.raises(
+        Claimed, match=r"another job, gpt \(u1\): give each job a directory"
+    ) as told:
+        Store(store.place.url).claim(OTHER, "b1")
+    assert told.value.sure, "its writer lives on this host: no need to wait"
+    store.release()
+    Store(store.place.url).claim(OTHER, "b1")
+
+
+def test_loading_needs_no_claim(store: Store) -> None:
+    store.claim(ONE, "a1")
+    done = store.commit(manifest())
+    assert Store(store.place.url).checkpoints() == [done]
+
+
+DIES = """
+import sys
+from dlrover_py.protocol.checkpoint import Owner
+from dlrover_py.storage import Store
+Store(sys.argv[1]).claim(Owner("u2", "bert"), "b1")
+"""
+
+
+@pytest.fixture
+def dead_writer(store: Store) -> Store:
+    """A claim of a process of this host that has ended."""
+    subprocess.run([sys.executable, "-c", DIES, store.place.url], check=True)
+    assert store.place.names() == [CLAIM]
+    return store
+
+
+def test_the_dead_of_this_host_are_followed_at_once(dead_writer: Store) -> None:
+    dead_writer.claim(ONE, "a1")
+    assert json.loads(dead_writer.place.read(CLAIM))["job"] == "u1"
+
+
+def elsewhere(store: Store, beat: int) -> None:
+    """What a process of another host claims."""
+    store.claim(OTHER, "b1")
+    claim = json.loads(store.place.read(CLAIM)) | {"host": "another", "beat": beat}
+    store.place.put(CLAIM, json.dumps(claim).encode())
+
+
+def test_a_claim_of_another_host_lapses_by_our_own_clock(tmp_path: Path) -> None:
+    clock = Clock()
+    mine = Store(tmp_path, clock=clock)
+    elsewhere(Store(tmp_path), 1)
+    with pytest.raises(Claimed) as told:
+        mine.claim(ONE)
+    assert not told.value.sure
+    clock.now += LAPSE_S - 1
+    with pytest.raises(Claimed):
+        mine.claim(ONE)
+    clock.now += 2
+    mine.claim(ONE)
+
+
+def test_a_claim_of_another_host_that_is_renewed_holds(tmp_path: Path) -> None:
+    clock = Clock()
+    mine = Store(tmp_path, clock=clock)
+    for beat in range(5):
+        elsewhere(Store(tmp_path), beat)
+        with pytest.raises(Claimed) as told:
+            mine.claim(ONE)
+        assert told.value.sure is (beat > 0)
+        clock.now += LAPSE_S - 1
+
+
+def test_a_newer_attempt_of_the_job_calls_the_older_off(store: Store) -> None:
+    """Its coordinator was cut off, and has a grant; nobody has swept what it wrote yet."""
+    store.claim(ONE, "a1")
+    newer = Store(store.place.url)
+    newer.claim(ONE, "a2")
+    with pytest.raises(Superseded, match=r"another attempt has begun since; step-7.a1 is given up"):
+        store.commit(manifest(7, "a1"))
+    assert not store.renew()
+    store.release()
+    assert newer.renew(), "who was called off releases nothing"
+    assert newer.commit(manifest(8, "a2")).number == 1
+
+
+def test_a_claim_that_cannot_be_read_lapses_too(tmp_path: Path) -> None:
+    clock = Clock()
+    mine = Store(tmp_path, clock=clock)
+    (tmp_path / CLAIM).write_text('{"job": ')
+    with pytest.raises(Claimed, match="which cannot be read"):
+        mine.claim(ONE)
+    clock.now += LAPSE_S + 1
+    mine.claim(ONE)
+
+
+# --- other stores ---
+
+
+def test_a_store_without_exclusive_creation_is_refused() -> None:
+    import fsspec
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    class Careless(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
+        protocol = "careless"
+
+        def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: object) -> None:
+            super().pipe_file(path, value)
+
+    fsspec.register_implementation("careless", Careless, clobber=True)
+    with pytest.raises(ConfigError, match="does not refuse to write over what is there"):
+        Store("careless://bucket/x").prepare()
+
+
+def test_any_file_system_of_fsspec_will_do() -> None:
+    store = Store("memory://runs/one")
+    store.prepare()
+    store.claim(ONE, "a1")
+    sink = store.place.sink("step-7.a7/__0_0.distcp")
+    sink.write(b"bytes")
+    sink.finish()
+    assert store.checkpoints() == []
+    done = store.commit(manifest())
+    with pytest.raises(Superseded):
+        store.commit(manifest())
+    assert Store("memory://runs/one").checkpoints() == [done]
+    target = bytearray(3)
+    store.read_into(done, "__0_0.distcp", 1, memoryview(target))
+    assert bytes(target) == b"yte"
+    with pytest.raises(OSError, match="ends at byte 5"):
+        store.read_into(done, "__0_0.distcp", 4, memoryview(target))
+    assert store.retain(Keep()) == []
+    store.remove(done)
+    assert store.checkpoints() == []
+    store.release()
+    assert store.place.names() == []
+
+
+def test_what_speaks_no_known_protocol_is_refused() -> None:
+    with pytest.raises(ConfigError, match="gopher://x"):
+        Store("gopher://x")
