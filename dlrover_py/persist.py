@@ -471,10 +471,10 @@ class Attempt:
         why = ""
         try:
             stored, notes = self._write()
+            self._let_go()
             with self._lock:
                 self._stopped, late = True, self._stopped
             if not late:
-                self._deadline.cancel()
                 self._answer(Phase.DONE, stored=stored, notes=notes)
         except Stopped:
             why = "called off"
@@ -483,12 +483,12 @@ class Attempt:
         except Exception as error:
             log.exception("attempt_failed", extra={"attempt": self.order.attempt})
             why = f"{type(error).__name__}: {error}"
-        finally:
-            if why:
-                self.give_up(why, force=True)
-                self._clean_up(why)
+        if why:
             self._let_go()
-            self._deadline.cancel()
+            self._now(f"{why}; and {self.order.dir} has not answered since")
+            self._clean_up(why)
+            self.give_up(why, force=True)
+        self._deadline.cancel()
 
     def _now(self, doing: str, hint: str = "") -> None:
         """What it is at, for who asks why it takes so long."""
@@ -891,9 +891,12 @@ class Persister:
         if self._attempt is not None:
             self._attempt.give_up("the persister was told to end")
             self._attempt.thread.join(grace_s)
-            if self._attempt.thread.is_alive():
-                return  # its store hangs, and so would the rest of this
-        for store in self._stores.values():
+        release = threading.Thread(target=self._release, daemon=True)
+        release.start()
+        release.join(grace_s)  # a store may hang
+
+    def _release(self) -> None:
+        for store in list(self._stores.values()):
             with contextlib.suppress(OSError):
                 store.release()
 

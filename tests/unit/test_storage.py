@@ -113,7 +113,7 @@ def test_lines_are_read_as_written(line: Order | Grant | Cancel | Answer) -> Non
 
 @pytest.mark.parametrize("line", [b"{}", b"[]", b'{"kind": "orders"}', b'{"kind": "grant"}', b"x"])
 def test_other_lines_are_refused(line: bytes) -> None:
-    with pytest.raises(ValueError, match="expected|found|not a whole|Expecting"):
+    with pytest.raises(ValueError, match=r"expected|not a whole|Expecting"):
         read_line(line)
 
 

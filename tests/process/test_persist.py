@@ -1,0 +1,667 @@
+"""Real persisters write hand-made slots; plain torch reads what they have written."""
+
+import contextlib
+import io
+import json
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dlrover_py.arena import Slot, digest, scan
+from dlrover_py.protocol.checkpoint import Cancel, Grant, Keep, Manifest, Owner, Phase, Piece
+from dlrover_py.storage import CLAIM, Store
+from tests.slots import JOB, Persister, full, load_with_torch, order, rows, stage
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+
+W = torch.arange(12 * 5, dtype=torch.float32).reshape(12, 5)
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def saved(value: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+@pytest.fixture(scope="module")
+def persister() -> Iterator[Persister]:
+    """One that all tests share that leave it alive."""
+    one = Persister()
+    yield one
+    one.close()
+
+
+@pytest.fixture(scope="module")
+def trio(persister: Persister) -> Iterator[list[Persister]]:
+    """Those of three nodes."""
+    more = [Persister(), Persister()]
+    yield [persister, *more]
+    for one in more:
+        one.close()
+
+
+def verify(store: Store, manifest: Manifest) -> None:
+    """Every byte that the manifest speaks of is there, and is what was staged."""
+    for written in manifest.pieces:
+        data = bytearray(written.piece.nbytes)
+        store.read_into(manifest, written.file, written.position, memoryview(data))
+        assert digest(bytes(data)) == written.xxh3, written
+    for item in manifest.objects:
+        data = bytearray(item.nbytes)
+        store.read_into(manifest, item.file, item.position, memoryview(data))
+        assert digest(bytes(data)) == item.xxh3, item
+
+
+def simple(path: Path, step: int = 7, size: int = 64, **facts: Any) -> None:
+    """A slot of one rank that is alone."""
+    values = torch.full((size,), float(step))
+    stage(path, [(full("model.w", (size,)), raw(values))], step=step, **facts)
+
+
+# --- what is written ---
+
+
+def test_plain_torch_reads_what_was_staged(persister: Persister, tmp_path: Path) -> None:
+    tensors = {
+        "model.w": W,
+        "model.half": torch.linspace(0, 1, 7).to(torch.bfloat16),
+        "model.step": torch.tensor(3),
+        "model.none": torch.empty(0, 3),
+        "model.large": torch.arange(3 << 20, dtype=torch.int32),
+        "optimizer.state.w.exp_avg": -W,
+        "rank/0/rng": torch.arange(5, dtype=torch.uint8),
+    }
+    staged = [
+        (full(key, tuple(t.shape), str(t.dtype).removeprefix("torch.")), raw(t))
+        for key, t in tensors.items()
+    ]
+    stage(tmp_path / "arena/0.0", staged, {"epoch": saved({"at": 4})}, persist=True, metric=0.5)
+    persister.send(order(tmp_path / "arena", tmp_path / "ckpt", "a1"))
+    answer = persister.end("a1")
+    assert answer.phase is Phase.DONE, answer
+    store = Store(tmp_path / "ckpt")
+    (manifest,) = store.checkpoints()
+    assert answer.stored == (7, store.where(manifest), manifest.at)
+    assert (manifest.metric, manifest.job, manifest.world) == (0.5, JOB, 1)
+    verify(store, manifest)
+    assert {p.name for p in Path(store.where(manifest)).iterdir()} == {
+        ".metadata",
+        "__0_0.distcp",
+    }
+    ((_, summary),) = scan(tmp_path / "arena")
+    assert not summary.persist, "it need not be spared any more"
+    shapes = {
+        key: (list(t.shape), str(t.dtype).removeprefix("torch.")) for key, t in tensors.items()
+    }
+    loaded = load_with_torch(store.where(manifest), shapes)
+    nested = loaded.pop("__nested__")
+    for key, tensor in tensors.items():
+        assert torch.equal(loaded[key], tensor), key
+        assert loaded[key].dtype == tensor.dtype
+    assert torch.equal(nested["model"]["w"], W), "as load_state_dict takes it"
+    assert nested["epoch"] == {"at": 4}
+
+
+def test_three_nodes_write_one_checkpoint(trio: list[Persister], tmp_path: Path) -> None:
+    """Shards of one tensor, copies of another, private values, all in one."""
+    copied = torch.randn(1 << 18)
+    for rank in range(3):
+        stage(
+            tmp_path / f"arena{rank}/0.1",
+            [
+                (rows("model.sharded", rank * 4, 4, 12, 5), raw(W[rank * 4 : rank * 4 + 4])),
+                *(
+                    (full(f"model.copy{i}", (1 << 16,)), raw(c))
+                    for i, c in enumerate(copied.chunk(4))
+                ),
+                (full(f"rank/{rank}/rng", (3,), "uint8"), bytes([rank] * 3)),
+            ],
+            {"epoch": saved(4), f"rank/{rank}/seed": saved(rank)},
+            rank=rank,
+            world=3,
+        )
+    for rank in (2, 1, 0):
+        writers = ("n0", "n1", "n2") if rank == 0 else ()
+        trio[rank].send(
+            order(
+                tmp_path / f"arena{rank}",
+                tmp_path / "ckpt",
+                "t1",
+                world=3,
+                ranks=(rank,),
+                node=f"n{rank}",
+                writers=writers,
+                grant=None,
+            )
+        )
+    trio[0].next(Phase.READY, attempt="t1")
+    store = Store(tmp_path / "ckpt")
+    assert store.checkpoints() == [], "nothing is committed without a grant"
+    trio[0].send(Grant("t1", term=5))
+    ends = [one.end("t1") for one in trio]
+    assert [e.phase for e in ends] == [Phase.DONE] * 3, ends
+    assert [e.stored is not None for e in ends] == [True, False, False]
+    (manifest,) = store.checkpoints()
+    verify(store, manifest)
+    assert manifest.term == 5
+    assert len(manifest.pieces) == 3 + 4 + 3, "each box once"
+    assert sorted(o.key for o in manifest.objects) == [
+        "epoch",
+        "rank/0/seed",
+        "rank/1/seed",
+        "rank/2/seed",
+    ]
+    by_node = [e.nbytes for e in ends]
+    assert max(by_node) < 2.2 * min(by_node), f"the work is shared: {by_node}"
+    shapes = {f"model.copy{i}": ([1 << 16], "float32") for i in range(4)}
+    loaded = load_with_torch(
+        store.where(manifest),
+        {"model.sharded": ([12, 5], "float32"), "rank/2/rng": ([3], "uint8"), **shapes},
+    )
+    assert torch.equal(loaded["model.sharded"], W)
+    assert torch.equal(torch.cat([loaded[f"model.copy{i}"] for i in range(4)]), copied)
+    assert loaded["rank/2/rng"].tolist() == [2, 2, 2]
+
+
+def test_replicas_stand_in_for_a_lost_node(persister: Persister, tmp_path: Path) -> None:
+    """Of rank 1 only a peer's copy is left, without the bytes that rank 0 has as well."""
+    arena = tmp_path / "arena"
+    for rank, name in enumerate(("0.0", "peer-1.0")):
+        private = (full(f"rank/{rank}/rng", (3,), "uint8"), bytes([rank] * 3))
+        stage(
+            arena / name,
+            [(full("model.w", (12, 5)), raw(W)), private],
+            rank=rank,
+            world=2,
+            hollow=rank == 1,
+        )
+    with Slot(arena / "peer-1.0", write=True) as slot:
+        summary = slot.summary()
+        assert summary is not None
+        slot.view()[4096 : summary.private_at] = bytes(summary.private_at - 4096)
+    persister.send(order(arena, tmp_path / "ckpt", "r1", world=2, ranks=(0, 1)))
+    answer = persister.end("r1")
+    assert answer.phase is Phase.DONE, answer
+    store = Store(tmp_path / "ckpt")
+    (manifest,) = store.checkpoints()
+    verify(store, manifest)
+    assert [w.piece.key for w in manifest.pieces] == ["model.w", "rank/0/rng", "rank/1/rng"]
+
+
+def test_copies_that_differ_are_told_of(persister: Persister, tmp_path: Path) -> None:
+    for rank in range(2):
+        stage(
+            tmp_path / f"arena/{rank}.0",
+            [(full("model.running_mean", (4,)), raw(torch.full((4,), float(rank))))],
+            rank=rank,
+            world=2,
+        )
+    persister.send(order(tmp_path / "arena", tmp_path / "ckpt", "d1", world=2, ranks=(0, 1)))
+    answer = persister.end("d1")
+    assert answer.phase is Phase.DONE
+    words = "ranks hold different values of model.running_mean: the lowest rank's are kept"
+    assert answer.notes == (words,)
+    (manifest,) = Store(tmp_path / "ckpt").checkpoints()
+    assert manifest.notes == answer.notes
+    assert manifest.pieces[0].xxh3 == digest(raw(torch.zeros(4)))
+
+
+def test_retention_follows_each_commit(persister: Persister, tmp_path: Path) -> None:
+    for step, metric in ((1, 0.1), (2, 0.9), (3, 0.5), (4, 0.7)):
+        simple(tmp_path / "arena/0.0", step, metric=metric)
+        wish = order(tmp_path / "arena", tmp_path / "ckpt", f"k{step}", step=step)
+        persister.send(replace(wish, keep=Keep(newest=1, every=3, best=1)))
+        assert persister.end(f"k{step}").phase is Phase.DONE
+    assert [m.step for m in Store(tmp_path / "ckpt").checkpoints()] == [4, 3, 1]
+
+
+# --- what is refused ---
+
+
+def test_a_flipped_bit_does_not_reach_storage(persister: Persister, tmp_path: Path) -> None:
+    arena, store = tmp_path / "arena", Store(tmp_path / "ckpt")
+    simple(arena / "0.0", 6, size=1 << 20)
+    persister.send(order(arena, tmp_path / "ckpt", "f0", step=6))
+    assert persister.end("f0").phase is Phase.DONE
+    simple(arena / "0.1", 7, size=1 << 20, persist=True)
+    with Slot(arena / "0.1", write=True) as slot:
+        slot.view()[4096 + (3 << 20)] ^= 4
+    persister.send(order(arena, tmp_path / "ckpt", "f1"))
+    answer = persister.end("f1")
+    assert answer.phase is Phase.FAILED
+    assert "model.w of rank 0: its bytes in" in answer.why
+    assert "are not those that were staged" in answer.why
+    assert [m.step for m in store.checkpoints()] == [6], "the one before stays"
+    assert not (tmp_path / "ckpt/step-7.f1").exists(), "nothing is left half"
+    assert not any(s.persist for _, s in scan(arena)), "a slot that is no good is not spared"
+
+
+def test_a_shard_that_nobody_has_is_named(persister: Persister, tmp_path: Path) -> None:
+    stage(tmp_path / "arena/0.0", [(rows("model.w", 0, 4, 12, 5), raw(W[:4]))], world=3)
+    persister.send(order(tmp_path / "arena", tmp_path / "ckpt", "s1", world=3))
+    answer = persister.end("s1")
+    assert answer.phase is Phase.FAILED
+    assert "model.w: the slots hold 20 of its 60 elements" in answer.why
+    assert Store(tmp_path / "ckpt").checkpoints() == []
+
+
+def test_a_step_that_is_gone_from_memory_is_not_waited_for(
+    persister: Persister, tmp_path: Path
+) -> None:
+    simple(tmp_path / "arena/0.0", 9)
+    persister.send(order(tmp_path / "arena", tmp_path / "ckpt", "g1"))
+    answer = persister.end("g1")
+    assert answer.phase is Phase.FAILED
+    assert "step 7 of rank 0 is not in" in answer.why
+    assert "it holds step 9" in answer.why
+
+
+def test_a_slot_that_is_sealed_later_is_waited_for(persister: Persister, tmp_path: Path) -> None:
+    """Without an agent, one worker orders while another one still copies."""
+    persister.send(order(tmp_path / "arena", tmp_path / "ckpt", "l1"))
+    persister.next(Phase.WRITING, attempt="l1")
+    simple(tmp_path / "arena/0.0")
+    assert persister.end("l1").phase is Phase.DONE
+
+
+def test_a_folder_that_is_not_shared_is_told_in_words(
+    trio: list[Persister], tmp_path: Path
+) -> None:
+    for rank in range(2):
+        simple(tmp_path / f"arena{rank}/0.0", rank=rank, world=2)
+        trio[rank].send(
+            order(
+                tmp_path / f"arena{rank}",
+                tmp_path / f"ckpt-of-n{rank}",
+                "w1",
+                world=2,
+                ranks=(rank,),
+                node=f"n{rank}",
+                writers=("n0", "n1") if rank == 0 else (),
+                deadline_s=1.0,
+            )
+        )
+    coordinator, other = (one.end("w1") for one in trio[:2])
+    assert coordinator.phase is other.phase is Phase.FAILED
+    assert "layout of n1 not seen in" in coordinator.why
+    assert "s: is it a folder that all nodes share?" in coordinator.why
+    assert "the coordinator's plan not seen in" in other.why
+
+
+def test_who_fails_tells_the_others(trio: list[Persister], tmp_path: Path) -> None:
+    for rank in range(2):
+        simple(tmp_path / f"arena{rank}/0.0", rank=rank, world=2, size=1 << 18)
+    with Slot(tmp_path / "arena1/0.0", write=True) as slot:
+        slot.view()[5000] ^= 1
+    # Rank 0's copy has the same digest, and rank 1 writes nothing of it: give it something.
+    stage(tmp_path / "arena0/0.0", [(full("a", (4,)), bytes(16))], rank=0, world=2)
+    for rank in (1, 0):
+        trio[rank].send(
+            order(
+                tmp_path / f"arena{rank}",
+                tmp_path / "ckpt",
+                "o1",
+                world=2,
+                ranks=(rank,),
+                node=f"n{rank}",
+                writers=("n0", "n1") if rank == 0 else (),
+            )
+        )
+    ends = [one.end("o1") for one in trio[:2]]
+    assert [e.phase for e in ends] == [Phase.FAILED] * 2
+    assert "are not those that were staged" in ends[1].why
+    assert ends[0].why.startswith("n1: model.w of rank 1")
+    assert not (tmp_path / "ckpt/step-7.o1").exists()
+
+
+def test_two_jobs_in_one_directory_are_refused(trio: list[Persister], tmp_path: Path) -> None:
+    arenas = [tmp_path / "arena0", tmp_path / "arena1"]
+    simple(arenas[0] / "0.0")
+    trio[0].send(order(arenas[0], tmp_path / "ckpt", "j1", name="gpt"))
+    assert trio[0].end("j1").phase is Phase.DONE
+    simple(arenas[1] / "0.0", job="job-uid-2")
+    trio[1].send(order(arenas[1], tmp_path / "ckpt", "j2", job="job-uid-2"))
+    answer = trio[1].end("j2")
+    assert answer.phase is Phase.FAILED
+    assert "is written by another job, gpt (job-uid-1): give each job" in answer.why
+    assert [m.job for m in Store(tmp_path / "ckpt").checkpoints()] == [JOB]
+
+
+# --- called off, fenced ---
+
+
+def test_a_cancelled_order_frees_its_slots(persister: Persister, tmp_path: Path) -> None:
+    simple(tmp_path / "arena/0.0", persist=True)
+    persister.send(order(tmp_path / "arena", tmp_path / "ckpt", "c1", grant=None))
+    persister.next(Phase.READY, attempt="c1")
+    with Slot(tmp_path / "arena/0.0", write=True) as slot:
+        assert not slot.lock(shared=False), "it is being read"
+        persister.send(Cancel("c1"))
+        assert persister.end("c1").why == "called off"
+        wait_for(lambda: slot.lock(shared=False), "the lock")
+    assert Store(tmp_path / "ckpt").checkpoints() == []
+    wait_for(lambda: not (tmp_path / "ckpt/step-7.c1").exists(), "nothing to be left")
+
+
+def test_a_newer_order_calls_the_older_one_off(persister: Persister, tmp_path: Path) -> None:
+    simple(tmp_path / "arena/0.0", 7)
+    simple(tmp_path / "arena/0.1", 8)
+    persister.send(order(tmp_path / "arena", tmp_path / "ckpt", "n1", grant=None))
+    persister.next(Phase.READY, attempt="n1")
+    persister.send(order(tmp_path / "arena", tmp_path / "ckpt", "n2", step=8))
+    assert "called off by a newer order: step 8" in persister.end("n1").why
+    assert persister.end("n2").phase is Phase.DONE
+    assert [m.step for m in Store(tmp_path / "ckpt").checkpoints()] == [8]
+
+
+def test_the_same_order_again_is_a_grant_at_most(persister: Persister, tmp_path: Path) -> None:
+    """An agent that lost an answer repeats itself."""
+    simple(tmp_path / "arena/0.0")
+    wish = order(tmp_path / "arena", tmp_path / "ckpt", "x1", grant=None)
+    persister.send(wish)
+    persister.next(Phase.READY, attempt="x1")
+    persister.send(wish)
+    persister.send(replace(wish, grant=3))
+    assert persister.end("x1").phase is Phase.DONE
+    assert Store(tmp_path / "ckpt").checkpoints()[0].term == 3
+
+
+def test_a_coordinator_that_comes_too_late_is_fenced(trio: list[Persister], tmp_path: Path) -> None:
+    """It was cut off with everything written; its grant arrives after others have gone on."""
+    simple(tmp_path / "arena0/0.0", 7)
+    simple(tmp_path / "arena1/0.0", 8)
+    trio[0].send(order(tmp_path / "arena0", tmp_path / "ckpt", "z1", grant=None))
+    trio[0].next(Phase.READY, attempt="z1")
+    trio[1].send(
+        order(tmp_path / "arena1", tmp_path / "ckpt", "z2", step=8, node="n1", writers=("n1",))
+    )
+    assert trio[1].end("z2").phase is Phase.DONE
+    trio[0].send(Grant("z1", term=1))
+    answer = trio[0].end("z1")
+    assert answer.phase is Phase.FAILED
+    assert "another attempt has begun since" in answer.why
+    assert [m.step for m in Store(tmp_path / "ckpt").checkpoints()] == [8]
+
+
+def test_a_tombstone_alone_fences(persister: Persister, tmp_path: Path) -> None:
+    simple(tmp_path / "arena/0.0")
+    persister.send(order(tmp_path / "arena", tmp_path / "ckpt", "y1", grant=None))
+    persister.next(Phase.READY, attempt="y1")
+    store = Store(tmp_path / "ckpt")
+    assert store.sweep(now=time.time()) == ["step-7.y1"]
+    persister.send(Grant("y1", term=1))
+    assert "given up by others" in persister.end("y1").why
+    assert store.checkpoints() == []
+
+
+# --- bad stores ---
+
+
+def test_a_full_disk_is_told_and_nothing_is_left_half(tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=6m", "none", str(small)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("a small file system can be mounted by root only")
+    one = Persister()
+    try:
+        simple(tmp_path / "arena/0.0", 6, size=1 << 20)
+        one.send(order(tmp_path / "arena", small / "ckpt", "e1", step=6))
+        assert one.end("e1").phase is Phase.DONE
+        simple(tmp_path / "arena/0.1", 7, size=1 << 20)
+        one.send(order(tmp_path / "arena", small / "ckpt", "e2"))
+        answer = one.end("e2")
+        assert answer.phase is Phase.FAILED
+        assert answer.why == f"{small}/ckpt/step-7.e2/__0_0.distcp: No space left on device"
+        store = Store(small / "ckpt")
+        (manifest,) = store.checkpoints()
+        verify(store, manifest)
+        wait_for(lambda: not (small / "ckpt/step-7.e2").exists(), "nothing to be left")
+    finally:
+        one.close()
+        subprocess.run(["umount", str(small)], check=True)
+
+
+def test_a_file_that_may_not_grow_is_told(tmp_path: Path) -> None:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+
+    one = Persister(preexec=limit)
+    try:
+        simple(tmp_path / "arena/0.0", 6, size=1 << 10)
+        one.send(order(tmp_path / "arena", tmp_path / "ckpt", "e1", step=6))
+        assert one.end("e1").phase is Phase.DONE
+        simple(tmp_path / "arena/0.1", 7, size=1 << 20)
+        one.send(order(tmp_path / "arena", tmp_path / "ckpt", "e2"))
+        assert "step-7.e2/__0_0.distcp: File too large" in one.end("e2").why
+        assert [m.step for m in Store(tmp_path / "ckpt").checkpoints()] == [6]
+    finally:
+        one.close()
+
+
+def test_a_directory_that_cannot_be_made_is_told(persister: Persister, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    simple(tmp_path / "arena/0.0")
+    persister.send(order(tmp_path / "arena", tmp_path / "file/ckpt", "p1"))
+    assert persister.end("p1").why == f"{tmp_path}/file/ckpt: Not a directory"
+
+
+def test_a_store_that_hangs_is_told_and_the_trainer_goes_on(tmp_path: Path) -> None:
+    """Who reads a FIFO that nobody writes hangs as with a dead NFS server."""
+    one = Persister()
+    try:
+        simple(tmp_path / "arena/0.0")
+        (tmp_path / "dead").mkdir()
+        os.mkfifo(tmp_path / "dead" / CLAIM)
+        one.send(order(tmp_path / "arena", tmp_path / "dead", "h1", deadline_s=1.0))
+        answer = one.end("h1")
+        assert answer.phase is Phase.FAILED
+        assert answer.why.startswith(f"{tmp_path}/dead has not answered for ")
+        with Slot(tmp_path / "arena/0.0", write=True) as slot:
+            assert slot.lock(shared=False), "the trainer may fill it anew"
+        one.send(order(tmp_path / "arena", tmp_path / "ckpt", "h2", deadline_s=1.0))
+        assert "has not answered to the attempt before" in one.end("h2").why
+    finally:
+        one.close()
+    assert one.process.returncode == 0
+
+
+# --- the process ---
+
+
+def wait_for(look: Callable[[], object], what: str, within_s: float = 20.0) -> None:
+    deadline = time.monotonic() + within_s
+    pause = threading.Event()
+    while not look():
+        assert time.monotonic() < deadline, f"waited for {what}"
+        pause.wait(0.01)
+
+
+def test_it_ends_with_its_input_and_lets_others_write(tmp_path: Path) -> None:
+    one = Persister()
+    simple(tmp_path / "arena/0.0")
+    one.send(order(tmp_path / "arena", tmp_path / "ckpt", "q1"))
+    assert one.end("q1").phase is Phase.DONE
+    for number in (signal.SIGTERM, signal.SIGINT):  # a terminal's Ctrl-C goes to all
+        one.process.send_signal(number)
+    one.close()
+    assert one.process.returncode == 0
+    Store(tmp_path / "ckpt").claim(Owner("another"))
+
+
+def test_it_ends_with_its_parent(tmp_path: Path) -> None:
+    script = (
+        "import subprocess, sys, time; r, w = __import__('os').pipe();"
+        "p = subprocess.Popen([sys.executable, '-m', 'dlrover_py.persist'], stdin=sys.stdin,"
+        " stdout=subprocess.PIPE); print(p.pid, flush=True); p.stdout.readline();"
+        "print('up', flush=True); p.wait()"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert parent.stdin is not None
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    simple(tmp_path / "arena/0.0")
+    parent.stdin.write(order(tmp_path / "arena", tmp_path / "ckpt", "b1", grant=None).encode())
+    parent.stdin.flush()
+    assert parent.stdout.readline() == b"up\n"
+    child = os.pidfd_open(pid)
+    try:
+        parent.kill()
+        parent.wait()
+        assert select.select([child], [], [], 20)[0], "it outlived its parent, with its input open"
+    finally:
+        os.close(child)
+        parent.stdin.close()
+        parent.stdout.close()
+
+
+# --- kill -9 ---
+
+NURSERY = """
+import json, os, random, select, signal, sys, time, threading
+from pathlib import Path
+import torch
+from dlrover_py import persist
+from dlrover_py.protocol.checkpoint import Answer, Phase, read_line
+from tests.slots import full, order, stage
+
+root, kills, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+random.seed(seed)
+KEYS = [f"model.{i}" for i in range(12)]
+
+def born():
+    down, up = os.pipe(), os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.dup2(down[0], 0), os.dup2(up[1], 1)
+        for fd in (*down, *up):
+            os.close(fd)
+        log = os.open(root / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 2)
+        os._exit(persist.main())
+    os.close(down[0]), os.close(up[1])
+    return pid, down[1], os.fdopen(up[0], "rb")
+
+def staged(step):
+    for rank in range(2):
+        values = bytes([step % 251]) * (1 << 18)
+        tensors = [(full(key, (1 << 16,)), values) for key in KEYS]
+        stage(root / f"arena{rank}" / f"0.{step % 3}", tensors, rank=rank, world=2, step=step)
+
+def attempt(step, victim, after):
+    staged(step)
+    children = [born(), born()]
+    began = time.monotonic()
+    for rank in (1, 0):
+        os.write(children[rank][1], order(
+            root / f"arena{rank}", root / "ckpt", f"k{step}", step=step, world=2, ranks=(rank,),
+            node=f"n{rank}", writers=("n0", "n1") if rank == 0 else (), deadline_s=30.0).encode())
+    if victim is not None:
+        select.select([], [], [], after)
+        os.kill(children[victim][0], signal.SIGKILL)
+        children[victim][2].read()
+    said = None
+    for rank, (pid, stdin, stdout) in enumerate(children):
+        if victim is None:
+            for line in stdout:
+                answer = read_line(line)
+                if answer.phase in (Phase.DONE, Phase.FAILED):
+                    said = answer.why if rank else said or answer.why
+                    break
+        os.close(stdin)
+        stdout.close()
+        os.waitpid(pid, 0)
+    return time.monotonic() - began, said
+
+took = max(attempt(step, None, 0)[0] for step in (1, 2))
+step = 2
+for kill in range(kills):
+    step += 1
+    attempt(step, random.choice((0, 0, 1)), random.random() * took * 1.1)
+    print(json.dumps({"step": step}), flush=True)
+    sys.stdin.readline()
+step += 1
+print(json.dumps({"last": step, "why": attempt(step, None, 0)[1]}), flush=True)
+"""
+
+
+@pytest.mark.timeout(600)
+def test_whatever_a_killed_persister_leaves_is_whole_or_not_there(tmp_path: Path) -> None:
+    """kill -9 of one of two writers, at 120 random times from the order to past the commit."""
+    kills = 120
+    nursery = subprocess.Popen(
+        [sys.executable, "-c", NURSERY, str(tmp_path), str(kills), "7"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert nursery.stdin is not None
+    assert nursery.stdout is not None
+    store = Store(tmp_path / "ckpt")
+    committed, left = 0, 0
+    seen: set[int] = set()
+    try:
+        for _ in range(kills):
+            said = json.loads(nursery.stdout.readline())
+            found = store.checkpoints()
+            assert not store.damaged
+            for manifest in found:
+                if manifest.step not in seen:
+                    verify(store, manifest)
+                    assert len(manifest.pieces) == 12
+            committed += found[0].step == said["step"]
+            seen = {m.step for m in found}
+            folders = {p.name for p in (tmp_path / "ckpt").iterdir() if p.is_dir()}
+            left += bool(folders - {m.folder for m in found})
+            nursery.stdin.write("\n")
+            nursery.stdin.flush()
+        last = json.loads(nursery.stdout.readline())
+        assert not last["why"], last
+        found = store.checkpoints()
+        assert found[0].step == last["last"]
+        verify(store, found[0])
+        folders = {p.name for p in (tmp_path / "ckpt").iterdir() if p.is_dir()}
+        assert folders == {m.folder for m in found}, "what the dead have left is swept"
+        assert committed > kills / 20, "some were killed after the commit"
+        assert left > kills / 20, "and some before"
+        shapes = {f"model.{i}": ([1 << 16], "float32") for i in range(12)}
+        loaded = load_with_torch(store.where(found[0]), shapes)
+        assert raw(loaded["model.3"]) == bytes([last["last"] % 251]) * (1 << 18)
+    finally:
+        nursery.stdin.close()
+        nursery.stdout.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            nursery.wait(30)
+        nursery.kill()
+        nursery.wait()
+    print(f"{kills} kills: {committed} after their commit, {left} left something behind")
+
+
+def test_pieces_are_of_torchs_types() -> None:
+    """Every type that slots may hold is one of the installed torch, of that size."""
+    from dlrover_py.protocol.checkpoint import ITEM_BYTES
+
+    for name, size in ITEM_BYTES.items():
+        assert getattr(torch, name).itemsize == size
+    assert Piece("x", "bool", (2,), (2,), (0,)).nbytes == 2
