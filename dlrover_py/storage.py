@@ -431,6 +431,7 @@ def _bucket(protocol: str) -> Any:
         "client_options": {
             "timeout": timedelta(seconds=60),
             "connect_timeout": timedelta(seconds=5),
+            "allow_http": True,  # where the endpoint says so: servers inside a cluster
         },
         "retry_config": {"max_retries": 4, "retry_timeout": timedelta(seconds=60)},
         "skip_instance_cache": True,

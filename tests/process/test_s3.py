@@ -1,0 +1,152 @@
+"""Checkpoints in a bucket: a real S3 server."""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from dlrover_py.arena import digest
+from dlrover_py.protocol.checkpoint import Keep, Manifest, Owner, Phase
+from dlrover_py.protocol.errors import Superseded
+from dlrover_py.storage import Claimed, Store, folder_of
+from tests.s3 import BUCKET, BUILD_S, Server, serving
+from tests.slots import JOB, Persister, full, load_with_torch, order, rows, stage
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(BUILD_S + 120)]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+@pytest.fixture
+def url(server: Server, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """A folder of the bucket for one test."""
+    for name, value in server.env.items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{BUCKET}/runs/{request.node.name}"
+
+
+def manifest(step: int, attempt: str = "a") -> Manifest:
+    return Manifest(step, attempt, JOB, 1, 0, 1, folder_of(step, attempt), 1.5)
+
+
+def test_a_manifest_is_created_once(url: str) -> None:
+    store = Store(url)
+    store.prepare()
+    assert store.checkpoints() == []
+    start = threading.Barrier(4)
+    done: list[Manifest] = []
+    refused: list[Superseded] = []
+
+    def commit(name: str) -> None:
+        mine = Store(url)
+        start.wait()
+        try:
+            done.append(mine.commit(replace(manifest(7), notes=(name,))))
+        except Superseded as error:
+            refused.append(error)
+
+    threads = [threading.Thread(target=commit, args=(f"c{i}",)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(done), len(refused)) == (1, 3)
+    assert store.checkpoints() == done
+
+
+def test_claims_tombstones_and_retention_are_those_of_a_folder(url: str) -> None:
+    store = Store(url)
+    store.prepare()
+    store.claim(Owner(JOB), "a")
+    with pytest.raises(Claimed, match="is written by another job, job-uid-1"):
+        Store(url).claim(Owner("another"), "b")
+    for step in (1, 2, 3):
+        sink = store.place.sink(f"{folder_of(step, 'a')}/__0_0.distcp")
+        sink.write(bytes(range(200)))
+        sink.finish()
+        if step < 3:
+            store.commit(manifest(step))
+    target = bytearray(10)
+    store.read_into(manifest(2), "__0_0.distcp", 20, memoryview(target))
+    assert bytes(target) == bytes(range(20, 30))
+    assert store.sweep(now=0.0) == ["step-3.a"]
+    with pytest.raises(Superseded, match="given up by others"):
+        store.commit(manifest(3))
+    assert store.retain(Keep(newest=1)) == ["step-1.a"]
+    assert sorted(store.place.names()) == [
+        "dlrover.json",
+        "step-2.a",
+        "step-2.a.json",
+        "step-3.a.json",
+    ]
+    store.release()
+
+
+def test_two_nodes_write_into_a_bucket_and_torch_reads_it(
+    url: str, server: Server, tmp_path: Path
+) -> None:
+    values = torch.arange(8 << 20, dtype=torch.float32).reshape(8, 1 << 20)  # 32 MB: in parts
+    nodes = [Persister(), Persister()]
+    try:
+        for rank in range(2):
+            mine = values[rank * 4 : rank * 4 + 4].contiguous()
+            stage(
+                tmp_path / f"arena{rank}/0.0",
+                [
+                    (rows("model.w", rank * 4, 4, 8, 1 << 20), bytes(mine.view(-1).numpy())),
+                    (full(f"rank/{rank}/rng", (3,), "uint8"), bytes(3)),
+                ],
+                rank=rank,
+                world=2,
+            )
+            nodes[rank].send(
+                order(
+                    tmp_path / f"arena{rank}",
+                    url,
+                    "s1",
+                    world=2,
+                    ranks=(rank,),
+                    node=f"n{rank}",
+                    writers=("n0", "n1") if rank == 0 else (),
+                    deadline_s=120.0,
+                )
+            )
+        ends = [one.end("s1", timeout=150) for one in nodes]
+    finally:
+        for one in nodes:
+            one.close()
+    assert [e.phase for e in ends] == [Phase.DONE] * 2, ends
+    store = Store(url)
+    (found,) = store.checkpoints()
+    assert ends[0].stored is not None
+    assert ends[0].stored[1] == store.where(found) == f"{url}/step-7.s1"
+    for written in found.pieces:
+        data = bytearray(written.piece.nbytes)
+        store.read_into(found, written.file, written.position, memoryview(data))
+        assert digest(bytes(data)) == written.xxh3
+    # The server's folder is what a plain reader of files sees.
+    folder = server.bucket / store.where(found).removeprefix(f"s3://{BUCKET}/")
+    loaded = load_with_torch(str(folder), {"model.w": ((8, 1 << 20), "float32")})
+    assert torch.equal(loaded["model.w"], values)
+
+
+def test_a_server_that_is_gone_is_told_in_time(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    stage(tmp_path / "arena/0.0", [(full("w", (4,)), bytes(16))])
+    one = Persister()
+    try:
+        one.send(order(tmp_path / "arena", url, "g1", deadline_s=2.0))
+        answer = one.end("g1")
+    finally:
+        one.close()
+    assert answer.phase is Phase.FAILED
+    assert url in answer.why, answer
