@@ -13,6 +13,7 @@ from rich.console import Console
 
 from dlrover_py import __version__
 from dlrover_py.cli import here, jobfile, view, where
+from dlrover_py.cli.checkpoints import ckpt
 from dlrover_py.cli.logs import LogWish
 from dlrover_py.cli.screen import Style
 from dlrover_py.cli.settings import Settings, Target
@@ -67,6 +68,8 @@ def job() -> None:
 def node() -> None:
     """Hurt a node of a job on this machine, or bring another: to see what happens then."""
 
+
+root.add_command(ckpt)
 
 job_name = click.argument("name", required=False)
 as_json = click.option("--json", "as_json", is_flag=True, help="For scripts: JSON instead of text.")

@@ -7,11 +7,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
+import click
 import pytest
 from prometheus_client import CollectorRegistry
 
 from dlrover_operator.loop import Operator
 from dlrover_operator.manifests import Options
+from dlrover_py.cli.checkpoints import ckpt
+from dlrover_py.cli.commands import root
 from dlrover_py.master.platform.kubernetes import PROBLEMS
 from dlrover_py.protocol.status import JobPhase
 
@@ -161,6 +164,37 @@ def test_alerts_are_about_metrics_that_exist() -> None:
     said = re.findall(r"\b((?:dlrover|elasticjob|workqueue)_[a-z_]+)\b", section_of("Alerts"))
     assert len(said) > 8
     assert set(said) - metrics_of_master() - metrics_of_operator() == set()
+
+
+def commands(group: click.Group, name: str) -> Iterator[str]:
+    for verb, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from commands(command, f"{name} {verb}")
+        else:
+            yield f"{name} {verb}"
+
+
+def test_the_commands_are_those_of_the_page() -> None:
+    page = (ROOT / "docs/cli.md").read_text()
+    table = "\n".join(line for line in page.splitlines() if line.startswith("| `dlrover"))
+    told = set(re.findall(r"`(dlrover (?:job|ckpt) [a-z]+)", table))
+    told |= {f"dlrover job {verb}" for verb in re.findall(r", `([a-z]+) \[NAME\]`", table)}
+    exists = {name for name in commands(root, "dlrover") if not name.startswith("dlrover node ")}
+    assert len(exists) > 12
+    assert exists == told
+
+
+def test_the_flags_of_checkpoints_are_those_of_the_page() -> None:
+    section = (ROOT / "docs/cli.md").read_text().split("## Checkpoints")[1].split("## Exit")[0]
+    exists = {
+        option
+        for command in ckpt.commands.values()
+        for parameter in command.params
+        if isinstance(parameter, click.Option)
+        for option in parameter.opts
+        if option.startswith("--")
+    }
+    assert exists == set(re.findall(r"(--[a-z][a-z-]+)", section))
 
 
 def anchors(page: Path) -> set[str]:
