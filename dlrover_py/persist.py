@@ -450,10 +450,10 @@ class Attempt:
             self._stopped = True
             self._wake.set()
         self._deadline.cancel()
-        self._answer(Phase.FAILED, why=why)
         for held in list(self._held):  # its thread may hang: the trainer is not to wait for it
             with contextlib.suppress(OSError):
                 held.slot.unlock()
+        self._answer(Phase.FAILED, why=why)
 
     def _too_late(self) -> None:
         words, hint = self._doing

@@ -1,6 +1,7 @@
 """Hand-made slots, and persisters that write them: the trainer and the agent as these see them."""
 
 import ctypes
+import io
 import json
 import os
 import queue
@@ -77,6 +78,22 @@ def full(key: str, shape: tuple[int, ...], dtype: str = "float32") -> Piece:
 def rows(key: str, first: int, count: int, of: int, width: int) -> Piece:
     """Some rows of a matrix, as FSDP shards it."""
     return Piece(key, "float32", (count, width), (of, width), (first, 0))
+
+
+def raw(tensor: Any) -> bytes:
+    """A tensor's bytes."""
+    import torch
+
+    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def saved(value: object) -> bytes:
+    """An object as slots have it."""
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
 
 
 class Persister:

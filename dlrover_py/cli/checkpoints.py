@@ -347,7 +347,7 @@ def _damage(store: Store, manifest: Manifest, *, quiet: bool) -> list[str]:
 )
 @click.option(
     "--shard-gb",
-    type=click.FloatRange(min=0.000001),
+    type=click.FloatRange(min=0, min_open=True),
     default=5.0,
     show_default=True,
     help="Safetensors of more are split into files of that size, with an index.",

@@ -1,7 +1,6 @@
 """Real persisters write hand-made slots; plain torch reads what they have written."""
 
 import contextlib
-import io
 import json
 import os
 import resource
@@ -22,21 +21,11 @@ import torch
 from dlrover_py.arena import Slot, digest, scan
 from dlrover_py.protocol.checkpoint import Cancel, Grant, Keep, Manifest, Owner, Phase, Piece
 from dlrover_py.storage import CLAIM, Store
-from tests.slots import JOB, Persister, full, load_with_torch, order, rows, stage
+from tests.slots import JOB, Persister, full, load_with_torch, order, raw, rows, saved, stage
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 
 W = torch.arange(12 * 5, dtype=torch.float32).reshape(12, 5)
-
-
-def raw(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
-
-
-def saved(value: object) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -554,8 +543,7 @@ def born():
     pid = os.fork()
     if not pid:
         os.dup2(down[0], 0), os.dup2(up[1], 1)
-        for fd in (*down, *up):
-            os.close(fd)
+        os.closerange(3, 1000)  # its siblings' pipes too, or they would never end
         log = os.open(root / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 2)
         os._exit(persist.main())

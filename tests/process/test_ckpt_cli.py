@@ -1,0 +1,211 @@
+"""``dlrover ckpt``: on checkpoints that a real persister has written."""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from dlrover_py.cli.commands import main
+from dlrover_py.protocol.checkpoint import Phase
+from dlrover_py.storage import Store
+from tests.slots import Persister, full, order, raw, rows, saved, stage
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+
+W = torch.arange(12 * 5, dtype=torch.float32).reshape(12, 5)
+HALF = torch.linspace(0, 1, 7).to(torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Steps 5, 6 and 7 of two ranks: shards, a copy, a private value, an object."""
+    folder = tmp_path_factory.mktemp("ckpt")
+    one = Persister()
+    try:
+        for step in (5, 6, 7):
+            for rank in range(2):
+                stage(
+                    folder / f"arena/{rank}.{step % 3}",
+                    [
+                        (
+                            rows("model.w", rank * 6, 6, 12, 5),
+                            raw(W[rank * 6 : rank * 6 + 6] + step),
+                        ),
+                        (full("model.half", (7,), "bfloat16"), raw(HALF)),
+                        (full("optimizer.state.w.exp_avg", (12, 5)), raw(-W)),
+                        (full(f"rank/{rank}/rng", (3,), "uint8"), bytes(3)),
+                    ],
+                    {"epoch": saved(step)},
+                    rank=rank,
+                    world=2,
+                    step=step,
+                    metric=1.0 / step,
+                )
+            wish = order(folder / "arena", folder / "store", f"c{step}", step=step)
+            one.send(replace(wish, world=2, ranks=(0, 1)))
+            answer = one.end(f"c{step}")
+            assert answer.phase is Phase.DONE, answer
+    finally:
+        one.close()
+    return folder / "store"
+
+
+@pytest.fixture
+def store(written: Path, tmp_path: Path) -> str:
+    """A copy, for one test."""
+    shutil.copytree(written, tmp_path / "store")
+    return str(tmp_path / "store")
+
+
+def call(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    code = main(["ckpt", *argv])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_ls_and_show(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "ls", str(written))
+    lines = out.splitlines()
+    assert code == 0
+    assert lines[0].split() == ["STEP", "AGE", "SIZE", "WORLD", "METRIC", "JOB", "FOLDER"]
+    assert [line.split()[0] for line in lines[1:]] == ["7", "6", "5"]
+    code, out, _ = call(capsys, "ls", str(written), "--json")
+    assert [row["step"] for row in json.loads(out)] == [7, 6, 5]
+    code, out, _ = call(capsys, "show", str(written))
+    assert "model.w" in out
+    assert [line.split()[-1] for line in out.splitlines() if line.startswith("model.w ")] == ["2"]
+    code, out, _ = call(capsys, "show", str(written), "6", "--json")
+    said = json.loads(out)
+    assert said["step"] == 6
+    assert {t["key"]: t["shape"] for t in said["tensors"]}["model.w"] == [12, 5]
+    assert [o["key"] for o in said["objects"]] == ["epoch"]
+
+
+def test_what_is_not_there_is_told(
+    written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = call(capsys, "show", str(written), "8")
+    assert code == 2
+    assert "no checkpoint '8'; there are steps 7, 6, 5" in err
+    code, out, _ = call(capsys, "ls", str(tmp_path / "none"))
+    assert (code, "there is no checkpoint" in out) == (0, True)
+    code, _, err = call(capsys, "verify", str(tmp_path / "none"))
+    assert (code, "there is no checkpoint" in err) == (2, True)
+
+
+def test_verify_finds_a_flipped_bit(store: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "verify", store)
+    assert code == 0
+    assert out.count(": whole: ") == 3
+    manifest = Store(store).checkpoints()[1]
+    at = next(w for w in manifest.pieces if w.piece.key == "model.w")
+    path = Path(store, manifest.folder, at.file)
+    data = bytearray(path.read_bytes())
+    data[at.position + 9] ^= 16
+    path.write_bytes(data)
+    Path(f"{store}/step-5.c5.json").write_bytes(b"torn")
+    code, out, err = call(capsys, "verify", store, "--json")
+    said = json.loads(out)
+    assert code == 1
+    assert said["whole"] == ["step-7.c7"]
+    assert list(said["damaged"]) == ["step-5.c5.json", "step-6.c6"]
+    assert "model.w: its 120 bytes at" in said["damaged"]["step-6.c6"][0]
+    assert "step-5.c5.json is damaged" in err
+    assert call(capsys, "verify", store, "7")[0] == 0
+    code, _, err = call(capsys, "export", store, f"{store}.safetensors", "--which", "6")
+    assert code == 1
+    assert "model.w: its 120 bytes" in err
+    assert not Path(f"{store}.safetensors").exists(), "nothing is left half"
+
+
+def test_verify_misses_a_file(store: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(store, "step-7.c7/__0_0.distcp").unlink()
+    code, out, _ = call(capsys, "verify", store, "7")
+    assert code == 1
+    assert "__0_0.distcp: No such file" in out
+
+
+def test_export_as_safetensors(
+    written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "one.safetensors"
+    code, _, _ = call(capsys, "export", str(written), str(out), "--keys", "model.")
+    assert code == 0
+    loaded = safetensors.torch.load_file(out)
+    assert sorted(loaded) == ["half", "w"]
+    assert torch.equal(loaded["w"], W + 7)
+    assert torch.equal(loaded["half"], HALF)
+    code, _, err = call(capsys, "export", str(written), str(out))
+    assert code == 2
+    assert "is there: name another" in err
+    code, _, err = call(capsys, "export", str(written), str(tmp_path / "x"), "--keys", "modell")
+    assert "no tensor's key begins with 'modell'; they begin with model, optimizer" in err
+
+
+def test_export_in_shards(
+    written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "shards"
+    size = ("--shard-gb", "0.0000003")
+    assert call(capsys, "export", str(written), str(out), *size, "--which", "step-5.c5")[0] == 0
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert sorted(index["weight_map"]) == ["model.half", "model.w", "optimizer.state.w.exp_avg"]
+    assert index["metadata"]["total_size"] == 14 + 240 + 240
+    files = sorted(set(index["weight_map"].values()))
+    assert files == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    loaded = {}
+    for file in files:
+        loaded |= safetensors.torch.load_file(out / file)
+    assert torch.equal(loaded["model.w"], W + 5)
+    assert torch.equal(loaded["optimizer.state.w.exp_avg"], -W)
+
+
+def test_export_for_torch_load(
+    written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "all.pt"
+    assert call(capsys, "export", str(written), str(out), "--format", "torch")[0] == 0
+    loaded = torch.load(out, weights_only=True)
+    assert sorted(loaded) == ["epoch", "model.half", "model.w", "optimizer.state.w.exp_avg"]
+    assert loaded["epoch"] == 7
+    assert torch.equal(loaded["model.w"], W + 7)
+
+
+def test_rm(store: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def steps() -> list[int]:
+        return [m.step for m in Store(store).checkpoints()]
+
+    code, _, err = call(capsys, "rm", store)
+    assert (code, "say which" in err) == (2, True)
+    code, _, err = call(capsys, "rm", store, "7", "--yes")
+    assert (code, "step 7 is the newest" in err) == (2, True)
+    code, _, err = call(capsys, "rm", store, "6")
+    assert (code, "say --yes, as there is nobody to be asked" in err) == (2, True)
+    code, _, err = call(capsys, "rm", store, "--keep", "1", "6", "--yes")
+    assert code == 2
+    assert steps() == [7, 6, 5], "nothing was removed so far"
+    assert call(capsys, "rm", store, "--keep", "1", "--best", "1", "--highest", "--yes")[0] == 0
+    assert steps() == [7, 5]
+    assert not Path(store, "step-6.c6").exists()
+    assert call(capsys, "rm", store, "step-7.c7", "5", "--newest-too", "--yes")[0] == 0
+    assert steps() == []
+
+
+def test_looking_does_without_torch(written: Path, tmp_path: Path) -> None:
+    """It is not installed where an administrator looks; and it takes seconds to import."""
+    script = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from dlrover_py.cli.commands import main\n"
+        "for argv in (['ls'], ['show'], ['verify']):\n"
+        "    assert main(['ckpt', *argv, sys.argv[1]]) == 0\n"
+        "assert main(['ckpt', 'export', sys.argv[1], sys.argv[2], '--keys', 'optimizer.']) == 0\n"
+    )
+    out = tmp_path / "o.safetensors"
+    subprocess.run([sys.executable, "-c", script, str(written), str(out)], check=True)
+    assert torch.equal(safetensors.torch.load_file(out)["state.w.exp_avg"], -W)
