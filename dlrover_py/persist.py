@@ -1,8 +1,9 @@
 """The persister: one process for each node, which writes staged checkpoints to storage.
 
 ``python -m dlrover_py.persist`` reads orders from standard input and answers on standard output
-(:mod:`dlrover_py.protocol.checkpoint`, one JSON document a line); it ends with its input, and with
-its parent. The nodes that write a checkpoint meet in its folder, and nowhere else::
+(:mod:`dlrover_py.protocol.checkpoint`, one JSON document a line). It ends with its input, calling
+off what is under way, and with the thread that has started it (PR_SET_PDEATHSIG): start it from one
+that stays. The nodes that write a checkpoint meet in its folder, and nowhere else::
 
     parts/<node>.layout.json   which slots a node has: boxes, digests          each writer
     parts/plan.json            who writes which box                            the coordinator
@@ -533,7 +534,8 @@ class Attempt:
             self._check()
             if (found := look()) is not None:
                 return found
-            self._wake.wait(pause)
+            if self._wake.wait(pause):
+                self._wake.clear()
             pause = min(2 * pause, longest)
 
     # --- slots ---
