@@ -633,7 +633,10 @@ class Attempt:
         Raises:
             Superseded: one of the others has failed, or the attempt was removed.
         """
-        names = {n.removesuffix(".json") for n in store.place.names(f"{self.folder}/{PARTS}")}
+        parts = f"{self.folder}/{PARTS}"
+        if self.order.writers != (self.order.node,):
+            store.place.refresh(parts)
+        names = {n.removesuffix(".json") for n in store.place.names(parts)}
         for name in sorted(names):
             node = name.removesuffix(".failed")
             if node != name:

@@ -85,6 +85,9 @@ class Place(Protocol):
     def names(self, folder: str = "") -> list[str]:
         """What it holds; [] if it is not there."""
 
+    def refresh(self, folder: str) -> None:
+        """Have the next `names` see what other nodes have made."""
+
     def make(self, folder: str) -> None:
         """Have it there."""
 
@@ -161,6 +164,17 @@ class Folder:
             return os.listdir(self.path / folder)
         except FileNotFoundError:
             return []
+
+    def refresh(self, folder: str) -> None:
+        """See Place.
+
+        An NFS client may show a folder as it was up to a minute ago (nfs(5), acdirmax); a change of
+        its own brings it the folder's present attributes, and by these it knows.
+        """
+        with contextlib.suppress(OSError):
+            mark = self.path / folder / f".look.{secrets.token_hex(4)}"
+            mark.touch()
+            mark.unlink()
 
     def make(self, folder: str) -> None:
         """See Place."""
@@ -275,7 +289,10 @@ class _RemoteSink:
                 self._file.close()
 
     def abandon(self) -> None:
-        self._open = False  # parts of an upload that is never completed are no object
+        if self._open:
+            self._open = False
+            with contextlib.suppress(AttributeError):  # of a file in memory
+                self._file.closed = True  # or its end would complete the upload
 
 
 class Remote:
@@ -343,6 +360,9 @@ class Remote:
         except FileNotFoundError:
             return []
         return [name.rstrip("/").rsplit("/", 1)[-1] for name in found]
+
+    def refresh(self, folder: str) -> None:
+        """See Place; buckets list what is there."""
 
     def make(self, folder: str) -> None:
         """See Place; a bucket has no folders."""
