@@ -45,6 +45,8 @@ SPARE = 1 << 16
 
 _HEAD = struct.Struct("<8sQQ")  # magic, length of the summary, its XXH3
 _MAGIC = b"DLRSLOT1"
+_LIBC = ctypes.CDLL(None)
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; refused by older ones, which does no harm
 
 
 class NoRoom(DLRoverError):
@@ -138,15 +140,29 @@ class Slot:
         if self._map is None or len(self._map) != self.size:
             self.close_map()
             access = mmap.ACCESS_WRITE if self._write else mmap.ACCESS_READ
-            self._map = mmap.mmap(self.fd, self.size, access=access)
+            # mmap keeps a duplicate of the descriptor. Of one that is opened apart: else a forked
+            # child, which cannot always unmap, would hold the lock on after its parent's death.
+            apart = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR if self._write else os.O_RDONLY)
+            try:
+                self._map = mmap.mmap(apart, self.size, access=access)
+            finally:
+                os.close(apart)
         return memoryview(self._map)
 
-    def populate(self) -> None:
-        """Have all pages there and mapped, so that the first copy is as fast as the next."""
-        self.view()
-        assert self._map is not None
-        with contextlib.suppress(OSError, ValueError):
-            self._map.madvise(23)  # MADV_POPULATE_WRITE, Linux 5.14
+    def give_back(self, nbytes: int) -> None:
+        """Undo a :meth:`reserve`: the file has this size again."""
+        self.close_map()
+        os.ftruncate(self.fd, nbytes)
+
+    def populate(self, at: int, nbytes: int) -> None:
+        """Have pages there and mapped, so that the first copy is as fast as the next.
+
+        The GIL is not held: mmap.madvise() would hold it, for half a second with 1 GB.
+        """
+        view = self.view()
+        start = ctypes.addressof(ctypes.c_char.from_buffer(view))
+        nbytes = min(nbytes, len(view) - at)
+        _LIBC.madvise(ctypes.c_void_p(start + at), ctypes.c_size_t(nbytes), _POPULATE_WRITE)
 
     def begin(self) -> None:
         """From now on the slot is not there, for anybody."""

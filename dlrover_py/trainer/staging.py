@@ -1,0 +1,646 @@
+"""Copies a worker's state into a slot of shared memory, while the training goes on.
+
+:meth:`Stager.stage` returns when everything that may change before the next optimizer step has
+been copied. The rest (parameters and the optimizers' state: a :class:`Leaf` says ``deferrable``) is
+copied by one thread, for which the *fence* waits: torch's global hook before each optimizer step.
+The thread moves memory through ctypes, which does without the GIL, and sums it on the way.
+
+What may not change is watched all the same, since torch cannot forbid it. A save is thrown away,
+and all later ones are copied before ``stage`` returns, when one of these has changed:
+
+- the tensor's address, or its version, which torch counts with each operation in place (but not
+  for those of ``.data``, nor in some fused kernels), between ``stage`` and the end of the copy;
+- a few bytes at changing places of each tensor, between ``stage`` and the tensor's copy;
+- the sum of a sample of the tensors, between their copy and the opening of the fence: all of them
+  in the first two saves, a sixteenth of the bytes afterwards.
+
+An edit of a few elements through ``.data`` in this short time can go unnoticed.
+
+On GPUs the copies are enqueued on a stream of their own, into slots that CUDA has registered; the
+fence is then an event which the training's stream waits for. This has not been run on a GPU yet.
+"""
+
+import ctypes
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from dlrover_py import arena
+from dlrover_py.arena import NoRoom, Slot
+from dlrover_py.protocol.checkpoint import Layout, Piece, Summary, encode_objects
+
+log = logging.getLogger(__name__)
+
+CLONED = 16 << 20
+"""What is not deferrable is cloned within ``stage`` if it is at most so many bytes; else the thread
+copies it into the slot first, and ``stage`` waits for that."""
+PEEK = 64
+"""Bytes that are looked at in each of two places of a tensor, before and after its copy."""
+SAMPLE = 16
+"""This part of the deferred bytes is summed a second time."""
+THOROUGH = 2
+"""So many saves at first have all of them summed a second time."""
+STRIDE = 32 << 20
+"""Bytes of memory that are prepared at once: a save that begins meanwhile waits for so much."""
+
+Id = tuple[int, int, int]
+"""Step, round, lap."""
+
+
+def identity(summary: Summary) -> Id:
+    """Of which set the slot holds a part."""
+    return summary.step, summary.round, summary.lap
+
+
+class Leaf(Protocol):
+    """A box of the state, where it lies."""
+
+    @property
+    def piece(self) -> Piece:
+        """What it is."""
+
+    @property
+    def tensor(self) -> Any:
+        """The bytes: a plain local tensor of the piece's shape and type."""
+
+    @property
+    def deferrable(self) -> bool:
+        """Nothing changes it before the next step of a hooked optimizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Who stages: the fields of a :class:`Summary` that stay."""
+
+    job: str
+    round: int = 0
+    world: int = 1
+    rank: int = 0
+
+
+@dataclass(slots=True)
+class _Item:
+    """A copy to make."""
+
+    leaf: Leaf
+    number: int
+    """In the layout."""
+    at: int
+    nbytes: int
+    source: Any
+    address: int
+    version: int | None = None
+    peeks: tuple[tuple[int, bytes], ...] = ()
+
+
+@dataclass(eq=False)
+class _Room:
+    """Memory to have."""
+
+    nbytes: int
+    done: threading.Event = field(default_factory=threading.Event)
+    error: Exception | None = None
+
+
+@dataclass(eq=False)
+class Staging:
+    """One save on its way. Its events are set whatever happens."""
+
+    step: int
+    slot: Slot
+    layout: Layout
+    table: bytes
+    objects: bytes
+    facts: dict[str, object]
+    need: int
+    """Bytes of the slot."""
+    first: list[_Item] = field(default_factory=list)
+    deferred: list[_Item] = field(default_factory=list)
+    on_device: list[_Item] = field(default_factory=list)
+    events: list[tuple[Any, Any]] = field(default_factory=list)
+    """A device, and the event after its last copy."""
+    fenced: bool = False
+    """The training's streams wait for these events: versions may count on."""
+    captured: threading.Event = field(default_factory=threading.Event)
+    """What is not deferrable is safe."""
+    opened: threading.Event = field(default_factory=threading.Event)
+    """So is the rest: the optimizer may step."""
+    done: threading.Event = field(default_factory=threading.Event)
+    """The slot is sealed, or this save has failed."""
+    summary: Summary | None = None
+    """Of the sealed slot."""
+    why: str = ""
+    """Why it has failed."""
+    moved: str = ""
+    """Key of a tensor that was changed while it was being copied."""
+    copied_s: float = 0.0
+
+
+def choose(found: Sequence[Summary | None], spared: Collection[Id]) -> list[int]:
+    """Which slots may be filled, best first.
+
+    Spared are the sets named, and of those that are to go to storage the newest: an older one
+    would be given up for it anyway.
+
+    Args:
+        found: what each slot holds.
+        spared: sets that are needed.
+    """
+    order = [(s.round, s.lap, s.step) if s else (-1, -1, -1) for s in found]
+    flagged = max((order[i] for i, s in enumerate(found) if s and s.persist), default=None)
+    free = [
+        i
+        for i, s in enumerate(found)
+        if not s or (identity(s) not in spared and not (s.persist and order[i] == flagged))
+    ]
+    return sorted(free, key=lambda i: order[i])
+
+
+class Stager:
+    """The slots of one worker, the thread that fills them, and the fence."""
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        place: Place,
+        *,
+        told: Callable[[Summary], None] = lambda _: None,
+        copy: Callable[[int, memoryview], int] = arena.copy_summed,
+    ) -> None:
+        """Open the slots; the fence stands until :meth:`close`.
+
+        Args:
+            paths: of the slots (:func:`dlrover_py.arena.place`).
+            place: who stages.
+            told: called by the thread with each slot that was sealed.
+            copy: from an address into memory; gives the XXH3.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        self.place = place
+        self.synchronous = ""
+        """Why nothing is deferred any more; empty while it is."""
+        self.waited_s = 0.0
+        """What the fence has cost, all in all."""
+        self._slots = [Slot(path, write=True) for path in paths]
+        self._prepared = [0] * len(self._slots)
+        self._told, self._copy = told, copy
+        self._pid = os.getpid()
+        self._job: Staging | None = None
+        self._saves = 0
+        self._cursor = 0
+        self._shape: tuple[list[Piece], list[str], Layout, bytes, str] | None = None
+        self._streams: dict[Any, Any] = {}
+        self._pinned: dict[Slot, tuple[int, int]] = {}
+        self._work: deque[Staging | _Room] = deque()
+        self._wake = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="dlrover-staging", daemon=True)
+        self._thread.start()
+        self._hook = register_optimizer_step_pre_hook(_fence_of(weakref.ref(self)))
+        _stagers.add(self)
+
+    # --- the training's thread ---
+
+    def found(self) -> list[Summary | None]:
+        """What the slots hold whole; costs a read of a page each."""
+        return [slot.summary() for slot in self._slots]
+
+    def warm(self, nbytes: int) -> None:
+        """Have memory for a state of this size, in the background; too little is told by a save."""
+        if self._mine():
+            self._put(_Room(nbytes + arena.SPARE))
+
+    def stage(
+        self,
+        step: int,
+        leaves: Sequence[Leaf],
+        objects: Sequence[tuple[str, bytes]] = (),
+        *,
+        lap: int = 0,
+        persist: bool = False,
+        spared: Collection[Id] = (),
+    ) -> Staging | None:
+        """Copy what cannot wait, and have the rest copied.
+
+        A save that is still on its way is waited for.
+
+        Args:
+            step: of the training.
+            leaves: the state's tensors.
+            objects: its other values, encoded.
+            lap: of this round.
+            persist: it is to go to storage.
+            spared: sets whose slots are not to be filled.
+
+        Returns:
+            What comes of it; None if no slot is free now.
+
+        Raises:
+            NoRoom: there is not so much memory; nothing was changed.
+        """
+        assert self._mine(), "a forked child does not save"
+        self.wait()
+        leaves = sorted(leaves, key=lambda leaf: leaf.piece.private)  # as Layout sorts
+        layout, table, part = self._layout(leaves, [key for key, _ in objects])
+        encoded = encode_objects(objects)
+        need = layout.end + len(table) + 8 * len(layout) + len(encoded)
+        if any(slot.size < need for slot in self._slots):
+            need += arena.SPARE
+            self._must_have(need)
+        slot = self._take(spared)
+        if slot is None:
+            return None
+        facts: dict[str, object] = {
+            "step": step,
+            "lap": lap,
+            "job": self.place.job,
+            "round": self.place.round,
+            "world": self.place.world,
+            "rank": self.place.rank,
+            "part": part,
+            "persist": persist,
+            "private_at": layout.private_at,
+        }
+        job = Staging(step, slot, layout, table, encoded, facts, need)
+        try:
+            waits = self._capture(job, leaves)
+        except BaseException:
+            slot.unlock()
+            raise
+        self._job = job
+        self._saves += 1
+        self._put(job)
+        if waits:
+            _outlast(job.captured, self._thread)
+        if self.synchronous:
+            _outlast(job.done, self._thread)
+        return job
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until the save on its way is sealed, or has failed; False if it took too long."""
+        job = self._job
+        if job is None or not self._mine():
+            return True
+        return _outlast(job.done, self._thread, timeout_s)
+
+    def close(self) -> None:
+        """Wait for the save on its way, open the fence for good, let go of the slots."""
+        if not self._mine() or self._closed:
+            return
+        self.wait()
+        self._hook.remove()
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        self._thread.join()
+        for slot in list(self._pinned):
+            self._unpin(slot)
+        for slot in self._slots:
+            slot.close()
+
+    def disarm(self) -> None:
+        """In a forked child: have nothing to do with it, and hold no lock."""
+        self._job = None
+        for slot in self._slots:
+            with suppress(OSError):
+                slot.close()
+
+    def fence(self) -> None:
+        """Wait for what must be copied before an optimizer steps."""
+        job = self._job
+        if job is None or job.done.is_set() or not self._mine():
+            return
+        began = time.perf_counter()
+        if job.on_device and not job.fenced:
+            job.moved = job.moved or _moved(job.on_device)
+            job.fenced = True
+        for device, event in job.events:
+            torch.cuda.current_stream(device).wait_event(event)
+        _outlast(job.opened, self._thread)
+        self.waited_s += time.perf_counter() - began
+
+    def _mine(self) -> bool:
+        return os.getpid() == self._pid
+
+    def _put(self, work: Staging | _Room) -> None:
+        with self._wake:
+            self._work.append(work)
+            self._wake.notify()
+
+    def _layout(self, leaves: Sequence[Leaf], keys: list[str]) -> tuple[Layout, bytes, str]:
+        """The same as last time, mostly: it takes longer to make than all else."""
+        pieces = [leaf.piece for leaf in leaves]
+        if self._shape is None or self._shape[0] != pieces or self._shape[1] != keys:
+            layout = Layout(pieces)
+            part = f"{arena.digest(layout.part(keys)):016x}"
+            self._shape = pieces, keys, layout, layout.encode(), part
+        return self._shape[2:]
+
+    def _must_have(self, need: int) -> None:
+        """See whether all slots can have this size before any is touched.
+
+        Raises:
+            NoRoom: they cannot.
+        """
+        more = sum(max(0, need - slot.size) for slot in self._slots)
+        folder = self._slots[0].path.parent
+        room = arena.headroom(folder)
+        if more > room:
+            raise NoRoom(
+                f"{len(self._slots)} slots of {need / 1e6:,.0f} MB need {more / 1e6:,.0f} MB more "
+                f"in {folder}, which has {room / 1e6:,.0f} MB: give the node more memory, or its "
+                "tmpfs a larger size"
+            )
+
+    def _take(self, spared: Collection[Id]) -> Slot | None:
+        for index in choose(self.found(), spared):
+            slot = self._slots[index]
+            if slot.lock(shared=False):
+                return slot
+        return None
+
+    def _capture(self, job: Staging, leaves: Sequence[Leaf]) -> bool:
+        """Note what is to be copied, and from where; says whether the thread must be waited for."""
+        first: list[_Item] = []
+        turn = self._saves * 0x9E3779B97F4A7C15
+        for number, (leaf, (piece, at)) in enumerate(zip(leaves, job.layout, strict=True)):
+            tensor = leaf.tensor
+            item = _Item(leaf, number, at, piece.nbytes, tensor, 0)
+            if tensor.device.type != "cpu":
+                item.version = _version(tensor)
+                job.on_device.append(item)
+            elif leaf.deferrable and not self.synchronous and tensor.is_contiguous():
+                item.address, item.version = tensor.data_ptr(), _version(tensor)
+                item.peeks = _peeks(item.address, item.nbytes, turn)
+                job.deferred.append(item)
+            else:
+                first.append(item)
+        clone = sum(item.nbytes for item in first) <= CLONED and not self.synchronous
+        for item in first:
+            source = item.source.detach()
+            item.source = source.clone() if clone else source
+            item.source = item.source.contiguous()
+            item.address = item.source.data_ptr()
+        job.first = first
+        if job.on_device:
+            self._enqueue(job)
+        return bool(first) and not clone
+
+    # --- the copying thread ---
+
+    def _run(self) -> None:
+        while (work := self._next()) is not None:
+            if isinstance(work, _Room):
+                try:
+                    self._reserve(work.nbytes)
+                except (NoRoom, OSError) as error:
+                    work.error = error  # said by the save that needs it
+                finally:
+                    work.done.set()
+                continue
+            job = work
+            try:
+                self._fill(job)
+            except BaseException as error:  # noqa: BLE001 - the training goes on; said below
+                job.why = f"{type(error).__name__}: {error}"
+            finally:
+                job.opened.set()
+                job.captured.set()
+                self._finish(job)
+
+    def _next(self) -> Staging | _Room | None:
+        """Wait for work; prepare memory meanwhile."""
+        while True:
+            with self._wake:
+                index = self._unprepared()
+                while not self._work and not self._closed and index is None:
+                    self._wake.wait()
+                if self._work:
+                    return self._work.popleft()
+                if self._closed:
+                    return None
+            if index is not None:
+                self._slots[index].populate(self._prepared[index], STRIDE)
+                self._prepared[index] += STRIDE
+
+    def _unprepared(self) -> int | None:
+        for index, slot in enumerate(self._slots):
+            if self._prepared[index] < slot.size:
+                return index
+        return None
+
+    def _reserve(self, need: int) -> None:
+        """Have all slots, before any is filled.
+
+        Raises:
+            NoRoom: nothing was taken.
+        """
+        before = [slot.size for slot in self._slots]
+        if min(before) >= need:
+            return
+        self._must_have(need)
+        for slot in list(self._pinned):
+            self._unpin(slot)
+        try:
+            for slot in self._slots:
+                slot.reserve(need)
+        except NoRoom:
+            for slot, size in zip(self._slots, before, strict=True):
+                if slot.size > size:
+                    slot.give_back(size)
+            raise
+        finally:
+            self._prepared = [0] * len(self._slots)
+
+    def _fill(self, job: Staging) -> None:
+        began = time.perf_counter()
+        self._reserve(job.need)
+        job.slot.begin()
+        view = job.slot.view()
+        sums = [0] * len(job.layout)
+        for item in job.first:
+            sums[item.number] = self._copy(item.address, view[item.at : item.at + item.nbytes])
+        job.captured.set()
+        for item in job.deferred:
+            sums[item.number] = self._copy(item.address, view[item.at : item.at + item.nbytes])
+            for at, bytes_then in item.peeks:
+                if view[item.at + at : item.at + at + len(bytes_then)] != bytes_then:
+                    job.moved = job.moved or item.leaf.piece.key
+        job.moved = job.moved or _moved(job.deferred) or self._sampled(job.deferred, sums)
+        job.copied_s = time.perf_counter() - began
+        job.opened.set()
+        for _, event in job.events:
+            event.synchronize()
+        moved = _moved(job.on_device)
+        if not job.fenced:  # looked at after the versions: else a step may have begun meanwhile
+            job.moved = job.moved or moved
+        for item in job.on_device:
+            sums[item.number] = arena.digest(view[item.at : item.at + item.nbytes])
+        if job.moved:
+            self.synchronous = f"{job.moved} was changed between save() and the optimizer's step"
+            job.why = self.synchronous
+            return
+        job.summary = job.slot.seal(job.table, sums, job.objects, job.layout.end, **job.facts)
+
+    def _sampled(self, items: Sequence[_Item], sums: Sequence[int]) -> str:
+        """Sum some tensors again where they lie; the key of one that has changed."""
+        budget = sum(item.nbytes for item in items)
+        if self._saves > THOROUGH:
+            budget //= SAMPLE
+        for _ in items:
+            if budget <= 0:
+                break
+            self._cursor = (self._cursor + 1) % len(items)
+            item = items[self._cursor]
+            budget -= item.nbytes
+            there = (ctypes.c_char * item.nbytes).from_address(item.address)
+            if arena.digest(memoryview(there)) != sums[item.number]:
+                return item.leaf.piece.key
+        return ""
+
+    def _finish(self, job: Staging) -> None:
+        """Let go of everything, and say what has come of it."""
+        try:
+            job.slot.unlock()
+            job.first, job.deferred, job.on_device, job.events = [], [], [], []
+            if job.summary is not None:
+                self._told(job.summary)
+            elif job.moved:
+                log.warning(
+                    "checkpoint of step %d is thrown away: %s. Later ones are copied before "
+                    "save() returns, which takes longer",
+                    job.step,
+                    job.why,
+                )
+            else:
+                log.warning("checkpoint of step %d failed: %s", job.step, job.why)
+        except BaseException:  # a message that cannot be sent must not end this thread
+            log.exception("checkpoint of step %d", job.step)
+        finally:
+            job.done.set()
+
+    # --- GPUs ---
+
+    def _enqueue(self, job: Staging) -> None:
+        """Enqueue all copies from GPUs; those that cannot wait hold their stream up."""
+        room = _Room(job.need)
+        self._put(room)
+        _outlast(room.done, self._thread)
+        if room.error is not None:
+            raise room.error
+        job.slot.begin()
+        view = job.slot.view()
+        self._pin(job.slot, view)
+        for device in {item.source.device for item in job.on_device}:
+            here = [item for item in job.on_device if item.source.device == device]
+            here.sort(key=lambda item: item.leaf.deferrable)
+            current = torch.cuda.current_stream(device)
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)
+            side = self._streams[device]
+            side.wait_stream(current)
+            urgent = None
+            with torch.cuda.stream(side):
+                for item in here:
+                    if urgent is None and item.leaf.deferrable and not self.synchronous:
+                        urgent = side.record_event()
+                    if item.nbytes:
+                        source = item.source.detach().contiguous().reshape(-1).view(torch.uint8)
+                        target = torch.frombuffer(
+                            view, dtype=torch.uint8, count=item.nbytes, offset=item.at
+                        )
+                        target.copy_(source, non_blocking=True)
+                        item.source.record_stream(side)
+                last = side.record_event()
+            current.wait_event(urgent or last)
+            job.events.append((device, last))
+        job.on_device.sort(key=lambda item: item.number)
+
+    def _pin(self, slot: Slot, view: memoryview) -> None:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+        if self._pinned.get(slot) != (address, len(view)):
+            self._unpin(slot)
+            torch.cuda.check_error(
+                torch.cuda.cudart().cudaHostRegister(address, len(view), 0)
+            )
+            self._pinned[slot] = (address, len(view))
+
+    def _unpin(self, slot: Slot) -> None:
+        if (known := self._pinned.pop(slot, None)) is not None:
+            torch.cuda.cudart().cudaHostUnregister(known[0])
+
+
+_stagers: "weakref.WeakSet[Stager]" = weakref.WeakSet()
+
+
+def _disarm_all() -> None:
+    for stager in list(_stagers):
+        stager.disarm()
+
+
+os.register_at_fork(after_in_child=_disarm_all)
+
+
+def _fence_of(stager: "weakref.ref[Stager]") -> Callable[..., None]:
+    """The hook; it does not keep the stager alive."""
+
+    def fence(*_: object) -> None:
+        if (found := stager()) is not None:
+            found.fence()
+
+    fence._torchdynamo_disable = True  # type: ignore[attr-defined]  # a lock is nothing to compile
+    return fence
+
+
+def _outlast(
+    event: threading.Event, thread: threading.Thread, limit_s: float | None = None
+) -> bool:
+    """Wait for what the thread will set; not for ever if it is gone."""
+    if limit_s is not None:
+        return event.wait(limit_s)
+    while not event.wait(5.0):
+        if not thread.is_alive():
+            return event.is_set()
+    return True
+
+
+def _version(tensor: Any) -> int | None:
+    try:
+        return int(tensor._version)
+    except RuntimeError:  # a tensor of inference mode counts none
+        return None
+
+
+def _moved(items: Sequence[_Item]) -> str:
+    for item in items:
+        tensor = item.leaf.tensor
+        there = item.address and tensor.data_ptr() != item.address
+        if there or _version(tensor) != item.version:
+            return item.leaf.piece.key
+    return ""
+
+
+def _peeks(address: int, nbytes: int, turn: int) -> tuple[tuple[int, bytes], ...]:
+    """A few bytes at two places, others each time."""
+    if nbytes < 2 * PEEK:
+        return ((0, ctypes.string_at(address, nbytes)),)
+    places = nbytes // PEEK
+    one = turn % places
+    two = (one + places // 2) % places
+    return (
+        (one * PEEK, ctypes.string_at(address + one * PEEK, PEEK)),
+        (two * PEEK, ctypes.string_at(address + two * PEEK, PEEK)),
+    )
