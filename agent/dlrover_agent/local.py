@@ -18,14 +18,21 @@ log = logging.getLogger("agent.local")
 class Local:
     """Listens to the scripts of this node, and tells them when to stop."""
 
-    def __init__(self, path: Path, heard: Callable[[News], None]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        heard: Callable[[News], None],
+        staged: Callable[[int, int], None] = lambda *_: None,
+    ) -> None:
         """Listen.
 
         Args:
             path: of the socket; short (107 bytes at most).
-            heard: takes each valid message.
+            heard: takes each valid message with a step.
+            staged: takes local rank and step of the newest slot that a worker has sealed; the same
+                may be said several times.
         """
-        self._heard = heard
+        self._heard, self._staged = heard, staged
         self._asking: dict[int, bytes] = {}
         self._steps: dict[int, int] = {}
         self._round = 0
@@ -77,6 +84,8 @@ class Local:
             if news.step is not None:
                 self._steps[news.local_rank] = news.step
                 self._heard(news)
+            if news.staged is not None:
+                self._staged(news.local_rank, news.staged)
 
     def close(self) -> None:
         """Stop listening."""

@@ -26,6 +26,8 @@ class News(Wire):
     metrics: dict[Annotated[str, StringConstraints(max_length=64)], float] = Field(
         default_factory=dict, max_length=32
     )
+    staged: Count | None = None
+    """Newest step whose slot in the node's arena this worker has sealed."""
     polls: bool = False
     """The script asks ``should_stop()``, so it is told before it is signalled."""
 

@@ -80,6 +80,7 @@ class Session:
         self._step: int | None = None
         self._total: int | None = None
         self._metrics: dict[str, float] = {}
+        self._staged: int | None = None
         self._polls = False
         self._unsent = False
         self._due_at = 0.0
@@ -106,6 +107,20 @@ class Session:
             self._metrics = numbers  # else: a metric of each tenth step outlives the other nine
         self._unsent = True
         if first or self._clock() >= self._due_at:
+            self._send()
+
+    def report_staged(self, step: int, *, urgent: bool) -> None:
+        """Tell the agent that this worker's slot of a step is sealed; it looks for itself then.
+
+        Args:
+            step: of the slot.
+            urgent: it is to go to storage, so the agent is told at once.
+        """
+        if not self._mine():
+            return
+        first = self._staged is None
+        self._staged, self._unsent = step, True
+        if first or urgent or self._clock() >= self._due_at:
             self._send()
 
     def should_stop(self) -> bool:
@@ -183,6 +198,7 @@ class Session:
             "local_rank": self.settings.local_rank if place is None else place,
             "step": self._step,
             "total": self._total,
+            "staged": self._staged,
             "polls": self._polls,
         }
         whole = _encode(news | {"metrics": self._metrics})
@@ -248,6 +264,11 @@ def report_step(step: int, total: int | None = None, **metrics: SupportsFloat) -
         ValueError: an argument cannot be used; what was found and expected.
     """
     _current().report_step(step, total, metrics)
+
+
+def report_staged(step: int, *, urgent: bool = False) -> None:
+    """Tell the agent that a slot is sealed; :class:`dlrover_py.trainer.Checkpointer` does."""
+    _current().report_staged(step, urgent=urgent)
 
 
 def should_stop() -> bool:

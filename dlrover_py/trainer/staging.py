@@ -231,6 +231,7 @@ class Stager:
         *,
         lap: int = 0,
         persist: bool = False,
+        metric: float | None = None,
         spared: Collection[Id] = (),
     ) -> Staging | None:
         """Copy what cannot wait, and have the rest copied.
@@ -243,6 +244,7 @@ class Stager:
             objects: its other values, encoded.
             lap: of this round.
             persist: it is to go to storage.
+            metric: what the step is worth.
             spared: sets whose slots are not to be filled.
 
         Returns:
@@ -272,6 +274,7 @@ class Stager:
             "rank": self.place.rank,
             "part": part,
             "persist": persist,
+            "metric": metric,
             "private_at": layout.private_at,
         }
         job = Staging(step, slot, layout, table, encoded, facts, need)
@@ -573,9 +576,7 @@ class Stager:
         address = ctypes.addressof(ctypes.c_char.from_buffer(view))
         if self._pinned.get(slot) != (address, len(view)):
             self._unpin(slot)
-            torch.cuda.check_error(
-                torch.cuda.cudart().cudaHostRegister(address, len(view), 0)
-            )
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, len(view), 0))
             self._pinned[slot] = (address, len(view))
 
     def _unpin(self, slot: Slot) -> None:

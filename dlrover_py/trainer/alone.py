@@ -1,0 +1,173 @@
+"""What workers do for themselves where no agent does: a folder of memory, a persister.
+
+Under ``python`` and ``torchrun`` the first worker of each node holds the node's arena and runs its
+persister (:mod:`dlrover_py.persist`). The arena is removed at the end; if the worker is killed, by
+a shell that waits for that.
+"""
+
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from dlrover_py import arena
+from dlrover_py.arena import Arena, Slot
+from dlrover_py.protocol.checkpoint import Answer, Order, Phase, Summary, read_line
+
+log = logging.getLogger(__name__)
+
+_GUARD = 'cat >/dev/null; rm -rf -- "$1"'
+"""Removes the folder once nobody holds the other end of its standard input."""
+
+
+def host() -> str:
+    """The same for processes that share this one's memory, and no others."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {socket.gethostname()} {os.stat('/dev/shm').st_dev}"
+
+
+def unflag(folder: Path, step: int, round_: int, lap: int, *, only: set[str] | None = None) -> None:
+    """Have a set no longer wait for storage, in all slots that nobody reads.
+
+    Args:
+        folder: the arena.
+        step: of the set.
+        round_: of the set.
+        lap: of the set.
+        only: names of slots to look at; all if None.
+    """
+    for path, summary in arena.scan(folder):
+        if not summary.persist or (only is not None and path.name not in only):
+            continue
+        if (summary.step, summary.round, summary.lap) == (step, round_, lap):
+            with contextlib.suppress(OSError), Slot(path, write=True) as slot:
+                if slot.lock(shared=False) and slot.summary() == summary:
+                    slot.put(_unflagged(summary))
+
+
+def _unflagged(summary: Summary) -> Summary:
+    from dataclasses import replace
+
+    return replace(summary, persist=False)
+
+
+class Memory:
+    """A node's arena that a worker owns."""
+
+    def __init__(self, root: Path, job: str, node: str) -> None:
+        """Take it.
+
+        Raises:
+            ConfigError: somebody has it.
+            OSError: the root cannot be written.
+        """
+        now = time.time()  # noqa: TID251 - files have their age by the wall clock
+        self._arena = Arena(root, job, node, now=now)
+        self.path = self._arena.path
+        self._guard = subprocess.Popen(
+            ["/bin/sh", "-c", _GUARD, "sh", str(self.path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # a Ctrl-C is not for it
+        )
+
+    def close(self) -> None:
+        """Give all memory back."""
+        self._arena.remove()
+        assert self._guard.stdin is not None
+        with contextlib.suppress(OSError):
+            self._guard.stdin.close()
+        self._guard.wait()
+
+
+class Persister:
+    """The node's persister, started with the first order; a thread hears its answers."""
+
+    def __init__(
+        self,
+        told: Callable[[Answer], None],
+        argv: tuple[str, ...] = (sys.executable, "-m", "dlrover_py.persist"),
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            told: takes each answer, in a thread.
+            argv: the program.
+        """
+        self._told, self._argv = told, argv
+        self._process: subprocess.Popen[bytes] | None = None
+        self._open: set[str] = set()
+        self._changed = threading.Condition()
+
+    def order(self, order: Order) -> None:
+        """Have a checkpoint written; what goes wrong is an answer as well."""
+        with self._changed:
+            self._open.add(order.attempt)
+        try:
+            if self._process is None or self._process.poll() is not None:
+                self._start()
+            assert self._process is not None
+            assert self._process.stdin is not None
+            self._process.stdin.write(order.encode())
+            self._process.stdin.flush()
+        except OSError as error:
+            self._answer(Answer(order.attempt, Phase.FAILED, why=f"its persister: {error}"))
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until all orders have been answered; False if that takes too long."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._open, timeout_s)
+
+    def close(self) -> None:
+        """Wait for what is under way, and end it."""
+        self.wait()
+        if self._process is not None:
+            assert self._process.stdin is not None
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+            self._process.wait()
+
+    def _start(self) -> None:
+        self._process = subprocess.Popen(
+            self._argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        threading.Thread(
+            target=self._hear, args=(self._process,), name="dlrover-persister", daemon=True
+        ).start()
+
+    def _hear(self, process: "subprocess.Popen[bytes]") -> None:
+        assert process.stdout is not None
+        with process.stdout:
+            for line in process.stdout:
+                try:
+                    said = read_line(line)
+                except ValueError:
+                    continue
+                if isinstance(said, Answer):
+                    self._answer(said)
+        code = process.wait()
+        with self._changed:
+            left = list(self._open) if process is self._process else []
+        for attempt in left:
+            self._answer(
+                Answer(attempt, Phase.FAILED, why=f"its persister has ended with code {code}")
+            )
+
+    def _answer(self, answer: Answer) -> None:
+        try:
+            self._told(answer)
+        finally:
+            if answer.phase in (Phase.DONE, Phase.FAILED):
+                with self._changed:
+                    self._open.discard(answer.attempt)
+                    self._changed.notify_all()

@@ -1,0 +1,888 @@
+"""``Checkpointer``: saves without stopping the training, and loads what is newest.
+
+::
+
+    from dlrover_py.trainer import Checkpointer
+
+    with Checkpointer("/data/run-1") as checkpointer:
+        state = {"model": model, "optimizer": optimizer, "schedule": schedule}
+        start = checkpointer.load(state) or 0
+        for step in range(start + 1, total + 1):
+            train(step)
+            checkpointer.save(step, state)
+            if checkpointer.should_stop:
+                break
+
+It works under ``python``, ``torchrun`` and ``elastic-run``, which keeps the memory when a worker
+dies. What the script does not say, the job's ``checkpoint:`` does, and else the defaults do:
+
+================  ============================================================================
+``every=1``       each call of ``save`` saves, since that costs the training next to nothing
+``persist_every`` ``"5m"``: what is lost at most when memory is (a node and its peer at once, or
+                  the whole job). That is 1 % of the time between two failures eight hours apart,
+                  and a state of 10 GB then takes 33 MB/s of the storage, read at low priority.
+================  ============================================================================
+
+``"auto"`` chooses the interval with the least lost time, where one save costs δ and a failure comes
+every M on average: J. W. Young (A first order approximation to the optimum checkpoint interval,
+CACM 17(9), 1974), as refined by J. T. Daly (A higher order estimate of the optimum checkpoint
+interval for restart dumps, FGCS 22(3), 2006), equation 37::
+
+    T = √(2δM) · (1 + ⅓·√(δ/2M) + ⅑·δ/2M) − δ     for δ < 2M, else M
+
+For ``every`` δ is what a save has blocked the training for, as measured. For ``persist_every`` it
+is how much longer steps took while the persister was busy, times as long as it was, as measured;
+and the interval is never shorter than that time. M is the job's (``mtbfS`` in the environment, put
+there by its master), else (6 h + this process's time) / (restarts + 1).
+"""
+
+import atexit
+import logging
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from math import sqrt
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+
+from dlrover_py import arena
+from dlrover_py.arena import NoRoom
+from dlrover_py.protocol.checkpoint import Answer, Keep, Order, Phase, Summary
+from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.trainer import session
+from dlrover_py.trainer.alone import Memory, Persister, host, unflag
+from dlrover_py.trainer.settings import Settings
+from dlrover_py.trainer.staging import Id, Place, Stager, Staging, identity
+from dlrover_py.trainer.state import PerRank, Random, encode_object, flatten
+
+log = logging.getLogger(__name__)
+
+EVERY = 1
+PERSIST_EVERY = "5m"
+PRIOR_S = 6 * 3600.0
+"""One failure in so long is assumed before anything is known."""
+PATIENCE_S = 3600.0
+"""A persister that has been busy for so long, and for four intervals, is not waited for any more.
+A newer order then calls its own off: a store that is slower than that would never be written."""
+DRAIN_S = 30.0
+"""``close`` waits so long for the last vote: other ranks may be gone."""
+LEAST_SLOWDOWN = 0.01
+"""A busy persister is taken to cost at least so much of the training."""
+RNG = "rng"
+"""Key of the random generators' state, for each rank."""
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Every:
+    """How often: one of these."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    auto: bool = False
+
+    @classmethod
+    def parse(cls, name: str, value: object) -> Self:
+        """Read ``10``, ``"30s"``, ``"5m"``, ``"2h"`` or ``"auto"``.
+
+        Raises:
+            ConfigError: it is none of these.
+        """
+        if type(value) is int and value >= 1:
+            return cls(steps=value)
+        if value == "auto":
+            return cls(auto=True)
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", value) if isinstance(value, str) else None
+        if match is None or not float(match[1]):
+            raise ConfigError(
+                f"checkpoint: {name} is {value!r}: expected a number of steps (10), a time "
+                '("30s", "5m", "2h") or "auto"'
+            )
+        return cls(seconds=float(match[1]) * _UNITS[match[2]])
+
+
+def optimum_s(cost_s: float, mtbf_s: float) -> float:
+    """The interval with the least lost time (Daly 2006, equation 37).
+
+    Args:
+        cost_s: what one save costs the training.
+        mtbf_s: mean time between failures.
+    """
+    if cost_s >= 2 * mtbf_s:
+        return mtbf_s
+    ratio = cost_s / (2 * mtbf_s)
+    return sqrt(2 * cost_s * mtbf_s) * (1 + sqrt(ratio) / 3 + ratio / 9) - cost_s
+
+
+@dataclass(slots=True)
+class Stats:
+    """What saving has cost this rank so far."""
+
+    calls: int = 0
+    saves: int = 0
+    """Begun."""
+    sealed: int = 0
+    skipped: int = 0
+    """Due, but no slot was free, or no memory."""
+    failed: int = 0
+    blocked_s: float = 0.0
+    """The training was held up, in ``save`` and before the optimizer's step, all in all."""
+    persisted: int = 0
+    persist_s: float = 0.0
+    """What the last one took."""
+    why: str = ""
+    """Why the last one that was skipped or has failed was."""
+
+
+class Vote(NamedTuple):
+    """What all ranks have agreed on: the greatest of each."""
+
+    save: int = 0
+    """Rank 0's clock says that a save is due."""
+    persist: int = 0
+    """… that one is to go to storage; 2: even if a persister is busy."""
+    busy: int = 0
+    """Some node's persister is."""
+    stop: int = 0
+    """Some rank was asked to stop."""
+    missed: int = 0
+    """Of the save before: 0 all ranks have sealed it, 1 some have not yet, 2 some never will."""
+
+
+class Checkpointer:
+    """Saves and loads the state of a training. All ranks of a world use it in the same way."""
+
+    def __init__(
+        self,
+        dir: str | os.PathLike[str] | None = None,
+        *,
+        every: int | str | None = None,
+        persist_every: int | str | None = None,
+        keep: int | Mapping[str, int] | Keep | None = None,
+        rng: bool = True,
+        strict: bool = True,
+        settings: Settings | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Take nothing yet: the first ``load`` or ``save`` does.
+
+        Args:
+            dir: where checkpoints go that are to outlive the job: a folder that all nodes share, or
+                an address that fsspec knows (``s3://bucket/run-1``). None: the job's; if it has
+                none, they are kept in memory only.
+            every: how often the state is saved in memory: steps, a time (``"30s"``), ``"auto"``.
+            persist_every: how often one of these goes to ``dir``.
+            keep: how many checkpoints stay in ``dir``, or rules as a job has them
+                (``{"last": 3, "every": 1000, "best": 2}``).
+            rng: save the state of the random generators too.
+            strict: ``load`` refuses a checkpoint that lacks a tensor of the state.
+            settings: this worker's place; as the environment says if None.
+            clock: seconds that only grow.
+
+        Raises:
+            ConfigError: an argument, or the job's ``checkpoint:``, cannot be used.
+        """
+        self.settings = Settings.from_environment() if settings is None else settings
+        job = self.settings.checkpoint
+        self.every = Every.parse("every", _first(every, job.get("every"), EVERY))
+        self.persist_every = Every.parse(
+            "persist_every", _first(persist_every, job.get("persistEvery"), PERSIST_EVERY)
+        )
+        where = dir if dir is not None else job.get("dir")
+        self.dir = None if where is None else _absolute(os.fspath(where))
+        self.keep = _keep(_first(keep, job.get("keep"), Keep()))
+        self.rng, self.strict = rng, strict
+        self.stats = Stats()
+        self._clock = clock
+        self._pid = os.getpid()
+        self._mtbf_s = float(job.get("mtbfS") or 0.0)
+        self._began = clock()
+        self._closed = False
+        self._stop = False
+        self._open_at: _Site | None = None
+        self._lap = 0
+        self._previous: int | None = None
+        self._flagged_step: int | None = None
+        self._last: Staging | None = None
+        self._candidate: Id | None = None
+        self._candidate_flagged = False
+        self._failed = False
+        self._whole: Id | None = None
+        self._loaded = ""
+        self._pending: _Pending | None = None
+        self._vote = Vote()
+        self._saved_at = self._flagged_at = clock()
+        self._busy: Id | None = None
+        self._busy_since = 0.0
+        self._steps = _StepTimes(clock)
+        self._stall_s: float | None = None
+        self._told: set[str] = set()
+        atexit.register(self._at_exit)
+
+    # --- what scripts call ---
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, object],
+        *,
+        metric: float | None = None,
+        force: bool = False,
+    ) -> bool:
+        """Save the state, if that is due; call it after each step, on all ranks.
+
+        It returns when everything has been copied that may change before the next
+        ``optimizer.step()``; that waits for the rest, if it is not done by then. Memory that does
+        not suffice, or that is in use, costs this save and a line in the log, never the training.
+
+        Args:
+            step: steps finished, counted from the start of the training.
+            state: modules, optimizers, tensors, what has ``state_dict``, and mappings of these.
+            metric: what the step is worth, where ``keep`` has ``best``.
+            force: save it whatever the policy says, have it go to storage, and return once all
+                ranks have it in memory. For all ranks, or none.
+
+        Returns:
+            Whether this rank has begun to save it.
+
+        Raises:
+            ConfigError: the state has something that cannot be saved; or the process group of a
+                larger world has not been initialised.
+        """
+        if os.getpid() != self._pid or self._closed:
+            return False
+        if type(step) is not int or not 0 <= step <= session.MAX_COUNT:
+            raise ValueError(f"step is {step!r}: expected an int from 0 to 2**53")
+        began = time.perf_counter()
+        site = self._site()
+        waited = site.stager.waited_s
+        self.stats.calls += 1
+        self._steps.tick(busy=self._busy is not None)
+        try:
+            return self._save(site, step, state, metric, force)
+        finally:
+            spent = time.perf_counter() - began
+            self.stats.blocked_s += spent + (waited - site.fenced_s)
+            site.fenced_s = waited
+            self._previous = step
+
+    def load(self, state: Mapping[str, object]) -> int | None:
+        """Fill the state with the newest checkpoint there is; collective.
+
+        From this node's memory, else from a peer's, else from storage. Call it once everything in
+        the state is built, and wrapped (DDP, ``fully_shard``).
+
+        Returns:
+            Its step; None if there is none, and the state is as it was.
+
+        Raises:
+            CheckpointError: one that exists could not be read as a whole, and the state has been
+                touched.
+            ConfigError: as ``save``.
+        """
+        from dlrover_py import depot
+        from dlrover_py.storage import Store
+        from dlrover_py.trainer import restore
+
+        site = self._site()
+        site.stager.wait()
+        self._drain(DRAIN_S)
+        agent = depot.Link.local(self.settings.depot) if self.settings.depot else None
+        try:
+            found = restore.load(
+                self._whole_state(state),
+                rank=site.rank,
+                world=site.world,
+                arena=site.folder,
+                agent=agent,
+                store=None if self.dir is None else Store(self.dir),
+                strict=self.strict,
+                log=log,
+                round=site.round,
+                job=site.job,
+            )
+        finally:
+            if agent is not None:
+                agent.close()
+        self._lap += 1
+        self._candidate = self._whole = None
+        self._failed = False
+        self._flagged_step = self._previous = None
+        self._saved_at = self._flagged_at = self._clock()
+        step: int | None = None
+        if found is not None:
+            step = self._previous = self._flagged_step = found.step
+            self._loaded = found.folder
+            self._whole = (found.step, found.round, found.lap)
+        site.stager.warm(_expected_bytes(self._whole_state(state), site.rank))
+        return step
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether to end the loop now: the same on all ranks after the same ``save``.
+
+        ``session.should_stop()`` of any rank, agreed on by all: learned in one ``save``, true from
+        the next one on. The newest state is in memory then, and goes to storage by itself.
+        """
+        if self._stop:
+            return True
+        if self._open_at is None or self._open_at.world == 1:
+            self._stop = session.should_stop()
+        return self._stop
+
+    def wait(self, *, persisted: bool = False, timeout_s: float | None = None) -> bool:
+        """Wait until what this rank has saved is sealed.
+
+        Args:
+            persisted: and until what is to go to storage is there, or has failed; on all ranks.
+            timeout_s: for so long at most.
+
+        Returns:
+            False: it has taken too long.
+        """
+        site = self._open_at
+        if site is None or os.getpid() != self._pid:
+            return True
+        end = None if timeout_s is None else self._clock() + timeout_s
+        if not site.stager.wait(timeout_s):
+            return False
+        if not persisted:
+            return True
+        if site.ballot is None or (self._candidate_flagged and self._candidate is not None):
+            self._drain(DRAIN_S)
+            self._ask(site, at_once=True)
+        pause = threading.Event()
+        while self._busy_now(site):
+            left = 0.05 if end is None else min(0.05, end - self._clock())
+            if left <= 0:
+                return False
+            if site.persister is not None:
+                site.persister.wait(left)
+            pause.wait(left)  # the agent's persister says by the slot that it is done
+        return True
+
+    def close(self) -> None:
+        """Wait for what is under way, and let go of everything. Call it on all ranks, or on none.
+
+        Without an agent that includes what is being written to storage.
+        """
+        if not self._closed and os.getpid() == self._pid:
+            site = self._open_at
+            if site is not None:
+                site.stager.wait()
+                self._drain(DRAIN_S)
+                if site.ballot is None or self._candidate_flagged:
+                    self._ask(site)
+                    self._drain(DRAIN_S)
+            self._let_go()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._at_exit()  # the other ranks may not come
+
+    # --- one save ---
+
+    def _save(
+        self,
+        site: "_Site",
+        step: int,
+        state: Mapping[str, object],
+        metric: float | None,
+        force: bool,
+    ) -> bool:
+        self._hear(site)
+        if site.world == 1:
+            self._vote = self._mine(site)
+            self._stop = bool(self._vote.stop)
+        due = force or self._due(step)
+        persist = due and self.dir is not None and (force or self._persist_due(step))
+        now = self._clock()
+        if due:
+            self._saved_at = now
+            site.stager.wait()  # so that the vote tells what has become of it
+        if persist:
+            self._flagged_at = now
+        self._ask(site, busy=persist, at_once=force)
+        if not due:
+            return False
+        begun = self._stage(site, step, state, metric, persist=persist)
+        if force:
+            site.stager.wait()
+            self._ask(site, at_once=True)
+        return begun
+
+    def _due(self, step: int) -> bool:
+        if not self.every.steps:
+            return bool(self._vote.save)
+        previous = step - 1 if self._previous is None else self._previous
+        return step // self.every.steps != previous // self.every.steps
+
+    def _persist_due(self, step: int) -> bool:
+        vote = self._vote
+        if self.persist_every.steps:
+            base = self._flagged_step
+            if base is None:
+                base = self._flagged_step = step - 1
+            due = step // self.persist_every.steps != base // self.persist_every.steps
+            return due and (not vote.busy or vote.persist == 2)
+        return vote.persist == 2 or (vote.persist == 1 and not vote.busy)
+
+    def _stage(
+        self,
+        site: "_Site",
+        step: int,
+        state: Mapping[str, object],
+        metric: float | None,
+        *,
+        persist: bool,
+    ) -> bool:
+        began = time.perf_counter()
+        flat = flatten(self._whole_state(state), rank=site.rank)
+        objects = [(key, encode_object(key, value)) for key, value in flat.objects.items()]
+        for note in flat.notes:
+            self._say_once(note)
+        spared = {one for one in (self._whole, self._candidate) if one is not None}
+        self._candidate = (step, site.round, self._lap)
+        self._candidate_flagged = persist
+        self._failed, self._last = False, None
+        try:
+            job = site.stager.stage(
+                step,
+                flat.leaves,
+                objects,
+                lap=self._lap,
+                persist=persist,
+                metric=metric,
+                spared=spared,
+            )
+        except NoRoom as error:
+            self._missed(step, str(error))
+            return False
+        if job is None:
+            self._missed(step, "all slots are needed, or are being read")
+            return False
+        self._last = job
+        self.stats.saves += 1
+        if persist:
+            self._flagged_step = step
+            self._busy, self._busy_since = self._candidate, self._clock()
+        spent = time.perf_counter() - began
+        self._stall_s = spent if self._stall_s is None else 0.9 * self._stall_s + 0.1 * spent
+        return True
+
+    def _missed(self, step: int, why: str) -> None:
+        self._failed = True
+        self.stats.skipped += 1
+        self.stats.why = why
+        if why not in self._told:
+            self._told = {*self._told, why} if len(self._told) < 100 else {why}
+            log.warning("checkpoint of step %d is skipped: %s", step, why)
+
+    def _whole_state(self, state: Mapping[str, object]) -> Mapping[str, object]:
+        if not self.rng or RNG in state:
+            return state
+        return {**state, RNG: PerRank(Random())}
+
+    def _say_once(self, note: str) -> None:
+        kind = re.sub(r"[\d,.]+", "", note)  # the same reason with another size is the same
+        if kind not in self._told:
+            self._told.add(kind)
+            log.warning("checkpoints: %s", note)
+
+    # --- the vote ---
+
+    def _status(self) -> int:
+        """What has become of the save before."""
+        if self._candidate is None:
+            return 0
+        if self._failed or self._last is None:
+            return 2
+        if not self._last.done.is_set():
+            return 1
+        return 0 if self._last.summary is not None else 2
+
+    def _clock_says(self) -> Vote:
+        """What rank 0's clock and figures say."""
+        now = self._clock()
+        save = persist = 0
+        if not self.every.steps:
+            seconds = self.every.seconds
+            if self.every.auto:
+                seconds = 0.0 if self._stall_s is None else optimum_s(self._stall_s, self.mtbf_s)
+            save = int(now - self._saved_at >= seconds)
+        wait_s = self.persist_every.seconds
+        if self.persist_every.auto:
+            wait_s = self._best_persist_s()
+        if self.dir is not None:
+            if not self.persist_every.steps:
+                persist = int(now - self._flagged_at >= wait_s)
+            if self._busy is not None and now - self._busy_since > max(PATIENCE_S, 4 * wait_s):
+                persist = 2
+        return Vote(save=save, persist=persist)
+
+    @property
+    def mtbf_s(self) -> float:
+        """Mean time between failures, as far as it is known."""
+        if self._mtbf_s > 0:
+            return self._mtbf_s
+        return (PRIOR_S + self._clock() - self._began) / (self.settings.restart_count + 1)
+
+    def _best_persist_s(self) -> float:
+        if not self.stats.persist_s:
+            return Every.parse("", PERSIST_EVERY).seconds
+        cost = self.stats.persist_s * max(LEAST_SLOWDOWN, self._steps.slowdown)
+        return max(self.stats.persist_s, optimum_s(cost, self.mtbf_s))
+
+    def _mine(self, site: "_Site", *, busy: bool = False) -> Vote:
+        """This rank's vote."""
+        mine = self._clock_says() if site.rank == 0 else Vote()
+        return mine._replace(
+            busy=int(busy or self._busy_now(site)),
+            stop=int(self._stop or session.should_stop()),
+            missed=self._status(),
+        )
+
+    def _ask(self, site: "_Site", *, busy: bool = False, at_once: bool = False) -> None:
+        """Give this rank's vote, which is read in the next call, or at once.
+
+        Args:
+            site: where we are.
+            busy: a save that goes to storage is about to begin.
+            at_once: wait for the others.
+        """
+        if site.ballot is None:  # nobody else to ask
+            self._resolve(site, self._status())
+            return
+        mine = self._mine(site, busy=busy)
+        self._pending = _Pending(site.ballot.launch(mine), self._candidate)
+        if at_once:
+            self._hear(site)
+
+    def _hear(self, site: "_Site") -> None:
+        """Take what was agreed on in the call before."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        self._vote = Vote(*pending.heard())
+        self._stop = self._stop or bool(self._vote.stop)
+        if pending.candidate is not None and pending.candidate == self._candidate:
+            self._resolve(site, self._vote.missed)
+
+    def _drain(self, timeout_s: float) -> None:
+        """Take the outstanding vote, whatever has become of the others."""
+        site = self._open_at
+        if site is None or site.ballot is None or self._pending is None:
+            return
+        try:
+            site.ballot.timeout_s = timeout_s
+            self._hear(site)
+        except RuntimeError as error:
+            log.warning("the last vote on checkpoints was not heard: %s", error)
+        finally:
+            site.ballot.timeout_s = None
+
+    def _resolve(self, site: "_Site", missed: int) -> None:
+        """Learn what has become of the save before, on all ranks."""
+        one, flagged = self._candidate, self._candidate_flagged
+        if one is None or missed == 1:
+            return
+        self._candidate, self._candidate_flagged = None, False
+        if self._last is not None and self._last.summary is not None:
+            self.stats.sealed += 1
+        if missed == 0:
+            self._whole = one
+            if flagged and site.persister is not None:
+                self._order(site, site.persister, one)
+            return
+        if self._last is not None and self._last.why:
+            self.stats.failed += 1
+            self.stats.why = self._last.why
+        if flagged:  # on some rank it is not there
+            step, round_, lap = one
+            unflag(site.folder, step, round_, lap, only=site.own)
+            self._flagged_at = float("-inf")  # the next one is to
+            self._flagged_step = None if self._flagged_step == step else self._flagged_step
+            self._busy = None
+
+    # --- storage ---
+
+    def _order(self, site: "_Site", persister: Persister, one: Id) -> None:
+        """Where there is no agent: have this node's share written."""
+        assert self.dir is not None
+        step, round_, lap = one
+        # The same on all nodes, and drawn by nobody else: the run's name is random.
+        attempt = f"{arena.digest(f'{site.job} {step} {round_} {lap}'.encode()):016x}"
+        persister.order(
+            Order(
+                attempt=attempt,
+                step=step,
+                round=round_,
+                lap=lap,
+                world=site.world,
+                ranks=tuple(site.ranks),
+                arena=str(site.folder),
+                dir=self.dir,
+                job=site.job,
+                node=site.node,
+                writers=tuple(site.nodes) if site.rank == 0 else (),
+                grant=0,
+                keep=self.keep,
+                spare=(self._loaded,) if self._loaded else (),
+            )
+        )
+
+    def _answered(self, answer: Answer) -> None:
+        """What the persister says; in its thread."""
+        for note in answer.notes:
+            log.warning("checkpoint %s: %s", answer.attempt, note)
+        site = self._open_at
+        if answer.phase is Phase.FAILED:
+            self.stats.why = answer.why
+            log.warning("a checkpoint was not written to %s: %s", self.dir, answer.why)
+        if site is not None and answer.phase in (Phase.DONE, Phase.FAILED):
+            for _, summary in arena.scan(site.folder):  # it does so itself, unless it has died
+                if summary.persist and self._attempt_of(site, summary) == answer.attempt:
+                    unflag(site.folder, *identity(summary))
+
+    def _attempt_of(self, site: "_Site", summary: Summary) -> str:
+        step, round_, lap = identity(summary)
+        return f"{arena.digest(f'{site.job} {step} {round_} {lap}'.encode()):016x}"
+
+    def _busy_now(self, site: "_Site") -> bool:
+        """Whether a set of this rank is on its way to storage: its slot says so."""
+        if self._busy is None:
+            return False
+        if self._busy == self._candidate and self._status():
+            return True  # not sealed yet, or never: that is for all ranks to learn
+        held = (s for s in site.stager.found() if s is not None and identity(s) == self._busy)
+        if any(summary.persist for summary in held):
+            return True
+        self.stats.persisted += 1
+        self.stats.persist_s = self._clock() - self._busy_since
+        self._busy = None
+        return False
+
+    # --- beginning and end ---
+
+    def _site(self) -> "_Site":
+        if self._open_at is None:
+            self._open_at = _Site(self.settings, self.dir is not None, self._answered)
+            held = [s for s in self._open_at.stager.found() if s is not None]
+            # Nothing is known of it yet; it may be what the job is to be restored from.
+            newest = max(held, key=lambda s: (s.round, s.lap, s.step), default=None)
+            self._whole = None if newest is None else identity(newest)
+        return self._open_at
+
+    def _at_exit(self) -> None:
+        """Let go without the other ranks, which may be gone."""
+        if not self._closed and os.getpid() == self._pid:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        if self._open_at is not None:
+            self._open_at.close()
+
+
+class _Pending(NamedTuple):
+    heard: Callable[[], list[int]]
+    candidate: Id | None
+    """Which save it speaks of."""
+
+
+class _StepTimes:
+    """How long steps take, with a busy persister and without: means that forget."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._last: float | None = None
+        self._mean: dict[bool, float] = {}
+
+    def tick(self, *, busy: bool) -> None:
+        """A step has ended."""
+        now = self._clock()
+        if self._last is not None:
+            spent, mean = now - self._last, self._mean.get(busy)
+            self._mean[busy] = spent if mean is None else 0.95 * mean + 0.05 * spent
+        self._last = now
+
+    @property
+    def slowdown(self) -> float:
+        """By which part steps take longer while it is busy; 0 as long as that is not known."""
+        idle, busy = self._mean.get(False), self._mean.get(True)
+        return max(0.0, busy / idle - 1.0) if idle and busy else 0.0
+
+
+class _Ballot:
+    """An asynchronous all-reduce of a few numbers in the default group, on its own device."""
+
+    def __init__(self) -> None:
+        backend = str(dist.get_backend())
+        on_host = any(name in backend for name in ("gloo", "mpi", "ucc"))
+        self._device = torch.device("cpu" if on_host else torch.accelerator.current_accelerator())
+        self._side: Any = None if on_host else torch.cuda.Stream()
+        self.timeout_s: float | None = None
+
+    def launch(self, vote: Vote) -> Callable[[], list[int]]:
+        """Begin; what is returned waits for the end, and gives the greatest of each number."""
+        numbers = torch.tensor(vote, dtype=torch.int64, device=self._device)
+        work = dist.all_reduce(numbers, op=dist.ReduceOp.MAX, async_op=True)
+        if self._side is None:
+
+            def wait() -> list[int]:
+                if self.timeout_s is None:
+                    work.wait()
+                else:
+                    from datetime import timedelta
+
+                    work.wait(timedelta(seconds=self.timeout_s))
+                return [int(n) for n in numbers.tolist()]
+
+            return wait
+        with torch.cuda.stream(self._side):  # the training's own stream waits for nothing
+            work.wait()
+            here = torch.empty_like(numbers, device="cpu", pin_memory=True)
+            here.copy_(numbers, non_blocking=True)
+            event = self._side.record_event()
+
+        def heard() -> list[int]:
+            event.synchronize()
+            return [int(n) for n in here.tolist()]
+
+        return heard
+
+
+class _Site:
+    """Where this worker is: its world, its slots, and without an agent its node's persister."""
+
+    def __init__(
+        self, settings: Settings, stores: bool, answered: Callable[[Answer], None]
+    ) -> None:
+        together = dist.is_available() and dist.is_initialized()
+        if settings.size > 1 and not together:
+            raise ConfigError(
+                f"checkpoint: this is one of {settings.size} workers: expected "
+                "torch.distributed.init_process_group() before the first load() or save()"
+            )
+        self.rank = dist.get_rank() if together else 0
+        self.world = dist.get_world_size() if together else 1
+        self.ballot = _Ballot() if self.world > 1 else None
+        self.memory: Memory | None = None
+        self.persister: Persister | None = None
+        self.fenced_s = 0.0
+        """What the stager's fence had cost at the last ``save``."""
+        self.ranks, self.node, self.nodes = [self.rank], "n0", ["n0"]
+        number = settings.local_rank if settings.place is None else settings.place
+        if settings.arena:
+            self.folder, self.job = Path(settings.arena), settings.job
+            self.round = settings.round
+        else:
+            self.round = settings.restart_count
+            number = self._alone(settings, stores, answered)
+        self.own = {path.name for path in arena.place(self.folder, number)}
+        place = Place(self.job, self.round, self.world, self.rank)
+        self.stager = Stager(arena.place(self.folder, number), place, told=_tell)
+
+    def _alone(self, settings: Settings, stores: bool, answered: Callable[[Answer], None]) -> int:
+        """Find the others of this node; its first worker takes the memory for all of them."""
+        mine = (host(), secrets.token_hex(8))
+        all_: list[Any] = [mine]
+        if self.world > 1:
+            all_ = [None] * self.world
+            dist.all_gather_object(all_, mine)
+        hosts = list(dict.fromkeys(one[0] for one in all_))
+        self.job = f"run-{all_[0][1]}"
+        self.nodes = [f"n{index}" for index in range(len(hosts))]
+        self.node = self.nodes[hosts.index(mine[0])]
+        self.ranks = [rank for rank, one in enumerate(all_) if one[0] == mine[0]]
+        root = Path(settings.shm_dir)
+        self.folder = root / f"{arena.PREFIX}{self.job}-{self.node}"
+        number = self.ranks.index(self.rank)
+        trouble: list[Any] = [""]
+        if number == 0:
+            try:
+                self.memory = Memory(root, self.job, self.node)
+            except (OSError, ConfigError) as error:
+                trouble = [f"{type(error).__name__}: {error}"]
+            if stores and not trouble[0]:
+                self.persister = Persister(answered)
+        if self.world > 1:
+            mine_ = trouble[0]
+            trouble = [None] * self.world
+            dist.all_gather_object(trouble, mine_)
+        if any(trouble):
+            raise ConfigError(f"checkpoint: no shared memory: {next(t for t in trouble if t)}")
+        return number
+
+    def close(self) -> None:
+        """Let go; waits for the persister."""
+        self.stager.close()
+        if self.persister is not None:
+            self.persister.close()
+        if self.memory is not None:
+            self.memory.close()
+
+
+def _tell(summary: Summary) -> None:
+    session.report_staged(summary.step, urgent=summary.persist)
+
+
+def _first(*values: Any) -> Any:
+    return next(value for value in values if value is not None)
+
+
+def _absolute(where: str) -> str:
+    """Other processes read it, which may stand elsewhere."""
+    return where if "://" in where else str(Path(where).absolute())
+
+
+def _keep(value: object) -> Keep:
+    """Rules of retention.
+
+    Raises:
+        ConfigError: they cannot be used.
+    """
+    if isinstance(value, Keep):
+        return value
+    if type(value) is int and value >= 1:
+        return Keep(newest=value)
+    if isinstance(value, Mapping):
+        rules = {k: v for k, v in value.items() if v is not None}
+        known = {"last": "newest", "every": "every", "best": "best"}
+        if rules.keys() <= known.keys() and all(type(v) is int and v >= 0 for v in rules.values()):
+            return replace(Keep(), **{known[k]: v for k, v in rules.items()})
+    raise ConfigError(
+        f"checkpoint: keep is {value!r}: expected a number, or "
+        '{"last": 3, "every": 1000, "best": 2} or a part of that'
+    )
+
+
+def _expected_bytes(state: Mapping[str, object], rank: int) -> int:
+    """What a save will take, with the state that optimizers have after their first step."""
+    size = sum(leaf.piece.nbytes + 512 for leaf in flatten(state, rank=rank).leaves)
+    for value in state.values():
+        if isinstance(value, torch.optim.Optimizer) and not value.state:
+            own = sum(p.nbytes for group in value.param_groups for p in group["params"])
+            betas, momentum = "betas" in value.defaults, value.defaults.get("momentum")
+            size += own * (2 if betas else 1 if momentum else 0)
+    return size

@@ -1,0 +1,439 @@
+"""The copying thread and the fence, with leaves made by hand."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dlrover_py import arena
+from dlrover_py.arena import NoRoom, Slot
+from dlrover_py.protocol.checkpoint import Piece, Summary, private_key
+from dlrover_py.trainer import staging
+from dlrover_py.trainer.staging import Place, Stager, choose
+
+DEADLINE_S = 30.0
+PLACE = Place(job="u1", round=2, world=1, rank=0)
+
+
+@dataclass
+class Leaf:
+    piece: Piece
+    tensor: torch.Tensor
+    deferrable: bool = True
+
+
+def leaf(key: str, tensor: torch.Tensor, *, deferrable: bool = True) -> Leaf:
+    shape = tuple(tensor.shape)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return Leaf(Piece(key, dtype, shape, shape, (0,) * len(shape)), tensor.detach(), deferrable)
+
+
+class Gate:
+    """Copies, but not before it is told to."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.reached = threading.Event()
+        self.error: BaseException | None = None
+
+    def __call__(self, source: int, target: memoryview) -> int:
+        self.reached.set()
+        assert self.open.wait(DEADLINE_S)
+        if self.error is not None:
+            raise self.error
+        return arena.copy_summed(source, target)
+
+
+@pytest.fixture
+def gate() -> Gate:
+    return Gate()
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Stager]]:
+    made: list[tuple[Stager, Any]] = []
+
+    def stager(folder: Path = tmp_path, number: int = 0, **options: Any) -> Stager:
+        one = Stager(arena.place(folder, number), PLACE, **options)
+        made.append((one, options.get("copy")))
+        return one
+
+    yield stager
+    for one, copy in made:
+        if isinstance(copy, Gate):
+            copy.open.set()
+        one.close()
+
+
+def read(path: Path) -> tuple[Summary, dict[str, torch.Tensor]]:
+    """What a slot holds; each tensor has been compared with its digest."""
+    with Slot(path) as slot:
+        found = arena.contents(slot)
+        tensors = {}
+        for (piece, at), digest in zip(found.layout, found.digests, strict=True):
+            data = bytearray(slot.view()[at : at + piece.nbytes])
+            assert arena.digest(data) == digest, piece.key
+            dtype = getattr(torch, piece.dtype)
+            flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+            tensors[piece.key] = flat.reshape(piece.shape)
+        return found.summary, tensors
+
+
+def sealed(folder: Path) -> dict[int, Path]:
+    return {summary.step: path for path, summary in arena.scan(folder)}
+
+
+class Work:
+    """A model whose every number is the step: parameters, and state of its optimizer."""
+
+    def __init__(self, count: int = 4, size: int = 1 << 16) -> None:
+        self.parameters = [torch.nn.Parameter(torch.zeros(size)) for _ in range(count)]
+        self.optimizer = Stamp(self.parameters)
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def leaves(self) -> list[Leaf]:
+        found = [leaf(f"model.{n}", p) for n, p in enumerate(self.parameters)]
+        for n, p in enumerate(self.parameters):
+            state = self.optimizer.state[p].get("moment")
+            if state is not None:
+                found.append(leaf(f"optim.{n}", state))
+        return found
+
+
+class Stamp(torch.optim.Optimizer):
+    """Sets each parameter and its state to the number of the step."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+        self.number = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.number += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state.setdefault("moment", torch.zeros_like(p)).fill_(self.number)
+                p.fill_(self.number)
+
+
+def test_what_was_staged_is_read(make: Callable[..., Stager], tmp_path: Path) -> None:
+    stager = make()
+    tensors = {
+        "model.w": torch.randn(300, 200),
+        "model.bf": torch.randn(70000).bfloat16(),
+        "model.b": torch.randn(3),
+        "model.t": torch.randn(8, 300).t(),
+        "model.none": torch.empty(0, 4),
+        "model.n": torch.tensor(7),
+        private_key(0, "own"): torch.arange(5),
+    }
+    leaves = [leaf(key, t, deferrable=t.nbytes > 1000) for key, t in tensors.items()]
+    job = stager.stage(5, leaves, [("epoch", b"3")], lap=1, metric=0.5)
+    assert job is not None
+    assert stager.wait(DEADLINE_S)
+    summary, found = read(job.slot.path)
+    assert (summary.step, summary.lap, summary.round, summary.job) == (5, 1, 2, "u1")
+    assert summary.metric == 0.5
+    assert found.keys() == tensors.keys()
+    for key, tensor in tensors.items():
+        assert torch.equal(found[key], tensor), key
+
+
+def test_the_optimizer_waits_for_the_copy_and_not_longer(
+    make: Callable[..., Stager], tmp_path: Path, gate: Gate
+) -> None:
+    stager, work = make(copy=gate), Work()
+    work.step()
+    job = stager.stage(1, work.leaves())
+    assert job is not None
+    assert gate.reached.wait(DEADLINE_S)
+    stepped = threading.Thread(target=work.step)
+    stepped.start()
+    stepped.join(0.05)
+    assert stepped.is_alive(), "the fence is open while the copy is under way"
+    gate.open.set()
+    stepped.join(DEADLINE_S)
+    assert not stepped.is_alive()
+    assert stager.wait(DEADLINE_S)
+    assert stager.waited_s > 0
+    _, found = read(job.slot.path)
+    assert {float(v) for t in found.values() for v in (t[0], t[-1])} == {1.0}
+
+
+def test_never_torn(make: Callable[..., Stager], tmp_path: Path) -> None:
+    stager, work = make(), Work()
+    for step in range(1, 60):
+        work.step()
+        buffer = torch.full((20000,), float(step))
+        job = stager.stage(step, [*work.leaves(), leaf("buffer", buffer, deferrable=False)])
+        buffer.fill_(-1)
+        assert job is not None
+        for path, _ in arena.scan(tmp_path):
+            with Slot(path) as reader:
+                if reader.lock(shared=True) and reader.summary() is not None:
+                    summary, found = read(path)
+                    values = {float(t.min()) for t in found.values()}
+                    values |= {float(t.max()) for t in found.values()}
+                    assert values == {float(summary.step)}
+        assert stager.wait(DEADLINE_S)
+        assert job.summary is not None, job.why
+    assert max(sealed(tmp_path)) == 59
+
+
+def test_large_tensors_that_may_not_wait_do_not(
+    make: Callable[..., Stager], gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "CLONED", 1000)
+    gate.open.set()
+    stager = make(copy=gate)
+    average = torch.ones(1 << 16)
+    job = stager.stage(1, [leaf("ema", average, deferrable=False)])
+    average.fill_(2)
+    assert job is not None
+    assert stager.wait(DEADLINE_S)
+    assert read(job.slot.path)[1]["ema"].unique().tolist() == [1.0]
+
+
+def edit_data(p: torch.nn.Parameter) -> None:
+    p.data.mul_(0.5)
+
+
+def edit_in_place(p: torch.nn.Parameter) -> None:
+    with torch.no_grad():
+        p[5] = 9
+
+
+def edit_late(p: torch.nn.Parameter) -> None:
+    p.data[-70:] = 3.0
+
+
+@pytest.mark.parametrize("edit", [edit_data, edit_in_place])
+def test_an_edit_before_the_copy_is_noticed(
+    make: Callable[..., Stager],
+    tmp_path: Path,
+    gate: Gate,
+    edit: Callable[[torch.nn.Parameter], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stager, work = make(copy=gate), Work()
+    work.step()
+    job = stager.stage(1, work.leaves())
+    assert job is not None
+    assert gate.reached.wait(DEADLINE_S)
+    edit(work.parameters[2])
+    gate.open.set()
+    assert stager.wait(DEADLINE_S)
+    assert job.moved == "model.2"
+    assert sealed(tmp_path) == {}
+    assert "model.2 was changed between save() and the optimizer's step" in caplog.text
+    after = stager.stage(2, work.leaves())
+    assert after is not None
+    assert after.done.is_set(), "later saves are synchronous"
+    work.parameters[1].data.mul_(2)
+    assert read(after.slot.path)[1]["model.1"].unique().tolist() == [1.0]
+
+
+def test_an_edit_between_copy_and_step_is_noticed(
+    make: Callable[..., Stager], tmp_path: Path
+) -> None:
+    work = Work()
+    work.step()
+    copies = 0
+
+    def copy(source: int, target: memoryview) -> int:
+        nonlocal copies
+        digest = arena.copy_summed(source, target)
+        copies += 1
+        if copies == 2:  # the first has been copied: what changes now is not in the slot
+            edit_late(work.parameters[0])
+        return digest
+
+    stager = make(copy=copy)
+    job = stager.stage(1, work.leaves())
+    assert stager.wait(DEADLINE_S)
+    assert job is not None
+    assert job.moved == "model.0"
+    assert sealed(tmp_path) == {}
+
+
+def test_samples_come_round(make: Callable[..., Stager]) -> None:
+    """After the first saves a part is summed again; in so many saves that is all."""
+    stager, work = make(), Work(count=32, size=1 << 14)
+    work.step()
+    seen = []
+    for step in range(1, 3 + 2 * staging.SAMPLE):
+        before = stager._cursor
+        stager.stage(step, work.leaves())
+        assert stager.wait(DEADLINE_S)
+        seen.append((before, stager._cursor))
+    assert seen[0] == (0, 0), "all"
+    assert {(b - a) % 64 for a, b in seen[2:]} == {64 // staging.SAMPLE}
+
+
+def test_an_error_opens_the_fence(
+    make: Callable[..., Stager], gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    stager, work = make(copy=gate), Work()
+    work.step()
+    gate.error = MemoryError("none")
+    gate.open.set()
+    job = stager.stage(1, work.leaves())
+    work.step()
+    assert job is not None
+    assert job.why == "MemoryError: none"
+    assert stager.wait(DEADLINE_S)
+    assert "checkpoint of step 1 failed: MemoryError: none" in caplog.text
+    gate.error = None
+    after = stager.stage(2, work.leaves())
+    assert stager.wait(DEADLINE_S)
+    assert after is not None
+    assert after.summary is not None, "the thread goes on"
+
+
+def test_slots_that_are_needed_or_read_are_spared(
+    make: Callable[..., Stager], tmp_path: Path
+) -> None:
+    stager, work = make(), Work()
+    work.step()
+    for step in (1, 2, 3):
+        assert stager.stage(step, work.leaves(), spared={(step - 1, 2, 0)}) is not None
+        assert stager.wait(DEADLINE_S)
+    slots = sealed(tmp_path)
+    assert set(slots) == {1, 2, 3}
+    with Slot(slots[1]) as reader:
+        assert reader.lock(shared=True)
+        assert stager.stage(4, work.leaves(), spared={(3, 2, 0)}) is not None
+        assert stager.wait(DEADLINE_S)
+        assert set(sealed(tmp_path)) == {1, 3, 4}
+        assert stager.stage(5, work.leaves(), spared={(3, 2, 0), (4, 2, 0)}) is None
+    assert stager.stage(5, work.leaves(), spared={(3, 2, 0), (4, 2, 0)}) is not None
+
+
+def test_choice() -> None:
+    def held(step: int, *, persist: bool = False, round_: int = 1, lap: int = 0) -> Summary:
+        facts: dict[str, Any] = {"job": "j", "world": 1, "rank": 0, "part": "", "fill": ""}
+        region = arena.Region(0, 0, 0)
+        return Summary(
+            step=step, round=round_, lap=lap, persist=persist, size=0, private_at=0,
+            table=region, digests=region, objects=region, **facts,
+        )  # fmt: skip
+
+    assert choose([held(3), None, held(2)], ()) == [1, 2, 0], "empty first, then the oldest"
+    assert choose([held(3), held(1), held(2)], {(3, 1, 0), (2, 1, 0)}) == [1]
+    assert choose([held(3), held(1, persist=True), held(2)], {(3, 1, 0)}) == [2]
+    assert choose([held(3, persist=True), held(1, persist=True), held(2)], {(2, 1, 0)}) == [1]
+    assert choose([held(9), held(1, lap=1), held(2, lap=1)], {(2, 1, 1)})[0] == 0, "an older lap"
+    assert choose([held(9), held(9, round_=2)], {(9, 2, 0)}) == [0]
+
+
+def test_memory_that_does_not_suffice_is_told_in_numbers(
+    make: Callable[..., Stager], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stager, work = make(), Work()
+    monkeypatch.setattr(arena, "headroom", lambda _: 1_000_000)
+    with pytest.raises(NoRoom, match=r"3 slots of 1 MB need 3 MB more in .*, which has 1 MB"):
+        stager.stage(1, work.leaves())
+    assert [path.stat().st_size for path in arena.place(tmp_path, 0)] == [0, 0, 0]
+    work.step()
+    monkeypatch.setattr(arena, "headroom", lambda _: 1 << 30)
+    assert stager.stage(2, work.leaves()) is not None
+
+
+def test_memory_that_somebody_else_took_meanwhile_is_given_back(
+    make: Callable[..., Stager], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stager, work = make(), Work()
+    rooms = iter([1 << 30, 1 << 30, 1 << 30, 1000])
+    monkeypatch.setattr(arena, "headroom", lambda _: next(rooms))
+    job = stager.stage(1, work.leaves())
+    assert stager.wait(DEADLINE_S)
+    assert job is not None
+    assert "NoRoom" in job.why
+    assert [path.stat().st_size for path in arena.place(tmp_path, 0)] == [0, 0, 0]
+
+
+def test_a_state_may_change_its_shape(make: Callable[..., Stager], tmp_path: Path) -> None:
+    stager = make()
+    for step, size in ((1, 1 << 14), (2, 1 << 18), (3, 1 << 12), (4, 1 << 19)):
+        leaves = [leaf(f"w{n}", torch.full((size,), float(step))) for n in range(step)]
+        job = stager.stage(step, leaves, [("note", bytes(step * 100_000))])
+        assert stager.wait(DEADLINE_S)
+        assert job is not None
+        summary, found = read(job.slot.path)
+        assert summary.step == step
+        assert {k: v.unique().tolist() for k, v in found.items()} == {
+            f"w{n}": [float(step)] for n in range(step)
+        }
+
+
+def test_a_forked_child_does_nothing_and_holds_nothing(
+    make: Callable[..., Stager], tmp_path: Path, gate: Gate
+) -> None:
+    stager, work = make(copy=gate), Work()
+    work.step()
+    job = stager.stage(1, work.leaves())
+    assert job is not None
+    assert gate.reached.wait(DEADLINE_S)
+    ready, told = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            stager.fence()  # open: nobody copies there
+            stager.close()
+            os.write(told, b"1" if stager.wait(0) else b"0")
+            signal.pause()
+        finally:
+            os._exit(1)
+    try:
+        assert os.read(ready, 1) == b"1"
+        gate.open.set()
+        assert stager.wait(DEADLINE_S)
+        assert read(job.slot.path)[1]["model.0"].unique().tolist() == [1.0]
+        # As if the parent had died in the middle: its lock goes with its own descriptors.
+        assert job.slot.lock(shared=False)
+        with Slot(job.slot.path) as reader:
+            assert not reader.lock(shared=True)
+            os.close(job.slot.fd)
+            assert reader.lock(shared=True), "the child holds the lock"
+        job.slot.fd = os.open(job.slot.path, os.O_RDWR)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(ready)
+        os.close(told)
+
+
+def test_memory_is_prepared_before_the_first_save(
+    make: Callable[..., Stager], tmp_path: Path
+) -> None:
+    stager, work = make(), Work()
+    need = sum(one.piece.nbytes for one in work.leaves())
+    stager.warm(need)
+    deadline = threading.Event()
+    for _ in range(int(DEADLINE_S / 0.01)):
+        if all(path.stat().st_size >= need for path in arena.place(tmp_path, 0)):
+            break
+        deadline.wait(0.01)
+    sizes = [path.stat().st_size for path in arena.place(tmp_path, 0)]
+    assert min(sizes) >= need
+    stager.stage(1, work.leaves())
+    assert stager.wait(DEADLINE_S)
+    assert [path.stat().st_size for path in arena.place(tmp_path, 0)] == sizes
+
+
+def test_who_is_told_hears_of_each_slot(make: Callable[..., Stager]) -> None:
+    told: list[int] = []
+    stager, work = make(told=lambda summary: told.append(summary.step)), Work()
+    for step in (1, 2, 3):
+        stager.stage(step, work.leaves(), persist=step == 2)
+        assert stager.wait(DEADLINE_S)
+    assert told == [1, 2, 3]
