@@ -203,7 +203,9 @@ class Stager:
         self._job: Staging | None = None
         self._saves = 0
         self._cursor = 0
-        self._shape: tuple[list[Piece], list[str], Layout, bytes, str] | None = None
+        self._shape: tuple[list[Piece], list[str], tuple[Layout, bytes, str, list[int]]] | None = (
+            None
+        )
         self._streams: dict[Any, Any] = {}
         self._pinned: dict[Slot, tuple[int, int]] = {}
         self._work: deque[Staging | _Room] = deque()
@@ -257,8 +259,8 @@ class Stager:
         """
         assert self._mine(), "a forked child does not save"
         self.wait()
-        leaves = sorted(leaves, key=lambda leaf: leaf.piece.private)  # as Layout sorts
-        layout, table, part = self._layout(leaves, [key for key, _ in objects])
+        layout, table, part, order = self._layout(leaves, [key for key, _ in objects])
+        leaves = [leaves[index] for index in order]
         encoded = encode_objects(objects)
         need = layout.end + len(table) + 8 * len(layout) + len(encoded)
         if any(slot.size < need for slot in self._slots):
@@ -345,14 +347,21 @@ class Stager:
             self._work.append(work)
             self._wake.notify()
 
-    def _layout(self, leaves: Sequence[Leaf], keys: list[str]) -> tuple[Layout, bytes, str]:
-        """The same as last time, mostly: it takes longer to make than all else."""
+    def _layout(
+        self, leaves: Sequence[Leaf], keys: list[str]
+    ) -> tuple[Layout, bytes, str, list[int]]:
+        """The same as last time, mostly: it takes longer to make than all else.
+
+        Returns:
+            The layout, encoded too, the digest of its part, and the leaves' places in its order.
+        """
         pieces = [leaf.piece for leaf in leaves]
         if self._shape is None or self._shape[0] != pieces or self._shape[1] != keys:
+            order = sorted(range(len(pieces)), key=lambda index: pieces[index].private)
             layout = Layout(pieces)
             part = f"{arena.digest(layout.part(keys)):016x}"
-            self._shape = pieces, keys, layout, layout.encode(), part
-        return self._shape[2:]
+            self._shape = pieces, keys, (layout, layout.encode(), part, order)
+        return self._shape[2]
 
     def _must_have(self, need: int) -> None:
         """See whether all slots can have this size before any is touched.
