@@ -1,0 +1,375 @@
+"""When a Checkpointer saves, what all ranks agree on, and what comes back."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dlrover_py import arena
+from dlrover_py.arena import Slot
+from dlrover_py.protocol.checkpoint import Keep, Summary
+from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.trainer.checkpoint import Checkpointer, Every, optimum_s
+from dlrover_py.trainer.settings import Settings
+
+ROOT = Path(arena.__file__).parents[1]
+DEADLINE_S = 30.0
+
+
+@dataclass
+class Clock:
+    now: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def make(tmp_path: Path, clock: Clock) -> Iterator[Callable[..., Checkpointer]]:
+    """Checkpointers of a worker whose agent has an arena."""
+    made = []
+
+    def checkpointer(dir: Path | None = None, *, job: Any = None, **options: Any) -> Checkpointer:
+        folder = tmp_path / "arena"
+        folder.mkdir(exist_ok=True)
+        settings = Settings(arena=str(folder), job="u1", round=3, checkpoint=job or {})
+        one = Checkpointer(dir, settings=settings, clock=clock, **options)
+        made.append(one)
+        return one
+
+    yield checkpointer
+    for one in made:
+        one.close()
+
+
+def held(tmp_path: Path) -> dict[int, Summary]:
+    return {summary.step: summary for _, summary in arena.scan(tmp_path / "arena")}
+
+
+def done_with(tmp_path: Path, step: int) -> None:
+    """As the agent's persister says it."""
+    from dataclasses import replace
+
+    for path, summary in arena.scan(tmp_path / "arena"):
+        if summary.step == step:
+            with Slot(path, write=True) as slot:
+                slot.put(replace(summary, persist=False))
+
+
+STATE = {"w": torch.arange(10.0)}
+
+
+def saved(checkpointer: Checkpointer, steps: range) -> list[int]:
+    found = []
+    for step in steps:
+        if checkpointer.save(step, STATE):
+            found.append(step)
+        checkpointer.wait()
+    return found
+
+
+# --- policies ---
+
+
+@pytest.mark.parametrize(
+    ("text", "every"),
+    [
+        (1, Every(steps=1)),
+        (250, Every(steps=250)),
+        ("30s", Every(seconds=30)),
+        ("1.5m", Every(seconds=90)),
+        ("2h", Every(seconds=7200)),
+        ("auto", Every(auto=True)),
+    ],
+)
+def test_policies(text: object, every: Every) -> None:
+    assert Every.parse("every", text) == every
+
+
+@pytest.mark.parametrize("text", [0, -1, True, 1.5, "0s", "s", "30", "30 s", "Auto", None, "1d"])
+def test_bad_policies(text: object) -> None:
+    with pytest.raises(ConfigError, match=r"every is .*: expected a number of steps"):
+        Every.parse("every", text)
+
+
+def test_the_script_beats_the_job_and_that_the_defaults(make: Callable[..., Checkpointer]) -> None:
+    job = {"dir": "/data", "every": 10, "persistEvery": "90s", "keep": {"last": 5, "best": 2}}
+    plain, told = make(), make(job=job)
+    assert (plain.every, plain.persist_every) == (Every(steps=1), Every(seconds=300))
+    assert (plain.dir, plain.keep) == (None, Keep())
+    assert (told.every, told.persist_every) == (Every(steps=10), Every(seconds=90))
+    assert (told.dir, told.keep) == ("/data", Keep(newest=5, best=2))
+    both = make("s3://b/run", job=job, every="auto", keep=1)
+    assert (both.dir, both.every, both.keep) == ("s3://b/run", Every(auto=True), Keep(newest=1))
+    assert both.persist_every == Every(seconds=90)
+
+
+@pytest.mark.parametrize("keep", [0, {"last": "3"}, {"newest": 3}, "all"])
+def test_bad_retention(make: Callable[..., Checkpointer], keep: object) -> None:
+    with pytest.raises(ConfigError, match="keep is "):
+        make(keep=keep)
+
+
+def test_the_optimum_loses_least() -> None:
+    """Against the expected time of Daly's model, which the formula approximates."""
+    from math import exp
+
+    for cost, mtbf in ((1.0, 3600.0), (30.0, 7200.0), (300.0, 3600.0)):
+
+        def lost(interval: float, cost: float = cost, mtbf: float = mtbf) -> float:
+            return mtbf * (exp((interval + cost) / mtbf) - 1) / interval
+
+        best = min((lost(i), i) for i in range(1, int(mtbf)))[1]
+        found = optimum_s(cost, mtbf)
+        assert lost(found) <= lost(best) * 1.001
+        assert abs(found - best) <= max(1.0, 0.02 * best)
+    assert optimum_s(100.0, 50.0) == 50.0, "a save that costs more than two failures"
+
+
+def test_every_so_many_steps(make: Callable[..., Checkpointer]) -> None:
+    assert saved(make(every=3), range(1, 11)) == [3, 6, 9]
+    assert saved(make(every=4), range(2, 30, 3)) == [5, 8, 14, 17, 20, 26, 29]
+
+
+def test_every_so_many_seconds(make: Callable[..., Checkpointer], clock: Clock) -> None:
+    checkpointer = make(every="10s")
+    found = []
+    for step in range(1, 11):
+        clock.now += 4
+        if checkpointer.save(step, STATE):
+            found.append(step)
+    assert found == [3, 6, 9]
+
+
+def test_auto_saves_more_often_where_it_costs_less(
+    make: Callable[..., Checkpointer], clock: Clock
+) -> None:
+    checkpointer = make(every="auto", job={"mtbfS": 7200})
+    assert checkpointer.save(1, STATE), "nothing is known yet"
+    assert checkpointer.mtbf_s == 7200
+    checkpointer._stall_s = 1.0
+    interval = optimum_s(1.0, 7200)
+    clock.now += interval - 1
+    assert not checkpointer.save(2, STATE)
+    clock.now += 2
+    assert checkpointer.save(3, STATE)
+
+
+def test_force(make: Callable[..., Checkpointer], tmp_path: Path) -> None:
+    checkpointer = make(tmp_path / "dir", every=1000)
+    assert not checkpointer.save(1, STATE)
+    assert checkpointer.save(2, STATE, force=True, metric=0.25)
+    assert held(tmp_path)[2].persist, "it is sealed when save() returns, and goes to storage"
+    assert held(tmp_path)[2].metric == 0.25
+
+
+def test_one_goes_to_storage_when_that_is_due_and_the_persister_is_free(
+    make: Callable[..., Checkpointer], tmp_path: Path, clock: Clock
+) -> None:
+    checkpointer = make(tmp_path / "dir", persist_every="60s")
+    flagged = []
+    for step in range(1, 12):
+        clock.now += 20
+        checkpointer.save(step, STATE)
+        checkpointer.wait()
+        flagged += [s for s, summary in held(tmp_path).items() if summary.persist]
+        if step == 8:
+            done_with(tmp_path, 3)
+    assert flagged[:6] == [3] * 6, "spared until it is done"
+    assert flagged[6:] == [9, 9, 9]
+    assert checkpointer.stats.persisted == 1
+    assert checkpointer.stats.persist_s > 100
+
+
+def test_every_so_many_steps_one_goes_to_storage(
+    make: Callable[..., Checkpointer], tmp_path: Path
+) -> None:
+    checkpointer = make(tmp_path / "dir", every=2, persist_every=5)
+    flagged = []
+    for step in range(1, 17):
+        if checkpointer.save(step, STATE):
+            checkpointer.wait()
+            if held(tmp_path)[step].persist:
+                flagged.append(step)
+                done_with(tmp_path, step)
+    assert flagged == [6, 10, 16]
+
+
+def test_without_a_directory_nothing_goes_to_storage(
+    make: Callable[..., Checkpointer], tmp_path: Path
+) -> None:
+    checkpointer = make(persist_every=1)
+    assert saved(checkpointer, range(1, 4)) == [1, 2, 3]
+    assert not any(summary.persist for summary in held(tmp_path).values())
+
+
+def test_memory_that_does_not_suffice_costs_saves_and_one_line(
+    make: Callable[..., Checkpointer],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(arena, "headroom", lambda _: 1000)
+    checkpointer = make()
+    assert saved(checkpointer, range(1, 4)) == []
+    assert checkpointer.stats.skipped == 3
+    lines = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert len(lines) == 1
+    assert "checkpoint of step 1 is skipped: 3 slots of" in lines[0]
+    assert "which has 0 MB: give the node more memory" in lines[0]
+    monkeypatch.undo()
+    assert saved(checkpointer, range(4, 6)) == [4, 5]
+
+
+def test_a_save_is_skipped_while_all_slots_are_needed(
+    make: Callable[..., Checkpointer], tmp_path: Path
+) -> None:
+    checkpointer = make()
+    assert saved(checkpointer, range(1, 5)) == [1, 2, 3, 4]
+    readers = [Slot(path) for path, summary in arena.scan(tmp_path / "arena") if summary.step < 4]
+    assert all(reader.lock(shared=True) for reader in readers)
+    assert not checkpointer.save(5, STATE)
+    assert "are being read" in checkpointer.stats.why
+    for reader in readers:
+        reader.close()
+    assert checkpointer.save(6, STATE)
+
+
+def test_a_state_that_cannot_be_saved_is_refused_by_name(
+    make: Callable[..., Checkpointer],
+) -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint: it\.lock"):
+        make().save(1, {"it": {"lock": threading.Lock()}})
+
+
+def test_what_is_saved_is_loaded(make: Callable[..., Checkpointer], clock: Clock) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(300, 100), torch.nn.BatchNorm1d(100))
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {"model": model, "optimizer": optimizer, "epoch": {"n": 3}}
+    first = make()
+    for step in (1, 2):
+        model(torch.randn(4, 300)).sum().backward()
+        optimizer.step()
+        first.save(step, state)
+    drawn = torch.rand(3)
+    first.wait()
+    want = {k: v.clone() for k, v in model.state_dict().items()}
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    state["epoch"] = {"n": 0}
+    second = make()
+    assert second.load(state) == 2
+    assert all(torch.equal(v, want[k]) for k, v in model.state_dict().items())
+    assert state["epoch"] == {"n": 3}
+    assert torch.equal(torch.rand(3), drawn), "the generators are where they were"
+    assert saved(second, range(2, 5)) == [3, 4], "step 2 is there already"
+
+
+def test_nothing_there_is_none(make: Callable[..., Checkpointer]) -> None:
+    assert make().load({"w": torch.zeros(2)}) is None
+
+
+# --- alone ---
+
+
+def script(text: str, *, timeout: float = 60, **environ: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(text)],
+        env={"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"], **environ},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def test_the_session_comes_without_torch() -> None:
+    done = script("""
+        import sys
+        import dlrover_py.trainer as t
+        from dlrover_py.trainer import session
+        assert "torch" not in sys.modules
+        assert "Checkpointer" in t.__all__
+        try:
+            t.Nothing
+        except AttributeError as error:
+            print(error)
+        from dlrover_py.trainer import Checkpointer
+        assert "torch" in sys.modules
+    """)
+    assert "has no attribute 'Nothing'" in done.stdout, done.stderr
+
+
+ALONE = """
+    import os, signal, torch
+    from pathlib import Path
+    from dlrover_py.trainer import Checkpointer
+    checkpointer = Checkpointer()
+    assert checkpointer.load({"w": torch.zeros(3)}) is None
+    checkpointer.save(1, {"w": torch.zeros(3)})
+    checkpointer.wait()
+    print(*os.listdir(os.environ["DLROVER_SHM_DIR"]))
+"""
+
+
+def test_alone_it_cleans_up_at_the_end(tmp_path: Path) -> None:
+    done = script(ALONE, DLROVER_SHM_DIR=str(tmp_path))
+    assert done.stdout.startswith(arena.PREFIX), done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_alone_it_leaves_nothing_behind_when_it_is_killed(tmp_path: Path) -> None:
+    done = script(ALONE + "    os.kill(os.getpid(), signal.SIGKILL)", DLROVER_SHM_DIR=str(tmp_path))
+    assert done.returncode == -9
+    pause = threading.Event()
+    for _ in range(int(DEADLINE_S / 0.02)):
+        if not list(tmp_path.iterdir()):
+            return
+        pause.wait(0.02)
+    raise AssertionError(json.dumps([str(p) for p in tmp_path.iterdir()]))
+
+
+def test_a_larger_world_needs_its_process_group(make: Callable[..., Checkpointer]) -> None:
+    one = Checkpointer(settings=Settings(size=2))
+    with pytest.raises(ConfigError, match=r"init_process_group\(\) before the first load"):
+        one.save(1, STATE)
+
+
+def test_alone_it_writes_to_storage(tmp_path: Path) -> None:
+    done = script(
+        """
+        import os, torch
+        from dlrover_py.trainer import Checkpointer
+        where = os.environ["WHERE"]
+        w = torch.arange(5.0)
+        with Checkpointer(where, persist_every=1) as checkpointer:
+            checkpointer.save(1, {"w": w})
+            w.add_(1)
+            checkpointer.save(2, {"w": w}, force=True)
+            checkpointer.wait(persisted=True)
+        print(checkpointer.stats)
+        w.zero_()
+        with Checkpointer(where) as checkpointer:
+            print(checkpointer.load({"w": w}), w.tolist())
+        """,
+        DLROVER_SHM_DIR="/dev/shm",
+        WHERE=str(tmp_path / "ckpt"),
+        timeout=120,
+    )
+    assert done.stdout.splitlines()[-1:] == ["2 [1.0, 2.0, 3.0, 4.0, 5.0]"], done
+    assert list((tmp_path / "ckpt").glob("step-2.*.json"))
