@@ -102,6 +102,12 @@ def user_error(fingerprint: str = "E@f:1", step: int | None = 5) -> WorkerFailur
     return crash(FailureKind.EXCEPTION, fingerprint=fingerprint, step=step)
 
 
+def _taken_up(told: Assignment) -> dict[str, Any]:
+    """What an agent has to take up before it can be asked for more."""
+    beside = {"version", "reason", "checkpoint", "peer", "persist", "linger"}
+    return told.model_dump(exclude=beside)
+
+
 _ports = count(1024)
 _boots = count(1)
 
@@ -801,8 +807,10 @@ class Bench:
             node = self.job.nodes.get(effect.node)
             assert node is not None
             assert new.incarnation == node.incarnation >= 1, "who never spoke is told nothing"
-            if new.directive in (Directive.RUN, Directive.CHECK) or (
-                old is not None and old.directive is Directive.RUN
+            beside = old is not None and _taken_up(old) == _taken_up(new)
+            if not beside and (
+                new.directive in (Directive.RUN, Directive.CHECK)
+                or (old is not None and old.directive is Directive.RUN)
             ):
                 life.owes = new.version
             if new.directive is Directive.CHECK:

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from dlrover_py.master.core.events import (
+    Answer,
+    Asked,
     Assign,
     CreateNode,
     DeleteNode,
@@ -34,7 +36,7 @@ from dlrover_py.master.core.events import (
 from dlrover_py.master.core.job import Job
 from dlrover_py.master.platform import Platform
 from dlrover_py.master.store import Store, Unwritable
-from dlrover_py.protocol.agents import AgentReport, Assignment, Directive
+from dlrover_py.protocol.agents import AgentReport, Assignment, Candidates, Directive, Holders
 from dlrover_py.protocol.errors import Superseded, TransientError
 from dlrover_py.protocol.names import NodeId, Term
 from dlrover_py.protocol.status import Condition, JobStatus
@@ -134,7 +136,11 @@ class Waiting:
 
     def _answer(self, outcome: "Assignment | Passive | Superseded") -> None:
         self.leave()
-        if isinstance(outcome, Assignment) and outcome.directive is Directive.STOP:
+        if (
+            isinstance(outcome, Assignment)
+            and outcome.directive is Directive.STOP
+            and not outcome.linger
+        ):
             self._desk.dismissed = True
             self._desk.left.set()
         self._told(outcome)
@@ -162,6 +168,8 @@ class Loop:
         self._changed = asyncio.Event()
         self._left = asyncio.Event()
         self._desks: dict[NodeId, _Desk] = {}
+        self._questions: dict[int, asyncio.Future[Candidates]] = {}
+        self._asked = 0
         self._chores: dict[NodeId, asyncio.Task[None]] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._listed = False
@@ -238,6 +246,34 @@ class Loop:
             self.tell([Disconnected(node_id, report.boot_id, report.seq)])
 
         return leave
+
+    async def candidates(self, round_number: int) -> Candidates:
+        """What could be restored in a round, once its members have said what they hold.
+
+        Raises:
+            Passive: it is not known here yet.
+        """
+        if self._job is None or not self._listed:
+            raise Passive("this master is not ready yet: it takes over the job")
+        self._asked += 1
+        number = self._asked
+        answer: asyncio.Future[Candidates] = asyncio.get_running_loop().create_future()
+        self._questions[number] = answer
+        try:
+            self.tell([Asked(number, round_number)])
+            return await answer
+        finally:
+            del self._questions[number]
+
+    def holders(self, step: int, round_number: int, lap: int) -> Holders:
+        """Who has a checkpoint in memory.
+
+        Raises:
+            Passive: it is not known here yet.
+        """
+        if self._job is None or not self._listed:
+            raise Passive("this master is not ready yet: it takes over the job")
+        return self._job.checkpoints.holders(step, round_number, lap)
 
     def _is_of_the_next_job(self, node_id: NodeId, report: AgentReport) -> bool:
         """Whether our job has ended and this agent was not in it: another one starts here."""
@@ -365,6 +401,10 @@ class Loop:
                 self.refused += 1
                 desk = news[node_id] = self._desk(node_id)
                 desk.refused[boot_id] = message
+            case Answer(number, candidates):
+                answer = self._questions.get(number)
+                if answer is not None and not answer.done():
+                    answer.set_result(candidates)
             case CreateNode(node_id, avoid):
                 self._chore(node_id, lambda: self._platform.create_node(node_id, avoid))
             case DeleteNode(node_id, grace_s, _):

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 import uvicorn
-from fastapi import FastAPI, Path, Request, Response
+from fastapi import FastAPI, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -23,7 +23,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from dlrover_py import __version__
 from dlrover_py.master.exchange import NODE, Exchanges, error_body, no_whole_body
-from dlrover_py.master.loop import Loop
+from dlrover_py.master.loop import Loop, Passive
 from dlrover_py.protocol.errors import ErrorCode
 from dlrover_py.protocol.job import in_words
 from dlrover_py.protocol.names import NodeId
@@ -90,6 +90,7 @@ def too_large(limit: int) -> Response:
     return error_reply(413, ErrorCode.TOO_LARGE, message)
 
 
+Number = Annotated[int, Query(ge=0, le=2**53)]
 NodePath = Annotated[str, Path(pattern=f"^{NODE}$")]
 
 
@@ -156,6 +157,34 @@ def job_app(loop: Loop, exchanges: Exchanges, denied: Counter) -> ASGIApp:
         recipe.body, recipe.digest = body, hashlib.sha256(body).hexdigest()[:16]
         return Response("{}", media_type="application/json")
 
+    @app.get("/v1/checkpoints")
+    async def checkpoints(request: Request, round: Number) -> Response:
+        """What the nodes of a round could restore from memory, once all have looked."""
+        found = asyncio.ensure_future(loop.candidates(round))
+        gone = asyncio.ensure_future(request.receive())  # there is no body: the end of the line
+        try:
+            await asyncio.wait((found, gone), return_when=asyncio.FIRST_COMPLETED)
+            while not found.done() and gone.result()["type"] == "http.request":
+                gone = asyncio.ensure_future(request.receive())
+                await asyncio.wait((found, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not found.done():
+                return Response(status_code=499)
+            return json_reply(200, found.result().model_dump_json().encode())
+        except Passive as error:
+            return error_reply(503, ErrorCode.PASSIVE, str(error))
+        finally:
+            found.cancel()
+            gone.cancel()
+
+    @app.get("/v1/checkpoints/holders")
+    async def holders(step: Number, round: Number, lap: Number = 0) -> Response:
+        """Which nodes have a checkpoint in memory, by rank."""
+        try:
+            found = loop.holders(step, round, lap)
+        except Passive as error:
+            return error_reply(503, ErrorCode.PASSIVE, str(error))
+        return json_reply(200, found.model_dump_json().encode())
+
     @app.get("/v1/job")
     async def job() -> Response:
         """All that a person or a dashboard needs to know."""
@@ -195,6 +224,26 @@ class _JobMetrics:
             yield _gauge("dlrover_step", "Newest step of the script.", status.progress.step)
             speed = status.progress.steps_per_s
             yield _gauge("dlrover_steps_per_second", "Speed of the script.", speed)
+        last = status.last_checkpoint
+        if last is not None:
+            words = "Newest step that could be loaded."
+            yield _gauge("dlrover_checkpoint_step", words, last.step)
+            words = "Age of that, in seconds."
+            yield _gauge("dlrover_checkpoint_age_seconds", words, last.age_s)
+        if last is not None and last.stored_step is not None and last.stored_at is not None:
+            words = "Newest step in storage."
+            yield _gauge("dlrover_checkpoint_stored_step", words, last.stored_step)
+            words = "Age of that, in seconds."
+            age = max(0.0, status.published_at - last.stored_at)
+            yield _gauge("dlrover_checkpoint_stored_age_seconds", words, age)
+        failing = any(
+            c.type == "CheckpointFailing" and c.status == "True" for c in status.conditions
+        )
+        yield _gauge("dlrover_checkpoint_failing", "As the condition CheckpointFailing.", failing)
+        words = "Checkpoints that went to storage by this master's orders."
+        yield _count("dlrover_checkpoints_stored", words, status.checkpoints_stored)
+        words = "Orders that came to nothing."
+        yield _count("dlrover_checkpoint_failures", words, status.checkpoint_failures)
         rounds = CounterMetricFamily(
             "dlrover_new_rounds", "Rounds after the first, by cause.", labels=["cause"]
         )

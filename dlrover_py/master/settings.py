@@ -57,6 +57,11 @@ class Settings(BaseModel):
     nodes, so that a master takes in 500 reports a second at most."""
     check_s: Seconds = 300.0
     """A check before the training (``--network-check``) has failed where it takes longer."""
+    memory_wait_s: Seconds = 10.0
+    """What could be restored from memory is told after so long at the latest, whichever node of
+    the round has not said yet what it holds."""
+    persist_s: Seconds = 1800.0
+    """A checkpoint that is not in storage by then has failed."""
     max_body_bytes: Annotated[int, Field(ge=1024)] = 1 << 18
     """A larger request is refused (413): a report of 1,024 workers takes a tenth of it."""
     header_s: Seconds = 10.0
@@ -122,6 +127,8 @@ class Settings(BaseModel):
             stop_grace_s=self.stop_grace_s,
             drain_grace_s=self.drain_grace_s,
             check_s=self.check_s,
+            memory_wait_s=self.memory_wait_s,
+            persist_s=self.persist_s,
             exchange_s=self.exchange_s,
             join_timeout_s=self.join_timeout_s,
             last_call_s=self.last_call_s,

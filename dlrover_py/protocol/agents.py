@@ -220,6 +220,9 @@ class AgentReport(Wire):
     """Newest checkpoint that this node's persister has seen in storage."""
     checkpoint_trouble: Line = ""
     """Why checkpoints are not what they should be: the disk is full, memory does not suffice."""
+    save_at_breakpoint: bool = False
+    """After a failure of a worker the newest state is to be stored; the job's spec may say so
+    too."""
     gives_up: Line = ""
     """Why this node ends the job for all, where no platform could replace it; empty if it does not.
     torchrun's agents count restarts themselves, and the first that has none left closes the
@@ -318,8 +321,13 @@ class Assignment(Wire):
     """SIGTERM to SIGKILL when the workers are stopped for this assignment."""
     recipe: Line = ""
     """Digest of the warm recipe that the master keeps (``/v1/recipe``); empty if it has none."""
+    checkpoint: Annotated[str, StringConstraints(max_length=4096)] = ""
+    """The job's ``checkpoint:`` as JSON, for the workers; empty if it has none."""
     peer: Peer | None = None
     persist: PersistOrder | None = None
+    linger: bool = False
+    """With STOP: the agent stays when its workers have ended, within the grace, for what its memory
+    holds is about to be stored."""
     exchange_s: Annotated[float, Field(gt=0)] = 2.0
     """The master answers a report after this time at the latest."""
     lease_s: Annotated[float, Field(gt=0)] = 5.0

@@ -238,6 +238,46 @@ class ReplicaSpecs(_Strict):
     master: OtherSpec | None = None
 
 
+Often = (
+    Annotated[int, Field(ge=1, le=2**31 - 1)]
+    | Annotated[str, StringConstraints(pattern=r"^(auto|[1-9][0-9]{0,6}s)$")]
+)
+"""A number of steps, seconds (``30s``), or ``auto``: what brings most steps forward, by what was
+measured."""
+
+
+class KeepSpec(_Strict):
+    """Which checkpoints stay in storage; the newest one always does."""
+
+    last: Annotated[int, Field(ge=1, le=1_000_000)] = 3
+    """The newest so many."""
+    every: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    """And those whose step is a multiple of this."""
+    best: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    """And so many with the best metric, where the script gives one to ``save()``."""
+
+
+class CheckpointSpec(_Strict):
+    """When the script's state is saved, and where to. ``Checkpointer()`` in the script takes from
+    here what it is not given itself."""
+
+    dir: Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None = None
+    """Folder that all nodes share, or a bucket (``s3://…``). If absent checkpoints are kept in
+    memory only: they outlive workers and nodes, but not the job."""
+    every: Often = "auto"
+    """How often the state is saved in memory."""
+    persist_every: Often = "auto"
+    """How often one of those goes to ``dir``."""
+    keep: KeepSpec = Field(default_factory=KeepSpec)
+    """Which of them stay there."""
+    replicas: Annotated[int, Field(ge=0, le=1)] = 1
+    """Copies of each node's state in the memory of another node; a job of one node has none."""
+    bandwidth: Annotated[int, Field(ge=1, le=2**53)] | None = None
+    """Bytes per second that a node takes for such copies at most; no bound if absent."""
+    save_at_breakpoint: bool = False
+    """After a failure of a worker the newest state goes to ``dir``."""
+
+
 class JobSpec(_Strict):
     """``spec`` of an ElasticJob."""
 
@@ -257,6 +297,8 @@ class JobSpec(_Strict):
     """The job has failed if it is not over by then; counted from its start or its last resume."""
     pending_timeout_seconds: Annotated[Seconds | None, CLUSTER_ONLY] = None
     """The job has failed if it had fewer nodes than its minimum for so long."""
+    checkpoint: CheckpointSpec | None = None
+    """Flash checkpoints. If absent, what the script says of them holds."""
     managed_by: Annotated[
         Annotated[str, StringConstraints(min_length=1, max_length=63)] | None, CLUSTER_ONLY
     ] = None

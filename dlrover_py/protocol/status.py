@@ -117,6 +117,22 @@ class Failure(_Doc):
     worker: WorkerFailure
 
 
+class LastCheckpoint(_Doc):
+    """What a job that begins anew would go on from."""
+
+    step: int
+    where: Literal["memory", "storage"]
+    at: float
+    """When it was committed, or was seen to be whole in memory."""
+    age_s: float = 0.0
+    """At ``published_at``."""
+    stored_step: int | None = None
+    """The newest one in storage."""
+    stored_at: float | None = None
+    folder: str = ""
+    """Of that."""
+
+
 class JobStatus(_Doc):
     """The state of a job at one moment."""
 
@@ -145,6 +161,11 @@ class JobStatus(_Doc):
     lost_s: dict[str, float] = Field(default_factory=dict)
     """The other part, in seconds: by what cost it (start, and as ``restarts``)."""
     last_failure: Failure | None = None
+    last_checkpoint: LastCheckpoint | None = None
+    """None as long as no node has told of one."""
+    checkpoints_stored: int = 0
+    """By this master's orders."""
+    checkpoint_failures: int = 0
     conditions: list[Condition] = Field(default_factory=list)
     nodes: list[NodeStatus] = Field(default_factory=list)
     events: list[JobEvent] = Field(default_factory=list)

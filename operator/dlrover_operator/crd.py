@@ -177,6 +177,8 @@ def _convert(whole: Schema, model: type[BaseModel], kept: tuple[str, ...]) -> Sc
             return convert(whole["$defs"][name] | beside, models.get(name))
         if "anyOf" in node:
             some = [n for n in node["anyOf"] if n.get("type") != "null"]
+            if [n.get("type") for n in some] == ["integer", "string"]:
+                return int_or_string(node, *some)
             assert len(some) == 1, f"only X or nothing can be said structurally: {node}"
             beside = {k: v for k, v in node.items() if k != "anyOf"}
             return convert(some[0] | beside, owner)
@@ -195,6 +197,15 @@ def _convert(whole: Schema, model: type[BaseModel], kept: tuple[str, ...]) -> Sc
         elif made.get("type") == "object":
             made |= fields(node, owner)
         return made
+
+    def int_or_string(node: Schema, number: Schema, words: Schema) -> Schema:
+        """The one choice that a structural schema has; a bound holds for its own type only."""
+        if kept is not KEPT:
+            return {"x-kubernetes-int-or-string": True}
+        bounds = {k: v for n in (number, words) for k, v in n.items() if k in kept and k != "type"}
+        default = {"default": node["default"]} if node.get("default") is not None else {}
+        types = [{"type": "integer"}, {"type": "string"}]
+        return {"anyOf": types, "x-kubernetes-int-or-string": True} | bounds | default
 
     def fields(node: Schema, owner: type[BaseModel] | None) -> Schema:
         if "properties" in node:

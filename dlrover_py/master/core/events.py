@@ -13,7 +13,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from dlrover_py.master.core.health import Mark
 from dlrover_py.master.core.hosts import Strikes
 from dlrover_py.master.core.rendezvous import World
-from dlrover_py.protocol.agents import AgentReport, Assignment, WorkerFailure
+from dlrover_py.protocol.agents import (
+    AgentReport,
+    Assignment,
+    Candidates,
+    Stored,
+    WorkerFailure,
+)
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import Incarnation, NodeId, Round, Term
 from dlrover_py.protocol.status import Failure, JobEvent, JobPhase
@@ -37,6 +43,10 @@ class Rules:
     drain_grace_s: float = 30.0
     check_s: float = 300.0
     """A step of checks has failed where it takes longer, imports included."""
+    memory_wait_s: float = 10.0
+    """What could be restored is told after so long, whoever has not said yet what it holds."""
+    persist_s: float = 1800.0
+    """A checkpoint that is not in storage by then has failed."""
     exchange_s: float = 2.0
     join_timeout_s: float = math.inf
     """With fewer nodes than the minimum for so long, the job has failed."""
@@ -131,8 +141,25 @@ class NodesListed:
     """Who is gone was taken away on purpose, as far as can be known."""
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A node of a round wants to know what could be restored from memory."""
+
+    number: int
+    """Of the question; :class:`Answer` has it."""
+    round: int
+
+
 Event = (
-    Reported | Disconnected | JobChanged | JobStopped | Stalled | NodeSeen | NodeEnded | NodesListed
+    Asked
+    | Reported
+    | Disconnected
+    | JobChanged
+    | JobStopped
+    | Stalled
+    | NodeSeen
+    | NodeEnded
+    | NodesListed
 )
 
 
@@ -174,7 +201,15 @@ class DeleteNode:
     why: str
 
 
-Effect = Assign | Refuse | CreateNode | DeleteNode
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Let who has asked know."""
+
+    number: int
+    candidates: Candidates
+
+
+Effect = Assign | Refuse | CreateNode | DeleteNode | Answer
 
 
 # --- state --------------------------------------------------------------------------------------
@@ -247,6 +282,8 @@ class Journal(_Kept):
     last_exception: WorkerFailure | None = None
     last_failure: Failure | None = None
     max_step: int | None = None
+    stored: Stored | None = None
+    """The newest checkpoint in storage."""
     lost_s: dict[str, float] = Field(default_factory=dict)
     suspended_s: float = 0.0
     suspended_at: float | None = None

@@ -12,7 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from dlrover_py.master.core.checkpoints import Checkpoints
 from dlrover_py.master.core.events import (
+    Answer,
+    Asked,
     Assign,
     CreateNode,
     DeleteNode,
@@ -74,6 +77,7 @@ from dlrover_py.protocol.status import (
     JobEvent,
     JobPhase,
     JobStatus,
+    LastCheckpoint,
     NodePhase,
     NodeRole,
     NodeStatus,
@@ -97,6 +101,8 @@ TAKEN_UP = (Directive.RUN, Directive.CHECK)
 """What an agent uses its offer for."""
 SHOWN = 8
 """Nodes or groups that an event names."""
+BESIDE = ("checkpoint", "peer", "persist", "linger")
+"""Of an assignment: what changes nothing about the workers."""
 HEALTHY: tuple[Kind, ...] = ("scale", "join")
 """A round that waits for these still runs: it may yet fail or succeed."""
 
@@ -120,6 +126,8 @@ class Job:
         self.succeeded: set[NodeId] = set()
         self.health = Health()
         self.hosts = Hosts()
+        self.checkpoints = Checkpoints()
+        self._take_checkpoint_spec()
         self._kept_off: set[NodeId] = set()
         """Nodes that were asked for on some hosts only, and have not spoken yet."""
         self.vacancies: list[Vacancy] = []
@@ -194,6 +202,7 @@ class Job:
         while self._check_nodes():  # a node of a check may have been dismissed or taken up
             self._go_on()
         self._end_checks()
+        self._look_after_checkpoints()
         self._settle()
         # What `resume` has left to do is in the first step's answer.
         out, self._out = self._out, Step()
@@ -241,6 +250,10 @@ class Job:
         self.lost_s = dict(journal.lost_s)
         self.suspended_s, self.suspended_at = journal.suspended_s, journal.suspended_at
         self.started_at, self.ended_at = journal.started_at, journal.ended_at
+        self.checkpoints = Checkpoints(journal.stored)
+        self._take_checkpoint_spec()
+        if self.world is not None:
+            self._tell_of_members(self.world)
         self.resumed = True
         if journal.opening is not None:
             fresh = {"since": now, "hold_until": None, "suspected": None}
@@ -306,6 +319,7 @@ class Job:
             last_exception=self.last_exception,
             last_failure=self.last_failure,
             max_step=self.max_step,
+            stored=self.checkpoints.stored,
             lost_s=self.lost_s,
             suspended_s=self.suspended_s,
             suspended_at=self.suspended_at,
@@ -344,6 +358,9 @@ class Job:
                 self._reported(node_id, report)
             case Disconnected(node_id, boot_id, seq):
                 self.nodes.disconnected(node_id, boot_id, seq, self._now)
+            case Asked(number, round_number):
+                until = self._now + self.rules.memory_wait_s
+                self.checkpoints.ask(number, round_number, until)
             case JobChanged(job):
                 self._job_changed(job)
             case JobStopped(why, reason):
@@ -394,6 +411,7 @@ class Job:
             self._node_leaving(node, report.leaving)
         if report.gives_up and not (self.rules.can_create or self.phase.ended):
             self._end(JobPhase.FAILED, "NodeGaveUp", f"{node.id}: {report.gives_up}")
+        self.checkpoints.take(node.id, report)
         self._dirty |= heard is Heard.BORN
         if heard is Heard.BORN:
             self._uncheck(node)
@@ -538,6 +556,10 @@ class Job:
             warning=True,
             cause=None if self.opening is None else self.opening.cause,
         )
+        report = node.report
+        spec = self.job.spec.checkpoint
+        if (spec and spec.save_at_breakpoint) or (report and report.save_at_breakpoint):
+            self._save_what_may_be_lost("a worker has failed", self.rules.drain_grace_s)
         if in_doubt(failure) and self.doubts < DOUBTS:
             self.doubts += 1
             self._dirty = True
@@ -583,6 +605,7 @@ class Job:
         if job.metadata.generation < self.job.metadata.generation:
             return
         old, self.job = self.job, job
+        self._take_checkpoint_spec()
         wished = self._pace_of(job)
         # Nodes go on at the pace that they were told: their lease must not become shorter.
         lease_s = max(wished.lease_s, self.pace.lease_s)
@@ -614,6 +637,7 @@ class Job:
 
     def _suspend(self) -> None:
         event = self._record("Suspended", "spec.suspend is true: all nodes are stopped")
+        self._save_what_may_be_lost("the job is suspended", self._grace_s())
         self.phase, self.reason = JobPhase.SUSPENDED, "spec.suspend is true"
         self.suspended_at = self._wall
         self._close_round()
@@ -656,6 +680,8 @@ class Job:
         """It goes, with notice: the others go on without it at once, and nobody is charged."""
         self.nodes.leave(node, why)
         self._uncheck(node)
+        if self._runs(node):
+            self._save_what_may_be_lost(f"{node.id} is leaving", self._grace_s())
         event = self._record("NodeLeaving", f"{node.id} is leaving: {why}", node=node.id)
         unheard = node.unheard + (node.incarnation == 0)
         place = self._vacancy(0, unheard).model_copy(update={"relaunches": node.relaunches})
@@ -680,6 +706,7 @@ class Job:
 
     def _node_lost(self, node: Node, why: str, *, free: bool) -> None:
         self.nodes.give_up(node)
+        self.checkpoints.drop(node.id)
         self._uncheck(node)
         if self.rules.can_create:  # else it may live again, and versions only grow
             self._assignments.pop(node.id, None)
@@ -904,6 +931,44 @@ class Job:
                 del self._checking[node_id]
                 self._greet(node)
 
+    # --- checkpoints ---
+
+    def _take_checkpoint_spec(self) -> None:
+        spec = self.job.spec.checkpoint
+        self._checkpoint_json = (
+            spec.model_dump_json(by_alias=True, exclude_none=True) if spec else ""
+        )
+        self.checkpoints.storable |= spec is not None and spec.dir is not None
+
+    def _tell_of_members(self, world: World) -> None:
+        spec, members = self.job.spec.checkpoint, []
+        for member in world.members:
+            node = self.nodes.get(member.node)
+            members.append((member.node, node.topology if node else ()))
+        self.checkpoints.new_round(world.round, members, replicas=spec is None or spec.replicas > 0)
+
+    def _save_what_may_be_lost(self, why: str, grace_s: float) -> None:
+        """The newest state in memory goes to storage, if there is one, before its nodes go."""
+        if self.world is None or self.phase.ended:
+            return
+        self.checkpoints.wish(
+            why, self.world.rank_of, self.round, now=self._now, until=self._now + grace_s, stay=True
+        )
+
+    def _look_after_checkpoints(self) -> None:
+        outcome = self.checkpoints.look(
+            self._now, self._wall, term=self.term, persist_s=self.rules.persist_s
+        )
+        for note in outcome.notes:
+            self._record(note.reason, note.message, warning=note.warning)
+        self._dirty |= outcome.stored
+        for node_id in sorted(outcome.tell, key=id_key):
+            node = self.nodes.get(node_id)
+            if node is not None and node.alive and node_id in self._assignments:
+                self._greet(node)
+        self._out.effects += [Answer(number, found) for number, found in outcome.answers]
+        self._wake([outcome.wake_at])
+
     # --- what follows ---
 
     def _miss(self, node: Node, kind: Kind, reason: str, event: int) -> None:
@@ -1004,6 +1069,8 @@ class Job:
 
     def _dismiss(self, node: Node, why: str, code: ExitCode) -> None:
         """Let a node end."""
+        if self._runs(node):
+            self._save_what_may_be_lost(f"{node.id} is let go", self._grace_s())
         self.nodes.leave(node, why)
         self._uncheck(node)
         self._dirty = True
@@ -1200,6 +1267,7 @@ class Job:
         self._cause = {self.round: (event, opening.since)}
         self._born = {event: opening.since}
         self.opening = None
+        self._tell_of_members(self.world)
         self._reassign(ready)
         self._dirty = True
 
@@ -1277,6 +1345,10 @@ class Job:
             ),
             exchange_s=self.pace.exchange_s,
             lease_s=self.pace.lease_s,
+            checkpoint=self._checkpoint_json,
+            peer=self.checkpoints.peer(node.id) if directive is Directive.RUN else None,
+            persist=self.checkpoints.order(node.id, self.term),
+            linger=directive is Directive.STOP and self.checkpoints.holds(node.id),
         )
         if old is not None and (old.round, old.directive) == (self.round, directive):
             same: dict[str, object] = {"version": old.version}
@@ -1285,7 +1357,11 @@ class Job:
             if old == assignment.model_copy(update=same):
                 return
         self._assignments[node.id] = assignment
-        if world is not None or (old is not None and old.directive is Directive.RUN):
+        if old is not None and old == assignment.model_copy(
+            update={name: getattr(old, name) for name in ("version", "reason", *BESIDE)}
+        ):
+            pass  # it is asked to take up nothing: its offer stays good
+        elif world is not None or (old is not None and old.directive is Directive.RUN):
             self.nodes.tell(node, assignment.version)
         self._out.effects.append(Assign(node.id, assignment))
 
@@ -1298,8 +1374,11 @@ class Job:
         cause: int | None = None,
     ) -> None:
         """The job is over."""
+        if phase is not JobPhase.SUCCEEDED:
+            self._save_what_may_be_lost(message, self._grace_s())
         self.phase, self.reason = phase, message
         self.ended_at = self._wall
+        self.checkpoints.end_round()
         self._record(reason, message, cause=cause, warning=phase is JobPhase.FAILED)
         self.opening = None
         self._conditions_ended(phase, reason, message)
@@ -1315,6 +1394,7 @@ class Job:
 
     def _close_round(self) -> None:
         self.world, self.opening, self.progress = None, None, None
+        self.checkpoints.end_round()
         self.succeeded.clear()
 
     def _forgive(self) -> None:
@@ -1482,12 +1562,29 @@ class Job:
             goodput=self._goodput(now, wall),
             lost_s={kind: round(seconds, 3) for kind, seconds in self.lost_s.items()},
             last_failure=self.last_failure,
+            last_checkpoint=self._last_checkpoint(wall),
+            checkpoints_stored=self.checkpoints.commits,
+            checkpoint_failures=self.checkpoints.failures,
             conditions=list(self._conditions.values()),
             nodes=[self._node_status(n, members.get(n.id)) for n in self._ordered[1]],
             events=list(self.events),
             started_at=self.started_at,
             ended_at=self.ended_at,
             published_at=wall,
+        )
+
+    def _last_checkpoint(self, wall: float) -> LastCheckpoint | None:
+        newest, storage = self.checkpoints.newest(wall), self.checkpoints.storage
+        if newest is None:
+            return None
+        return LastCheckpoint(
+            step=newest.step,
+            where="storage" if newest.where else "memory",
+            at=newest.at,
+            age_s=round(max(0.0, wall - newest.at), 1),
+            stored_step=storage.step if storage else None,
+            stored_at=storage.at if storage else None,
+            folder=storage.where if storage else "",
         )
 
     def _goodput(self, now: float, wall: float) -> float | None:
@@ -1556,6 +1653,10 @@ class Job:
         if self.nodes.count(Standing.PENDING):
             waiting = next(n for n in self.nodes if n.standing is Standing.PENDING)
             words += f"; {waiting.id}: {waiting.message}"
+        if self.checkpoints.in_use or self.job.spec.checkpoint is not None:
+            trouble = self.checkpoints.trouble
+            why = "CheckpointFailed" if trouble else "AsExpected"
+            self._set("CheckpointFailing", bool(trouble), why, trouble or "no trouble", wall)
         size = "FewerNodes" if degraded else "FullSize" if running else "NotRunning"
         self._set("Degraded", degraded, size, words, wall)
 
