@@ -30,6 +30,7 @@ from fastapi import FastAPI, Query, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import ValidationError
 
+from dlrover_py.arena import PREFIX
 from dlrover_py.pidfd import ended
 from dlrover_py.protocol import names
 from dlrover_py.protocol.agents import ErrorReply
@@ -87,6 +88,8 @@ class _Node:
     mark: str = ""
     ended: bool = False
     frozen: bool = False
+    memory: Path | None = None
+    """What it has saved: it goes with the host."""
     leaving: str = ""
     free: bool = False
     """Its end is not to be charged: it was drained, or the master wished it."""
@@ -146,6 +149,8 @@ class Cluster:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """The job is over, or was told to stop."""
     stopping: bool = False
+    uid: str = field(default_factory=lambda: secrets.token_hex(6))
+    """Of this run of the job."""
     _next_host: int = 0
     _watchers: set["asyncio.Queue[Seen]"] = field(default_factory=set)
     _door: socket.socket | None = None
@@ -470,6 +475,7 @@ class Cluster:
             names.ENV_MASTER_ADDR: self.master_addr,
             names.ENV_TOKEN_FILE: str(self.paths.token),
             names.ENV_JOB_NAME: self.job.metadata.name,
+            names.ENV_JOB_UID: self.uid,
             names.ENV_NODE_ID: node.id,
             names.ENV_NODE_MARK: node.mark,
             names.ENV_POD_IP: "127.0.0.1",
@@ -484,6 +490,8 @@ class Cluster:
         for variable in container.env:
             env[variable.name] = expand(variable.value, env)
         argv = [expand(part, env) for part in (*container.command, *container.args)]
+        memory = env.get(names.ENV_SHM_DIR) or "/dev/shm"
+        node.memory = Path(memory, f"{PREFIX}{self.uid}-{node.id}")
         folder = self.paths.logs / node.id
         folder.mkdir(parents=True, exist_ok=True)
         process = _spawn(argv, env, self.workdir, folder / "agent.log", [self._lifeline[0]])
@@ -495,6 +503,8 @@ class Cluster:
     async def _attend(self, node: _Node, process: "subprocess.Popen[bytes]") -> None:
         code = await _end_of(process)
         signal_marked(node.mark, signal.SIGKILL)  # whatever it has left behind
+        if node.memory is not None:
+            shutil.rmtree(node.memory, ignore_errors=True)
         if node.killed:
             why = node.killed
         elif code < 0:

@@ -6,6 +6,7 @@ runs our master, or this machine alone does.
 """
 
 import contextlib
+import hashlib
 import importlib.util
 import itertools
 import logging
@@ -157,8 +158,17 @@ def _settings(endpoint: Endpoint, given: Settings, address: str, command: Comman
         job_name=endpoint.run_id,
         advertise=endpoint.advertised(lambda seconds: _wait(command.signals, seconds)),
         connect_s=given.connect_s if not endpoint.host else endpoint.connect_s,
+        shm_dir=given.shm_dir,
+        job_uid=_uid(endpoint, command),
+        returns=endpoint.node_rank is not None,
         environ=given.environ,
     )
+
+
+def _uid(endpoint: Endpoint, command: Command) -> str:
+    """The same for a node that comes again, and no other training finds its memory."""
+    words = "\0".join((endpoint.run_id, endpoint.host, str(endpoint.port), *command.argv))
+    return hashlib.sha256(words.encode(errors="surrogateescape")).hexdigest()[:16]
 
 
 def _work(
@@ -226,6 +236,7 @@ def _command(flags: Flags, settings: Settings, *, member: bool) -> Command:
         virtual_local_rank=flags.virtual_local_rank,
         cpus=cpus,
         precheck=flags.precheck,
+        save_at_breakpoint=flags.save_at_breakpoint,
         exclude_straggler=flags.exclude_straggler,
     )
 

@@ -173,6 +173,11 @@ class Core:
     _taken_up_at: float = 0.0
     _stepped_at: float = 0.0
 
+    @property
+    def clean(self) -> int:
+        """No worker of a round before this one runs here any more."""
+        return self._workers_round if self._occupied else self.follows + 1
+
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take in an event, and say what has to be done."""
         match event:

@@ -63,6 +63,7 @@ class Flags(argparse.Namespace):
     node_unit: int
     precheck: int
     exclude_straggler: bool
+    save_at_breakpoint: bool
     auto_config: bool
     cold_start: bool
     given: frozenset[str]
@@ -212,6 +213,8 @@ def _dlrover(g: _Group) -> None:
         more: dict[str, Any] = {"nargs": 0, "const": level, "default": argparse.SUPPRESS}
         add(*_names(name), action=_Level, dest="precheck", help=help, **more)
     g.switch("--exclude-straggler", "leave out nodes that the check finds slow")
+    help = "after a failure of a worker, store the newest state that is saved in memory"
+    g.switch("--save-at-breakpoint", help)
     g.value("--node-unit", 1, "a round has a multiple of so many nodes", type=int)
     g.switch("--auto-config", "nodes from NODE_NUM, workers from the GPUs, check from 4 nodes on")
     names, default = _names("--numa-affinity"), argparse.SUPPRESS
@@ -225,8 +228,6 @@ def _dlrover(g: _Group) -> None:
 
 REFUSED: Mapping[str, str] = {
     "--auto-tunning": "nothing here changes a script's parameters; set them in the script",
-    "--save-at-breakpoint": "a script that asks dlrover_py.trainer.session.should_stop() is told "
-    "before it is stopped, and can save then",
     "--training-port": "agents reserve a free port for each round by themselves",
     "--membind-policy": "with --numa-binding the kernel takes memory near the CPUs of a worker",
     "--ucp-device-type": "universal checkpoints are not converted; there is no such step here",

@@ -1,10 +1,10 @@
 """Outlives a killed agent by a moment, to end what it has left behind.
 
-A script of its own (``python -I -S guardian.py PIPE LIFELINE AGENT SCRATCH``), so that it holds
+A script of its own (``python -I -S guardian.py PIPE LIFELINE AGENT FOLDER…``), so that it holds
 nothing but two pipes. The agent writes ``+SESSION`` and ``-SESSION`` lines; end of file means
 that the agent is gone, and the sessions that are left are killed. The lifeline's end of file
 means that the platform is gone: the agent gets a few seconds to end by itself (it may be
-frozen). The agent's scratch folder goes last.
+frozen). The agent's folders go last: its scratch, and the memory that nobody would adopt.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ def kill_sessions(sessions: set[int]) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def main(pipe: int, lifeline: int, agent: int, scratch: str) -> None:
+def main(pipe: int, lifeline: int, agent: int, folders: list[str]) -> None:
     """Wait for the end of the agent."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
@@ -82,8 +82,9 @@ def main(pipe: int, lifeline: int, agent: int, scratch: str) -> None:
             watched.unregister(lifeline)
             patience = LAST_CHANCE_MS
     kill_sessions(sessions)
-    shutil.rmtree(scratch, ignore_errors=True)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

@@ -40,6 +40,7 @@ from dlrover_agent.local import Local
 from dlrover_agent.logs import Logs
 from dlrover_agent.master import Line
 from dlrover_agent.plugins import ElasticEvents
+from dlrover_agent.saver import Saver, Site
 from dlrover_agent.settings import Command, Settings
 from dlrover_agent.warm import Recipe
 from dlrover_agent.workers import Workers, reap_orphans
@@ -104,13 +105,13 @@ class Reserved:
 class Guardian:
     """Our side of the process that cleans up if this one is killed."""
 
-    def __init__(self, lifeline_fd: int | None, scratch: Path) -> None:
+    def __init__(self, lifeline_fd: int | None, folders: Sequence[Path]) -> None:
         read, self._pipe = os.pipe()
         lifeline = -1 if lifeline_fd is None else lifeline_fd
         keep = [read] if lifeline < 0 else [read, lifeline]
         script = [sys.executable, "-I", "-S", guardian.__file__]
         self._process = subprocess.Popen(
-            [*script, str(read), str(lifeline), str(os.getpid()), str(scratch)],
+            [*script, str(read), str(lifeline), str(os.getpid()), *map(str, folders)],
             pass_fds=keep,
             env={},  # it does not carry the node's mark: a frozen node must not freeze it
             start_new_session=True,
@@ -169,6 +170,8 @@ class Agent:
         self._taken_up_at = 0.0
         self._current: Reserved | None = None
         self._impatient = self._joined = False
+        self._ending_since: float | None = None
+        self._told_something = asyncio.Event()
         self._told_of = 0
         self._kept_recipe = ""
         self._told = ""
@@ -177,9 +180,31 @@ class Agent:
         self._patience: asyncio.TimerHandle | None = None
         self._result: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
         self._scratch = Path(tempfile.mkdtemp(prefix=f"dlrover-{os.getpid()}-", dir="/tmp"))
-        self._guardian = Guardian(settings.lifeline_fd, self._scratch)
+        self._saver = Saver(
+            Site(
+                settings.shm_dir,
+                settings.job_uid or run_id,
+                run_id,
+                settings.node_id,
+                settings.returns,
+                settings.advertise,
+            ),
+            token=token,
+            socket=self._scratch / "depot.sock",
+            nproc=command.nproc,
+            environ=command.inherit,
+            ask=lambda path: self._line.ask(path),
+            changed=lambda: self._line.urge(),
+            guard=lambda line: self._guardian.tell(line),
+            kin=self._kin,
+        )
+        self._folders = [self._scratch]
+        """That go with the agent, however it ends."""
+        if self._saver.path is not None and not settings.returns:
+            self._folders.append(self._saver.path)
+        self._guardian = Guardian(settings.lifeline_fd, self._folders)
         self._kin.add(self._guardian.pid)
-        self._local = Local(self._scratch / "sdk.sock", self._heard)
+        self._local = Local(self._scratch / "sdk.sock", self._heard, self._saver.staged)
         self._workers = Workers(
             command,
             self.post,
@@ -187,6 +212,7 @@ class Agent:
             kin=self._kin,
             last_step=self._local.last_step,
             sdk_socket=self._scratch / "sdk.sock",
+            more=self._saver.environment(),
             scratch=self._scratch,
             logs=logs,
             run_id=run_id,
@@ -226,6 +252,8 @@ class Agent:
             if not self._result.done():
                 exchange.result()  # it was never answered; or refused, and the workers are killed
             end = await self._result
+            if end.code != ExitCode.SUPERSEDED:
+                await self._linger()
             if self._core.leaving and end.code != ExitCode.SUPERSEDED:
                 await self._line.last_report(LAST_REPORT_S)
             self._events_of_torch.closed(failed=end.message if end.code else "")
@@ -237,6 +265,31 @@ class Agent:
             exchange.cancel()
             await asyncio.gather(exchange, return_exceptions=True)
             await self._close()
+
+    async def _linger(self) -> None:
+        """Stay as long as the master wants what is in this memory stored, within the grace."""
+        if not self._saver.in_use:
+            return
+        loop = asyncio.get_running_loop()
+        told = self._core.assignment
+        began = loop.time() if self._ending_since is None else self._ending_since
+        self._line.urge()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_REPORT_S):
+                while told is None or told.directive is not Directive.STOP:
+                    told = await self._next_assignment()
+        if told is None or not told.linger:
+            return
+        log.info("agent_lingers", extra={"why": "what is in its memory is about to be stored"})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(began + told.stop_grace_s):
+                while told is not None and told.linger:
+                    told = await self._next_assignment()
+
+    async def _next_assignment(self) -> Assignment | None:
+        self._told_something.clear()
+        await self._told_something.wait()
+        return self._core.assignment
 
     def post(self, event: Event) -> None:
         """Take in an event; they are handled one after the other, in order."""
@@ -251,10 +304,19 @@ class Agent:
                 effects = self._core.handle(event, now)
                 if isinstance(event, Emptied):
                     self._say_ended()
+                    if self._saver.in_use:
+                        self._line.urge()  # what the memory holds now stays: others may wait for it
+                if self._ending_since is None and self._is_end(event):
+                    self._ending_since = now
                 for effect in effects:
                     self._perform(effect)
         finally:
             self._handling = False
+
+    def _is_end(self, event: Event) -> bool:
+        return isinstance(event, Signalled) or (
+            isinstance(event, Assigned) and event.assignment.directive is Directive.STOP
+        )
 
     def _say_ended(self) -> None:
         failures = [death.failure for death in self._workers.deaths]
@@ -339,6 +401,9 @@ class Agent:
             exclude_straggler=self._command.exclude_straggler,
             checks=core.checks,
             check=core.check,
+            memory_round=core.clean,
+            save_at_breakpoint=self._command.save_at_breakpoint,
+            **self._saver.facts(),
         )
 
     @property
@@ -351,7 +416,9 @@ class Agent:
         if assignment.recipe != self._kept_recipe:
             self._kept_recipe = assignment.recipe
             self._share_recipe()
+        self._saver.assigned(assignment)
         self.post(Assigned(assignment))
+        self._told_something.set()
 
     def _share_recipe(self) -> None:
         """Take what the master keeps, or let it keep ours."""
@@ -414,8 +481,8 @@ class Agent:
         if self._guardian.ended:  # somebody killed it: the next one takes its place
             log.warning("guardian_ended", extra={"then": "another one is started"})
             self._guardian.dismiss()
-            self._guardian = Guardian(self._settings.lifeline_fd, self._scratch)
-            for pid in self._workers.sessions:
+            self._guardian = Guardian(self._settings.lifeline_fd, self._folders)
+            for pid in (*self._workers.sessions, *self._saver.sessions):
                 self._guardian.tell(f"+{pid}")
         self._kin.add(self._guardian.pid)
         self._workers.warm.child_ended()
@@ -435,6 +502,7 @@ class Agent:
             await asyncio.gather(self._sharing, return_exceptions=True)
         self._local.close()
         await self._workers.close()
+        await self._saver.close()
         self._coming.close()
         if self._current is not None:
             self._current.close()

@@ -18,6 +18,7 @@ log = logging.getLogger("agent.master")
 
 RECIPE = "/v1/recipe"
 RECIPE_S = 10.0
+ASK_S = 60.0
 FIRST_ANSWER_S = 30.0
 """For the first exchange: how long the master may hold a report is known only from its answer."""
 SAID_AFTER_S = 2.0
@@ -139,6 +140,14 @@ class Line:
             DLRoverError: it was not taken.
         """
         await self._client.call("PUT", RECIPE, body, deadline_s=RECIPE_S)
+
+    async def ask(self, path: str) -> bytes:
+        """What the master answers to a GET request; it may take its time.
+
+        Raises:
+            DLRoverError: it cannot be had.
+        """
+        return await self._client.call("GET", path, deadline_s=ASK_S)
 
     async def _exchange(self) -> None:
         deadline = self._held_s + 5.0 if self._answered else min(FIRST_ANSWER_S, self._connect_s)

@@ -41,6 +41,12 @@ class Settings:
     """The master must have answered once by then."""
     own_master: bool = False
     """No platform brings a lost master back: one of the nodes runs it."""
+    shm_dir: Path = Path("/dev/shm")
+    """A tmpfs, where what is saved outlives the workers."""
+    job_uid: str = ""
+    """Of this job and no other; empty: its name."""
+    returns: bool = False
+    """After an agent that was killed the same node comes again, and finds what is saved."""
     log_level: str = ""
     """Empty: INFO in a job, WARNING on somebody's terminal."""
     environ: Mapping[str, str] = field(default_factory=dict)
@@ -67,6 +73,8 @@ class Settings:
             lifeline_fd=_number(environ, names.ENV_LIFELINE_FD, int),
             python=environ.get("PYTHON_EXEC", sys.executable),
             connect_s=_number(environ, names.ENV_CONNECT_S, float) or 60.0,
+            shm_dir=Path(environ.get(names.ENV_SHM_DIR) or "/dev/shm"),
+            job_uid=environ.get(names.ENV_JOB_UID, ""),
             log_level=environ.get("DLROVER_LOG_LEVEL", ""),
             environ=environ,
         )
@@ -175,6 +183,8 @@ class Command:
     """CPUs of each worker by local rank; empty: those of the agent."""
     precheck: int = 0
     """1: the node is checked before it trains. 2: and the speed of its network is told."""
+    save_at_breakpoint: bool = False
+    """After a failure of a worker the newest state goes to storage."""
     exclude_straggler: bool = False
     """A node that the check shows to be slow does not train."""
 

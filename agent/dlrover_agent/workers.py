@@ -48,7 +48,7 @@ PER_RANK = (
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
     *("TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_USE_AGENT_STORE"),
-    *(names.ENV_LOCAL_RANK, names.ENV_ROUND, names.ENV_RESTART_REASON),
+    *(names.ENV_LOCAL_RANK, names.ENV_ROUND, names.ENV_RESTART_REASON, names.ENV_CHECKPOINT),
 )
 """Environment of workers that differs between them, or from round to round."""
 _PR_SET_PDEATHSIG = 1
@@ -92,6 +92,7 @@ class Workers:
         guard: Callable[[str], None],
         last_step: Callable[[int], int | None],
         sdk_socket: Path,
+        more: dict[str, str],
         scratch: Path,
         logs: Logs,
         run_id: str,
@@ -106,6 +107,7 @@ class Workers:
             guard: tells the guardian of a session (``+1234``, ``-1234``).
             last_step: newest step that a local rank has reported.
             sdk_socket: where the agent listens to the trainer SDK.
+            more: environment that is the same for all of them, in all rounds.
             scratch: folder for error files.
             logs: where they write.
             run_id: TORCHELASTIC_RUN_ID.
@@ -115,7 +117,7 @@ class Workers:
         self._command, self._post, self._guard = command, post, guard
         self._last_step, self._scratch = last_step, scratch
         self._kin = kin
-        self._base = _base_environment(command, run_id, sdk_socket)
+        self._base = _base_environment(command, run_id, sdk_socket) | more
         self.warm = Warm(
             command.argv,
             self._base,
@@ -298,6 +300,7 @@ class Workers:
             names.ENV_LOCAL_RANK: local_rank,
             names.ENV_ROUND: a.round,
             names.ENV_RESTART_REASON: a.reason if a.round > 1 else "",
+            names.ENV_CHECKPOINT: a.checkpoint,
         }
         if self._command.virtual_local_rank:
             visible = self._command.inherit.get("CUDA_VISIBLE_DEVICES")
@@ -565,8 +568,8 @@ def _base_environment(command: Command, run_id: str, sdk_socket: Path) -> dict[s
         env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: not nproc times all cores
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     env["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(s.name for s in command.signals)
-    for name in per_rank(command):
-        env.pop(name, None)
+    for name in (*per_rank(command), names.ENV_ARENA, names.ENV_DEPOT):
+        env.pop(name, None)  # of the job whose worker has started us
     return env | {"TORCHELASTIC_RUN_ID": run_id, names.ENV_AGENT_SOCKET: str(sdk_socket)}
 
 

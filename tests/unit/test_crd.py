@@ -40,6 +40,11 @@ def test_the_chart_keeps_it_and_can_leave_it_out() -> None:
 def test_it_is_structural() -> None:
     allowed = {*crd.KEPT, "description", "properties", "items", "additionalProperties", "required"}
     for path, node in nodes(crd.schema()):
+        if node.get("x-kubernetes-int-or-string"):
+            assert "type" not in node, path
+            assert node["anyOf"] == [{"type": "integer"}, {"type": "string"}], path
+            assert set(node) <= {*allowed, "anyOf", "x-kubernetes-int-or-string"}, path
+            continue
         assert node["type"] in {"object", "array", "string", "integer", "number", "boolean"}, path
         assert not {k for k in node if not k.startswith("x-kubernetes-")} - allowed, path
         assert not ("properties" in node and "additionalProperties" in node), path

@@ -110,7 +110,13 @@ def operators() -> set[str]:
 def reasons_of_master() -> set[str]:
     found = set()
     for path in MASTER:
-        for function, position in (("_record", 0), ("_end", 1), ("Ruling", 1), ("JobStopped", 1)):
+        for function, position in (
+            ("_record", 0),
+            ("Note", 0),
+            ("_end", 1),
+            ("Ruling", 1),
+            ("JobStopped", 1),
+        ):
             found |= set(argument(path, function, position))
     return found
 

@@ -1,0 +1,479 @@
+"""What a node does for checkpoints: it owns their memory, says what is there, and has it stored.
+
+The arena (:mod:`dlrover_py.arena`) outlives workers, and an agent that was killed where the same
+node comes again. What goes to storage is written by a process of its own, by the master's orders
+(:mod:`dlrover_py.persist`). Nothing here ever stops the training: what goes wrong is reported.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dlrover_agent.depot import Depot
+from dlrover_py import arena
+from dlrover_py.arena import Arena, Slot
+from dlrover_py.depot import Candidate, Holder
+from dlrover_py.protocol import names
+from dlrover_py.protocol.agents import (
+    Assignment,
+    Candidates,
+    Held,
+    Holders,
+    Persisting,
+    PersistOrder,
+    PersistPhase,
+    Stored,
+)
+from dlrover_py.protocol.checkpoint import (
+    Answer,
+    Cancel,
+    Grant,
+    Keep,
+    Order,
+    Phase,
+    Summary,
+    read_line,
+)
+from dlrover_py.protocol.errors import CheckpointError, DLRoverError
+
+log = logging.getLogger("agent.saver")
+
+PERSISTER = (sys.executable, "-P", "-m", "dlrover_py.persist")
+REPLICA = "peer-"
+"""Slots that are held for a peer are named so."""
+MOST = 64
+"""Checkpoints that a report names: the newest."""
+AGAIN_S = (0.0, 1.0, 5.0, 15.0, 60.0)
+"""How long a persister that has died is not started again."""
+LINE = 1 << 20
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+Ask = Callable[[str], Awaitable[bytes]]
+"""Asks the master; takes the path of a GET request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Whose memory it is, and where."""
+
+    root: Path
+    """A tmpfs."""
+    job: str
+    """The job's uid."""
+    name: str
+    """What people call the job."""
+    node: str
+    returns: bool = False
+    """After an agent that was killed the same node comes again."""
+    addr: str = ""
+    """At which peers reach it."""
+
+
+class Saver:
+    """The checkpoints of one node."""
+
+    def __init__(
+        self,
+        site: Site,
+        *,
+        token: str,
+        socket: Path,
+        nproc: int,
+        environ: Mapping[str, str],
+        ask: Ask,
+        changed: Callable[[], None],
+        guard: Callable[[str], None],
+        kin: set[int],
+    ) -> None:
+        """Take the node's memory; if that cannot be had, there is a warning and no more.
+
+        Args:
+            site: whose.
+            token: the job's.
+            socket: where workers ask; short.
+            nproc: workers of this node.
+            environ: of the persister.
+            ask: asks the master.
+            changed: called when there is something that must be reported at once.
+            guard: tells the guardian of a session (``+1234``, ``-1234``).
+            kin: children of this process that are no workers.
+        """
+        self._site, self._nproc, self._environ = site, nproc, environ
+        self._ask, self._changed = ask, changed
+        self.trouble = ""
+        """Why there is no memory for checkpoints; empty if there is."""
+        self._arena: Arena | None = None
+        self._depot: Depot | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._socket = socket
+        try:
+            now = time.time()  # noqa: TID251 - files have their age by the wall clock
+            self._arena = Arena(site.root, site.job, site.node, now=now)
+            self._depot = Depot(
+                self._arena.path,
+                site.job,
+                token,
+                socket,
+                candidates=self._candidates,
+                holders=self._holders,
+                bind=site.addr if site.addr.startswith("127.") else "",
+            )
+            self._serving = asyncio.create_task(self._depot.run())
+        except (OSError, DLRoverError) as error:
+            words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            self.trouble = f"no memory for checkpoints in {site.root}: {words}"[:1000]
+            log.warning("no_flash_checkpoint", extra={"why": self.trouble})
+        self._persister = Persister(environ, self._answered, guard=guard, kin=kin)
+        self._persisting: Persisting | None = None
+        self._stored: Stored | None = None
+        self._order: PersistOrder | None = None
+        self._granted = False
+        self._policy: dict[str, Any] = {}
+        self._flagged: dict[int, set[tuple[int, int, int]]] = {}
+        """By local rank: sets that are to be stored."""
+        self._told: set[tuple[int, int, int]] = set()
+        """Sets of which it was said at once that they are to be stored."""
+        self.in_use = self._arena is not None and any(arena.scan(self._arena.path))
+        """There is, or was, a checkpoint here."""
+
+    @property
+    def path(self) -> Path | None:
+        """The arena; None if there is none."""
+        return self._arena.path if self._arena is not None else None
+
+    @property
+    def sessions(self) -> list[int]:
+        """What must end with the agent."""
+        return self._persister.sessions
+
+    def environment(self) -> dict[str, str]:
+        """What workers are told of it, in all rounds."""
+        env = {names.ENV_JOB_UID: self._site.job}
+        if self.path is not None:
+            env[names.ENV_ARENA] = str(self.path)
+        if self._depot is not None:
+            env[names.ENV_DEPOT] = str(self._socket)
+        return env
+
+    # --- what is reported ---
+
+    def facts(self) -> dict[str, Any]:
+        """Fields of the report; the memory is looked at now."""
+        return {
+            "memory": self.memory(),
+            "depot": self._depot.port if self._depot is not None and self.in_use else 0,
+            "persisting": self._persisting,
+            "stored": self._stored,
+            "checkpoint_trouble": self.trouble or self._persister.trouble,
+        }
+
+    def memory(self) -> list[Held]:
+        """What the node holds whole, the newest first."""
+        if self.path is None:
+            return []
+        found = held(self.path, self._site.job)
+        self.in_use |= bool(found)
+        return found
+
+    # --- what happens ---
+
+    def staged(self, local_rank: int, step: int) -> None:
+        """A worker has sealed a slot."""
+        if not self.in_use:
+            self.in_use = True
+            self._changed()  # peers may come for it from now on
+        self._warm_up()
+        if self.path is None:
+            return
+        self._flagged[local_rank] = set()
+        for path in arena.place(self.path, local_rank):
+            with contextlib.suppress(FileNotFoundError), Slot(path) as slot:
+                found = slot.summary()
+                if found is not None and found.persist:
+                    self._flagged[local_rank].add((found.step, found.round, found.lap))
+        if len(self._flagged) >= self._nproc:
+            flagged = set.intersection(*self._flagged.values())
+            if flagged - self._told:
+                self._changed()
+            self._told = flagged
+
+    def assigned(self, assignment: Assignment) -> None:
+        """Take up what the master wants."""
+        if assignment.checkpoint:
+            self._policy = json.loads(assignment.checkpoint)
+        new, old = assignment.persist, self._order
+        if old is not None and (new is None or new.attempt != old.attempt):
+            self._persister.say(Cancel(old.attempt), start=False)
+            self._order = None
+        if new is None:
+            return
+        if old is None or new.attempt != old.attempt:
+            self._take_up(new)
+        if new.grant and not self._granted and self._order is not None:
+            self._granted = True
+            self._persister.say(Grant(new.attempt, new.grant), start=False)
+
+    def _take_up(self, new: PersistOrder) -> None:
+        self._order, self._granted = new, False
+        self._persisting = Persisting(attempt=new.attempt)
+        where = self._policy.get("dir")
+        if not where or self.path is None:
+            self._answered(
+                Answer(
+                    new.attempt,
+                    Phase.FAILED,
+                    why=self.trouble or "it is not known where checkpoints go: set `dir`",
+                )
+            )
+            return
+        keep = self._policy.get("keep") or {}
+        self._persister.say(
+            Order(
+                attempt=new.attempt,
+                step=new.step,
+                round=new.round,
+                lap=new.lap,
+                world=new.world,
+                ranks=tuple(new.ranks),
+                arena=str(self.path),
+                dir=where,
+                job=self._site.job,
+                node=self._site.node,
+                writers=tuple(new.writers),
+                keep=Keep(
+                    newest=keep.get("last", 3), every=keep.get("every", 0), best=keep.get("best", 0)
+                ),
+                name=self._site.name,
+            )
+        )
+
+    def _warm_up(self) -> None:
+        """At a drain there is no time to import torch."""
+        if self._policy.get("dir"):
+            self._persister.start()
+
+    def _answered(self, answer: Answer) -> None:
+        if answer.stored is not None:
+            step, where, at = answer.stored
+            self._stored = Stored(step=step, where=where[:1000], at=at)
+        for words in answer.notes:
+            log.warning("checkpoint_odd", extra={"attempt": answer.attempt, "why": words})
+        order = self._order
+        if answer.attempt and order is not None and answer.attempt == order.attempt:
+            phase = PersistPhase(answer.phase.value)
+            self._persisting = Persisting(
+                attempt=answer.attempt, phase=phase, why=answer.why[:1000]
+            )
+            said = {"step": order.step, "phase": phase.value, "took_s": round(answer.seconds, 3)}
+            failed = phase is PersistPhase.FAILED
+            log.log(
+                logging.WARNING if failed else logging.INFO,
+                "checkpoint_persists",
+                extra=said | ({"why": answer.why} if failed else {}),
+            )
+        self._changed()
+
+    # --- what workers ask ---
+
+    async def _candidates(self, round_number: int) -> Sequence[Candidate]:
+        self.in_use = True
+        body = await self._ask(f"/v1/checkpoints?round={round_number}")
+        try:
+            found = Candidates.model_validate_json(body).candidates
+        except ValueError as error:
+            raise CheckpointError(f"the master's answer is not understood: {error}") from error
+        return [Candidate(c.step, c.round, c.lap, c.world) for c in found]
+
+    async def _holders(self, step: int, round_number: int, lap: int) -> Sequence[Holder]:
+        path = f"/v1/checkpoints/holders?step={step}&round={round_number}&lap={lap}"
+        body = await self._ask(path)
+        try:
+            found = Holders.model_validate_json(body)
+        except ValueError as error:
+            raise CheckpointError(f"the master's answer is not understood: {error}") from error
+        hollow = set(found.hollow)
+        return [
+            Holder(rank, p.node, p.addr, p.port, found.parts.get(rank, ""), rank in hollow)
+            for rank, p in found.ranks.items()
+        ]
+
+    async def close(self) -> None:
+        """The agent ends in order: all memory is given back."""
+        await self._persister.close()
+        if self._serving is not None:
+            self._serving.cancel()
+            await asyncio.gather(self._serving, return_exceptions=True)
+        if self._arena is not None:
+            self._arena.remove()
+
+
+def held(folder: Path, job: str) -> list[Held]:
+    """What an arena holds whole of a job, by checkpoint; the newest first."""
+    sets: dict[tuple[int, int, int, bool], list[Summary]] = {}
+    for path, summary in arena.scan(folder):
+        if summary.job == job:
+            replica = path.name.startswith(REPLICA)
+            key = (summary.step, summary.round, summary.lap, replica)
+            sets.setdefault(key, []).append(summary)
+    newest = sorted(sets, reverse=True)[:MOST]
+    return [_held(sets[key], replica=key[-1]) for key in newest]
+
+
+def _held(summaries: Iterable[Summary], *, replica: bool) -> Held:
+    found = list(summaries)
+    first = found[0]
+    return Held(
+        step=first.step,
+        round=first.round,
+        lap=first.lap,
+        world=first.world,
+        ranks={s.rank: s.part for s in sorted(found, key=lambda s: s.rank)},
+        hollow=sorted(s.rank for s in found if s.hollow),
+        replica=replica,
+        persist=any(s.persist for s in found) and not replica,
+    )
+
+
+class Persister:
+    """The process that writes to storage: started early, and again when it has died."""
+
+    def __init__(
+        self,
+        environ: Mapping[str, str],
+        told: Callable[[Answer], None],
+        *,
+        guard: Callable[[str], None],
+        kin: set[int],
+        argv: Sequence[str] = PERSISTER,
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            environ: of the process.
+            told: takes each answer.
+            guard, kin: as of :class:`Saver`.
+            argv: the program.
+        """
+        self._environ = {k: v for k, v in environ.items() if k not in names.PRIVATE_ENV}
+        self._told, self._guard, self._kin, self._argv = told, guard, kin, argv
+        self._task: asyncio.Task[None] | None = None
+        self._process: Process | None = None
+        self._lines: list[bytes] = []
+        """For a process that is about to be there."""
+        self._open: set[str] = set()
+        self._deaths = 0
+        self._closing = False
+        self.trouble = ""
+
+    @property
+    def sessions(self) -> list[int]:
+        """Of the process, if it runs."""
+        return [] if self._process is None else [self._process.pid]
+
+    def start(self) -> None:
+        """Have it ready, if it is not."""
+        if self._closing or (self._task is not None and not self._task.done()):
+            return
+        self._task = asyncio.create_task(self._run())
+
+    def say(self, document: Order | Grant | Cancel, *, start: bool = True) -> None:
+        """Send a line; without a process only an order starts one."""
+        if isinstance(document, Order):
+            self._open.add(document.attempt)
+        running = self._task is not None and not self._task.done()
+        if not running and not start:
+            return
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.write(document.encode())
+        else:
+            self._lines.append(document.encode())
+        self.start()
+
+    async def _run(self) -> None:
+        """One life of the process, after a pause if the last one was short."""
+        pause = AGAIN_S[min(self._deaths, len(AGAIN_S) - 1)]
+        await asyncio.sleep(pause)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self._argv,
+                stdin=PIPE,
+                stdout=PIPE,
+                env=self._environ,
+                start_new_session=True,
+                limit=LINE,
+                preexec_fn=_die_with_parent(os.getpid()),
+            )
+        except OSError as error:
+            self._died(f"could not be started: {error.strerror}")
+            return
+        self._kin.add(process.pid)
+        self._guard(f"+{process.pid}")
+        self._process = process
+        assert process.stdin is not None
+        process.stdin.writelines(self._lines)
+        self._lines.clear()
+        try:
+            code = await self._listen(process)
+        finally:
+            self._process = None
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+            self._guard(f"-{process.pid}")
+            self._kin.discard(process.pid)
+        if not self._closing:
+            self._died(f"has ended with code {code}")
+
+    async def _listen(self, process: Process) -> int:
+        assert process.stdout is not None
+        async for line in process.stdout:
+            try:
+                said = read_line(line)
+            except ValueError:
+                log.warning("persister_not_understood", extra={"said": repr(line[:100])})
+                continue
+            if isinstance(said, Answer):
+                if said.phase in (Phase.DONE, Phase.FAILED):
+                    self._open.discard(said.attempt)
+                if said.phase is not Phase.FAILED:
+                    self._deaths, self.trouble = 0, ""
+                self._told(said)
+        return await process.wait()
+
+    def _died(self, what: str) -> None:
+        self._deaths += 1
+        self._lines.clear()
+        self.trouble = f"the persister {what}"
+        pause = AGAIN_S[min(self._deaths, len(AGAIN_S) - 1)]
+        log.warning("persister_ended", extra={"why": self.trouble, "again_after_s": pause})
+        left, self._open = self._open, set()
+        for attempt in left:
+            self._told(Answer(attempt, Phase.FAILED, why=self.trouble))
+
+    async def close(self) -> None:
+        """End it; what it writes is left as it is, and is no checkpoint."""
+        self._closing = True
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+
+def _die_with_parent(parent: int) -> Callable[[], None]:
+    def before_exec() -> None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return before_exec
