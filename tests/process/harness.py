@@ -247,9 +247,14 @@ def members(status: JobStatus) -> list[NodeStatus]:
 
 
 def document(
-    command: list[str], *, name: str = "job", env: dict[str, str] | None = None, **worker: Any
+    command: list[str],
+    *,
+    name: str = "job",
+    env: dict[str, str] | None = None,
+    spec: dict[str, Any] | None = None,
+    **worker: Any,
 ) -> dict[str, Any]:
-    """An ElasticJob; keyword arguments are fields of the worker's replica spec."""
+    """An ElasticJob; ``spec`` are further fields of its spec, others of the worker's replicas."""
     container: dict[str, Any] = {"name": "main", "image": "none", "command": command}
     if env:
         container["env"] = [{"name": k, "value": v} for k, v in env.items()]
@@ -258,6 +263,7 @@ def document(
         "kind": "ElasticJob",
         "metadata": {"name": name},
         "spec": {
+            **(spec or {}),
             "distributionStrategy": "AllreduceStrategy",
             "replicaSpecs": {
                 "worker": {**worker, "template": {"spec": {"containers": [container]}}}
@@ -277,6 +283,7 @@ def job(
     name: str = "job",
     settings: dict[str, str] | None = None,
     env: dict[str, str] | None = None,
+    spec: dict[str, Any] | None = None,
     **worker: Any,
 ) -> Iterator[Job]:
     """Run a job; it is stopped in the end.
@@ -287,12 +294,13 @@ def job(
         flags: of elastic-run; ``args``: of the script.
         settings: of the master, without their prefix.
         env: of the container.
+        spec: further fields of the job's spec.
         worker: fields of the replica spec.
     """
     place.script(script)
     command = ["elastic-run", *flags, "train.py", *args]
     file = place.folder / "job.yaml"
-    file.write_text(yaml.safe_dump(document(command, name=name, env=env, **worker)))
+    file.write_text(yaml.safe_dump(document(command, name=name, env=env, spec=spec, **worker)))
     argv = ["dlrover", "job", "run", "job.yaml", "--json"]
     if hosts is not None:
         argv += ["--nodes", str(hosts)]

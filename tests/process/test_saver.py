@@ -1,0 +1,212 @@
+"""What workers have staged outlives them, goes to storage, and is gone when the job is.
+
+The workers fill slots by hand here, each with its own rows of one matrix.
+"""
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from dlrover_py.protocol.status import JobStatus
+from tests.process.harness import Job, Place, eventually, free_port, job, lines, members
+
+pytestmark = pytest.mark.process
+
+WORKER = """
+    import ctypes, json, os, signal, socket, sys
+    from pathlib import Path
+    from dlrover_py import arena
+    from dlrover_py.arena import Slot
+    from dlrover_py.depot import Link
+    from dlrover_py.protocol.checkpoint import Layout, Piece, encode_objects
+
+    env = os.environ
+    rank, world, round_ = (int(env[n]) for n in ("RANK", "WORLD_SIZE", "DLROVER_ROUND"))
+
+    def stage(step, persist):
+        layout = Layout([Piece("w", "float32", (4, 256), (4 * world, 256), (4 * rank, 0))])
+        path = Path(env["DLROVER_ARENA"], f"{env['DLROVER_LOCAL_RANK']}.{step % 3}")
+        with Slot(path, write=True) as slot:
+            slot.reserve(layout.end + arena.SPARE)
+            slot.begin()
+            data = ctypes.create_string_buffer(bytes([step]) * layout.pieces[0].nbytes)
+            at = layout.positions[0]
+            view = slot.view()[at : at + layout.pieces[0].nbytes]
+            sums = [arena.copy_summed(ctypes.addressof(data), view)]
+            del view
+            slot.seal(
+                layout.encode(), sums, encode_objects([]), layout.end, job=env["JOB_UID"],
+                step=step, round=round_, lap=0, world=world, rank=rank, part=f"p{rank}",
+                private_at=layout.private_at, persist=persist,
+            )
+        news = {"round": round_, "local_rank": int(env["DLROVER_LOCAL_RANK"])}
+        news |= {"step": step, "staged": step}
+        door = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        door.sendto(json.dumps(news).encode(), env["DLROVER_AGENT_SOCKET"])
+
+    with Link.local(env["DLROVER_DEPOT"]) as link:
+        found = [(c.step, c.round, c.world) for c in link.candidates(round_)]
+        print("candidates", round_, found, flush=True)
+        for step in sorted({c.step for c in link.candidates(round_)}):
+            rows = link.holders(step, [r for s, r, _ in found if s == step][0], 0)
+            print("holders", round_, step, sorted((h.rank, h.node) for h in rows), flush=True)
+    if round_ == 1:
+        for word in sys.argv[1:]:
+            stage(int(word.rstrip("p")), word.endswith("p"))
+    print("staged", round_, flush=True)
+    signal.pause()
+"""
+
+
+@pytest.fixture
+def shm(place: Place) -> Iterator[Path]:
+    """Where arenas are; nothing may be left there."""
+    folder = place.folder / "shm"
+    folder.mkdir()
+    place.env["DLROVER_SHM_DIR"] = str(folder)
+    yield folder
+    eventually(lambda: not list(folder.iterdir()), f"an empty {folder}")
+
+
+@contextmanager
+def training(
+    place: Place, *steps: str, checkpoint: dict[str, object] | None = None, **more: object
+) -> Iterator[Job]:
+    """A job of which each worker has staged these steps (``7p``: to be stored)."""
+    spec = {"checkpoint": {"dir": str(place.folder / "store"), **(checkpoint or {})}}
+    with job(place, script=WORKER, args=steps, spec=spec, **more) as run:  # type: ignore[arg-type]
+        yield run
+
+
+def last(status: JobStatus) -> tuple[int, str] | None:
+    found = status.last_checkpoint
+    return None if found is None else (found.step, found.where)
+
+
+def stored(place: Place) -> list[int]:
+    """Steps that exist in storage."""
+    found = (
+        re.fullmatch(r"step-(\d+)\.\w+\.json", p.name) for p in (place.folder / "store").glob("*")
+    )
+    return sorted(int(match[1]) for match in found if match)
+
+
+def condition(status: JobStatus) -> tuple[str, str]:
+    return next((c.status, c.message) for c in status.conditions if c.type == "CheckpointFailing")
+
+
+def test_what_is_flagged_goes_to_storage(place: Place, shm: Path) -> None:
+    with training(place, "5", "6p", replicas=2) as run:
+        status = run.until(lambda s: last(s) == (6, "storage"), "step 6 in storage", within_s=60)
+        assert stored(place) == [6]
+        assert condition(status)[0] == "False"
+        assert status.last_checkpoint is not None
+        assert "step-6." in status.last_checkpoint.folder
+        assert "CheckpointStored" in run.event_reasons()
+
+
+def test_a_round_is_told_what_the_last_one_has_left(place: Place, shm: Path) -> None:
+    with training(place, "5", "6", replicas=2) as run:
+        run.until(lambda s: last(s) == (6, "memory"), "step 6 in memory")
+        before = run.running(2)
+        os.kill(members(before)[0].pids[0], signal.SIGKILL)
+        run.running(2, round_after=1)
+        for node in ("n0", "n1"):
+            eventually(lambda n=node: lines(run, n, "staged 2"), "the second round")  # type: ignore[misc]
+            assert lines(run, node, "candidates") == [
+                "candidates 1 []",
+                "candidates 2 [(6, 1, 2), (5, 1, 2)]",
+            ]
+            assert lines(run, node, "holders 2 6") == ["holders 2 6 [(0, 'n0'), (1, 'n1')]"]
+        assert stored(place) == []
+
+
+def test_a_drained_node_waits_until_its_state_is_stored(place: Place, shm: Path) -> None:
+    with training(place, "7", replicas=2, minReplicas=1) as run:
+        run.until(lambda s: last(s) == (7, "memory"), "step 7 in memory")
+        run.hurt("n1", "drain")
+        run.until(lambda s: last(s) == (7, "storage"), "step 7 in storage", within_s=60)
+        assert stored(place) == [7]
+        run.running(1, round_after=1)
+        assert "CheckpointOrdered" in run.event_reasons()
+        eventually(lambda: not list(shm.glob("*-n1")), "n1 has gone, with its memory")
+
+
+def test_a_killed_host_takes_its_memory_with_it(place: Place, shm: Path) -> None:
+    with training(place, "7", replicas=2, minReplicas=1, hosts=2) as run:
+        run.until(lambda s: last(s) == (7, "memory"), "step 7 in memory")
+        run.hurt("n1", "kill")
+        run.running(1, round_after=1)
+        eventually(lambda: lines(run, "n0", "staged 2"), "the second round")
+        assert lines(run, "n0", "candidates 2") == ["candidates 2 []"]
+        assert [p.name[-2:] for p in shm.iterdir()] == ["n0"]
+        assert run.status().last_checkpoint is None
+
+
+def test_after_a_failure_the_newest_state_is_stored_if_wished(place: Place, shm: Path) -> None:
+    wish: dict[str, object] = {"saveAtBreakpoint": True}
+    with training(place, "3", "4", replicas=2, checkpoint=wish) as run:
+        run.until(lambda s: last(s) == (4, "memory"), "step 4 in memory")
+        os.kill(members(run.running(2))[0].pids[0], signal.SIGKILL)
+        run.until(lambda s: last(s) == (4, "storage"), "step 4 in storage", within_s=60)
+        assert stored(place) == [4]
+
+
+def test_a_store_that_fails_is_told_and_training_goes_on(place: Place, shm: Path) -> None:
+    (place.folder / "store").write_text("a file")
+    with training(place, "5p", replicas=1) as run:
+        run.until(lambda s: condition(s)[0] == "True", "the condition", within_s=60)
+        assert "step 5" in condition(run.status())[1]
+        assert run.status().phase == "Running"
+        assert last(run.status()) == (5, "memory")
+
+
+# --- without a platform ---
+
+
+def agent(place: Place, *flags: str) -> "subprocess.Popen[str]":
+    out = (place.folder / f"{flags[-1] if flags else 'alone'}.log").open("a")
+    with out:
+        return place.popen(
+            "elastic-run", *flags, "train.py", "5", "6", stdout=out, stderr=subprocess.STDOUT
+        )
+
+
+def said(place: Place, pattern: str) -> list[str]:
+    text = "".join(p.read_text() for p in sorted(place.folder.glob("*.log")))
+    return re.findall(pattern, text)
+
+
+def test_nothing_is_left_of_an_agent_that_was_killed(place: Place, shm: Path) -> None:
+    place.script(WORKER)
+    alone = agent(place, "--standalone")
+    eventually(lambda: said(place, "staged 1"), "a staged step")
+    assert len(list(shm.iterdir())) == 1
+    alone.kill()
+    alone.wait()
+    eventually(lambda: not list(shm.iterdir()), "no memory left")
+
+
+def test_the_same_node_finds_what_its_killed_agent_held(place: Place, shm: Path) -> None:
+    place.script(WORKER)
+    static = ("--nnodes=2", f"--master-port={free_port()}", "--max-restarts=3")
+    first, second = (agent(place, *static, f"--node-rank={rank}") for rank in (0, 1))
+    try:
+        eventually(lambda: len(said(place, "staged 1")) == 2, "both have staged")
+        second.kill()
+        second.wait()
+        second = agent(place, *static, "--node-rank=1")
+        eventually(lambda: len(said(place, "staged [2-9]")) >= 2, "a second round")
+        found = said(place, r"candidates [2-9] (\[.*\])")
+        assert set(found) == {"[(6, 1, 2), (5, 1, 2)]"}
+    finally:
+        for one in (first, second):
+            one.terminate()
+        for one in (first, second):
+            one.wait(30)
