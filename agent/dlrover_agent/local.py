@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from dlrover_py.protocol.workers import MAX_DATAGRAM, News, Order
+from dlrover_py.protocol.workers import MAX_DATAGRAM, News, Order, Store
 
 log = logging.getLogger("agent.local")
 
@@ -23,6 +23,7 @@ class Local:
         path: Path,
         heard: Callable[[News], None],
         staged: Callable[[int, int], None] = lambda *_: None,
+        stores: Callable[[Store], None] = lambda *_: None,
     ) -> None:
         """Listen.
 
@@ -31,8 +32,9 @@ class Local:
             heard: takes each valid message with a step.
             staged: takes local rank and step of the newest slot that a worker has sealed; the same
                 may be said several times.
+            stores: takes where the script wants checkpoints to go.
         """
-        self._heard, self._staged = heard, staged
+        self._heard, self._staged, self._stores = heard, staged, stores
         self._asking: dict[int, bytes] = {}
         self._steps: dict[int, int] = {}
         self._round = 0
@@ -84,6 +86,8 @@ class Local:
             if news.step is not None:
                 self._steps[news.local_rank] = news.step
                 self._heard(news)
+            if news.store is not None:
+                self._stores(news.store)
             if news.staged is not None:
                 self._staged(news.local_rank, news.staged)
 

@@ -204,7 +204,9 @@ class Agent:
             self._folders.append(self._saver.path)
         self._guardian = Guardian(settings.lifeline_fd, self._folders)
         self._kin.add(self._guardian.pid)
-        self._local = Local(self._scratch / "sdk.sock", self._heard, self._saver.staged)
+        self._local = Local(
+            self._scratch / "sdk.sock", self._heard, self._saver.staged, self._saver.stores
+        )
         self._workers = Workers(
             command,
             self.post,

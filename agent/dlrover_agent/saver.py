@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrover_agent.depot import Depot
+from dlrover_agent.replicas import PREFIX, Replicas
 from dlrover_py import arena
 from dlrover_py.arena import Arena, Slot
 from dlrover_py.depot import Candidate, Holder
@@ -30,6 +31,7 @@ from dlrover_py.protocol.agents import (
     Candidates,
     Held,
     Holders,
+    Peer,
     Persisting,
     PersistOrder,
     PersistPhase,
@@ -46,12 +48,11 @@ from dlrover_py.protocol.checkpoint import (
     read_line,
 )
 from dlrover_py.protocol.errors import CheckpointError, DLRoverError
+from dlrover_py.protocol.workers import Store
 
 log = logging.getLogger("agent.saver")
 
 PERSISTER = (sys.executable, "-P", "-m", "dlrover_py.persist")
-REPLICA = "peer-"
-"""Slots that are held for a peer are named so."""
 MOST = 64
 """Checkpoints that a report names: the newest."""
 AGAIN_S = (0.0, 1.0, 5.0, 15.0, 60.0)
@@ -116,7 +117,9 @@ class Saver:
         """Why there is no memory for checkpoints; empty if there is."""
         self._arena: Arena | None = None
         self._depot: Depot | None = None
-        self._serving: asyncio.Task[None] | None = None
+        self._replicas: Replicas | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._token = token
         self._socket = socket
         try:
             now = time.time()  # noqa: TID251 - files have their age by the wall clock
@@ -130,7 +133,7 @@ class Saver:
                 holders=self._holders,
                 bind=site.addr if site.addr.startswith("127.") else "",
             )
-            self._serving = asyncio.create_task(self._depot.run())
+            self._tasks.append(asyncio.create_task(self._depot.run()))
         except (OSError, DLRoverError) as error:
             words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             self.trouble = f"no memory for checkpoints in {site.root}: {words}"[:1000]
@@ -141,6 +144,8 @@ class Saver:
         self._order: PersistOrder | None = None
         self._granted = False
         self._policy: dict[str, Any] = {}
+        """The job's ``checkpoint:``."""
+        self._store: Store | None = None
         self._flagged: dict[int, set[tuple[int, int, int]]] = {}
         """By local rank: sets that are to be stored."""
         self._told: set[tuple[int, int, int]] = set()
@@ -171,12 +176,14 @@ class Saver:
 
     def facts(self) -> dict[str, Any]:
         """Fields of the report; the memory is looked at now."""
+        copies = self._replicas.trouble if self._replicas is not None else ""
         return {
             "memory": self.memory(),
             "depot": self._depot.port if self._depot is not None and self.in_use else 0,
+            "stores": bool(self._store),
             "persisting": self._persisting,
             "stored": self._stored,
-            "checkpoint_trouble": self.trouble or self._persister.trouble,
+            "checkpoint_trouble": self.trouble or self._persister.trouble or copies,
         }
 
     def memory(self) -> list[Held]:
@@ -213,6 +220,7 @@ class Saver:
         """Take up what the master wants."""
         if assignment.checkpoint:
             self._policy = json.loads(assignment.checkpoint)
+        self._follow(assignment.peer)
         new, old = assignment.persist, self._order
         if old is not None and (new is None or new.attempt != old.attempt):
             self._persister.say(Cancel(old.attempt), start=False)
@@ -225,10 +233,40 @@ class Saver:
             self._granted = True
             self._persister.say(Grant(new.attempt, new.grant), start=False)
 
+    def stores(self, store: Store) -> None:
+        """A script has said where checkpoints go; that comes before what the job says."""
+        if store != self._store:
+            first, self._store = self._store is None, store
+            if first:
+                self._changed()
+
+    def _follow(self, peer: Peer | None) -> None:
+        """Keep copies of this one's memory."""
+        if self._replicas is None:
+            if peer is None or self.path is None:
+                return
+            self._replicas = Replicas(
+                self.path,
+                self._site.job,
+                self._token,
+                changed=self._changed,
+                mb_per_s=self._policy.get("bandwidth", 0) / 1e6,
+            )
+            self._tasks.append(asyncio.create_task(self._replicas.run()))
+        self._replicas.follow(peer)
+
+    @property
+    def _dir(self) -> str:
+        """Where checkpoints go; empty if nobody has said it."""
+        if self._store is not None:
+            return self._store.dir
+        where = str(self._policy.get("dir") or "")
+        return where if not where or "://" in where else str(Path(where).absolute())
+
     def _take_up(self, new: PersistOrder) -> None:
         self._order, self._granted = new, False
         self._persisting = Persisting(attempt=new.attempt)
-        where = self._policy.get("dir")
+        where = self._dir
         if not where or self.path is None:
             self._answered(
                 Answer(
@@ -238,7 +276,7 @@ class Saver:
                 )
             )
             return
-        keep = self._policy.get("keep") or {}
+        keep = self._store.keep if self._store is not None else self._policy.get("keep") or {}
         self._persister.say(
             Order(
                 attempt=new.attempt,
@@ -255,13 +293,14 @@ class Saver:
                 keep=Keep(
                     newest=keep.get("last", 3), every=keep.get("every", 0), best=keep.get("best", 0)
                 ),
+                spare=tuple(self._store.spare) if self._store is not None else (),
                 name=self._site.name,
             )
         )
 
     def _warm_up(self) -> None:
         """At a drain there is no time to import torch."""
-        if self._policy.get("dir"):
+        if self._dir:
             self._persister.start()
 
     def _answered(self, answer: Answer) -> None:
@@ -312,9 +351,9 @@ class Saver:
     async def close(self) -> None:
         """The agent ends in order: all memory is given back."""
         await self._persister.close()
-        if self._serving is not None:
-            self._serving.cancel()
-            await asyncio.gather(self._serving, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._arena is not None:
             self._arena.remove()
 
@@ -324,7 +363,7 @@ def held(folder: Path, job: str) -> list[Held]:
     sets: dict[tuple[int, int, int, bool], list[Summary]] = {}
     for path, summary in arena.scan(folder):
         if summary.job == job:
-            replica = path.name.startswith(REPLICA)
+            replica = path.name.startswith(PREFIX)
             key = (summary.step, summary.round, summary.lap, replica)
             sets.setdefault(key, []).append(summary)
     newest = sorted(sets, reverse=True)[:MOST]

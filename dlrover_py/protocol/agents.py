@@ -218,6 +218,8 @@ class AgentReport(Wire):
     persisting: Persisting | None = None
     stored: Stored | None = None
     """Newest checkpoint that this node's persister has seen in storage."""
+    stores: bool = False
+    """A script here has said where checkpoints go that are to outlive the job."""
     checkpoint_trouble: Line = ""
     """Why checkpoints are not what they should be: the disk is full, memory does not suffice."""
     save_at_breakpoint: bool = False

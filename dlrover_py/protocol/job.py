@@ -242,8 +242,6 @@ Often = (
     Annotated[int, Field(ge=1, le=2**31 - 1)]
     | Annotated[str, StringConstraints(pattern=r"^(auto|[1-9][0-9]{0,6}s)$")]
 )
-"""A number of steps, seconds (``30s``), or ``auto``: what brings most steps forward, by what was
-measured."""
 
 
 class KeepSpec(_Strict):
@@ -258,17 +256,18 @@ class KeepSpec(_Strict):
 
 
 class CheckpointSpec(_Strict):
-    """When the script's state is saved, and where to. ``Checkpointer()`` in the script takes from
-    here what it is not given itself."""
+    """When the script's state is saved, and where to. A ``Checkpointer`` in the script takes from
+    here what it is not given itself, and has defaults for what is absent here too."""
 
     dir: Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None = None
     """Folder that all nodes share, or a bucket (``s3://…``). If absent checkpoints are kept in
     memory only: they outlive workers and nodes, but not the job."""
-    every: Often = "auto"
-    """How often the state is saved in memory."""
-    persist_every: Often = "auto"
-    """How often one of those goes to ``dir``."""
-    keep: KeepSpec = Field(default_factory=KeepSpec)
+    every: Often | None = None
+    """How often the state is saved in memory: a number of steps, seconds (``30s``), or ``auto``,
+    which loses least time by what was measured."""
+    persist_every: Often | None = None
+    """How often one of those goes to ``dir``; as ``every``."""
+    keep: KeepSpec | None = None
     """Which of them stay there."""
     replicas: Annotated[int, Field(ge=0, le=1)] = 1
     """Copies of each node's state in the memory of another node; a job of one node has none."""

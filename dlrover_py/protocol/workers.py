@@ -14,6 +14,19 @@ from dlrover_py.protocol.agents import Count, Line, Wire
 MAX_DATAGRAM = 8192
 
 
+class Store(Wire):
+    """Where a script wants checkpoints to go that are to outlive the job, if it says so itself."""
+
+    dir: Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+    """A path, not a relative one, or an fsspec address."""
+    keep: dict[Annotated[str, StringConstraints(max_length=16)], Count] = Field(
+        default_factory=dict, max_length=8
+    )
+    """As the job's ``checkpoint.keep``."""
+    spare: list[Line] = Field(default_factory=list, max_length=8)
+    """Folders there that stay whatever ``keep`` says: the one that was loaded."""
+
+
 class News(Wire):
     """Up: where the script stands."""
 
@@ -28,6 +41,7 @@ class News(Wire):
     )
     staged: Count | None = None
     """Newest step whose slot in the node's arena this worker has sealed."""
+    store: Store | None = None
     polls: bool = False
     """The script asks ``should_stop()``, so it is told before it is signalled."""
 

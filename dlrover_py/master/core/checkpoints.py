@@ -217,6 +217,7 @@ class Checkpoints:
             self._trouble[node] = report.checkpoint_trouble
         elif self._trouble:
             self._trouble.pop(node, None)
+        self.storable |= report.stores
         if report.stored is not None:
             self._see(report.stored)
         if report.persisting is not None and self._order is not None:
