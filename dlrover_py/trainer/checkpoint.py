@@ -322,6 +322,7 @@ class Checkpointer:
         if found is not None:
             step = self._previous = self._flagged_step = found.step
             self._loaded = found.folder
+            self._tell_of_store()
             self._whole = (found.step, found.round, found.lap)
         site.stager.warm(_expected_bytes(self._whole_state(state), site.rank))
         return step
@@ -686,11 +687,18 @@ class Checkpointer:
     def _site(self) -> "_Site":
         if self._open_at is None:
             self._open_at = _Site(self.settings, self.dir is not None, self._answered)
+            self._tell_of_store()
             held = [s for s in self._open_at.stager.found() if s is not None]
             # Nothing is known of it yet; it may be what the job is to be restored from.
             newest = max(held, key=lambda s: (s.round, s.lap, s.step), default=None)
             self._whole = None if newest is None else identity(newest)
         return self._open_at
+
+    def _tell_of_store(self) -> None:
+        """What the agent's persister has to know."""
+        if self.settings.arena and self.dir is not None:
+            keep = {"last": self.keep.newest, "every": self.keep.every, "best": self.keep.best}
+            session.report_store(self.dir, keep, (self._loaded,) if self._loaded else ())
 
     def _at_exit(self) -> None:
         """Let go without the other ranks, which may be gone."""

@@ -19,7 +19,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import SupportsFloat
@@ -81,6 +81,7 @@ class Session:
         self._total: int | None = None
         self._metrics: dict[str, float] = {}
         self._staged: int | None = None
+        self._store: dict[str, object] | None = None
         self._polls = False
         self._unsent = False
         self._due_at = 0.0
@@ -121,6 +122,12 @@ class Session:
         first = self._staged is None
         self._staged, self._unsent = step, True
         if first or urgent or self._clock() >= self._due_at:
+            self._send()
+
+    def report_store(self, dir: str, keep: Mapping[str, int], spare: Sequence[str]) -> None:
+        """Do what :func:`report_store` promises."""
+        if self._mine():
+            self._store = {"dir": dir, "keep": dict(keep), "spare": list(spare)}
             self._send()
 
     def should_stop(self) -> bool:
@@ -199,6 +206,7 @@ class Session:
             "step": self._step,
             "total": self._total,
             "staged": self._staged,
+            "store": self._store,
             "polls": self._polls,
         }
         whole = _encode(news | {"metrics": self._metrics})
@@ -269,6 +277,17 @@ def report_step(step: int, total: int | None = None, **metrics: SupportsFloat) -
 def report_staged(step: int, *, urgent: bool = False) -> None:
     """Tell the agent that a slot is sealed; :class:`dlrover_py.trainer.Checkpointer` does."""
     _current().report_staged(step, urgent=urgent)
+
+
+def report_store(dir: str, keep: Mapping[str, int], spare: Sequence[str] = ()) -> None:
+    """Tell the agent where checkpoints go; :class:`dlrover_py.trainer.Checkpointer` does.
+
+    Args:
+        dir: a path, not a relative one, or an fsspec address.
+        keep: which stay there, as the job's ``checkpoint.keep``.
+        spare: folders there that stay in any case.
+    """
+    _current().report_store(dir, keep, spare)
 
 
 def should_stop() -> bool:
