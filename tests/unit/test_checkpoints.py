@@ -1,0 +1,551 @@
+"""What is whole in memory, who keeps copies of whom, and what is stored."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dlrover_py.master.core.checkpoints import CANDIDATES, Checkpoints, Outcome, peers
+from dlrover_py.protocol.agents import (
+    AgentReport,
+    Held,
+    Offer,
+    Persisting,
+    PersistOrder,
+    PersistPhase,
+    Stored,
+)
+from dlrover_py.protocol.names import NodeId, Term
+
+PERSIST_S = 100.0
+N0, N1, N2, N3 = (NodeId(f"n{i}") for i in range(4))
+
+
+class Desk:
+    """The checkpoints of a job, with agents whose reports are made here."""
+
+    def __init__(self, *nodes: NodeId, round_number: int = 1, replicas: bool = True) -> None:
+        self.core = Checkpoints()
+        self.now, self.term, self.seq = 0.0, Term(1), 0
+        self.said: dict[NodeId, dict[str, Any]] = {}
+        self.notes: list[str] = []
+        self.tell: set[NodeId] = set()
+        self.answers: dict[int, list[int]] = {}
+        for node in nodes:
+            self.say(node, depot=7000 + int(node[1:]))
+        self.core.new_round(round_number, [(n, (n,)) for n in nodes], replicas=replicas)
+        self.look()
+
+    def say(self, node: NodeId, **facts: Any) -> Outcome:
+        """The node reports; what it has said before holds until it says something else."""
+        self.seq += 1
+        known = self.said.setdefault(node, {"memory_round": 1, "boot_id": f"boot-{node}-xx"})
+        known.update(facts)
+        offer = Offer(addr=f"10.0.0.{int(node[1:]) + 1}", port=1024)
+        self.core.take(node, AgentReport(seq=self.seq, offer=offer, **known))
+        return self.look()
+
+    def look(self, at: float | None = None) -> Outcome:
+        self.now = self.now if at is None else at
+        out = self.core.look(self.now, 1e6 + self.now, term=self.term, persist_s=PERSIST_S)
+        self.notes += [note.reason for note in out.notes]
+        self.tell = set(out.tell)
+        for number, found in out.answers:
+            self.answers[number] = [c.step for c in found.candidates]
+        return out
+
+    def steps(self) -> list[int]:
+        return [c.step for c in self.core.candidates()]
+
+    def orders(self) -> dict[NodeId, PersistOrder]:
+        found = {node: self.core.order(node, self.term) for node in self.said}
+        return {node: order for node, order in found.items() if order is not None}
+
+    def attempt(self) -> str:
+        (attempt,) = {order.attempt for order in self.orders().values()}
+        return attempt
+
+    def persisting(self, node: NodeId, phase: PersistPhase, why: str = "", **more: Any) -> Outcome:
+        told = Persisting(attempt=self.attempt(), phase=phase, why=why)
+        return self.say(node, persisting=told, **more)
+
+
+def held(
+    step: int, *ranks: int, world: int = 2, part: str = "", round_number: int = 1, **more: Any
+) -> Held:
+    """Of ranks with parts of their own (FSDP), or one that is the same for all (DDP)."""
+    parts = {rank: part or f"p{rank}" for rank in ranks}
+    return Held(step=step, round=round_number, world=world, ranks=parts, **more)
+
+
+def sharded(*steps: int, persist: bool = False) -> Desk:
+    """Two nodes, each with a part of its own of these steps."""
+    desk = Desk(N0, N1)
+    desk.say(N0, memory=[held(s, 0, persist=persist) for s in steps])
+    desk.say(N1, memory=[held(s, 1, persist=persist) for s in steps])
+    return desk
+
+
+# --- what is whole ---
+
+
+def test_a_set_is_whole_when_every_part_is_held() -> None:
+    desk = Desk(N0, N1)
+    desk.say(N0, memory=[held(5, 0), held(6, 0)])
+    assert desk.steps() == [], "rank 1 has told nothing: nobody knows what its part is"
+    desk.say(N1, memory=[held(5, 1)])
+    assert desk.steps() == [5]
+    desk.say(N1, memory=[held(5, 1), held(6, 1)])
+    assert desk.steps() == [6, 5]
+
+
+def test_copies_of_the_same_stand_in_for_a_lost_node() -> None:
+    desk = Desk(N0, N1)
+    for rank, node in enumerate((N0, N1)):
+        desk.say(node, memory=[held(5, rank, part="all")])
+    desk.core.drop(N1)
+    assert desk.steps() == [5]
+    desk.say(N0, memory=[held(5, 0, part="all"), held(6, 0, part="all")])
+    assert desk.steps() == [6, 5], "what rank 1 had of an earlier step tells what all must have"
+
+
+def test_a_lost_part_is_found_in_a_replica() -> None:
+    desk = sharded(5)
+    desk.core.drop(N1)
+    assert desk.steps() == []
+    desk.say(N0, memory=[held(5, 0), held(5, 1, replica=True)])
+    assert desk.steps() == [5]
+
+
+def test_a_hollow_replica_is_no_copy_of_what_others_share() -> None:
+    desk = sharded(5)
+    desk.say(N0, memory=[held(5, 0), held(5, 1, replica=True, hollow=[1])])
+    desk.core.drop(N1)
+    assert desk.steps() == []
+
+
+def test_laps_are_not_mixed() -> None:
+    desk = Desk(N0, N1)
+    desk.say(N0, memory=[held(5, 0, lap=1)])
+    desk.say(N1, memory=[held(5, 1, lap=2)])
+    assert desk.steps() == []
+
+
+def test_a_state_of_another_shape_is_learnt_anew() -> None:
+    desk = sharded(5)
+    desk.say(N0, memory=[held(5, 0), held(6, 0, part="other")])
+    assert desk.steps() == [5], "what was whole stays so"
+    desk.say(N1, memory=[held(5, 1), held(6, 1)])
+    assert desk.steps() == [6, 5]
+
+
+def test_only_the_newest_are_offered() -> None:
+    assert sharded(1, 2, 3, 4, 5).steps() == [5, 4, 3][:CANDIDATES]
+
+
+# --- questions ---
+
+
+def test_a_question_is_answered_once_all_have_looked() -> None:
+    desk = sharded(5)
+    desk.core.new_round(2, [(N0, ()), (N1, ())], replicas=True)
+    desk.core.ask(1, 2, until=10.0)
+    desk.look()
+    desk.say(N0, memory_round=2)
+    assert desk.answers == {}
+    desk.say(N1, memory=[held(5, 1), held(6, 1)], memory_round=2)
+    assert desk.answers == {1: [5]}
+
+
+@pytest.mark.parametrize("how", ["lost", "late", "overtaken"])
+def test_a_question_is_answered_in_any_case(how: str) -> None:
+    desk = sharded(5)
+    desk.core.new_round(2, [(N0, ()), (N1, ())], replicas=True)
+    desk.core.ask(1, 2, until=10.0)
+    desk.say(N0, memory_round=2)
+    if how == "lost":
+        desk.core.drop(N1)
+    elif how == "overtaken":
+        desk.core.new_round(3, [(N0, ())], replicas=True)
+    assert desk.answers == {}
+    out = desk.look(10.0 if how == "late" else None)
+    assert desk.answers == {1: [] if how == "lost" else [5]}
+    assert out.wake_at > desk.now
+
+
+def test_holders_are_those_that_can_be_reached() -> None:
+    desk = sharded(5)
+    desk.say(N0, memory=[held(5, 0), held(5, 1, replica=True, hollow=[1])])
+    found = desk.core.holders(5, 1, 0)
+    assert {rank: peer.node for rank, peer in found.ranks.items()} == {0: "n0", 1: "n1"}
+    assert (found.ranks[1].addr, found.ranks[1].port) == ("10.0.0.2", 7001)
+    assert found.parts == {0: "p0", 1: "p1"}
+    desk.say(N1, depot=0)
+    found = desk.core.holders(5, 1, 0)
+    assert (found.ranks[1].node, found.hollow) == ("n0", [1])
+    assert desk.core.holders(6, 1, 0).ranks == {}
+
+
+# --- orders ---
+
+
+def test_a_flagged_set_is_ordered_when_it_is_whole() -> None:
+    desk = Desk(N0, N1)
+    desk.say(N0, memory=[held(5, 0, persist=True)])
+    assert not desk.orders()
+    desk.say(N1, memory=[held(5, 1, persist=True)])
+    orders = desk.orders()
+    assert desk.tell == {N0, N1}
+    assert {n: o.ranks for n, o in orders.items()} == {N0: [0], N1: [1]}
+    assert {n: o.writers for n, o in orders.items()} == {N0: ["n0", "n1"], N1: []}
+    assert len({o.attempt for o in orders.values()}) == 1
+
+
+def test_the_coordinator_gets_the_grant_and_nobody_else() -> None:
+    desk = sharded(5, persist=True)
+    desk.persisting(N1, PersistPhase.READY)
+    assert [o.grant for o in desk.orders().values()] == [0, 0]
+    desk.persisting(N0, PersistPhase.READY)
+    assert [desk.orders()[n].grant for n in (N0, N1)] == [1, 0]
+    assert desk.tell == {N0}
+    stored = Stored(step=5, where="/d/step-5", at=1.0)
+    out = desk.persisting(N0, PersistPhase.DONE, stored=stored)
+    assert out.stored
+    assert not desk.orders()
+    assert desk.notes == ["CheckpointStored"]
+    newest = desk.core.newest(0.0)
+    assert newest is not None
+    assert (newest.step, newest.where) == (5, "/d/step-5")
+    assert desk.core.commits == 1
+    desk.look()
+    assert not desk.orders(), "it is flagged still, for its nodes have not looked"
+
+
+def test_done_without_a_grant_is_no_commit() -> None:
+    desk = sharded(5, persist=True)
+    desk.persisting(N0, PersistPhase.DONE)
+    assert desk.core.commits == 0
+
+
+def test_a_failure_is_told_and_the_next_step_is_tried() -> None:
+    desk = sharded(5, persist=True)
+    desk.persisting(N1, PersistPhase.FAILED, "the disk is full")
+    assert not desk.orders()
+    assert desk.core.trouble == "step 5 is not stored: n1: the disk is full"
+    desk.say(N0, memory=[held(6, 0, persist=True)])
+    desk.say(N1, memory=[held(6, 1, persist=True)])
+    assert {o.step for o in desk.orders().values()} == {6}
+    desk.persisting(N0, PersistPhase.READY)
+    desk.persisting(N0, PersistPhase.DONE)
+    assert desk.core.trouble == ""
+
+
+def test_an_order_takes_too_long() -> None:
+    desk = sharded(5, persist=True)
+    assert desk.look().wake_at == PERSIST_S
+    desk.look(PERSIST_S)
+    assert desk.notes == ["CheckpointFailed"]
+    assert not desk.orders()
+
+
+def test_a_lost_writer_calls_it_off_and_a_replica_takes_its_part() -> None:
+    desk = sharded(5, persist=True)
+    desk.say(N0, memory=[held(5, 0, persist=True), held(5, 1, replica=True)])
+    first = desk.attempt()
+    desk.core.drop(N1)
+    desk.look()
+    assert desk.notes == ["CheckpointCalledOff"]
+    assert {n: o.ranks for n, o in desk.orders().items()} == {N0: [0, 1]}
+    assert desk.attempt() != first
+
+
+def test_a_writer_that_is_done_may_go() -> None:
+    desk = sharded(5, persist=True)
+    desk.persisting(N1, PersistPhase.DONE)
+    assert not desk.core.holds(N1)
+    assert desk.core.holds(N0)
+    desk.core.drop(N1)
+    desk.look()
+    assert desk.orders()
+
+
+def test_a_new_round_calls_it_off_unless_it_is_granted() -> None:
+    for granted in (False, True):
+        desk = sharded(5, persist=True)
+        if granted:
+            desk.persisting(N0, PersistPhase.READY)
+        desk.core.new_round(2, [(N0, ()), (N1, ())], replicas=True)
+        assert bool(desk.orders()) is granted
+
+
+def test_one_order_at_a_time_then_the_newest() -> None:
+    desk = sharded(5, persist=True)
+    for rank, node in enumerate((N0, N1)):
+        desk.say(node, memory=[held(s, rank, persist=True) for s in (5, 6, 7)])
+    assert {o.step for o in desk.orders().values()} == {5}
+    desk.persisting(N0, PersistPhase.READY)
+    desk.persisting(N0, PersistPhase.DONE)
+    assert {o.step for o in desk.orders().values()} == {7}
+
+
+# --- what may be lost ---
+
+
+def wish(desk: Desk, *nodes: NodeId, until: float = 30.0) -> None:
+    desk.core.wish("n1 is leaving", nodes, 1, now=desk.now, until=until, stay=True)
+    desk.look()
+
+
+def test_the_newest_set_is_stored_once_the_workers_have_ended() -> None:
+    desk = sharded(5)
+    desk.say(N0, stores=True)
+    wish(desk, N0, N1)
+    assert desk.core.holds(N1)
+    assert not desk.orders(), "its workers still run, and may save"
+    desk.say(N0, memory=[held(6, 0)], memory_round=2)
+    desk.say(N1, memory=[held(5, 1), held(6, 1)], memory_round=2)
+    assert {o.step for o in desk.orders().values()} == {6}
+    assert desk.notes == ["CheckpointOrdered"]
+    desk.persisting(N0, PersistPhase.READY)
+    desk.persisting(N0, PersistPhase.DONE)
+    assert not desk.core.holds(N1)
+    assert {N0, N1} <= desk.tell
+
+
+def test_who_never_looks_is_not_waited_for_for_long() -> None:
+    desk = sharded(5)
+    desk.say(N0, stores=True)
+    wish(desk, N0, N1, until=30.0)
+    assert desk.look(14.9).wake_at == 15.0
+    desk.look(15.0)
+    assert {o.step for o in desk.orders().values()} == {5}
+    desk.look(30.0)
+    assert not desk.orders()
+    assert not desk.core.holds(N1)
+
+
+def test_without_a_storage_nobody_stays() -> None:
+    desk = sharded(5)
+    wish(desk, N0, N1)
+    assert not desk.core.holds(N1)
+
+
+def test_what_is_stored_already_is_not_stored_again() -> None:
+    desk = sharded(5)
+    desk.say(N0, stored=Stored(step=5, where="/d", at=1.0))
+    wish(desk, N0, N1)
+    for node in (N0, N1):
+        desk.say(node, memory_round=2)
+    assert not desk.orders()
+    assert not desk.core.holds(N1)
+
+
+def test_what_was_lost_is_tried_twice() -> None:
+    desk = sharded(5)
+    desk.say(N0, stores=True)
+    wish(desk, N0, N1)
+    for node in (N0, N1):
+        desk.say(node, memory_round=2)
+    for _ in range(2):
+        assert desk.orders()
+        desk.persisting(N0, PersistPhase.FAILED, "no route")
+    assert not desk.orders()
+    assert not desk.core.holds(N0)
+
+
+# --- peers ---
+
+TOPOLOGIES = st.lists(
+    st.tuples(st.sampled_from("ab"), st.sampled_from("rs"), st.sampled_from("1234")).map(
+        lambda place: (place[0], place[0] + place[1], "".join(place))
+    )
+    | st.just(()),
+    min_size=2,
+    max_size=12,
+)
+
+
+@given(TOPOLOGIES, TOPOLOGIES)
+def test_each_is_kept_once_and_never_by_itself(
+    before: list[tuple[str, ...]], after: list[tuple[str, ...]]
+) -> None:
+    old = peers([(NodeId(f"n{i}"), place) for i, place in enumerate(before)], {})
+    members = [(NodeId(f"n{i + len(after) // 3}"), place) for i, place in enumerate(after)]
+    found = peers(members, old)
+    assert found.keys() == {n for n, _ in members} == set(found.values())
+    assert all(keeper != source for keeper, source in found.items())
+
+
+@given(st.lists(st.sampled_from(["h1", "h2", "h3"]), min_size=2, max_size=12))
+def test_another_host_keeps_the_copy_where_that_can_be(hosts: list[str]) -> None:
+    members = [(NodeId(f"n{i}"), (host,)) for i, host in enumerate(hosts)]
+    place = dict(members)
+    most = max(hosts.count(host) for host in hosts)
+    together = sum(place[k] == place[s] for k, s in peers(members, {}).items())
+    if most <= len(hosts) // 2:
+        assert together == 0
+
+
+def test_another_zone_comes_before_another_host() -> None:
+    members = [(NodeId(f"n{i}"), ("ab"[i % 2], f"h{i}")) for i in range(6)]
+    place = dict(members)
+    assert all(place[k][0] != place[s][0] for k, s in peers(members, {}).items())
+
+
+def test_pairs_stay_when_another_node_is_replaced() -> None:
+    members = [(NodeId(f"n{i}"), (f"h{i}",)) for i in range(8)]
+    old = peers(members, {})
+    fresh = [*members[:3], (NodeId("n9"), ("h9",)), *members[4:]]
+    found = peers(fresh, old)
+    changed = [k for k in found if k in old and found[k] != old[k]]
+    assert len(changed) <= 1, "only who kept a copy of the lost one"
+
+
+def test_one_node_has_no_peer() -> None:
+    assert peers([(N0, ())], {}) == {}
+    desk = Desk(N0, N1, replicas=False)
+    assert desk.core.peer(N0) is None
+
+
+def test_a_peer_is_told_with_its_port_and_told_again_when_that_changes() -> None:
+    desk = Desk(N0, N1)
+    peer = desk.core.peer(N0)
+    assert peer is not None
+    assert (peer.node, peer.port) == ("n1", 7001)
+    desk.say(N1, depot=7101)
+    assert desk.tell == {N0}
+    desk.say(N1, depot=0)
+    assert desk.core.peer(N0) is None
+
+
+# --- whatever happens ---
+
+NODES = (N0, N1, N2)
+PARTS = {0: "a", 1: "a", 2: "b"}
+"""Ranks 0 and 1 hold copies of the same; rank 2 of something else."""
+
+
+@st.composite
+def memories(draw: st.DrawFn, node: NodeId) -> list[Held]:
+    found = []
+    for step in draw(st.lists(st.integers(1, 4), max_size=3, unique=True)):
+        lap = draw(st.integers(0, 1))
+        own = int(node[1:])
+        flagged = draw(st.booleans())
+        ranks = {own: PARTS[own]}
+        found.append(Held(step=step, round=1, lap=lap, world=3, ranks=ranks, persist=flagged))
+        if draw(st.booleans()):
+            other = draw(st.sampled_from([r for r in PARTS if r != own]))
+            hollow = [other] if draw(st.booleans()) else []
+            copy = {other: PARTS[other]}
+            found.append(
+                Held(step=step, round=1, lap=lap, world=3, ranks=copy, replica=True, hollow=hollow)
+            )
+    return found
+
+
+EVENTS = st.one_of(
+    st.sampled_from(NODES).flatmap(
+        lambda n: st.tuples(st.just("memory"), st.just(n), memories(n), st.integers(1, 3))
+    ),
+    st.tuples(st.just("drop"), st.sampled_from(NODES)),
+    st.tuples(st.just("phase"), st.sampled_from(NODES), st.sampled_from(list(PersistPhase))),
+    st.tuples(st.just("old"), st.sampled_from(NODES), st.sampled_from(list(PersistPhase))),
+    st.tuples(st.just("round")),
+    st.tuples(st.just("wish")),
+    st.tuples(st.just("stored"), st.integers(1, 5)),
+    st.tuples(st.just("master")),
+    st.tuples(st.just("time"), st.sampled_from([1.0, 20.0, 200.0])),
+)
+
+
+def covered(memory: Iterable[list[Held]], step: int, lap: int) -> set[str]:
+    """Parts of a set that are there, looked up in the plainest way."""
+    return {
+        part
+        for one in memory
+        for h in one
+        if (h.step, h.lap) == (step, lap)
+        for rank, part in h.ranks.items()
+        if rank not in h.hollow
+    }
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(EVENTS, max_size=40))
+def test_no_sequence_of_events_breaks_what_is_promised(events: list[tuple[Any, ...]]) -> None:
+    desk = Desk(*NODES)
+    memory: dict[NodeId, list[Held]] = {}
+    granted: dict[str, NodeId] = {}
+    seen_attempts: list[str] = []
+    last_stored: Stored | None = None
+    round_number = 1
+    for kind, *words in events:
+        match kind:
+            case "memory":
+                node, found, looked = words
+                memory[node] = found
+                desk.say(node, memory=found, memory_round=looked)
+            case "drop":
+                memory.pop(words[0], None)
+                desk.said.pop(words[0], None)
+                desk.core.drop(words[0])
+            case "phase" if desk.orders() and words[0] in desk.said:
+                desk.persisting(words[0], words[1])
+                desk.said[words[0]]["persisting"] = None
+            case "old" if seen_attempts and words[0] in desk.said:
+                told = Persisting(attempt=seen_attempts[0], phase=words[1])
+                if seen_attempts[0] != (desk.attempt() if desk.orders() else ""):
+                    before = desk.orders()
+                    desk.say(words[0], persisting=told)
+                    assert desk.orders() == before, "an old attempt says nothing of a new one"
+                    desk.said[words[0]]["persisting"] = None
+            case "round":
+                round_number += 1
+                desk.core.new_round(round_number, [(n, (n,)) for n in desk.said], replicas=True)
+            case "wish":
+                desk.core.wish(
+                    "", desk.said, round_number, now=desk.now, until=desk.now + 10, stay=True
+                )
+            case "stored" if N0 in desk.said:
+                stored = Stored(step=words[0], where=f"/{words[0]}", at=float(words[0]))
+                desk.say(N0, stored=stored)
+            case "master":  # the next one knows what is journaled, and hears all again
+                kept = desk.core.stored
+                desk.core, desk.term = Checkpoints(kept), Term(desk.term + 1)
+                for node in list(desk.said):
+                    desk.say(node)
+                desk.core.new_round(round_number, [(n, (n,)) for n in desk.said], replicas=True)
+            case "time":
+                desk.look(desk.now + words[0])
+        out = desk.look()
+        assert out.wake_at > desk.now, "no busy loop"
+        again = desk.look()
+        assert not (again.tell or again.notes), "a look decides all there is to decide"
+        for found in desk.core.candidates():
+            there = covered(memory.values(), found.step, found.lap)
+            assert there == {"a", "b"}, f"step {found.step}: {there}"
+        orders = desk.orders()
+        assert len({o.attempt for o in orders.values()}) <= 1, "one order at a time"
+        assert sum(bool(o.writers) for o in orders.values()) <= 1
+        for node, order in orders.items():
+            if order.attempt not in seen_attempts:
+                seen_attempts.append(order.attempt)
+            assert order.attempt == seen_attempts[-1], "what was called off does not come again"
+            for rank in order.ranks:
+                ranks = [r for h in memory[node] if h.step == order.step for r in h.ranks]
+                assert rank in ranks, "who is to write it has it"
+            if order.grant:
+                assert order.grant == desk.term, "only the current master grants"
+                assert granted.setdefault(order.attempt, node) == node, "one grant for an attempt"
+        assert set(orders) <= set(desk.said), "only who lives"
+        if orders:
+            (coordinator,) = [n for n, o in orders.items() if o.writers]
+            assert 0 in orders[coordinator].ranks or all(0 not in o.ranks for o in orders.values())
+        now_stored = desk.core.stored
+        if last_stored is not None:
+            assert now_stored is not None
+            assert now_stored.at >= last_stored.at, "the last one in storage never goes back"
+        last_stored = now_stored
