@@ -32,8 +32,12 @@ from dlrover_py.protocol.agents import (
     CheckResult,
     Directive,
     FailureKind,
+    Held,
     Offer,
+    Persisting,
+    PersistPhase,
     Progress,
+    Stored,
     WorkerFailure,
     WorkerPhase,
 )
@@ -110,6 +114,7 @@ def _taken_up(told: Assignment) -> dict[str, Any]:
 
 _ports = count(1024)
 _boots = count(1)
+_commits = count(1)
 
 
 def fresh_offer(node: str) -> Offer:
@@ -144,6 +149,10 @@ class SimAgent:
     check: CheckResult | None = None
     fault: str = ""
     """How its checks go wrong: device, link (with others only), slow, hang."""
+    memory: list[Held] = field(default_factory=list)
+    """What its workers have saved; it outlives them, and not the agent."""
+    persisting: Persisting | None = None
+    stored: Stored | None = None
     stopping: bool = False
     """It was told to end, and will once it has said so."""
     ended: bool = False
@@ -183,6 +192,12 @@ class SimAgent:
             exclude_straggler=self.exclude_straggler,
             checks=self.checks,
             check=self.check,
+            memory=self.memory,
+            memory_round=self.follows if self.running else self.follows + 1,
+            stores=bool(self.memory),
+            depot=4000,
+            persisting=self.persisting,
+            stored=self.stored,
         )
 
     def receive(self, new: Assignment) -> None:
@@ -215,6 +230,28 @@ class SimAgent:
     @property
     def running(self) -> bool:
         return self.phase is WorkerPhase.RUNNING and not self.ended
+
+    def save(self, step: int, *, persist: bool) -> None:
+        """Each of its workers saves a part of its own."""
+        told = self.assignment
+        assert told is not None
+        ranks = range(told.rank_offset, told.rank_offset + self.nproc)
+        parts = {rank: f"p{rank}" for rank in ranks}
+        fresh = Held(
+            step=step, round=self.follows, world=told.world_size, ranks=parts, persist=persist
+        )
+        self.memory = [fresh, *self.memory[:2]]
+
+    def write(self, phase: PersistPhase) -> None:
+        """How far it is with the order that it has."""
+        order = self.assignment.persist if self.assignment is not None else None
+        if order is None:
+            return
+        if phase is PersistPhase.DONE and order.writers and not order.grant:
+            phase = PersistPhase.READY
+        self.persisting = Persisting(attempt=order.attempt, phase=phase)
+        if phase is PersistPhase.DONE and order.writers:
+            self.stored = Stored(step=order.step, where="/d", at=float(next(_commits)))
 
     @property
     def group(self) -> tuple[int, str, int] | None:
@@ -688,6 +725,7 @@ class Bench:
             self._check_round(out, before, restarts)
         self._check_assignments(out)
         self._check_events()
+        self._check_checkpoints()
         self._check_end()
         if out.journal is not None:
             self._check_status()
@@ -791,6 +829,20 @@ class Bench:
         if node is None or node.held:
             return False
         return heard and node.phase is NodePhase.LIVE and not node.leaving
+
+    def _check_checkpoints(self) -> None:
+        """What is offered is there, and one node at most may commit, in this term."""
+        living = {n.id: n for n in self.job.nodes if n.phase is not NodePhase.GONE and n.report}
+        memory = [h for n in living.values() if n.report for h in n.report.memory]
+        for found in self.job.checkpoints.candidates():
+            key = (found.step, found.round, found.lap)
+            there = {r for h in memory if (h.step, h.round, h.lap) == key for r in h.ranks}
+            assert len(there) == found.world, f"{found} is not whole: {there}"
+        orders = [self.job.checkpoints.order(n, self.job.term) for n in living]
+        given = [order for order in orders if order is not None]
+        assert len({order.attempt for order in given}) <= 1
+        assert sum(bool(order.grant) for order in given) <= 1
+        assert all(order.grant in (0, self.job.term) for order in given)
 
     def _check_assignments(self, out: Step) -> None:
         for effect in out.effects:

@@ -17,8 +17,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from dlrover_py.master.core.events import Disconnected, JobStopped, Reported, Rules, Stalled
-from dlrover_py.protocol.agents import FailureKind, WorkerPhase
+from dlrover_py.master.core.events import Asked, Disconnected, JobStopped, Reported, Rules, Stalled
+from dlrover_py.protocol.agents import FailureKind, PersistPhase, WorkerPhase
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.status import JobPhase
 from tests.builders import Bench, SimAgent, crash, elastic_job, full_size, user_error
@@ -189,6 +189,28 @@ class JobMachine(RuleBasedStateMachine):
         for agent in self.of_phase(WorkerPhase.RUNNING):
             agent.reach((agent.progress.step if agent.progress else 0) + more)
         self.bench.exchange()
+
+    # --- checkpoints ---
+
+    @precondition(lambda self: self.of_phase(WorkerPhase.RUNNING))
+    @rule(step=st.integers(1, 9), persist=st.booleans(), tell=st.booleans())
+    def saves(self, step: int, persist: bool, tell: bool) -> None:
+        for agent in self.of_phase(WorkerPhase.RUNNING):
+            agent.save(step, persist=persist)
+        if tell:
+            self.bench.exchange()
+
+    @precondition(lambda self: self.speaking())
+    @rule(pick=PICK, phase=st.sampled_from(list(PersistPhase)))
+    def writes(self, pick: int, phase: PersistPhase) -> None:
+        agents = self.speaking()
+        agent = agents[pick % len(agents)]
+        agent.write(phase)
+        self.bench.exchange(agent)
+
+    @rule(round_number=st.integers(0, 4))
+    def asks(self, round_number: int) -> None:
+        self.bench.step(Asked(0, round_number))
 
     @precondition(lambda self: self.bench.living())
     @rule(pick=PICK)
