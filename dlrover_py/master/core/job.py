@@ -173,6 +173,7 @@ class Job:
         self._cause: dict[Round, tuple[int, float]] = {}
         self._now, self._wall = now, wall
         self._out = Step()
+        self._lost_now: set[NodeId] = set()
         self._dirty = True
         self._last_loss = ""
         self._refusals: deque[str] = deque(maxlen=EVENTS_KEPT)
@@ -206,6 +207,9 @@ class Job:
         self._settle()
         # What `resume` has left to do is in the first step's answer.
         out, self._out = self._out, Step()
+        if self._lost_now:  # it may have been told something in this very step, before it was lost
+            gone, self._lost_now = self._lost_now, set()
+            out.effects = [e for e in out.effects if not (isinstance(e, Assign) and e.node in gone)]
         out.wake_at = min(out.wake_at, self.nodes.wake_at)
         if self._dirty:
             self._dirty = False
@@ -706,6 +710,7 @@ class Job:
 
     def _node_lost(self, node: Node, why: str, *, free: bool) -> None:
         self.nodes.give_up(node)
+        self._lost_now.add(node.id)
         self.checkpoints.drop(node.id)
         self._uncheck(node)
         if self.rules.can_create:  # else it may live again, and versions only grow
