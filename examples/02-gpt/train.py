@@ -2,7 +2,7 @@
 
 Any number of workers, at any time, computes the same: the batch of a step depends on the seed and
 the step alone, and gradients are weighted so that they are the batch's mean whoever computed them.
-With ``dlrover_py.trainer.session`` it reports its steps, and saves before it is stopped.
+With ``dlrover_py.trainer`` it reports its steps, and its checkpoints cost it next to nothing.
 """
 
 import argparse
@@ -12,9 +12,7 @@ import math
 import os
 import sysconfig
 import time
-import uuid
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 
-from dlrover_py.trainer import session
+from dlrover_py.trainer import Checkpointer, session
 
 SEED = 1
 CONTEXT = 64  # bytes that the model looks back
@@ -84,11 +82,16 @@ def main() -> None:
     torch.manual_seed(SEED)
     model = GPT().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
-    step = saved_step = resume(args.ckpt, model, optimizer)
     ddp = DistributedDataParallel(model)
+    # Each step's state goes to memory while the next step runs, and each minute one of these to the
+    # folder. No data position is in it: a batch depends on the step alone.
+    checkpointer = Checkpointer(args.ckpt, every=args.ckpt_every, persist_every=args.persist_every)
+    state = {"model": model, "optimizer": optimizer}
+    step = checkpointer.load(state) or 0
+    if step and rank == 0:
+        print(f"resumed at step {step} with {world} workers", flush=True)
 
-    stop = False
-    while step < args.steps and not stop:
+    while step < args.steps and not checkpointer.should_stop:
         began = time.perf_counter()
         inputs, targets = batch(train, step, args.global_batch)
         mine = slice(rank, None, world)  # shares differ by one where the world does not divide
@@ -103,26 +106,22 @@ def main() -> None:
         time.sleep(args.step_delay)
         step += 1
 
-        # One small reduction for two things: the loss of the whole batch, and whether any rank was
-        # asked to stop. All must leave the loop at the same step: should_stop() alone may differ.
-        both = torch.stack([loss.detach(), loss.new_tensor(float(session.should_stop()))])
-        dist.all_reduce(both)
-        mean, stop = both[0].item() / targets.numel(), both[1].item() > 0
+        total = loss.detach()
+        dist.all_reduce(total)
+        mean = total.item() / targets.numel()
         session.report_step(step, args.steps, loss=mean)
         if rank == 0 and (step % 25 == 0 or step == args.steps):
             took_ms = (time.perf_counter() - began) * 1000
             print(f"step {step} loss {mean:.4f} ({took_ms:.0f} ms, {world} workers)", flush=True)
-        if step % args.ckpt_every == 0:
-            save(args.ckpt, model, optimizer, step)
-            saved_step = step
+        checkpointer.save(step, state)
 
-    if step != saved_step:
-        save(args.ckpt, model, optimizer, step)
+    checkpointer.save(step, state, force=True)
     if rank == 0 and step < args.steps:
         why = session.stop_reason() or "another worker was asked to"
         print(f"saved and stopped at step {step}: {why}", flush=True)
     elif rank == 0:
         report(model, held_out, step, args.out)
+    checkpointer.close()
     dist.destroy_process_group()
 
 
@@ -131,9 +130,10 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument(
-        "--ckpt", type=Path, default=Path("ckpt"), help="folder: of each node, or of all"
+        "--ckpt", help="folder that all nodes share, or s3://…; without it only in memory"
     )
-    parser.add_argument("--ckpt-every", type=int, default=20, help="steps")
+    parser.add_argument("--ckpt-every", type=int, default=1, help="steps, in memory")
+    parser.add_argument("--persist-every", default="1m", help='steps or time ("30s"), to --ckpt')
     parser.add_argument("--global-batch", type=int, default=24, help="samples, of all workers")
     parser.add_argument(
         "--step-delay", type=float, default=0.0, help="seconds, to have time to look"
@@ -189,52 +189,6 @@ def learning_rate(step: int, steps: int) -> float:
         return LEARNING_RATE * (step + 1) / WARMUP_STEPS
     done = (step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS)
     return LEARNING_RATE * (0.55 + 0.45 * math.cos(math.pi * done))
-
-
-def resume(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Load the newest checkpoint, if there is one, and give its step.
-
-    Who has the newest one gives it to all: the folder may be each node's own, and a node that has
-    come later has none.
-    """
-    path = folder / "checkpoint.pt"
-    if int(os.environ["LOCAL_RANK"]) == 0:
-        for draft in folder.glob("*.tmp"):  # its writer was killed
-            draft.unlink(missing_ok=True)
-    mine = torch.load(path, map_location="cpu", weights_only=True) if path.exists() else None
-    steps: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(steps, mine["step"] if mine is not None else -1)
-    if max(steps) < 0:
-        return 0
-    found = [mine]
-    dist.broadcast_object_list(found, src=steps.index(max(steps)))
-    model.load_state_dict(found[0]["model"])
-    optimizer.load_state_dict(found[0]["optimizer"])
-    torch.set_rng_state(found[0]["rng"])
-    step: int = found[0]["step"]
-    if dist.get_rank() == 0:
-        print(f"resumed at step {step} with {dist.get_world_size()} workers", flush=True)
-    return step
-
-
-def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Write the checkpoint, a copy for each node; the file is either the old or the new one."""
-    if int(os.environ["LOCAL_RANK"]) != 0:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    # A name of its own: the folder may be of all nodes, and a worker of an older round still there.
-    draft = folder / f"{uuid.uuid4().hex}.tmp"
-    state = {
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "step": step,
-        "rng": torch.get_rng_state(),
-    }
-    try:
-        torch.save(state, draft)
-        os.replace(draft, folder / "checkpoint.pt")
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 @torch.no_grad()
