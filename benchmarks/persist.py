@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -32,6 +33,36 @@ for line in sys.stdin:
     dcp.save(state, checkpoint_id=f"{where}/{line.strip()}", no_dist=True)
     print(time.monotonic() - began, flush=True)
 """
+
+
+def _dd(arena: Path, folder: Path, index: int) -> tuple[str, float]:
+    raw = folder / f"dd.{index}"
+    command = ["dd", f"if={arena / '0.0'}", f"of={raw}", "bs=16M", "conv=fsync"]
+    began = time.monotonic()
+    subprocess.run(command, check=True, capture_output=True)
+    took = time.monotonic() - began
+    raw.unlink()
+    return "dd", took
+
+
+def _ours(persister: Persister, arena: Path, folder: Path, index: int) -> tuple[str, float]:
+    began = time.monotonic()
+    persister.send(order(arena, folder / "ours", f"a{index}", deadline_s=300.0))
+    answer = persister.end(f"a{index}", timeout=300)
+    took = time.monotonic() - began
+    assert answer.phase is Phase.DONE, answer
+    shutil.rmtree(folder / "ours")
+    return "persister", took
+
+
+def _dcp(theirs: "subprocess.Popen[str]", folder: Path, index: int) -> tuple[str, float]:
+    assert theirs.stdin is not None
+    assert theirs.stdout is not None
+    theirs.stdin.write(f"{index}\n")
+    theirs.stdin.flush()
+    took = float(theirs.stdout.readline())
+    shutil.rmtree(folder / "dcp")
+    return "dcp.save", took
 
 
 def measure(
@@ -60,31 +91,16 @@ def measure(
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert theirs.stdin is not None
-    assert theirs.stdout is not None
     try:
         for index in range(times + 1):  # the first one of each warms up
-            raw = folder / f"dd.{index}"
-            began = time.monotonic()
-            subprocess.run(
-                ["dd", f"if={arena / '0.0'}", f"of={raw}", "bs=16M", "conv=fsync"],
-                check=True,
-                capture_output=True,
-            )
-            took["dd"].append(time.monotonic() - began)
-            raw.unlink()
-            began = time.monotonic()
-            persister.send(order(arena, folder / "ours", f"a{index}", deadline_s=300.0))
-            answer = persister.end(f"a{index}", timeout=300)
-            took["persister"].append(time.monotonic() - began)
-            assert answer.phase is Phase.DONE, answer
-            shutil.rmtree(folder / "ours")
-            theirs.stdin.write(f"{index}\n")
-            theirs.stdin.flush()
-            took["dcp.save"].append(float(theirs.stdout.readline()))
-            shutil.rmtree(folder / "dcp")
+            turns = [partial(_dd, arena, folder), partial(_ours, persister, arena, folder)]
+            turns.append(partial(_dcp, theirs, folder))
+            for turn in turns[index % 3 :] + turns[: index % 3]:  # a disk is not always as fast
+                name, seconds = turn(index)
+                took[name].append(seconds)
     finally:
         persister.close()
+        assert theirs.stdin is not None
         theirs.stdin.close()
         theirs.wait(60)
     return {name: values[1:] for name, values in took.items()}

@@ -48,5 +48,8 @@ def test_no_product_code_pickles() -> None:
     for folder in ("dlrover_py", "agent", "operator"):
         for path in (ROOT / folder).rglob("*.py"):
             text = path.read_text()
+            assert "pickle.load" not in text, path
+            if path == ROOT / "dlrover_py/persist.py":
+                continue  # writes torch's .metadata, which is one
             assert "import pickle" not in text, path
             assert "from pickle" not in text, path
