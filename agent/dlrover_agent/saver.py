@@ -351,6 +351,7 @@ class Saver:
     async def close(self) -> None:
         """The agent ends in order: all memory is given back."""
         await self._persister.close()
+        await asyncio.sleep(0)  # who has not begun would not clean up
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from dlrover_agent.saver import held
+from dlrover_py.arena import PREFIX
 from dlrover_py.protocol.status import JobStatus
 from tests.process.harness import Job, Place, eventually, free_port, job, lines, members
 
@@ -139,7 +141,8 @@ def test_a_drained_node_waits_until_its_state_is_stored(place: Place, shm: Path)
 
 
 def test_a_killed_host_takes_its_memory_with_it(place: Place, shm: Path) -> None:
-    with training(place, "7", replicas=2, minReplicas=1, hosts=2) as run:
+    alone: dict[str, object] = {"replicas": 0}
+    with training(place, "7", checkpoint=alone, replicas=2, minReplicas=1, hosts=2) as run:
         run.until(lambda s: last(s) == (7, "memory"), "step 7 in memory")
         run.hurt("n1", "kill")
         run.running(1, round_after=1)
@@ -147,6 +150,23 @@ def test_a_killed_host_takes_its_memory_with_it(place: Place, shm: Path) -> None
         assert lines(run, "n0", "candidates 2") == ["candidates 2 []"]
         assert [p.name[-2:] for p in shm.iterdir()] == ["n0"]
         assert run.status().last_checkpoint is None
+
+
+def test_what_a_killed_host_held_is_found_with_its_peer(place: Place, shm: Path) -> None:
+    with training(place, "7", replicas=2, minReplicas=1, hosts=2) as run:
+        run.until(lambda s: last(s) == (7, "memory"), "step 7 in memory")
+
+        def copied() -> bool:
+            (folder,) = shm.glob("*-n0")
+            found = held(folder, folder.name.removeprefix(PREFIX).removesuffix("-n0"))
+            return any(h.replica and h.ranks == {1: "p1"} for h in found)
+
+        eventually(copied, "a copy of n1's part")
+        run.hurt("n1", "kill")
+        run.running(1, round_after=1)
+        eventually(lambda: lines(run, "n0", "staged 2"), "the second round")
+        assert lines(run, "n0", "candidates 2") == ["candidates 2 [(7, 1, 2)]"]
+        assert lines(run, "n0", "holders 2") == ["holders 2 7 [(0, 'n0'), (1, 'n0')]"]
 
 
 def test_after_a_failure_the_newest_state_is_stored_if_wished(place: Place, shm: Path) -> None:

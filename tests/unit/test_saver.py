@@ -1,0 +1,251 @@
+"""What an agent says of its memory, and how it gets on with its persister."""
+
+import asyncio
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlrover_agent.saver import Persister, Saver, Site, held
+from dlrover_py.arena import Slot
+from dlrover_py.protocol.agents import Assignment, Directive, PersistOrder, PersistPhase
+from dlrover_py.protocol.checkpoint import Answer, Cancel, Order, Phase
+from dlrover_py.protocol.workers import Store
+from tests.slots import JOB, full, stage
+
+FACTS = {"term": 1, "version": 1, "incarnation": 1, "directive": Directive.RUN, "reason": ""}
+
+ECHO = """
+import json, sys
+for line in sys.stdin:
+    said = json.loads(line)
+    if said["kind"] == "order" and said["dir"] == "die":
+        sys.exit(3)
+    print("not JSON", flush=True)
+    why = f"{said['kind']} {said.get('dir', '')} {said.get('term', '')}".strip()
+    print(json.dumps({"kind": "answer", "attempt": said["attempt"], "phase": "writing",
+                      "why": why}), flush=True)
+"""
+
+
+def slot(folder: Path, name: str, rank: int, step: int, **facts: Any) -> None:
+    stage(folder / name, [(full("w", (2,)), bytes(8))], rank=rank, world=2, step=step, **facts)
+
+
+# --- what is held ---
+
+
+def test_slots_are_told_by_checkpoint_the_newest_first(tmp_path: Path) -> None:
+    slot(tmp_path, "0.0", 2, 5, part="a")
+    slot(tmp_path, "1.0", 3, 5, part="b")
+    slot(tmp_path, "0.1", 2, 6, part="a", persist=True)
+    slot(tmp_path, "peer-0.0", 0, 6, part="a", hollow=True, persist=True)
+    slot(tmp_path, "0.2", 2, 9, job="another")
+    newest, oldest = [h for h in held(tmp_path, JOB) if not h.replica]
+    assert (newest.step, newest.ranks, newest.persist) == (6, {2: "a"}, True)
+    assert (oldest.step, oldest.ranks, oldest.persist) == (5, {2: "a", 3: "b"}, False)
+    (copy,) = [h for h in held(tmp_path, JOB) if h.replica]
+    assert (copy.step, copy.ranks, copy.hollow, copy.persist) == (6, {0: "a"}, [0], False)
+
+
+def test_a_slot_that_is_being_filled_is_not_there(tmp_path: Path) -> None:
+    slot(tmp_path, "0.0", 0, 5)
+    with Slot(tmp_path / "0.0", write=True) as one:
+        one.begin()
+    (tmp_path / "0.1").write_bytes(b"\0" * 10_000)
+    assert held(tmp_path, JOB) == []
+
+
+# --- the agent's side ---
+
+
+class Desk:
+    """A saver with a folder, and what it has told."""
+
+    def __init__(self, tmp_path: Path, **site: Any) -> None:
+        self.news = 0
+        self.root = tmp_path / "shm"
+        self.root.mkdir(exist_ok=True)
+        self.kin: set[int] = set()
+        self.guarded: list[str] = []
+        self.saver = Saver(
+            Site(**{"root": self.root, "job": JOB, "name": "j", "node": "n0", **site}),
+            token="t",
+            socket=tmp_path / "d.sock",
+            nproc=2,
+            environ={},
+            ask=self._ask,
+            changed=self._changed,
+            guard=self.guarded.append,
+            kin=self.kin,
+        )
+
+    async def _ask(self, path: str) -> bytes:
+        return b'{"candidates": []}'
+
+    def _changed(self) -> None:
+        self.news += 1
+
+
+async def test_a_flagged_set_is_told_at_once_when_all_workers_have_it(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, addr="127.0.0.1")
+    path = desk.saver.path
+    assert path is not None
+    desk.saver.staged(0, 5)
+    assert desk.news == 1, "the first of all: peers may come for it"
+    slot(path, "0.0", 0, 6, persist=True)
+    desk.saver.staged(0, 6)
+    assert desk.news == 1
+    slot(path, "1.0", 1, 6, persist=True)
+    desk.saver.staged(1, 6)
+    assert desk.news == 2
+    desk.saver.staged(1, 6)
+    assert desk.news == 2, "it is no news any more"
+    assert desk.saver.facts()["memory"][0].persist
+    assert desk.saver.facts()["depot"] > 0
+    await desk.saver.close()
+    assert list(desk.root.iterdir()) == []
+
+
+async def test_without_memory_training_goes_on(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, root=tmp_path / "not-there")
+    assert "no memory for checkpoints" in desk.saver.facts()["checkpoint_trouble"]
+    assert "DLROVER_ARENA" not in desk.saver.environment()
+    assert desk.saver.memory() == []
+    desk.saver.staged(0, 5)
+    order = PersistOrder(attempt="a1", step=5, round=1, world=2, ranks=[0])
+    desk.saver.assigned(Assignment(**FACTS, persist=order))
+    told = desk.saver.facts()["persisting"]
+    assert (told.phase, told.attempt) == (PersistPhase.FAILED, "a1")
+    await desk.saver.close()
+
+
+async def test_an_order_without_a_place_to_go_has_failed(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    order = PersistOrder(attempt="a1", step=5, round=1, world=2, ranks=[0])
+    desk.saver.assigned(Assignment(**FACTS, persist=order))
+    assert "it is not known where" in desk.saver.facts()["persisting"].why
+    assert not desk.saver.facts()["stores"]
+    desk.saver.stores(Store(dir="/x"))
+    assert desk.saver.facts()["stores"]
+    await desk.saver.close()
+
+
+async def test_what_a_killed_agent_held_is_found_by_the_next(tmp_path: Path) -> None:
+    first = Desk(tmp_path)
+    assert first.saver.path is not None
+    slot(first.saver.path, "0.0", 0, 5)
+    second = Desk(tmp_path)
+    assert "held by a living process" in second.saver.trouble
+    await second.saver.close()
+    assert first.saver._arena is not None
+    first.saver._arena.close()  # as the kernel does
+    first.saver._arena = None
+    await first.saver.close()
+    third = Desk(tmp_path)
+    assert third.saver.in_use
+    assert [h.step for h in third.saver.memory()] == [5]
+    await third.saver.close()
+
+
+# --- the persister ---
+
+
+class Heard:
+    """A persister that is a few lines of Python, and what it says."""
+
+    def __init__(self, program: str = ECHO) -> None:
+        self.kin: set[int] = set()
+        self.answers: list[Answer] = []
+        self._news = asyncio.Event()
+        self.persister = Persister(
+            {},
+            self._told,
+            guard=lambda line: None,
+            kin=self.kin,
+            argv=(sys.executable, "-c", program),
+        )
+
+    def _told(self, answer: Answer) -> None:
+        self.answers.append(answer)
+        self._news.set()
+
+    async def until(self, good: Callable[[Answer], bool]) -> Answer:
+        async with asyncio.timeout(30):
+            while True:
+                for answer in self.answers:
+                    if good(answer):
+                        return answer
+                self._news.clear()
+                await self._news.wait()
+
+
+def order(attempt: str, dir: str = "/d") -> Order:
+    return Order(
+        attempt, 5, 1, 0, 2, (0,), arena="/a", dir=dir, job=JOB, node="n0", writers=("n0",)
+    )
+
+
+async def test_orders_go_out_and_answers_come_back() -> None:
+    heard = Heard()
+    heard.persister.say(order("a1"))
+    heard.persister.say(Cancel("a1"), start=False)
+    assert (await heard.until(lambda a: a.why.startswith("order"))).phase is Phase.WRITING
+    await heard.until(lambda a: a.why == "cancel")
+    assert heard.persister.sessions
+    assert set(heard.persister.sessions) == heard.kin
+    await heard.persister.close()
+    assert not heard.kin
+
+
+async def test_an_order_fails_with_its_persister_and_the_next_starts_another() -> None:
+    heard = Heard()
+    heard.persister.say(order("a1", "die"))
+    failed = await heard.until(lambda a: a.phase is Phase.FAILED)
+    assert failed.attempt == "a1"
+    assert "code 3" in failed.why
+    assert "code 3" in heard.persister.trouble
+    heard.persister.say(order("a2"))
+    await heard.until(lambda a: a.attempt == "a2" and a.phase is Phase.WRITING)
+    assert heard.persister.trouble == ""
+    await heard.persister.close()
+
+
+async def test_a_program_that_cannot_be_started_is_told() -> None:
+    heard = Heard()
+    heard.persister._argv = ("/not/there",)
+    heard.persister.say(order("a1"))
+    failed = await heard.until(lambda a: a.phase is Phase.FAILED)
+    assert "could not be started" in failed.why
+    await heard.persister.close()
+
+
+async def test_nothing_is_called_off_where_nothing_runs() -> None:
+    heard = Heard()
+    heard.persister.say(Cancel("a1"), start=False)
+    assert not heard.persister.sessions
+    await heard.persister.close()
+
+
+@pytest.mark.parametrize("attempt", ["a1", "a2"])
+async def test_the_grant_goes_to_the_order_it_is_for(tmp_path: Path, attempt: str) -> None:
+    desk = Desk(tmp_path)
+    sent: list[Any] = []
+    desk.saver._persister.say = lambda document, *, start=True: sent.append(document)  # type: ignore[method-assign]
+    desk.saver.stores(Store(dir="/x", keep={"last": 2}))
+    first = PersistOrder(attempt="a1", step=5, round=1, world=2, ranks=[0], writers=["n0"])
+    desk.saver.assigned(Assignment(**FACTS, persist=first))
+    granted = first.model_copy(update={"attempt": attempt, "grant": 7})
+    desk.saver.assigned(Assignment(**FACTS, persist=granted))
+    desk.saver.assigned(Assignment(**FACTS, persist=granted))
+    kinds = [type(document).__name__ for document in sent]
+    if attempt == "a1":
+        assert kinds == ["Order", "Grant"], "once"
+    else:
+        assert kinds == ["Order", "Cancel", "Order", "Grant"]
+    assert (sent[0].dir, sent[0].keep.newest, sent[-1].term) == ("/x", 2, 7)
+    desk.saver.assigned(Assignment(**FACTS))
+    assert isinstance(sent[-1], Cancel)
+    await desk.saver.close()
