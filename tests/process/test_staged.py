@@ -1,0 +1,455 @@
+"""What is staged is never torn: real optimizers, kill -9 at random times, a world of two."""
+
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dlrover_py import arena
+from dlrover_py.arena import Slot
+from dlrover_py.protocol.workers import Order
+from dlrover_py.trainer.checkpoint import Checkpointer
+from dlrover_py.trainer.settings import Settings
+from tests.process.harness import free_port
+
+ROOT = Path(arena.__file__).parents[1]
+SIZE = 256  # 262 kB a weight: deferred
+STEPS = 12
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    made = Path(tempfile.mkdtemp(prefix="t-", dir="/dev/shm"))
+    yield made
+    shutil.rmtree(made, ignore_errors=True)
+
+
+@pytest.fixture
+def checkpointer(folder: Path) -> Iterator[Checkpointer]:
+    one = Checkpointer(settings=Settings(arena=str(folder), job="j"), rng=False)
+    yield one
+    one.close()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(SIZE, SIZE), nn.BatchNorm1d(SIZE)) for _ in range(6))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def now(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """What must be in the slot: a copy of each tensor, made by the training itself."""
+    found = {}
+    for key, value in state.items():
+        if isinstance(value, nn.Module):
+            for name, t in value.state_dict().items():
+                found[f"{key}.{name.replace('_orig_mod.', '')}"] = t.detach().clone()
+        elif isinstance(value, torch.optim.Optimizer):
+            names = {id(p): n for n, p in state["model"].named_parameters()}
+            for p, entries in value.state.items():
+                for name, t in entries.items():
+                    if isinstance(t, torch.Tensor):
+                        found[f"{key}.state.{names[id(p)]}.{name}"] = t.detach().clone()
+    return found
+
+
+def held(folder: Path, step: int) -> dict[str, torch.Tensor] | None:
+    for path, summary in arena.scan(folder):
+        if summary.step == step:
+            with Slot(path) as slot:
+                found = arena.contents(slot)
+                tensors = {}
+                for (piece, at), digest in zip(found.layout, found.digests, strict=True):
+                    data = bytearray(slot.view()[at : at + piece.nbytes])
+                    assert arena.digest(data) == digest
+                    flat = torch.frombuffer(data, dtype=getattr(torch, piece.dtype))
+                    tensors[piece.key] = flat.reshape(piece.shape)
+                return tensors
+    return None
+
+
+def slowly(checkpointer: Checkpointer) -> None:
+    """Have each tensor's copy take a while, so that what is not fenced would be torn."""
+    pause = threading.Event()
+
+    def copy(source: int, target: memoryview) -> int:
+        pause.wait(0.002)
+        return arena.copy_summed(source, target)
+
+    checkpointer._site().stager._copy = copy
+
+
+def sgd(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+
+def adam(**options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    return lambda net: torch.optim.AdamW(net.parameters(), lr=0.01, **options)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [sgd, adam(foreach=False), adam(foreach=True), adam(fused=True), adam(amsgrad=True)],
+    ids=["sgd", "adamw", "foreach", "fused", "amsgrad"],
+)
+def test_each_tensor_is_of_its_step(
+    folder: Path, checkpointer: Checkpointer, make: Callable[[nn.Module], torch.optim.Optimizer]
+) -> None:
+    train(folder, checkpointer, make, lambda step: step())
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_compiled_step_waits_too(
+    folder: Path, checkpointer: Checkpointer, fullgraph: bool
+) -> None:
+    torch._dynamo.reset()
+    compiled: list[Any] = []
+
+    def step(inner: Callable[[], Any]) -> None:
+        if not compiled:
+            compiled.append(torch.compile(lambda: inner(), backend="aot_eager"))
+        compiled[0]()
+
+    if fullgraph:
+        step_ = torch.compile(backend="aot_eager")  # the model too
+        train(folder, checkpointer, adam(), step, wrap=step_)
+    else:
+        train(folder, checkpointer, adam(), step)
+
+
+def train(
+    folder: Path,
+    checkpointer: Checkpointer,
+    make: Callable[[nn.Module], torch.optim.Optimizer],
+    step_by: Callable[[Callable[[], Any]], None],
+    wrap: Callable[[Any], Any] = lambda net: net,
+) -> None:
+    """Saves after each step; two backward passes a step, an average that changes at once."""
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = make(net)
+    average = Net()
+    state = {"model": net, "optimizer": optimizer, "average": average}
+    model = wrap(net)
+    slowly(checkpointer)
+    for step in range(1, STEPS):
+        for _ in range(2):
+            model(torch.randn(8, SIZE)).square().mean().backward()
+        step_by(optimizer.step)
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for mine, theirs in zip(average.parameters(), net.parameters(), strict=True):
+                mine.lerp_(theirs, 0.1)
+        want = now(state)
+        assert checkpointer.save(step, state)
+        model(torch.randn(8, SIZE)).sum().backward()  # buffers change
+        with torch.no_grad():
+            for mine in average.parameters():
+                mine.mul_(0.5)
+        step_by(optimizer.step)  # must wait
+        optimizer.zero_grad()
+        assert checkpointer.wait(timeout_s=60)
+        found = held(folder, step)
+        assert found is not None, checkpointer.stats
+        assert found.keys() == want.keys()
+        for key, tensor in want.items():
+            assert torch.equal(found[key], tensor), f"step {step}: {key}"
+    assert not checkpointer._site().stager.synchronous
+    assert checkpointer._site().stager.waited_s > 0, "the fence was never needed"
+
+
+def in_backward(net: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for p in net.parameters():
+        own = torch.optim.SGD([p], lr=0.1)
+
+        def step(p: torch.Tensor, own: torch.optim.Optimizer = own) -> None:
+            own.step()
+            own.zero_grad()
+
+        p.register_post_accumulate_grad_hook(step)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (adam(capturable=True), "capturable"),
+        (in_backward, "backward"),
+    ],
+    ids=["capturable", "backward"],
+)
+def test_what_the_fence_does_not_cover_is_copied_at_once(
+    folder: Path,
+    checkpointer: Checkpointer,
+    make: Callable[[nn.Module], torch.optim.Optimizer],
+    why: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    net = Net()
+    optimizer = make(net)
+    state = {"model": net, "optimizer": optimizer}
+    slowly(checkpointer)
+    for step in range(1, 5):
+        want = now(state)
+        assert checkpointer.save(step, state)
+        net(torch.randn(8, SIZE)).sum().backward()  # steps, in one of the cases
+        with torch.no_grad():
+            for p in net.parameters():
+                p.add_(1)  # as a captured graph would
+        assert checkpointer.wait(timeout_s=60)
+        found = held(folder, step)
+        assert found is not None
+        for key, tensor in want.items():
+            assert torch.equal(found[key], tensor), f"step {step}: {key}"
+    lines = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert len([line for line in lines if why in line]) == 1, lines
+
+
+def test_an_edit_of_data_is_noticed(
+    folder: Path, checkpointer: Checkpointer, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = Net()
+    optimizer = sgd(net)
+    state = {"model": net, "optimizer": optimizer}
+    slowly(checkpointer)
+    assert checkpointer.save(1, state)
+    for p in net.parameters():
+        p.data.mul_(0.9)
+    checkpointer.wait()
+    assert held(folder, 1) is None
+    assert re.search(r"model\.layers\.\d\.0\.weight was changed between save", caplog.text)
+    want = now(state)
+    assert checkpointer.save(2, state)
+    for p in net.parameters():
+        p.data.mul_(0.9)
+    found = held(folder, 2)
+    assert found is not None
+    assert all(torch.equal(found[key], tensor) for key, tensor in want.items())
+
+
+@pytest.mark.timeout(300)
+def test_what_a_killed_writer_leaves_is_whole_and_the_newest(folder: Path) -> None:
+    probe = Path(__file__).parent / "probes" / "writer.py"
+    done = subprocess.run(
+        [sys.executable, str(probe), str(folder), "200", "1"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=290,
+        check=False,
+    )
+    lines = done.stdout.splitlines()
+    assert lines[-1:], done.stderr
+    assert re.match(r"done 200 ", lines[-1]), done.stdout + done.stderr[-2000:]
+    assert lines[:-1] == []
+    assert int(lines[-1].split()[3]) > 10, "few were killed while a slot was being filled"
+
+
+# --- a world of two ---
+
+
+def world(text: str, folder: Path, **by_rank: str) -> list[subprocess.Popen[str]]:
+    """Run a script as two ranks."""
+    port = free_port()
+    ranks = []
+    for rank in (0, 1):
+        env = os.environ | {
+            "PYTHONPATH": str(ROOT),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "DLROVER_SHM_DIR": str(folder),
+            "OMP_NUM_THREADS": "1",
+        }
+        if rank == 1:
+            env |= by_rank
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, "-c", textwrap.dedent(text)],
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    return ranks
+
+
+def said(ranks: list[subprocess.Popen[str]], timeout: float = 100) -> list[Any]:
+    found = []
+    try:
+        for rank in ranks:
+            out, err = rank.communicate(timeout=timeout)
+            assert rank.returncode == 0, err[-3000:]
+            found.append(json.loads(out.splitlines()[-1]))
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return found
+
+
+BEGIN = """
+    import json, os, threading, time
+    import torch, torch.distributed as dist
+    from dlrover_py.trainer import Checkpointer
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    w = torch.zeros(1 << 16)
+    state = {"w": w}
+"""
+
+
+def test_ranks_agree_on_what_a_clock_says(folder: Path) -> None:
+    text = (
+        BEGIN
+        + """
+    began, skew = time.monotonic(), rank * 1000.0
+    clock = lambda: time.monotonic() * (1.0 + rank) + skew  # rank 1's is wrong in all ways
+    saved = []
+    with Checkpointer(every="0.05s", clock=clock) as checkpointer:
+        step = 0
+        done = torch.zeros(1)
+        while not done.item():
+            step += 1
+            w.fill_(step)
+            threading.Event().wait(0.003 * (1 + rank))
+            if checkpointer.save(step, state):
+                saved.append(step)
+            done.fill_(len(saved) >= 8)
+            dist.all_reduce(done)
+    print(json.dumps(saved))
+    """
+    )
+    first, second = said(world(text, folder))
+    assert len(first) >= 8
+    assert first == second
+    assert any(b - a > 1 for a, b in pairwise(first)), "not each step"
+    assert list(folder.iterdir()) == [], "the first worker has removed their memory"
+
+
+def test_all_ranks_stop_after_the_same_step(folder: Path) -> None:
+    import socket
+
+    agent = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    path = folder / "agent.sock"
+    agent.bind(str(path))
+    agent.settimeout(60)
+    text = (
+        BEGIN
+        + """
+    with Checkpointer() as checkpointer:
+        for step in range(1, 10**6):
+            checkpointer.save(step, state)
+            if checkpointer.should_stop:
+                break
+            dist.all_reduce(torch.zeros(1))
+    print(json.dumps(step))
+    """
+    )
+    ranks = world(text, folder, DLROVER_AGENT_SOCKET=str(path))
+    while True:
+        data, sender = agent.recvfrom(8192)
+        news = json.loads(data)
+        if news["polls"] and (news["staged"] or 0) > 20:
+            break
+    agent.sendto(Order(stop="the node is drained").model_dump_json().encode(), sender)
+    agent.settimeout(0)
+    drain = threading.Event()
+
+    def empty() -> None:  # as an agent would
+        while not drain.wait(0.01):
+            try:
+                while True:
+                    agent.recv(8192)
+            except OSError:
+                continue
+
+    reader = threading.Thread(target=empty)
+    reader.start()
+    try:
+        first, second = said(ranks)
+    finally:
+        drain.set()
+        reader.join()
+        agent.close()
+    assert first == second > 20
+
+
+def test_a_save_that_one_rank_has_missed_is_nobodys(folder: Path) -> None:
+    text = (
+        BEGIN
+        + """
+    from dlrover_py import arena
+    import dlrover_py.trainer.staging as staging
+    checkpointer = Checkpointer()
+    whole = []
+    for step in range(1, 8):
+        w.fill_(step)
+        if rank == 1 and step == 4:
+            stager = checkpointer._site().stager
+            readers = [arena.Slot(slot.path) for slot in stager._slots]
+            assert all(reader.lock(shared=True) for reader in readers)
+        checkpointer.save(step, state)
+        checkpointer.wait()
+        if rank == 1 and step == 4:
+            [reader.close() for reader in readers]
+        whole.append(checkpointer._whole[0] if checkpointer._whole else None)
+    print(json.dumps([whole, checkpointer.stats.skipped]))
+    checkpointer.close()
+    """
+    )
+    first, second = said(world(text, folder))
+    assert first[0] == second[0]
+    assert first[0] == [None, None, 1, 2, 3, 3, 5]
+    assert (first[1], second[1]) == (0, 1)
+
+
+def test_two_ranks_write_to_storage_and_load(folder: Path, tmp_path: Path) -> None:
+    text = (
+        BEGIN
+        + """
+    net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(300, 300))
+    state = {"net": net}
+    with Checkpointer(os.environ["WHERE"], persist_every=2) as checkpointer:
+        for step in range(1, 7):
+            checkpointer.save(step, state)
+        checkpointer.save(7, state, force=True)
+        assert checkpointer.wait(persisted=True, timeout_s=60)
+        want = {k: v.clone() for k, v in net.state_dict().items()}
+    with torch.no_grad():
+        for p in net.parameters(): p.zero_()
+    with Checkpointer(os.environ["WHERE"]) as checkpointer:
+        step = checkpointer.load(state)
+        same = all(torch.equal(v, want[k]) for k, v in net.state_dict().items())
+    print(json.dumps([step, same]))
+    """
+    )
+    os.environ["WHERE"] = str(tmp_path)
+    try:
+        assert said(world(text, folder)) == [[7, True], [7, True]]
+    finally:
+        del os.environ["WHERE"]
