@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PROBE = Path(__file__).parent / "probes" / "reshard.py"
+PROBES = Path(__file__).parent / "probes"
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp", "hsdp", "zero", "tp"])
-def test_each_world_loads_what_another_one_has_staged(mode: str, tmp_path: Path) -> None:
+def probe(name: str, *args: str) -> None:
+    """Run a probe, which prints "ok" if all is well."""
     ended = subprocess.run(
-        [sys.executable, str(PROBE), mode, str(tmp_path)],
+        [sys.executable, str(PROBES / name), *args],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -24,3 +24,12 @@ def test_each_world_loads_what_another_one_has_staged(mode: str, tmp_path: Path)
     )
     assert ended.returncode == 0, ended.stderr[-4000:]
     assert ended.stdout.split() == ["ok"]
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp", "hsdp", "zero", "tp"])
+def test_each_world_loads_what_another_one_has_staged(mode: str, tmp_path: Path) -> None:
+    probe("reshard.py", mode, str(tmp_path))
+
+
+def test_what_one_rank_cannot_load_none_does(tmp_path: Path) -> None:
+    probe("disagree.py", str(tmp_path))

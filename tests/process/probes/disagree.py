@@ -1,0 +1,82 @@
+"""Two ranks with a shard each: rank 1's newest is damaged, and both must load the one before.
+
+usage: disagree.py FOLDER. Prints "ok" if all is well.
+"""
+
+import logging
+import multiprocessing
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from dlrover_py import arena
+from dlrover_py.arena import Slot
+from dlrover_py.protocol.errors import CheckpointError
+from dlrover_py.trainer import restore
+from tests.staged import stage
+
+
+def shard(value, mesh):
+    return DTensor.from_local(torch.full((2, 2), float(value)), mesh, [Shard(0)])
+
+
+def damage(path):
+    with Slot(path, write=True) as slot:
+        at = arena.contents(slot).layout.positions[0]
+        slot.view()[at] ^= 1
+
+
+def run(folder, rank):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    slots = folder / "arena"
+    for step in (1, 2):
+        state = {"w": shard(10 * step + rank, mesh), "step": step}
+        stage(slots / f"{rank}.{step}", state, rank=rank, world=2, step=step)
+    if rank == 1:
+        damage(slots / "1.2")
+    dist.barrier()
+
+    def load():
+        state = {"w": shard(-1, mesh), "step": -1}
+        found = restore.load(
+            state, rank=rank, world=2, arena=slots, agent=None, store=None,
+            log=logging.getLogger("probe"),
+        )  # fmt: skip
+        return found, state
+
+    found, state = load()
+    assert found is not None
+    assert found.step == state["step"] == 1
+    assert torch.equal(state["w"].to_local(), torch.full((2, 2), 10.0 + rank))
+    dist.barrier()
+    if rank == 1:
+        damage(slots / "1.1")
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=r"rank 1: w: .*do not train on"):
+        load()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main(folder):
+    (folder / "arena").mkdir()
+    processes = multiprocessing.get_context("fork")
+    ranks = [processes.Process(target=run, args=(folder, rank)) for rank in range(2)]
+    for one in ranks:
+        one.start()
+    for one in ranks:
+        one.join()
+    if any(one.exitcode for one in ranks):
+        sys.exit("a rank failed")
+    print("ok")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
