@@ -574,7 +574,9 @@ class Checkpointer:
             self._resolve(site, self._status())
             return
         mine = self._mine(site, busy=busy)
-        self._pending = _Pending(site.ballot.launch(mine), self._candidate)
+        self._pending = _Pending(
+            site.ballot.launch(mine), self._candidate, self._candidate_flagged, self._last
+        )
         if at_once:
             self._hear(site)
 
@@ -585,8 +587,14 @@ class Checkpointer:
             return
         self._vote = Vote(*pending.heard())
         self._stop = self._stop or bool(self._vote.stop)
-        if pending.candidate is not None and pending.candidate == self._candidate:
-            self._resolve(site, self._vote.missed)
+        if pending.candidate is None or self._vote.missed == 1:
+            return
+        # Asked before the newest save was begun: the answer is of the one before that.
+        newest = self._candidate, self._candidate_flagged, self._last
+        self._candidate, self._candidate_flagged, self._last = pending[1:]
+        self._resolve(site, self._vote.missed)
+        if newest[0] != pending.candidate:
+            self._candidate, self._candidate_flagged, self._last = newest
 
     def _drain(self, timeout_s: float) -> None:
         """Take the outstanding vote, whatever has become of the others."""
@@ -716,6 +724,8 @@ class _Pending(NamedTuple):
     heard: Callable[[], list[int]]
     candidate: Id | None
     """Which save it speaks of."""
+    flagged: bool
+    last: Staging | None
 
 
 class _StepTimes:
