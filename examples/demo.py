@@ -65,7 +65,7 @@ class Run:
     def arguments(self, steps: int, kind: str) -> list[str]:
         """Of the script."""
         ckpt, out = self.folder / f"ckpt-{kind}", self.folder / f"{kind}.json"
-        return [f"--steps={steps}", f"--ckpt={ckpt}", f"--out={out}", "--ckpt-every=10"]
+        return [f"--steps={steps}", f"--ckpt={ckpt}", f"--out={out}"]
 
     def call(self, method: str, path: str) -> bytes:
         """Call the cluster."""
