@@ -32,8 +32,8 @@ interval for restart dumps, FGCS 22(3), 2006), equation 37::
 
 For ``every`` δ is what a save has blocked the training for, as measured. For ``persist_every`` it
 is how much longer steps took while the persister was busy, times as long as it was, as measured;
-and the interval is never shorter than that time. M is the job's (``mtbfS`` in the environment, put
-there by its master), else (6 h + this process's time) / (restarts + 1).
+and the interval is never shorter than that time. M is (6 h + the job's time) / (restarts + 1): six
+hours without a failure are assumed before anything is known.
 """
 
 import atexit
@@ -204,7 +204,8 @@ class Checkpointer:
         self.stats = Stats()
         self._clock = clock
         self._pid = os.getpid()
-        self._mtbf_s = float(job.get("mtbfS") or 0.0)
+        self._age_s = float(job.get("ageS") or 0.0)
+        """Of the job, when this round began."""
         self._began = clock()
         self._closed = False
         self._stop = False
@@ -543,9 +544,8 @@ class Checkpointer:
     @property
     def mtbf_s(self) -> float:
         """Mean time between failures, as far as it is known."""
-        if self._mtbf_s > 0:
-            return self._mtbf_s
-        return (PRIOR_S + self._clock() - self._began) / (self.settings.restart_count + 1)
+        age_s = self._age_s + self._clock() - self._began
+        return (PRIOR_S + age_s) / (self.settings.restart_count + 1)
 
     def _best_persist_s(self) -> float:
         if not self.stats.persist_s:

@@ -44,10 +44,14 @@ def make(tmp_path: Path, clock: Clock) -> Iterator[Callable[..., Checkpointer]]:
     """Checkpointers of a worker whose agent has an arena."""
     made = []
 
-    def checkpointer(dir: Path | None = None, *, job: Any = None, **options: Any) -> Checkpointer:
+    def checkpointer(
+        dir: Path | None = None, *, job: Any = None, restarts: int = 0, **options: Any
+    ) -> Checkpointer:
         folder = tmp_path / "arena"
         folder.mkdir(exist_ok=True)
-        settings = Settings(arena=str(folder), job="u1", round=3, checkpoint=job or {})
+        settings = Settings(
+            arena=str(folder), job="u1", round=3, checkpoint=job or {}, restart_count=restarts
+        )
         one = Checkpointer(dir, settings=settings, clock=clock, **options)
         made.append(one)
         return one
@@ -159,7 +163,7 @@ def test_every_so_many_seconds(make: Callable[..., Checkpointer], clock: Clock) 
 def test_auto_saves_more_often_where_it_costs_less(
     make: Callable[..., Checkpointer], clock: Clock
 ) -> None:
-    checkpointer = make(every="auto", job={"mtbfS": 7200})
+    checkpointer = make(every="auto", job={"ageS": 36_000}, restarts=7)  # and 6 h before it
     assert checkpointer.save(1, STATE), "nothing is known yet"
     assert checkpointer.mtbf_s == 7200
     checkpointer._stall_s = 1.0

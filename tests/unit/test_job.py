@@ -1,5 +1,7 @@
 """One story each; the bench checks every step of each of them (tests/builders.py)."""
 
+import json
+
 import pytest
 
 from dlrover_py.master.core.events import (
@@ -1063,3 +1065,15 @@ def test_numbers_that_were_used_before_a_journal_was_lost_are_not_used_again() -
     out = bench.job.step([], 0.0, 1e6)
     assert [e.node for e in out.effects if isinstance(e, CreateNode)] == ["n8", "n9"]
     assert bench.job.next_event >= 42
+
+
+def test_workers_are_told_how_old_their_job_was_when_the_round_began() -> None:
+    """From it and the restarts they know how often something fails."""
+    bench = running(elastic_job(2, 1))
+    bench.job.checkpoints.in_use = True
+    bench.pass_time(100.0)
+    bench.agent("n0").fail(crash())
+    bench.settle()
+    told = bench.agent("n0").assignment
+    assert told is not None
+    assert json.loads(told.checkpoint)["ageS"] >= 100

@@ -6,6 +6,7 @@ in :class:`Journal`; when a step returns one, it must be on disk before the step
 carried out.
 """
 
+import json
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -127,6 +128,7 @@ class Job:
         self.health = Health()
         self.hosts = Hosts()
         self.checkpoints = Checkpoints()
+        self._age_s = 0
         self._take_checkpoint_spec()
         self._kept_off: set[NodeId] = set()
         """Nodes that were asked for on some hosts only, and have not spoken yet."""
@@ -940,12 +942,16 @@ class Job:
 
     def _take_checkpoint_spec(self) -> None:
         spec = self.job.spec.checkpoint
-        self._checkpoint_json = (
-            spec.model_dump_json(by_alias=True, exclude_none=True) if spec else ""
-        )
+        policy = spec.model_dump(mode="json", by_alias=True, exclude_none=True) if spec else {}
+        if policy or self.checkpoints.in_use:
+            # Of the round: workers count on from there, to know how often something fails.
+            policy["ageS"] = self._age_s
+        self._checkpoint_json = json.dumps(policy, separators=(",", ":")) if policy else ""
         self.checkpoints.storable |= spec is not None and spec.dir is not None
 
     def _tell_of_members(self, world: World) -> None:
+        self._age_s = max(0, round(self._wall - self.started_at - self.suspended_s))
+        self._take_checkpoint_spec()
         spec, members = self.job.spec.checkpoint, []
         for member in world.members:
             node = self.nodes.get(member.node)
