@@ -276,14 +276,21 @@ class Checkpointer:
             site.fenced_s = waited
             self._previous = step
 
-    def load(self, state: Mapping[str, object]) -> int | None:
+    def load(
+        self, state: Mapping[str, object], *, init: str | os.PathLike[str] | None = None
+    ) -> int | None:
         """Fill the state with the newest checkpoint there is; collective.
 
         From this node's memory, else from a peer's, else from storage. Call it once everything in
         the state is built, and wrapped (DDP, ``fully_shard``).
 
+        Args:
+            state: as ``save`` is given it.
+            init: what a training without a checkpoint yet begins with: a folder or address that
+                ``torch.distributed.checkpoint.save`` has written.
+
         Returns:
-            Its step; None if there is none, and the state is as it was.
+            Its step; None if there is none, and the state is as it was, or as ``init`` has it.
 
         Raises:
             CheckpointError: one that exists could not be read as a whole, and the state has been
@@ -325,6 +332,11 @@ class Checkpointer:
             self._loaded = found.folder
             self._tell_of_store()
             self._whole = (found.step, found.round, found.lap)
+        elif init is not None:
+            from dlrover_py.trainer.foreign import load_dcp
+
+            where = _absolute(os.fspath(init))
+            load_dcp(state, where, rank=site.rank, world=site.world, strict=self.strict, log=log)
         site.stager.warm(_expected_bytes(self._whole_state(state), site.rank))
         return step
 

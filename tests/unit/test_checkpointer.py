@@ -377,3 +377,24 @@ def test_alone_it_writes_to_storage(tmp_path: Path) -> None:
     )
     assert done.stdout.splitlines()[-1:] == ["2 [1.0, 2.0, 3.0, 4.0, 5.0]"], done
     assert list((tmp_path / "ckpt").glob("step-2.*.json"))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_new_training_begins_with_what_torch_has_saved(
+    make: Callable[..., Checkpointer], tmp_path: Path
+) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    torch.manual_seed(1)
+    theirs, ours = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+    dcp.save({"model": theirs.state_dict()}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    checkpointer = make(tmp_path / "run")
+    assert checkpointer.load({"model": ours}, init=tmp_path / "dcp") is None
+    assert torch.equal(ours.weight, theirs.weight)
+    assert checkpointer.save(1, {"model": ours}, force=True)
+    checkpointer.close()
+    with torch.no_grad():
+        ours.weight.zero_()
+    again = make(tmp_path / "run")
+    assert again.load({"model": ours}, init=tmp_path / "dcp") == 1, "its own goes before"
+    assert torch.equal(ours.weight, theirs.weight)
