@@ -435,7 +435,7 @@ class Bench:
             assert self._events_seen >= self.journal.next_event - 1
             self._worlds = {r: w for r, w in self._worlds.items() if r <= self.journal.round}
         if self.journal is not None:
-            drop = {"term", "next_event", "events", "opening"}
+            drop = {"term", "next_event", "events", "opening", "accepted"}
             resumed = self.job.journal().model_dump(exclude=drop)
             assert resumed == self.journal.model_dump(exclude=drop), "nothing is forgotten"
         self._check_offers.clear()

@@ -310,7 +310,8 @@ class Loop:
         """Hold the journal and run the job, until cancelled."""
         try:
             journal = await self._acquire()
-            job = await self._until_works("get_job", self._platform.get_job)
+            accepted = None if journal is None else journal.read_accepted()
+            job = await self._until_works("get_job", lambda: self._platform.get_job(accepted))
             now, wall = self._clock.now(), self._clock.wall()
             if journal is None:
                 known = self._platform.known

@@ -42,6 +42,9 @@ PARAMETER_SERVER: Final = "ParameterServerStrategy"
 OTHER_ROLES: Final = ("ps", "chief", "evaluator", "master")
 """Roles of DLRover's jobs that are not run yet."""
 
+SIZES: Final = ("replicas", "minReplicas", "maxReplicas", "nodeUnit", "standbyReplicas")
+"""Fields of a role that say how many nodes."""
+
 # The least number of nodes in a command line of ours; the most is often "$NODE_NUM".
 _NNODES = re.compile(
     r"(?<![\w.-])(?:elastic|dlrover)-run\s(?:.*?\s)?--nnodes(?:=|\s+)[\"']?([^\s\"':]+)", re.DOTALL
@@ -422,6 +425,33 @@ class ElasticJob(_Strict):
         """This job with ``spec.suspend`` set, one generation later."""
         return self.changed(self.spec.model_copy(update={"suspend": suspend}))
 
+    def under(self, obj: dict[str, Any]) -> Self:
+        """This job going on under an edit that :meth:`read` refuses, of that generation: as it is,
+        but with what can still be obeyed of it, ``suspend`` and the numbers of nodes."""
+        asked = _mapping(obj.get("spec"))
+        wanted = _mapping(_mapping(asked.get("replicaSpecs")).get("worker"))
+        worker = self.worker
+        kept = worker.model_dump(by_alias=True, exclude_unset=True)
+        for name in SIZES:
+            kept.pop(name, None)
+        try:  # all or none: they are bounds of each other
+            sizes = {name: wanted[name] for name in SIZES if wanted.get(name) is not None}
+            fresh = ReplicaSpec.model_validate(kept | sizes, extra="ignore")
+            worker = fresh if sizes and not fresh.problems() else worker
+        except ValidationError:
+            pass
+        suspend = asked.get("suspend", False)
+        specs = self.spec.replica_specs.model_copy(update={"worker": worker})
+        spec = self.spec.model_copy(
+            update={
+                "replica_specs": specs,
+                "suspend": suspend if isinstance(suspend, bool) else self.spec.suspend,
+            }
+        )
+        generation = {"generation": obj["metadata"].get("generation", 1)}
+        metadata = self.metadata.model_copy(update=generation)
+        return self.model_copy(update={"spec": spec, "metadata": metadata})
+
     def changed(self, spec: JobSpec) -> Self:
         """This job with another spec; the generation grows only if it differs."""
         if spec == self.spec:
@@ -445,6 +475,10 @@ def least_nodes(template: dict[str, Any]) -> int | None:
         if found and found[1].isdecimal() and int(found[1]):
             return int(found[1])
     return None
+
+
+def _mapping(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _words(value: object) -> list[str]:

@@ -622,6 +622,20 @@ def test_a_journal_is_read_as_it_was_written() -> None:
     assert Journal.model_validate_json(journal.model_dump_json()) == journal
 
 
+def test_the_journal_has_the_spec_that_is_followed() -> None:
+    bench = running(elastic_job(2, 1))
+    bench.spec = bench.spec.scaled(3)
+    bench.step(JobChanged(bench.spec))
+    assert bench.journal is not None
+    assert bench.journal.read_accepted() == bench.spec
+    huge = bench.spec.worker.template | {"metadata": {"annotations": {"a": "x" * 300_000}}}
+    worker = bench.spec.worker.model_copy(update={"template": huge})
+    roles = bench.spec.spec.replica_specs.model_copy(update={"worker": worker})
+    bench.spec = bench.spec.changed(bench.spec.spec.model_copy(update={"replica_specs": roles}))
+    bench.step(JobChanged(bench.spec))
+    assert bench.journal.read_accepted() is None, "members come first"
+
+
 def test_an_unknown_node_is_deleted_and_its_agent_refused() -> None:
     bench = running(elastic_job(1))
     stranger = SimAgent(NodeId("n77"))

@@ -17,10 +17,13 @@ from dlrover_py.master.core.events import (
     NodeEnded,
     NodeSeen,
     NodesListed,
+    Rules,
 )
+from dlrover_py.master.loop import Loop
 from dlrover_py.master.platform import Known, kubernetes, pods
 from dlrover_py.master.platform.kubernetes import KubernetesPlatform
 from dlrover_py.master.platform.pods import Site
+from dlrover_py.master.store import FileStore
 from dlrover_py.protocol.agents import Progress
 from dlrover_py.protocol.errors import TransientError
 from dlrover_py.protocol.names import NodeId
@@ -258,6 +261,85 @@ async def test_a_template_that_is_refused_is_a_condition_before_a_pod_is_needed(
     obj["metadata"] = {**scene.job()["metadata"], "generation": 3}
     scene.cluster.put(ELASTICJOBS, {**scene.job(), **obj})
     await scene.until(lambda: not scene.platform._template)
+
+
+Edit = Callable[[Obj], object]
+BAD_EDITS: list[Edit] = [
+    lambda roles: roles["worker"]["template"]["spec"].update(containers="x"),
+    lambda roles: roles.update(ps={"replicas": 1}),
+    lambda roles: roles["worker"].pop("template"),
+]
+
+
+def refused(scene: Scene, edit: Edit, *, suspend: bool = False, **worker: Any) -> Obj:
+    """Patch in what the API server takes and we do not."""
+    obj = scene.job()
+    edit(obj["spec"]["replicaSpecs"])
+    obj["spec"]["replicaSpecs"]["worker"].update(worker)
+    obj["spec"]["suspend"] = suspend
+    obj["metadata"]["generation"] = obj["metadata"].get("generation", 1) + 1
+    scene.cluster.put(ELASTICJOBS, obj)
+    return obj
+
+
+@pytest.mark.parametrize("edit", BAD_EDITS)
+async def test_under_an_edit_that_is_refused_suspend_and_scale_are_obeyed(
+    scene: Scene, edit: Edit, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = await scene.platform.get_job()
+    refused(scene, edit)
+    refused(scene, lambda _: None, suspend=True, replicas=5, minReplicas=3)
+    told = await scene.hears(lambda e: isinstance(e, JobChanged) and e.job.spec.suspend)
+    assert isinstance(told, JobChanged)
+    assert (told.job.worker.replicas, told.job.worker.minimum) == (5, 3)
+    assert told.job.worker.template == before.worker.template
+    assert told.job.metadata.generation == 3
+    await scene.platform.publish(status())  # a status is no edit: it is not told again
+    await scene.platform.create_node(N0)
+    await scene.hears_of(NodeSeen, N0)
+    logged = [r.__dict__["generation"] for r in caplog.records if r.msg == "spec_refused"]
+    assert logged == sorted(set(logged))
+    assert logged[-1] == 3
+
+
+async def test_of_an_edit_that_is_refused_numbers_that_do_not_fit_are_left(scene: Scene) -> None:
+    refused(scene, BAD_EDITS[0], replicas=2, minReplicas=9)
+    told = await scene.hears(lambda e: isinstance(e, JobChanged))
+    assert isinstance(told, JobChanged)
+    assert (told.job.worker.replicas, told.job.worker.minimum) == (2, 1)
+
+
+@pytest.mark.parametrize("edit", BAD_EDITS)
+async def test_a_new_master_goes_on_with_the_spec_that_was_accepted(
+    scene: Scene, edit: Edit
+) -> None:
+    accepted = await scene.platform.get_job()
+    refused(scene, edit, suspend=True)
+    later = KubernetesPlatform(scene.kube, "default", "x", Site(scene.uid, "a:1"))
+    job = await later.get_job(accepted)
+    assert job.spec.suspend
+    assert job.worker == accepted.worker
+
+
+async def test_a_master_that_starts_under_a_bad_edit_reads_its_journal_and_is_ready(
+    scene: Scene, tmp_path: Path
+) -> None:
+    async def run(*edits: Edit, until: Callable[[Loop], object]) -> None:
+        for edit in edits:
+            refused(scene, edit)
+        platform = KubernetesPlatform(scene.kube, "default", "x", Site(scene.uid, "a:1"))
+        loop = Loop(platform, FileStore(tmp_path / "journal"), Rules())
+        running = asyncio.create_task(loop.run())
+        try:
+            await scene.until(lambda: running.done() or until(loop))
+            assert not running.done()
+        finally:
+            running.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await running
+
+    await run(until=lambda loop: loop.journal_writes)
+    await run(*BAD_EDITS, until=lambda loop: loop.ready and scene.cluster.one(PODS, "x-n1"))
 
 
 async def test_a_spec_that_cannot_be_used_does_not_end_a_master_that_starts(scene: Scene) -> None:

@@ -4,6 +4,7 @@ Events are facts; effects are wishes, each idempotent, since a crash between sto
 carrying it out repeats them. :class:`Journal` is all that outlives the master.
 """
 
+import json
 import math
 from dataclasses import dataclass, field
 from typing import Literal
@@ -20,6 +21,7 @@ from dlrover_py.protocol.agents import (
     Stored,
     WorkerFailure,
 )
+from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import Incarnation, NodeId, Round, Term
 from dlrover_py.protocol.status import Failure, JobEvent, JobPhase
@@ -259,6 +261,9 @@ class Journal(_Kept):
 
     version: Literal[1] = 1
     job: str
+    accepted: str = ""
+    """The spec that is followed, as JSON: the next master goes on with it if that of the cluster
+    cannot be used by then. Empty where it is large."""
     term: Term
     next_node: int = 0
     next_event: int = 1
@@ -290,6 +295,13 @@ class Journal(_Kept):
     started_at: float = 0.0
     ended_at: float | None = None
     events: list[JobEvent] = Field(default_factory=list)
+
+    def read_accepted(self) -> ElasticJob | None:
+        """The spec that was followed; None where it is not known."""
+        try:
+            return ElasticJob.read(json.loads(self.accepted)) if self.accepted else None
+        except ConfigError:  # of another version
+            return None
 
 
 @dataclass(slots=True)

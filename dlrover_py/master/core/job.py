@@ -89,6 +89,8 @@ DOUBTS = 2
 """Early deaths of forked workers that are blamed on the fork; after them all starts are cold."""
 GONE_KEPT = 64
 TOLD_SINGLY = 8
+ACCEPTED_BYTES = 256 * 1024
+"""A larger spec is not journaled: a Secret takes 1 MiB, and round and members come first."""
 NAMED = 16
 """Nodes that a sentence names; of more it gives the number."""
 
@@ -115,6 +117,7 @@ class Job:
         self, job: ElasticJob, rules: Rules, *, term: Term, now: float, wall: float
     ) -> None:
         self.job = job
+        self._accepted = _told(job)
         self.rules = rules
         self.term = term
         self.pace = self._pace_of(job)
@@ -303,6 +306,7 @@ class Job:
         present = [n for n in self.nodes if n.phase is not NodePhase.GONE]
         return Journal(
             job=self.job.metadata.name,
+            accepted=self._accepted,
             term=self.term,
             next_node=self.next_node,
             next_event=self.next_event,
@@ -620,6 +624,7 @@ class Job:
         if job.spec == old.spec or self.phase.ended:
             return
         self._dirty = True
+        self._accepted = _told(job)
         if job.spec.suspend != old.spec.suspend:
             return  # seen to below, as the wish may also have changed while no master was there
         self.exhausted = 0  # a new wish is a new start for places that were given up
@@ -1688,6 +1693,12 @@ class Job:
             message=message,
             last_transition_time=old.last_transition_time if old is not None and same else wall,
         )
+
+
+def _told(job: ElasticJob) -> str:
+    """A job as the journal keeps it."""
+    text = job.model_dump_json(by_alias=True, exclude_unset=True)
+    return text if len(text) <= ACCEPTED_BYTES else ""
 
 
 def _joined(nodes: Iterable[NodeId]) -> str:

@@ -30,8 +30,12 @@ class Platform(Protocol):
     known: Known
     """Once the job was read."""
 
-    async def get_job(self) -> ElasticJob:
+    async def get_job(self, accepted: ElasticJob | None = None) -> ElasticJob:
         """What the user wants, as it stands.
+
+        Args:
+            accepted: the wish that an earlier master followed; gone on with where the present one
+                cannot be used.
 
         Raises:
             TransientError: not now.

@@ -119,7 +119,7 @@ class KubernetesPlatform:
         self._sweeping = False
         self._background: set[asyncio.Task[None]] = set()
 
-    async def get_job(self) -> ElasticJob:  # noqa: D102
+    async def get_job(self, accepted: ElasticJob | None = None) -> ElasticJob:  # noqa: D102
         with _transient():
             obj = await self._kube.get(ELASTICJOBS, self._name, self._namespace)
         if obj["metadata"].get("uid") != self._site.uid:
@@ -132,7 +132,7 @@ class KubernetesPlatform:
         self._known = True
         self.known = _remembered((obj.get("status") or {}).get("training") or {})
         try:
-            return self._read(obj)
+            return self._read(obj, accepted)
         except ConfigError as error:
             raise TransientError(f"the spec cannot be used: {error}") from error
 
@@ -191,17 +191,31 @@ class KubernetesPlatform:
         if self._job is not None and self._job.metadata.generation == meta.get("generation"):
             return None
         try:
-            return JobChanged(self._read(obj))
-        except ConfigError as error:  # the API server lets nothing through that we refuse
-            log.error("spec_refused", extra={"why": str(error), "then": "the old one stays"})
+            return JobChanged(self._read(obj, self._job))
+        except ConfigError as error:  # and there is none that was accepted: the job is gone
+            log.error("spec_refused", extra={"why": str(error)})
             return None
 
     def _job_gone(self) -> Event | None:
         """Its object is gone, or about to be, and its Pods with it, unless they shall stay."""
         return None if self._orphaned else JobStopped()
 
-    def _read(self, obj: Obj) -> ElasticJob:
-        self._job = ElasticJob.read(obj)
+    def _read(self, obj: Obj, accepted: ElasticJob | None) -> ElasticJob:
+        """What is wished. CEL sees no templates and lets other roles be added: of an edit that
+        cannot be used counts what can be read.
+
+        Raises:
+            ConfigError: it cannot be used, and none was accepted before.
+        """
+        try:
+            self._job = ElasticJob.read(obj)
+        except ConfigError as error:
+            if accepted is None:
+                raise
+            self._job = accepted.under(obj)
+            then = "the last one that was accepted stays, but for suspend and numbers of nodes"
+            fields = {"why": str(error), "then": then, "generation": self._job.metadata.generation}
+            log.error("spec_refused", extra=fields)
         self._chore(self._try_template(self._job))
         return self._job
 

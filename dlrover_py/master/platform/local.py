@@ -31,7 +31,7 @@ class LocalPlatform:
     def __init__(self, socket_path: str) -> None:
         self._client = Client(f"unix:{socket_path}")
 
-    async def get_job(self) -> ElasticJob:  # noqa: D102
+    async def get_job(self, accepted: ElasticJob | None = None) -> ElasticJob:  # noqa: D102
         body = await self._client.call("GET", "/v1/job", deadline_s=CALL_S)
         return Snapshot.model_validate_json(body).job
 

@@ -21,7 +21,7 @@ class StaticPlatform:
     def __init__(self, job: ElasticJob) -> None:
         self._job = job
 
-    async def get_job(self) -> ElasticJob:  # noqa: D102
+    async def get_job(self, accepted: ElasticJob | None = None) -> ElasticJob:  # noqa: D102
         return self._job
 
     async def watch(self) -> AsyncIterator[Sequence[Event]]:  # noqa: D102
