@@ -7,7 +7,8 @@ follows from the job's, creating is a POST, and what is there is kept if it is t
 States, as the master and the operator tell each other by the job's status:
 
 ===============  ==================================================================================
-refused          the spec cannot be used: nothing is made; what runs already goes on
+refused          the spec cannot be used: nothing is made; what runs already goes on, and what its
+                 master needs is kept
 running          Service, then Deployment (told the Service's address); made again if deleted
 suspended        the master stops its nodes and says so, then the Deployment goes to 0;
                  a resume plans it anew from the spec, with this operator's version
@@ -38,6 +39,7 @@ MASTERLESS_S = 60.0
 OLD_S = 1.0
 """Objects of a deleted job of the same name go soon; until then this is the pace of looking."""
 ENDED = tuple(phase.value for phase in JobPhase if phase.ended)
+GOING = (JobPhase.PENDING, JobPhase.RUNNING, JobPhase.FORMING)
 MESSAGE = 1024
 
 
@@ -263,6 +265,7 @@ class _Planner:
         self.wakes: list[float] = []
         self.refused: ConfigError | None = None
         self.job: ElasticJob | None = None
+        """What the master's objects are made from; None if none are to be made."""
         try:
             self.job = ElasticJob.read(seen.job)
         except ConfigError as error:
@@ -274,6 +277,9 @@ class _Planner:
         self._set_foreign_aside()
         self.suspend = self.spec.get("suspend") is True
         self.resting = self.deployment is None or self.deployment.replicas == 0
+        self.runs = not self.resting or self.training.get("phase") in GOING
+        if self.refused is not None and self.runs:
+            self.job = _bare(seen.job)
         self.ended = self._ended()
         self.start = self._start()
         self.masterless_since = self._masterless_since()
@@ -548,9 +554,10 @@ class _Planner:
             words = "what a deleted job of this name has left is not gone yet"
             return "MasterReady", False, "Waiting", words, ""
         deployment = self.deployment
+        if self.refused is not None and not self.runs:
+            return "MasterReady", False, "Refused", "", ""
         if deployment is None:
-            reason = "Creating" if self.refused is None else "Refused"
-            return "MasterReady", False, reason, "", ""
+            return "MasterReady", False, "Creating", "", ""
         if deployment.available:
             return "MasterReady", True, "Available", "it serves its nodes", "Normal"
         for pod in self.seen.pods:
@@ -585,6 +592,23 @@ def _needs(job: ElasticJob) -> Iterator[Action]:
     yield Create("NetworkPolicy", manifests.network_policy(job))
     yield Create("Secret", manifests.journal_secret(job))
     yield MakeCredentials(job)
+
+
+def _bare(obj: Obj) -> ElasticJob | None:
+    """Of a job whose spec cannot be used: all that its master's objects are made from."""
+    roles = (obj.get("spec") or {}).get("replicaSpecs") or {}
+    theirs = ((roles.get(names.ROLE_WORKER) or {}).get("template") or {}).get("spec")
+    pod: Obj = {"containers": [{"name": names.MAIN_CONTAINER}]}
+    if isinstance(theirs, dict):
+        pod["hostNetwork"] = theirs.get("hostNetwork")
+    for master in (roles.get(names.ROLE_MASTER), None):
+        worker = {"template": {"spec": pod}}
+        spec = {"replicaSpecs": {names.ROLE_WORKER: worker, names.ROLE_MASTER: master}}
+        try:
+            return ElasticJob.read(obj | {"spec": spec})
+        except ConfigError:
+            continue
+    return None  # its name is none that an object can have
 
 
 def _owner(meta: Obj) -> str:

@@ -325,6 +325,50 @@ def test_a_bad_edit_leaves_the_running_job_alone_and_is_told() -> None:
     assert world.said("Accepted") == ("True", "Accepted")
 
 
+BAD_EDITS: list[dict[str, Any]] = [
+    {"worker": {"replicas": 1, "template": {"spec": {"containers": "x"}}}},
+    {"worker": job_file(3)["spec"]["replicaSpecs"]["worker"], "ps": {"replicas": 1}},
+    {"worker": {"replicas": 1}, "dlrover-master": {"template": {"spec": {}}, "replicas": 1}},
+]
+
+
+@pytest.mark.parametrize("bad", BAD_EDITS)
+def test_under_a_bad_edit_what_the_master_needs_is_kept(bad: dict[str, Any]) -> None:
+    world = running()
+    assert world.service is not None
+    address = world.service.address
+    world.edit(replicaSpecs=bad)
+    world.settle()
+    world.service = None
+    assert world.settle()["CreateService"] == 1
+    assert world.service is not None
+    assert world.service.address == address
+    world.goes_down()
+    world.settle()
+    world.now += p.HEAL_S + 1
+    healed = world.settle()
+    assert {"CreateRole", "CreateSecret", "MakeCredentials"} <= set(healed)
+    world.deployment = None
+    assert world.settle()["CreateDeployment"] == 1
+    assert world.said("Accepted")[0] == "False"
+
+
+@pytest.mark.parametrize("bad", BAD_EDITS)
+def test_a_job_is_suspended_under_a_bad_edit_and_not_resumed_before_it_is_mended(
+    bad: dict[str, Any],
+) -> None:
+    world = running()
+    world.edit(replicaSpecs=bad)
+    world.settle()
+    suspended(world)
+    assert world.status["phase"] == "Suspended"
+    world.edit(suspend=False)
+    assert not {"Replan", "CreateDeployment"} & set(world.settle())
+    assert world.said("MasterReady") == ("False", "Refused")
+    world.edit(replicaSpecs=job_file(3)["spec"]["replicaSpecs"])
+    assert world.settle()["Replan"] == 1
+
+
 def test_fields_without_effect_are_told_once() -> None:
     world = World.of(optimizeMode="single-job", brainService="b")
     assert world.settle()["Tell"] == 1
