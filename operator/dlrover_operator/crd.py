@@ -122,12 +122,18 @@ def _columns() -> list[Schema]:
         ("Round", "integer", f"{training}.round", 1),
         ("World", "integer", f"{training}.worldSize", 1),
         ("Standby", "integer", f"{training}.standby", 1),
+        ("Accepted", "string", _reason_of("Accepted"), 1),
+        ("Master", "string", _reason_of("MasterReady"), 1),
         ("Why", "string", f"{training}.reason", 1),
     ]
     return [
         {"name": name, "type": kind, "jsonPath": path} | ({"priority": wide} if wide else {})
         for name, kind, path, wide in shown
     ]
+
+
+def _reason_of(condition: str) -> str:
+    return f'.status.conditions[?(@.type=="{condition}")].reason'
 
 
 # --- what holds between fields ---

@@ -40,6 +40,8 @@ OLD_S = 1.0
 """Objects of a deleted job of the same name go soon; until then this is the pace of looking."""
 ENDED = tuple(phase.value for phase in JobPhase if phase.ended)
 GOING = (JobPhase.PENDING, JobPhase.RUNNING, JobPhase.FORMING)
+REFUSED = "Refused"
+"""Phase of a job that is not run: see its condition ``Accepted``."""
 MESSAGE = 1024
 
 
@@ -498,6 +500,8 @@ class _Planner:
             return self.ended
         if self.suspend and self.resting:
             return JobPhase.SUSPENDED.value
+        if not self.runs and not self._accepted()[1]:
+            return REFUSED
         published = self.training.get("phase")
         if published == JobPhase.SUSPENDED and not self.suspend:
             return JobPhase.PENDING.value  # its master has not spoken since the resume
@@ -505,7 +509,8 @@ class _Planner:
             return str(published)
         if self.deployment is not None or self.service is not None:
             return "Created"
-        return str(self.status.get("phase") or "")
+        known = str(self.status.get("phase") or "")
+        return "" if known == REFUSED else known
 
     def _ours_to_say(self) -> Iterator[Said]:
         yield self._accepted()

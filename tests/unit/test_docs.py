@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from dlrover_operator.loop import Operator
 from dlrover_operator.manifests import Options
+from dlrover_operator.plan import REFUSED
 from dlrover_py.cli.checkpoints import ckpt
 from dlrover_py.cli.commands import root
 from dlrover_py.master.platform.kubernetes import PROBLEMS
@@ -150,7 +151,7 @@ def metrics_of_master() -> set[str]:
         ("Conditions", "Word", conditions),
         ("Events", "Word", reasons_of_master),
         ("Reasons of the operator's conditions", "Word", reasons_of_operator),
-        ("Phases", "Word", lambda: {"Created", *(phase.value for phase in JobPhase)}),
+        ("Phases", "Word", lambda: {"Created", REFUSED, *(phase.value for phase in JobPhase)}),
         ("Metrics of the master", "metric", metrics_of_master),
         ("Metrics of the operator", "metric", metrics_of_operator),
     ],

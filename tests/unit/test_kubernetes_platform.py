@@ -246,6 +246,23 @@ async def test_what_pods_lack_is_a_condition(scene: Scene) -> None:
     assert over["status"] == "False", "the next master knows that it was there"
 
 
+async def test_the_column_why_names_what_holds_the_job_up(scene: Scene) -> None:
+    def why() -> str:
+        return str(scene.job()["status"]["training"]["reason"])
+
+    await scene.platform.create_node(N0)
+    waiting = {"waiting": {"reason": "ImagePullBackOff", "message": "Back-off pulling i"}}
+    scene.change(N0, phase="Pending", containerStatuses=[{"name": "main", "state": waiting}])
+    await scene.hears(lambda e: isinstance(e, NodeSeen) and not e.near)
+    nobody = "0 of at least 1 nodes are there"
+    await scene.platform.publish(status(phase=JobPhase.PENDING, reason=nobody, nodes_in_round=0))
+    assert why() == f"ImagePullBackOff: n0: main: Back-off pulling i; {nobody}"
+    await scene.platform.publish(status(reason="a round", nodes_in_round=1))
+    assert why() == "ImagePullBackOff: n0: main: Back-off pulling i; a round"
+    await scene.platform.publish(status(reason="all train"))
+    assert why() == "all train"
+
+
 async def test_a_template_that_is_refused_is_a_condition_before_a_pod_is_needed(
     scene: Scene,
 ) -> None:

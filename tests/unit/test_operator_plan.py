@@ -311,7 +311,11 @@ def test_a_refused_job_gets_words_and_nothing_else(
     assert world.settle() == {"SetStatus": 1, "Tell": 1}
     assert world.said("Accepted") == ("False", reason)
     assert words in world.condition("Accepted")["message"]
-    assert world.status.get("phase", "") == ""
+    assert world.status["phase"] == "Refused"
+    world.job["spec"] = World.of().job["spec"]
+    world.job["metadata"]["generation"] += 1
+    world.settle()
+    assert world.status["phase"] == "Created"
 
 
 def test_a_bad_edit_leaves_the_running_job_alone_and_is_told() -> None:
@@ -365,6 +369,7 @@ def test_a_job_is_suspended_under_a_bad_edit_and_not_resumed_before_it_is_mended
     world.edit(suspend=False)
     assert not {"Replan", "CreateDeployment"} & set(world.settle())
     assert world.said("MasterReady") == ("False", "Refused")
+    assert world.status["phase"] == "Refused"
     world.edit(replicaSpecs=job_file(3)["spec"]["replicaSpecs"])
     assert world.settle()["Replan"] == 1
 

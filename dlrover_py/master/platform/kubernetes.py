@@ -41,6 +41,7 @@ from dlrover_py.protocol.names import NodeId
 from dlrover_py.protocol.status import (
     Condition,
     JobEvent,
+    JobPhase,
     JobStatus,
     Training,
     rfc3339,
@@ -70,6 +71,7 @@ PROBLEMS = (
 )
 """Conditions that are ours: True as long as it is so."""
 EVENT_CHARS = 1024
+WHY_CHARS = 300
 LOG_LINES, LOG_S = 20, 3.0
 
 
@@ -455,6 +457,7 @@ class KubernetesPlatform:
         if self._orphaned or status.term < self._newest_term:
             return  # nobody to tell, or another master tells
         conditions = self._conditions(status)
+        status = status.model_copy(update={"reason": _why(status, conditions)})
         body = shown(status, conditions, names.workers_of(self._name), self._times)
         gist = _gist(body)
         now = asyncio.get_running_loop().time()
@@ -597,6 +600,16 @@ def shown(
         "selector": selector,
         "training": _finite(training),
     }
+
+
+def _why(status: JobStatus, conditions: Sequence[Condition]) -> str:
+    """The column: what keeps nodes from being there comes before their number."""
+    short = status.phase is JobPhase.RUNNING and status.nodes_in_round < status.wanted
+    if not (short or status.phase in (JobPhase.PENDING, JobPhase.FORMING)):
+        return status.reason
+    held = (c for c in conditions if c.type in PROBLEMS and c.status == "True")
+    words = [f"{c.type}: {c.message}"[:WHY_CHARS] for c in held]
+    return "; ".join([*words[:1], status.reason])
 
 
 def _finite(value: Any) -> Any:
