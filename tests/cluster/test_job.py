@@ -64,9 +64,12 @@ def test_the_columns_tell_the_story(there: Watched, agent_image: str) -> None:
 def test_dlrovers_own_kind_of_manifest_runs(there: Watched, agent_image: str) -> None:
     """A shell as PID 1, --nnodes from the environment, a check of the network, DLRover's fields."""
     script = steps(10, 0.05)
-    inner = "exec 3>&1; dlrover-run --nnodes=1:$NODE_NUM --max-restarts=1 --no-python python3 -c "
+    inner = (
+        "exec 3>&1; dlrover-run --network-check --nnodes=3:$NODE_NUM --max-restarts=1 "
+        "--no-python python3 -c "
+    )
     command = ["/bin/bash", "-c", f"{inner} '{script[-3]}' 10 0.05; exit $?"]
-    doc = document("job", agent_image, command, replicas=2, restartCount=3, autoScale=True,
+    doc = document("job", agent_image, command, replicas=3, restartCount=3, autoScale=True,
                    restartPolicy="Never", priority="0.5")  # fmt: skip
     doc["metadata"]["annotations"] = {"pre_check_ops": "[]", "enable_dashboard": "true"}
     doc["spec"] |= {
@@ -79,9 +82,12 @@ def test_dlrovers_own_kind_of_manifest_runs(there: Watched, agent_image: str) ->
     theirs = {"name": "main", "image": "somebody/elses:master", "resources": resources}
     template: Obj = {"spec": {"containers": [theirs], "restartPolicy": "Never"}}
     doc["spec"]["replicaSpecs"]["dlrover-master"] = {"replicas": 1, "template": template}
+    worker = doc["spec"]["replicaSpecs"]["worker"]
+    worker["template"] = there.cluster.with_torch(worker["template"])  # the check needs it
     run = submit(there.cluster, there, doc)
-    run.ends("Succeeded")
-    assert run.training.minimum == 1, "of --nnodes"
+    run.ends("Succeeded", within_s=240)
+    assert run.training.minimum == 3, "of --nnodes"
+    assert "NodesChecked" in reasons(run)
 
 
 def test_a_parameter_server_job_is_told_that_it_is_not_run_yet(
@@ -95,6 +101,8 @@ def test_a_parameter_server_job_is_told_that_it_is_not_run_yet(
     run = Job(cluster, there, "job")
     told = run.until(lambda: run.condition("Accepted"), "a condition", within_s=10)
     assert (told["status"], told["reason"]) == ("False", "Unsupported")
+    assert run.kubectl("get", "ej", "job", "-owide").splitlines()[1].split()[1] == "Refused"
+    assert "Unsupported" in run.kubectl("get", "ej", "job", "-owide")
     assert not there.all("Pod")
 
 
@@ -353,6 +361,24 @@ def test_a_job_is_suspended_and_resumed(there: Watched, agent_image: str) -> Non
     assert run.condition("Suspended")["status"] == "False"
 
 
+def test_a_spec_that_is_refused_stops_neither_suspend_nor_scale_nor_a_new_master(
+    there: Watched, agent_image: str
+) -> None:
+    """CEL sees no templates and lets roles be added."""
+    run = job(there, agent_image, replicas=1)
+    before = run.runs(1)
+    run.patch({"replicaSpecs": {"worker": {"template": {"spec": {"containers": "x"}}}}})
+    run.patch({"replicaSpecs": {"ps": {"replicas": 1}}})
+    run.until(lambda: run.condition("Accepted").get("status") == "False", "the edit is refused")
+    label = "elasticjob.dlrover/replica-type=dlrover-master"
+    run.kubectl("delete", "pod", "-l", label, "--wait=false")
+    run.until(lambda: run.training.term == before.term + 1, "another master")
+    run.patch({"replicaSpecs": {"worker": {"replicas": 2}}})
+    run.runs(2, after=before.round)
+    run.patch({"suspend": True})
+    run.until(lambda: run.holds("Suspended"), "Suspended")
+
+
 def test_a_job_that_is_suspended_from_the_start_costs_nothing(
     there: Watched, agent_image: str
 ) -> None:
@@ -417,6 +443,13 @@ def test_what_a_pod_lacks_is_a_condition(there: Watched, agent_image: str) -> No
     assert "no-such:1" in trouble(image, "ImagePullBackOff", 40)
     assert "node affinity/selector" in trouble(room, "Unschedulable")
     assert trouble(bad, "InvalidTemplate")
+    for run, why in (
+        (image, "ImagePullBackOff"),
+        (room, "Unschedulable"),
+        (bad, "InvalidTemplate"),
+    ):
+        run.until(lambda r=run, w=why: r.training.reason.startswith(w), f"{why} in the column")
+        assert f"{why}: " in run.kubectl("get", "ej", run.name, "-owide")
 
 
 def submit_unchecked(there: Watched, doc: Obj) -> Job:
