@@ -217,7 +217,7 @@ def _command(flags: Flags, settings: Settings, *, member: bool) -> Command:
         )
     if flags.precheck and importlib.util.find_spec("torch") is None:
         raise ConfigError(
-            f"--precheck: {sys.executable} has no torch, which the check is made with; "
+            f"{flags.precheck_flag}: {sys.executable} has no torch, which the check is made with; "
             "install it there, or leave the flag out"
         )
     log_dir = settings.log_dir if member else None

@@ -62,6 +62,8 @@ class Flags(argparse.Namespace):
     training_script_args: list[str]
     node_unit: int
     precheck: int
+    precheck_flag: str = "--precheck"
+    """The flag that asked for the check, as it was written."""
     exclude_straggler: bool
     save_at_breakpoint: bool
     auto_config: bool
@@ -93,9 +95,10 @@ class _Level(argparse.Action):
     """An older spelling of ``--precheck N``."""
 
     def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: Any
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *more: Any
     ) -> None:
         setattr(namespace, self.dest, max(namespace.precheck, self.const))
+        namespace.precheck_flag = more[-1]
 
 
 def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
@@ -260,8 +263,8 @@ def _configure(flags: Flags, nodes: str) -> None:
         flags.nnodes = nodes
     if "nproc_per_node" not in flags.given:
         flags.nproc_per_node = "auto"
-    if int(nodes) >= MANY_NODES:
-        flags.precheck = max(flags.precheck, 1)
+    if int(nodes) >= MANY_NODES and not flags.precheck:
+        flags.precheck, flags.precheck_flag = 1, f"--auto-config with {nodes} nodes"
 
 
 def _known_to_torch(flag: str) -> str:

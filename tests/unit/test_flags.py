@@ -4,6 +4,7 @@ import io
 import os
 import signal
 import socket
+import sys
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import given as examples
 from hypothesis import strategies as st
 
 from dlrover_agent import flags
-from dlrover_agent.cli import count_gpus
+from dlrover_agent.cli import count_gpus, main
 from dlrover_agent.endpoint import Endpoint
 from dlrover_py.protocol.errors import ConfigError, Unreachable
 
@@ -103,6 +104,16 @@ def test_dlrovers_checks_have_levels() -> None:
     assert parse("--network_check", "--comm-perf-test", "t").precheck == 2
     assert parse("--precheck", "2", "--network-check", "t").precheck == 2
     assert parse("--numa-affinity", "t").numa_binding == "node"
+
+
+@pytest.mark.parametrize("flag", ["--network-check", "--comm_perf_test", "--precheck"])
+def test_a_check_without_torch_names_the_flag_that_was_written(
+    flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)  # as if it were not installed
+    number = ["1"] if flag == "--precheck" else []
+    assert main([flag, *number, __file__]) == 1
+    assert f"elastic-run: {flag}: " in capsys.readouterr().err
 
 
 def test_auto_config_takes_what_it_finds() -> None:
