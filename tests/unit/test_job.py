@@ -622,6 +622,12 @@ def test_a_journal_is_read_as_it_was_written() -> None:
     assert Journal.model_validate_json(journal.model_dump_json()) == journal
 
 
+def test_a_standby_is_told_beside_the_nodes_that_are_wished() -> None:
+    bench = running(elastic_job(3, 2, standby=1))
+    (ready,) = [c for c in bench.job.status(bench.now, 0).conditions if c.type == "PodsReady"]
+    assert ready.message == "3 of 3 nodes are ready, and 1 beside them"
+
+
 def test_the_journal_has_the_spec_that_is_followed() -> None:
     bench = running(elastic_job(2, 1))
     bench.spec = bench.spec.scaled(3)

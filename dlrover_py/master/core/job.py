@@ -1657,9 +1657,10 @@ class Job:
 
     def _update_conditions(self, ready: int, wall: float) -> None:
         wanted, running = self.job.worker.replicas, self.phase is JobPhase.RUNNING
-        self._set(
-            "PodsReady", ready >= wanted, "Ready", f"{ready} of {wanted} nodes are ready", wall
-        )
+        words = f"{min(ready, wanted)} of {wanted} nodes are ready"
+        if ready > wanted:
+            words += f", and {ready - wanted} beside them"
+        self._set("PodsReady", ready >= wanted, "Ready", words, wall)
         self._set("Running", running, self.phase.value, self.reason, wall)
         nodes = len(self.world.members) if self.world is not None else 0
         degraded = running and nodes < wanted // self.job.worker.node_unit * (
