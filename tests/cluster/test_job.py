@@ -235,7 +235,7 @@ def test_the_first_example_runs(there: Watched, cluster: Cluster) -> None:
     role["template"] = cluster.with_torch(role["template"])
     main = role["template"]["spec"]["containers"][0]
     main["image"] = cluster.image("examples")
-    main["command"] += ["--epochs=3"]
+    main["command"] += ["--epochs=3", "--step-delay=0.05"]
     run = submit(cluster, there, doc)
     run.ends("Succeeded", within_s=240)
     assert "accuracy 0." in "".join(cluster.logs(f"digits-{n}", there.namespace) for n in run.pods)

@@ -52,7 +52,7 @@ def example(place: Place, name: str, hosts: int, *more: str) -> Iterator[Job]:
 
 
 def test_01_digits_survives_a_killed_worker(place: Place) -> None:
-    with example(place, "01-digits", 2, "--step-delay=0.01") as run:
+    with example(place, "01-digits", 2, "--epochs=20", "--step-delay=0.01") as run:
         run.running(2)
         ckpt = place.folder / "01-digits" / "ckpt"
         eventually(lambda: ckpt.exists() and any(ckpt.iterdir()), "a checkpoint", within_s=120)

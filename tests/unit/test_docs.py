@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import click
 import pytest
+import yaml
 from prometheus_client import CollectorRegistry
 
 from dlrover_operator.loop import Operator
@@ -202,6 +203,16 @@ def test_the_flags_of_checkpoints_are_those_of_the_page() -> None:
         if option.startswith("--")
     }
     assert exists == set(re.findall(r"(--[a-z][a-z-]+)", section))
+
+
+def test_the_first_example_lasts_as_long_as_its_pages_say() -> None:
+    job = yaml.safe_load((ROOT / "examples/01-digits/job.yaml").read_text())
+    (main,) = job["spec"]["replicaSpecs"]["worker"]["template"]["spec"]["containers"]
+    said = dict(re.findall(r"--([a-z-]+)=([0-9.]+)", " ".join(main["command"])))
+    steps = int(said["epochs"]) * -(-1437 // 96)  # its samples and its batch
+    assert 9 * 60 <= steps * float(said["step-delay"]) <= 11 * 60
+    for page in ("README.md", "docs/kubernetes.md", "examples/01-digits/README.md"):
+        assert re.search(r"ten\s+minutes", (ROOT / page).read_text()), page
 
 
 def anchors(page: Path) -> set[str]:
