@@ -6,7 +6,7 @@
 set -uo pipefail
 venv=$1
 quick=$(mktemp)
-"$venv/bin/pytest" -rs -p no:cacheprovider tests/unit tests/stateful >"$quick" 2>&1 &
+nice -n 10 "$venv/bin/pytest" -rs -p no:cacheprovider tests/unit tests/stateful >"$quick" 2>&1 &
 beside=$!
 "$venv/bin/pytest" -rs tests --ignore=tests/unit --ignore=tests/stateful
 code=$?
