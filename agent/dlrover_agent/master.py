@@ -21,8 +21,9 @@ RECIPE_S = 10.0
 ASK_S = 60.0
 FIRST_ANSWER_S = 30.0
 """For the first exchange: how long the master may hold a report is known only from its answer."""
-SAID_AFTER_S = 2.0
-"""A master that has just been made is not there at once."""
+SAID_AFTER_S = 5.0
+"""A master that has just been made is not there at once; one that answers that it is not ready yet
+needs no words."""
 
 
 class Line:
@@ -109,7 +110,8 @@ class Line:
                     if waited >= self._connect_s:
                         words = f"the master did not answer for {self._connect_s:g} s"
                         raise Unreachable(f"{words}: {error}") from error
-                    if waited >= SAID_AFTER_S and not said:
+                    away = isinstance(error, Unreachable)
+                    if away and waited >= SAID_AFTER_S and not said:
                         said = True
                         log.warning("master_not_reached", extra={"why": str(error)})
                 self._say_down(error)
