@@ -14,11 +14,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from dlrover_py import arena
 from dlrover_py.arena import Arena, Slot
-from dlrover_py.protocol.checkpoint import Answer, Order, Phase, Summary, read_line
+from dlrover_py.protocol.checkpoint import Answer, Order, Phase, read_line
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ def host() -> str:
 
 
 def unflag(folder: Path, step: int, round_: int, lap: int, *, only: set[str] | None = None) -> None:
-    """Have a set no longer wait for storage, in all slots that nobody reads.
+    """Have a set no longer wait for storage, in all slots that hold it.
 
     Args:
         folder: the arena.
@@ -47,14 +48,9 @@ def unflag(folder: Path, step: int, round_: int, lap: int, *, only: set[str] | N
             continue
         if (summary.step, summary.round, summary.lap) == (step, round_, lap):
             with contextlib.suppress(OSError), Slot(path, write=True) as slot:
-                if slot.lock(shared=False) and slot.summary() == summary:
-                    slot.put(_unflagged(summary))
-
-
-def _unflagged(summary: Summary) -> Summary:
-    from dataclasses import replace
-
-    return replace(summary, persist=False)
+                # Others may read it, as only this page changes; nobody may be filling it.
+                if slot.lock(shared=True) and slot.summary() == summary:
+                    slot.put(replace(summary, persist=False))
 
 
 class Memory:

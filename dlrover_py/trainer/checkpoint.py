@@ -43,8 +43,11 @@ import re
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from datetime import timedelta
+from enum import IntEnum
 from math import sqrt
 from pathlib import Path
 from types import TracebackType
@@ -154,8 +157,42 @@ class Vote(NamedTuple):
     """Some node's persister is."""
     stop: int = 0
     """Some rank was asked to stop."""
-    missed: int = 0
-    """Of the save before: 0 all ranks have sealed it, 1 some have not yet, 2 some never will."""
+    fate: int = 0
+    """Of the oldest save that is not settled: a :class:`Fate`."""
+
+
+class Fate(IntEnum):
+    """What has become of a save. The greatest counts: what is missed is known once all are done."""
+
+    SEALED = 0
+    MISSED = 1
+    UNDER_WAY = 2
+
+
+@dataclass(eq=False, slots=True)
+class _Attempt:
+    """A save that is due, until all ranks know what has become of it on all of them.
+
+    That a save is due, and that one is settled, ranks learn in the same call. So the oldest that is
+    not settled is the same one for all, and a vote need not name it.
+    """
+
+    id: Id
+    flagged: bool
+    began: float
+    """By the clock."""
+    staging: Staging | None = None
+    missed: bool = False
+    """On this rank: not begun, for want of a slot or of memory."""
+
+    @property
+    def fate(self) -> Fate:
+        """On this rank."""
+        if self.missed:
+            return Fate.MISSED
+        if self.staging is None or not self.staging.done.is_set():
+            return Fate.UNDER_WAY
+        return Fate.MISSED if self.staging.summary is None else Fate.SEALED
 
 
 class Checkpointer:
@@ -213,13 +250,17 @@ class Checkpointer:
         self._lap = 0
         self._previous: int | None = None
         self._flagged_step: int | None = None
-        self._last: Staging | None = None
-        self._candidate: Id | None = None
-        self._candidate_flagged = False
-        self._failed = False
+        self._attempts: deque[_Attempt] = deque()
+        """Not settled yet, oldest first: two at most."""
+        self._attempted = -1
+        """The greatest step of this lap."""
         self._whole: Id | None = None
+        """The newest set that is known to be sealed on all ranks."""
+        self._again = False
+        """A set that was to go to storage was missed: the next one is to."""
         self._loaded = ""
-        self._pending: _Pending | None = None
+        self._pending: Callable[[float | None], list[int]] | None = None
+        """The vote that was given in the call before."""
         self._vote = Vote()
         self._saved_at = self._flagged_at = clock()
         self._busy: Id | None = None
@@ -302,8 +343,7 @@ class Checkpointer:
         from dlrover_py.trainer import restore
 
         site = self._site()
-        site.stager.wait()
-        self._drain(DRAIN_S)
+        self._settle(site)
         agent = depot.Link.local(self.settings.depot) if self.settings.depot else None
         try:
             found = restore.load(
@@ -321,9 +361,9 @@ class Checkpointer:
         finally:
             if agent is not None:
                 agent.close()
-        self._lap += 1
-        self._candidate = self._whole = None
-        self._failed = False
+        self._lap, self._attempted = self._lap + 1, -1
+        self._attempts.clear()
+        self._whole, self._again = None, False
         self._flagged_step = self._previous = None
         self._saved_at = self._flagged_at = self._clock()
         step: int | None = None
@@ -367,13 +407,9 @@ class Checkpointer:
         if site is None or os.getpid() != self._pid:
             return True
         end = None if timeout_s is None else self._clock() + timeout_s
-        if not site.stager.wait(timeout_s):
-            return False
         if not persisted:
-            return True
-        if site.ballot is None or (self._candidate_flagged and self._candidate is not None):
-            self._drain(DRAIN_S)
-            self._ask(site, at_once=True)
+            return site.stager.wait(timeout_s)
+        self._settle(site)  # by all or by none: a copy ends, so the limit is the storage's
         pause = threading.Event()
         while self._busy_now(site):
             left = 0.05 if end is None else min(0.05, end - self._clock())
@@ -392,11 +428,7 @@ class Checkpointer:
         if not self._closed and os.getpid() == self._pid:
             site = self._open_at
             if site is not None:
-                site.stager.wait()
-                self._drain(DRAIN_S)
-                if site.ballot is None or self._candidate_flagged:
-                    self._ask(site)
-                    self._drain(DRAIN_S)
+                self._settle(site)
             self._let_go()
 
     def __enter__(self) -> Self:
@@ -424,25 +456,35 @@ class Checkpointer:
         force: bool,
     ) -> bool:
         self._hear(site)
-        if site.world == 1:
-            self._vote = self._mine(site)
-            self._stop = bool(self._vote.stop)
         due = force or self._due(step)
         persist = due and self.dir is not None and (force or self._persist_due(step))
-        now = self._clock()
+        attempt: _Attempt | None = None
         if due:
-            self._saved_at = now
-            site.stager.wait()  # so that the vote tells what has become of it
-        if persist:
-            self._flagged_at = now
-        self._ask(site, busy=persist, at_once=force)
-        if not due:
+            site.stager.wait()  # so that this vote settles the save before
+            attempt = self._begin(site, step, flagged=persist)
+        self._ask(site)
+        if attempt is None:
             return False
-        begun = self._stage(site, step, state, metric, persist=persist)
+        if force:
+            self._hear(site)
+        begun = self._stage(site, attempt, state, metric)
         if force:
             site.stager.wait()
-            self._ask(site, at_once=True)
+            self._ask(site)
+            self._hear(site)
         return begun
+
+    def _begin(self, site: "_Site", step: int, *, flagged: bool) -> _Attempt:
+        """A save is due: the same on all ranks, whatever becomes of it on this one."""
+        if step <= self._attempted:  # gone back, or the same once more: another set
+            self._lap += 1
+        self._attempted = step
+        now = self._saved_at = self._clock()
+        if flagged:
+            self._flagged_at, self._flagged_step, self._again = now, step, False
+        attempt = _Attempt((step, site.round, self._lap), flagged, now)
+        self._attempts.append(attempt)
+        return attempt
 
     def _due(self, step: int) -> bool:
         if not self.every.steps:
@@ -457,54 +499,51 @@ class Checkpointer:
             if base is None:
                 base = self._flagged_step = step - 1
             due = step // self.persist_every.steps != base // self.persist_every.steps
-            return due and (not vote.busy or vote.persist == 2)
-        return vote.persist == 2 or (vote.persist == 1 and not vote.busy)
+        else:
+            due = vote.persist > 0
+        return (due or self._again) and (not vote.busy or vote.persist == 2)
 
     def _stage(
         self,
         site: "_Site",
-        step: int,
+        attempt: _Attempt,
         state: Mapping[str, object],
         metric: float | None,
-        *,
-        persist: bool,
     ) -> bool:
         began = time.perf_counter()
+        step, _, lap = attempt.id
+        attempt.missed = True
         flat = flatten(self._whole_state(state), rank=site.rank)
         objects = [(key, encode_object(key, value)) for key, value in flat.objects.items()]
         for note in flat.notes:
             self._say_once(note)
-        spared = {one for one in (self._whole, self._candidate) if one is not None}
-        self._candidate = (step, site.round, self._lap)
-        self._candidate_flagged = persist
-        self._failed, self._last = False, None
+        # What all ranks are known to have, until they are known to have the one after it.
+        spared = {one.id for one in self._attempts if one is not attempt}
+        if self._whole is not None:
+            spared.add(self._whole)
         try:
-            job = site.stager.stage(
+            attempt.staging = site.stager.stage(
                 step,
                 flat.leaves,
                 objects,
-                lap=self._lap,
-                persist=persist,
+                lap=lap,
+                persist=attempt.flagged,
                 metric=metric,
                 spared=spared,
             )
         except NoRoom as error:
             self._missed(step, str(error))
             return False
-        if job is None:
+        if attempt.staging is None:
             self._missed(step, "all slots are needed, or are being read")
             return False
-        self._last = job
+        attempt.missed = False
         self.stats.saves += 1
-        if persist:
-            self._flagged_step = step
-            self._busy, self._busy_since = self._candidate, self._clock()
         spent = time.perf_counter() - began
         self._stall_s = spent if self._stall_s is None else 0.9 * self._stall_s + 0.1 * spent
         return True
 
     def _missed(self, step: int, why: str) -> None:
-        self._failed = True
         self.stats.skipped += 1
         self.stats.why = why
         if why not in self._told:
@@ -524,16 +563,6 @@ class Checkpointer:
 
     # --- the vote ---
 
-    def _status(self) -> int:
-        """What has become of the save before."""
-        if self._candidate is None:
-            return 0
-        if self._failed or self._last is None:
-            return 2
-        if not self._last.done.is_set():
-            return 1
-        return 0 if self._last.summary is not None else 2
-
     def _clock_says(self) -> Vote:
         """What rank 0's clock and figures say."""
         now = self._clock()
@@ -549,7 +578,8 @@ class Checkpointer:
         if self.dir is not None:
             if not self.persist_every.steps:
                 persist = int(now - self._flagged_at >= wait_s)
-            if self._busy is not None and now - self._busy_since > max(PATIENCE_S, 4 * wait_s):
+            waiting = self._busy is not None and not any(one.flagged for one in self._attempts)
+            if waiting and now - self._busy_since > max(PATIENCE_S, 4 * wait_s):
                 persist = 2
         return Vote(save=save, persist=persist)
 
@@ -565,84 +595,67 @@ class Checkpointer:
         cost = self.stats.persist_s * max(LEAST_SLOWDOWN, self._steps.slowdown)
         return max(self.stats.persist_s, optimum_s(cost, self.mtbf_s))
 
-    def _mine(self, site: "_Site", *, busy: bool = False) -> Vote:
+    def _mine(self, site: "_Site") -> Vote:
         """This rank's vote."""
         mine = self._clock_says() if site.rank == 0 else Vote()
         return mine._replace(
-            busy=int(busy or self._busy_now(site)),
+            busy=int(self._busy_now(site)),
             stop=int(self._stop or session.should_stop()),
-            missed=self._status(),
+            fate=self._attempts[0].fate if self._attempts else Fate.UNDER_WAY,
         )
 
-    def _ask(self, site: "_Site", *, busy: bool = False, at_once: bool = False) -> None:
-        """Give this rank's vote, which is read in the next call, or at once.
-
-        Args:
-            site: where we are.
-            busy: a save that goes to storage is about to begin.
-            at_once: wait for the others.
-        """
+    def _ask(self, site: "_Site") -> None:
+        """Give this rank's vote, which is heard in the next call."""
         if site.ballot is None:  # nobody else to ask
-            self._resolve(site, self._status())
-            return
-        mine = self._mine(site, busy=busy)
-        self._pending = _Pending(
-            site.ballot.launch(mine), self._candidate, self._candidate_flagged, self._last
-        )
-        if at_once:
             self._hear(site)
+        else:
+            self._pending = site.ballot.launch(self._mine(site))
 
-    def _hear(self, site: "_Site") -> None:
-        """Take what was agreed on in the call before."""
-        pending, self._pending = self._pending, None
-        if pending is None:
+    def _hear(self, site: "_Site", timeout_s: float | None = None) -> None:
+        """Take what was agreed on in the call before.
+
+        Raises:
+            RuntimeError: another rank is gone, or has not voted in this time.
+        """
+        if site.ballot is None:
+            self._vote = self._mine(site)
+        elif self._pending is not None:
+            heard, self._pending = self._pending, None
+            self._vote = Vote(*heard(timeout_s))
+        else:
             return
-        self._vote = Vote(*pending.heard())
         self._stop = self._stop or bool(self._vote.stop)
-        if pending.candidate is None or self._vote.missed == 1:
-            return
-        # Asked before the newest save was begun: the answer is of the one before that.
-        newest = self._candidate, self._candidate_flagged, self._last
-        self._candidate, self._candidate_flagged, self._last = pending[1:]
-        self._resolve(site, self._vote.missed)
-        if newest[0] != pending.candidate:
-            self._candidate, self._candidate_flagged, self._last = newest
+        if self._attempts and self._vote.fate != Fate.UNDER_WAY:
+            self._resolve(site, self._attempts.popleft(), whole=self._vote.fate == Fate.SEALED)
 
-    def _drain(self, timeout_s: float) -> None:
-        """Take the outstanding vote, whatever has become of the others."""
-        site = self._open_at
-        if site is None or site.ballot is None or self._pending is None:
-            return
+    def _settle(self, site: "_Site") -> None:
+        """Learn what has become of all saves; collective, but for ranks that are gone."""
+        site.stager.wait()
         try:
-            site.ballot.timeout_s = timeout_s
-            self._hear(site)
+            self._hear(site, DRAIN_S)
+            if any(one.flagged for one in self._attempts):  # it is to be ordered, or not
+                self._ask(site)
+                self._hear(site, DRAIN_S)
         except RuntimeError as error:
             log.warning("the last vote on checkpoints was not heard: %s", error)
-        finally:
-            site.ballot.timeout_s = None
 
-    def _resolve(self, site: "_Site", missed: int) -> None:
-        """Learn what has become of the save before, on all ranks."""
-        one, flagged = self._candidate, self._candidate_flagged
-        if one is None or missed == 1:
-            return
-        self._candidate, self._candidate_flagged = None, False
-        if self._last is not None and self._last.summary is not None:
-            self.stats.sealed += 1
-        if missed == 0:
-            self._whole = one
-            if flagged and site.persister is not None:
-                self._order(site, site.persister, one)
-            return
-        if self._last is not None and self._last.why:
-            self.stats.failed += 1
-            self.stats.why = self._last.why
-        if flagged:  # on some rank it is not there
-            step, round_, lap = one
-            unflag(site.folder, step, round_, lap, only=site.own)
-            self._flagged_at = float("-inf")  # the next one is to
-            self._flagged_step = None if self._flagged_step == step else self._flagged_step
-            self._busy = None
+    def _resolve(self, site: "_Site", one: _Attempt, *, whole: bool) -> None:
+        """All ranks know now whether all have it."""
+        if one.staging is not None:
+            if one.staging.summary is not None:
+                self.stats.sealed += 1
+            else:
+                self.stats.failed += 1
+                self.stats.why = one.staging.why
+        if whole:
+            self._whole = one.id
+            if one.flagged:
+                self._busy, self._busy_since = one.id, one.began
+                if site.persister is not None:
+                    self._order(site, site.persister, one.id)
+        elif one.flagged:
+            unflag(site.folder, *one.id, only=site.own)
+            self._again = True
 
     # --- storage ---
 
@@ -690,10 +703,10 @@ class Checkpointer:
 
     def _busy_now(self, site: "_Site") -> bool:
         """Whether a set of this rank is on its way to storage: its slot says so."""
+        if any(one.flagged for one in self._attempts):
+            return True  # or will be
         if self._busy is None:
             return False
-        if self._busy == self._candidate and self._status():
-            return True  # not sealed yet, or never: that is for all ranks to learn
         held = (s for s in site.stager.found() if s is not None and identity(s) == self._busy)
         if any(summary.persist for summary in held):
             return True
@@ -732,14 +745,6 @@ class Checkpointer:
             self._open_at.close()
 
 
-class _Pending(NamedTuple):
-    heard: Callable[[], list[int]]
-    candidate: Id | None
-    """Which save it speaks of."""
-    flagged: bool
-    last: Staging | None
-
-
 class _StepTimes:
     """How long steps take, with a busy persister and without: means that forget."""
 
@@ -771,21 +776,22 @@ class _Ballot:
         on_host = any(name in backend for name in ("gloo", "mpi", "ucc"))
         self._device = torch.device("cpu" if on_host else torch.accelerator.current_accelerator())
         self._side: Any = None if on_host else torch.cuda.Stream()
-        self.timeout_s: float | None = None
 
-    def launch(self, vote: Vote) -> Callable[[], list[int]]:
-        """Begin; what is returned waits for the end, and gives the greatest of each number."""
+    def launch(self, vote: Vote) -> Callable[[float | None], list[int]]:
+        """Begin; what is returned waits for the end, and gives the greatest of each number.
+
+        It takes seconds, or None for the group's own limit, and raises RuntimeError after that. On
+        a GPU the group's watchdog knows the limit.
+        """
         numbers = torch.tensor(vote, dtype=torch.int64, device=self._device)
         work = dist.all_reduce(numbers, op=dist.ReduceOp.MAX, async_op=True)
         if self._side is None:
 
-            def wait() -> list[int]:
-                if self.timeout_s is None:
+            def wait(timeout_s: float | None) -> list[int]:
+                if timeout_s is None:
                     work.wait()
                 else:
-                    from datetime import timedelta
-
-                    work.wait(timedelta(seconds=self.timeout_s))
+                    work.wait(timedelta(seconds=timeout_s))
                 return [int(n) for n in numbers.tolist()]
 
             return wait
@@ -795,7 +801,7 @@ class _Ballot:
             here.copy_(numbers, non_blocking=True)
             event = self._side.record_event()
 
-        def heard() -> list[int]:
+        def heard(_: float | None) -> list[int]:
             event.synchronize()
             return [int(n) for n in here.tolist()]
 

@@ -3,8 +3,10 @@
 import json
 import logging
 import os
+import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -46,10 +48,10 @@ def checkpointer(folder: Path) -> Iterator[Checkpointer]:
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 6) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            *(nn.Sequential(nn.Linear(SIZE, SIZE), nn.BatchNorm1d(SIZE)) for _ in range(6))
+            *(nn.Sequential(nn.Linear(SIZE, SIZE), nn.BatchNorm1d(SIZE)) for _ in range(depth))
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -117,6 +119,8 @@ def test_each_tensor_is_of_its_step(
     train(folder, checkpointer, make, lambda step: step())
 
 
+# torch's own, when its compiler is first imported.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_a_compiled_step_waits_too(
     folder: Path, checkpointer: Checkpointer, fullgraph: bool
@@ -131,9 +135,9 @@ def test_a_compiled_step_waits_too(
 
     if fullgraph:
         step_ = torch.compile(backend="aot_eager")  # the model too
-        train(folder, checkpointer, adam(), step, wrap=step_)
+        train(folder, checkpointer, adam(), step, wrap=step_, depth=2, steps=5)
     else:
-        train(folder, checkpointer, adam(), step)
+        train(folder, checkpointer, adam(), step, depth=2, steps=5)
 
 
 def train(
@@ -142,16 +146,18 @@ def train(
     make: Callable[[nn.Module], torch.optim.Optimizer],
     step_by: Callable[[Callable[[], Any]], None],
     wrap: Callable[[Any], Any] = lambda net: net,
+    depth: int = 6,
+    steps: int = STEPS,
 ) -> None:
     """Saves after each step; two backward passes a step, an average that changes at once."""
     torch.manual_seed(0)
-    net = Net()
+    net = Net(depth)
     optimizer = make(net)
-    average = Net()
+    average = Net(depth)
     state = {"model": net, "optimizer": optimizer, "average": average}
     model = wrap(net)
     slowly(checkpointer)
-    for step in range(1, STEPS):
+    for step in range(1, steps):
         for _ in range(2):
             model(torch.randn(8, SIZE)).square().mean().backward()
         step_by(optimizer.step)
@@ -247,15 +253,20 @@ def test_an_edit_of_data_is_noticed(
     assert all(torch.equal(found[key], tensor) for key, tensor in want.items())
 
 
-@pytest.mark.timeout(300)
 def test_what_a_killed_writer_leaves_is_whole_and_the_newest(folder: Path) -> None:
     probe = Path(__file__).parent / "probes" / "writer.py"
     done = subprocess.run(
         [sys.executable, str(probe), str(folder), "200", "1"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        # One thread: it forks.
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+        },
         capture_output=True,
         text=True,
-        timeout=290,
+        timeout=170,
         check=False,
     )
     lines = done.stdout.splitlines()
@@ -308,7 +319,7 @@ def said(ranks: list[subprocess.Popen[str]], timeout: float = 100) -> list[Any]:
     finally:
         for rank in ranks:
             rank.kill()
-            rank.wait()
+            rank.communicate()
     return found
 
 
@@ -426,6 +437,166 @@ def test_a_save_that_one_rank_has_missed_is_nobodys(folder: Path) -> None:
     assert first[0] == second[0]
     assert first[0] == [None, None, 1, 2, 3, 3, 5]
     assert (first[1], second[1]) == (0, 1)
+
+
+def test_what_one_rank_lacks_waits_for_no_storage_and_the_next_one_goes_there(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Rank 1 has no slot for a save, which rank 0 seals only after the next call has passed."""
+    text = (
+        BEGIN
+        + """
+    from dlrover_py import arena
+    checkpointer = Checkpointer(os.environ["WHERE"], every=2, persist_every=4)
+    flagged = []
+    for step in range(1, 13):
+        w.fill_(step)
+        stager = checkpointer._site().stager
+        if step == 4 and rank == 1:
+            readers = [arena.Slot(slot.path) for slot in stager._slots]
+            assert all(reader.lock(shared=True) for reader in readers)
+        if step == 4 and rank == 0:
+            gate = threading.Event()
+            def copy(source, target):
+                assert gate.wait(60)
+                return arena.copy_summed(source, target)
+            stager._copy = copy
+        checkpointer.save(step, state)
+        if step == 5 and rank == 0:
+            stager._copy = arena.copy_summed
+            gate.set()
+        if step == 4 and rank == 1:
+            [reader.close() for reader in readers]
+        if step != 4:
+            checkpointer.wait()
+        flagged.append(sorted(s.step for s in stager.found() if s is not None and s.persist))
+        if flagged[-1] == [8]:
+            assert checkpointer.wait(persisted=True, timeout_s=60)
+    print(json.dumps([flagged, checkpointer.stats.skipped]))
+    checkpointer.close()
+    """
+    )
+    os.environ["WHERE"] = str(tmp_path)
+    try:
+        first, second = said(world(text, folder))
+    finally:
+        del os.environ["WHERE"]
+    assert (first[1], second[1]) == (0, 1)
+    # Sealed by rank 0 when 5 has passed, nobody's when 7 has; the next one is flagged at once.
+    assert [steps for steps in first[0] if 4 in steps], "it was flagged at first"
+    assert [4] not in first[0][6:]
+    assert [8] in first[0]
+    assert [8] in second[0]
+    stored = sorted(path.name.split(".")[0] for path in tmp_path.glob("step-*.json"))
+    assert "step-4" not in stored
+    assert "step-8" in stored
+
+
+def test_at_any_time_all_ranks_have_one_step(folder: Path) -> None:
+    """Stopped at random times, as a kill would, one after the other."""
+    text = (
+        BEGIN
+        + """
+    w = torch.nn.Parameter(torch.zeros(1 << 15))
+    optimizer = torch.optim.SGD([w], lr=0.0, momentum=0.9)
+    state = {"w": w, "optimizer": optimizer}
+    with Checkpointer(rng=False) as checkpointer:
+        step = 0
+        going = torch.ones(1)
+        while going.item():
+            step += 1
+            with torch.no_grad():
+                w.fill_(step)
+            w.grad = torch.full_like(w, step)
+            optimizer.step()
+            checkpointer.save(step, state)
+            going.fill_(float(not os.path.exists(os.environ["DLROVER_SHM_DIR"] + "/end")))
+            dist.all_reduce(going, op=dist.ReduceOp.MIN)
+    print(json.dumps([step, checkpointer.stats.sealed]))
+    """
+    )
+    chance = random.Random(7)
+    pause = threading.Event()
+    ranks = world(text, folder)
+    try:
+        for _ in range(1000):
+            if len(sealed_by(folder)) == 2 and all(len(s) > 1 for s in sealed_by(folder).values()):
+                break
+            pause.wait(0.05)
+        newest, gaps = 0, set()
+        for _ in range(150):
+            pause.wait(chance.random() * 0.02)
+            chosen = chance.sample(ranks, 2)
+            for rank in chosen:
+                rank.send_signal(signal.SIGSTOP)
+                pause.wait(chance.choice([0, 0, 0.005]))
+            for rank in chosen:
+                os.waitid(os.P_PID, rank.pid, os.WSTOPPED | os.WNOWAIT)
+            found = sealed_by(folder)
+            both = found[0] & found[1]
+            assert both, found
+            assert max(both) >= newest, "what was whole once is given up for a newer one only"
+            newest = max(both)
+            gaps.add(max(found[0]) - max(found[1]))
+            for rank in chosen:
+                rank.send_signal(signal.SIGCONT)
+        # One may have sealed a step while the other still fills the one before.
+        assert gaps <= {-2, -1, 0, 1, 2}
+        assert newest > 50
+        (folder / "end").touch()
+        first, second = said(ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert first == second
+
+
+def sealed_by(folder: Path) -> dict[int, set[int]]:
+    """The steps that each rank holds whole; what they hold has been compared with its sums."""
+    found: dict[int, set[int]] = {}
+    for home in folder.glob(f"{arena.PREFIX}*"):
+        for path, summary in arena.scan(home):
+            with Slot(path) as slot:
+                if not slot.lock(shared=True):
+                    continue
+                if slot.summary() != summary:
+                    continue
+                contents = arena.contents(slot)
+                for (piece, at), digest in zip(contents.layout, contents.digests, strict=True):
+                    assert arena.digest(slot.view()[at : at + piece.nbytes]) == digest
+                found.setdefault(summary.rank, set()).add(summary.step)
+    return found
+
+
+def test_the_same_step_twice_is_two_sets_and_both_are_stored(folder: Path, tmp_path: Path) -> None:
+    text = (
+        BEGIN
+        + """
+    state = {"w": w}
+    with Checkpointer(os.environ["WHERE"], persist_every=1, keep=9) as checkpointer:
+        for step in (1, 2):
+            w.fill_(step)
+            checkpointer.save(step, state)
+        w.fill_(2.5)
+        checkpointer.save(2, state, force=True)
+        w.fill_(7)
+        assert checkpointer.wait(persisted=True, timeout_s=60)
+        checkpointer.save(3, state)  # not stored yet: another is read
+        assert checkpointer.wait(persisted=True, timeout_s=60)
+    w.zero_()
+    with Checkpointer(os.environ["WHERE"], every=10**9) as checkpointer:
+        step = checkpointer.load(state)
+    print(json.dumps([step, w[0].item()]))
+    """
+    )
+    os.environ["WHERE"] = str(tmp_path)
+    try:
+        assert said(world(text, folder)) == [[3, 7.0], [3, 7.0]]
+    finally:
+        del os.environ["WHERE"]
+    stored = [path.name.split(".")[0] for path in tmp_path.glob("step-*.json")]
+    assert stored.count("step-2") >= 1
 
 
 def test_two_ranks_write_to_storage_and_load(folder: Path, tmp_path: Path) -> None:

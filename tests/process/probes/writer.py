@@ -1,17 +1,21 @@
 """Stages steps in children that are killed at random times; says what was found wrong.
 
-A parent that has torch forks them: a new interpreter each time would take a second. Arguments: a
-folder, how many children, a seed.
+A parent that has imported torch forks them: a new interpreter each time would take seconds. It has
+no thread but this one, and never makes a tensor itself: what torch's threads hold at a fork, no
+child gets back. Arguments: a folder, how many children, a seed.
 """
 
+import gc
 import os
 import random
 import signal
+import struct
 import sys
 import threading
 from pathlib import Path
 
 import torch
+import torch._dynamo  # the first step of an optimizer would import it, in each child anew
 
 from dlrover_py import arena
 from dlrover_py.arena import Slot
@@ -19,7 +23,8 @@ from dlrover_py.trainer.checkpoint import Checkpointer
 from dlrover_py.trainer.settings import Settings
 
 torch.set_num_threads(1)
-COUNT, SIZE = 24, 1 << 16
+COUNT, SIZE = 12, 1 << 14
+WINDOW_S = 0.02
 
 
 class Stamp(torch.optim.Optimizer):
@@ -40,13 +45,16 @@ class Model(torch.nn.Module):
         self.register_buffer("mean", torch.zeros(100))
 
 
-def train(folder: Path, round_: int, start: int, told: int) -> None:
-    """Until it is killed."""
+def train(folder: Path, round_: int, go: int, told: int) -> None:
+    """Until it is killed; tells each step of which it knows that it is sealed."""
     model = Model()
     optimizer = Stamp(model.parameters(), {"number": 0})
-    checkpointer = Checkpointer(settings=Settings(arena=str(folder), job="j", round=round_))
+    optimizer.step()
+    checkpointer = Checkpointer(
+        settings=Settings(arena=str(folder), job="j", round=round_), rng=False
+    )
     state = {"model": model, "optimizer": optimizer}
-    step = start
+    step = int.from_bytes(os.read(go, 8), "little")
     while True:
         step += 1
         model.mean.fill_(step)
@@ -57,55 +65,83 @@ def train(folder: Path, round_: int, start: int, told: int) -> None:
             os.write(told, step.to_bytes(8, "little"))
 
 
+class Child:
+    """A process that is ready to train."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose threads"
+        go, self.go = os.pipe()
+        self.ready, told = os.pipe()
+        self.pid = os.fork()
+        if not self.pid:
+            try:
+                train(folder, number, go, told)
+            finally:
+                os._exit(1)
+        os.close(go)
+        os.close(told)
+
+    def killed(self, start: int, after_s: float) -> tuple[int, int]:
+        """Have it train from a step on, and kill it so long after it has staged the first one.
+
+        Returns:
+            The last step that it has told, and how it has ended.
+        """
+        os.write(self.go, start.to_bytes(8, "little"))
+        data = os.read(self.ready, 8)
+        threading.Event().wait(after_s)
+        os.kill(self.pid, signal.SIGKILL)
+        _, status = os.waitpid(self.pid, 0)
+        while more := os.read(self.ready, 1 << 16):
+            data += more
+        os.close(self.ready)
+        os.close(self.go)
+        return int.from_bytes(data[-8:], "little"), status
+
+
 def look(folder: Path) -> dict[int, str]:
     """Steps that are whole, and what is wrong with them."""
     found = {}
     for path, summary in arena.scan(folder):
         wrong = ""
+        number = struct.pack("<f", summary.step)
         with Slot(path) as slot:
             contents = arena.contents(slot)
             for (piece, at), digest in zip(contents.layout, contents.digests, strict=True):
                 data = bytes(slot.view()[at : at + piece.nbytes])
                 if arena.digest(data) != digest:
                     wrong = f"{piece.key}: digest"
-                values = torch.frombuffer(bytearray(data), dtype=torch.float32).unique().tolist()
-                if values != [float(summary.step)]:
-                    wrong = f"{piece.key} of step {summary.step} has {values}"
+                if data != number * (len(data) // 4):
+                    wrong = f"{piece.key}: is not of step {summary.step}"
+            if not slot.lock(shared=True):
+                wrong = "locked by the dead"
         found[summary.step] = wrong
     return found
 
 
 def main() -> None:
-    Stamp([torch.nn.Parameter(torch.zeros(1))], {"number": 0}).step()  # imports torch._dynamo
     folder, kills, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     chance = random.Random(seed)
-    pause = threading.Event()
-    newest, partial = 0, 0
+    gc.freeze()  # what a child does not touch, it need not copy
+    gc.disable()
+    newest = partial = 0
+    child = Child(folder, 0)
     for number in range(kills):
-        ready, told = os.pipe()
-        child = os.fork()
-        if not child:
-            try:
-                train(folder, number, newest, told)
-            finally:
-                os._exit(1)
-        os.close(told)
-        data = os.read(ready, 8)
-        pause.wait(chance.random() * 0.03)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        while more := os.read(ready, 1 << 16):
-            data += more
-        os.close(ready)
-        sealed = int.from_bytes(data[-8:], "little")
+        following = Child(folder, number + 1)  # gets ready meanwhile
+        told, status = child.killed(newest, chance.random() * WINDOW_S)
+        child = following
         found = look(folder)
         partial += len(found) < 3
+        if status != signal.SIGKILL:
+            print(f"kill {number}: it has ended by itself: {status}", flush=True)
         for step, wrong in found.items():
             if wrong:
                 print(f"kill {number}: step {step}: {wrong}", flush=True)
-        if not found or max(found) < sealed:
-            print(f"kill {number}: {sealed} was sealed, found {sorted(found)}", flush=True)
+        if max(found, default=0) < max(told, newest + 1):
+            print(f"kill {number}: {told} was sealed, found {sorted(found)}", flush=True)
         newest = max(found, default=0)
+    os.kill(child.pid, signal.SIGKILL)
+    os.waitpid(child.pid, 0)
     print("done", kills, "partial", partial, "steps", newest, flush=True)
 
 
