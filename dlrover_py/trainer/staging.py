@@ -8,8 +8,8 @@ The thread moves memory through ctypes, which does without the GIL, and sums it 
 What may not change is watched all the same, since torch cannot forbid it. A save is thrown away,
 and all later ones are copied before ``stage`` returns, when one of these has changed:
 
-- the tensor's address, or its version, which torch counts with each operation in place (but not
-  for those of ``.data``, nor in some fused kernels), between ``stage`` and the end of the copy;
+- the tensor's version, which torch counts with each operation in place (but not for those of
+  ``.data``, nor in some fused kernels), between ``stage`` and the end of the copy;
 - a few bytes at changing places of each tensor, between ``stage`` and the tensor's copy;
 - the sum of a sample of the tensors, between their copy and the opening of the fence: all of them
   in the first two saves, a sixteenth of the bytes afterwards.
@@ -72,7 +72,7 @@ class Leaf(Protocol):
 
     @property
     def tensor(self) -> Any:
-        """The bytes: a plain local tensor of the piece's shape and type, detached."""
+        """The bytes: a plain local tensor of the piece's shape and type."""
 
     @property
     def deferrable(self) -> bool:
@@ -392,19 +392,22 @@ class Stager:
         turn = self._saves * 0x9E3779B97F4A7C15
         for number, (leaf, at) in enumerate(zip(leaves, job.layout.positions, strict=True)):
             tensor = leaf.tensor
-            item = _Item(leaf, number, at, tensor.nbytes, tensor, 0)
+            nbytes = tensor.nbytes
             if not tensor.is_cpu:
-                item.version = _version(tensor)
+                item = _Item(leaf, number, at, nbytes, tensor.detach(), 0, _version(tensor))
                 job.on_device.append(item)
             elif leaf.deferrable and not self.synchronous and tensor.is_contiguous():
-                item.address, item.version = tensor.data_ptr(), _version(tensor)
-                item.peeks = _peeks(item.address, item.nbytes, turn)
+                # Detached, it keeps these bytes: a parameter may be given others meanwhile, and
+                # what it had is what is saved.
+                source = tensor.detach()
+                address = source.data_ptr()
+                peeks = _peeks(address, nbytes, turn)
+                item = _Item(leaf, number, at, nbytes, source, address, _version(source), peeks)
                 job.deferred.append(item)
             else:
                 if not tensor.is_contiguous():
-                    item.source = tensor.contiguous()
-                item.address = item.source.data_ptr()
-                first.append(item)
+                    tensor = tensor.detach().contiguous()
+                first.append(_Item(leaf, number, at, nbytes, tensor, tensor.data_ptr()))
         job.first = first
         size = sum(item.nbytes for item in first)
         clone = size <= CLONED and not self.synchronous
@@ -645,9 +648,7 @@ def _version(tensor: Any) -> int | None:
 
 def _moved(items: Sequence[_Item]) -> str:
     for item in items:
-        tensor = item.leaf.tensor
-        there = item.address and tensor.data_ptr() != item.address
-        if there or _version(tensor) != item.version:
+        if _version(item.source) != item.version:
             return item.leaf.piece.key
     return ""
 

@@ -44,6 +44,7 @@ NOTE_BYTES = 1 << 20
 """What is copied at once for one reason, and is less than this, is nothing to write home about."""
 
 _DTYPES = {getattr(torch, name): name for name in ITEM_BYTES if hasattr(torch, name)}
+_COMPLEX = frozenset(name for name in ITEM_BYTES if name.startswith("complex"))
 _PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer})
 _MARKS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 """What torch.compile and the wrapper of activation checkpointing add to names."""
@@ -55,7 +56,8 @@ class Leaf:
 
     piece: Piece
     tensor: torch.Tensor
-    """What this rank has of it: detached, on any device, of any strides."""
+    """What this rank has of it, on any device, of any strides. Detached if it is to be filled: for
+    hundreds of tensors, to detach each is a good part of what a save costs the training."""
     deferrable: bool
     """Nothing changes it before the next ``step()`` of its optimizer."""
 
@@ -316,7 +318,7 @@ class _Walk:
         for key, module, entries in self.modules:
             names = _clean_names(module, entries)
             for raw, value in entries.items():
-                if isinstance(value, nn.Parameter) and id(value) not in self._owner:
+                if id(value) not in self._owner and isinstance(value, nn.Parameter):
                     self._owner[id(value)] = key, names[raw]
         for key, optimizer in found:
             self._optimizer(key, optimizer)
@@ -427,7 +429,7 @@ class _Walk:
             defer = number in self._deferrable
             if defer:
                 why = ""
-            elif isinstance(value, nn.Parameter):
+            elif isinstance(value, nn.Parameter):  # (slow: it is asked for the few others only)
                 why = self._why.get(number, "parameters that no optimizer of the state has")
             else:
                 why = "buffers change in the forward pass"
@@ -473,13 +475,13 @@ class _Walk:
             prefix = f"{key}.state.{name}."
             defer = number in self._deferrable
             why = "" if defer else self._why.get(number, "state that belongs to no parameter")
+            why, shape = why or "state of another shape than its parameter", None
+            if defer:
+                shape = owner.shape
             for entry, value in entries.items():
-                full = prefix + str(entry)
+                full = f"{prefix}{entry}"
                 if not isinstance(value, torch.Tensor) or not self.tensor(
-                    full,
-                    value,
-                    why or "state of another shape than its parameter",
-                    defer=defer and value.shape == owner.shape,
+                    full, value, why, defer=defer and value.shape == shape
                 ):
                     self.flat.objects[full] = value
 
@@ -498,15 +500,18 @@ class _Walk:
 
     def tensor(self, key: str, value: torch.Tensor, why: str, *, defer: bool = False) -> bool:
         """Add a tensor; False: it is of a kind that only torch.save can write."""
-        if isinstance(value, DTensor):
+        kind = type(value)
+        if kind not in _PLAIN and isinstance(value, DTensor):
             found = _shard(key, value)
             if found is None:
                 return True  # this rank has nothing of it
             piece, local = found
         else:
             dtype = _DTYPES.get(value.dtype)
-            if dtype is None or value.layout is not torch.strided or _is_wrapper(value):
+            if dtype is None or value.layout is not torch.strided:
                 return False
+            if kind not in _PLAIN and hasattr(value, "__tensor_flatten__"):
+                return False  # a subclass that has its bytes in other tensors
             shape = value.shape
             known = _pieces.get(key)
             if known is None or not (known.shape == shape == known.whole and known.dtype == dtype):
@@ -516,18 +521,15 @@ class _Walk:
                     )
                 shape = tuple(shape)
                 known = _pieces[key] = Piece(key, dtype, shape, shape, (0,) * len(shape))
-            piece, local = known, value.detach()
-        if local.is_complex():
-            local = local.resolve_conj()
-        if defer or why:
-            size = local.nbytes
-            if size < DEFER_BYTES:
-                defer = False
-            else:
-                if defer and not local.is_contiguous():
-                    defer, why = False, "tensors that are not contiguous"
-                if not defer:
-                    self._at_once[why] = self._at_once.get(why, 0) + size
+            piece, local = known, value.detach() if self.load else value
+        if piece.dtype in _COMPLEX:
+            local = local.detach().resolve_conj()
+        if defer and piece.nbytes < DEFER_BYTES:
+            defer = False
+        elif defer and not local.is_contiguous():
+            defer, why = False, "tensors that are not contiguous"
+        if why and not defer and piece.nbytes >= DEFER_BYTES:
+            self._at_once[why] = self._at_once.get(why, 0) + piece.nbytes
         self.flat.leaves.append(Leaf(piece, local, defer))
         return True
 
@@ -632,11 +634,6 @@ def _changes_unseen(optimizer: Optimizer) -> str:
     if getattr(optimizer, "_overlap_with_ddp", False):
         return "overlap_with_ddp steps in the backward pass"
     return ""
-
-
-def _is_wrapper(value: torch.Tensor) -> bool:
-    """Whether it is a subclass that has its bytes in other tensors."""
-    return type(value) not in _PLAIN and hasattr(value, "__tensor_flatten__")
 
 
 def _refuse(key: str, module: nn.Module) -> None:

@@ -242,6 +242,23 @@ def test_an_edit_before_the_copy_is_noticed(
     assert read(after.slot.path)[1]["model.1"].unique().tolist() == [1.0]
 
 
+def test_what_a_parameter_had_is_saved_though_it_is_given_other_memory(
+    make: Callable[..., Stager], gate: Gate
+) -> None:
+    p = torch.nn.Parameter(torch.full((1 << 22,), 1.0))
+    one = leaf("w", p)
+    one.tensor = p  # as it is in a state
+    stager = make(copy=gate)
+    job = stager.stage(1, [one])
+    assert gate.reached.wait(DEADLINE_S)
+    p.data = torch.full((10,), 2.0)  # the only name of the old memory is gone
+    gate.open.set()
+    assert stager.wait(DEADLINE_S)
+    assert job is not None
+    assert job.summary is not None, job.why
+    assert read(job.slot.path)[1]["w"].unique().tolist() == [1.0]
+
+
 def test_an_edit_between_copy_and_step_is_noticed(
     make: Callable[..., Stager], tmp_path: Path
 ) -> None:

@@ -159,7 +159,9 @@ def test_a_tensor_is_the_users_own_memory() -> None:
     flat = flatten({"m": model}, rank=0)
     found = {leaf.piece.key: leaf.tensor for leaf in flat.leaves}
     assert found["m.0.weight"].data_ptr() == model[0].weight.data_ptr()  # type: ignore[index,union-attr]
-    assert not found["m.0.weight"].requires_grad
+    filled = {leaf.piece.key: leaf.tensor for leaf in targets({"m": model}, rank=0).leaves}
+    assert filled["m.0.weight"].data_ptr() == found["m.0.weight"].data_ptr()
+    assert not filled["m.0.weight"].requires_grad
 
 
 def test_a_state_that_changes_its_shape_is_seen() -> None:
