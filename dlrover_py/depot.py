@@ -46,8 +46,8 @@ LINE = 1 << 16
 """Longest line of a reply, in bytes."""
 LIST = 1 << 24
 """Longest list of slots: some thousands of them."""
-CHUNK = 1 << 22
-"""Bytes that are read at once, and told of."""
+CHUNK = 1 << 20
+"""Bytes that are read at once, and told of: what is told of is still in the cache."""
 BATCH = 1 << 20
 """The reader of many bytes is woken for so many, not for each packet."""
 AHEAD = 8

@@ -1,41 +1,29 @@
-"""Boxes out of other boxes: what is planned by DCP's planner, and copied straight into tensors.
+"""Boxes out of other boxes: cut by torch DCP's planner, and copied straight into tensors.
 
 A box that was saved as it is needed is read into the tensor itself, if that is on the CPU and
 contiguous; the rest is cut out of pieces, each of which is read whole, for only then its XXH3 tells
-anything.
+anything. The planner, which takes long to import, is not asked where no box has to be cut.
 """
 
 import ctypes
-import io
 import logging
-import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 import xxhash
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.futures import Future
 
-from dlrover_py import arena
 from dlrover_py.arena import Damaged
 from dlrover_py.protocol.checkpoint import Piece
 from dlrover_py.protocol.errors import CheckpointError
 from dlrover_py.trainer.catalog import TROUBLE, Catalog, Peer, Place
 from dlrover_py.trainer.state import Leaf, decode_object
 
-CHUNK = 1 << 20
-"""Bytes that are read and summed at once: what is summed is still in the cache."""
+CHUNK = 1 << 18
+"""Bytes that are read and summed at once: what is summed is still in the cache of its core."""
 THREADS = 2
 """That read and sum; the GIL is held for neither."""
 
@@ -46,54 +34,6 @@ class Files(Protocol):
 
     def entry(self, file: str, position: int) -> bytes:
         """The whole of the one that begins there."""
-
-
-class _Planner(LoadPlanner):  # type: ignore[misc]
-    """Cuts the boxes that are needed out of those that there are, as DefaultLoadPlanner does.
-
-    (torch/distributed/checkpoint/default_planner.py: create_default_local_load_plan.)
-    """
-
-    def __init__(self, leaves: Sequence[Leaf]) -> None:
-        self.leaves = {leaf.piece.key: leaf for leaf in leaves}
-
-    def set_up_planner(
-        self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        self.metadata = metadata
-
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None
-        items: list[ReadItem] = []
-        for key, leaf in self.leaves.items():
-            wanted = ChunkStorageMetadata(
-                offsets=torch.Size(leaf.piece.at), sizes=torch.Size(leaf.piece.shape)
-            )
-            if 0 not in leaf.piece.shape:
-                saved = self.metadata.state_dict_metadata[key]
-                items += create_read_items_for_chunk_list(key, saved, [wanted])
-        return LoadPlan(items)
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise NotImplementedError("objects are read without a plan")
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        found = self.leaves[read_item.dest_index.fqn].tensor
-        for dim, (start, size) in enumerate(
-            zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        ):
-            if size != found.shape[dim]:
-                found = found.narrow(dim, start, size)
-        return found
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        pass
 
 
 @dataclass(slots=True)
@@ -118,62 +58,14 @@ class _Job:
         )
 
 
-class _Reader(dcp.StorageReader):  # type: ignore[misc]
-    """Gives DCP the boxes of a catalog, and copies what its plan says."""
+class _Reader:
+    """Reads pieces, each from the next one who has it where one does not."""
 
-    def __init__(self, catalog: Catalog, keys: Iterable[str], log: logging.Logger) -> None:
+    def __init__(self, catalog: Catalog, log: logging.Logger) -> None:
         self._catalog, self._log = catalog, log
-        self._keys = list(keys)
         self.nbytes: dict[str, int] = {}
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        pass
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        catalog = self._catalog
-        tensors: dict[str, TensorStorageMetadata] = {}
-        for key in self._keys:
-            piece = catalog.piece(key)
-            boxes = [
-                ChunkStorageMetadata(offsets=torch.Size(at), sizes=torch.Size(shape))
-                for (at, shape), (_, places) in catalog.boxes[key].items()
-                if places
-            ]
-            properties = TensorProperties(dtype=getattr(torch, piece.dtype))
-            tensors[key] = TensorStorageMetadata(properties, torch.Size(piece.whole), boxes)
-        return Metadata(state_dict_metadata=tensors)
-
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        self._metadata = metadata
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        jobs = []
-        boxes = self._catalog.boxes
-        for item in plan.items:
-            assert item.type is LoadItemType.TENSOR
-            key, index = item.storage_index.fqn, item.storage_index.index
-            chunk = self._metadata.state_dict_metadata[key].chunks[index]
-            piece, places = boxes[key][tuple(chunk.offsets), tuple(chunk.sizes)]
-            target = planner.resolve_tensor(item)
-            jobs.append(_Job(piece, places, 0, target, item.storage_offsets, item.lengths))
-        self.run(jobs)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def run(self, jobs: list["_Job"]) -> None:
+    def run(self, jobs: list[_Job]) -> None:
         """Read all of it, wherever it can be had.
 
         Raises:
@@ -254,19 +146,36 @@ def _cut(source: torch.Tensor, job: _Job) -> None:
         job.target.copy_(source)
 
 
+class _Sums:
+    """Sums memory as it is filled, so that it is still in the cache."""
+
+    def __init__(self, target: memoryview) -> None:
+        self._target, self._sums, self._at = target, xxhash.xxh3_64(), 0
+
+    def more(self, nbytes: int) -> None:
+        """So many more bytes are there."""
+        self._sums.update(self._target[self._at : self._at + nbytes])
+        self._at += nbytes
+
+    @property
+    def xxh3(self) -> int:
+        """Of what is there."""
+        return self._sums.intdigest()
+
+
 def _fill(place: Place, target: memoryview) -> None:
     """Read a piece, and compare.
 
     Raises:
         Damaged: the bytes are not those that were saved.
     """
-    sums = xxhash.xxh3_64()
+    sums = _Sums(target)
     step = CHUNK if place.source.kind == "memory" else max(CHUNK, len(target))
     for start in range(0, len(target), step):
         part = target[start : start + step]
         place.source.read(place.file, place.position + start, part)
-        sums.update(part)
-    if sums.intdigest() != place.xxh3:
+        sums.more(len(part))
+    if sums.xxh3 != place.xxh3:
         raise Damaged(f"{place.source.where}: the bytes are not those that were saved")
 
 
@@ -278,11 +187,14 @@ def _wave(jobs: list[_Job]) -> None:
     for job in jobs:
         job.why = "it did not come"
         wanted.append((job.places[job.tried].position, _bytes_of(job.target)))
+    summed = deque(_Sums(target) for _, target in wanted)
     try:
         with source.turn:
-            arrived = source.link.read_all(source.name, source.fill, wanted, pin=True)
-            for job, data in zip(jobs, arrived, strict=True):
-                good = arena.digest(data) == job.places[job.tried].xxh3
+            read = source.link.read_all(
+                source.name, source.fill, wanted, pin=True, arrived=lambda n: summed[0].more(n)
+            )
+            for job, _ in zip(jobs, read, strict=True):
+                good = summed.popleft().xxh3 == job.places[job.tried].xxh3
                 job.why = "" if good else "the bytes are not those that were saved"
     except TROUBLE as error:
         for job in jobs:
@@ -310,20 +222,43 @@ def copy_leaves(catalog: Catalog, leaves: Iterable[Leaf], log: logging.Logger) -
     Raises:
         CheckpointError: something cannot be had, or is damaged wherever it is.
     """
-    boxes = catalog.boxes
     jobs: list[_Job] = []
-    cut: list[Leaf] = []
     for leaf in leaves:
-        piece, places = boxes[leaf.piece.key].get((leaf.piece.at, leaf.piece.shape), (None, []))
+        saved = catalog.boxes[leaf.piece.key]
+        piece, places = saved.get((leaf.piece.at, leaf.piece.shape), (None, []))
         if piece is not None and places:  # the same box was saved: nothing is to be planned
             at = (0,) * len(piece.shape)
             jobs.append(_Job(piece, places, 0, leaf.tensor, at, piece.shape))
-        else:
-            cut.append(leaf)
-    reader = _Reader(catalog, {leaf.piece.key for leaf in cut}, log)
+        elif 0 not in leaf.piece.shape:
+            jobs += _planned(leaf, [one for one in saved.values() if one[1]])
+    reader = _Reader(catalog, log)
     reader.run(jobs)
-    if cut:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that no_dist is set, which is meant
-            dcp.load({}, storage_reader=reader, planner=_Planner(cut), no_dist=True)
     return reader.nbytes
+
+
+def _planned(leaf: Leaf, saved: Sequence[tuple[Piece, list[Place]]]) -> Iterator[_Job]:
+    """Cut the box that is needed out of those that there are, as DCP's DefaultLoadPlanner does.
+
+    (torch/distributed/checkpoint/default_planner.py: create_default_local_load_plan.)
+    """
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+    from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+    def chunk(piece: Piece) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(torch.Size(piece.at), torch.Size(piece.shape))
+
+    first = saved[0][0]
+    properties = TensorProperties(dtype=getattr(torch, first.dtype))
+    chunks = [chunk(piece) for piece, _ in saved]
+    there = TensorStorageMetadata(properties, torch.Size(first.whole), chunks)
+    for item in create_read_items_for_chunk_list(first.key, there, [chunk(leaf.piece)]):
+        target = leaf.tensor
+        for dim, (start, size) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+            if size != target.shape[dim]:
+                target = target.narrow(dim, start, size)
+        piece, places = saved[item.storage_index.index]
+        yield _Job(piece, places, 0, target, item.storage_offsets, item.lengths)

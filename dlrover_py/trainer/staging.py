@@ -197,7 +197,8 @@ class Stager:
         self.waited_s = 0.0
         """What the fence has cost, all in all."""
         self._slots = [Slot(path, write=True) for path in paths]
-        self._prepared = [0] * len(self._slots)
+        self._prepared: list[int] = []
+        """Bytes of each slot that are mapped; empty before a state is known: a load is faster."""
         self._told, self._copy = told, copy
         self._pid = os.getpid()
         self._job: Staging | None = None
@@ -460,8 +461,8 @@ class Stager:
                 self._prepared[index] += STRIDE
 
     def _unprepared(self) -> int | None:
-        for index, slot in enumerate(self._slots):
-            if self._prepared[index] < slot.size:
+        for index, prepared in enumerate(self._prepared):
+            if prepared < self._slots[index].size:
                 return index
         return None
 
@@ -472,6 +473,7 @@ class Stager:
             NoRoom: nothing was taken.
         """
         before = [slot.size for slot in self._slots]
+        self._prepared = self._prepared or [0] * len(self._slots)
         if min(before) >= need:
             return
         self._must_have(need)

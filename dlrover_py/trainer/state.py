@@ -27,16 +27,18 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dlrover_py.protocol.checkpoint import ITEM_BYTES, PRIVATE, Piece, private_key
 from dlrover_py.protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 DEFER_BYTES = 64 << 10
 """Smaller tensors are copied at once: waiting for them costs more than they do."""
@@ -249,12 +251,12 @@ class _OptimizerTarget:
         if fits and isinstance(old, torch.Tensor):
             state[entry] = old
         elif whole == tuple(parameter.shape):
-            state[entry] = torch.zeros_like(
+            state[entry] = torch.empty_like(  # no zeros: they would take as long as the reading
                 parameter, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format
             )
         else:  # `step` stands on the CPU unless a kernel reads it
             there = entry != "step" or group.get("capturable") or group.get("fused")
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            local = parameter.to_local() if _is_sharded(parameter) else parameter
             state[entry] = torch.zeros(whole, dtype=dtype, device=local.device if there else "cpu")
         found: torch.Tensor = state[entry]
         return found
@@ -501,7 +503,7 @@ class _Walk:
     def tensor(self, key: str, value: torch.Tensor, why: str, *, defer: bool = False) -> bool:
         """Add a tensor; False: it is of a kind that only torch.save can write."""
         kind = type(value)
-        if kind not in _PLAIN and isinstance(value, DTensor):
+        if kind not in _PLAIN and _is_sharded(value):
             found = _shard(key, value)
             if found is None:
                 return True  # this rank has nothing of it
@@ -548,7 +550,7 @@ _shards: dict[str, tuple[object, Piece]] = {}
 _clean: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
 
 
-def _shard(key: str, value: DTensor) -> tuple[Piece, torch.Tensor] | None:
+def _shard(key: str, value: "DTensor") -> tuple[Piece, torch.Tensor] | None:
     """What this rank has of a DTensor; None if it is outside of its mesh.
 
     Raises:
@@ -634,6 +636,12 @@ def _changes_unseen(optimizer: Optimizer) -> str:
     if getattr(optimizer, "_overlap_with_ddp", False):
         return "overlap_with_ddp steps in the backward pass"
     return ""
+
+
+def _is_sharded(value: torch.Tensor) -> "TypeGuard[DTensor]":
+    """Whether it is a DTensor: none is there before its module, which takes a second to import."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
 
 
 def _refuse(key: str, module: nn.Module) -> None:

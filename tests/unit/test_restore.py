@@ -6,6 +6,8 @@ import logging
 import os
 import pickle
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from itertools import pairwise, product
@@ -130,6 +132,28 @@ def test_another_shape_is_told_even_where_keys_may_differ(tmp_path: Path) -> Non
     stage(tmp_path / "0.0", {"w": torch.zeros(4, 3)})
     with pytest.raises(KeysDiffer, match=r"w has the shape \(4, 3\), and \(5, 3\) here"):
         load({"w": torch.zeros(5, 3)}, tmp_path, strict=False)
+
+
+def test_what_a_state_cannot_need_is_not_imported(tmp_path: Path) -> None:
+    script = """
+import sys, torch, torch.distributed
+before = set(sys.modules)
+from pathlib import Path
+from dlrover_py.trainer import Checkpointer
+from dlrover_py.trainer.settings import Settings
+state = {"model": torch.nn.Linear(2, 2), "seen": 3}  # an optimizer imports it all by itself
+place = Settings(arena=sys.argv[1], job="job")
+with Checkpointer(settings=place) as saver:
+    assert saver.load(state) is None and saver.save(1, state)
+with Checkpointer(settings=place) as loader:
+    assert loader.load(state) == 1
+dear = ("torch.distributed.tensor", "torch.distributed.checkpoint")
+print([name for name in set(sys.modules) - before if name.startswith(dear)])
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+    assert ended.stdout == "[]\n", ended.stderr
 
 
 def test_nothing_is_found_where_nothing_is(tmp_path: Path) -> None:

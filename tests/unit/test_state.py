@@ -26,6 +26,7 @@ from dlrover_py.trainer.state import (
     decode_object,
     encode_object,
     flatten,
+    targets,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own
