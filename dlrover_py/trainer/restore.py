@@ -89,7 +89,10 @@ def fit_state(target: Targets, catalog: Catalog, rank: int) -> Fit:
         used.add(key)
         saved = catalog.piece(key)
         if saved.whole != leaf.piece.whole:
-            fit.wrong.append(f"{key} has the shape {saved.whole}, and {leaf.piece.whole} here")
+            renewed = target.renewed(key, saved.dtype, saved.whole)
+            if renewed is None:
+                fit.wrong.append(f"{key} has the shape {saved.whole}, and {leaf.piece.whole} here")
+            leaf = renewed or leaf
         fit.leaves.append(leaf)
     for key, put in target.put.items():
         _fit_object(fit, catalog, used, key, put)
@@ -130,8 +133,12 @@ def fit_state(target: Targets, catalog: Catalog, rank: int) -> Fit:
         if key in used or (is_private(key) and not key.startswith(own)):
             continue
         grown = target.grown(key) if key in catalog.objects else None
+        saved = catalog.piece(key) if key in catalog.boxes else None
+        renewed = None if saved is None else target.renewed(key, saved.dtype, saved.whole)
         if grown is not None:
             _fit_object(fit, catalog, used, key, grown)
+        elif renewed is not None:
+            fit.leaves.append(renewed)
         elif not is_private(key):
             fit.unexpected.append(key)
     return fit

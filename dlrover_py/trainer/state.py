@@ -188,6 +188,7 @@ class Targets:
         """Key of an object → sets it."""
         self.optimizers = [_OptimizerTarget(walk, *found) for found in walk.optimizers]
         self._growing = walk.growing
+        self._held = walk.held
         self._finish = walk.finish
 
     def grown(self, key: str) -> Callable[[object], None] | None:
@@ -196,6 +197,24 @@ class Targets:
             if key.startswith(prefix):
                 return partial(entries.__setitem__, key[len(prefix) :])
         return None
+
+    def renewed(self, key: str, dtype: str, whole: tuple[int, ...]) -> Leaf | None:
+        """A tensor of the saved shape, where an object takes it with its ``load_state_dict``.
+
+        Such an object (a data loader, a history) says itself what it has: no shape is wrong there.
+        None: the tensor is written in place, or it is one of many ranks'.
+        """
+        holder, name = self._held.get(key, (None, key))
+        if holder is None:
+            for prefix, entries in self._growing:
+                if key.startswith(prefix) and key[len(prefix) :] not in entries:
+                    holder, name = entries, key[len(prefix) :]
+        old = holder.get(name) if isinstance(holder, Mapping) else None
+        if not isinstance(holder, MutableMapping) or isinstance(old, DTensor):
+            return None
+        device = old.device if isinstance(old, torch.Tensor) else "cpu"
+        holder[name] = torch.zeros(whole, dtype=getattr(torch, dtype), device=device)
+        return leaf_of(key, holder[name])
 
     def finish(self) -> None:
         """Tell objects with ``load_state_dict`` what was put into their state, inner ones first."""
@@ -306,6 +325,9 @@ class _Walk:
         self.put: dict[str, Callable[[object], None]] = {}
         self.finish: list[Callable[[], None]] = []
         self.growing: list[tuple[str, MutableMapping[str, object]]] = []
+        self.held: dict[str, tuple[Any, object]] = {}
+        """Tensors in the state of an object: by key, what holds them, and under which name."""
+        self._within = False
         self.modules: list[tuple[str, nn.Module, dict[str, Any]]] = []
         self.optimizers: list[tuple[str, Optimizer, dict[int, str]]] = []
         self._owner: dict[int, tuple[str, str]] = {}
@@ -364,6 +386,8 @@ class _Walk:
         if isinstance(value, torch.Tensor):
             if not self.tensor(key, value, "it is neither a module's nor an optimizer's"):
                 self._object(key, value, holder, name)
+            elif self._within:
+                self.held[key] = holder, name
         elif isinstance(value, nn.Module):
             _refuse(key, value)
             self.modules.append((key, value, value.state_dict(keep_vars=True)))
@@ -408,11 +432,13 @@ class _Walk:
                 self.put[key] = value.load_state_dict
             return
         entries: dict[str, object] = dict(state)
+        outer, self._within = self._within, True
         for name, entry in entries.items():
             if isinstance(entry, torch.Tensor) or _has_tensors(entry):
                 self._value(f"{key}.{name}", entry, found, entries, name)
             else:
                 self._object(f"{key}.{name}", entry, entries, name)
+        self._within = outer
         if self.load:
             self.growing.append((f"{key}.", entries))
             self.finish.append(partial(value.load_state_dict, entries))
