@@ -133,8 +133,8 @@ def fit_state(target: Targets, catalog: Catalog, rank: int) -> Fit:
         if key in used or (is_private(key) and not key.startswith(own)):
             continue
         grown = target.grown(key) if key in catalog.objects else None
-        saved = catalog.piece(key) if key in catalog.boxes else None
-        renewed = None if saved is None else target.renewed(key, saved.dtype, saved.whole)
+        there = catalog.piece(key) if key in catalog.boxes else None
+        renewed = None if there is None else target.renewed(key, there.dtype, there.whole)
         if grown is not None:
             _fit_object(fit, catalog, used, key, grown)
         elif renewed is not None:

@@ -210,7 +210,9 @@ class Targets:
                 if key.startswith(prefix) and key[len(prefix) :] not in entries:
                     holder, name = entries, key[len(prefix) :]
         old = holder.get(name) if isinstance(holder, Mapping) else None
-        if not isinstance(holder, MutableMapping) or isinstance(old, DTensor):
+        if not isinstance(holder, MutableMapping) or (
+            isinstance(old, torch.Tensor) and _is_sharded(old)
+        ):
             return None
         device = old.device if isinstance(old, torch.Tensor) else "cpu"
         holder[name] = torch.zeros(whole, dtype=getattr(torch, dtype), device=device)
