@@ -512,15 +512,16 @@ def test_at_any_time_all_ranks_have_one_step(folder: Path) -> None:
             checkpointer.save(step, state)
             going.fill_(float(not os.path.exists(os.environ["DLROVER_SHM_DIR"] + "/end")))
             dist.all_reduce(going, op=dist.ReduceOp.MIN)
-    print(json.dumps([step, checkpointer.stats.sealed]))
+    print(json.dumps(step))
     """
     )
     chance = random.Random(7)
     pause = threading.Event()
     ranks = world(text, folder)
     try:
-        for _ in range(1000):
-            if len(sealed_by(folder)) == 2 and all(len(s) > 1 for s in sealed_by(folder).values()):
+        for _ in range(2000):
+            homes = folder.glob(f"{arena.PREFIX}*")
+            if [s.step > 3 for home in homes for _, s in arena.scan(home)].count(True) > 3:
                 break
             pause.wait(0.05)
         newest, gaps = 0, set()
@@ -549,7 +550,7 @@ def test_at_any_time_all_ranks_have_one_step(folder: Path) -> None:
         for rank in ranks:
             rank.kill()
             rank.communicate()
-    assert first == second
+    assert first == second >= newest
 
 
 def sealed_by(folder: Path) -> dict[int, set[int]]:
