@@ -253,6 +253,27 @@ def test_an_edit_of_data_is_noticed(
     assert all(torch.equal(found[key], tensor) for key, tensor in want.items())
 
 
+def test_a_state_may_grow_and_shrink(folder: Path, checkpointer: Checkpointer) -> None:
+    slowly(checkpointer)
+    for step, depth in enumerate((2, 4, 1, 3), start=1):
+        net = Net(depth)
+        optimizer = adam()(net)
+        state = {"model": net, "optimizer": optimizer}
+        for _ in range(2):
+            net(torch.randn(8, SIZE)).sum().backward()
+            optimizer.step()
+        want = now(state)
+        assert checkpointer.save(step, state)
+        optimizer.step()
+        assert checkpointer.wait(timeout_s=60)
+        found = held(folder, step)
+        assert found is not None
+        assert found.keys() == want.keys()
+        assert all(torch.equal(found[key], tensor) for key, tensor in want.items())
+        before = held(folder, step - 1)
+        assert step == 1 or before is not None, "the one before stays"
+
+
 def test_what_a_killed_writer_leaves_is_whole_and_the_newest(folder: Path) -> None:
     probe = Path(__file__).parent / "probes" / "writer.py"
     done = subprocess.run(
