@@ -274,6 +274,7 @@ def test_a_state_may_grow_and_shrink(folder: Path, checkpointer: Checkpointer) -
         assert step == 1 or before is not None, "the one before stays"
 
 
+@pytest.mark.timeout(300)  # minutes on a busy machine
 def test_what_a_killed_writer_leaves_is_whole_and_the_newest(folder: Path) -> None:
     probe = Path(__file__).parent / "probes" / "writer.py"
     done = subprocess.run(
@@ -287,7 +288,7 @@ def test_what_a_killed_writer_leaves_is_whole_and_the_newest(folder: Path) -> No
         },
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=290,
         check=False,
     )
     lines = done.stdout.splitlines()
