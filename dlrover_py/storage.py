@@ -577,10 +577,7 @@ class Store:
                     self.damaged[name] = str(error)
                     if name not in self._told:
                         self._told.add(name)
-                        log.warning(
-                            "manifest_damaged",
-                            extra={"manifest": f"{self.place.url}/{name}", "why": str(error)},
-                        )
+                        log.warning("%s/%s is damaged: %s", self.place.url, name, error)
                     continue
             found[folder] = manifest
         self._seen = dict(found)

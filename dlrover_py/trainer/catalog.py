@@ -249,9 +249,7 @@ class Candidate:
                 if not self._is_it(summary.step, summary.round, summary.lap, summary.job):
                     continue
             except TROUBLE as error:
-                self._log.warning(
-                    "checkpoint_source", extra={"where": str(path), "why": str(error)}
-                )
+                self._log.warning("checkpoint in %s is not used: %s", path, error)
                 continue
             _add_contents(self.catalog, source)
             if not summary.hollow:
@@ -264,7 +262,7 @@ class Candidate:
         try:
             holders = agent.holders(self.found.step, self.found.round, self.found.lap)
         except TROUBLE as error:
-            self._log.warning("checkpoint_holders", extra={"why": str(error)})
+            self._log.warning("it is not known which peers have a checkpoint: %s", error)
             return
         asked: set[tuple[str, int]] = set()
         for spare in (False, True):
@@ -285,8 +283,7 @@ class Candidate:
                     self._node(agent, holder)
                 except TROUBLE as error:
                     where = f"{holder.node} ({holder.addr}:{holder.port})"
-                    why = {"where": where, "why": str(error)}
-                    self._log.warning("checkpoint_source", extra=why)
+                    self._log.warning("checkpoint of %s is not used: %s", where, error)
                 if spare:
                     yield holder.node
             if not spare:

@@ -106,8 +106,9 @@ class _Reader:
         failed = [job for job in jobs if job.why]
         for job in failed:
             place = job.places[job.tried]
-            told = {"key": job.piece.key, "where": place.source.where, "why": job.why}
-            self._log.warning("checkpoint_piece", extra=told)
+            self._log.warning(
+                "%s in %s is not used: %s", job.piece.key, place.source.where, job.why
+            )
             job.tried += 1
         return failed
 

@@ -269,7 +269,7 @@ def load(
         if loaded is not None:
             return loaded
         spoiled = spoiled or touched
-        log.warning("checkpoint_skipped", extra={"candidate": str(one), "why": why})
+        log.warning("checkpoint of %s is not loaded: %s", one, why)
         tried.append(f"{one}: {why}")
     if tried and (spoiled or claimed):
         words = "no checkpoint could be loaded; tried " + "; ".join(tried)
@@ -331,10 +331,14 @@ def finish(
             optimizer.finish()
         target.finish()
     if fit.private:
-        log.warning("checkpoint_private", extra={"left": some(fit.private)})
+        log.warning("checkpoint of %s has nothing of this rank's own: %s", found, some(fit.private))
     if fit.missing or fit.unexpected:
-        keys = {"missing": some(fit.missing), "unexpected": some(fit.unexpected)}
-        log.warning("checkpoint_keys", extra=keys)
+        log.warning(
+            "checkpoint of %s and this state differ: it does not have [%s], and it alone has [%s]",
+            found,
+            some(fit.missing),
+            some(fit.unexpected),
+        )
     kinds = {"memory": "its own memory", "peer": "peers' memory", "storage": "storage"}
     where = ", ".join(kinds[kind] for kind in kinds if nbytes.get(kind)) or (
         "memory" if found.memory else "storage"
@@ -410,7 +414,7 @@ def _candidates(
         except TROUBLE as error:
             blind = f"the storage was asked for its checkpoints: {error}"
     if blind:
-        log.warning("checkpoint_blind", extra={"why": blind})
+        log.warning("not all checkpoints are known: %s", blind)
     return merge(memory, stored, job), claimed, blind
 
 
