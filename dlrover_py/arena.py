@@ -309,6 +309,11 @@ def place(folder: Path, number: int) -> list[Path]:
     return [folder / f"{number}.{index}" for index in range(SLOTS)]
 
 
+def extra(folder: Path, number: int) -> Path:
+    """A further slot of the place, where what peers have copied must not be overtaken."""
+    return folder / f"{number}.{SLOTS}"
+
+
 def scan(folder: Path) -> Iterator[tuple[Path, Summary]]:
     """All that the arena holds whole; costs a read of a page for each slot."""
     with contextlib.suppress(FileNotFoundError):

@@ -24,6 +24,7 @@ import secrets
 import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +241,9 @@ class Depot:
                 await guest.say_with(self._list())
             case "get":
                 await self._get(guest, request)
+            case "copied" if peers:
+                which = [_count(request, key) for key in ("step", "round", "lap")]
+                await guest.say({"ok": self._copied(*which)})
             case "candidates" if not peers:
                 found = await self._asked(self._ask_candidates(_count(request, "round")))
                 await guest.say({"candidates": found})
@@ -264,6 +268,29 @@ class Depot:
             if _NAME.fullmatch(path.name) and summary.job == self._job
         )
         return b"[" + b",".join(rows) + b"]"
+
+    def _copied(self, step: int, round_: int, lap: int) -> bool:
+        """A peer has all of this set: it is noted in the slots, where workers see it."""
+        done = True
+        for path, summary in arena.scan(self._folder):
+            same = (summary.step, summary.round, summary.lap) == (step, round_, lap)
+            if not same or summary.copied or summary.job != self._job:
+                continue
+            if path.name.startswith("peer-"):
+                continue
+            try:
+                with Slot(path, write=True) as slot:
+                    if not slot.lock(shared=False):
+                        done = False
+                        continue
+                    try:
+                        if slot.summary() == summary:
+                            slot.put(replace(summary, copied=True))
+                    finally:
+                        slot.unlock()
+            except OSError:
+                done = False
+        return done
 
     async def _get(self, guest: "_Guest", request: Request) -> None:
         name, fill = _text(request, "name", 16), _text(request, "fill", 64)

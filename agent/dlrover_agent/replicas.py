@@ -111,6 +111,8 @@ class Plan:
     """Replicas that are of no use once all has been pulled."""
     flags: tuple[tuple[str, bool], ...] = ()
     """Replicas whose ``persist`` is not what the peer has by now."""
+    told: Set | None = None
+    """The peer's workers wait for news that this one is here."""
 
 
 def identity(summary: Summary) -> Set:
@@ -141,7 +143,10 @@ def plan(theirs: Sequence[Found], mine: Sequence[Found]) -> Plan:
         newest set that is whole here.
     """
     at_peer = [(name, s) for name, s in theirs if _OWN.fullmatch(name) and not s.hollow]
-    wanted = newest((name.split(".")[0], summary) for name, summary in at_peer)
+    lap = max((identity(s)[:2] for _, s in at_peer), default=None)
+    # Where ranks have different parts, all nodes copy the same set, which its writers spare.
+    named = [(name, s) for name, s in at_peer if s.copy and identity(s)[:2] == lap]
+    wanted = newest((name.split(".")[0], summary) for name, summary in named or at_peer)
     if wanted is None:
         return Plan()
     copies = {name: s for name, s in mine if _COPY.fullmatch(name)}
@@ -160,14 +165,22 @@ def plan(theirs: Sequence[Found], mine: Sequence[Found]) -> Plan:
         part = (wanted, summary.part)
         pulls.append(Pull(name, summary, to, hollow=part in parts))
         parts.add(part)
-    others = tuple(sorted(name for name, s in copies.items() if s.rank not in ranks))
+    # A lost node's part is what the next round is restored from: it stays until that round has
+    # something of its own, at the peer and here.
+    here_at = max((identity(s)[:2] for name, s in mine if _OWN.fullmatch(name)), default=wanted[:2])
+    begun = min(wanted[:2], here_at)
+    others = tuple(
+        sorted(n for n, s in copies.items() if s.rank not in ranks and identity(s)[:2] < begun)
+    )
+    filled = {pull.to for pull in pulls}
     flag = {(identity(s), s.rank): s.persist for _, s in at_peer}
     flags = (
         (name, flag[key])
         for name, s in sorted(copies.items())
-        if flag.get(key := (identity(s), s.rank), s.persist) != s.persist
+        if name not in filled and flag.get(key := (identity(s), s.rank), s.persist) != s.persist
     )
-    return Plan(tuple(pulls), others, tuple(flags))
+    waits = any(s.copy and not s.copied for _, s in ranks.values())
+    return Plan(tuple(pulls), others, tuple(flags), wanted if waits else None)
 
 
 def _staged(summary: Summary | None) -> Set:
@@ -205,6 +218,8 @@ class Replicas:
         self._ended = threading.Event()
         self._link: Link | None = None
         self._changes = self._overtaken = 0
+        self._suspect = ("", "")
+        """A slot and its filling whose bytes were not right: it may have been overtaken."""
         self.trouble = ""
         """Why no newer replica comes, in a line; empty if all is well."""
 
@@ -286,12 +301,15 @@ class Replicas:
             todo = plan(self._of_job(link.slots()), self._mine())
             self._make_room(todo)
             for pull in todo.pulls:
-                self._pull(link, pull)
+                self._pull_or_suspect(link, pull)
                 self._changes += 1
             if todo.spare:
                 self._drop(todo.spare)
             for name, persist in todo.flags:
                 self._flag(name, persist=persist)
+            if todo.told is not None:
+                round_, lap, step = todo.told
+                link.say({"op": "copied", "step": step, "round": round_, "lap": lap})
         except (DLRoverError, OSError):
             self._close()  # answers may be under way on it
             raise
@@ -318,6 +336,11 @@ class Replicas:
         if need <= room:
             return
         room += sum(_taken(self._folder / name) for name in todo.spare)
+        if need > room and any(
+            _COPY.fullmatch(name) and summary.rank not in {p.summary.rank for p in todo.pulls}
+            for name, summary in self._mine()
+        ):
+            raise _Later("what is held of a node that is gone is in its place")
         if need > room:
             raise NoRoom(
                 f"a replica needs {need / 1e6:,.0f} MB more in {self._folder}, which has "
@@ -337,6 +360,19 @@ class Replicas:
             if found is not None and slot.lock(shared=False):
                 slot.put(replace(found, persist=persist))
                 self._changes += 1
+
+    def _pull_or_suspect(self, link: Link, pull: Pull) -> None:
+        """Bytes that a writer overtakes on their way are wrong, and nobody is told of that; those
+        that are wrong twice, in the same filling, are damaged."""
+        try:
+            self._pull(link, pull)
+        except Overtaken:
+            raise
+        except Damaged as error:
+            seen, self._suspect = self._suspect, (pull.name, pull.summary.fill)
+            if seen != self._suspect:
+                raise _Later(str(error)) from error
+            raise
 
     def _pull(self, link: Link, pull: Pull) -> None:
         """Copy one slot, and seal it if every byte is right.

@@ -205,7 +205,8 @@ class Saver:
         if self.path is None:
             return
         self._flagged[local_rank] = set()
-        for path in arena.place(self.path, local_rank):
+        extra = arena.extra(self.path, local_rank)
+        for path in (*arena.place(self.path, local_rank), extra):
             with contextlib.suppress(FileNotFoundError), Slot(path) as slot:
                 found = slot.summary()
                 if found is not None and found.persist:

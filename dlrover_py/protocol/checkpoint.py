@@ -163,6 +163,11 @@ class Summary:
     """It is to go to storage, and has not: a writer spares it while no newer one is."""
     hollow: bool = False
     """A replica without the bytes before ``private_at``."""
+    copy: bool = False
+    """It is the one that peers are to copy: all nodes the same one, for only together they are a
+    checkpoint. A writer spares it until a newer one has been copied everywhere."""
+    copied: bool = False
+    """Its peer has it."""
     metric: float | None = None
     """What ``save()`` was told of the step's worth: retention may keep the best."""
     format: int = FORMAT

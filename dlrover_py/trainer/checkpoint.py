@@ -159,6 +159,12 @@ class Vote(NamedTuple):
     """Some rank was asked to stop."""
     fate: int = 0
     """Of the oldest save that is not settled: a :class:`Fate`."""
+    part: int = 0
+    """Digest of which part of the state a rank has in it."""
+    unpart: int = 0
+    """Minus that: all ranks have the same if the greatest of both say the same."""
+    uncopied: int = 0
+    """Of the save that peers copy: 0 all have, 1 some have not yet, 2 it is not there any more."""
 
 
 class Fate(IntEnum):
@@ -258,6 +264,14 @@ class Checkpointer:
         """The newest set that is known to be sealed on all ranks."""
         self._again = False
         """A set that was to go to storage was missed: the next one is to."""
+        self._sharded = False
+        """Ranks have different parts: copies of one set are needed of all of them."""
+        self._copying: Id | None = None
+        """What peers copy now."""
+        self._copied: Id | None = None
+        """What all peers have: the loss of a node costs no more than what came after it."""
+        self._voted_copy: Id | None = None
+        """Of which the vote that is not heard yet speaks."""
         self._loaded = ""
         self._pending: Callable[[float | None], list[int]] | None = None
         """The vote that was given in the call before."""
@@ -364,6 +378,7 @@ class Checkpointer:
         self._lap, self._attempted = self._lap + 1, -1
         self._attempts.clear()
         self._whole, self._again = None, False
+        self._copying = self._copied = None
         self._flagged_step = self._previous = None
         self._saved_at = self._flagged_at = self._clock()
         step: int | None = None
@@ -517,10 +532,11 @@ class Checkpointer:
         objects = [(key, encode_object(key, value)) for key, value in flat.objects.items()]
         for note in flat.notes:
             self._say_once(note)
-        # What all ranks are known to have, until they are known to have the one after it.
+        # What all ranks are known to have, until they are known to have the one after it; and what
+        # peers copy, or have.
         spared = {one.id for one in self._attempts if one is not attempt}
-        if self._whole is not None:
-            spared.add(self._whole)
+        spared |= {one for one in (self._whole, self._copying, self._copied) if one is not None}
+        copy = self._sharded and self._copying is None and site.copies and site.stager.grow()
         try:
             attempt.staging = site.stager.stage(
                 step,
@@ -529,15 +545,21 @@ class Checkpointer:
                 lap=lap,
                 persist=attempt.flagged,
                 metric=metric,
+                copy=copy,
                 spared=spared,
             )
         except NoRoom as error:
             self._missed(step, str(error))
             return False
         if attempt.staging is None:
-            self._missed(step, "all slots are needed, or are being read")
+            if self._copying is None:
+                self._missed(step, "all slots are needed, or are being read")
+            else:  # each second one goes on, and the memory is worth more than the other
+                self.stats.skipped += 1
             return False
         attempt.missed = False
+        if copy:
+            self._copying = attempt.id
         self.stats.saves += 1
         spent = time.perf_counter() - began
         self._stall_s = spent if self._stall_s is None else 0.9 * self._stall_s + 0.1 * spent
@@ -562,6 +584,16 @@ class Checkpointer:
             log.warning("checkpoints: %s", note)
 
     # --- the vote ---
+
+    def _uncopied(self, site: "_Site") -> int:
+        """What has become of the save that peers copy."""
+        if self._copying is None:
+            return 0
+        found = site.stager.found()
+        for summary in found:
+            if summary is not None and identity(summary) == self._copying:
+                return int(not summary.copied)
+        return 1 if None in found else 2  # it is being filled, or its first page written anew
 
     def _clock_says(self) -> Vote:
         """What rank 0's clock and figures say."""
@@ -598,8 +630,13 @@ class Checkpointer:
     def _mine(self, site: "_Site") -> Vote:
         """This rank's vote."""
         mine = self._clock_says() if site.rank == 0 else Vote()
+        oldest = self._attempts[0].staging if self._attempts else None
+        part = 0 if oldest is None else int(str(oldest.facts["part"])[:15], 16)
         return mine._replace(
             busy=int(self._busy_now(site)),
+            uncopied=self._uncopied(site),
+            part=part,
+            unpart=-part,
             stop=int(self._stop or session.should_stop()),
             fate=self._attempts[0].fate if self._attempts else Fate.UNDER_WAY,
         )
@@ -609,6 +646,7 @@ class Checkpointer:
         if site.ballot is None:  # nobody else to ask
             self._hear(site)
         else:
+            self._voted_copy = self._copying
             self._pending = site.ballot.launch(self._mine(site))
 
     def _hear(self, site: "_Site", timeout_s: float | None = None) -> None:
@@ -625,7 +663,14 @@ class Checkpointer:
         else:
             return
         self._stop = self._stop or bool(self._vote.stop)
+        if self._copying is not None and self._voted_copy == self._copying:
+            if self._vote.uncopied == 0:
+                self._copied = self._copying
+            if self._vote.uncopied != 1:
+                self._copying = None
         if self._attempts and self._vote.fate != Fate.UNDER_WAY:
+            if self._vote.fate == Fate.SEALED:
+                self._sharded = self._vote.part != -self._vote.unpart
             self._resolve(site, self._attempts.popleft(), whole=self._vote.fate == Fate.SEALED)
 
     def _settle(self, site: "_Site") -> None:
@@ -653,7 +698,10 @@ class Checkpointer:
                 self._busy, self._busy_since = one.id, one.began
                 if site.persister is not None:
                     self._order(site, site.persister, one.id)
-        elif one.flagged:
+            return
+        if one.id == self._copying:  # copies of it would be of no use
+            self._copying = None
+        if one.flagged:
             unflag(site.folder, *one.id, only=site.own)
             self._again = True
 
@@ -835,9 +883,16 @@ class _Site:
         else:
             self.round = settings.restart_count
             number = self._alone(settings, stores, answered)
-        self.own = {path.name for path in arena.place(self.folder, number)}
+        self.copies = (
+            bool(settings.arena)
+            and settings.nodes > 1
+            and settings.checkpoint.get("replicas", 1) != 0
+        )
+        """Peers keep copies of this node's memory."""
+        slots, extra = arena.place(self.folder, number), arena.extra(self.folder, number)
+        self.own = {path.name for path in (*slots, extra)}
         place = Place(self.job, self.round, self.world, self.rank)
-        self.stager = Stager(arena.place(self.folder, number), place, told=_tell)
+        self.stager = Stager(slots, place, extra=extra, told=_tell)
 
     def _alone(self, settings: Settings, stores: bool, answered: Callable[[Answer], None]) -> int:
         """Find the others of this node; its first worker takes the memory for all of them."""

@@ -177,6 +177,7 @@ class Stager:
         paths: Sequence[Path],
         place: Place,
         *,
+        extra: Path | None = None,
         told: Callable[[Summary], None] = lambda _: None,
         copy: Callable[[int, memoryview], int] = arena.copy_summed,
     ) -> None:
@@ -185,6 +186,7 @@ class Stager:
         Args:
             paths: of the slots (:func:`dlrover_py.arena.place`).
             place: who stages.
+            extra: a further slot, for :meth:`grow`.
             told: called by the thread with each slot that was sealed.
             copy: from an address into memory; gives the XXH3.
 
@@ -199,6 +201,7 @@ class Stager:
         self._slots = [Slot(path, write=True) for path in paths]
         self._prepared: list[int] = []
         """Bytes of each slot that are mapped; empty before a state is known: a load is faster."""
+        self._extra = extra
         self._told, self._copy = told, copy
         self._pid = os.getpid()
         self._job: Staging | None = None
@@ -237,6 +240,7 @@ class Stager:
         lap: int = 0,
         persist: bool = False,
         metric: float | None = None,
+        copy: bool = False,
         spared: Collection[Id] = (),
     ) -> Staging | None:
         """Copy what cannot wait, and have the rest copied.
@@ -250,6 +254,7 @@ class Stager:
             lap: of this round.
             persist: it is to go to storage.
             metric: what the step is worth.
+            copy: it is the one that peers copy.
             spared: sets whose slots are not to be filled.
 
         Returns:
@@ -280,6 +285,7 @@ class Stager:
             "part": part,
             "persist": persist,
             "metric": metric,
+            "copy": copy,
             "private_at": layout.private_at,
         }
         job = Staging(step, slot, layout, table, encoded, facts, need)
@@ -296,6 +302,29 @@ class Stager:
         if self.synchronous:
             _outlast(job.done, self._thread)
         return job
+
+    def grow(self) -> bool:
+        """Have the further slot too; False if there is none, or no memory for it."""
+        if self._extra is None:
+            return False
+        if self._extra == self._slots[-1].path:
+            return True
+        self.wait()
+        need = max(slot.size for slot in self._slots) + arena.SPARE * (len(self._slots) + 1)
+        slot = Slot(self._extra, write=True)
+        if need - slot.size > arena.headroom(self._extra.parent):
+            slot.close()
+            self._extra.unlink(missing_ok=True)
+            self._extra = None
+            log.warning(
+                "no memory for a slot of %.0f MB that keeps what peers copy from being overtaken: "
+                "after the loss of a node, what is in memory may be of different steps",
+                need / 1e6,
+            )
+            return False
+        self._prepared.append(0)
+        self._slots.append(slot)
+        return True
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until the save on its way is sealed, or has failed; False if it took too long."""
@@ -383,8 +412,12 @@ class Stager:
     def _take(self, spared: Collection[Id]) -> Slot | None:
         for index in choose(self.found(), spared):
             slot = self._slots[index]
-            if slot.lock(shared=False):
+            if not slot.lock(shared=False):
+                continue
+            now = slot.summary()  # somebody may just have written its first page anew
+            if now is None or identity(now) not in spared:
                 return slot
+            slot.unlock()
         return None
 
     def _capture(self, job: Staging, leaves: Sequence[Leaf]) -> bool:
