@@ -1,0 +1,572 @@
+"""Whole jobs with real checkpoints, and all that may happen to them.
+
+Of step k each parameter is k·(k+1)/2, its momentum -k, and each plain value k: all in float32 and
+exact. A worker that has loaded anything but one whole step says so, and which values it has.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from dlrover_agent.saver import held
+from dlrover_py.arena import PREFIX, Slot, scan
+from dlrover_py.protocol.agents import Held
+from dlrover_py.protocol.status import JobStatus
+from dlrover_py.storage import Store
+from tests.process.harness import (
+    Job,
+    Place,
+    alive,
+    eventually,
+    free_port,
+    job,
+    lines,
+    members,
+)
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+
+OPEN = 1 << 40
+"""A gate that holds nobody up."""
+
+WORKER = """
+    import os, sys, threading
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+    from dlrover_py.trainer import Checkpointer, session
+
+    kind, gate, folder = sys.argv[1:4]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+
+    def make(rows):
+        whole = torch.zeros(rows, 512)
+        return distribute_tensor(whole, mesh, [Shard(0)]) if kind == "sharded" else whole
+
+    def local(tensor):
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    class Story:
+        '''It is longer after each step.'''
+        def __init__(self):
+            self.steps = []
+        def state_dict(self):
+            return {"steps": list(self.steps), "sum": torch.ones(len(self.steps) % 7)}
+        def load_state_dict(self, state):
+            self.steps = list(state["steps"])
+
+    module = torch.nn.Module()
+    module.large = torch.nn.Parameter(make(240))
+    module.small = torch.nn.Parameter(make(6))
+    module.register_buffer("mean", make(12))
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0, momentum=1.0)
+    story = Story()
+    plain = {"count": 0}
+
+    class Count:
+        def state_dict(self):
+            return dict(plain)
+        def load_state_dict(self, state):
+            plain.update(state)
+
+    state = {"module": module, "optimizer": optimizer, "story": story, "count": Count()}
+    checkpointer = Checkpointer()
+    step = checkpointer.load(state) or 0
+
+    def values():
+        found = {"buffer": local(module.mean), "count": torch.tensor([float(plain["count"])])}
+        found["story"] = torch.tensor([float(len(story.steps))])
+        for name, p in module.named_parameters():
+            found[name] = ((8 * local(p.detach()).double() + 1).sqrt() - 1) / 2
+            entry = optimizer.state.get(p, {}).get("momentum_buffer")
+            if entry is not None or step:
+                found[name + ".momentum"] = -local(entry).double()
+        return {k: sorted(set(v.flatten().tolist())) for k, v in found.items()}
+
+    got = values()
+    wrong = {k: v for k, v in got.items() if v not in ([float(step)], [])}
+    head = f"loaded {session.round()} {rank} {world} {step}"
+    print(head, f"wrong {wrong}" if wrong else "ok", flush=True)
+    at = os.open(os.path.join(folder, f"at-{rank}"), os.O_RDWR | os.O_CREAT)
+    pause = threading.Event()
+    while not checkpointer.should_stop:
+        while int(open(gate).read() or 0) <= step and not session.should_stop():
+            pause.wait(0.005)
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        for p in module.parameters():
+            p.grad = torch.full_like(p, -1.0)
+        optimizer.step()
+        step += 1
+        local(module.mean).fill_(step)
+        plain["count"] = step
+        story.steps.append(step)
+        session.report_step(step)
+        checkpointer.save(step, state)
+        os.pwrite(at, b"%09d" % step, 0)
+        pause.wait(0.005)
+    print("stopped", session.round(), rank, step, flush=True)
+    checkpointer.close()
+    dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def shm(place: Place) -> Iterator[Path]:
+    """Where arenas are; nothing may be left there."""
+    folder = place.folder / "shm"
+    folder.mkdir()
+    place.env["DLROVER_SHM_DIR"] = str(folder)
+    yield folder
+    eventually(lambda: not list(folder.iterdir()), f"an empty {folder}")
+
+
+class Training:
+    """A job of such workers, and what can be seen of it from outside."""
+
+    def __init__(self, run: Job, folder: Path) -> None:
+        self.run, self.folder = run, folder
+        self.shm = folder / "shm"
+
+    # --- what it may do ---
+
+    def allow(self, step: int) -> None:
+        """Train so far, and no further."""
+        permit(self.folder, step)
+
+    def reach(self, step: int, where: str = "memory") -> JobStatus:
+        """Train so far, and see it in the status."""
+        self.allow(step)
+        return self.run.until(
+            lambda s: last(s) == (step, where), f"step {step} in {where}", within_s=60
+        )
+
+    # --- what there is ---
+
+    def arena(self, node: str) -> Path:
+        (found,) = self.shm.glob(f"{PREFIX}*-{node}")
+        return found
+
+    def held(self, node: str) -> list[Held]:
+        """What a node's memory has; nothing if it is gone."""
+        for folder in self.shm.glob(f"{PREFIX}*-{node}"):
+            return held(folder, folder.name.removeprefix(PREFIX).removesuffix(f"-{node}"))
+        return []
+
+    def keepers(self, rank: int, step: int) -> list[str]:
+        """Nodes that have a copy of a rank's part."""
+        nodes = [p.name.rpartition("-")[2] for p in self.shm.iterdir()]
+        return [
+            node
+            for node in nodes
+            if any(h.replica and h.step == step and rank in h.ranks for h in self.held(node))
+        ]
+
+    def copied(self, step: int, ranks: Iterable[int]) -> None:
+        """Wait until each has a copy elsewhere."""
+        for rank in ranks:
+            eventually(lambda r=rank: self.keepers(r, step), f"a copy of rank {rank}")  # type: ignore[misc]
+
+    def whole(self, nodes: Iterable[str]) -> int:
+        """The newest step that these nodes hold whole; 0 if there is none."""
+        sets: dict[tuple[int, int, int], list[Held]] = {}
+        for node in nodes:
+            for one in self.held(node):
+                sets.setdefault((one.step, one.round, one.lap), []).append(one)
+        newest = 0
+        for (step, _, _), found in sets.items():
+            full = {p for h in found for r, p in h.ranks.items() if r not in h.hollow}
+            ranks = {r for h in found for r, p in h.ranks.items() if p in full}
+            if len(ranks) == found[0].world or (full and not self.sharded):
+                newest = max(newest, step)
+        return newest
+
+    sharded = True
+
+    @property
+    def stored(self) -> list[int]:
+        """Steps in storage."""
+        return stored(self.folder)
+
+    def at(self, rank: int = 0) -> int:
+        """Steps that a rank has finished."""
+        try:
+            return int((self.folder / f"at-{rank}").read_text() or 0)
+        except FileNotFoundError:
+            return 0
+
+    # --- what is said ---
+
+    def loaded(self, status: JobStatus) -> int:
+        """Each worker of the round has loaded, all of them the same step, whole; which."""
+        found = eventually(
+            lambda: self._loads(status.round, status.world_size),
+            f"what {status.world_size} workers of round {status.round} have loaded",
+        )
+        assert all(line.endswith(" ok") for line in found), found
+        steps = {int(line.split()[4]) for line in found}
+        assert len(steps) == 1, found
+        return steps.pop()
+
+    def _loads(self, number: int, world: int) -> list[str]:
+        found = self.lines(f"^loaded {number} .* (ok|wrong .*}})$")
+        return found if len(found) == world else []
+
+    def lines(self, pattern: str) -> list[str]:
+        """Of all workers' output."""
+        nodes = [p.name for p in self.run.logs.iterdir() if p.is_dir()]
+        return [line for node in nodes for line in lines(self.run, node, pattern)]
+
+    def agents(self, event: str) -> list[dict[str, Any]]:
+        """Of all agents' logs."""
+        found = []
+        for path in self.run.logs.glob("n*/agent.log"):
+            found += [json.loads(t) for t in path.read_text().splitlines() if f'"{event}"' in t]
+        return [line for line in found if line.get("event") == event]
+
+    def errors(self, pattern: str) -> list[str]:
+        """Of all workers' standard error."""
+        texts = [p.read_text() for p in self.run.logs.glob("n*/*/*/*/stderr.log")]
+        return [t for text in texts for t in text.splitlines() if re.search(pattern, t)]
+
+    def story(self) -> str:
+        """What there is to read after a failure."""
+        logs = sorted(self.run.logs.glob("n*/agent.log"))
+        logs += sorted(self.run.logs.glob("n*/*/*/*/std*.log"))
+        said = (f"--- {p.relative_to(self.run.logs)}\n{p.read_text()[-3000:]}" for p in logs)
+        events = [f"{e.reason}: {e.message}" for e in self.run.status().events]
+        return "\n".join([*said, "--- events", *events, "--- shown", *self.run.output[-40:]])
+
+
+def permit(folder: Path, step: int) -> None:
+    new = folder / "gate.new"
+    new.write_text(str(step))
+    new.rename(folder / "gate")
+
+
+def last(status: JobStatus) -> tuple[int, str] | None:
+    found = status.last_checkpoint
+    return None if found is None else (found.step, found.where)
+
+
+def stored(folder: Path) -> list[int]:
+    return sorted(m.step for m in Store(folder / "store").checkpoints())
+
+
+@contextmanager
+def training(
+    place: Place,
+    kind: str,
+    *,
+    gate: int = 0,
+    checkpoint: dict[str, object] | None = None,
+    **more: Any,
+) -> Iterator[Training]:
+    """A job of such workers, stopped in the end."""
+    permit(place.folder, gate)
+    policy = {"dir": str(place.folder / "store"), "persistEvery": 1 << 30, **(checkpoint or {})}
+    args = (kind, str(place.folder / "gate"), str(place.folder))
+    with job(place, script=WORKER, args=args, spec={"checkpoint": policy}, **more) as run:
+        found = Training(run, place.folder)
+        found.sharded = kind == "sharded"
+        try:
+            yield found
+        except BaseException:
+            print(found.story())
+            raise
+        finally:
+            found.allow(OPEN)
+
+
+def flip(path: Path, step: int) -> None:
+    """One bit of the largest tensor, in a slot that holds this step."""
+    with Slot(path, write=True) as slot:
+        summary = slot.summary()
+        assert summary is not None
+        assert summary.step == step
+        view = slot.view()
+        view[4096 + 1000] ^= 4
+        view.release()
+
+
+def slots(folder: Path, step: int, prefix: str = "") -> list[Path]:
+    return [p for p, s in scan(folder) if s.step == step and p.name.startswith(prefix)]
+
+
+def shout(run: Job) -> str:
+    return "".join(run.output)
+
+
+# --- a worker, a node, a node and its peer ---
+
+
+def test_a_killed_worker_is_restored_from_its_own_memory(place: Place, shm: Path) -> None:
+    with training(place, "same", replicas=2) as its:
+        before = its.reach(5)
+        os.kill(members(its.run.running(2))[1].pids[0], signal.SIGKILL)
+        after = its.run.running(2, round_after=before.round)
+        assert its.loaded(after) == 5, "no step is repeated"
+        its.reach(7)
+        # A node of two with the same: any node's memory will do.
+        its.run.hurt(members(its.run.running(2))[0].id, "kill")
+        its.run.api("POST", "/v1/hosts?count=1")
+        last_one = its.run.running(2, round_after=after.round)
+        assert its.loaded(last_one) == 7
+        its.reach(9)
+        assert its.stored == []
+        assert not its.errors("checkpoint")
+
+
+def test_shards_survive_workers_nodes_and_other_sizes(place: Place, shm: Path) -> None:
+    with training(place, "sharded", replicas=3, minReplicas=2, maxReplicas=3, hosts=3) as its:
+        first = its.reach(5)
+        os.kill(members(its.run.running(3))[1].pids[0], signal.SIGKILL)
+        second = its.run.running(3, round_after=first.round)
+        assert its.loaded(second) == 5, "from their own memory"
+        its.reach(8)
+        its.copied(8, range(3))
+        its.run.hurt(members(second)[1].id, "kill")
+        small = its.run.running(2, round_after=second.round)
+        assert its.loaded(small) == 8, "from the peer's memory, by two ranks"
+        its.reach(10)
+        its.run.api("POST", "/v1/hosts?count=1")
+        big = its.run.running(3, round_after=small.round)
+        assert its.loaded(big) == 10, "by three, one of which is new"
+        assert its.stored == []
+        its.allow(OPEN)
+        eventually(lambda: its.at() > 20, "some steps")
+        least = its.whole(n.id for n in members(big))
+        its.run.cli("job", "scale", "2")
+        scaled = its.run.running(2, round_after=big.round)
+        at = its.loaded(scaled)
+        assert at >= least
+        assert at in its.stored, "before the node went"
+        its.run.cli("job", "scale", "3")
+        its.loaded(its.run.running(3, round_after=scaled.round))
+        assert its.agents("checkpoint_odd") == []
+
+
+def test_a_flipped_bit_is_found_and_the_next_source_is_used(place: Place, shm: Path) -> None:
+    rules: dict[str, object] = {"persistEvery": 4}
+    with training(place, "sharded", replicas=2, checkpoint=rules, restartCount=9) as its:
+        its.reach(4, "storage")
+        first = its.reach(6)
+        its.copied(6, range(2))
+        kill, at = members(its.run.running(2))[0], first.round
+        for sources, step in (("own", 6), ("copy", 6), ("older", 5), ("storage", 4)):
+            if sources == "own":
+                flip(slots(its.arena("n0"), 6, "0.")[0], 6)
+            elif sources == "older":  # its peer's copy too: of step 5 each has its own
+                flip(slots(its.arena("n1"), 6, "peer-0.")[0], 6)
+            elif sources == "storage":
+                flip(slots(its.arena("n0"), 5, "0.")[0], 5)
+                for path in slots(its.arena("n1"), 5, "peer-0."):
+                    flip(path, 5)
+            os.kill(kill.pids[0], signal.SIGKILL)
+            status = its.run.running(2, round_after=at)
+            at, kill = status.round, members(status)[0]
+            assert its.loaded(status) == step, sources
+        # Whoever reads the log is told which tensor it was, and no more than once for each fault.
+        told = its.errors("module.large")
+        assert 4 <= len(told) <= 12, told
+
+
+# --- how jobs end, and which write where ---
+
+
+def test_two_jobs_in_one_directory(place: Place, shm: Path) -> None:
+    rules: dict[str, object] = {"persistEvery": 4, "saveAtBreakpoint": True}
+    with training(place, "same", replicas=2, checkpoint=rules) as its:
+        before = its.reach(4, "storage")
+        its.reach(6)
+        os.kill(members(its.run.running(2))[0].pids[0], signal.SIGKILL)
+        its.run.until(lambda s: last(s) == (6, "storage"), "what is saved at a breakpoint")
+        assert its.loaded(its.run.running(2, round_after=before.round)) == 6
+        with training(place, "same", name="other", checkpoint=rules, replicas=1) as other:
+            status = other.run.running(1)
+            assert other.loaded(status) == 6, "to read what is there needs no claim"
+            other.allow(8)
+            told = other.run.until(
+                lambda s: condition(s)[0] == "True", "the condition", within_s=60
+            )
+            assert "written by another job, job (" in condition(told)[1]
+            assert other.run.status().phase == "Running"
+            its.reach(8, "storage")
+            assert stored(place.folder) == [4, 6, 8]
+            assert condition(its.run.status())[0] == "False"
+
+
+def condition(status: JobStatus) -> tuple[str, str]:
+    return next(
+        ((c.status, c.message) for c in status.conditions if c.type == "CheckpointFailing"),
+        ("", ""),
+    )
+
+
+def test_who_is_asked_to_go_stores_what_is_newest(place: Place, shm: Path) -> None:
+    with training(place, "sharded", gate=OPEN, replicas=2, minReplicas=1, hosts=2) as its:
+        first = its.run.running(2)
+        eventually(lambda: its.at() > 20, "some steps", within_s=60)
+        least = its.whole(["n0", "n1"])
+        its.run.cli("node", "drain", members(first)[1].id)
+        second = its.run.running(1, round_after=first.round, within_s=60)
+        at = its.loaded(second)
+        assert at >= least
+        assert at in its.stored, "before the node went"
+        eventually(lambda: its.at() > at + 20, "more steps")
+        least = its.whole(["n0"])
+        its.run.process.send_signal(signal.SIGTERM)
+        assert its.run.wait() == 143
+        at = max(its.stored)
+        assert at >= least
+        assert f"step {at} is in storage" in shout(its.run)
+    # Another run of the job goes on there, even if the clock was set back meanwhile.
+    for path in (place.folder / "store").iterdir():
+        os.utime(path, (2e9, 2e9))
+    rules: dict[str, object] = {"persistEvery": 4}
+    with training(place, "sharded", name="next", checkpoint=rules, replicas=2) as its:
+        its.allow(at)
+        assert its.loaded(its.run.running(2)) == at
+        new = at // 4 * 4 + 4
+        its.reach(new, "storage")
+        assert max(its.stored) == new
+
+
+# --- without a platform ---
+
+
+def test_an_agent_that_comes_again_has_what_was_staged(place: Place, shm: Path) -> None:
+    place.script(WORKER)
+    permit(place.folder, 5)
+    port = free_port()
+    args = ("train.py", "sharded", str(place.folder / "gate"), str(place.folder))
+
+    def agent(rank: int) -> "subprocess.Popen[str]":
+        with (place.folder / f"{rank}.log").open("a") as out:
+            static = ("--nnodes=2", f"--master-port={port}", "--max-restarts=3")
+            return place.popen(
+                "elastic-run",
+                *static,
+                f"--node-rank={rank}",
+                *args,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+
+    def said(pattern: str) -> list[str]:
+        text = "".join(p.read_text() for p in sorted(place.folder.glob("?.log")))
+        return re.findall(pattern, text)
+
+    both = [agent(0), agent(1)]
+    try:
+        eventually(
+            lambda: (
+                all((place.folder / f"at-{n}").exists() for n in (0, 1))
+                and all((place.folder / f"at-{n}").read_text() == f"{5:09d}" for n in (0, 1))
+            ),
+            "five steps",
+            within_s=60,
+        )
+        both[1].kill()
+        both[1].wait()
+        both[1] = agent(1)
+        second = r"loaded [2-9] \d 2 .*(?:ok|wrong .*})"
+        eventually(lambda: len(said(second)) >= 2, "a second round", within_s=60)
+        assert {line.split(maxsplit=4)[4] for line in said(second)} == {"5 ok"}
+    finally:
+        permit(place.folder, OPEN)
+        for one in both:
+            one.terminate()
+        for one in both:
+            one.wait(40)
+
+
+# --- who comes too late ---
+
+
+def test_a_coordinator_that_was_given_up_commits_nothing(place: Place, shm: Path) -> None:
+    """It is frozen between its last file and the manifest, and thawed when others have gone on."""
+    rules: dict[str, object] = {"persistEvery": 4}
+    quick = {"lease_s": "3", "exchange_s": "0.5"}
+    with training(place, "sharded", replicas=2, hosts=3, checkpoint=rules, settings=quick) as its:
+        before = its.reach(3)
+        its.run.running(2)
+        its.copied(3, range(2))
+        master = its.run.snapshot().master_pid
+        victim = members(before)[0]
+        os.kill(master, signal.SIGSTOP)  # so nobody grants
+        try:
+            its.allow(4)
+            eventually(lambda: its.at(0) == its.at(1) == 4, "the step")
+        finally:
+            os.kill(master, signal.SIGCONT)
+        its.run.until(lambda s: last(s) == (4, "memory") or 4 in its.stored, "it")
+        (persister,) = [
+            p
+            for p in psutil.Process(victim.agent_pid).children()
+            if "dlrover_py.persist" in " ".join(p.cmdline())
+        ]
+        store = place.folder / "store"
+        eventually(lambda: list(store.glob("step-4.*/.metadata")), "all but the manifest")
+        persister.suspend()
+        attempts = {p.parent.name for p in store.glob("step-4.*/.metadata")}
+        attempts = {a for a in attempts if not (store / f"{a}.json").exists()}
+        try:
+            its.run.hurt(victim.id, "freeze")
+            after = its.run.running(2, round_after=before.round, within_s=60)
+            assert its.loaded(after) in (3, 4)
+            its.reach(8, "storage")
+        finally:
+            its.run.hurt(victim.id, "thaw")
+            persister.resume()
+        its.run.until(lambda s: "NodeRefused" in [e.reason for e in s.events], "a refusal")
+        eventually(lambda: not alive(victim.agent_pid), "its agent ends")
+        eventually(lambda: not alive(persister.pid), "its persister ends")
+        assert attempts.isdisjoint(m.folder for m in Store(store).checkpoints())
+
+
+# --- copies that are slower than steps ---
+
+
+def test_a_killed_node_of_a_job_that_runs_freely_loses_next_to_nothing(
+    place: Place, shm: Path
+) -> None:
+    """Steps are much faster than copies: what is copied is of one step, and stays until a newer
+    one has been copied everywhere."""
+    with training(place, "sharded", gate=OPEN, replicas=3, minReplicas=2, hosts=3) as its:
+        its.run.running(3)
+        eventually(lambda: its.at() > 100, "some steps", within_s=60)
+        first = eventually(lambda: doubled(its, range(3)), "one step, copied everywhere")
+        second = eventually(
+            lambda: (step := doubled(its, range(3))) > first and step, "a newer one"
+        )
+        before = its.run.status()
+        its.run.hurt(members(before)[1].id, "kill")
+        after = its.run.running(2, round_after=before.round)
+        assert its.loaded(after) >= second
+        assert its.stored == []
+
+
+def doubled(its: Training, ranks: Iterable[int]) -> int:
+    """The newest step that each rank's node has, and another one as well; 0 if there is none."""
+    nodes = [p.name.rpartition("-")[2] for p in its.shm.iterdir()]
+    found = [one for node in nodes for one in its.held(node)]
+
+    def steps(rank: int, *, replica: bool) -> set[int]:
+        return {h.step for h in found if h.replica is replica and rank in h.ranks}
+
+    both = [steps(rank, replica=kind) for rank in ranks for kind in (True, False)]
+    return max(set.intersection(*both), default=0)
