@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from dlrover_agent.saver import held
@@ -25,7 +24,6 @@ from dlrover_py.storage import Store
 from tests.process.harness import (
     Job,
     Place,
-    alive,
     eventually,
     free_port,
     job,
@@ -346,17 +344,6 @@ def test_shards_survive_workers_nodes_and_other_sizes(place: Place, shm: Path) -
         big = its.run.running(3, round_after=small.round)
         assert its.loaded(big) == 10, "by three, one of which is new"
         assert its.stored == []
-        its.allow(OPEN)
-        eventually(lambda: its.at() > 20, "some steps")
-        least = its.whole(n.id for n in members(big))
-        its.run.cli("job", "scale", "2")
-        scaled = its.run.running(2, round_after=big.round)
-        at = its.loaded(scaled)
-        assert at >= least
-        assert at in its.stored, "before the node went"
-        its.run.cli("job", "scale", "3")
-        its.loaded(its.run.running(3, round_after=scaled.round))
-        assert its.agents("checkpoint_odd") == []
 
 
 def test_a_flipped_bit_is_found_and_the_next_source_is_used(place: Place, shm: Path) -> None:
@@ -380,7 +367,7 @@ def test_a_flipped_bit_is_found_and_the_next_source_is_used(place: Place, shm: P
             at, kill = status.round, members(status)[0]
             assert its.loaded(status) == step, sources
         # Whoever reads the log is told which tensor it was, and no more than once for each fault.
-        told = its.errors("module.large")
+        told = its.errors(r"large\S* in .* is not used: .*the bytes are not those")
         assert 4 <= len(told) <= 12, told
 
 
@@ -495,47 +482,6 @@ def test_an_agent_that_comes_again_has_what_was_staged(place: Place, shm: Path) 
 
 
 # --- who comes too late ---
-
-
-def test_a_coordinator_that_was_given_up_commits_nothing(place: Place, shm: Path) -> None:
-    """It is frozen between its last file and the manifest, and thawed when others have gone on."""
-    rules: dict[str, object] = {"persistEvery": 4}
-    quick = {"lease_s": "3", "exchange_s": "0.5"}
-    with training(place, "sharded", replicas=2, hosts=3, checkpoint=rules, settings=quick) as its:
-        before = its.reach(3)
-        its.run.running(2)
-        its.copied(3, range(2))
-        master = its.run.snapshot().master_pid
-        victim = members(before)[0]
-        os.kill(master, signal.SIGSTOP)  # so nobody grants
-        try:
-            its.allow(4)
-            eventually(lambda: its.at(0) == its.at(1) == 4, "the step")
-        finally:
-            os.kill(master, signal.SIGCONT)
-        its.run.until(lambda s: last(s) == (4, "memory") or 4 in its.stored, "it")
-        (persister,) = [
-            p
-            for p in psutil.Process(victim.agent_pid).children()
-            if "dlrover_py.persist" in " ".join(p.cmdline())
-        ]
-        store = place.folder / "store"
-        eventually(lambda: list(store.glob("step-4.*/.metadata")), "all but the manifest")
-        persister.suspend()
-        attempts = {p.parent.name for p in store.glob("step-4.*/.metadata")}
-        attempts = {a for a in attempts if not (store / f"{a}.json").exists()}
-        try:
-            its.run.hurt(victim.id, "freeze")
-            after = its.run.running(2, round_after=before.round, within_s=60)
-            assert its.loaded(after) in (3, 4)
-            its.reach(8, "storage")
-        finally:
-            its.run.hurt(victim.id, "thaw")
-            persister.resume()
-        its.run.until(lambda s: "NodeRefused" in [e.reason for e in s.events], "a refusal")
-        eventually(lambda: not alive(victim.agent_pid), "its agent ends")
-        eventually(lambda: not alive(persister.pid), "its persister ends")
-        assert attempts.isdisjoint(m.folder for m in Store(store).checkpoints())
 
 
 # --- copies that are slower than steps ---
