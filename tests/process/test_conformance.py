@@ -26,6 +26,7 @@ BY_LAUNCHER = {
 """Environment with a value of each run."""
 OURS = {
     *("DLROVER_AGENT_SOCKET", "DLROVER_LOCAL_RANK", "DLROVER_ROUND", "DLROVER_RESTART_REASON"),
+    *("DLROVER_ARENA", "DLROVER_DEPOT", "DLROVER_CHECKPOINT", "JOB_UID"),
     "DLROVER_LOG_LEVEL",
 }
 BY_IMPORT = {"TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
@@ -94,11 +95,14 @@ def compare(found: dict[str, Found]) -> None:
                 got["env"].pop(name, None)
             expected = found["torchrun"].state[rank]
             for name, value in got.items():
-                if value != expected[name]:
-                    differences.append((launcher, rank, name, value, expected[name]))
-    assert not differences, "\n".join(
-        f"{d[:3]!s}: {str(d[3])[:800]} != {str(d[4])[:800]}" for d in differences
-    )
+                if value == expected[name]:
+                    continue
+                wanted, where = expected[name], (launcher, rank, name)
+                if isinstance(value, dict) and isinstance(wanted, dict):
+                    value = {k: v for k, v in value.items() if wanted.get(k) != v}
+                    wanted = {k: v for k, v in wanted.items() if got[name].get(k) != v}
+                differences.append(f"{where}: {value!r} != {wanted!r}"[:1600])
+    assert not differences, "\n".join(differences)
     for launcher, run in found.items():
         for name in run.private[0]:
             values = [private[name] for private in run.private]
