@@ -115,19 +115,11 @@ class Plan:
     """The peer's workers wait for news that this one is here."""
 
 
-def identity(summary: Summary) -> Set:
-    """Which set it belongs to; sorts them as they were staged.
-
-    By round and lap first: a script that went back has staged a lower step later.
-    """
-    return summary.round, summary.lap, summary.step
-
-
 def newest(found: Iterable[tuple[object, Summary]]) -> Set | None:
     """The newest set that is whole: no other covers more (ranks or places)."""
     covers: dict[Set, set[object]] = {}
     for who, summary in found:
-        covers.setdefault(identity(summary), set()).add(who)
+        covers.setdefault(summary.age, set()).add(who)
     return max(covers, key=lambda one: (len(covers[one]), one), default=None)
 
 
@@ -143,48 +135,48 @@ def plan(theirs: Sequence[Found], mine: Sequence[Found]) -> Plan:
         newest set that is whole here.
     """
     at_peer = [(name, s) for name, s in theirs if _OWN.fullmatch(name) and not s.hollow]
-    lap = max((identity(s)[:2] for _, s in at_peer), default=None)
+    lap = max((s.age[:2] for _, s in at_peer), default=None)
     # Where ranks have different parts, all nodes copy the same set, which its writers spare.
-    named = [(name, s) for name, s in at_peer if s.copy and identity(s)[:2] == lap]
+    named = [(name, s) for name, s in at_peer if s.copy and s.age[:2] == lap]
     wanted = newest((name.split(".")[0], summary) for name, summary in named or at_peer)
     if wanted is None:
         return Plan()
     copies = {name: s for name, s in mine if _COPY.fullmatch(name)}
     kept = newest((s.rank, s) for s in copies.values())
-    ranks = {s.rank: (name, s) for name, s in at_peer if identity(s) == wanted}
-    here = {s.rank for s in copies.values() if identity(s) == wanted}
+    ranks = {s.rank: (name, s) for name, s in at_peer if s.age == wanted}
+    here = {s.rank for s in copies.values() if s.age == wanted}
     staying = ((name, s) for name, s in mine if name not in copies or s.rank in ranks)
-    parts = {(identity(s), s.part) for _, s in staying if not s.hollow}
+    parts = {(s.age, s.part) for _, s in staying if not s.hollow}
     pulls = []
     for rank, (name, summary) in sorted(ranks.items()):
         if rank in here:
             continue
         pair = [f"{PREFIX}{rank}.{index}" for index in range(COPIES)]
-        free = [to for to in pair if to not in copies or identity(copies[to]) != kept]
+        free = [to for to in pair if to not in copies or copies[to].age != kept]
         to = min(free or pair, key=lambda to: (to in copies, _staged(copies.get(to)), to))
         part = (wanted, summary.part)
         pulls.append(Pull(name, summary, to, hollow=part in parts))
         parts.add(part)
     # A lost node's part is what the next round is restored from: it stays until that round has
     # something of its own, at the peer and here.
-    here_at = max((identity(s)[:2] for name, s in mine if _OWN.fullmatch(name)), default=wanted[:2])
+    here_at = max((s.age[:2] for name, s in mine if _OWN.fullmatch(name)), default=wanted[:2])
     begun = min(wanted[:2], here_at)
     others = tuple(
-        sorted(n for n, s in copies.items() if s.rank not in ranks and identity(s)[:2] < begun)
+        sorted(n for n, s in copies.items() if s.rank not in ranks and s.age[:2] < begun)
     )
-    filled = {pull.to for pull in pulls}
-    flag = {(identity(s), s.rank): s.persist for _, s in at_peer}
+    gone = {*others, *(pull.to for pull in pulls)}
+    flag = {(s.age, s.rank): s.persist for _, s in at_peer}
     flags = (
         (name, flag[key])
         for name, s in sorted(copies.items())
-        if name not in filled and flag.get(key := (identity(s), s.rank), s.persist) != s.persist
+        if name not in gone and flag.get(key := (s.age, s.rank), s.persist) != s.persist
     )
     waits = any(s.copy and not s.copied for _, s in ranks.values())
     return Plan(tuple(pulls), others, tuple(flags), wanted if waits else None)
 
 
 def _staged(summary: Summary | None) -> Set:
-    return (0, 0, 0) if summary is None else identity(summary)
+    return (0, 0, 0) if summary is None else summary.age
 
 
 class Replicas:
