@@ -74,6 +74,22 @@ def headroom(folder: Path) -> int:
     return max(0, room)
 
 
+def check_room(folder: Path, more: int, subject: str) -> str:
+    """See that so many bytes more can be taken in the folder; gives the words for if they cannot.
+
+    Raises:
+        NoRoom: they cannot.
+    """
+    room = headroom(folder)
+    words = (
+        f"{subject} {_mb(more)} more in {folder}, which has {_mb(room)}: "
+        "give the node more memory, or its tmpfs a larger size"
+    )
+    if more > room:
+        raise NoRoom(words)
+    return words
+
+
 def digest(data: bytes | memoryview) -> int:
     """XXH3, 64 bits."""
     return xxhash.xxh3_64_intdigest(data)
@@ -121,13 +137,7 @@ class Slot:
         more = nbytes - self.size
         if more <= 0:
             return
-        room = headroom(self.path.parent)
-        words = (
-            f"a checkpoint needs {_mb(more)} more in {self.path.parent}, which has {_mb(room)}: "
-            "give the node more memory, or its tmpfs a larger size"
-        )
-        if more > room:
-            raise NoRoom(words)
+        words = check_room(self.path.parent, more, "a checkpoint needs")
         if self._map is not None:
             self.close_map()
         try:
@@ -323,11 +333,6 @@ def scan(folder: Path) -> Iterator[tuple[Path, Summary]]:
             with contextlib.suppress(FileNotFoundError), Slot(path) as slot:
                 if (found := slot.summary()) is not None:
                     yield path, found
-
-
-def newest(found: tuple[Path, Summary]) -> tuple[int, int, int]:
-    """Sorts what :func:`scan` finds."""
-    return found[1].step, found[1].round, found[1].lap
 
 
 def copy_summed(source: int, target: memoryview) -> int:

@@ -22,9 +22,9 @@ import ctypes
 import json
 import logging
 import os
-import pickle  # noqa: TID251  torch's .metadata is one; it is written here, never read
 import signal
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -37,8 +37,10 @@ from typing import Any, TypeVar
 
 import torch
 import xxhash
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint import filesystem as dcp_files
 from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.storage import WriteResult
 
 from dlrover_py import telemetry
 from dlrover_py.arena import Contents, Damaged, Slot, contents, scan
@@ -349,7 +351,7 @@ def metadata(manifest: Manifest, extents: Mapping[tuple[Any, ...], tuple[int, in
         extents: position and length of each tensor's zip, by the piece's box.
     """
     tensors: dict[str, dcp.STORAGE_TYPES] = {}
-    storage: dict[dcp.MetadataIndex, Any] = {}
+    results: list[WriteResult] = []
     for written in manifest.pieces:
         piece = written.piece
         entry = tensors.get(piece.key)
@@ -361,20 +363,22 @@ def metadata(manifest: Manifest, extents: Mapping[tuple[Any, ...], tuple[int, in
         index = dcp.MetadataIndex(piece.key, piece.at, len(entry.chunks))
         entry.chunks.append(chunk)
         position, length = extents[piece.box]
-        storage[index] = dcp_files._StorageInfo(written.file, position, length)
+        info = dcp_files._StorageInfo(written.file, position, length)
+        results.append(WriteResult(index, length, info))
     for item in manifest.objects:
         tensors[item.key] = dcp.BytesStorageMetadata()
         info = dcp_files._StorageInfo(item.file, item.position, item.nbytes)
-        storage[dcp.MetadataIndex(item.key)] = info
+        results.append(WriteResult(dcp.MetadataIndex(item.key), item.nbytes, info))
     # dcp_to_torch_save nests by it: one level, so that ["model"] is what load_state_dict takes
     paths = {key: (key,) if "/" in key else tuple(key.split(".", 1)) for key in tensors}
     top = {path[0] for path in paths.values() if len(path) == 1}
     paths = {key: (key,) if path[0] in top else path for key, path in paths.items()}
-    whole = dcp.Metadata(tensors, planner_data=paths, storage_data=storage)
-    whole.storage_meta = dcp.StorageMeta()
-    if hasattr(whole, "version"):
-        whole.version = getattr(dcp_files, "CURRENT_DCP_VERSION", "1.0.0")
-    return pickle.dumps(whole)
+    # torch writes it, in its own form; to a folder of ours, for the store may be a bucket.
+    with tempfile.TemporaryDirectory(prefix="dlrover-") as folder:
+        writer = FileSystemWriter(folder, sync_files=False)
+        writer.storage_meta = dcp.StorageMeta  # it names no folder: this one goes
+        writer.finish(dcp.Metadata(tensors, planner_data=paths), [results])
+        return Path(folder, METADATA).read_bytes()
 
 
 # --- an attempt ---

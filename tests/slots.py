@@ -24,6 +24,7 @@ from dlrover_py.protocol.checkpoint import (
     Order,
     Phase,
     Piece,
+    Summary,
     encode_objects,
     read_line,
 )
@@ -40,7 +41,7 @@ def stage(
     world: int = 1,
     step: int = 7,
     **facts: Any,
-) -> None:
+) -> Summary:
     """Fill and seal a slot as a worker does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     said = {piece.box: data for piece, data in tensors}
@@ -57,7 +58,7 @@ def stage(
             source = ctypes.create_string_buffer(data, len(data) or 1)
             target = slot.view()[at : at + piece.nbytes]
             sums.append(arena.copy_summed(ctypes.addressof(source), target))
-        slot.seal(
+        return slot.seal(
             layout.encode(),
             sums,
             encode_objects(list((objects or {}).items())),

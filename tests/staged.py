@@ -1,12 +1,12 @@
-"""Slots filled by hand: what the staging thread does, in a few lines."""
+"""Slots that hold a state of torch's: what the staging thread does, in a few lines."""
 
 from collections.abc import Mapping
 from pathlib import Path
 
 from dlrover_py import arena
-from dlrover_py.arena import Slot
-from dlrover_py.protocol.checkpoint import Layout, Summary, encode_objects
+from dlrover_py.protocol.checkpoint import Layout, Summary
 from dlrover_py.trainer.state import encode_object, flatten
+from tests import slots
 
 
 def stage(
@@ -14,28 +14,13 @@ def stage(
 ) -> Summary:
     """Fill the slot with a state."""
     flat = flatten(state, rank=rank)
-    by_key = {leaf.piece.key: leaf.tensor for leaf in flat.leaves}
-    layout = Layout(leaf.piece for leaf in flat.leaves)
-    objects = [(key, encode_object(key, value)) for key, value in flat.objects.items()]
-    sums = []
-    with Slot(path, write=True) as slot:
-        slot.reserve(layout.end + arena.SPARE)
-        slot.begin()
-        for piece, at in layout:
-            source = by_key[piece.key].detach().cpu().contiguous()
-            target = slot.view()[at : at + piece.nbytes]
-            sums.append(arena.copy_summed(source.data_ptr(), target))
-            del target
-        part = arena.digest(layout.part(flat.objects)).to_bytes(8, "big").hex()
-        values = {"job": "", "step": 1, "round": 0, "lap": 0, **facts}
-        return slot.seal(
-            layout.encode(),
-            sums,
-            encode_objects(objects),
-            layout.end,
-            private_at=layout.private_at,
-            rank=rank,
-            world=world,
-            part=part,
-            **values,
-        )
+    part = arena.digest(Layout(leaf.piece for leaf in flat.leaves).part(flat.objects))
+    known = {"job": "", "step": 1, "round": 0, "part": part.to_bytes(8, "big").hex()}
+    return slots.stage(
+        path,
+        [(leaf.piece, slots.raw(leaf.tensor.detach().cpu())) for leaf in flat.leaves],
+        {key: encode_object(key, value) for key, value in flat.objects.items()},
+        rank=rank,
+        world=world,
+        **{**known, **facts},
+    )

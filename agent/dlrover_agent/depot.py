@@ -273,8 +273,7 @@ class Depot:
         """A peer has all of this set: it is noted in the slots, where workers see it."""
         done = True
         for path, summary in arena.scan(self._folder):
-            same = (summary.step, summary.round, summary.lap) == (step, round_, lap)
-            if not same or summary.copied or summary.job != self._job:
+            if summary.id != (step, round_, lap) or summary.copied or summary.job != self._job:
                 continue
             if path.name.startswith("peer-"):
                 continue

@@ -7,11 +7,8 @@ node comes again. What goes to storage is written by a process of its own, by th
 
 import asyncio
 import contextlib
-import ctypes
 import json
 import logging
-import os
-import signal
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
@@ -58,8 +55,6 @@ MOST = 64
 AGAIN_S = (0.0, 1.0, 5.0, 15.0, 60.0)
 """How long a persister that has died is not started again."""
 LINE = 1 << 20
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True)
 
 Ask = Callable[[str], Awaitable[bytes]]
 """Asks the master; takes the path of a GET request."""
@@ -210,7 +205,7 @@ class Saver:
             with contextlib.suppress(FileNotFoundError), Slot(path) as slot:
                 found = slot.summary()
                 if found is not None and found.persist:
-                    self._flagged[local_rank].add((found.step, found.round, found.lap))
+                    self._flagged[local_rank].add(found.id)
         if len(self._flagged) >= self._nproc:
             flagged = set.intersection(*self._flagged.values())
             if flagged - self._told:
@@ -261,8 +256,7 @@ class Saver:
         """Where checkpoints go; empty if nobody has said it."""
         if self._store is not None:
             return self._store.dir
-        where = str(self._policy.get("dir") or "")
-        return where if not where or "://" in where else str(Path(where).absolute())
+        return str(self._policy.get("dir") or "")
 
     def _take_up(self, new: PersistOrder) -> None:
         self._order, self._granted = new, False
@@ -366,7 +360,7 @@ def held(folder: Path, job: str) -> list[Held]:
     for path, summary in arena.scan(folder):
         if summary.job == job:
             replica = path.name.startswith(PREFIX)
-            key = (summary.step, summary.round, summary.lap, replica)
+            key = (*summary.id, replica)
             sets.setdefault(key, []).append(summary)
     newest = sorted(sets, reverse=True)[:MOST]
     return [_held(sets[key], replica=key[-1]) for key in newest]
@@ -454,7 +448,6 @@ class Persister:
                 env=self._environ,
                 start_new_session=True,
                 limit=LINE,
-                preexec_fn=_die_with_parent(os.getpid()),
             )
         except OSError as error:
             self._died(f"could not be started: {error.strerror}")
@@ -509,12 +502,3 @@ class Persister:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-
-
-def _die_with_parent(parent: int) -> Callable[[], None]:
-    def before_exec() -> None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return before_exec

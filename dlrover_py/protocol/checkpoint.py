@@ -133,6 +133,10 @@ class Region:
     xxh3: int
 
 
+Id = tuple[int, int, int]
+"""Of a set: step, round, lap."""
+
+
 @dataclass(frozen=True, slots=True)
 class Summary:
     """The first page of a slot that is whole."""
@@ -171,6 +175,17 @@ class Summary:
     metric: float | None = None
     """What ``save()`` was told of the step's worth: retention may keep the best."""
     format: int = FORMAT
+
+    @property
+    def id(self) -> Id:
+        """Which set it is a part of."""
+        return self.step, self.round, self.lap
+
+    @property
+    def age(self) -> tuple[int, int, int]:
+        """Round, lap, step: the same, sorted as it was staged; a script that went back has staged a
+        lower step later."""
+        return self.round, self.lap, self.step
 
     def encode(self) -> bytes:
         """As JSON."""

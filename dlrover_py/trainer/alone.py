@@ -19,7 +19,7 @@ from pathlib import Path
 
 from dlrover_py import arena
 from dlrover_py.arena import Arena, Slot
-from dlrover_py.protocol.checkpoint import Answer, Order, Phase, read_line
+from dlrover_py.protocol.checkpoint import Answer, Id, Order, Phase, read_line
 
 log = logging.getLogger(__name__)
 
@@ -33,20 +33,18 @@ def host() -> str:
     return f"{boot} {socket.gethostname()} {os.stat('/dev/shm').st_dev}"
 
 
-def unflag(folder: Path, step: int, round_: int, lap: int, *, only: set[str] | None = None) -> None:
+def unflag(folder: Path, one: Id, *, only: set[str] | None = None) -> None:
     """Have a set no longer wait for storage, in all slots that hold it.
 
     Args:
         folder: the arena.
-        step: of the set.
-        round_: of the set.
-        lap: of the set.
+        one: the set.
         only: names of slots to look at; all if None.
     """
     for path, summary in arena.scan(folder):
         if not summary.persist or (only is not None and path.name not in only):
             continue
-        if (summary.step, summary.round, summary.lap) == (step, round_, lap):
+        if summary.id == one:
             with contextlib.suppress(OSError), Slot(path, write=True) as slot:
                 # Others may read it, as only this page changes; nobody may be filling it.
                 if slot.lock(shared=True) and slot.summary() == summary:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from dlrover_py import arena, depot
 from dlrover_py.arena import Damaged, Slot
-from dlrover_py.protocol.checkpoint import Manifest, Piece
+from dlrover_py.protocol.checkpoint import Id, Manifest, Piece, Summary
 from dlrover_py.protocol.errors import DLRoverError
 from dlrover_py.storage import Store
 
@@ -33,6 +33,11 @@ class Found(NamedTuple):
     memory: bool
     folder: str
     """In storage; empty if it is not there."""
+
+    @property
+    def id(self) -> Id:
+        """Which set it is."""
+        return self.step, self.round, self.lap
 
     def __str__(self) -> str:
         where = " and ".join(["memory"] * self.memory + [self.folder] * bool(self.folder))
@@ -228,25 +233,20 @@ class Candidate:
                 self.whole = True
                 yield "storage"
 
-    def _is_it(self, step: int, round: int, lap: int, job: str) -> bool:
-        wanted = (self.found.step, self.found.round, self.found.lap)
-        return (step, round, lap) == wanted and self.found.job in ("", job)
+    def _is_it(self, summary: Summary) -> bool:
+        return summary.id == self.found.id and self.found.job in ("", summary.job)
 
     def _own(self) -> None:
         """Slots of this node, this rank's own first."""
         if self._arena is None:
             return
-        seen = [
-            (path, s)
-            for path, s in arena.scan(self._arena)
-            if self._is_it(s.step, s.round, s.lap, s.job)
-        ]
+        seen = [(path, s) for path, s in arena.scan(self._arena) if self._is_it(s)]
         for path, _ in sorted(seen, key=lambda item: (item[1].rank != self._rank, item[0])):
             try:
                 slot = self._open.enter_context(Slot(path))
                 source = Memory(slot)
                 summary = source.contents.summary
-                if not self._is_it(summary.step, summary.round, summary.lap, summary.job):
+                if not self._is_it(summary):
                     continue
             except TROUBLE as error:
                 self._log.warning("checkpoint in %s is not used: %s", path, error)
@@ -260,7 +260,7 @@ class Candidate:
     def _peers(self, agent: depot.Link) -> Iterator[str]:
         """Depots of other nodes: first those that are needed, then all others."""
         try:
-            holders = agent.holders(self.found.step, self.found.round, self.found.lap)
+            holders = agent.holders(*self.found.id)
         except TROUBLE as error:
             self._log.warning("it is not known which peers have a checkpoint: %s", error)
             return
@@ -299,9 +299,7 @@ class Candidate:
         link = agent.connect(holder.addr, holder.port)
         self._open.callback(link.close)
         turn = threading.Lock()
-        there = [
-            (name, s) for name, s in link.slots() if self._is_it(s.step, s.round, s.lap, s.job)
-        ]
+        there = [(name, s) for name, s in link.slots() if self._is_it(s)]
         needed = [(n, s) for n, s in there if self._lacks(s.rank, s.part, s.hollow)]
         for name, summary in needed or there:
             _add_contents(self.catalog, Peer(link, name, summary.fill, turn))

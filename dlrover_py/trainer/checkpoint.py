@@ -58,12 +58,12 @@ import torch.distributed as dist
 
 from dlrover_py import arena
 from dlrover_py.arena import NoRoom
-from dlrover_py.protocol.checkpoint import Answer, Keep, Order, Phase, Summary
+from dlrover_py.protocol.checkpoint import Answer, Id, Keep, Order, Phase, Summary
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.trainer import session
 from dlrover_py.trainer.alone import Memory, Persister, host, unflag
 from dlrover_py.trainer.settings import Settings
-from dlrover_py.trainer.staging import Id, Place, Stager, Staging, identity
+from dlrover_py.trainer.staging import Place, Stager, Staging
 from dlrover_py.trainer.state import PerRank, Random, encode_object, flatten
 
 log = logging.getLogger(__name__)
@@ -390,7 +390,7 @@ class Checkpointer:
         elif init is not None:
             from dlrover_py.trainer.foreign import load_dcp
 
-            where = _absolute(os.fspath(init))
+            where = os.fspath(init)
             load_dcp(state, where, rank=site.rank, world=site.world, strict=self.strict, log=log)
         site.stager.warm(_expected_bytes(self._whole_state(state), site.rank))
         return step
@@ -591,7 +591,7 @@ class Checkpointer:
             return 0
         found = site.stager.found()
         for summary in found:
-            if summary is not None and identity(summary) == self._copying:
+            if summary is not None and summary.id == self._copying:
                 return int(not summary.copied)
         return 1 if None in found else 2  # it is being filled, or its first page written anew
 
@@ -702,7 +702,7 @@ class Checkpointer:
         if one.id == self._copying:  # copies of it would be of no use
             self._copying = None
         if one.flagged:
-            unflag(site.folder, *one.id, only=site.own)
+            unflag(site.folder, one.id, only=site.own)
             self._again = True
 
     # --- storage ---
@@ -711,11 +711,9 @@ class Checkpointer:
         """Where there is no agent: have this node's share written."""
         assert self.dir is not None
         step, round_, lap = one
-        # The same on all nodes, and drawn by nobody else: the run's name is random.
-        attempt = f"{arena.digest(f'{site.job} {step} {round_} {lap}'.encode()):016x}"
         persister.order(
             Order(
-                attempt=attempt,
+                attempt=_attempt_of(site, one),
                 step=step,
                 round=round_,
                 lap=lap,
@@ -742,12 +740,8 @@ class Checkpointer:
             log.warning("a checkpoint was not written to %s: %s", self.dir, answer.why)
         if site is not None and answer.phase in (Phase.DONE, Phase.FAILED):
             for _, summary in arena.scan(site.folder):  # it does so itself, unless it has died
-                if summary.persist and self._attempt_of(site, summary) == answer.attempt:
-                    unflag(site.folder, *identity(summary))
-
-    def _attempt_of(self, site: "_Site", summary: Summary) -> str:
-        step, round_, lap = identity(summary)
-        return f"{arena.digest(f'{site.job} {step} {round_} {lap}'.encode()):016x}"
+                if summary.persist and _attempt_of(site, summary.id) == answer.attempt:
+                    unflag(site.folder, summary.id)
 
     def _busy_now(self, site: "_Site") -> bool:
         """Whether a set of this rank is on its way to storage: its slot says so."""
@@ -755,7 +749,7 @@ class Checkpointer:
             return True  # or will be
         if self._busy is None:
             return False
-        held = (s for s in site.stager.found() if s is not None and identity(s) == self._busy)
+        held = (s for s in site.stager.found() if s is not None and s.id == self._busy)
         if any(summary.persist for summary in held):
             return True
         self.stats.persisted += 1
@@ -771,8 +765,8 @@ class Checkpointer:
             self._tell_of_store()
             held = [s for s in self._open_at.stager.found() if s is not None]
             # Nothing is known of it yet; it may be what the job is to be restored from.
-            newest = max(held, key=lambda s: (s.round, s.lap, s.step), default=None)
-            self._whole = None if newest is None else identity(newest)
+            newest = max(held, key=lambda s: s.age, default=None)
+            self._whole = None if newest is None else newest.id
         return self._open_at
 
     def _tell_of_store(self) -> None:
@@ -936,6 +930,12 @@ class _Site:
 
 def _tell(summary: Summary) -> None:
     session.report_staged(summary.step, urgent=summary.persist)
+
+
+def _attempt_of(site: _Site, one: Id) -> str:
+    """The same on all nodes, and drawn by nobody else: the run's name is random."""
+    step, round_, lap = one
+    return f"{arena.digest(f'{site.job} {step} {round_} {lap}'.encode()):016x}"
 
 
 def _first(*values: Any) -> Any:

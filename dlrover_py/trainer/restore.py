@@ -433,7 +433,7 @@ def merge(memory: Sequence[Found], stored: Sequence[Found], job: str) -> list[Fo
         while rest:
             other = rest[0]
             ours = other.job == one.job
-            same = (other.step, other.round, other.lap) == (one.step, one.round, one.lap) and ours
+            same = other.id == one.id and ours
             if same:
                 break
             if ours and job:
@@ -443,14 +443,7 @@ def merge(memory: Sequence[Found], stored: Sequence[Found], job: str) -> list[Fo
             if not newer:
                 break
             merged.append(rest.pop(0))
-        twin = next(
-            (
-                o
-                for o in rest
-                if (o.step, o.round, o.lap, o.job) == (one.step, one.round, one.lap, one.job)
-            ),
-            None,
-        )
+        twin = next((o for o in rest if (o.id, o.job) == (one.id, one.job)), None)
         if twin is not None:
             rest.remove(twin)
             one = one._replace(folder=twin.folder)

@@ -38,7 +38,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dlrover_py import arena
 from dlrover_py.arena import NoRoom, Slot
-from dlrover_py.protocol.checkpoint import Layout, Piece, Summary, encode_objects
+from dlrover_py.protocol.checkpoint import Id, Layout, Piece, Summary, encode_objects
 
 log = logging.getLogger(__name__)
 
@@ -53,14 +53,6 @@ THOROUGH = 2
 """So many saves at first have all of them summed a second time."""
 STRIDE = 32 << 20
 """Bytes of memory that are prepared at once: a save that begins meanwhile waits for so much."""
-
-Id = tuple[int, int, int]
-"""Step, round, lap."""
-
-
-def identity(summary: Summary) -> Id:
-    """Of which set the slot holds a part."""
-    return summary.step, summary.round, summary.lap
 
 
 class Leaf(Protocol):
@@ -159,12 +151,12 @@ def choose(found: Sequence[Summary | None], spared: Collection[Id]) -> list[int]
         found: what each slot holds.
         spared: sets that are needed.
     """
-    order = [(s.round, s.lap, s.step) if s else (-1, -1, -1) for s in found]
+    order = [s.age if s else (-1, -1, -1) for s in found]
     flagged = max((order[i] for i, s in enumerate(found) if s and s.persist), default=None)
     free = [
         i
         for i, s in enumerate(found)
-        if not s or (identity(s) not in spared and not (s.persist and order[i] == flagged))
+        if not s or (s.id not in spared and not (s.persist and order[i] == flagged))
     ]
     return sorted(free, key=lambda i: order[i])
 
@@ -401,13 +393,7 @@ class Stager:
         """
         more = sum(max(0, need - slot.size) for slot in self._slots)
         folder = self._slots[0].path.parent
-        room = arena.headroom(folder)
-        if more > room:
-            raise NoRoom(
-                f"{len(self._slots)} slots of {need / 1e6:,.0f} MB need {more / 1e6:,.0f} MB more "
-                f"in {folder}, which has {room / 1e6:,.0f} MB: give the node more memory, or its "
-                "tmpfs a larger size"
-            )
+        arena.check_room(folder, more, f"{len(self._slots)} slots of {need / 1e6:,.0f} MB need")
 
     def _take(self, spared: Collection[Id]) -> Slot | None:
         for index in choose(self.found(), spared):
@@ -415,7 +401,7 @@ class Stager:
             if not slot.lock(shared=False):
                 continue
             now = slot.summary()  # somebody may just have written its first page anew
-            if now is None or identity(now) not in spared:
+            if now is None or now.id not in spared:
                 return slot
             slot.unlock()
         return None

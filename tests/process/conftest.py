@@ -1,9 +1,10 @@
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.process.harness import Place
+from tests.process.harness import Place, eventually
 
 
 @pytest.fixture
@@ -14,6 +15,16 @@ def place() -> Iterator[Place]:
         yield place
     finally:
         place.close()
+
+
+@pytest.fixture
+def shm(place: Place) -> Iterator[Path]:
+    """Where arenas are; nothing may be left there."""
+    folder = place.folder / "shm"
+    folder.mkdir()
+    place.env["DLROVER_SHM_DIR"] = str(folder)
+    yield folder
+    eventually(lambda: not list(folder.iterdir()), f"an empty {folder}")
 
 
 @pytest.fixture(scope="session", autouse=True)

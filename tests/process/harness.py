@@ -240,6 +240,12 @@ class Job:
         return folder / "logs"
 
 
+def last(status: JobStatus) -> tuple[int, str] | None:
+    """Step of the newest checkpoint, and where it is."""
+    found = status.last_checkpoint
+    return None if found is None else (found.step, found.where)
+
+
 def members(status: JobStatus) -> list[NodeStatus]:
     """The nodes of the round, in the order of their ranks."""
     found = [n for n in status.nodes if n.node_rank is not None]

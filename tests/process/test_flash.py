@@ -27,6 +27,7 @@ from tests.process.harness import (
     eventually,
     free_port,
     job,
+    last,
     lines,
     members,
 )
@@ -120,16 +121,6 @@ WORKER = """
     checkpointer.close()
     dist.destroy_process_group()
 """
-
-
-@pytest.fixture
-def shm(place: Place) -> Iterator[Path]:
-    """Where arenas are; nothing may be left there."""
-    folder = place.folder / "shm"
-    folder.mkdir()
-    place.env["DLROVER_SHM_DIR"] = str(folder)
-    yield folder
-    eventually(lambda: not list(folder.iterdir()), f"an empty {folder}")
 
 
 class Training:
@@ -253,11 +244,6 @@ def permit(folder: Path, step: int) -> None:
     new = folder / "gate.new"
     new.write_text(str(step))
     new.rename(folder / "gate")
-
-
-def last(status: JobStatus) -> tuple[int, str] | None:
-    found = status.last_checkpoint
-    return None if found is None else (found.step, found.where)
 
 
 def stored(folder: Path) -> list[int]:

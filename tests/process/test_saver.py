@@ -16,7 +16,7 @@ import pytest
 from dlrover_agent.saver import held
 from dlrover_py.arena import PREFIX
 from dlrover_py.protocol.status import JobStatus
-from tests.process.harness import Job, Place, eventually, free_port, job, lines, members
+from tests.process.harness import Job, Place, eventually, free_port, job, last, lines, members
 
 pytestmark = pytest.mark.process
 
@@ -66,16 +66,6 @@ WORKER = """
 """
 
 
-@pytest.fixture
-def shm(place: Place) -> Iterator[Path]:
-    """Where arenas are; nothing may be left there."""
-    folder = place.folder / "shm"
-    folder.mkdir()
-    place.env["DLROVER_SHM_DIR"] = str(folder)
-    yield folder
-    eventually(lambda: not list(folder.iterdir()), f"an empty {folder}")
-
-
 @contextmanager
 def training(
     place: Place, *steps: str, checkpoint: dict[str, object] | None = None, **more: object
@@ -84,11 +74,6 @@ def training(
     spec = {"checkpoint": {"dir": str(place.folder / "store"), **(checkpoint or {})}}
     with job(place, script=WORKER, args=steps, spec=spec, **more) as run:  # type: ignore[arg-type]
         yield run
-
-
-def last(status: JobStatus) -> tuple[int, str] | None:
-    found = status.last_checkpoint
-    return None if found is None else (found.step, found.where)
 
 
 def stored(place: Place) -> list[int]:

@@ -15,7 +15,7 @@ from dlrover_py import arena
 from dlrover_py.arena import NoRoom, Slot
 from dlrover_py.protocol.checkpoint import Piece, Summary, private_key
 from dlrover_py.trainer import staging
-from dlrover_py.trainer.staging import Place, Stager, choose
+from dlrover_py.trainer.staging import Place, Stager, Staging, choose
 
 DEADLINE_S = 30.0
 PLACE = Place(job="u1", round=2, world=1, rank=0)
@@ -125,6 +125,16 @@ class Stamp(torch.optim.Optimizer):
                 p.fill_(self.number)
 
 
+def half_copied(make: Callable[..., Stager], gate: Gate) -> tuple[Stager, Work, Staging]:
+    """A save whose copy is under way, and goes on when the gate opens."""
+    stager, work = make(copy=gate), Work()
+    work.step()
+    job = stager.stage(1, work.leaves())
+    assert job is not None
+    assert gate.reached.wait(DEADLINE_S)
+    return stager, work, job
+
+
 def test_what_was_staged_is_read(make: Callable[..., Stager], tmp_path: Path) -> None:
     stager = make()
     tensors = {
@@ -151,11 +161,7 @@ def test_what_was_staged_is_read(make: Callable[..., Stager], tmp_path: Path) ->
 def test_the_optimizer_waits_for_the_copy_and_not_longer(
     make: Callable[..., Stager], tmp_path: Path, gate: Gate
 ) -> None:
-    stager, work = make(copy=gate), Work()
-    work.step()
-    job = stager.stage(1, work.leaves())
-    assert job is not None
-    assert gate.reached.wait(DEADLINE_S)
+    stager, work, job = half_copied(make, gate)
     stepped = threading.Thread(target=work.step)
     stepped.start()
     stepped.join(0.05)
@@ -224,11 +230,7 @@ def test_an_edit_before_the_copy_is_noticed(
     edit: Callable[[torch.nn.Parameter], None],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    stager, work = make(copy=gate), Work()
-    work.step()
-    job = stager.stage(1, work.leaves())
-    assert job is not None
-    assert gate.reached.wait(DEADLINE_S)
+    stager, work, job = half_copied(make, gate)
     edit(work.parameters[2])
     gate.open.set()
     assert stager.wait(DEADLINE_S)
@@ -395,11 +397,7 @@ def test_a_state_may_change_its_shape(make: Callable[..., Stager], tmp_path: Pat
 def test_a_forked_child_does_nothing_and_holds_nothing(
     make: Callable[..., Stager], tmp_path: Path, gate: Gate
 ) -> None:
-    stager, work = make(copy=gate), Work()
-    work.step()
-    job = stager.stage(1, work.leaves())
-    assert job is not None
-    assert gate.reached.wait(DEADLINE_S)
+    stager, _, job = half_copied(make, gate)
     ready, told = os.pipe()
     child = os.fork()
     if not child:
