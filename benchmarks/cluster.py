@@ -10,7 +10,9 @@ Needs a cluster (``make cluster``). ``--write`` puts the table into docs/benchma
 
 import argparse
 import json
+import os
 import re
+import signal
 import statistics
 import sys
 import time
@@ -53,6 +55,7 @@ while not session.should_stop():
         os.write(1, (" ".join(map(str, said)) + "\\n").encode())
     time.sleep(0.02)
 """
+WORKER = re.compile(r"python\S* -u /scripts/train.py$")
 STEP = re.compile(r"STEP (\d+) (\d+) (\d+) ([\d.]+)")
 
 
@@ -114,8 +117,10 @@ def worker_killed(bench: Bench, times: int, tick: Callable[[], None]) -> list[fl
     for number in range(times):
         node = sorted(job.pods)[number % 3]
         before = job.training.round
+        there = bench.cluster.processes(f"kill-{node}", SPACE)  # it takes a while to ask
+        (worker,) = [pid for pid, said in there.items() if WORKER.search(said)]
         began = time.monotonic()
-        bench.cluster.kill(f"kill-{node}", SPACE, r"python\S* -u /scripts/train.py$")
+        os.kill(worker, signal.SIGKILL)
         found.append(bench.after(job, began, 3))
         job.runs(3, after=before)
         tick()
