@@ -231,6 +231,12 @@ class SimAgent:
     def running(self) -> bool:
         return self.phase is WorkerPhase.RUNNING and not self.ended
 
+    @property
+    def lingers(self) -> bool:
+        """What it holds is about to be stored."""
+        told = self.assignment
+        return told is not None and told.linger and not self.ended
+
     def save(self, step: int, *, persist: bool) -> None:
         """Each of its workers saves a part of its own."""
         told = self.assignment
@@ -575,7 +581,7 @@ class Bench:
                 was_stopping = agent.stopping
                 self.say(agent)
                 self.answer(agent)
-                if was_stopping and not agent.ended:
+                if was_stopping and not agent.ended and not agent.lingers:
                     self.leave(agent)
 
     def end_checks(self) -> None:
@@ -624,10 +630,11 @@ class Bench:
             for node, runs in list(self.pods.items()):
                 if runs and node not in self.dying and self.empty(node):
                     self.boot(node)
-            for node in list(self.dying):
-                self.finish(node)
             self.end_checks()
             self.exchange()
+            for node in list(self.dying):
+                if not any(agent.lingers for agent in self.agents[node]):
+                    self.finish(node)
             quiet += 1
             if told != (len(self.history), len(self.facts), len(self.pods)):
                 quiet = 0

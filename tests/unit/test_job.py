@@ -19,7 +19,13 @@ from dlrover_py.master.core.events import (
     Rules,
 )
 from dlrover_py.master.core.job import Job
-from dlrover_py.protocol.agents import Directive, FailureKind, WorkerFailure, WorkerPhase
+from dlrover_py.protocol.agents import (
+    Directive,
+    FailureKind,
+    PersistPhase,
+    WorkerFailure,
+    WorkerPhase,
+)
 from dlrover_py.protocol.errors import Bug
 from dlrover_py.protocol.names import NodeId, Term
 from dlrover_py.protocol.status import JobPhase, NodePhase
@@ -1097,3 +1103,31 @@ def test_workers_are_told_how_old_their_job_was_when_the_round_began() -> None:
     told = bench.agent("n0").assignment
     assert told is not None
     assert json.loads(told.checkpoint)["ageS"] >= 100
+
+
+# --- checkpoints ---
+
+
+def test_what_a_node_holds_is_stored_before_a_smaller_wish_lets_it_go() -> None:
+    bench = running(elastic_job(3, 2))
+    for agent in bench.living():
+        agent.save(7, persist=False)
+        agent.stores = True
+    bench.settle()
+    bench.change(bench.spec.scaled(2))
+    bench.settle()
+    assert bench.members == ["n0", "n1"], "they go on meanwhile"
+    goes = bench.agent("n2").assignment
+    assert goes is not None
+    assert (goes.directive, goes.linger) == (Directive.STOP, True)
+    assert goes.persist is not None
+    assert (goes.persist.step, goes.persist.ranks) == (7, [2])
+    for _ in range(2):  # the coordinator needs a grant
+        for agent in bench.living():
+            agent.write(PersistPhase.DONE)
+        bench.settle()
+    goes = bench.agent("n2").assignment
+    assert goes is not None
+    assert not goes.linger
+    assert bench.job.checkpoints.storage is not None
+    assert bench.job.checkpoints.storage.step == 7

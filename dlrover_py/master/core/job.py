@@ -963,13 +963,19 @@ class Job:
             members.append((member.node, node.topology if node else ()))
         self.checkpoints.new_round(world.round, members, replicas=spec is None or spec.replicas > 0)
 
-    def _save_what_may_be_lost(self, why: str, grace_s: float) -> None:
-        """The newest state in memory goes to storage, if there is one, before its nodes go."""
-        if self.world is None or self.phase.ended:
+    def _save_what_may_be_lost(self, why: str, grace_s: float, of: World | None = None) -> None:
+        """The newest state in memory goes to storage, if there is one, before its nodes go.
+
+        Args:
+            why: in words.
+            grace_s: in vain after this time.
+            of: whose state it is; None for the round that runs.
+        """
+        world = of or self.world
+        if world is None or self.phase.ended:
             return
-        self.checkpoints.wish(
-            why, self.world.rank_of, self.round, now=self._now, until=self._now + grace_s, stay=True
-        )
+        until = self._now + grace_s
+        self.checkpoints.wish(why, world.rank_of, world.round, now=self._now, until=until, stay=True)
 
     def _look_after_checkpoints(self) -> None:
         outcome = self.checkpoints.look(
@@ -1284,6 +1290,8 @@ class Job:
         self._born = {event: opening.since}
         self.opening = None
         self._tell_of_members(self.world)
+        if opening.kind == "scale" and old is not None:
+            self._save_what_may_be_lost(opening.reason, self._grace_s(), of=old)
         self._reassign(ready)
         self._dirty = True
 
