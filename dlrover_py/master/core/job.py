@@ -975,7 +975,9 @@ class Job:
         if world is None or self.phase.ended:
             return
         until = self._now + grace_s
-        self.checkpoints.wish(why, world.rank_of, world.round, now=self._now, until=until, stay=True)
+        self.checkpoints.wish(
+            why, world.rank_of, world.round, now=self._now, until=until, stay=True
+        )
 
     def _look_after_checkpoints(self) -> None:
         outcome = self.checkpoints.look(
