@@ -8,7 +8,7 @@ venv=$1
 quick=$(mktemp)
 nice -n 10 "$venv/bin/pytest" -rs -p no:cacheprovider tests/unit tests/stateful >"$quick" 2>&1 &
 beside=$!
-"$venv/bin/pytest" -rs tests --ignore=tests/unit --ignore=tests/stateful
+"$venv/bin/pytest" -rs --durations=60 --durations-min=5 tests --ignore=tests/unit --ignore=tests/stateful
 code=$?
 wait "$beside"
 quick_code=$?

@@ -178,13 +178,14 @@ def nodes_table(nodes: Iterable[NodeStatus], pods: Mapping[str, str] | None = No
     for node in nodes:
         gone = node.phase is NodePhase.GONE
         pids = ", ".join(str(p) for p in node.pids if p)
+        workers = f"{node.workers.value}{', warm' if node.warm else ''}"
         table.add_row(
             node.id,
             node.phase.value,
             "" if gone else node.role.value,
             "" if node.node_rank is None or gone else str(node.node_rank),
             node.host,
-            "" if gone else f"{node.workers.value}{f' (pid {pids})' if pids else ''}",
+            "" if gone else f"{workers}{f' (pid {pids})' if pids else ''}",
             "" if node.step is None or gone else str(node.step),
             str(node.restarts) if node.restarts else "",
             *([escape(pods.get(node.id, "-"))] if pods else []),

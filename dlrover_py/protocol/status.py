@@ -102,6 +102,8 @@ class NodeStatus(_Doc):
     agent_pid: int = 0
     pids: list[int] = Field(default_factory=list)
     workers: WorkerPhase = WorkerPhase.IDLE
+    warm: bool = False
+    """Its next workers have their imports before they start (docs/warm-start.md)."""
     step: int | None = None
     restarts: int = 0
     relaunches: int = 0

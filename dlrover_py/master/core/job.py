@@ -1657,6 +1657,7 @@ class Job:
             agent_pid=report.agent_pid if report else 0,
             pids=report.pids if report else [],
             workers=report.phase if report else WorkerPhase.IDLE,
+            warm=report is not None and report.warm,
             step=report.progress.step if report and report.progress else None,
             restarts=node.restarts,
             relaunches=node.relaunches,
