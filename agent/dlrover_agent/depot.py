@@ -8,8 +8,9 @@ How to wire it (:mod:`dlrover_agent.loop`)::
     AgentReport(depot=depot.port, …)            # workers: ENV_DEPOT = the socket's path
 
 The frames are :mod:`dlrover_py.depot`'s. Workers come by a unix socket that only this user can
-open, peers by TCP after a mutual challenge, before which nothing is told but a nonce. Bytes go from
-a slot's pages to the socket (``sendfile``), at the pace of who reads; they never pass through us.
+open, peers by TCP after a mutual challenge: who does not pass it is told nothing but a nonce, with
+a proof that only the token's holder can judge. Bytes go from a slot's pages to the socket
+(``sendfile``), at the pace of who reads; they never pass through us.
 """
 
 import asyncio
@@ -202,7 +203,7 @@ class Depot:
                         await self._shake(guest)
                 except _Refused as refusal:
                     self._say(guest.name, str(refusal))
-                    raise
+                    return  # no word to a stranger: not even who it is that does not answer
                 task = asyncio.current_task()
                 assert task is not None
                 self._half_open.pop(task, None)

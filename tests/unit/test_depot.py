@@ -71,6 +71,10 @@ def stage(
         )
 
 
+def line(words: object) -> bytes:
+    return json.dumps(words).encode() + b"\n"
+
+
 @dataclass
 class Running:
     folder: Path
@@ -200,24 +204,64 @@ async def test_a_wrong_token_is_refused_by_both_sides(depot: Running) -> None:
             stream.sendall(line({"hello": bytes(NONCE).hex()}))
             assert "proof" in json.loads(lines.readline())
             stream.sendall(line({"proof": "0" * 64}))
-            assert json.loads(lines.readline())["code"] == "refused"
             assert lines.readline() == b""
 
     await doing(work)
 
 
-def line(words: object) -> bytes:
-    return json.dumps(words).encode() + b"\n"
+HELLO = {"hello": bytes(NONCE).hex()}
 
 
-async def test_nothing_is_answered_before_the_handshake(depot: Running) -> None:
+@pytest.mark.parametrize(
+    "said",
+    [
+        line({"op": "list"}),
+        line({"op": "get", "name": "0.0", "fill": "f", "at": 0, "nbytes": 1}),
+        line({"proof": "0" * 64}),
+        line({"hello": "00"}),
+        line({"hello": "x" * 2 * NONCE}),
+        line({"hello": 7}),
+        line({}),
+        b"[]\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\n",
+        b"x" * 10_000,
+    ],
+    ids=lambda said: said[:20].decode(errors="replace"),
+)
+async def test_a_stranger_is_told_nothing_not_even_what_is_wrong(
+    depot: Running, said: bytes
+) -> None:
+    """Neither at once, nor after the nonce that a good hello is answered with."""
+    stage(depot.folder)
+
+    def work() -> None:
+        for first in (b"", line(HELLO)):
+            with depot.raw() as stream, stream.makefile("rb") as lines:
+                if first:
+                    stream.sendall(first)
+                    assert set(json.loads(lines.readline())) == {"nonce", "proof"}
+                with contextlib.suppress(OSError):  # it does not read to the end
+                    stream.sendall(said)
+                    stream.shutdown(socket.SHUT_WR)
+                    assert lines.read() == b""
+
+    await doing(work)
+
+
+async def test_an_agent_of_another_job_gets_nothing(depot: Running) -> None:
+    """It dials as peers do, and goes on although the depot's own proof is not its token's."""
     stage(depot.folder)
 
     def work() -> None:
         with depot.raw() as stream, stream.makefile("rb") as lines:
-            stream.sendall(line({"op": "list"}))
-            assert json.loads(lines.readline())["code"] == "refused"
-            assert lines.readline() == b""
+            stream.sendall(line(HELLO))
+            answered = bytes.fromhex(json.loads(lines.readline())["nonce"])
+            mine = proof("the token of another job", "client", bytes(NONCE), answered)
+            stream.sendall(line({"proof": mine}) + line({"op": "list"}))
+            stream.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(ConnectionResetError):
+                assert lines.read() == b""
 
     await doing(work)
 
@@ -239,7 +283,7 @@ async def test_a_recorded_handshake_opens_nothing(depot: Running) -> None:
                 again = json.loads(lines.readline())
                 assert again["nonce"] != answer["nonce"]
                 stream.sendall(line({"proof": made(again)}))
-                assert json.loads(lines.readline())["code"] == "refused"
+                assert lines.readline() == b""
 
     await doing(work)
 
