@@ -5,6 +5,7 @@ Two ports: the job's (token on every path) and one for health and metrics (no to
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import hmac
 import logging
@@ -24,9 +25,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from dlrover_py import __version__
 from dlrover_py.master.exchange import NODE, Exchanges, error_body, no_whole_body
 from dlrover_py.master.loop import Loop, Passive
+from dlrover_py.protocol.agents import AgentReport, Assignment, Candidates, ErrorReply, Holders
 from dlrover_py.protocol.errors import ErrorCode
 from dlrover_py.protocol.job import in_words
 from dlrover_py.protocol.names import NodeId
+from dlrover_py.protocol.status import JobStatus
 
 log = logging.getLogger("master.server")
 
@@ -55,8 +58,7 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse the request, or hand it on."""
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+            return  # the server speaks nothing else; if it ever does, nobody gets in by that
         headers = dict(scope["headers"])
         if not hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
             self._denied.inc()
@@ -94,9 +96,34 @@ Number = Annotated[int, Query(ge=0, le=2**53)]
 NodePath = Annotated[str, Path(pattern=f"^{NODE}$")]
 
 
+EXCHANGE = "/v1/nodes/{node_id}/exchange"
+OCTETS: dict[str, Any] = {"content": {"application/octet-stream": {}}}
+
+
+def _described(app: FastAPI) -> dict[str, Any]:
+    """The document of the API, with what FastAPI cannot see: bodies that we read ourselves, and the
+    guard before it."""
+    made = FastAPI.openapi(app)
+    parts = made["components"]
+    report = AgentReport.model_json_schema(ref_template="#/components/schemas/{model}")
+    parts["schemas"] |= report.pop("$defs") | {AgentReport.__name__: report}
+    ours = {"$ref": f"#/components/schemas/{AgentReport.__name__}"}
+    paths = made["paths"]
+    body = {"content": {"application/json": {"schema": ours}}, "required": True}
+    paths[EXCHANGE]["post"]["requestBody"] = body
+    paths["/v1/recipe"]["put"]["requestBody"] = {**OCTETS, "required": True}
+    parts["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+    made["security"] = [{"token": []}]
+    return made
+
+
 def job_app(loop: Loop, exchanges: Exchanges, denied: Counter) -> ASGIApp:
     """What agents, people and dashboards call."""
-    app = FastAPI(title="dlrover-py master", version=__version__)
+    refusals: dict[int | str, Any] = {code: {"model": ErrorReply} for code in (401, 413, 422)}
+    not_now: dict[int | str, Any] = {503: {"model": ErrorReply}}
+    late: dict[int | str, Any] = {408: {"model": ErrorReply}}
+    app = FastAPI(title="dlrover-py master", version=__version__, responses=refusals)
+    app.openapi = functools.cache(functools.partial(_described, app))  # type: ignore[method-assign]
     recipe, body_s = exchanges.recipe, exchanges.body_s
     token, max_body_bytes = exchanges.token, exchanges.max_body_bytes
 
@@ -120,7 +147,11 @@ def job_app(loop: Loop, exchanges: Exchanges, denied: Counter) -> ASGIApp:
         except ClientDisconnect:
             return Response(status_code=499)
 
-    @app.post("/v1/nodes/{node_id}/exchange")
+    @app.post(
+        EXCHANGE,
+        response_model=Assignment,
+        responses={409: {"model": ErrorReply}, **not_now, **late},
+    )
     async def exchange(node_id: NodePath, request: Request) -> Response:
         """Report up, assignment down; held until there is something new."""
         body = await whole_body(request)
@@ -143,12 +174,12 @@ def job_app(loop: Loop, exchanges: Exchanges, denied: Counter) -> ASGIApp:
                 leave()
         return json_reply(*answer.result()) if answer.done() else Response(status_code=499)
 
-    @app.get("/v1/recipe")
+    @app.get("/v1/recipe", response_class=Response, responses={200: OCTETS})
     async def read_recipe() -> Response:
         """What this job's workers import, for agents that come later; empty until one has told."""
         return Response(recipe.body, media_type="application/octet-stream")
 
-    @app.put("/v1/recipe")
+    @app.put("/v1/recipe", responses=late)
     async def keep_recipe(request: Request) -> Response:
         """Keep a recipe; in memory, as any agent of the running round has it too."""
         body = await whole_body(request)
@@ -157,7 +188,7 @@ def job_app(loop: Loop, exchanges: Exchanges, denied: Counter) -> ASGIApp:
         recipe.body, recipe.digest = body, hashlib.sha256(body).hexdigest()[:16]
         return Response("{}", media_type="application/json")
 
-    @app.get("/v1/checkpoints")
+    @app.get("/v1/checkpoints", response_model=Candidates, responses=not_now)
     async def checkpoints(request: Request, round: Number) -> Response:
         """What the nodes of a round could restore from memory, once all have looked."""
         found = asyncio.ensure_future(loop.candidates(round))
@@ -176,7 +207,7 @@ def job_app(loop: Loop, exchanges: Exchanges, denied: Counter) -> ASGIApp:
             found.cancel()
             gone.cancel()
 
-    @app.get("/v1/checkpoints/holders")
+    @app.get("/v1/checkpoints/holders", response_model=Holders, responses=not_now)
     async def holders(step: Number, round: Number, lap: Number = 0) -> Response:
         """Which nodes have a checkpoint in memory, by rank."""
         try:
@@ -185,7 +216,7 @@ def job_app(loop: Loop, exchanges: Exchanges, denied: Counter) -> ASGIApp:
             return error_reply(503, ErrorCode.PASSIVE, str(error))
         return json_reply(200, found.model_dump_json().encode())
 
-    @app.get("/v1/job")
+    @app.get("/v1/job", response_model=JobStatus, responses=not_now)
     async def job() -> Response:
         """All that a person or a dashboard needs to know."""
         status = loop.status()
