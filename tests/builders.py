@@ -140,6 +140,7 @@ class SimAgent:
     progress: Progress | None = None
     leaving: str = ""
     gives_up: str = ""
+    cut_off: str = ""
     warm: bool = False
     warming: bool = False
     """It makes itself able to start warm, and is in no round until then."""
@@ -186,6 +187,7 @@ class SimAgent:
             progress=self.progress,
             leaving=self.leaving,
             gives_up=self.gives_up,
+            cut_off=self.cut_off,
             warm=self.warm,
             warming=self.warming,
             precheck=self.precheck,
@@ -225,6 +227,7 @@ class SimAgent:
             self.follows = new.round
             self.starts.append(new.round)
             self.phase, self.failure, self.progress = WorkerPhase.RUNNING, None, None
+            self.cut_off = ""
             self.offer = fresh_offer(self.node)  # the old one belongs to this round now
 
     @property
@@ -270,6 +273,11 @@ class SimAgent:
     def fail(self, failure: WorkerFailure) -> None:
         assert self.running
         self.phase, self.failure = WorkerPhase.FAILED, failure
+
+    def stop_itself(self) -> None:
+        """Nobody has answered it for a lease."""
+        assert self.running
+        self.phase, self.cut_off = WorkerPhase.IDLE, "nobody was heard"
 
     def succeed(self) -> None:
         assert self.running

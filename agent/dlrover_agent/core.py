@@ -24,6 +24,8 @@ MEASURED: dict[str, Callable[[Iterable[float]], float]] = {
     "busbw_gb_s": min,
 }
 """What the workers of a check measure, and whose number is the node's."""
+OVERDUE_S = 5.0
+"""An exchange has failed when its answer is so late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,23 @@ class MasterLost:
 
 
 @dataclass(frozen=True, slots=True)
+class Missed:
+    """The master did not answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """Another node of the round is there: rank 0's agent has answered, or one has asked it."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """Some time has passed: a part of :attr:`Core.look_s`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Signalled:
     """The agent was signalled, or its lifeline has ended."""
 
@@ -91,7 +110,19 @@ class Signalled:
     number: int
 
 
-Event = Assigned | Refused | Ended | Emptied | Stuck | Stepped | MasterLost | Signalled
+Event = (
+    Assigned
+    | Refused
+    | Ended
+    | Emptied
+    | Stuck
+    | Stepped
+    | MasterLost
+    | Missed
+    | Met
+    | Passed
+    | Signalled
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +161,14 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
+class Ask:
+    """Ask rank 0's agent whether it is in this round still; then :class:`Met`, or silence."""
+
+    addr: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
 class Exit:
     """The agent's work is done."""
 
@@ -137,7 +176,7 @@ class Exit:
     message: str
 
 
-Effect = Start | Renew | Stop | Kill | Report | Exit
+Effect = Start | Renew | Stop | Kill | Report | Ask | Exit
 
 
 @dataclass(slots=True)
@@ -159,6 +198,8 @@ class Core:
     check: CheckResult | None = None
     """How it ended here."""
     leaving: str = ""
+    cut_off: str = ""
+    """Why the workers of round ``follows`` were stopped without the master's word."""
     assignment: Assignment | None = None
     _alive: set[int] = field(default_factory=set)
     _measured: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -172,11 +213,25 @@ class Core:
     _signals: int = 0
     _taken_up_at: float = 0.0
     _stepped_at: float = 0.0
+    _missed_at: float | None = None
+    """Since when the master has not answered."""
+    _met_at: float | None = None
+    """When another node of the round was there last; None if that has never been seen."""
 
     @property
     def clean(self) -> int:
         """No worker of a round before this one runs here any more."""
         return self._workers_round if self._occupied else self.follows + 1
+
+    @property
+    def look_s(self) -> float:
+        """How often to look, at most, whether anybody is there: several times in a lease."""
+        return (self.assignment.lease_s if self.assignment is not None else OVERDUE_S) / 4
+
+    def stands(self, round_number: int) -> bool:
+        """Whether this node is in that round still, and has not stopped its workers."""
+        well = self.phase in (WorkerPhase.RUNNING, WorkerPhase.SUCCEEDED)
+        return well and round_number == self._workers_round
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take in an event, and say what has to be done."""
@@ -195,10 +250,20 @@ class Core:
                 return self._stepped(event, now)
             case MasterLost(message):
                 return self._master_lost(message)
+            case Missed():
+                self._missed_at = now if self._missed_at is None else self._missed_at
+                return []
+            case Met(round_number):
+                self._met_at = now if round_number == self._workers_round else self._met_at
+                return []
+            case Passed():
+                return self._passed(now)
             case Signalled(name, number):
                 return self._signalled(name, number)
 
     def _assigned(self, new: Assignment, now: float) -> list[Effect]:
+        if new.term >= self.have[0]:  # not one that was replaced, and is cut off with us
+            self._missed_at = None
         if (new.term, new.version) <= self.have:
             return []
         self.have = (new.term, new.version)
@@ -221,6 +286,7 @@ class Core:
         else:
             self.follows, self._taken_up_at = new.round, now
         self.failure = self.progress = None
+        self.cut_off = ""
         self._next = new
         # A report at once: the master waits for it before it counts on this node again.
         effects: list[Effect] = [Renew(new.round), Report()]
@@ -338,6 +404,31 @@ class Core:
         self._exit = Exit(ExitCode.OK if well else ExitCode.FAILED, message)
         return [self._exit]
 
+    def _passed(self, now: float) -> list[Effect]:
+        """Whether this node still trains with the others, or is alone and cannot know whether they
+        go on without it.
+
+        The master may be dead: then all the others miss it too and ask rank 0, which both sides
+        learn from. Where no question has ever got through the way is closed, not the node cut off.
+        """
+        place = self.assignment
+        if place is None or place.nnodes < 2 or not self.stands(place.round):
+            return []
+        first, missed, met = place.node_rank == 0, self._missed_at, self._met_at
+        ask: list[Effect] = []
+        if not first and (missed is not None or met is None):
+            ask.append(Ask(place.master_addr, place.master_port))
+        if missed is None or met is None or self.phase is not WorkerPhase.RUNNING:
+            return ask
+        # Others may begin to miss the master later than rank 0 does, by as long as an exchange may
+        # take, and ask only then.
+        patience = place.lease_s + (place.exchange_s + OVERDUE_S if first else 0.0)
+        if now - max(missed, met) < patience:
+            return ask
+        other = "any other node of the round" if first else "rank 0"
+        self.cut_off = f"neither the master nor {other} was heard for {patience:g} s"
+        return [*self._stop(self.cut_off, place.stop_grace_s), Report()]
+
     def _signalled(self, name: str, number: int) -> list[Effect]:
         self._signals += 1
         if self._signals > 1:
@@ -364,6 +455,7 @@ class Core:
         checks = assignment.directive is Directive.CHECK
         self.phase = WorkerPhase.CHECKING if checks else WorkerPhase.RUNNING
         self._measured.clear()
+        self._met_at = None
         return [Start(assignment)]
 
     def _stop(self, why: str, grace_s: float, *, polite: bool = False) -> list[Effect]:

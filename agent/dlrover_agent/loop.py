@@ -5,6 +5,7 @@ import collections
 import contextlib
 import logging
 import os
+import random
 import secrets
 import signal
 import socket
@@ -17,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from dlrover_agent import guardian
+from dlrover_agent.contact import Contact
 from dlrover_agent.core import (
+    Ask,
     Assigned,
     Core,
     Effect,
@@ -26,6 +29,9 @@ from dlrover_agent.core import (
     Exit,
     Kill,
     MasterLost,
+    Met,
+    Missed,
+    Passed,
     Refused,
     Renew,
     Report,
@@ -169,6 +175,8 @@ class Agent:
         self._seq = 0
         self._taken_up_at = 0.0
         self._current: Reserved | None = None
+        self._contact: Contact | None = None
+        self._token = token
         self._impatient = self._joined = False
         self._ending_since: float | None = None
         self._told_something = asyncio.Event()
@@ -230,6 +238,7 @@ class Agent:
             connect_s=settings.connect_s,
             lost=(lambda words: self.post(MasterLost(words))) if settings.own_master else None,
             lost_s=MASTER_LOST_S,
+            missed=lambda: self.post(Missed()),
             recipe=None if self._workers.warm.off else self._take_recipe,
         )
 
@@ -248,6 +257,7 @@ class Agent:
         if self._settings.lifeline_fd is not None:
             loop.add_reader(self._settings.lifeline_fd, self._lifeline)
         exchange = asyncio.create_task(self._line.run())
+        look = asyncio.create_task(self._look())
         try:
             both: set[asyncio.Future[Any]] = {exchange, self._result}
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -265,7 +275,8 @@ class Agent:
                 signal.SIG_BLOCK, self._command.signals
             )  # nothing must stop the cleaning up
             exchange.cancel()
-            await asyncio.gather(exchange, return_exceptions=True)
+            look.cancel()
+            await asyncio.gather(exchange, look, return_exceptions=True)
             await self._close()
 
     async def _linger(self) -> None:
@@ -287,6 +298,13 @@ class Agent:
             async with asyncio.timeout_at(began + told.stop_grace_s):
                 while told is not None and told.linger:
                     told = await self._next_assignment()
+
+    async def _look(self) -> None:
+        """Let the core look at the clock; not at the moment when thousands of others do."""
+        while True:
+            longest = self._core.look_s
+            await asyncio.sleep(random.uniform(longest / 2, longest))
+            self.post(Passed())
 
     async def _next_assignment(self) -> Assignment | None:
         self._told_something.clear()
@@ -344,6 +362,9 @@ class Agent:
                 self._workers.kill()
             case Report():
                 self._line.urge()
+            case Ask(addr, port):
+                if self._contact is not None:
+                    self._contact.ask(addr, port)
             case Exit(_, message):
                 log.info("agent_ends", extra={"why": message})
                 if not self._result.done():
@@ -366,11 +387,30 @@ class Agent:
         )
         self._local.new_round(assignment.round)
         assert self._current is not None
+        if assignment.directive is Directive.RUN:
+            self._make_contact(assignment, self._current.offer.port)
         listening = self._current.hand_over() if assignment.node_rank == 0 else None
         self._workers.start(assignment, listening)
         if assignment.directive is Directive.RUN:
             waited = asyncio.get_running_loop().time() - self._taken_up_at
             self._events_of_torch.started(assignment, self._workers.pids, waited)
+
+    def _make_contact(self, assignment: Assignment, port: int) -> None:
+        if self._contact is not None:
+            self._contact.close()
+            self._contact = None
+        if assignment.nnodes < 2:
+            return
+        try:
+            self._contact = Contact(
+                assignment.round,
+                port,
+                self._token,
+                stands=lambda: self._core.stands(assignment.round),
+                met=lambda: self.post(Met(assignment.round)),
+            )
+        except OSError as error:  # then silence says nothing, and workers go on
+            log.warning("no_contact", extra={"port": port, "why": str(error)})
 
     def _report(self) -> AgentReport:
         core = self._core
@@ -397,6 +437,7 @@ class Agent:
             failure=core.failure,
             progress=core.progress,
             leaving=core.leaving,
+            cut_off=core.cut_off,
             warm=self._workers.warm.ready,
             warming=warming,
             precheck=self._command.precheck,
@@ -503,6 +544,8 @@ class Agent:
             self._sharing.cancel()
             await asyncio.gather(self._sharing, return_exceptions=True)
         self._local.close()
+        if self._contact is not None:
+            self._contact.close()
         await self._workers.close()
         await self._saver.close()
         self._coming.close()

@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Callable
 
+from dlrover_agent.core import OVERDUE_S
 from dlrover_py.protocol.agents import AgentReport, Assignment
 from dlrover_py.protocol.errors import Superseded, TransientError, Unauthorized, Unreachable
 from dlrover_py.rpc import Client
@@ -40,6 +41,7 @@ class Line:
         connect_s: float,
         lost: Callable[[str], None] | None = None,
         lost_s: float = 0.0,
+        missed: Callable[[], None] | None = None,
         recipe: Callable[[bytes], None] | None = None,
     ) -> None:
         """Nothing is sent yet.
@@ -51,13 +53,14 @@ class Line:
             connect_s: the master must have answered once within this time.
             lost: called, again and again, once the master has been away for ``lost_s``; None
                 where a platform brings it back.
+            missed: called, again and again, as long as the master does not answer any more.
             recipe: takes what the master keeps of it, before the first report; None if we would
                 not use it.
         """
         self._client, self._path = client, f"/v1/nodes/{node_id}/exchange"
         self._report, self._assigned, self._refused = report, assigned, refused
         self._connect_s, self._recipe = connect_s, recipe
-        self._lost, self._lost_s = lost, lost_s
+        self._lost, self._lost_s, self._missed = lost, lost_s, missed
         self._urgent = asyncio.Event()
         self._held_s = FIRST_ANSWER_S
         self._older: set[asyncio.Task[None]] = set()
@@ -152,7 +155,9 @@ class Line:
         return await self._client.call("GET", path, deadline_s=ASK_S)
 
     async def _exchange(self) -> None:
-        deadline = self._held_s + 5.0 if self._answered else min(FIRST_ANSWER_S, self._connect_s)
+        deadline = (
+            self._held_s + OVERDUE_S if self._answered else min(FIRST_ANSWER_S, self._connect_s)
+        )
         take = self._recipe
         if take is not None:
             kept = await self._client.call("GET", RECIPE, deadline_s=deadline)
@@ -185,6 +190,8 @@ class Line:
         if self._down_since is None and self._answered:
             self._down_since = time.monotonic()
             log.warning("master_away", extra={"why": str(error), "then": "workers go on"})
+        if self._missed is not None and self._down_since is not None:
+            self._missed()
         if self._lost is None or self._down_since is None:
             return
         away = time.monotonic() - self._down_since

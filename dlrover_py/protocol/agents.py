@@ -202,6 +202,9 @@ class AgentReport(Wire):
     takes no longer than a cold start would."""
     leaving: Line = ""
     """Why this node is about to go (SIGTERM …); empty if it is not."""
+    cut_off: Line = ""
+    """Why this node has stopped the workers of round ``follows`` without being told: it heard of
+    nobody, and others may train in its place. Empty if it did not."""
     precheck: Annotated[int, Field(ge=0, le=2)] = 0
     """The node wishes to be checked before its first round (1); speeds are told too (2)."""
     exclude_straggler: bool = False

@@ -3,7 +3,8 @@
 import os
 import signal
 
-from tests.process.harness import Place, alive, eventually, job, lines, members
+from dlrover_py.protocol.status import JobStatus
+from tests.process.harness import Job, Place, alive, eventually, job, lines, members
 
 QUICK = {"lease_s": "2", "exchange_s": "0.5"}
 
@@ -162,6 +163,90 @@ def test_a_stopped_master_stops_nobody(place: Place) -> None:
         after = run.status()
         assert after.round == before.round
         assert [n.pids for n in members(after)] == [n.pids for n in members(before)]
+
+
+TICKS = """
+    import itertools, time
+    for number in itertools.count():
+        print("tick", number, flush=True)
+        time.sleep(0.1)
+"""
+
+
+def said(run: Job, node: str, word: str) -> None:
+    log = run.logs / node / "agent.log"
+    eventually(lambda: word in log.read_text(), f"{node}: {word}", within_s=60)
+
+
+def paused_master(run: Job, round_of: JobStatus) -> int:
+    """It stands still: to its agents the same as to be cut off from it, without a word."""
+    for node in members(round_of):
+        if len(members(round_of)) > 1:
+            said(run, node.id, "contact_made")
+    master = run.snapshot().master_pid
+    os.kill(master, signal.SIGSTOP)
+    return master
+
+
+def test_workers_train_on_without_a_master_for_as_long_as_it_takes(place: Place) -> None:
+    """Longer than an agent would wait for anybody: they hear of each other."""
+    with job(place, script=TICKS, replicas=3, settings=QUICK) as run:
+        before = run.running(3)
+        master = paused_master(run, before)
+        for node in members(before):
+            said(run, node.id, "master_away")
+        for node in members(before):
+            count = len(lines(run, node.id, "tick"))
+            eventually(
+                lambda n=node.id, c=count: len(lines(run, n, "tick")) > c + 120,
+                "it trains on for twelve seconds",
+                within_s=60,
+            )
+        os.kill(master, signal.SIGCONT)
+        after = run.until(lambda s: s.ready == 3, "all are back")
+        assert after.round == before.round
+        assert [n.pids for n in members(after)] == [n.pids for n in members(before)]
+
+
+def test_nodes_that_hear_of_nobody_stop_their_workers_by_themselves(place: Place) -> None:
+    with job(place, replicas=3, minReplicas=2, hosts=3, settings=QUICK) as run:
+        before = run.running(3)
+        first, *others = members(before)
+        master = paused_master(run, before)
+        run.hurt(first.id, "freeze")
+        for node in others:
+            eventually(lambda n=node: not alive(n.pids[0]), "its workers are stopped", within_s=60)
+            assert alive(node.agent_pid)
+        assert alive(first.pids[0]), "it stands still, and cannot know"
+        os.kill(master, signal.SIGCONT)
+        after = run.running(2, round_after=before.round)
+        assert [n.id for n in members(after)] == [n.id for n in others]
+        assert "NodeCutOff" in run.event_reasons()
+        assert all(n.restarts == 0 for n in after.nodes), "nobody is to blame"
+
+
+def test_rank_0_stops_its_workers_when_nobody_asks_for_it(place: Place) -> None:
+    with job(place, replicas=2, minReplicas=1, hosts=2, settings=QUICK) as run:
+        before = run.running(2)
+        first, other = members(before)
+        master = paused_master(run, before)
+        run.hurt(other.id, "freeze")
+        eventually(lambda: not alive(first.pids[0]), "its workers are stopped", within_s=60)
+        os.kill(master, signal.SIGCONT)
+        after = run.running(1, round_after=before.round)
+        assert [n.id for n in members(after)] == [first.id]
+
+
+def test_who_is_alone_in_its_round_does_not_need_the_master(place: Place) -> None:
+    with job(place, script=TICKS, replicas=1, settings=QUICK) as run:
+        before = run.running(1)
+        master = paused_master(run, before)
+        said(run, "n0", "master_away")
+        count = len(lines(run, "n0", "tick"))
+        eventually(lambda: len(lines(run, "n0", "tick")) > count + 150, "it trains on", within_s=60)
+        os.kill(master, signal.SIGCONT)
+        after = run.until(lambda s: s.ready == 1, "it is back")
+        assert (after.round, members(after)[0].pids) == (before.round, members(before)[0].pids)
 
 
 def test_a_killed_agent_leaves_no_orphan(place: Place) -> None:

@@ -184,6 +184,15 @@ class JobMachine(RuleBasedStateMachine):
             self.bench.exchange(agent)
 
     @precondition(lambda self: self.of_phase(WorkerPhase.RUNNING))
+    @rule(pick=PICK, tell=st.booleans())
+    def stops_by_itself(self, pick: int, tell: bool) -> None:
+        agents = self.of_phase(WorkerPhase.RUNNING)
+        agent = agents[pick % len(agents)]
+        agent.stop_itself()
+        if tell:
+            self.bench.exchange(agent)
+
+    @precondition(lambda self: self.of_phase(WorkerPhase.RUNNING))
     @rule(more=st.integers(1, 3))
     def trains(self, more: int) -> None:
         for agent in self.of_phase(WorkerPhase.RUNNING):

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dlrover_agent.core import (
+    OVERDUE_S,
+    Ask,
     Assigned,
     Core,
     Effect,
@@ -21,6 +23,9 @@ from dlrover_agent.core import (
     Exit,
     Kill,
     MasterLost,
+    Met,
+    Missed,
+    Passed,
     Refused,
     Renew,
     Report,
@@ -418,6 +423,129 @@ def test_a_check_is_called_off() -> None:
     assert (core.phase, core.check) == (WorkerPhase.IDLE, None)
 
 
+# --- when the master does not answer ---
+
+LEASE_S, EXCHANGE_S = 8.0, 3.0
+ASK = Ask("h0", 5000)
+STOPPED = "neither the master nor rank 0 was heard for 8 s"
+
+
+def placed(version: int = 1, node_rank: int = 1, nnodes: int = 3, **fields: Any) -> Assignment:
+    return assignment(
+        version,
+        node_rank=node_rank,
+        nnodes=nnodes,
+        master_addr="h0",
+        master_port=5000,
+        lease_s=LEASE_S,
+        exchange_s=EXCHANGE_S,
+        stop_grace_s=2.5,
+        **fields,
+    )
+
+
+def member(**fields: Any) -> Core:
+    """One of several nodes, that has been in contact once."""
+    core = Core(nproc=1)
+    told(core, Assigned(placed(**fields)), Met(1))
+    return core
+
+
+def test_a_node_of_which_nobody_hears_stops_its_workers_and_says_so_later() -> None:
+    core = member()
+    assert told(core, Missed(), now=10.0) == []
+    assert told(core, Missed(), Passed(), now=17.75) == [ASK]
+    assert told(core, Passed(), now=18.0) == [Stop(STOPPED, 2.5), Report()]
+    assert (core.phase, core.cut_off) == (WorkerPhase.STOPPING, STOPPED)
+    assert told(core, Passed(), now=60.0) == []
+    assert told(core, Ended(1, 0, failure()), Emptied(1)) == [Report()]
+    assert (core.phase, core.cut_off, core.failure) == (WorkerPhase.IDLE, STOPPED, None)
+    # Its round has not been given up, as far as the master knows; then there is another one.
+    assert told(core, Assigned(placed(2, round=1))) == []
+    assert core.cut_off == STOPPED
+    assert told(core, Assigned(placed(3, round=2)))[-1] == Start(placed(3, round=2))
+    assert core.cut_off == ""
+
+
+def test_when_only_the_master_is_gone_workers_go_on_for_as_long_as_it_takes() -> None:
+    core, first = member(), member(node_rank=0)
+    told(core, Missed(), now=1.0)
+    told(first, Missed(), now=1.0)
+    for now in range(2, 1000):
+        assert told(core, Passed(), now=now) == [ASK]
+        assert told(first, Passed(), now=now) == []
+        if now % 7 == 0:
+            told(core, Met(1), now=now)
+            told(first, Met(1), now=now)
+    assert core.stands(1)
+    assert first.stands(1)
+
+
+def test_the_master_s_answer_ends_the_silence() -> None:
+    core = member()
+    told(core, Missed(), now=10.0)
+    assert told(core, Assigned(placed()), Passed(), now=17.75) == []
+    told(core, Missed(), now=17.75)
+    assert told(core, Passed(), now=25.5) == [ASK]
+    assert isinstance(told(core, Passed(), now=25.75)[0], Stop)
+
+
+def test_an_older_master_that_is_cut_off_too_does_not_count() -> None:
+    core = member(term=2)
+    told(core, Missed(), now=10.0)
+    told(core, Assigned(placed(9, term=1)), now=17.0)
+    assert isinstance(told(core, Passed(), now=18.0)[0], Stop)
+
+
+def test_rank_0_gives_the_others_time_to_miss_the_master() -> None:
+    core = member(node_rank=0)
+    told(core, Missed(), now=10.0)
+    patience = LEASE_S + EXCHANGE_S + OVERDUE_S
+    assert told(core, Passed(), now=10.0 + patience - 0.25) == []
+    stop, report = told(core, Passed(), now=10.0 + patience)
+    assert isinstance(stop, Stop)
+    assert "neither the master nor any other node of the round" in stop.why
+    assert report == Report()
+
+
+def test_a_node_that_is_alone_in_its_round_needs_nobody() -> None:
+    core = member(node_rank=0, nnodes=1)
+    told(core, Missed())
+    assert told(core, Passed(), now=1000.0) == []
+
+
+def test_silence_where_no_question_has_ever_got_through_says_nothing() -> None:
+    """A firewall, say. It is asked in health until it has been answered once in the round."""
+    core = Core(nproc=1)
+    told(core, Assigned(placed()))
+    assert told(core, Passed()) == [ASK]
+    told(core, Missed())
+    assert told(core, Passed(), now=1000.0) == [ASK]
+    told(core, Assigned(placed()), Met(1), now=1001.0)
+    assert told(core, Passed(), now=1002.0) == [], "in health nobody asks"
+    told(core, Assigned(placed(2)), Emptied(1), Met(1), now=1003.0)
+    assert told(core, Passed(), now=1004.0) == [ASK], "the next round has another rank 0"
+
+
+def test_who_has_finished_still_asks_for_rank_0_s_sake() -> None:
+    core, first = member(), member(node_rank=0)
+    told(core, Ended(1, 0, None), Missed(), now=10.0)
+    assert told(core, Passed(), now=11.0) == [ASK]
+    assert told(core, Passed(), now=100.0) == [ASK], "though a process of its own is left"
+    told(core, Emptied(1))
+    assert told(core, Passed(), now=1000.0) == [ASK]
+    assert (core.phase, core.cut_off) == (WorkerPhase.SUCCEEDED, "")
+    told(first, Ended(1, 0, None))
+    assert first.stands(1), "its workers are missed by nobody"
+
+
+def test_who_has_failed_or_stopped_is_not_in_the_round_any_more() -> None:
+    core = member(node_rank=0)
+    assert not core.stands(2)
+    told(core, Ended(1, 0, failure()))
+    assert not core.stands(1)
+
+
 # --- all of it, in any order ---
 
 
@@ -461,6 +589,9 @@ class AgentMachine(RuleBasedStateMachine):
         """Why the agent is on its way out."""
         self.exit: Exit | None = None
         self.now = 0.0
+        self.answered_at = self.met_at = 0.0
+        self.met_in = 0
+        """Round in which another node was met."""
         self.calm = 0
         """Nothing that ends the agent happens before so many events."""
 
@@ -483,7 +614,8 @@ class AgentMachine(RuleBasedStateMachine):
     def _news(self) -> tuple[object, ...]:
         core = self.core
         settled = core.phase in (WorkerPhase.FAILED, WorkerPhase.SUCCEEDED, WorkerPhase.IDLE)
-        return core.follows, core.failure, core.leaving, core.phase if settled else None
+        phase = core.phase if settled else None
+        return core.follows, core.failure, core.leaving, core.cut_off, phase
 
     def _perform(self, effect: Effect) -> None:
         assert self.exit is None, f"{effect} after the agent's end"
@@ -501,6 +633,9 @@ class AgentMachine(RuleBasedStateMachine):
                 if not check:
                     assert not self.started or new.round > self.started[-1]
                     self.started.append(new.round)
+            case Ask(addr, _):
+                assert self.newest is not None
+                assert (addr, self.newest.nnodes, self.newest.node_rank) == ("h0", 3, 1)
             case Stop() | Kill():
                 assert self.workers is not None, "there is nobody to stop"
                 if self.workers.alive:
@@ -512,9 +647,10 @@ class AgentMachine(RuleBasedStateMachine):
                 expected = {"signal": 1, "refused": 3, "stop": 42}[self.last]
                 assert code == expected
 
-    @initialize(calm=st.integers(0, 25))
-    def begin(self, calm: int) -> None:
+    @initialize(calm=st.integers(0, 25), place=st.sampled_from([(1, 0), (3, 0), (3, 1)]))
+    def begin(self, calm: int, place: tuple[int, int]) -> None:
         self.calm = calm
+        self.nnodes, self.node_rank = place
 
     @precondition(lambda self: self.exit is not None)
     @rule()
@@ -546,8 +682,15 @@ class AgentMachine(RuleBasedStateMachine):
             round=master.round,
             check=master.check if directive is CHECK else 0,
             exit_code=42,
+            nnodes=self.nnodes,
+            node_rank=self.node_rank,
+            master_addr="h0",
+            master_port=5000,
+            lease_s=LEASE_S,
+            exchange_s=EXCHANGE_S,
         )
         master.sent.append(new)
+        self.answered_at = self.now
         self.newest = new
         if directive is STOP and self.last is None:
             self.last = "stop"
@@ -562,7 +705,11 @@ class AgentMachine(RuleBasedStateMachine):
     def an_old_answer_comes_late(self, pick: int) -> None:
         before = vars_of(self.core)
         sent = self.master.sent
-        assert self.tell(Assigned(sent[-1 - pick % len(sent)])) == []
+        late = sent[-1 - pick % len(sent)]
+        assert self.tell(Assigned(late)) == []
+        if late.term == self.core.have[0]:
+            self.answered_at = self.now
+            before["_missed_at"] = "None"
         assert vars_of(self.core) == before
 
     @precondition(lambda self: self.may_end)
@@ -629,6 +776,43 @@ class AgentMachine(RuleBasedStateMachine):
     def a_step(self, step: int) -> None:
         assert self.workers is not None
         self.tell(Stepped(self.workers.round, 0, step, None, {}))
+
+    @precondition(lambda self: self.exit is None)
+    @rule()
+    def the_master_does_not_answer(self) -> None:
+        assert self.tell(Missed()) == []
+
+    @precondition(lambda self: self.exit is None and self.started)
+    @rule(old=st.booleans())
+    def another_node_is_met(self, old: bool) -> None:
+        round_number = self.started[-1] - old
+        assert self.tell(Met(round_number)) == []
+        if self.workers is not None and self.workers.round == round_number:
+            self.met_at, self.met_in = self.now, round_number
+
+    @precondition(lambda self: self.exit is None)
+    @rule(seconds=st.sampled_from([0.0, 2.0, LEASE_S, 20.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        was, phase = self.core.cut_off, self.core.phase
+        effects = self.tell(Passed())
+        if self.core.cut_off == was:
+            assert effects in ([], [ASK]), "looking at the clock does nothing else"
+            return
+        assert self.nnodes > 1
+        assert self.workers is not None
+        assert phase is WorkerPhase.RUNNING, "what has ended well stays so"
+        assert self.met_in == self.workers.round, "it may be a firewall"
+        assert self.now - max(self.answered_at, self.met_at) >= LEASE_S
+        assert isinstance(effects[0], Stop)
+
+    @precondition(lambda self: self.core.phase is WorkerPhase.RUNNING)
+    @rule()
+    def nobody_answers_for_long(self) -> None:
+        self.the_master_does_not_answer()
+        self.time_passes(LEASE_S + EXCHANGE_S + OVERDUE_S)
+        alone = self.nnodes > 1 and self.met_in == self.core.follows
+        assert self.core.stands(self.core.follows) is not alone
 
     # --- what a report may say ---
 

@@ -176,6 +176,20 @@ def test_a_closed_connection_is_forgiven_within_its_grace() -> None:
     assert bench.job.nodes[N1].phase is NodePhase.GONE
 
 
+def test_nodes_that_have_stopped_by_themselves_get_another_round_and_no_blame() -> None:
+    """The master was away, or they were cut off from it, for less than their lease."""
+    bench = running(elastic_job(3, 2))
+    for node in ("n1", "n2"):
+        bench.agent(node).stop_itself()
+    bench.settle()
+    assert bench.job.round == 2
+    assert bench.members == ["n0", "n1", "n2"]
+    assert bench.job.restarts == {"loss": 1}
+    assert bench.reasons().count("NodeCutOff") == 1, "one event, however many they are"
+    assert not any(n.restarts or n.relaunches for n in bench.job.nodes)
+    bench.check_running()
+
+
 def test_a_broken_connection_between_workers_waits_for_its_cause() -> None:
     bench = running(elastic_job(3, 2))
     bench.agent("n0").fail(crash(FailureKind.PEER))

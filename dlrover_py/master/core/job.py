@@ -497,6 +497,8 @@ class Job:
             self._progressed(node, report.progress)
         if report.phase is WorkerPhase.FAILED and report.failure is not None:
             self._worker_failed(node, report.failure)
+        elif report.cut_off:
+            self._stopped_itself(node, report.cut_off)
         elif report.phase is WorkerPhase.SUCCEEDED:
             if self.opening is not None and self.opening.kind in HEALTHY:
                 self.opening = None  # it is about to finish: too late to grow or shrink
@@ -508,6 +510,14 @@ class Job:
                 self._dirty = True  # it must not be taken for lost once it has gone
             if len(self.succeeded) == len(self.world.members):
                 self._end(JobPhase.SUCCEEDED, "JobSucceeded", "all workers exited 0")
+
+    def _stopped_itself(self, node: Node, why: str) -> None:
+        """It was cut off and could not know whether it had been given up: nobody is charged."""
+        if self.opening is not None and self.opening.kind not in HEALTHY:
+            return  # many may have been cut off at once
+        words = f"{node.id} has stopped its workers: {why}"
+        event = self._record("NodeCutOff", words, node=node.id, warning=True)
+        self._open("loss", words, event)
 
     def _progressed(self, node: Node, progress: Progress) -> None:
         assert self.world is not None

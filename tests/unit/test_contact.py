@@ -1,0 +1,124 @@
+"""Questions and answers between agents, over real datagrams."""
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from dlrover_agent.contact import LENGTH, Contact
+from dlrover_agent.loop import Reserved
+
+HERE = "127.0.0.1"
+
+
+@dataclass
+class Node:
+    """One side, and what it was told."""
+
+    contact: Contact
+    port: int
+    there: bool = True
+    times: int = 0
+    met: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def meets(self) -> None:
+        self.times += 1
+        self.met.set()
+
+    async def has_met(self, times: int) -> None:
+        async with asyncio.timeout(10):
+            while self.times < times:
+                self.met.clear()
+                await self.met.wait()
+
+
+@contextmanager
+def node(round_number: int = 7, token: str = "secret") -> Iterator[Node]:
+    """A node with its offer's port, of which the round's store has the TCP side."""
+    found: list[Node] = []
+    reserved = Reserved(HERE, listen=True)
+    port = reserved.offer.port
+    contact = Contact(
+        round_number,
+        port,
+        token,
+        stands=lambda: found[0].there,
+        met=lambda: found[0].meets(),
+    )
+    found.append(Node(contact, port))
+    try:
+        yield found[0]
+    finally:
+        contact.close()
+        reserved.close()
+
+
+@contextmanager
+def between() -> Iterator[socket.socket]:
+    """Somebody who takes what is sent, and passes it on as they like."""
+    with socket.socket(type=socket.SOCK_DGRAM) as wire:
+        wire.bind((HERE, 0))
+        wire.setblocking(False)
+        yield wire
+
+
+async def taken(wire: socket.socket) -> tuple[bytes, tuple[str, int]]:
+    async with asyncio.timeout(10):
+        data, sender = await asyncio.get_running_loop().sock_recvfrom(wire, LENGTH + 1)
+        return data, sender
+
+
+@pytest.mark.parametrize("addr", [HERE, "localhost", "::1"])
+async def test_both_sides_learn_of_each_other(addr: str) -> None:
+    if addr == "::1" and not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    with node() as first, node() as second:
+        second.contact.ask(addr, first.port)
+        await first.has_met(1)
+        await second.has_met(1)
+        second.contact.ask(addr, first.port)
+        await second.has_met(2)
+
+
+async def test_who_is_not_in_the_round_any_more_does_not_answer() -> None:
+    with node() as first, node() as second, between() as wire:
+        second.contact.ask(HERE, wire.getsockname()[1])
+        question, _ = await taken(wire)
+        first.there = False
+        wire.sendto(question, (HERE, first.port))
+        await first.has_met(1)
+        first.there = True
+        wire.sendto(question, (HERE, first.port))
+        await taken(wire)
+        with pytest.raises(BlockingIOError):
+            wire.recvfrom(LENGTH)  # there was one answer to two questions
+
+
+@pytest.mark.parametrize(("round_number", "token"), [(8, "secret"), (7, "another")])
+async def test_other_rounds_and_other_jobs_are_strangers(round_number: int, token: str) -> None:
+    with node() as first, node(round_number, token) as other, node() as second, between() as wire:
+        other.contact.ask(HERE, wire.getsockname()[1])
+        question, _ = await taken(wire)
+        wire.sendto(question, (HERE, first.port))
+        second.contact.ask(HERE, first.port)  # behind it, on the same way
+        await second.has_met(1)
+        assert first.times == 1
+        with pytest.raises(BlockingIOError):
+            wire.recvfrom(LENGTH)
+
+
+async def test_an_answer_is_one_to_our_question_and_good_once() -> None:
+    with node() as first, node() as second, node() as third, between() as wire:
+        second.contact.ask(HERE, wire.getsockname()[1])
+        question, asker = await taken(wire)
+        wire.sendto(question, (HERE, first.port))
+        answer, _ = await taken(wire)
+        spoilt = (question, answer[:-1], answer + b"x", answer[:-1] + b"\0", b"")
+        for data in (*spoilt, answer, answer):
+            wire.sendto(data, asker)
+        third.contact.ask(HERE, second.port)  # behind all of them
+        await third.has_met(1)
+        assert second.times == 2, "rank 0's answer, and the third node"
