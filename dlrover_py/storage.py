@@ -39,7 +39,7 @@ LAPSE_S = 30.0
 BEAT_S = 8.0
 """A claim is renewed so often."""
 TOMBSTONE_S = 86400.0
-"""So long a tombstone stays after its folder has gone: no order lives longer."""
+"""So long, by our own clock, a tombstone stays after its folder has gone: no order lives longer."""
 BLOCK = 1 << 25
 """Bytes that are asked of a bucket at once."""
 
@@ -520,7 +520,7 @@ class Store:
 
         Args:
             url: a path, or an address that fsspec knows (``s3://bucket/folder``).
-            clock: by which other jobs' claims lapse.
+            clock: by which other jobs' claims and tombstones lapse: one that does not jump.
 
         Raises:
             ConfigError: nothing is installed that speaks the protocol.
@@ -531,6 +531,8 @@ class Store:
         self._told: set[str] = set()
         self._claim: _Claim | None = None
         self._watched: tuple[bytes, float, bool] | None = None
+        self._graves: dict[str, float] = {}
+        """By folder that has gone: since when we have seen its tombstone."""
         self._lock = threading.Lock()
         self._safe = False
         self.damaged: dict[str, str] = {}
@@ -733,7 +735,7 @@ class Store:
 
         Args:
             spare: folders of attempts that are under way.
-            now: wall time, by which tombstones are as old as they are.
+            now: wall time, for people: new tombstones say it.
         """
         names = self.place.names()
         manifests = self._manifests(names)
@@ -753,8 +755,11 @@ class Store:
                     continue  # it was committed just now
             self.place.remove_folder(name)
             swept.append(name)
-        for folder, manifest in manifests.items():
-            if manifest.void and folder not in names and now - manifest.at > TOMBSTONE_S:
+        graves = [f for f, m in manifests.items() if m.void and f not in names]
+        seen = self._clock()
+        self._graves = {folder: self._graves.get(folder, seen) for folder in graves}
+        for folder, since in self._graves.items():
+            if seen - since > TOMBSTONE_S:
                 self.place.remove(f"{folder}.json")
         for name in names:
             if name.endswith(".tmp") and name.startswith((".step-", f".{CLAIM}.")):

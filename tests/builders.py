@@ -260,7 +260,7 @@ class SimAgent:
             phase = PersistPhase.READY
         self.persisting = Persisting(attempt=order.attempt, phase=phase)
         if phase is PersistPhase.DONE and order.writers:
-            self.stored = Stored(step=order.step, where="/d", at=float(next(_commits)))
+            self.stored = Stored(step=order.step, where="/d", at=0.0, number=next(_commits))
 
     @property
     def group(self) -> tuple[int, str, int] | None:

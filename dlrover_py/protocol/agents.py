@@ -162,7 +162,9 @@ class Stored(Wire):
     where: Line
     """Path or address of its folder."""
     at: float
-    """When it was committed, in seconds of the epoch, by the committer's clock."""
+    """When it was committed, in seconds of the epoch, by the committer's clock: for people."""
+    number: Count = 0
+    """Of the commit in its directory: what is newer is told by it."""
 
 
 class AgentReport(Wire):

@@ -98,7 +98,7 @@ def test_plain_torch_reads_what_was_staged(persister: Persister, tmp_path: Path)
     assert answer.phase is Phase.DONE, answer
     store = Store(tmp_path / "ckpt")
     (manifest,) = store.checkpoints()
-    assert answer.stored == (7, store.where(manifest), manifest.at)
+    assert answer.stored == (7, store.where(manifest), manifest.at, manifest.number)
     assert (manifest.metric, manifest.job, manifest.world) == (0.5, JOB, 1)
     verify(store, manifest)
     assert {p.name for p in Path(store.where(manifest)).iterdir()} == {
@@ -397,6 +397,31 @@ def test_a_coordinator_that_comes_too_late_is_fenced(trio: list[Persister], tmp_
     answer = trio[0].end("z1")
     assert answer.phase is Phase.FAILED
     assert "another attempt has begun since" in answer.why
+    assert [m.step for m in Store(tmp_path / "ckpt").checkpoints()] == [8]
+
+
+def test_a_late_grant_of_an_older_master_is_refused(trio: list[Persister], tmp_path: Path) -> None:
+    """It is cut off, and so is its node: both go on as if nobody else had stored anything."""
+    simple(tmp_path / "arena0/0.0", 7)
+    simple(tmp_path / "arena1/0.0", 8)
+    trio[1].send(
+        order(
+            tmp_path / "arena1",
+            tmp_path / "ckpt",
+            "m2",
+            step=8,
+            node="n1",
+            writers=("n1",),
+            grant=2,
+        )
+    )
+    assert trio[1].end("m2").phase is Phase.DONE
+    trio[0].send(order(tmp_path / "arena0", tmp_path / "ckpt", "m1", grant=None))
+    trio[0].next(Phase.READY, attempt="m1")
+    trio[0].send(Grant("m1", term=1))
+    answer = trio[0].end("m1")
+    assert answer.phase is Phase.FAILED
+    assert "the grant is of term 1, and a checkpoint of term 2 is there" in answer.why
     assert [m.step for m in Store(tmp_path / "ckpt").checkpoints()] == [8]
 
 

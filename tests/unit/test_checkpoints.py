@@ -223,6 +223,33 @@ def test_the_coordinator_gets_the_grant_and_nobody_else() -> None:
     assert not desk.orders(), "it is flagged still, for its nodes have not looked"
 
 
+@pytest.mark.parametrize("at", [0.0, 4e9])
+def test_whose_clock_is_wrong_hides_no_newer_checkpoint(at: float) -> None:
+    """A node says what it was the last to commit as long as it lives, and to the next master."""
+    desk = sharded(5, persist=True)
+    first = Stored(step=5, where="/d/step-5", at=at, number=1)
+    desk.persisting(N0, PersistPhase.READY)
+    desk.persisting(N0, PersistPhase.DONE, stored=first)
+    newer = Stored(step=6, where="/d/step-6", at=1e6, number=2)
+    for order in ((N0, N1), (N1, N0)):
+        desk.core = Checkpoints(desk.core.stored)
+        for node in order:
+            desk.say(node, stored={N0: first, N1: newer}[node])
+        assert desk.core.stored == newer, order
+    desk.say(N0)
+    assert desk.core.stored == newer
+
+
+def test_another_directory_counts_its_commits_anew() -> None:
+    desk = sharded(5, persist=True)
+    desk.say(N1, stored=Stored(step=4, where="/old/step-4", at=1.0, number=57))
+    here = Stored(step=5, where="/new/step-5", at=2.0, number=1)
+    desk.persisting(N0, PersistPhase.READY)
+    desk.persisting(N0, PersistPhase.DONE, stored=here)
+    desk.say(N1)
+    assert desk.core.stored == here
+
+
 def test_done_without_a_grant_is_no_commit() -> None:
     desk = sharded(5, persist=True)
     desk.persisting(N0, PersistPhase.DONE)
@@ -455,7 +482,7 @@ EVENTS = st.one_of(
     st.tuples(st.just("old"), st.sampled_from(NODES), st.sampled_from(list(PersistPhase))),
     st.tuples(st.just("round")),
     st.tuples(st.just("wish")),
-    st.tuples(st.just("stored"), st.integers(1, 5)),
+    st.tuples(st.just("stored"), st.integers(1, 5), st.sampled_from([0.0, 1e6, 4e9])),
     st.tuples(st.just("master")),
     st.tuples(st.just("time"), st.sampled_from([1.0, 20.0, 200.0])),
 )
@@ -510,8 +537,8 @@ def test_no_sequence_of_events_breaks_what_is_promised(events: list[tuple[Any, .
                     "", desk.said, round_number, now=desk.now, until=desk.now + 10, stay=True
                 )
             case "stored" if N0 in desk.said:
-                stored = Stored(step=words[0], where=f"/{words[0]}", at=float(words[0]))
-                desk.say(N0, stored=stored)
+                step, at = words
+                desk.say(N0, stored=Stored(step=step, where=f"/{step}", at=at, number=step))
             case "master":  # the next one knows what is journaled, and hears all again
                 kept = desk.core.stored
                 desk.core, desk.term = Checkpoints(kept), Term(desk.term + 1)
@@ -550,5 +577,5 @@ def test_no_sequence_of_events_breaks_what_is_promised(events: list[tuple[Any, .
         now_stored = desk.core.stored
         if last_stored is not None:
             assert now_stored is not None
-            assert now_stored.at >= last_stored.at, "the last one in storage never goes back"
+            assert now_stored.number >= last_stored.number, "what is in storage never goes back"
         last_stored = now_stored

@@ -5,7 +5,10 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from itertools import combinations_with_replacement
 from pathlib import Path
 
 import pytest
@@ -28,7 +31,7 @@ from dlrover_py.protocol.checkpoint import (
     read_line,
 )
 from dlrover_py.protocol.errors import ConfigError, Superseded
-from dlrover_py.storage import CLAIM, LAPSE_S, Claimed, Store, folder_of, kept
+from dlrover_py.storage import CLAIM, LAPSE_S, Claimed, Folder, Store, folder_of, kept
 
 ONE, OTHER = Owner("u1", "gpt"), Owner("u2", "bert")
 
@@ -102,7 +105,7 @@ def test_no_damaged_manifest_is_believed(at: int, bit: int, cut: bool) -> None:
         Order("a1", 7, 1, 0, 2, (0,), "/x", "/y", "u", "n0", grant=3, keep=Keep(1, 5, 2, False)),
         Grant("a1", 4),
         Cancel("a1"),
-        Answer("a1", Phase.DONE, stored=(7, "/y/step-7.a1", 1.5), notes=("odd",)),
+        Answer("a1", Phase.DONE, stored=(7, "/y/step-7.a1", 1.5, 4), notes=("odd",)),
     ],
 )
 def test_lines_are_read_as_written(line: Order | Grant | Cancel | Answer) -> None:
@@ -145,6 +148,15 @@ def test_what_is_newer_is_told_by_the_order_of_commits(store: Store) -> None:
     for step, at in ((10, 50.0), (20, 40.0), (15, 30.0)):
         store.commit(manifest(step, at=at))
     assert [m.step for m in store.checkpoints()] == [15, 20, 10]
+
+
+@pytest.mark.parametrize("at", [0.0, 4e9])
+def test_a_clock_that_jumps_hides_no_commit(store: Store, at: float) -> None:
+    for step, then in ((1, 2e9), (2, at), (3, 2e9 + 1)):
+        write(store, store.commit(manifest(step, at=then)))
+        assert Store(store.place.url).checkpoints()[0].step == step
+    assert store.retain(Keep(newest=2)) == ["step-1.a1"]
+    assert [m.step for m in store.checkpoints()] == [3, 2]
 
 
 def test_of_many_committers_of_one_attempt_one_commits(store: Store) -> None:
@@ -245,13 +257,21 @@ def test_a_sweep_spares_what_is_committed_under_way_or_none_of_ours(store: Store
     assert store.sweep({under_way.name}, now=0.0) == [], "once is enough"
 
 
-def test_a_tombstone_goes_when_no_committer_can_be_left(store: Store) -> None:
+@pytest.mark.parametrize("wall", [0.0, 4e9])
+def test_a_tombstone_goes_when_no_committer_can_be_left(tmp_path: Path, wall: float) -> None:
+    """By a clock that does not jump, whatever time it is said to be."""
+    clock = Clock()
+    store = Store(tmp_path, clock=clock)
     folder = write(store, manifest())
-    store.sweep(now=1000.0)
+    store.sweep(now=2e9)
     stone = folder.with_name(f"{folder.name}.json")
-    store.sweep(now=1000.0 + storage.TOMBSTONE_S - 1)
-    assert stone.exists()
-    store.sweep(now=1000.0 + storage.TOMBSTONE_S + 1)
+    store.sweep(now=wall)
+    clock.now += storage.TOMBSTONE_S - 1
+    store.sweep(now=wall)
+    with pytest.raises(Superseded):
+        Store(store.place.url).commit(manifest())
+    clock.now += 2
+    store.sweep(now=wall)
     assert not stone.exists()
 
 
@@ -404,6 +424,67 @@ def test_a_newer_attempt_of_the_job_calls_the_older_off(store: Store) -> None:
     store.release()
     assert newer.renew(), "who was called off releases nothing"
     assert newer.commit(manifest(8, "a2")).number == 1
+
+
+class Halting(Folder):
+    """Others do something before one or the other of its calls."""
+
+    def __init__(self, path: Path, others: list[tuple[int, Callable[[], object]]]) -> None:
+        super().__init__(path)
+        self.others, self.calls = others, 0
+
+    def halt(self) -> None:
+        self.calls += 1
+        while self.others and self.others[0][0] < self.calls:
+            self.others.pop(0)[1]()
+
+    def names(self, folder: str = "") -> list[str]:
+        self.halt()
+        return super().names(folder)
+
+    def read(self, name: str) -> bytes:
+        self.halt()
+        return super().read(name)
+
+    def put(self, name: str, data: bytes) -> None:
+        self.halt()
+        super().put(name, data)
+
+    def create(self, name: str, data: bytes) -> bool:
+        self.halt()
+        return super().create(name, data)
+
+
+CALLS = 5
+"""Of who renews its claim and commits: two for the claim, and three."""
+
+
+@pytest.mark.parametrize("when", list(combinations_with_replacement(range(CALLS + 1), 3)))
+def test_what_was_called_off_does_not_appear_after_a_newer_commit(
+    tmp_path: Path, when: tuple[int, int, int]
+) -> None:
+    """A coordinator with all written and a grant stands still, again and again; others go on."""
+    old, new = Store(tmp_path), Store(tmp_path)
+    late, newer = manifest(7), manifest(8)
+    old.claim(ONE, late.attempt)
+    write(old, late)
+    there: list[Manifest] = []
+
+    def commit() -> None:
+        with suppress(Superseded):  # the claim was renewed just when it was taken
+            new.commit(newer)
+            there.extend(new.checkpoints())
+
+    others = [lambda: new.claim(ONE, newer.attempt), lambda: new.sweep({newer.folder}, now=0.0)]
+    place = old.place = Halting(tmp_path, list(zip(when, [*others, commit], strict=True)))
+    with suppress(Superseded):
+        old.renew()
+        old.commit(late)
+    place.calls = CALLS
+    place.halt()
+    if there:
+        assert new.checkpoints() == there
+        assert there[0].step == 8
 
 
 def test_a_claim_that_cannot_be_read_lapses_too(tmp_path: Path) -> None:

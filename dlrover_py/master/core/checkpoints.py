@@ -90,6 +90,8 @@ class _Node:
     addr: str = ""
     depot: int = 0
     boot: str = ""
+    stored: Stored | None = None
+    """What it was the last to commit; it says so as long as it lives."""
 
 
 @dataclass(slots=True)
@@ -218,8 +220,10 @@ class Checkpoints:
         elif self._trouble:
             self._trouble.pop(node, None)
         self.storable |= report.stores
-        if report.stored is not None:
-            self._see(report.stored)
+        if report.stored != known.stored:
+            known.stored = report.stored
+            if report.stored is not None:
+                self._see(report.stored)
         if report.persisting is not None and self._order is not None:
             self._progressed(node, report)
 
@@ -512,7 +516,7 @@ class Checkpoints:
 
     def _see(self, stored: Stored) -> None:
         self.in_use = self.storable = True
-        if self.stored is None or stored.at > self.stored.at:
+        if self.stored is None or stored.number > self.stored.number:
             self.stored = stored
             self._out.stored = True
             self._dirty = True
@@ -534,7 +538,7 @@ class Checkpoints:
             self._out.tell.add(node)
         elif told.phase is PersistPhase.DONE and order.granted:
             if report.stored is not None and report.stored.step == order.key[0]:
-                self.stored = report.stored  # whatever the clocks say
+                self.stored = report.stored  # numbers begin anew in another directory
             self._done(order)
 
     def _done(self, order: _Order) -> None:
