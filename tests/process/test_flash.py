@@ -14,16 +14,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from dlrover_agent.saver import held
 from dlrover_py.arena import PREFIX, Slot, scan
 from dlrover_py.protocol.agents import Held
-from dlrover_py.protocol.status import JobStatus
+from dlrover_py.protocol.status import JobStatus, NodeStatus
 from dlrover_py.storage import Store
 from tests.process.harness import (
     Job,
     Place,
+    alive,
     eventually,
     free_port,
     job,
@@ -468,6 +470,72 @@ def test_an_agent_that_comes_again_has_what_was_staged(place: Place, shm: Path) 
 
 
 # --- who comes too late ---
+
+
+def persister(node: NodeStatus) -> psutil.Process:
+    """The process that writes a node's parts to storage."""
+
+    def look() -> psutil.Process | None:
+        children = psutil.Process(node.agent_pid).children()
+        return next((p for p in children if "dlrover_py.persist" in p.cmdline()), None)
+
+    return eventually(look, f"the persister of {node.id}")  # type: ignore[return-value]
+
+
+def halt(process: psutil.Process) -> None:
+    """Freeze it; what it was doing is over."""
+    process.suspend()
+    tasks = Path(f"/proc/{process.pid}/task")
+
+    def halted() -> bool:
+        stats = [p.read_bytes() for p in tasks.glob("*/stat")]
+        return all(stat.rpartition(b")")[2].split()[0] == b"T" for stat in stats)
+
+    eventually(halted, "all its threads stand still")
+
+
+def test_a_coordinator_that_was_given_up_commits_nothing(place: Place, shm: Path) -> None:
+    """It is frozen with everything written, its grant arrives, and others go on without it."""
+    rules: dict[str, object] = {"persistEvery": 4}
+    quick = {"lease_s": "3", "exchange_s": "0.5"}
+    with training(place, "sharded", replicas=2, hosts=3, checkpoint=rules, settings=quick) as its:
+        before = its.reach(3)
+        victim, other = members(before)
+        coordinator, writer = persister(victim), persister(other)
+        master = its.run.snapshot().master_pid
+        writer.suspend()  # so the coordinator has to wait
+        its.allow(4)
+        store = place.folder / "store"
+        (layout,) = eventually(
+            lambda: [*store.glob("step-4.*/parts/n0.layout.json")], "an order", within_s=60
+        )
+        folder = layout.parent.parent
+        its.reach(6)  # by now the other one has been told too
+        os.kill(master, signal.SIGSTOP)  # so nobody grants
+        try:
+            writer.resume()
+            eventually((folder / ".metadata").exists, "all but the manifest", within_s=60)
+            halt(coordinator)
+        finally:
+            os.kill(master, signal.SIGCONT)
+        its.allow(OPEN)
+        its.run.until(  # by now its agent has been given the grant
+            lambda s: (found := last(s)) and found[0] > 6, "newer steps", within_s=60
+        )
+        its.run.hurt(victim.id, "freeze")
+        after = its.run.running(2, round_after=before.round, within_s=60)
+        its.loaded(after)
+        eventually(lambda: max(its.stored, default=0) > 4, "a newer one in storage", within_s=60)
+        coordinator.resume()
+        eventually(
+            lambda: not [f for f in coordinator.open_files() if f.path.startswith(str(shm))],
+            "it lets go of its slots, for it is done",
+        )
+        assert folder.name not in {m.folder for m in Store(store).checkpoints()}
+        its.run.hurt(victim.id, "thaw")
+        its.run.until(lambda s: "NodeRefused" in [e.reason for e in s.events], "a refusal")
+        eventually(lambda: not alive(victim.agent_pid), "its agent ends")
+        eventually(lambda: not alive(coordinator.pid), "its persister ends")
 
 
 # --- copies that are slower than steps ---
