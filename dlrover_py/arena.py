@@ -83,7 +83,8 @@ def check_room(folder: Path, more: int, subject: str) -> str:
     room = headroom(folder)
     words = (
         f"{subject} {_mb(more)} more in {folder}, which has {_mb(room)}: "
-        "give the node more memory, or its tmpfs a larger size"
+        "give the node more memory, or its tmpfs a larger size (on Kubernetes: the container's "
+        "memory limit, or sizeLimit of its volume at /dev/shm)"
     )
     if more > room:
         raise NoRoom(words)

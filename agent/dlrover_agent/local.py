@@ -24,6 +24,7 @@ class Local:
         heard: Callable[[News], None],
         staged: Callable[[int, int], None] = lambda *_: None,
         stores: Callable[[Store], None] = lambda *_: None,
+        unsaved: Callable[[int, str], None] = lambda *_: None,
     ) -> None:
         """Listen.
 
@@ -33,8 +34,9 @@ class Local:
             staged: takes local rank and step of the newest slot that a worker has sealed; the same
                 may be said several times.
             stores: takes where the script wants checkpoints to go.
+            unsaved: takes local rank, and why what it has is not saved; empty if it is.
         """
-        self._heard, self._staged, self._stores = heard, staged, stores
+        self._heard, self._staged, self._stores, self._unsaved = heard, staged, stores, unsaved
         self._asking: dict[int, bytes] = {}
         self._steps: dict[int, int] = {}
         self._round = 0
@@ -88,6 +90,7 @@ class Local:
                 self._heard(news)
             if news.store is not None:
                 self._stores(news.store)
+            self._unsaved(news.local_rank, news.unsaved)
             if news.staged is not None:
                 self._staged(news.local_rank, news.staged)
 

@@ -213,7 +213,11 @@ class Agent:
         self._guardian = Guardian(settings.lifeline_fd, self._folders)
         self._kin.add(self._guardian.pid)
         self._local = Local(
-            self._scratch / "sdk.sock", self._heard, self._saver.staged, self._saver.stores
+            self._scratch / "sdk.sock",
+            self._heard,
+            self._saver.staged,
+            self._saver.stores,
+            self._saver.unsaved,
         )
         self._workers = Workers(
             command,

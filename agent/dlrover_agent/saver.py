@@ -143,6 +143,8 @@ class Saver:
         self._store: Store | None = None
         self._flagged: dict[int, set[tuple[int, int, int]]] = {}
         """By local rank: sets that are to be stored."""
+        self._unsaved: dict[int, str] = {}
+        """By local rank: why what the worker has is not saved."""
         self._told: set[tuple[int, int, int]] = set()
         """Sets of which it was said at once that they are to be stored."""
         self.in_use = self._arena is not None and any(arena.scan(self._arena.path))
@@ -172,13 +174,14 @@ class Saver:
     def facts(self) -> dict[str, Any]:
         """Fields of the report; the memory is looked at now."""
         copies = self._replicas.trouble if self._replicas is not None else ""
+        unsaved = self._unsaved[min(self._unsaved)] if self._unsaved else ""
         return {
             "memory": self.memory(),
             "depot": self._depot.port if self._depot is not None and self.in_use else 0,
             "stores": bool(self._store),
             "persisting": self._persisting,
             "stored": self._stored,
-            "checkpoint_trouble": self.trouble or self._persister.trouble or copies,
+            "checkpoint_trouble": self.trouble or unsaved or self._persister.trouble or copies,
         }
 
     def memory(self) -> list[Held]:
@@ -211,6 +214,15 @@ class Saver:
             if flagged - self._told:
                 self._changed()
             self._told = flagged
+
+    def unsaved(self, local_rank: int, why: str) -> None:
+        """A worker's state is not saved; empty: it is, as far as the worker knows."""
+        before = self._unsaved.pop(local_rank, "")
+        if why:
+            self._unsaved[local_rank] = why
+            self.in_use = True
+        if bool(why) != bool(before):
+            self._changed()
 
     def assigned(self, assignment: Assignment) -> None:
         """Take up what the master wants."""

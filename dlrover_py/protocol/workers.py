@@ -41,6 +41,8 @@ class News(Wire):
     )
     staged: Count | None = None
     """Newest step whose slot in the node's arena this worker has sealed."""
+    unsaved: Line = ""
+    """Why this worker's newest state is not saved, for want of memory say; empty if it is."""
     store: Store | None = None
     polls: bool = False
     """The script asks ``should_stop()``, so it is told before it is signalled."""

@@ -550,6 +550,7 @@ class Checkpointer:
             )
         except NoRoom as error:
             self._missed(step, str(error))
+            session.report_unsaved(str(error))
             return False
         if attempt.staging is None:
             if self._copying is None:
@@ -886,7 +887,7 @@ class _Site:
         slots, extra = arena.place(self.folder, number), arena.extra(self.folder, number)
         self.own = {path.name for path in (*slots, extra)}
         place = Place(self.job, self.round, self.world, self.rank)
-        self.stager = Stager(slots, place, extra=extra, told=_tell)
+        self.stager = Stager(slots, place, extra=extra, told=_tell, failed=session.report_unsaved)
 
     def _alone(self, settings: Settings, stores: bool, answered: Callable[[Answer], None]) -> int:
         """Find the others of this node; its first worker takes the memory for all of them."""

@@ -37,6 +37,7 @@ MAX_NAME = 64
 MAX_COUNT = 2**53
 """Limits of the protocol. Copied, as its types need pydantic; a test holds them together."""
 MAX_DATAGRAM = 8192
+MAX_WORDS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,7 @@ class Session:
         self._total: int | None = None
         self._metrics: dict[str, float] = {}
         self._staged: int | None = None
+        self._unsaved = ""
         self._store: dict[str, object] | None = None
         self._polls = False
         self._unsent = False
@@ -119,9 +121,16 @@ class Session:
         """
         if not self._mine():
             return
-        first = self._staged is None
-        self._staged, self._unsent = step, True
+        first = self._staged is None or bool(self._unsaved)
+        self._staged, self._unsaved, self._unsent = step, "", True
         if first or urgent or self._clock() >= self._due_at:
+            self._send()
+
+    def report_unsaved(self, why: str) -> None:
+        """Tell the agent that the state is not saved; true until a slot is sealed again."""
+        why = why[:MAX_WORDS]
+        if self._mine() and why != self._unsaved:
+            self._unsaved = why
             self._send()
 
     def report_store(self, dir: str, keep: Mapping[str, int], spare: Sequence[str]) -> None:
@@ -206,6 +215,7 @@ class Session:
             "step": self._step,
             "total": self._total,
             "staged": self._staged,
+            "unsaved": self._unsaved,
             "store": self._store,
             "polls": self._polls,
         }
@@ -277,6 +287,11 @@ def report_step(step: int, total: int | None = None, **metrics: SupportsFloat) -
 def report_staged(step: int, *, urgent: bool = False) -> None:
     """Tell the agent that a slot is sealed; :class:`dlrover_py.trainer.Checkpointer` does."""
     _current().report_staged(step, urgent=urgent)
+
+
+def report_unsaved(why: str) -> None:
+    """Tell the agent that a state is not saved; :class:`dlrover_py.trainer.Checkpointer` does."""
+    _current().report_unsaved(why)
 
 
 def report_store(dir: str, keep: Mapping[str, int], spare: Sequence[str] = ()) -> None:

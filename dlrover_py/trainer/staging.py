@@ -171,6 +171,7 @@ class Stager:
         *,
         extra: Path | None = None,
         told: Callable[[Summary], None] = lambda _: None,
+        failed: Callable[[str], None] = lambda _: None,
         copy: Callable[[int, memoryview], int] = arena.copy_summed,
     ) -> None:
         """Open the slots; the fence stands until :meth:`close`.
@@ -180,6 +181,7 @@ class Stager:
             place: who stages.
             extra: a further slot, for :meth:`grow`.
             told: called by the thread with each slot that was sealed.
+            failed: called by it with why one could not be.
             copy: from an address into memory; gives the XXH3.
 
         Raises:
@@ -194,7 +196,7 @@ class Stager:
         self._prepared: list[int] = []
         """Bytes of each slot that are mapped; empty before a state is known: a load is faster."""
         self._extra = extra
-        self._told, self._copy = told, copy
+        self._told, self._failed, self._copy = told, failed, copy
         self._pid = os.getpid()
         self._job: Staging | None = None
         self._saves = 0
@@ -572,6 +574,7 @@ class Stager:
                 )
             else:
                 log.warning("checkpoint of step %d failed: %s", job.step, job.why)
+                self._failed(job.why)
         except BaseException:  # a message that cannot be sent must not end this thread
             log.exception("checkpoint of step %d", job.step)
         finally:

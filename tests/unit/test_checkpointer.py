@@ -19,6 +19,7 @@ from dlrover_py import arena
 from dlrover_py.arena import Slot
 from dlrover_py.protocol.checkpoint import Keep, Summary
 from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.trainer import session
 from dlrover_py.trainer.checkpoint import Checkpointer, Every, optimum_s
 from dlrover_py.trainer.settings import Settings
 
@@ -228,8 +229,11 @@ def test_memory_that_does_not_suffice_costs_saves_and_one_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(arena, "headroom", lambda _: 1000)
+    told: list[str] = []
+    monkeypatch.setattr(session, "report_unsaved", told.append)
     checkpointer = make()
     assert saved(checkpointer, range(1, 4)) == []
+    assert told == 3 * [checkpointer.stats.why], "the job's owner sees it in a condition"
     assert checkpointer.stats.skipped == 3
     lines = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     assert len(lines) == 1

@@ -269,6 +269,17 @@ def test_a_failure_is_told_and_the_next_step_is_tried() -> None:
     assert desk.core.trouble == ""
 
 
+def test_trouble_before_anything_was_saved_is_of_a_job_that_saves() -> None:
+    core = Checkpoints()
+    offer = Offer(addr="10.0.0.1", port=1024)
+    report = AgentReport(seq=1, boot_id="boot-n0-xx", offer=offer, checkpoint_trouble="no memory")
+    core.take(N0, report)
+    assert not core.in_use, "no script there saves anything"
+    core.take(N0, report.model_copy(update={"seq": 2, "depot": 7000}))
+    assert core.in_use
+    assert core.trouble == "n0: no memory"
+
+
 def test_an_order_takes_too_long() -> None:
     desk = sharded(5, persist=True)
     assert desk.look().wake_at == PERSIST_S

@@ -109,6 +109,25 @@ async def test_a_flagged_set_is_told_at_once_when_all_workers_have_it(tmp_path: 
     assert list(desk.root.iterdir()) == []
 
 
+async def test_what_a_worker_cannot_save_is_told_until_it_can(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, addr="127.0.0.1")
+    desk.saver.unsaved(1, "")
+    assert (desk.news, desk.saver.facts()["depot"]) == (0, 0), "nobody saves anything"
+    desk.saver.unsaved(1, "no memory: 3 MB more")
+    desk.saver.unsaved(0, "no memory: 2 MB more")
+    assert desk.news == 2
+    desk.saver.unsaved(1, "no memory: 4 MB more")
+    assert desk.news == 2, "other figures are for the next report"
+    assert desk.saver.facts()["checkpoint_trouble"] == "no memory: 2 MB more"
+    assert desk.saver.facts()["depot"] > 0, "by which the master knows that it matters"
+    desk.saver.unsaved(0, "")
+    assert desk.saver.facts()["checkpoint_trouble"] == "no memory: 4 MB more"
+    desk.saver.unsaved(1, "")
+    assert desk.saver.facts()["checkpoint_trouble"] == ""
+    assert desk.news == 4
+    await desk.saver.close()
+
+
 async def test_without_memory_training_goes_on(tmp_path: Path) -> None:
     desk = Desk(tmp_path, root=tmp_path / "not-there")
     assert "no memory for checkpoints" in desk.saver.facts()["checkpoint_trouble"]

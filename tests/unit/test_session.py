@@ -185,6 +185,22 @@ def test_first_step_goes_out_at_once(agent: Agent, worker: Session) -> None:
     )
 
 
+def test_what_is_not_saved_is_told_at_once_and_once_until_it_is(
+    agent: Agent, worker: Session
+) -> None:
+    worker.report_unsaved("no memory")
+    assert agent.news().unsaved == "no memory"
+    worker.report_unsaved("no memory")
+    assert agent.waiting() == []
+    worker.report_unsaved("w" * 2000)
+    assert agent.news().unsaved == "w" * session.MAX_WORDS
+    worker.report_staged(6, urgent=False)
+    (news,) = agent.waiting()
+    assert (news.staged, news.unsaved) == (6, "")
+    worker.report_staged(7, urgent=False)
+    assert agent.waiting() == [], "it is no news that all is well"
+
+
 def test_messages_fit_the_protocol(agent: Agent, worker: Session) -> None:
     worker.report_step(1, None, {})
     sent = json.loads(agent.socket.recv(workers.MAX_DATAGRAM))

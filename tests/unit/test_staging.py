@@ -452,3 +452,19 @@ def test_who_is_told_hears_of_each_slot(make: Callable[..., Stager]) -> None:
         stager.stage(step, work.leaves(), persist=step == 2)
         assert stager.wait(DEADLINE_S)
     assert told == [1, 2, 3]
+
+
+def test_who_is_told_hears_why_a_slot_could_not_be_filled(
+    make: Callable[..., Stager], gate: Gate
+) -> None:
+    told: list[str] = []
+    stager, work = make(copy=gate, failed=told.append), Work()
+    gate.error = OSError(28, "No space left on device")
+    gate.open.set()
+    stager.stage(1, work.leaves())
+    assert stager.wait(DEADLINE_S)
+    assert told == ["OSError: [Errno 28] No space left on device"]
+    gate.error = None
+    stager.stage(2, work.leaves())
+    assert stager.wait(DEADLINE_S)
+    assert len(told) == 1

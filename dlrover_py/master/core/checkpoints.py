@@ -171,7 +171,7 @@ class Checkpoints:
     def __init__(self, stored: Stored | None = None) -> None:
         self.stored = stored
         self.in_use = stored is not None
-        """Some node has told of a checkpoint."""
+        """Some node's script saves and loads."""
         self.storable = stored is not None
         """There is a storage, as far as is known."""
         self.failing: str = ""
@@ -219,6 +219,7 @@ class Checkpoints:
             self._trouble[node] = report.checkpoint_trouble
         elif self._trouble:
             self._trouble.pop(node, None)
+        self.in_use |= report.depot > 0  # even if nothing could be saved yet
         self.storable |= report.stores
         if report.stored != known.stored:
             known.stored = report.stored
