@@ -60,6 +60,17 @@ def steps(total: int = 100_000, pause: float = 0.05) -> list[str]:
     return ["elastic-run", "--no-python", "python3", "-c", STEPS, str(total), str(pause)]
 
 
+def spread() -> Obj:
+    """Of a template: Pods of the job on different hosts."""
+    term = {
+        "topologyKey": "kubernetes.io/hostname",
+        "labelSelector": {"matchLabels": {"elasticjob.dlrover/name": "job",
+                                          "elasticjob.dlrover/replica-type": "worker"}},
+    }  # fmt: skip
+    key = "preferredDuringSchedulingIgnoredDuringExecution"
+    return {"affinity": {"podAntiAffinity": {key: [{"weight": 100, "podAffinityTerm": term}]}}}
+
+
 class Watched:
     """What there is in a namespace, by a watch of its own."""
 

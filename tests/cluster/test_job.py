@@ -10,7 +10,7 @@ import yaml
 
 from dlrover_py.protocol.status import JobPhase, NodeStatus
 from tests.cluster.harness import Cluster, Obj, until
-from tests.cluster.jobs import Job, Watched, document, steps, submit, watching
+from tests.cluster.jobs import Job, Watched, document, spread, steps, submit, watching
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 WORKER = r"^\S*python3 -c"
@@ -257,17 +257,6 @@ def test_a_host_that_is_cut_off_is_survived_and_kept_out(there: Watched, agent_i
     affinity = json.dumps(run.pods[new.id]["spec"]["affinity"])
     assert f'["{host}"]' in affinity
     cluster_is_well(cluster, host)
-
-
-def spread() -> Obj:
-    """Pods of the job on different hosts."""
-    term = {
-        "topologyKey": "kubernetes.io/hostname",
-        "labelSelector": {"matchLabels": {"elasticjob.dlrover/name": "job",
-                                          "elasticjob.dlrover/replica-type": "worker"}},
-    }  # fmt: skip
-    key = "preferredDuringSchedulingIgnoredDuringExecution"
-    return {"affinity": {"podAntiAffinity": {key: [{"weight": 100, "podAffinityTerm": term}]}}}
 
 
 def cluster_is_well(cluster: Cluster, host: str) -> None:
