@@ -1,17 +1,23 @@
 #!/usr/bin/env bash
-# All tests, in two streams beside each other: those with processes and clusters wait most of the
-# time, those without compute.
+# All tests, in three streams beside each other: those with processes, and those on a cluster, wait
+# most of the time; those without either compute. What a stream has said is shown when it has ended.
 #
 #   bash scripts/test.sh .venv
 set -uo pipefail
-venv=$1
-quick=$(mktemp)
-nice -n 10 "$venv/bin/pytest" -rs -p no:cacheprovider tests/unit tests/stateful >"$quick" 2>&1 &
-beside=$!
-"$venv/bin/pytest" -rs --durations=60 --durations-min=5 tests --ignore=tests/unit --ignore=tests/stateful
+pytest=("$1/bin/pytest" -rs -p no:cacheprovider --durations=40 --durations-min=5)
+said=$(mktemp -d)
+trap 'rm -rf "$said"' EXIT
+set -m # else the two would ignore an interrupt
+nice -n 10 "${pytest[@]}" tests/unit tests/stateful >"$said/unit" 2>&1 &
+unit=$!
+"${pytest[@]}" tests/cluster >"$said/cluster" 2>&1 &
+cluster=$!
+set +m
+trap 'kill -INT -- "-$unit" "-$cluster" 2>/dev/null' INT TERM
+"${pytest[@]}" tests --ignore=tests/unit --ignore=tests/stateful --ignore=tests/cluster
 code=$?
-wait "$beside"
-quick_code=$?
-cat "$quick"
-rm -f "$quick"
-exit $((code > quick_code ? code : quick_code))
+for stream in unit cluster; do
+    wait "${!stream}" || code=1
+    cat "$said/$stream"
+done
+exit $code
