@@ -352,6 +352,23 @@ def test_the_newest_set_is_stored_once_the_workers_have_ended() -> None:
     assert {N0, N1} <= desk.tell
 
 
+def test_what_is_to_be_stored_is_not_called_off_for_each_step_of_the_next_round() -> None:
+    desk = sharded(5, persist=True)
+    wish(desk, N0, N1)
+    for rank, node in enumerate((N0, N1)):
+        desk.say(node, memory=[held(5, rank), held(6, rank)], memory_round=2)
+    assert {o.step for o in desk.orders().values()} == {6}, "instead of the one before"
+    first = desk.attempt()
+    for rank, node in enumerate((N0, N1)):
+        desk.say(node, memory=[held(6, rank), held(7, rank, round_number=2)])
+    assert desk.attempt() == first
+    desk.persisting(N0, PersistPhase.FAILED, "it is not in memory any more")
+    assert {o.step for o in desk.orders().values()} == {7}
+    desk.persisting(N0, PersistPhase.READY)
+    desk.persisting(N0, PersistPhase.DONE)
+    assert not desk.core.holds(N1)
+
+
 def test_who_never_looks_is_not_waited_for_for_long() -> None:
     desk = sharded(5)
     desk.say(N0, stores=True)

@@ -123,6 +123,9 @@ class _Wish:
     until: float
     stay: bool
     """Who goes stays until then."""
+    attempt: str = ""
+    """Its newest order: not called off for a newer set, for a round that trains on has one with
+    each step."""
 
 
 @dataclass(slots=True)
@@ -611,10 +614,12 @@ class Checkpoints:
             key = next((k for k in sorted(self._sets, reverse=True) if self._whole(k)), None)
             if key is None or self._is_stored(key) or self._sets[key].tried >= TRIES:
                 self._end_wish()
-            elif self._order is None or self._order.key < key:
+            elif self._order is None or (
+                self._order.key < key and self._order.attempt != wish.attempt
+            ):
                 if self._order is not None:
                     self._call_off("a newer one is to be stored")
-                self._write(key, now, term, wish.until)
+                wish.attempt = self._write(key, now, term, wish.until)
                 words = f"step {key[0]} is stored now: {wish.why}"
                 self._out.notes.append(Note("CheckpointOrdered", words))
                 self._dirty = False
@@ -631,8 +636,12 @@ class Checkpoints:
         there = self.stored is not None and self.stored.step == key[0]
         return there or self._sets[key].stored
 
-    def _write(self, key: Key, now: float, term: Term, until: float) -> None:
-        """Order it: each rank's slot is written by one node that has it, its own if that lives."""
+    def _write(self, key: Key, now: float, term: Term, until: float) -> str:
+        """Order it: each rank's slot is written by one node that has it, its own if that lives.
+
+        Returns:
+            the attempt.
+        """
         one = self._sets[key]
         best: dict[int, tuple[tuple[bool, bool], NodeId]] = {}
         for node in sorted(one.nodes, key=id_key):
@@ -650,6 +659,7 @@ class Checkpoints:
         attempt = hashlib.sha256(repr(seed).encode()).hexdigest()[:12]
         self._order = _Order(key, one.world, attempt, ranks, coordinator, now, until)
         self._out.tell.update(ranks)
+        return attempt
 
 
 def _by_key(memory: Iterable[Held]) -> dict[Key, list[Held]]:
