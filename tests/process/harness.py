@@ -41,7 +41,7 @@ SLEEPER = """
 """
 
 
-def eventually(look: Callable[[], T], what: str, *, within_s: float = 30.0) -> T:
+def eventually(look: Callable[[], T], what: str, *, within_s: float = 60.0) -> T:
     """Look until there is something (truthy); fail with the last thing seen after a deadline."""
     deadline = time.monotonic() + within_s
     pause = threading.Event()
@@ -178,7 +178,7 @@ class Job:
         return status
 
     def until(
-        self, good: Callable[[JobStatus], Any], what: str, *, within_s: float = 30.0
+        self, good: Callable[[JobStatus], Any], what: str, *, within_s: float = 60.0
     ) -> JobStatus:
         """Wait for a status that fits."""
 
@@ -192,7 +192,7 @@ class Job:
         except AssertionError as error:
             raise AssertionError(f"{error}\n{''.join(self.output)}") from error
 
-    def running(self, nodes: int, *, round_after: int = 0, within_s: float = 30.0) -> JobStatus:
+    def running(self, nodes: int, *, round_after: int = 0, within_s: float = 60.0) -> JobStatus:
         """Wait until a round of so many nodes runs, newer than a given one, with all its workers
         started."""
 
