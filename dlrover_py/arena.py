@@ -237,7 +237,7 @@ class Slot:
             return None
         try:
             found = Summary.decode(text)
-        except (ValueError, TypeError):
+        except ValueError:
             return None
         return found if found.size <= self.size else None
 
@@ -306,12 +306,12 @@ def contents(slot: Readable) -> Contents:
         raise Damaged(f"{slot.path}: holds nothing whole")
     try:
         layout = Layout.decode(slot.region(summary.table))
+        objects = decode_objects(slot.region(summary.objects))
     except ValueError as error:
         raise Damaged(f"{slot.path}: {error}") from error
     sums = slot.region(summary.digests)
     if len(sums) != 8 * len(layout):
         raise Damaged(f"{slot.path}: {len(sums) // 8} digests of {len(layout)} tensors")
-    objects = decode_objects(slot.region(summary.objects))
     return Contents(summary, layout, struct.unpack(f"<{len(layout)}Q", sums), objects)
 
 

@@ -46,6 +46,8 @@ LINE = 1 << 16
 """Longest line of a reply, in bytes."""
 LIST = 1 << 24
 """Longest list of slots: some thousands of them."""
+PART = 1 << 24
+"""Of a table, asked for at once."""
 CHUNK = 1 << 20
 """Bytes that are read at once, and told of: what is told of is still in the cache."""
 BATCH = 1 << 20
@@ -184,8 +186,9 @@ class Link:
         Raises:
             TransientError: the master is away, or not all have answered yet; ask again.
         """
-        rows = self.say({"op": "candidates", "round": round})["candidates"]
-        return [Candidate(*map(int, row)) for row in rows]
+        answer = self.say({"op": "candidates", "round": round})
+        with self._understood():
+            return [Candidate(*map(int, row)) for row in answer["candidates"]]
 
     def holders(self, step: int, round: int, lap: int) -> list[Holder]:
         """Which nodes have what of a checkpoint in memory, by rank.
@@ -193,8 +196,9 @@ class Link:
         Raises:
             TransientError: the master is away; ask again.
         """
-        rows = self.say({"op": "holders", "step": step, "round": round, "lap": lap})["holders"]
-        return [Holder(*row) for row in rows]
+        answer = self.say({"op": "holders", "step": step, "round": round, "lap": lap})
+        with self._understood():
+            return [Holder(*row) for row in answer["holders"]]
 
     def connect(self, addr: str, port: int) -> "Link":
         """A connection to a peer's depot, which the agent has opened and proved itself on.
@@ -228,19 +232,18 @@ class Link:
         Raises:
             CheckpointError: another version of dlrover-py answers.
         """
-        nbytes = int(self.say({"op": "list"})["nbytes"])
+        answer = self.say({"op": "list"})
+        with self._understood():
+            nbytes = int(answer["nbytes"])
         if not 0 <= nbytes <= LIST:
             raise CheckpointError(f"{self.where}: a list of {nbytes} bytes is none of slots")
         body = bytearray(nbytes)
         self._take(memoryview(body))
-        try:
+        with self._understood():
             return [
                 (str(name), Summary.decode(json.dumps(words).encode()))
                 for name, words in json.loads(body)
             ]
-        except (ValueError, TypeError, RecursionError) as error:
-            words = f"{self.where}: its slots are not understood: {error}"
-            raise CheckpointError(f"{words}; run one version of dlrover-py on all nodes") from error
 
     def contents(self, name: str, fill: str) -> Contents:
         """The tables of a slot.
@@ -424,6 +427,15 @@ class Link:
         return words
 
     @contextlib.contextmanager
+    def _understood(self) -> Iterator[None]:
+        """Take an answer apart that is JSON, and may be another version's."""
+        try:
+            yield
+        except (LookupError, OverflowError, RecursionError, TypeError, ValueError) as error:
+            words = f"{self.where}: its answer is not understood: {error}"
+            raise CheckpointError(f"{words}; run one version of dlrover-py on all nodes") from error
+
+    @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
         """Say what the kernel says in our words."""
         try:
@@ -443,14 +455,16 @@ class _Remote:
         return self._summary
 
     def region(self, region: Region) -> bytes:
-        if not 0 <= region.nbytes <= self._summary.size:
-            raise Damaged(f"{self.path}: a table of {region.nbytes} bytes")
-        data = memoryview(bytearray(region.nbytes))
-        self._link.read_into(self._name, self._summary.fill, region.at, data)
+        data = b""
+        while len(data) < region.nbytes:  # memory is taken for what has come, not for what is said
+            part = bytearray(min(PART, region.nbytes - len(data)))
+            at = region.at + len(data)
+            self._link.read_into(self._name, self._summary.fill, at, memoryview(part))
+            data += part
         if arena.digest(data) != region.xxh3:
             words = f"the bytes at {region.at} are not those that were written"
             raise Damaged(f"{self.path}: {words}")
-        return data.tobytes()
+        return data
 
 
 def _words(error: Exception, limit_s: float) -> str:

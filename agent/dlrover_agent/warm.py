@@ -99,7 +99,7 @@ class Recipe:
         try:
             text = zlib.decompressobj().decompress(body, MAX_RECIPE)
             return cls(tuple(_LINES.validate_python(json.loads(text))))
-        except (zlib.error, ValueError) as error:  # pydantic's too
+        except (zlib.error, ValueError, RecursionError) as error:  # pydantic's too
             # Paths that are no UTF-8 stand in it as JSON's lone surrogates, which pydantic refuses.
             raise ValueError("what the master keeps is not a recipe") from error
 

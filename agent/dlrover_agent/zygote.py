@@ -36,6 +36,7 @@ from typing import Any, NamedTuple, NoReturn
 from dlrover_agent import script
 
 LENGTH = 4
+PART = 1 << 20
 PROBE_S = 20.0
 STARTED = b"s"
 _PR_SET_PDEATHSIG = 1
@@ -95,18 +96,23 @@ def receive(line: socket.socket) -> tuple[Any, list[int]]:
 
     Raises:
         EOFError: the other side is gone.
-        OSError: it stopped in the middle for longer than the socket's time.
+        OSError: it stopped in the middle for longer than the socket's time, or what it said is
+            no message.
     """
     data, fds = _read(line, LENGTH, take_fds=True)
     body, _ = _read(line, int.from_bytes(data, "big"))
-    return json.loads(body), fds
+    try:
+        return json.loads(body), fds
+    except (ValueError, RecursionError) as error:
+        raise OSError(f"no message: {error}") from error
 
 
 def _read(line: socket.socket, size: int, *, take_fds: bool = False) -> tuple[bytes, list[int]]:
     data, fds = b"", array.array("i")
     while len(data) < size:
         room = socket.CMSG_SPACE(253 * fds.itemsize) if take_fds else 0
-        part, ancillary, _, _ = line.recvmsg(size - len(data), room)
+        # Not all at once: so much memory is taken, whether it comes or not.
+        part, ancillary, _, _ = line.recvmsg(min(size - len(data), PART), room)
         for _, _, numbers in ancillary:
             fds.frombytes(numbers)
         if not part:

@@ -26,7 +26,8 @@ _NOT_KEPT: set[str] = set()
 class Wire(BaseModel):
     """Base of all messages: immutable, lenient towards newer peers."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    # JSON has no NaN: it would be written as null, which its own reader then refuses.
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
     def model_post_init(self, context: Any, /) -> None:
         """Forget which fields were given: nobody asks, and of an assignment that is 2 kB."""

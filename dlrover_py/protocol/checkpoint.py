@@ -2,7 +2,8 @@
 
 A *slot* holds what one worker has staged of one step; its :class:`Summary` stands on its first page
 and its :class:`Layout` behind its bytes (:mod:`dlrover_py.arena`). What a reader cannot believe it
-takes for absent: each document is checked by the XXH3 that stands beside it.
+takes for absent: each document is checked by the XXH3 that stands beside it. That is no signature:
+what has the right one is still read as if anybody had written it, and is a ValueError or good.
 """
 
 import json
@@ -10,9 +11,11 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
+from functools import cache
 from itertools import chain
 from math import prod
-from typing import Any, Self
+from types import UnionType
+from typing import Any, Self, get_args, get_origin
 
 import xxhash
 
@@ -20,6 +23,8 @@ FORMAT = 1
 ALIGN = 64
 """Of each tensor in a slot, in bytes: what torch's allocator gives, and a vector unit likes."""
 PAGE = 4096
+LARGEST = 1 << 62
+"""No file has more bytes, and no tensor more of anything."""
 PRIVATE = "rank"
 """First part of the keys that belong to one rank alone: ``rank/3/rng``."""
 
@@ -40,6 +45,52 @@ def private_key(rank: int, key: str) -> str:
 def is_private(key: str) -> bool:
     """Whether the key belongs to one rank alone."""
     return key.startswith(f"{PRIVATE}/")
+
+
+# --- reading ---
+
+_ODD = (AttributeError, IndexError, KeyError, OverflowError, TypeError)
+"""What taking apart a document of another form raises, beside ValueError."""
+
+
+def _json(document: bytes) -> Any:
+    """Read it, or raise ValueError."""
+    try:
+        return json.loads(document)
+    except RecursionError as error:
+        raise ValueError("it is nested without end") from error
+
+
+@cache
+def _types(kind: Any) -> dict[str, tuple[type, ...]]:
+    """What the values of a dataclass may be, by field; their elements are not looked at."""
+    found: dict[str, tuple[type, ...]] = {}
+    for field in fields(kind):
+        options = get_args(field.type) if isinstance(field.type, UnionType) else (field.type,)
+        plain = tuple(get_origin(option) or option for option in options)
+        found[field.name] = (*plain, int) if float in plain else plain
+    return found
+
+
+def _made(kind: Any, values: dict[str, Any]) -> Any:
+    """Make a dataclass; fields that are not known are left out. ValueError: one does not fit."""
+    types = _types(kind)
+    known = {name: value for name, value in values.items() if name in types}
+    for name, value in known.items():
+        if not isinstance(value, types[name]):
+            raise ValueError(f"its {name} is a {type(value).__name__}")
+    try:
+        return kind(**known)
+    except TypeError as error:
+        raise ValueError(f"not a whole {kind.__name__.lower()}: {error}") from error
+
+
+def _counts(*values: Any) -> None:
+    """See that all are numbers of bytes, ranks or the like."""
+    for value in values:
+        if type(value) is not int or not 0 <= value < LARGEST:
+            shown = value if isinstance(value, float | str) else type(value).__name__
+            raise ValueError(f"found {str(shown)[:60]}: expected a number of at least 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +122,16 @@ class Piece:
     def box(self) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
         """What makes two pieces copies of one another."""
         return self.key, self.at, self.shape
+
+
+def _piece(key: Any, dtype: Any, shape: Any, whole: Any, at: Any) -> Piece:
+    """What stands in a table. ValueError: it is no piece."""
+    if not isinstance(key, str) or dtype not in ITEM_BYTES:
+        raise ValueError("a row of it is no tensor's")
+    _counts(*shape, *whole, *at)
+    piece = Piece(key, dtype, tuple(shape), tuple(whole), tuple(at))
+    _counts(piece.nbytes)
+    return piece
 
 
 class Layout:
@@ -106,10 +167,9 @@ class Layout:
         Raises:
             ValueError: a writer of another version.
         """
-        rows = json.loads(document)
         try:
-            return cls(Piece(k, d, tuple(s), tuple(w), tuple(a)) for k, d, s, w, a in rows)
-        except (TypeError, KeyError, ValueError) as error:
+            return cls(_piece(*row) for row in _json(document))
+        except (*_ODD, ValueError) as error:
             raise ValueError("this layout was written by another version of dlrover-py") from error
 
     def part(self, objects: Iterable[str]) -> bytes:
@@ -198,13 +258,18 @@ class Summary:
         Raises:
             ValueError: a writer of another version.
         """
-        values = json.loads(document)
+        values = _json(document)
         if not isinstance(values, dict) or values.get("format") != FORMAT:
             raise ValueError("this slot was written by another version of dlrover-py")
-        known = {field.name for field in fields(cls)}
         for name in ("table", "digests", "objects"):
-            values[name] = Region(**values[name])
-        return cls(**{key: value for key, value in values.items() if key in known})
+            region = values.get(name)
+            values[name] = _made(Region, region if isinstance(region, dict) else {})
+        found: Self = _made(cls, values)
+        _counts(found.step, found.round, found.lap, found.world, found.rank)
+        _counts(found.size, found.private_at)
+        for part in (found.table, found.digests, found.objects):
+            _counts(part.at, part.nbytes, found.size - part.at - part.nbytes)
+        return found
 
 
 def encode_objects(objects: Sequence[tuple[str, bytes]]) -> bytes:
@@ -214,13 +279,20 @@ def encode_objects(objects: Sequence[tuple[str, bytes]]) -> bytes:
 
 
 def decode_objects(region: bytes) -> dict[str, bytes]:
-    """Take them apart again; the region's digest was right."""
+    """Take them apart again.
+
+    Raises:
+        ValueError: a writer of another version.
+    """
     start = 8 + int.from_bytes(region[:8], "little")
     found: dict[str, bytes] = {}
-    rows: list[tuple[str, Any]] = json.loads(region[8:start])
-    for key, length in rows:
-        found[key] = region[start : start + length]
-        start += length
+    try:
+        for key, length in _json(region[8:start]):
+            _counts(length, len(region) - start - length)
+            found[str(key)] = region[start : start + length]
+            start += length
+    except (*_ODD, ValueError) as error:
+        raise ValueError("these objects were written by another version of dlrover-py") from error
     return found
 
 
@@ -238,6 +310,11 @@ class Written:
     """Of the raw bytes in it: contiguous, little-endian, as many as the piece has."""
     xxh3: int
     """Of the raw bytes: the one that the slot had."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the piece."""
+        return self.piece.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +367,7 @@ class Manifest:
     @property
     def nbytes(self) -> int:
         """Of tensors and objects."""
-        return sum(w.piece.nbytes for w in self.pieces) + sum(o.nbytes for o in self.objects)
+        return sum(w.nbytes for w in self.pieces) + sum(o.nbytes for o in self.objects)
 
     @property
     def files(self) -> list[str]:
@@ -327,21 +404,33 @@ class Manifest:
         body = body[head.end() :]
         if xxhash.xxh3_64_intdigest(body) != int(head[1], 16):
             raise ValueError("its bytes are not those that were written")
-        values = json.loads(body)
-        if values.get("format") != FORMAT:
-            raise ValueError(f"its format is {values.get('format')}: expected {FORMAT}")
-        files = values.pop("files")
-        values["pieces"] = tuple(
-            Written(Piece(k, d, tuple(s), tuple(w), tuple(a)), files[f], position, xxh3)
-            for k, d, s, w, a, f, position, xxh3 in values["pieces"]
-        )
-        values["objects"] = tuple(
-            WrittenObject(key, files[f], position, nbytes, xxh3)
-            for key, f, position, nbytes, xxh3 in values["objects"]
-        )
-        values["notes"] = tuple(values["notes"])
-        known = {f.name for f in fields(cls)}
-        return cls(**{key: value for key, value in values.items() if key in known})
+        values = _json(body)
+        if not isinstance(values, dict) or values.get("format") != FORMAT:
+            found = values.get("format") if isinstance(values, dict) else None
+            shown = found if isinstance(found, int | str) else type(found).__name__
+            raise ValueError(f"its format is {str(shown)[:60]}: expected {FORMAT}")
+        try:
+            files = values.pop("files")
+            values["pieces"] = tuple(
+                Written(_piece(*piece), files[f], position, xxh3)
+                for *piece, f, position, xxh3 in values["pieces"]
+            )
+            values["objects"] = tuple(
+                WrittenObject(key, files[f], position, nbytes, xxh3)
+                for key, f, position, nbytes, xxh3 in values["objects"]
+            )
+            values["notes"] = tuple(map(str, values["notes"]))
+        except _ODD as error:
+            raise ValueError(f"it is not understood: {type(error).__name__} {error}") from error
+        made: Self = _made(cls, values)
+        everything: list[Written | WrittenObject] = [*made.pieces, *made.objects]
+        for where in everything:
+            _counts(where.position, where.nbytes)
+            if not isinstance(where.file, str) or type(where.xxh3) is not int:
+                raise ValueError(f"it has a {type(where.file).__name__} in the place of a file")
+        if not all(isinstance(o.key, str) for o in made.objects):
+            raise ValueError("it has an object without a name")
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -480,19 +569,19 @@ def read_line(line: bytes) -> Order | Grant | Cancel | Answer:
     Raises:
         ValueError: it is none of these documents.
     """
-    values = json.loads(line)
-    kind = _LINES.get(values.pop("kind", "")) if isinstance(values, dict) else None
+    values = _json(line)
+    kind = _LINES.get(str(values.pop("kind", ""))) if isinstance(values, dict) else None
     if kind is None:
         raise ValueError(f"expected one of {', '.join(_LINES)}, found {line[:100]!r}")
-    for name in ("ranks", "writers", "spare", "notes", "stored"):
-        if values.get(name) is not None:
-            values[name] = tuple(values[name])
-    if "keep" in values:
-        values["keep"] = Keep(**values["keep"])
-    if "phase" in values:
-        values["phase"] = Phase(values["phase"])
-    known = {f.name for f in fields(kind)}
     try:
-        return kind(**{key: value for key, value in values.items() if key in known})
-    except TypeError as error:
-        raise ValueError(f"not a whole {kind.__name__.lower()}: {error}") from error
+        for name in ("ranks", "writers", "spare", "notes", "stored"):
+            if values.get(name) is not None:
+                values[name] = tuple(values[name])
+        if "keep" in values:
+            values["keep"] = _made(Keep, values["keep"])
+        if "phase" in values:
+            values["phase"] = Phase(values["phase"])
+        made: Order | Grant | Cancel | Answer = _made(kind, values)
+    except _ODD as error:
+        raise ValueError(f"not a {kind.__name__.lower()}: {error}") from error
+    return made

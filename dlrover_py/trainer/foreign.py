@@ -7,16 +7,18 @@
 import io
 import logging
 import pickle  # noqa: TID251  torch's own metadata are one
+import struct
 from collections.abc import Mapping
+from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from dlrover_py.protocol.checkpoint import Piece
+from dlrover_py.protocol.checkpoint import LARGEST, Piece
 from dlrover_py.protocol.errors import CheckpointError
 from dlrover_py.trainer.catalog import TROUBLE, Catalog, Found, Place
 from dlrover_py.trainer.reshard import copy_leaves
@@ -49,7 +51,9 @@ class _Files:
         Raises:
             CheckpointError: it is not stored as it is.
         """
-        file = str(info.relative_path)
+        file = info.relative_path
+        if not (isinstance(file, str) and _count(info.offset) and _count(info.length)):
+            raise CheckpointError(f"{self.where}: an entry of its .metadata says not where it is")
         if getattr(info, "transform_descriptors", None):
             raise CheckpointError(f"{self.where}/{file} is compressed: expected it as it is")
         if "/" in file or file.startswith("."):
@@ -133,9 +137,7 @@ def _foreign(url: str) -> Catalog:
     """
     fs, folder = fsspec.core.url_to_fs(url)
     source = _Files(fs, folder.rstrip("/"))
-    metadata = _Unpickler(io.BytesIO(fs.cat_file(f"{source.where}/.metadata"))).load()
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise CheckpointError("its .metadata is not that of a checkpoint of torch's")
+    metadata = _read(fs.cat_file(f"{source.where}/.metadata"))
     catalog = Catalog()
     paths: dict[str, tuple[str | int, ...]] = {}
     for key, saved in metadata.state_dict_metadata.items():
@@ -208,8 +210,23 @@ _ALLOWED = {
 }
 
 
-class _Unpickler(pickle.Unpickler):
-    """Makes nothing but what ``.metadata`` consists of."""
+_OF_TORCH = "torch.distributed.checkpoint."
+_FORMS = (pickle.BYTEARRAY8, pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.NEXT_BUFFER)
+"""What such a pickle has not: the first takes what memory it says, the others come from outside."""
+
+
+class _Unpickler(pickle._Unpickler):
+    """Makes nothing but what ``.metadata`` consists of.
+
+    The one in Python, as ``torch.load`` has it with ``weights_only=True``: the one in C takes as
+    much memory as a pickle says, and lets it change the classes that it may name.
+    """
+
+    dispatch: ClassVar[dict[int, Any]] = {
+        code: load
+        for code, load in pickle._Unpickler.dispatch.items()
+        if code not in {form[0] for form in _FORMS}
+    }
 
     def find_class(self, module: str, name: str) -> Any:
         """Look a class up.
@@ -217,7 +234,40 @@ class _Unpickler(pickle.Unpickler):
         Raises:
             CheckpointError: it has no place in metadata.
         """
-        found = getattr(torch, name, None) if module == "torch" else None
+        found = vars(torch).get(name) if module == "torch" else None  # getattr() would import
         if (module, name) in _ALLOWED or isinstance(found, torch.dtype | torch.layout):
             return super().find_class(module, name)
         raise CheckpointError(f"its .metadata names {module}.{name}: expected torch's metadata")
+
+    def load_build(self) -> None:
+        """Give an object its state: no class, function or constant, which are the whole process's.
+
+        Raises:
+            CheckpointError: it is one of these.
+        """
+        made = self.stack[-2]  # type: ignore[attr-defined]
+        if not type(made).__module__.startswith(_OF_TORCH) or isinstance(made, Enum):
+            raise CheckpointError(f"its .metadata changes a {type(made).__name__}")
+        super().load_build()  # type: ignore[misc]
+
+    dispatch[pickle.BUILD[0]] = load_build
+
+
+def _read(document: bytes) -> Metadata:
+    """What ``.metadata`` says.
+
+    Raises:
+        CheckpointError: it is not what torch writes.
+    """
+    try:
+        metadata = _Unpickler(io.BytesIO(document)).load()
+    except (*TROUBLE, pickle.UnpicklingError, ArithmeticError, AttributeError, LookupError,
+            TypeError, struct.error) as error:  # fmt: skip
+        raise CheckpointError(f"its .metadata cannot be read: {error}") from error
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise CheckpointError("its .metadata is not that of a checkpoint of torch's")
+    return metadata
+
+
+def _count(value: object) -> bool:
+    return type(value) is int and 0 <= value < LARGEST

@@ -340,7 +340,7 @@ def _stop_in(datagram: bytes) -> str:
     """Read the reason to stop from an order; what cannot be read asks for nothing."""
     try:
         order = json.loads(datagram)
-    except ValueError:
+    except (ValueError, RecursionError):
         return ""
     stop = order.get("stop") if isinstance(order, dict) else None
     return stop if isinstance(stop, str) else ""

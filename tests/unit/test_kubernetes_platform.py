@@ -536,17 +536,19 @@ async def test_the_status_is_written_as_ours(scene: Scene) -> None:
         total=100,
         started_at_step=1,
         first_step_after_s=0.5,
-        metrics={"loss": 0.5, "x": float("nan")},
+        metrics={"loss": 0.5},
     )
     condition = Condition(
         type="Running", status="True", reason="Running", message="m", last_transition_time=1e9
     )
-    await scene.platform.publish(status(progress=progress, conditions=[condition]))
+    lost = {"failure": 0.5, "drain": float("nan")}
+    await scene.platform.publish(status(progress=progress, conditions=[condition], lost_s=lost))
     written = scene.job()["status"]
     assert written["replicas"] == 2
     assert written["selector"].startswith("elasticjob.dlrover/name=x,")
     assert written["training"]["progress"]["startedAtStep"] == 1
     assert written["training"]["progress"]["metrics"] == {"loss": 0.5}
+    assert written["training"]["lostS"] == {"failure": 0.5}
     assert written["training"]["summary"]["ready"] == "2/2"
     assert "publishedAt" not in written["training"]
     assert scene.conditions()["Running"]["lastTransitionTime"] == "2001-09-09T01:46:40Z"

@@ -613,7 +613,7 @@ def _why(status: JobStatus, conditions: Sequence[Condition]) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """JSON knows no NaN, which a script's loss may well be."""
+    """JSON knows no NaN, and the API server refuses the whole status for one."""
     if isinstance(value, dict):
         return {k: _finite(v) for k, v in value.items() if not _is_odd(v)}
     return [_finite(v) for v in value] if isinstance(value, list) else value
