@@ -407,3 +407,24 @@ def test_pods_are_restricted(values: Obj) -> None:
         broken = copy.deepcopy(spec)
         broken["containers"][0]["securityContext"]["capabilities"] = {}
         assert restricted(broken) == ["capabilities"], "the rules bite"
+
+
+def test_the_masters_pod_is_restricted_whatever_its_template_says() -> None:
+    hostile = {
+        "hostNetwork": True, "hostPID": True, "serviceAccountName": "admin",
+        "securityContext": {"runAsUser": 0},
+        "volumes": [{"name": "host", "hostPath": {"path": "/"}}],
+        "initContainers": [{"name": "i", "image": "i"}],
+        "containers": [{"name": "main", "securityContext": {"privileged": True},
+                        "volumeMounts": [{"name": "host", "mountPath": "/host"}]}],
+    }  # fmt: skip
+    document = yaml.safe_load((ROOT / "examples/01-digits/job.yaml").read_text())
+    document["spec"]["replicaSpecs"]["dlrover-master"] = {"template": {"spec": hostile}}
+    made = manifests.deployment(ElasticJob.read(document), "10.0.0.1", manifests.Options("m:1"))
+    spec = made["spec"]["template"]["spec"]
+    assert restricted(hostile), "the rules bite"
+    assert restricted(spec) == []
+    (container,) = spec["containers"]
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    assert spec["serviceAccountName"] == made["metadata"]["name"]
+    assert {next(iter(set(v) - {"name"})) for v in spec["volumes"]} == {"secret", "emptyDir"}
