@@ -71,12 +71,11 @@ def again(kind: Any) -> Callable[[bytes], object]:
 
 
 def in_file(read: Callable[[Path], object]) -> Callable[[bytes], object]:
-    folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
-
     def parse(data: bytes) -> None:
-        path = folder / "journal.json"
-        path.write_bytes(data)
-        read(path)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "journal.json"
+            path.write_bytes(data)
+            read(path)
 
     return parse
 
