@@ -1,26 +1,38 @@
 """The cluster at its worst: what is cut off, gone, or asked for twice, while jobs run."""
 
+import contextlib
+import json
+import os
 import re
+import secrets
+import signal
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from dlrover_py.protocol.status import NodeRole, NodeStatus, Training
-from tests.cluster.harness import Cluster, until
+from tests.cluster.conftest import installed
+from tests.cluster.harness import Cluster, LabError, Obj, until
 from tests.cluster.jobs import Job, Watched, document, spread, submit, watching
 
 pytestmark = pytest.mark.timeout(400)
 MASTER = "elasticjob.dlrover/replica-type=dlrover-master"
+OPERATOR = "app.kubernetes.io/name=dlrover-operator"
 WORKER = r"^\S*python3 -c"
 STORY = """
-import time
+import os, time
 from dlrover_py.trainer import session
 world, step = session.world(), 0
 print("starts", session.round(), world.rank, world.size, flush=True)
 while not session.should_stop():
     step += 1
     session.report_step(step)
+    with open("/tmp/step.new", "w") as file:
+        file.write(str(step))
+    os.replace("/tmp/step.new", "/tmp/step")
     time.sleep(0.05)
 """
 
@@ -32,9 +44,66 @@ def there(cluster: Cluster, operator: str, namespace: str) -> Iterator[Watched]:
         yield watched
 
 
-def job(there: Watched, image: str, replicas: int, **more: object) -> Job:
+@pytest.fixture(scope="module")
+def shared(
+    cluster: Cluster, operator_image: str, master_image: str, agent_image: str
+) -> Iterator[Job]:
+    """A job of two nodes that all tests of this module may hurt; what they find of it runs.
+
+    It is born while there are two operators, and while both are killed.
+    """
+    release = installed(cluster, operator_image, master_image)
+    namespace = f"worst-{secrets.token_hex(3)}"
+    cluster.kubectl("create", "namespace", namespace)
+    with two_operators(cluster, release), watching(cluster, namespace) as there:
+        run = job(there, agent_image, 2, minReplicas=1)
+        kill_operators(cluster, release)
+        run.runs(2)
+        yield run
+    cluster.kubectl("delete", "namespace", namespace, "--wait=false")
+
+
+@contextmanager
+def two_operators(cluster: Cluster, release: str) -> Iterator[None]:
+    scale = ("scale", "deploy/dlrover-operator", "-n", release)
+    cluster.kubectl(*scale, "--replicas=2")
+    try:
+        cluster.kubectl("rollout", "status", "deploy/dlrover-operator", "-n", release)
+        yield
+    finally:
+        cluster.kubectl(*scale, "--replicas=1")
+
+
+def kill_operators(cluster: Cluster, release: str) -> None:
+    """All of them, without a word; their Pods too, as those wait longer after each end."""
+    for pod in cluster.list("pods", release, OPERATOR):
+        name = pod["metadata"]["name"]
+        with contextlib.suppress(LabError):  # it has not started yet
+            cluster.kill(name, release)
+        cluster.delete_pod(name, release, force=True)
+
+
+def job(there: Watched, image: str, replicas: int, name: str = "job", **more: object) -> Job:
     command = ["elastic-run", "--no-python", "python3", "-c", STORY]
-    return submit(there.cluster, there, document("job", image, command, replicas=replicas, **more))
+    return submit(there.cluster, there, document(name, image, command, replicas=replicas, **more))
+
+
+def holder(run: Job) -> str:
+    """The master's Pod that has written the journal last."""
+    journal = run.cluster.get("secret", f"elasticjob-{run.name}-journal", run.namespace)
+    assert journal is not None
+    notes: dict[str, str] = journal["metadata"]["annotations"]
+    (text,) = (text for name, text in notes.items() if name.endswith("/holder"))
+    return str(json.loads(text)["pod"])
+
+
+def story(run: Job) -> str:
+    return "\n".join(f"{e.reason}: {e.message}" for e in run.training.events)
+
+
+def steady(run: Job) -> Training:
+    """As it stands when all its workers are known."""
+    return run.until(lambda: all(n.pids for n in members(run.training)) and run.training, "pids")
 
 
 def members(seen: Training) -> list[NodeStatus]:
@@ -46,9 +115,13 @@ def hosts(run: Job, seen: Training) -> list[str]:
     return [str(run.pods[n.id]["spec"]["nodeName"]) for n in members(seen)]
 
 
-def master_host(run: Job) -> str:
+def master_of(run: Job) -> Obj:
     (pod,) = run.cluster.list("pods", run.namespace, MASTER)
-    return str(pod["spec"]["nodeName"])
+    return pod
+
+
+def master_host(run: Job) -> str:
+    return str(master_of(run)["spec"]["nodeName"])
 
 
 def said(run: Job, node: str, word: str) -> None:
@@ -60,16 +133,23 @@ def said(run: Job, node: str, word: str) -> None:
 
 
 def pids(run: Job, node: str, pattern: str) -> set[int]:
-    found = run.cluster.processes(f"job-{node}", run.namespace)
+    found = run.cluster.processes(f"{run.name}-{node}", run.namespace)
     return {pid for pid, command in found.items() if re.search(pattern, command)}
 
 
 def alive(pid: int) -> bool:
     try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] not in "ZX"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def step(workers: set[int]) -> int:
+    """How far the worker among these is, by what it writes in its container; 0 if it has not."""
+    for pid in workers:
+        with contextlib.suppress(OSError):
+            return int(Path(f"/proc/{pid}/root/tmp/step").read_text())
+    return 0
 
 
 def starts(logs: list[str]) -> list[tuple[int, int, int]]:
@@ -113,3 +193,197 @@ def test_a_node_that_is_cut_off_stops_its_workers_before_it_is_back(
     assert max(Counter((r, rank) for r, rank, _ in found).values()) == 1, found
     assert len({(r, world) for r, _, world in found}) == len({r for r, _, _ in found}), found
     assert "NodeRefused" in {e.reason for e in run.training.events}
+
+
+def test_what_a_cut_off_master_believes_is_never_written(there: Watched, agent_image: str) -> None:
+    """Its host has rank 0 too, whose agent still hears of it."""
+    cluster = there.cluster
+    host, *others = cluster.nodes
+    for other in others:
+        cluster.cordon(other)
+    run = job(there, agent_image, 1, pod=spread())
+    run.runs(1)
+    cluster.heal()  # else the fixture does
+    run.patch({"replicaSpecs": {"worker": {"replicas": 3, "minReplicas": 2}}})
+    before = run.runs(3)
+    assert hosts(run, before)[0] == master_host(run) == host
+    first, second, third = members(before)
+    for node in (second, third):
+        said(run, node.id, "contact_made")
+    old = master_of(run)["metadata"]["name"]
+    with cluster.cut_off(host):
+        after = run.runs(3, after=before.round, within_s=150)
+        assert after.term > before.term
+        assert first.id not in {n.id for n in members(after)}
+    until(lambda: cluster.get("pod", old, run.namespace) is None, "the old master is gone")
+    there.until(lambda: first.id not in run.pods, "so is its node's Pod")
+    assert steady(run).round == after.round, "what has come back disturbs nobody"
+    assert holder(run) == master_of(run)["metadata"]["name"]
+    cluster.kill(f"job-{second.id}", run.namespace, WORKER)
+    assert run.runs(3, after=after.round).term == after.term
+
+
+# --- one job, hurt again and again ---
+
+
+def test_operators_that_are_killed_double_nothing(shared: Job, operator: str) -> None:
+    """The job was born under them; now it grows, and they die again."""
+    run, cluster = shared, shared.cluster
+    before = run.runs(2)
+    run.kubectl("scale", "ej/job", "--replicas=4")
+    kill_operators(cluster, operator)
+    run.runs(4, after=before.round)
+    working = [
+        name
+        for name, pod in run.pods.items()
+        if pod["status"].get("phase") == "Running" and "deletionTimestamp" not in pod["metadata"]
+    ]
+    assert len(working) == 4, story(run)
+    label = "elasticjob.dlrover/name=job"
+    made = Counter(
+        o["kind"]
+        for kind in ("deployments", "services", "roles", "rolebindings", "serviceaccounts")
+        for o in cluster.list(kind, run.namespace, label)
+    )
+    assert set(made.values()) == {1}, made
+    assert len(made) == 5
+    assert len(cluster.list("pods", run.namespace, MASTER)) == 1
+    run.patch({"suspend": True})
+    kill_operators(cluster, operator)
+    run.until(lambda: run.holds("Suspended"), "suspended by who came back")
+    run.patch({"suspend": False, "replicaSpecs": {"worker": {"replicas": 2}}})
+    run.runs(2, after=run.training.round)
+
+
+def test_two_masters_in_a_row_are_deleted_by_force(shared: Job) -> None:
+    run, cluster = shared, shared.cluster
+    run.runs(2)
+    before = steady(run)
+    deleted = set()
+    for _ in range(2):
+        name = until(
+            lambda: next(
+                (
+                    p["metadata"]["name"]
+                    for p in cluster.list("pods", run.namespace, MASTER)
+                    if p["metadata"]["name"] not in deleted
+                    and p["status"].get("phase") == "Running"
+                ),
+                None,
+            ),
+            "a master",
+        )
+        cluster.delete_pod(name, run.namespace, force=True)
+        deleted.add(name)
+    run.until(lambda: run.training.term > before.term and run.training.ready == 2, "a new term")
+    after = steady(run)
+    assert after.round == before.round
+    assert [n.pids for n in members(after)] == [n.pids for n in members(before)]
+    assert holder(run) not in deleted
+    cluster.kill(f"job-{members(after)[1].id}", run.namespace, WORKER)
+    run.runs(2, after=after.round)
+
+
+def test_what_is_deleted_while_the_master_does_not_look_is_noticed(shared: Job) -> None:
+    """It stands still, and its watch ends with the API server."""
+    run, cluster = shared, shared.cluster
+    run.runs(2)
+    before, there = steady(run), set(run.pods)
+    with no_room(cluster):
+        run.kubectl("scale", "ej/job", "--replicas=3")
+        (lost,) = run.until(lambda: set(run.pods) - there, "a Pod that has no place")
+        name = f"job-{lost}"
+        run.until(lambda: lost in {n.id for n in run.training.nodes if n.host == ""}, "it is known")
+        pids = cluster.kill(
+            master_of(run)["metadata"]["name"], run.namespace, number=signal.SIGSTOP
+        )
+        try:
+            cluster.delete_pod(name, run.namespace, force=True)
+            with cluster.api_server_killed():
+                pass
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+        new = run.until(lambda: set(run.pods) - there - {lost}, "another Pod in its place")
+        assert len(new) == 1
+        assert steady(run).round == before.round, "nobody who trains was disturbed"
+    after = run.runs(3, after=before.round)
+    assert {n.id for n in members(after)} == {n.id for n in members(before)} | new
+
+
+@contextmanager
+def no_room(cluster: Cluster) -> Iterator[None]:
+    """No host takes another Pod."""
+    for node in cluster.nodes:
+        cluster.cordon(node)
+    try:
+        yield
+    finally:
+        cluster.heal()
+
+
+def test_workers_train_while_the_api_server_hangs(shared: Job) -> None:
+    run, cluster = shared, shared.cluster
+    before = run.runs(run.obj["spec"]["replicaSpecs"]["worker"]["replicas"])
+    workers = {n.id: pids(run, n.id, WORKER) for n in members(steady(run))}
+    victim = min(workers)
+    with cluster.api_server_stopped():
+        for mine in workers.values():
+            now = step(mine)
+            until(lambda m=mine, n=now: step(m) > n + 100, "a hundred steps", within_s=60)
+        for pid in workers.pop(victim):
+            os.kill(pid, signal.SIGKILL)
+    after = run.runs(len(members(before)), after=before.round)
+    assert after.term == before.term
+    assert after.last_failure is not None
+    assert after.last_failure.node == victim
+
+
+# --- deleted ---
+
+
+def test_jobs_are_deleted_while_there_is_no_operator(
+    there: Watched, agent_image: str, operator: str
+) -> None:
+    cluster, jobs = there.cluster, {}
+    for how in ("foreground", "background", "orphan"):
+        jobs[how] = job(there, agent_image, 1, name=how)
+    for run in jobs.values():
+        run.runs(1)
+    scale = ("scale", "deploy/dlrover-operator", "-n", operator)
+    cluster.kubectl(*scale, "--replicas=0")
+    try:
+        until(
+            lambda: not cluster.list("pods", operator, OPERATOR),
+            "there is no operator",
+        )
+        kept = set(jobs["orphan"].pods)
+        for how, run in jobs.items():
+            run.kubectl("delete", "ej", how, f"--cascade={how}", "--wait=false")
+        there.until(lambda: not there.all("ElasticJob"), "no finalizer holds one")
+        there.until(
+            lambda: not jobs["foreground"].pods and not jobs["background"].pods, "their Pods go"
+        )
+    finally:
+        cluster.kubectl(*scale, "--replicas=1")
+    cluster.kubectl("rollout", "status", "deploy/dlrover-operator", "-n", operator)
+    orphan = jobs["orphan"]
+    assert set(orphan.pods) == kept
+    for node in kept:
+        cluster.kill(f"orphan-{node}", orphan.namespace, WORKER)
+        until(lambda n=node: pids(orphan, n, WORKER), "its agent has started another worker")
+    label = "elasticjob.dlrover/name"
+    kinds = "pods,secrets,deployments,services,roles,rolebindings,serviceaccounts,networkpolicies"
+    until(
+        lambda: (
+            not orphan.kubectl(
+                "get", kinds, "-l", f"{label} in (foreground,background)", "-oname"
+            ).strip()
+        ),
+        "nothing of the others is left",
+    )
+    last = job(there, agent_image, 1, name="last")
+    last.runs(1)
+    cluster.kubectl("delete", "namespace", there.namespace, "--wait=false")
+    until(lambda: cluster.get("namespace", there.namespace) is None, "all of it is gone",
+          within_s=120)  # fmt: skip
