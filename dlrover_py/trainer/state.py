@@ -25,6 +25,7 @@ import io
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -39,6 +40,9 @@ from dlrover_py.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+with suppress(ImportError):  # torch.save imports it, the first time: the first save need not wait
+    import torch.utils.serialization.config
 
 DEFER_BYTES = 64 << 10
 """Smaller tensors are copied at once: waiting for them costs more than they do."""
