@@ -14,11 +14,13 @@ import contextlib
 import ctypes
 import json
 import logging
+import math
 import multiprocessing
 import os
 import platform
 import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -27,6 +29,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -169,25 +172,45 @@ def steps(
     copy: Callable[[], object],
     add: Callable[[str, float], None],
 ) -> None:
-    """Steps of one thread's GEMM, twice as long as a copy, with a save after each and without."""
+    """Steps of one thread's GEMM, twice as long as a copy: alone; a memcpy of as much as the state
+    is beside each, another thread's; a save after each.
+    """
     one = torch.randn(256, 256)
     out = torch.empty_like(one)
-    unit = min(timed(lambda: [torch.mm(one, one, out=out) for _ in range(50)]) for _ in range(3))
-    times = 50 * max(1, round(2 * min(timed(copy) for _ in range(3)) / unit))
+    copied = median_of(copy)
+    unit = median_of(lambda: [torch.mm(one, one, out=out) for _ in range(50)])
+    times = 50 * math.ceil(2.1 * copied / unit)
     number = 100
-    for _ in range(3):
-        for name in ("step without a save", "step with a save"):
-            began = time.perf_counter()
-            for _ in range(5):
-                for _ in range(times):
-                    torch.mm(one, one, out=out)
-                tiny.step()
-                if name == "step with a save":
-                    number += 1
-                    ours.save(number, state)
+    pool = ThreadPoolExecutor(1)
+
+    def run(name: str) -> None:
+        nonlocal number
+        beside: Future[object] | None = None
+        for _ in range(5):
+            for _ in range(times):
+                torch.mm(one, one, out=out)
             tiny.step()
-            add(name, (time.perf_counter() - began) / 5)
-            ours.wait()
+            if beside is not None:
+                beside.result()
+            if name == "step with a save":
+                number += 1
+                ours.save(number, state)
+            elif name == "step beside a memcpy":
+                beside = pool.submit(copy)
+        tiny.step()
+        if beside is not None:
+            beside.result()
+
+    names = ["step without a save", "step beside a memcpy", "step with a save"]
+    with pool:
+        for turn in range(3):
+            for name in names[turn:] + names[:turn]:
+                add(name, timed(partial(run, name)) / 5)
+                ours.wait()
+
+
+def median_of(do: Callable[[], object]) -> float:
+    return statistics.median(timed(do) for _ in range(5))
 
 
 # --- storage ---
@@ -231,7 +254,16 @@ def persist(nbytes: int, disk: Path, shm: Path, times: int) -> Samples:
 
 
 def serve(base: Path) -> None:
-    """Depots of two nodes, the first of which holds nothing; until it is killed."""
+    """Depots of two nodes, the first of which holds nothing, and a socket that sends the other's
+    slot to whoever connects; until it is killed.
+    """
+    plain = socket.create_server(("127.0.0.1", 0))
+
+    def send() -> None:
+        while True:
+            stream, _ = plain.accept()
+            with contextlib.suppress(OSError), stream, (base / "peer" / "0.0").open("rb") as file:
+                stream.sendfile(file)
 
     async def run() -> None:
         ((_, summary),) = arena.scan(base / "peer")
@@ -254,7 +286,8 @@ def serve(base: Path) -> None:
             )
             for node in ("own", "peer")
         ]
-        print("ready", flush=True)
+        threading.Thread(target=send, daemon=True).start()
+        print(plain.getsockname()[1], flush=True)
         await asyncio.gather(*(depot.run() for depot in depots))
 
     asyncio.run(run())
@@ -299,12 +332,13 @@ def restore(nbytes: int, shm: Path, times: int) -> Samples:
             "memcpy": lambda: spent(copy),
             "own memory": lambda: load(warm, "peer"),
             "own memory, a new optimizer": lambda: load(cold, "peer"),
+            "a bare socket on loopback": lambda: spent(lambda: bare(port, warm)),
             "a peer on loopback": lambda: load(warm, "own"),
             "torch.load": lambda: spent(theirs),
         }
         try:
             assert server.stdout is not None
-            assert server.stdout.readline() == "ready\n"
+            port = int(server.stdout.readline())
             for turn in range(times + 1):  # the first one warms up
                 for name, do in ways.items():
                     anew()
@@ -321,6 +355,15 @@ def restore(nbytes: int, shm: Path, times: int) -> Samples:
             server.kill()
             server.wait()
     return found
+
+
+def bare(port: int, state: dict[str, Any]) -> None:
+    """As many bytes over loopback without anything of ours, straight into the state's tensors."""
+    with socket.create_connection(("127.0.0.1", port)) as stream:
+        for tensor in tensors(state):
+            target = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+            came = stream.recv_into(target, tensor.nbytes, socket.MSG_WAITALL)
+            assert came == tensor.nbytes
 
 
 def tensors(state: dict[str, Any]) -> Iterator[torch.Tensor]:
@@ -518,6 +561,8 @@ def tables(found: dict[str, Samples]) -> list[str]:
             made.add(f"training blocked: {name}", saving[name], base, "memcpy", aim)
         without = saving["step without a save"]
         made.add("a step without a save", without, without, "of it")
+        beside = saving["step beside a memcpy"]
+        made.add("a step, a memcpy of as much beside each", beside, without, "of it")
         made.add(
             "a step, a save after each", saving["step with a save"], without, "of it", 1 / 0.95
         )
@@ -533,6 +578,7 @@ def tables(found: dict[str, Samples]) -> list[str]:
             ("torch.load", 0.0),
             ("own memory", 1.5),
             ("own memory, a new optimizer", 0.0),
+            ("a bare socket on loopback", 0.0),
             ("a peer on loopback", 2.5),
         ):
             made.add(f"restore: {name}", loading[name], base, "memcpy", aim)
