@@ -1,0 +1,264 @@
+"""Flash checkpoints on a real cluster: what outlives workers, Pods, hosts, and all Pods of a job.
+
+The script (tests/flash.py) says so when it has loaded anything but one whole step.
+"""
+
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlrover_agent.saver import held
+from dlrover_py.arena import PREFIX
+from dlrover_py.protocol.status import JobPhase, LastCheckpoint, NodeStatus, Training
+from dlrover_py.storage import Store
+from tests.cluster.harness import Cluster, Obj, until
+from tests.cluster.jobs import Job, Watched, document, submit, watching
+from tests.flash import OPEN, WORKER, doubled, permit
+
+pytestmark = pytest.mark.timeout(600)
+SHARED = "/ckpt"
+
+
+@pytest.fixture
+def there(cluster: Cluster, operator: str, namespace: str) -> Iterator[Watched]:
+    """A namespace that is watched, of a cluster with the operator in it."""
+    with watching(cluster, namespace) as watched:
+        yield watched
+
+
+class Saving:
+    """A job of such workers, and what can be seen of it from outside."""
+
+    def __init__(self, run: Job, folder: Path) -> None:
+        self.run, self.folder, self.cluster = run, folder, run.cluster
+
+    def reach(self, step: int, where: str = "") -> Training:
+        """Train so far, and see it in the status."""
+        permit(self.folder, step)
+        self.last(step, where)
+        return self.run.training
+
+    def last(self, step: int, where: str = "") -> LastCheckpoint:
+        """See this as the newest checkpoint, there or anywhere."""
+
+        def look() -> LastCheckpoint | None:
+            last = self.run.seen.last_checkpoint if self.run.seen is not None else None
+            good = last is not None and last.step == step and where in ("", last.where)
+            return last if good else None
+
+        found = self.run.until(look, f"step {step} {where}", within_s=240)
+        assert found is not None
+        return found
+
+    def goes_on(self, nodes: int, *, after: int, without: str = "") -> tuple[Training, int]:
+        """A round of so many nodes, later than that one, of which all workers have loaded the same
+        step, whole; and that step. It need not have made a step of its own."""
+
+        def look() -> tuple[Training, list[str]] | None:
+            seen = self.run.seen
+            good = (
+                seen is not None
+                and seen.phase is JobPhase.RUNNING
+                and seen.nodes_in_round == nodes
+                and seen.round > after
+                and without not in {n.id for n in members(seen)}
+            )
+            if seen is None or not good:
+                return None
+            texts = (path.read_text() for path in self.folder.glob("logs/*/*/*/*/stdout.log"))
+            found = [t for text in texts for t in re.findall(f"loaded {seen.round} .*\n", text)]
+            return (seen, found) if len(found) == nodes else None
+
+        what = f"{nodes} nodes after round {after} have loaded"
+        status, found = until(look, what, within_s=240)
+        assert all(line.endswith(" ok\n") for line in found), found
+        steps = {int(line.split()[4]) for line in found}
+        assert len(steps) == 1, found
+        return status, steps.pop()
+
+    def kill(self, node: NodeStatus) -> None:
+        """Kill a node's worker, whose pid is the Pod's."""
+        exec_in = ("-n", self.run.namespace, "exec", f"job-{node.id}", "--")
+        self.cluster.kubectl(*exec_in, "sh", "-c", f"kill -9 {node.pids[0]}")
+
+    def copied(self, *, after: int) -> int:
+        """Wait for a step, newer than that one, of which each part is on two nodes; which."""
+        nodes, uid = members(self.run.training), self.run.obj["metadata"]["uid"]
+        folders = [self.memory(node, uid) for node in nodes]
+
+        def look() -> int:
+            found = [one for folder in folders for one in held(folder, uid)]
+            step = doubled(found, range(len(nodes)))
+            return step if step > after else 0
+
+        return until(look, f"a step after {after}, copied everywhere", within_s=240)
+
+    def memory(self, node: NodeStatus, uid: str) -> Path:
+        """A node's, from outside: as its agent sees it."""
+        agent = min(self.cluster.processes(f"job-{node.id}", self.run.namespace))
+        return Path(f"/proc/{agent}/root/dev/shm/{PREFIX}{uid}-{node.id}")
+
+    @property
+    def stored(self) -> list[int]:
+        """Steps in storage."""
+        return sorted(m.step for m in Store(self.folder / "store").checkpoints())
+
+    def at(self, rank: int) -> int:
+        """Steps that a rank has finished."""
+        path = self.folder / f"at-{rank}"
+        return int(path.read_text()) if path.exists() else 0
+
+
+@contextmanager
+def saving(
+    there: Watched, image: str, folder: Path, *, mounts: Sequence[Obj] = (), **more: Any
+) -> Iterator[Saving]:
+    """A job whose Pods share a folder, with the script in it. It is let go in the end."""
+    folder.chmod(0o777)
+    (folder / "train.py").write_text(textwrap.dedent(WORKER))
+    permit(folder, 0)
+    logs = ["--tee=3", f"--log-dir={SHARED}/logs/$(DLROVER_NODE_ID)"]
+    script = [f"{SHARED}/train.py", "sharded", f"{SHARED}/gate", SHARED]
+    doc = document("job", image, ["elastic-run", *logs, *script], **more)
+    worker = doc["spec"]["replicaSpecs"]["worker"]
+    spec = worker["template"]["spec"]
+    shared = {"name": "ckpt", "hostPath": {"path": str(folder), "type": "Directory"}}
+    spec.setdefault("volumes", []).append(shared)
+    spec["containers"][0]["volumeMounts"] = [{"name": "ckpt", "mountPath": SHARED}, *mounts]
+    worker["template"] = there.cluster.with_torch(worker["template"])
+    its = Saving(submit(there.cluster, there, doc), folder)
+    try:
+        yield its
+    except BaseException:
+        for name in its.run.pods:
+            print(f"--- {name}\n{there.cluster.logs(f'job-{name}', there.namespace)[-3000:]}")
+        raise
+    finally:
+        permit(folder, OPEN)
+
+
+def members(status: Training) -> list[NodeStatus]:
+    """The nodes of the round, in the order of their ranks."""
+    found = [n for n in status.nodes if n.node_rank is not None]
+    return sorted(found, key=lambda n: n.node_rank or 0)
+
+
+def spread() -> Obj:
+    """Pods on different hosts, as far as that can be."""
+    labels = {"elasticjob.dlrover/name": "job", "elasticjob.dlrover/replica-type": "worker"}
+    rule = {
+        "maxSkew": 1,
+        "topologyKey": "kubernetes.io/hostname",
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": {"matchLabels": labels},
+    }
+    return {"topologySpreadConstraints": [rule], "terminationGracePeriodSeconds": 30}
+
+
+def far_from_the_master(there: Watched, status: Training) -> NodeStatus:
+    """A node that is alone on its host."""
+    label = "elasticjob.dlrover/replica-type=dlrover-master"
+    masters = there.cluster.list("pods", there.namespace, label)
+    hosts = [n.host for n in members(status)] + 2 * [p["spec"]["nodeName"] for p in masters]
+    return next(n for n in members(status) if hosts.count(n.host) == 1)
+
+
+def test_memory_outlives_a_worker_a_pod_and_a_host(
+    there: Watched, agent_image: str, tmp_path: Path
+) -> None:
+    """There is no storage: what is loaded is a node's own, or its peer's."""
+    sizes = {"replicas": 3, "minReplicas": 2}
+    with saving(there, agent_image, tmp_path, pod=spread(), **sizes) as its:
+        first = its.reach(5, "memory")
+        its.kill(members(first)[1])
+        second, at = its.goes_on(3, after=first.round)
+        assert at == 5, "no step is repeated"
+
+        its.reach(8, "memory")
+        least = its.copied(after=5)
+        lost = members(second)[2].id
+        there.cluster.delete_pod(f"job-{lost}", there.namespace, force=True)
+        third, at = its.goes_on(3, after=second.round, without=lost)
+        assert least <= at <= 8, "what its peer had of it"
+
+        permit(tmp_path, OPEN)
+        least = its.copied(after=its.copied(after=8))
+        victim = far_from_the_master(there, its.run.training)
+        with there.cluster.crashed(victim.host):
+            whole, at = its.goes_on(3, after=third.round, without=victim.id)
+            assert at >= least, "steps are faster than copies; none that was copied is lost"
+            assert victim.host not in {n.host for n in members(whole)}
+
+
+def test_what_goes_with_notice_is_stored_first(
+    there: Watched, agent_image: str, tmp_path: Path
+) -> None:
+    policy = {"dir": f"{SHARED}/store", "persistEvery": 4}
+    sizes = {"replicas": 2, "minReplicas": 1}
+    with saving(
+        there, agent_image, tmp_path, pod=spread(), spec={"checkpoint": policy}, **sizes
+    ) as its:
+        its.reach(4, "storage")
+        first = its.reach(6, "memory")
+        there.cluster.drain(far_from_the_master(there, first).host, within_s=240)
+        second, at = its.goes_on(2, after=first.round + 1)
+        assert at >= 6
+        assert {its.at(0), its.at(1)} == {at}, "no step is lost"
+        assert its.stored == [4, at]
+        assert its.last(at, "storage").folder.startswith(f"{SHARED}/store/step-{at}.")
+        there.cluster.heal()
+
+        its.reach(at + 1)
+        its.run.patch({"suspend": True})
+        its.run.until(lambda: its.run.holds("Suspended"), "Suspended", within_s=240)
+        its.run.until(lambda: not running(its.run), "nothing runs")
+        at = max(its.stored)
+        assert {its.at(0), its.at(1)} == {at}, "no step is lost"
+        its.last(at, "storage")
+        permit(tmp_path, 0)
+        its.run.patch({"suspend": False})
+        assert its.goes_on(2, after=second.round)[1] == at
+
+        uids = [p["metadata"]["uid"] for p in its.run.pods.values()]
+        assert in_memory(uids)
+        its.run.kubectl("delete", "ej", "job", "--wait=false")
+        there.until(lambda: not there.all("Pod"), "no Pod is left")
+        until(lambda: not in_memory(uids), "no memory is left on the hosts")
+
+
+def running(run: Job) -> list[str]:
+    """Pods of its nodes that have not ended."""
+    ended = ("Succeeded", "Failed")
+    return [name for name, pod in run.pods.items() if pod["status"]["phase"] not in ended]
+
+
+def in_memory(pods: list[str]) -> list[str]:
+    """What is mounted of these Pods' volumes in memory, on any of the nodes."""
+    mounts = Path("/proc/mounts").read_text().splitlines()
+    places = [m.split()[1] for m in mounts]
+    return [p for p in places if p.endswith("dlrover-job-shm") and any(uid in p for uid in pods)]
+
+
+def test_a_state_that_is_too_large_is_a_condition(
+    there: Watched, agent_image: str, tmp_path: Path
+) -> None:
+    small = {"name": "small", "emptyDir": {"medium": "Memory", "sizeLimit": "2Mi"}}
+    mount = {"name": "small", "mountPath": "/dev/shm"}
+    with saving(
+        there, agent_image, tmp_path, pod={"volumes": [small]}, mounts=[mount], replicas=1
+    ) as its:
+        permit(tmp_path, OPEN)
+        its.run.until(lambda: its.run.holds("CheckpointFailing"), "the condition", within_s=240)
+        words = its.run.condition("CheckpointFailing")["message"]
+        assert "n0: 3 slots of 1 MB need 3 MB more in /dev/shm/" in words
+        assert "which has 2 MB" in words
+        assert "sizeLimit of its volume at /dev/shm" in words
+        before = its.at(0)
+        until(lambda: its.at(0) > before + 20, "training goes on")
+        assert its.run.training.phase is JobPhase.RUNNING
+        assert its.run.training.last_checkpoint is None
