@@ -62,6 +62,8 @@ class Settings(BaseModel):
     the round has not said yet what it holds."""
     persist_s: Seconds = 1800.0
     """A checkpoint that is not in storage by then has failed."""
+    settle_s: Annotated[float, Field(ge=0)] = 1.0
+    """A smaller wish is obeyed once it has stood so long."""
     max_body_bytes: Annotated[int, Field(ge=1024)] = 1 << 18
     """A larger request is refused (413): a report of 1,024 workers takes a tenth of it."""
     header_s: Seconds = 10.0
@@ -129,6 +131,7 @@ class Settings(BaseModel):
             check_s=self.check_s,
             memory_wait_s=self.memory_wait_s,
             persist_s=self.persist_s,
+            settle_s=self.settle_s,
             exchange_s=self.exchange_s,
             join_timeout_s=self.join_timeout_s,
             last_call_s=self.last_call_s,

@@ -1145,3 +1145,20 @@ def test_what_a_node_holds_is_stored_before_a_smaller_wish_lets_it_go() -> None:
     assert not goes.linger
     assert bench.job.checkpoints.storage is not None
     assert bench.job.checkpoints.storage.step == 7
+
+
+def test_a_smaller_wish_that_is_taken_back_at_once_costs_no_round() -> None:
+    bench = running(elastic_job(4, 2), Rules(settle_s=1.0))
+    for wish in (2, 4, 3, 4):
+        bench.change(bench.spec.scaled(wish))
+        bench.pass_time(0.2)
+    bench.pass_time(3.0)
+    bench.settle()
+    assert bench.reasons().count("RoundFormed") == 1
+    assert len(bench.members) == 4
+    bench.change(bench.spec.scaled(2))
+    bench.settle()
+    assert len(bench.members) == 4, "not yet"
+    bench.pass_time(1.1)
+    bench.settle()
+    assert bench.members == ["n0", "n1"]

@@ -49,6 +49,9 @@ class Rules:
     """What could be restored is told after so long, whoever has not said yet what it holds."""
     persist_s: float = 1800.0
     """A checkpoint that is not in storage by then has failed."""
+    settle_s: float = 0.0
+    """A smaller wish is obeyed once it has stood so long: who takes it back at once (a user beside
+    an autoscaler, say) loses no step."""
     exchange_s: float = 2.0
     join_timeout_s: float = math.inf
     """With fewer nodes than the minimum for so long, the job has failed."""

@@ -1220,6 +1220,9 @@ class Job:
             return  # it is about to finish
         elif 0 < size.fit(size.desired) < current:
             event, since = self._cause.get(Round(self.round + 1), (0, self._now))
+            if self._now < (settled := since + self.rules.settle_s) and event:
+                self._wake([settled])
+                return
             if not event:  # the wish has changed while no master was there
                 event = self._record("SpecChanged", f"the job now wishes {self._wish()}")
             self._open("scale", f"the job now wishes {size.desired} nodes", event)
