@@ -39,6 +39,11 @@ PREFIX = "dlrover-arena-"
 CHUNK = 1 << 22
 """Bytes that are summed and then copied at once: they are still in the cache, which saves a sixth
 of what 16 MB cost; and not fewer, since the GIL is taken between two."""
+_CGROUPS = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Of version 2 and 1: files with the limit, what is used, and what of that can be given back."""
 STALE_S = 600.0
 """A folder without an owner is removed by others after so long: its own may be starting anew."""
 SPARE = 1 << 16
@@ -58,20 +63,19 @@ class Damaged(DLRoverError):
     """Bytes that are not those that were written."""
 
 
-def headroom(folder: Path) -> int:
+def headroom(folder: Path, cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Bytes that may still be taken in the folder: of its file system, and of our cgroup.
 
     tmpfs counts against the memory limit of the container, and who exceeds that is killed.
     """
     disk = os.statvfs(folder)
     room = disk.f_bavail * disk.f_frsize
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        group = Path("/sys/fs/cgroup")
-        limit = (group / "memory.max").read_text().strip()
-        if limit != "max":
-            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])
-            room = min(room, int(limit) - used)
+    for names in _CGROUPS:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            limit, used, idle = names
+            stat = (cgroup / limit).with_name("memory.stat").read_text().splitlines()
+            taken = int((cgroup / used).read_text()) - int(dict(s.split() for s in stat)[idle])
+            room = min(room, int((cgroup / limit).read_text()) - taken)  # "max" is no number
     return max(0, room)
 
 

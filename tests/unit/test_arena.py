@@ -123,6 +123,24 @@ def test_memory_that_does_not_suffice_is_refused_before_any_is_taken(slot: Slot)
     assert slot.size == 0
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_containers_limit_counts_as_well(tmp_path: Path, version: int) -> None:
+    """As the kernel writes them: docs of cgroup-v1/memory and cgroup-v2."""
+    limit, used, idle, folder = {
+        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "memory"),
+        2: ("memory.max", "memory.current", "inactive_file", "."),
+    }[version]
+    at = tmp_path / folder
+    at.mkdir(exist_ok=True)
+    before = arena.headroom(tmp_path, tmp_path)
+    (at / limit).write_text("100000\n")
+    (at / used).write_text("60000\n")
+    (at / "memory.stat").write_text(f"cache 50000\n{idle} 20000\n")
+    assert arena.headroom(tmp_path, tmp_path) == 60_000
+    (at / limit).write_text("9223372036854771712\n" if version == 1 else "max\n")
+    assert arena.headroom(tmp_path, tmp_path) >= before // 2
+
+
 def test_a_reader_keeps_the_writer_out_and_the_other_way_round(slot: Slot) -> None:
     fill(slot)
     with Slot(slot.path) as reader, Slot(slot.path) as other:
