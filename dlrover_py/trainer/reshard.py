@@ -1,8 +1,10 @@
 """Boxes out of other boxes: cut by torch DCP's planner, and copied straight into tensors.
 
-A box that was saved as it is needed is read into the tensor itself, if that is on the CPU and
-contiguous; the rest is cut out of pieces, each of which is read whole, for only then its XXH3 tells
-anything. The planner, which takes long to import, is not asked where no box has to be cut.
+A part that lies in one run, in a piece as in the tensor that needs it, is read into the tensor
+itself, if that is on the CPU: boxes that were saved as they are needed and, from memory, what
+``fully_shard`` cuts. The rest is cut out of pieces. Each piece is read whole, for only then its
+XXH3 tells anything. The planner, which takes long to import, is not asked where no box has to be
+cut.
 """
 
 import ctypes
@@ -22,8 +24,9 @@ from dlrover_py.protocol.errors import CheckpointError
 from dlrover_py.trainer.catalog import TROUBLE, Catalog, Peer, Place
 from dlrover_py.trainer.state import Leaf, decode_object
 
-CHUNK = 1 << 18
-"""Bytes that are read and summed at once: what is summed is still in the cache of its core."""
+CHUNK = 1 << 20
+"""Bytes that are read and summed at once: what is summed is still in the cache of its core; and few
+enough turns that threads do not stand in line for the GIL."""
 THREADS = 2
 """That read and sum; the GIL is held for neither."""
 
@@ -50,12 +53,24 @@ class _Job:
 
     def direct(self) -> bool:
         """Whether the piece's bytes are the target's as they are."""
-        return (
-            self.target.device.type == "cpu"
-            and tuple(self.lengths) == self.piece.shape
-            and self.target.is_contiguous()
-            and self.target.dtype == getattr(torch, self.piece.dtype)
-        )
+        return tuple(self.lengths) == self.piece.shape and self.run() is not None
+
+    def run(self) -> int | None:
+        """Where in the piece's bytes the target's lie as they are; None: in no one place."""
+        dtype = getattr(torch, self.piece.dtype)
+        fits = self.target.device.type == "cpu" and self.target.dtype == dtype
+        if not fits or not self.target.is_contiguous():
+            return None
+        if tuple(self.lengths) == self.piece.shape:
+            return 0
+        there = self.cut(torch.empty(self.piece.shape, dtype=dtype, device="meta"))
+        return int(there.storage_offset()) * dtype.itemsize if there.is_contiguous() else None
+
+    def cut(self, piece: torch.Tensor) -> torch.Tensor:
+        """The part that is wanted."""
+        for dim, (start, size) in enumerate(zip(self.offsets, self.lengths, strict=True)):
+            piece = piece.narrow(dim, start, size)
+        return piece
 
 
 class _Reader:
@@ -128,23 +143,35 @@ def _attempt(job: _Job) -> None:
             found = decode_object(place.source.entry(place.file, place.position))
             if not isinstance(found, torch.Tensor) or tuple(found.shape) != job.piece.shape:
                 raise Damaged(f"{place.source.where}/{place.file}: {job.piece.key} is not there")
-            _cut(found, job)
-        elif job.direct():
-            _fill(place, _bytes_of(job.target))
+            _put(found, job)
+        elif (start := job.run()) is not None and (
+            job.direct() or place.source.kind == "memory"  # elsewhere each part is asked for
+        ):
+            _fill(place, _around(_bytes_of(job.target), start, job.piece.nbytes))
         else:
             scratch = torch.empty(job.piece.shape, dtype=getattr(torch, job.piece.dtype))
-            _fill(place, _bytes_of(scratch))
-            _cut(scratch, job)
+            _fill(place, [_bytes_of(scratch)])
+            _put(scratch, job)
     except TROUBLE as error:
         job.why = str(error) or type(error).__name__
 
 
-def _cut(source: torch.Tensor, job: _Job) -> None:
+def _put(piece: torch.Tensor, job: _Job) -> None:
     """Copy the part that is wanted."""
-    for dim, (start, size) in enumerate(zip(job.offsets, job.lengths, strict=True)):
-        source = source.narrow(dim, start, size)
     with torch.no_grad():
-        job.target.copy_(source)
+        job.target.copy_(job.cut(piece))
+
+
+def _around(target: memoryview, start: int, nbytes: int) -> Iterator[memoryview]:
+    """Where a piece is read to, whose bytes from ``start`` on are the target's.
+
+    The others are only summed, so that one small memory, which stays in the cache, does for them.
+    """
+    end = start + len(target)
+    aside = memoryview(bytearray(min(CHUNK, nbytes - len(target))))
+    yield from (aside[: start - at] for at in range(0, start, CHUNK))
+    yield target
+    yield from (aside[: nbytes - at] for at in range(end, nbytes, CHUNK))
 
 
 class _Sums:
@@ -164,19 +191,21 @@ class _Sums:
         return self._sums.intdigest()
 
 
-def _fill(place: Place, target: memoryview) -> None:
+def _fill(place: Place, targets: Iterable[memoryview]) -> None:
     """Read a piece, and compare.
 
     Raises:
         Damaged: the bytes are not those that were saved.
     """
-    sums = _Sums(target)
-    step = CHUNK if place.source.kind == "memory" else max(CHUNK, len(target))
-    for start in range(0, len(target), step):
-        part = target[start : start + step]
-        place.source.read(place.file, place.position + start, part)
-        sums.more(len(part))
-    if sums.xxh3 != place.xxh3:
+    sums, position = xxhash.xxh3_64(), place.position
+    for target in targets:
+        step = CHUNK if place.source.kind == "memory" else max(CHUNK, len(target))
+        for start in range(0, len(target), step):
+            part = target[start : start + step]
+            place.source.read(place.file, position, part)
+            sums.update(part)
+            position += len(part)
+    if sums.intdigest() != place.xxh3:
         raise Damaged(f"{place.source.where}: the bytes are not those that were saved")
 
 

@@ -28,7 +28,7 @@ from dlrover_py.arena import Slot
 from dlrover_py.protocol.checkpoint import Manifest, Piece, Summary, Written, WrittenObject
 from dlrover_py.protocol.errors import CheckpointError
 from dlrover_py.storage import Store
-from dlrover_py.trainer import restore
+from dlrover_py.trainer import reshard, restore
 from dlrover_py.trainer.catalog import Catalog, Found, Place
 from dlrover_py.trainer.foreign import load_dcp
 from dlrover_py.trainer.reshard import copy_leaves
@@ -329,8 +329,10 @@ def test_any_boxes_are_read_out_of_any_others(data: st.DataObject) -> None:
     for at, size in grid(data, shape):
         box = Box(0, found, at, size)
         leaves.append(Leaf(box.piece, box.tensor, False))
-    for leaf in leaves:
-        copy_leaves(catalog, [leaf], LOG)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reshard, "CHUNK", data.draw(st.sampled_from([8, reshard.CHUNK])))
+        for leaf in leaves:
+            copy_leaves(catalog, [leaf], LOG)
     assert torch.equal(found, whole)
 
 
