@@ -347,6 +347,12 @@ class JobMachine(RuleBasedStateMachine):
             for agent in agents:
                 assert agent.starts == sorted(set(agent.starts))
 
+    def all_write(self) -> None:
+        """Who is to write a checkpoint does; until then some may not end."""
+        for agent in self.bench.living():
+            agent.write(PersistPhase.DONE)
+        self.bench.settle()
+
     def teardown(self) -> None:
         """The faults stop: the job recovers, and then it finishes."""
         if not hasattr(self, "bench") or self.bench.broken:
@@ -367,7 +373,7 @@ class JobMachine(RuleBasedStateMachine):
             bench.change(bench.spec.suspended(False))
         bench.set_capacity(100)
         for _ in range(8):  # delays of replacement are at most a minute
-            bench.settle()
+            self.all_write()
             bench.pass_time(20.0)
         bench.settle()
         if bench.job.phase.ended:
@@ -388,6 +394,9 @@ class JobMachine(RuleBasedStateMachine):
         bench.settle()
         assert bench.job.phase is JobPhase.SUCCEEDED
         assert bench.job.round == round_before
+        assert all(agent.lingers for agent in bench.living())
+        self.all_write()
+        self.all_write()  # one of them needed a grant
         assert not bench.living()
         assert not bench.pods
 
