@@ -822,6 +822,7 @@ class Bench:
             n.id
             for n in job.nodes
             if n.phase is NodePhase.LIVE
+            and n.report is not None  # to this master; of others it knows by its journal
             and not n.leaving
             and not n.held
             and not ((last := self._lives[n.id].report) and last.warming)
