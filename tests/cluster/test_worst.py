@@ -184,7 +184,7 @@ def test_a_node_that_is_cut_off_stops_its_workers_before_it_is_back(
         assert victim.id not in {n.id for n in members(after)}
         until(lambda: not any(map(alive, workers)), "its workers are stopped", within_s=60)
         assert any(map(alive, agents)), "by its agent, which goes on asking"
-        assert not cluster.node_ready(host), "nobody could have told it to"
+        until(lambda: not cluster.node_ready(host), "nobody could have told it to", within_s=120)
     until(lambda: not any(map(alive, agents)), "it was refused, or its Pod deleted", within_s=60)
     full = run.runs(3, after=after.round)
     assert victim.id not in {n.id for n in members(full)}
