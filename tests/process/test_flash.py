@@ -284,7 +284,8 @@ def test_two_jobs_in_one_directory(place: Place, shm: Path) -> None:
         assert its.loaded(after) == 6, "no step is repeated"
         its.reach(7)
         its.copied(7, range(2))  # else what is a rank's own may be lost, and the log says so
-        its.run.hurt(members(its.run.running(2))[0].id, "kill")
+        # Not the one that holds the job's claim: with it the claim would be free.
+        its.run.hurt(members(its.run.running(2))[1].id, "kill")
         its.run.api("POST", "/v1/hosts?count=1")
         third = its.run.running(2, round_after=after.round)
         assert its.loaded(third) == 7, "all ranks have the same: any node's memory will do"
