@@ -6,7 +6,7 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test check unit process cluster cluster-down cluster-test bench clean
+.PHONY: help setup demo test check unit process cluster cluster-down cluster-test chaos bench clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ cluster-down: setup ## Take it down
 
 cluster-test: setup ## The tests on the cluster (or on that of KUBECONFIG)
 	@$(VENV)/bin/pytest -rs tests/cluster
+
+chaos: setup ## A campaign of N random faults on the cluster, drawn from SEED (about 20 s each)
+	@$(PYTHON) -m tests.cluster.chaos -n $(or $(N),300) --seed $(or $(SEED),7) $(CHAOS)
 
 bench: setup ## Measure, against torchrun in the same run; prints tables of docs/benchmarks.md
 	@$(PYTHON) benchmarks/membership.py

@@ -5,10 +5,15 @@ reports its steps. Each first step of a worker is printed with ``time.monotonic(
 one machine, so that is one clock. A figure is from right before the fault to the *last* rank's
 first step of the next round. Figures are only comparable within one run.
 
-Needs a cluster (``make cluster``). ``--write`` puts the table into docs/benchmarks.md.
+``--only pods`` is about a job of a thousand Pods, on fake nodes: how fast its master asks for them,
+beside a bare loop that creates the same Pods with the same client, and what it writes; and how soon
+30 of 32 Pods that are deleted at once are replaced.
+
+Needs a cluster (``make cluster``). ``--write`` puts the tables into docs/benchmarks.md.
 """
 
 import argparse
+import asyncio
 import json
 import os
 import re
@@ -20,6 +25,7 @@ from collections.abc import Callable
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -27,12 +33,13 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.scale import machine
+from dlrover_py.kube import PODS, Kube
 from tests.cluster.conftest import installed
 from tests.cluster.harness import Cluster, Obj, cluster_for_tests, until
 from tests.cluster.jobs import Job, Watched, document, steps, submit, watching
+from tests.cluster.many import Asked, agents_of, at, bare, many, master_mb, running
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
-BEGIN, END = "<!-- cluster: begin -->", "<!-- cluster: end -->"
 SPACE = "dlrover-bench"
 SCRIPT = """
 import os, sys, time
@@ -99,8 +106,13 @@ class Bench:
                 found.setdefault(number, {})[rank] = float(line[3]), world
         return found
 
-    def after(self, job: Job, began: float, world: int) -> float:
-        """From then to the first step of the last rank of the first whole round of this size."""
+    def after(self, job: Job, began: float, world: int, number: int) -> float:
+        """From then to the first step of the last rank of the first whole round of this size.
+
+        Logs are read once the master has told of it, after round ``number``: ``kubectl`` would
+        take a core of the two meanwhile.
+        """
+        job.runs(world, after=number, within_s=180)
 
         def look() -> float | None:
             for _, ranks in sorted(self.steps(job).items()):
@@ -125,8 +137,7 @@ def worker_killed(
         (worker,) = [pid for pid, said in there.items() if WORKER.search(said)]
         began = time.monotonic()
         os.kill(worker, signal.SIGKILL)
-        found.append(bench.after(job, began, nodes))
-        job.runs(nodes, after=before)
+        found.append(bench.after(job, began, nodes, before))
         tick()
     job.kubectl("delete", "ej", job.name)
     return found
@@ -140,9 +151,9 @@ def pod_lost(bench: Bench, times: int, tick: Callable[[], None]) -> list[float]:
         # The replacement shares our two cores: it shall not start before the others go on.
         for node in bench.cluster.nodes:
             bench.cluster.cordon(node)
-        began = time.monotonic()
+        before, began = job.training.round, time.monotonic()
         bench.cluster.delete_pod(f"lost-{victim}", SPACE, force=True)
-        found.append(bench.after(job, began, 2))
+        found.append(bench.after(job, began, 2, before))
         for node in bench.cluster.nodes:
             bench.cluster.uncordon(node)
         job.runs(3, after=job.training.round, within_s=180)
@@ -157,9 +168,9 @@ def standby(bench: Bench, times: int, tick: Callable[[], None]) -> list[float]:
     job, found = bench.job("standby", replicas=2, standbyReplicas=1), []
     for _ in range(times):
         victim = members(job)[-1]
-        began = time.monotonic()
+        before, began = job.training.round, time.monotonic()
         bench.cluster.delete_pod(f"standby-{victim}", SPACE, force=True)
-        found.append(bench.after(job, began, 2))
+        found.append(bench.after(job, began, 2, before))
         job.until(lambda: job.training.standby == 1, "a new standby", within_s=180)
         bench.warm(job, 3)
         tick()
@@ -172,13 +183,14 @@ def scaled(bench: Bench, times: int, tick: Callable[[], None]) -> list[float]:
     job, found = bench.job("scale", replicas=2, minReplicas=2), []
     for _ in range(times):
         known = set(job.pods)
+        before = job.training.round
         job.kubectl("scale", "ej/scale", "--replicas=3")
         began = time.monotonic()
         (new,) = job.until(lambda known=known: set(job.pods) - known, "the new Pod")
         name = f"scale-{new}"
         until(lambda name=name: "zygote_ready" in bench.cluster.logs(name, SPACE), "warm",
               within_s=180, every_s=0.1)  # fmt: skip
-        whole = bench.after(job, began, 3)
+        whole = bench.after(job, began, 3, before)
         warm = stamp(bench.cluster.logs(name, SPACE), "zygote_ready")
         found.append(began + whole - (warm - time.time() + time.monotonic()))
         job.kubectl("scale", "ej/scale", "--replicas=2")
@@ -220,6 +232,123 @@ def submits(bench: Bench, number: int, tick: Callable[[], None]) -> tuple[int, f
     return done, took, left
 
 
+def of_a_thousand(
+    cluster: Cluster, there: Watched, number: int, times: int, tick: Callable[[], None]
+) -> tuple[list[tuple[str, str, str]], list[Obj]]:
+    """A job of so many Pods, from its submission until none is left, beside a bare loop."""
+    wish = many(there, "bare", number, spec={"suspend": True})  # owns the loop's Pods
+    wish.until(lambda: wish.phase == "Suspended", "the operator has seen it")
+    found: list[Obj] = []
+    for turn in range(times):
+        alone = asyncio.run(bare(cluster.kubeconfig, wish.obj, turn * number, number))
+        until(lambda: running(wish) == number, "the bare Pods run", within_s=300)
+        wish.kubectl("delete", "pods", "-l", "elasticjob.dlrover/name=bare", "--wait=false")
+        until(lambda: not wish.pods, "the bare Pods are gone", within_s=300)
+        tick()
+        submitted = time.time()
+        run = many(there, f"many-{turn}", number)
+        run.until(lambda run=run: running(run) == number, "all run", within_s=300)
+        asked, memory = Asked(run), master_mb(run)
+        made, first, last = asked.created()
+        run.patch({"suspend": True})
+        run.until(lambda run=run: run.holds("Suspended") and not run.pods, "none", within_s=300)
+        asked = Asked(run)
+        found.append({
+            "bare": alone, "first": first - submitted, "all": last - submitted, "made": made,
+            "ours": last - first, "ratio": (last - first) / alone, "mb": memory,
+            "writes": asked.writes.total() / number,
+            "kinds": {" ".join(kind): n for kind, n in asked.writes.items()},
+            "status": asked.closest("patch", "elasticjobs/status"),
+        })  # fmt: skip
+        run.kubectl("delete", "ej", run.name)
+        tick()
+    wish.kubectl("delete", "ej", "bare")
+
+    def span(key: str, unit: str, digits: int = 2) -> str:
+        values = [f[key] for f in found]
+        three = (min(values), statistics.median(values), max(values))
+        return " / ".join(f"{v:.{digits}f}" for v in three) + unit
+
+    kinds = ", ".join(f"{n} × {kind}" for kind, n in found[-1]["kinds"].items())
+    return [
+        (f"bare loop: the same {number} Pods are created", "–", span("bare", " s")),
+        ("the master: first Pod asked for → last one created", "–", span("ours", " s")),
+        ("the same, by the bare loop just before", "≤ 1.3", span("ratio", "")),
+        ("submit → first Pod asked for: its master starts", "–", span("first", " s")),
+        ("submit → last Pod created", "–", span("all", " s")),
+        ("the master's largest memory", "≤ 150 MB", span("mb", " MB", 0)),
+        (f"writes a Pod, from submit until none is left ({kinds})", "≤ 4", span("writes", "")),
+        ("shortest time between two writes of the status", "≥ 1 s", span("status", " s")),
+    ], found
+
+
+async def mass_deletion(there: Watched, times: int, tick: Callable[[], None]) -> list[Obj]:
+    """30 of 32 Pods are deleted, again and again: until the last replacement is created."""
+    run = many(there, "mass", 32, minReplicas=1)
+    await asyncio.to_thread(run.until, lambda: running(run) == 32, "all run", within_s=120)
+    found = []
+    async with (
+        agents_of(run, 32 + 30 * times) as agents,
+        await Kube.connect(kubeconfig=there.cluster.kubeconfig) as kube,
+    ):
+        nodes = [f"n{i}" for i in range(32)]
+        await agents.form(nodes, 32)
+        for turn in range(times):
+            before, began = max(agents.rounds), time.time()
+            left = agents.swarm.until(agents.of(nodes[:2]), lambda told: told.get("nnodes") == 2)
+            gone = (kube.delete(PODS, f"mass-{n}", SPACE, grace_s=0) for n in nodes[2:])
+            calls = asyncio.gather(*gone)
+            agents.swarm.lose(agents.of(nodes[2:]))
+            await calls
+            deleted = time.time() - began
+            told = await agents.swarm.wait(left, "the two") - time.monotonic() + time.time()
+            nodes[2:] = [f"n{32 + 30 * turn + i}" for i in range(30)]
+            await asyncio.to_thread(run.until, lambda: running(run) == 32, "all run again")
+            made = Asked(run, began).of("create", "pods", 201)
+            found.append({
+                "deleted": deleted, "told": told - began, "made": len(made),
+                "created": max(at(e["stageTimestamp"]) for e in made) - began,
+                "rounds": sum(number > before for number in agents.rounds),
+            })  # fmt: skip
+            await agents.form(nodes[2:], 32)
+            tick()
+        if agents.swarm.surprises:
+            raise AssertionError(agents.swarm.surprises)
+    run.kubectl("delete", "ej", "mass")
+    return found
+
+
+def of_many(
+    cluster: Cluster, args: argparse.Namespace, progress: Progress
+) -> tuple[list[str], list[Obj]]:
+    """The table of a thousand Pods."""
+    with cluster.fake_nodes(8), watching(cluster, SPACE) as there:
+        task = progress.add_task(f"{args.pods} Pods", total=2 * args.times)
+        tick = partial(progress.advance, task)
+        rows, samples = of_a_thousand(cluster, there, args.pods, args.times, tick)
+        task = progress.add_task("30 of 32 Pods", total=args.times)
+        lost = asyncio.run(mass_deletion(there, args.times, partial(progress.advance, task)))
+    for key, words, target in (
+        ("deleted", "30 of 32 Pods deleted, 30 calls at once → all answered", "–"),
+        ("told", "→ the two that are left are told of their round", "–"),
+        ("created", "→ the last of 30 replacements is created", "≤ 2 s"),
+    ):
+        values = sorted(one[key] for one in lost)
+        three = (values[0], statistics.median(values), values[-1])
+        rows.append((words, target, " / ".join(f"{v:.2f}" for v in three) + " s"))
+    numbers = ", ".join(str(one["rounds"]) for one in lost)
+    rows.append(("rounds from one deletion until all are replaced", "1", numbers))
+    table = [
+        f"`python benchmarks/cluster.py --only pods --times {args.times} --pods {args.pods}` on "
+        f"{machine()}.",
+        "",
+        "| what | target | min / median / max |",
+        "| --- | --- | --- |",
+        *(f"| {' | '.join(row)} |" for row in rows),
+    ]
+    return table, [*samples, *lost]
+
+
 ROWS = {
     "worker process `kill -9` in a Pod, of three → next step": (
         worker_killed, "cold restart of all, 5–17 s measured", "≤ 0.5 s"),
@@ -239,19 +368,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--times", type=int, default=5, help="of each fault")
     parser.add_argument("--submits", type=int, default=60)
-    parser.add_argument("--only", default="", help="rows whose name has this word")
+    parser.add_argument("--pods", type=int, default=1000, help="of the large job")
+    parser.add_argument("--only", default="", help="rows whose name has this word; or: pods")
     parser.add_argument("--json", type=Path, help="keep all samples there")
     parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
     args = parser.parse_args()
     console, where = Console(stderr=True), machine()
-    rows, samples = [], {}
+    rows: list[tuple[str, ...]] = []
+    samples: dict[str, list[Any]] = {}
     with cluster_for_tests() as cluster, Progress(console=console) as progress:
         installed(cluster, cluster.image("operator"), cluster.image("master"))
         prepare(cluster)
+        if args.only in ("", "pods"):
+            table, many_samples = of_many(cluster, args, progress)
+            samples["pods"] = many_samples
+            show(table, "pods", write=args.write)
         with watching(cluster, SPACE) as watched:
             bench = Bench(cluster, watched, cluster.image("agent"))
             for name, (measure, theirs, target) in ROWS.items():
-                if args.only not in name or not args.times:
+                if args.only not in name or args.only == "pods" or not args.times:
                     continue
                 task = progress.add_task(name[:50], total=args.times)
                 found = measure(bench, args.times, lambda t=task: progress.advance(t))
@@ -262,7 +397,8 @@ def main() -> int:
                 task = progress.add_task("submits", total=args.submits)
                 done, took, left = submits(bench, args.submits, lambda: progress.advance(task))
                 name = f"{args.submits} submits of small jobs → all Succeeded"
-                words = f"{done} of {args.submits} in {took:.0f} s; Pods left: {', '.join(left)}"
+                pods = ", ".join(left) or "none"
+                words = f"{done} of {args.submits} in {took:.0f} s; Pods left: {pods}"
                 rows.append((name, "–", f"{args.submits} of {args.submits}", words))
         cluster.kubectl("delete", "namespace", SPACE, "--wait=false")
     table = [
@@ -272,11 +408,10 @@ def main() -> int:
         "| --- | --- | --- | --- |",
         *(f"| {' | '.join(row)} |" for row in rows),
     ]
-    print("\n".join(table))
+    if rows:
+        show(table, "cluster", write=args.write)
     if args.json:
         args.json.write_text(json.dumps(samples))
-    if args.write:
-        write(table)
     return 0
 
 
@@ -289,12 +424,14 @@ def prepare(cluster: Cluster) -> None:
     cluster.apply(scripts, namespace=SPACE)
 
 
-def write(table: list[str]) -> None:
-    """Between the marks of docs/benchmarks.md."""
-    text = DOCS.read_text()
-    before, rest = text.split(BEGIN)
-    _, behind = rest.split(END)
-    DOCS.write_text(before + BEGIN + "\n" + "\n".join(table) + "\n" + END + behind)
+def show(table: list[str], name: str, *, write: bool) -> None:
+    """Print a table; perhaps between its marks of docs/benchmarks.md."""
+    print("\n".join(table), flush=True)
+    if write:
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        before, rest = DOCS.read_text().split(begin)
+        _, behind = rest.split(end)
+        DOCS.write_text("\n".join([before + begin, *table, end + behind]))
 
 
 if __name__ == "__main__":

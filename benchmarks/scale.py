@@ -217,8 +217,16 @@ class Formed:
 class Swarm:
     """All agents, and what they wait for."""
 
-    def __init__(self, agents: int, port: int, *, token: str, tls: ssl.SSLContext | None) -> None:
-        self.token, self._port, self._tls = token, port, tls
+    def __init__(
+        self,
+        agents: int,
+        port: int,
+        *,
+        token: str,
+        tls: ssl.SSLContext | None,
+        host: str = "127.0.0.1",
+    ) -> None:
+        self.token, self._host, self._port, self._tls = token, host, port, tls
         self.began = time.monotonic()
         self.reports = self.refused = self.reconnects = 0
         self.exchange_s = 1.0
@@ -256,7 +264,7 @@ class Swarm:
     async def _open(self, agent: Agent) -> None:
         name = names.MASTER_NAME if self._tls is not None else None
         await asyncio.get_running_loop().create_connection(
-            lambda: agent, "127.0.0.1", self._port, ssl=self._tls, server_hostname=name
+            lambda: agent, self._host, self._port, ssl=self._tls, server_hostname=name
         )
 
     def lost_connection(self, agent: Agent) -> None:

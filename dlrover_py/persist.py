@@ -500,7 +500,7 @@ class Attempt:
         if self._doing[0] != doing:
             self._doing, self._since = (doing, hint), time.monotonic()
 
-    def _write(self) -> tuple[tuple[int, str, float, int] | None, tuple[str, ...]]:
+    def _write(self) -> tuple[tuple[int, int, int, str, float, int] | None, tuple[str, ...]]:
         order = self.order
         if self._before is not None:
             self._now(f"{order.dir} has not answered to the attempt before")
@@ -771,7 +771,7 @@ class Attempt:
 
     def _finish(
         self, store: Store, plan: Plan, layouts: dict[str, list[Share]]
-    ) -> tuple[tuple[int, str, float, int], tuple[str, ...]]:
+    ) -> tuple[tuple[int, int, int, str, float, int], tuple[str, ...]]:
         order = self.order
         done = self._gather(store, "done")
         shares = {(node, s.rank): s for node, shares in layouts.items() for s in shares}
@@ -828,7 +828,8 @@ class Attempt:
             store.retain(order.keep, {*order.spare, self.folder})
         except OSError as error:  # it is stored all the same
             notes.append(f"older checkpoints could not be removed: {_words(error)}")
-        stored = (order.step, store.where(manifest), manifest.at, manifest.number)
+        where = store.where(manifest)
+        stored = (order.step, order.round, order.lap, where, manifest.at, manifest.number)
         return stored, tuple(notes)
 
     def _clean_up(self, why: str) -> None:

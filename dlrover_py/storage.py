@@ -690,7 +690,7 @@ class Store:
         """Create the manifest, with its number: from now on the checkpoint exists.
 
         Raises:
-            Superseded: a newer attempt or term, or a tombstone, is there.
+            Superseded: a newer attempt or term, a tombstone, or what was saved later, is there.
         """
         if self._claim is not None and not self._claimed():
             raise Superseded(
@@ -703,6 +703,11 @@ class Store:
                 f"{manifest.folder}: the grant is of term {manifest.term}, and a checkpoint of "
                 f"term {newest} is there"
             )
+        saved = (manifest.round, manifest.lap, manifest.step)
+        later = [m for m in others.values() if m.job == manifest.job and not m.void]
+        later = [m for m in later if (m.round, m.lap, m.step) > saved]
+        if manifest.term and later:  # without a master each run counts its rounds anew
+            raise Superseded(f"{manifest.folder}: a later one is there, {later[0].folder}")
         manifest = replace(manifest, number=1 + max((m.number for m in others.values()), default=0))
         if not self.place.create(f"{manifest.folder}.json", manifest.encode()):
             raise Superseded(

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # All tests, in three streams beside each other: those with processes, and those on a cluster, wait
-# most of the time; those without either compute. What a stream has said is shown when it has ended.
+# most of the time; those without either compute. What a stream has said is shown when it has ended,
+# and what has failed in any of them once more at the very end.
 #
 #   bash scripts/test.sh .venv
 set -uo pipefail
-pytest=("$1/bin/pytest" -rs -p no:cacheprovider --durations=40 --durations-min=5)
+pytest=("$1/bin/pytest" -rfEs -p no:cacheprovider --durations=40 --durations-min=5)
 said=$(mktemp -d)
 trap 'rm -rf "$said"' EXIT
 set -m # else the two would ignore an interrupt
@@ -14,10 +15,15 @@ unit=$!
 cluster=$!
 set +m
 trap 'kill -INT -- "-$unit" "-$cluster" 2>/dev/null' INT TERM
-"${pytest[@]}" tests --ignore=tests/unit --ignore=tests/stateful --ignore=tests/cluster
+"${pytest[@]}" tests --ignore=tests/unit --ignore=tests/stateful --ignore=tests/cluster 2>&1 |
+    tee -i "$said/process"
 code=$?
 for stream in unit cluster; do
     wait "${!stream}" || code=1
     cat "$said/$stream"
 done
+if ((code)); then
+    echo "Failed:"
+    grep -hE '^(FAILED|ERROR) ' "$said"/* || echo "no test by itself: see the ends of the streams above"
+fi
 exit $code

@@ -260,7 +260,14 @@ class SimAgent:
             phase = PersistPhase.READY
         self.persisting = Persisting(attempt=order.attempt, phase=phase)
         if phase is PersistPhase.DONE and order.writers:
-            self.stored = Stored(step=order.step, where="/d", at=0.0, number=next(_commits))
+            self.stored = Stored(
+                step=order.step,
+                round=order.round,
+                lap=order.lap,
+                where="/d",
+                at=0.0,
+                number=next(_commits),
+            )
 
     @property
     def group(self) -> tuple[int, str, int] | None:

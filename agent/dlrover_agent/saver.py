@@ -312,8 +312,10 @@ class Saver:
 
     def _answered(self, answer: Answer) -> None:
         if answer.stored is not None:
-            step, where, at, number = answer.stored
-            self._stored = Stored(step=step, where=where[:1000], at=at, number=number)
+            step, round_, lap, where, at, number = answer.stored
+            self._stored = Stored(
+                step=step, round=round_, lap=lap, where=where[:1000], at=at, number=number
+            )
         for words in answer.notes:
             log.warning("checkpoint_odd", extra={"attempt": answer.attempt, "why": words})
         order = self._order

@@ -285,7 +285,10 @@ class Zygote:
         middle = _fork()
         if middle == 0:
             for i, one in enumerate(wanted):
-                pid = _fork()
+                try:
+                    pid = _fork()
+                except OSError:  # the agent sees that some are missing
+                    os._exit(1)
                 if pid == 0:
                     own = fds[i * each : (i + 1) * each]
                     for fd in {read, write, *fds} - set(own):

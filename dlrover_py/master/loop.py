@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -54,6 +55,14 @@ GATHER_S = 0.1
 PUBLISH_SHARE = 20
 """Making the status takes at most this part of the time."""
 RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+
+
+def pause_s(tries: int, error: TransientError | None = None) -> float:
+    """How long to wait after so many failures. Spread: a thousand masters fail at the same time,
+    and are all told to come back after the same one."""
+    wait_s = RETRY_S[min(tries, len(RETRY_S) - 1)] * random.uniform(0.5, 1.0)
+    asked_s = error.retry_after * random.uniform(1.0, 1.25) if error is not None else 0.0
+    return max(wait_s, asked_s)
 
 
 @dataclass(slots=True)
@@ -313,13 +322,13 @@ class Loop:
             accepted = None if journal is None else journal.read_accepted()
             job = await self._until_works("get_job", lambda: self._platform.get_job(accepted))
             now, wall = self._clock.now(), self._clock.wall()
+            known = self._platform.known
+            # A journal that was put back from elsewhere may be older than what was told since.
+            term = Term(max(known.term, journal.term if journal else 0) + 1)
             if journal is None:
-                known = self._platform.known
-                term = Term(known.term + 1)
                 self._job = Job(job, self._rules, term=term, now=now, wall=wall)
                 self._job.skip(known.node, known.event)
             else:
-                term = Term(journal.term + 1)
                 self._job = Job.resume(job, self._rules, journal, term=term, now=now, wall=wall)
             bind(job=job.metadata.name, term=self._job.term)
             log.info("term_begins", extra={"round": self._job.round})
@@ -438,7 +447,7 @@ class Loop:
                 if said != str(error):
                     said = str(error)
                     log.warning("passive", extra={"why": said})
-                await asyncio.sleep(RETRY_S[-1])
+                await asyncio.sleep(pause_s(len(RETRY_S), error))
 
     async def _save(self, journal: Journal) -> None:
         """Write the journal; nothing else happens until it is written."""
@@ -461,8 +470,9 @@ class Loop:
                     self.journal_error = str(error)
                     log.error("journal_unwritable", extra={"why": self.journal_error})
                 self._changed.set()
-                self._turned_at = self._clock.now()
-                await asyncio.sleep(RETRY_S[min(tries, len(RETRY_S) - 1)])
+                wait_s = pause_s(tries, error)
+                self._turned_at = self._clock.now() + wait_s  # to wait so long is no standstill
+                await asyncio.sleep(wait_s)
                 tries += 1
             else:
                 self.journal_writes += 1
@@ -484,23 +494,27 @@ class Loop:
                     )
             except TransientError as error:
                 log.warning("watch_lost", extra={"why": str(error)})
-            await asyncio.sleep(RETRY_S[min(tries, len(RETRY_S) - 1)])
+            await asyncio.sleep(pause_s(tries))
             tries += 1
 
     async def _publish(self) -> None:
+        tries = 0
         while True:
             await self._changed.wait()
             self._changed.clear()
             began = self._clock.now()
             status = self.status()
-            took = self._clock.now() - began
+            wait_s = max(self._publish_s, PUBLISH_SHARE * (self._clock.now() - began))
             if status is not None:
                 try:
                     await self._platform.publish(status)
+                    tries = 0
                 except TransientError as error:
                     log.warning("publish_failed", extra={"why": str(error)})
                     self._changed.set()
-            await asyncio.sleep(max(self._publish_s, PUBLISH_SHARE * took))
+                    wait_s += pause_s(tries, error)
+                    tries += 1
+            await asyncio.sleep(wait_s)
 
     async def _until_works(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
         tries = 0
@@ -509,7 +523,7 @@ class Loop:
                 return await call()
             except TransientError as error:
                 log.warning("retrying", extra={"what": what, "why": str(error)})
-                await asyncio.sleep(RETRY_S[min(tries, len(RETRY_S) - 1)])
+                await asyncio.sleep(pause_s(tries, error))
                 tries += 1
 
     def _log(self, job: Job, since: int) -> None:

@@ -184,7 +184,9 @@ class SecretStore:
             except (Conflict, NotFound):
                 await self._after_conflict(data)
         except (KubeError, TransientError) as error:
-            raise Unwritable(f"Secret {self._name}: {error}") from error
+            unwritable = Unwritable(f"Secret {self._name}: {error}")
+            unwritable.retry_after = getattr(error, "retry_after", 0.0)
+            raise unwritable from error
 
     async def release(self) -> None:  # noqa: D102
         held, self._held = self._held, None
@@ -245,6 +247,8 @@ class SecretStore:
             raise TransientError(str(error)) from error
 
 
+MOST = 1 << 26
+"""Bytes of a journal: a Secret could unpack to a thousand times its own size."""
 _KEPT = ("name", "namespace", "uid", "resourceVersion", "labels", "ownerReferences", "finalizers")
 
 
@@ -267,8 +271,12 @@ def _unpacked(secret: Obj, name: str) -> Journal | None:
     if not data:
         return None
     try:
-        return Journal.model_validate_json(gzip.decompress(base64.b64decode(data)))
-    except (ValidationError, OSError, ValueError, EOFError, zlib.error) as error:
+        stream = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)  # gzip's
+        text = stream.decompress(base64.b64decode(data), MOST)
+        if not stream.eof:
+            raise ValueError(f"it is cut off, or has more than {MOST >> 20} MB")
+        return Journal.model_validate_json(text)
+    except (ValidationError, ValueError, zlib.error) as error:
         raise ConfigError(
             f"Secret {name}: not a journal of this version: {error}; delete its {JOURNAL_KEY} to "
             "start anew"

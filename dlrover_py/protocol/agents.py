@@ -166,6 +166,9 @@ class Stored(Wire):
     """When it was committed, in seconds of the epoch, by the committer's clock: for people."""
     number: Count = 0
     """Of the commit in its directory: what is newer is told by it."""
+    round: Count = 0
+    lap: Count = 0
+    """When it was saved; with the step they tell what is older than it."""
 
 
 class AgentReport(Wire):

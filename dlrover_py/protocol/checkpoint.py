@@ -536,9 +536,9 @@ class Answer:
     phase: Phase
     why: str = ""
     """What is wrong, in words, if it failed."""
-    stored: tuple[int, str, float, int] | None = None
-    """Of the coordinator that is done: step, path or address of the folder, when (epoch s), and
-    the number of the commit."""
+    stored: tuple[int, int, int, str, float, int] | None = None
+    """Of the coordinator that is done: step, round, lap, path or address of the folder, when
+    (epoch s), and the number of the commit."""
     notes: tuple[str, ...] = ()
     """What was odd, and no failure."""
     seconds: float = 0.0

@@ -61,6 +61,9 @@ class Unsupported(ConfigError):
 class TransientError(DLRoverError):
     """The same call may work later."""
 
+    retry_after: float = 0.0
+    """It was asked not to be repeated for so long."""
+
 
 class Unreachable(TransientError):
     """Nobody answered at the address until the deadline."""

@@ -6,12 +6,12 @@
 
     with Checkpointer("/data/run-1") as checkpointer:
         state = {"model": model, "optimizer": optimizer, "schedule": schedule}
-        start = checkpointer.load(state) or 0
-        for step in range(start + 1, total + 1):
+        step = checkpointer.load(state) or 0
+        while step < total and not checkpointer.should_stop:
             train(step)
+            step += 1
             checkpointer.save(step, state)
-            if checkpointer.should_stop:
-                break
+        checkpointer.save(step, state, force=True)  # the last one goes to storage
 
 It works under ``python``, ``torchrun`` and ``elastic-run``, which keeps the memory when a worker
 dies. What the script does not say, the job's ``checkpoint:`` does, and else the defaults do:
@@ -51,7 +51,7 @@ from enum import IntEnum
 from math import sqrt
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, SupportsFloat
 
 import torch
 import torch.distributed as dist
@@ -291,7 +291,7 @@ class Checkpointer:
         step: int,
         state: Mapping[str, object],
         *,
-        metric: float | None = None,
+        metric: SupportsFloat | None = None,
         force: bool = False,
     ) -> bool:
         """Save the state, if that is due; call it after each step, on all ranks.
@@ -303,7 +303,7 @@ class Checkpointer:
         Args:
             step: steps finished, counted from the start of the training.
             state: modules, optimizers, tensors, what has ``state_dict``, and mappings of these.
-            metric: what the step is worth, where ``keep`` has ``best``.
+            metric: what the step is worth, where ``keep`` has ``best``: a number, or its tensor.
             force: save it whatever the policy says, have it go to storage, and return once all
                 ranks have it in memory. For all ranks, or none.
 
@@ -318,13 +318,16 @@ class Checkpointer:
             return False
         if type(step) is not int or not 0 <= step <= session.MAX_COUNT:
             raise ValueError(f"step is {step!r}: expected an int from 0 to 2**53")
+        if isinstance(metric, torch.Tensor):
+            metric = metric.detach()  # a loss that has a graph
+        worth = None if metric is None else float(metric)
         began = time.perf_counter()
         site = self._site()
         waited = site.stager.waited_s
         self.stats.calls += 1
         self._steps.tick(busy=self._busy is not None)
         try:
-            return self._save(site, step, state, metric, force)
+            return self._save(site, step, state, worth, force)
         finally:
             spent = time.perf_counter() - began
             self.stats.blocked_s += spent + (waited - site.fenced_s)
@@ -444,6 +447,15 @@ class Checkpointer:
             site = self._open_at
             if site is not None:
                 self._settle(site)
+                flagged = -1 if self._flagged_step is None else self._flagged_step
+                lost = self.dir and not self._stop and self._attempted > flagged
+                if site.rank == 0 and lost and not self.settings.arena:  # else the job stores it
+                    log.warning(
+                        "step %d is in memory only, and goes with it: save(step, state, "
+                        "force=True) before close() has it written to %s",
+                        self._attempted,
+                        self.dir,
+                    )
             self._let_go()
 
     def __enter__(self) -> Self:
@@ -682,7 +694,7 @@ class Checkpointer:
             if any(one.flagged for one in self._attempts):  # it is to be ordered, or not
                 self._ask(site)
                 self._hear(site, DRAIN_S)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:  # a ValueError: the group is no more
             log.warning("the last vote on checkpoints was not heard: %s", error)
 
     def _resolve(self, site: "_Site", one: _Attempt, *, whole: bool) -> None:
@@ -762,6 +774,7 @@ class Checkpointer:
 
     def _site(self) -> "_Site":
         if self._open_at is None:
+            self._take_place()
             self._open_at = _Site(self.settings, self.dir is not None, self._answered)
             self._tell_of_store()
             held = [s for s in self._open_at.stager.found() if s is not None]
@@ -769,6 +782,33 @@ class Checkpointer:
             newest = max(held, key=lambda s: s.age, default=None)
             self._whole = None if newest is None else newest.id
         return self._open_at
+
+    def _take_place(self) -> None:
+        """See that nobody else of this process has its place in the job's memory.
+
+        Two would fill each other's slots, and one would load what the other has saved.
+
+        Raises:
+            ConfigError: somebody has.
+        """
+        if not self.settings.arena:
+            return
+        place = self.settings.arena, self.settings.place, self.settings.local_rank
+        before = _places.get(place)
+        if before is not None and before._pid == os.getpid():
+            if not before._closed:
+                raise ConfigError(
+                    "checkpoint: this worker has an open Checkpointer already, and the job's "
+                    "memory has room for one: put all that is to be saved into one state"
+                )
+            if before.dir != self.dir:
+                raise ConfigError(
+                    f"checkpoint: this worker had a Checkpointer for {before.dir}, and what it has "
+                    f"saved is in the job's memory: expected the same directory, found {self.dir}; "
+                    "make another training a job of its own"
+                )
+            self._lap = before._lap + 1  # what it stages is newer
+        _places[place] = self
 
     def _tell_of_store(self) -> None:
         """What the agent's persister has to know."""
@@ -786,6 +826,10 @@ class Checkpointer:
         atexit.unregister(self._at_exit)
         if self._open_at is not None:
             self._open_at.close()
+
+
+_places: dict[tuple[str, int | None, int], Checkpointer] = {}
+"""Who had a place in an agent's memory last; of a parent process, perhaps."""
 
 
 class _StepTimes:
@@ -945,7 +989,7 @@ def _first(*values: Any) -> Any:
 
 def _absolute(where: str) -> str:
     """Other processes read it, which may stand elsewhere."""
-    return where if "://" in where else str(Path(where).absolute())
+    return where if "://" in where else str(Path(where).expanduser().absolute())
 
 
 def _keep(value: object) -> Keep:

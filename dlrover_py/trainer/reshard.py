@@ -61,6 +61,8 @@ class _Job:
         fits = self.target.device.type == "cpu" and self.target.dtype == dtype
         if not fits or not self.target.is_contiguous():
             return None
+        if self.target.is_conj() or self.target.is_neg():  # its bytes are not its values
+            return None
         if tuple(self.lengths) == self.piece.shape:
             return 0
         there = self.cut(torch.empty(self.piece.shape, dtype=dtype, device="meta"))

@@ -403,7 +403,7 @@ def _candidates(
             for _, s in arena.scan(arena_)
             if job in ("", s.job)
         }
-        memory = sorted(seen, reverse=True)
+        memory = sorted(seen, key=lambda f: (f.round, f.lap, f.step), reverse=True)
     stored: list[Found] = []
     if store is not None:
         try:
@@ -413,6 +413,15 @@ def _candidates(
             claimed = claimed or bool(stored)
         except TROUBLE as error:
             blind = f"the storage was asked for its checkpoints: {error}"
+        else:
+            if store.damaged and not (
+                memory or stored
+            ):  # to begin anew would be to lose what may be there
+                name, why = next(iter(store.damaged.items()))
+                raise CheckpointError(
+                    f"{store.place.url}/{name} is damaged ({why}), and there is no other "
+                    "checkpoint: bring it back, or remove it to begin anew"
+                )
     if blind:
         log.warning("not all checkpoints are known: %s", blind)
     return merge(memory, stored, job), claimed, blind

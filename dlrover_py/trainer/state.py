@@ -50,7 +50,6 @@ NOTE_BYTES = 1 << 20
 """What is copied at once for one reason, and is less than this, is nothing to write home about."""
 
 _DTYPES = {getattr(torch, name): name for name in ITEM_BYTES if hasattr(torch, name)}
-_COMPLEX = frozenset(name for name in ITEM_BYTES if name.startswith("complex"))
 _PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer})
 _MARKS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 """What torch.compile and the wrapper of activation checkpointing add to names."""
@@ -96,7 +95,8 @@ class Random:
         """As values that ``torch.load`` takes back with ``weights_only=True``."""
         version, words, gauss = random.getstate()
         found: dict[str, object] = {
-            "python": (version, torch.tensor(words, dtype=torch.int64), gauss),
+            # (a script may have set another default device)
+            "python": (version, torch.tensor(words, dtype=torch.int64, device="cpu"), gauss),
             "torch": torch.get_rng_state(),
         }
         if (numpy := sys.modules.get("numpy")) is not None:
@@ -156,9 +156,9 @@ def encode_object(key: str, value: object) -> bytes:
     try:
         torch.save(value, buffer)
         data = buffer.getvalue()
-        if type(value) not in _SAFE and _read_back.get(key) is not type(value):
-            decode_object(data)  # at the first save: it takes longer than all else of a save
-            _read_back[key] = type(value)
+        if type(value) not in _SAFE and not (kinds := _kinds(value)) <= _read_back.get(key, set()):
+            decode_object(data)  # it takes longer than all else of a save: not at each of them
+            _read_back[key] = kinds
     except Exception as error:
         raise ConfigError(
             f"checkpoint: {key} is a {type(value).__qualname__}, which torch.load does not read "
@@ -179,8 +179,25 @@ def decode_object(data: bytes) -> object:
 _SAFE = frozenset({int, float, bool, str, bytes, type(None)})
 _encoded: dict[str, tuple[object, bytes]] = {}
 """Values that were encoded before: most stay as they are for the whole of a run."""
-_read_back: dict[str, type] = {}
-"""Which kind of value was read back well, by key."""
+_read_back: dict[str, set[type]] = {}
+"""Of which types the value was, all that was in it too, that was read back well; by key."""
+
+
+def _kinds(value: object) -> set[type]:
+    """The types of a value, and of all that its containers hold: a list of floats may get one of
+    NumPy's later, which nobody could load."""
+    found, rest, seen = {type(value)}, [value], set[int]()
+    while rest:
+        one = rest.pop()
+        if not isinstance(one, Mapping | list | tuple | set | frozenset) or id(one) in seen:
+            continue
+        seen.add(id(one))  # it may hold itself
+        items = [*one, *one.values()] if isinstance(one, Mapping) else list(one)
+        kinds = set(map(type, items))
+        found |= kinds
+        if not kinds <= _SAFE:
+            rest += items
+    return found
 
 
 class Targets:
@@ -556,8 +573,8 @@ class _Walk:
                 shape = tuple(shape)
                 known = _pieces[key] = Piece(key, dtype, shape, shape, (0,) * len(shape))
             piece, local = known, value.detach() if self.load else value
-        if piece.dtype in _COMPLEX:
-            local = local.detach().resolve_conj()
+        if not self.load and (local.is_neg() or local.is_conj()):  # its bytes are not its values
+            local = local.detach().resolve_conj().resolve_neg()
         if defer and piece.nbytes < DEFER_BYTES:
             defer = False
         elif defer and not local.is_contiguous():

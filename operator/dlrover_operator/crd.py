@@ -85,7 +85,15 @@ def schema() -> Schema:
     ]
     roles["properties"]["worker"]["x-kubernetes-validations"] = list(_of_worker())
     status = _convert(ElasticJobStatus.model_json_schema(by_alias=True), ElasticJobStatus, LENIENT)
-    status["properties"]["training"]["properties"].pop("conditions")
+    training = status["properties"]["training"]
+    training["properties"].pop("conditions")
+    # A master that was cut off says what it has to say as soon as it is back, before it can know.
+    training["x-kubernetes-validations"] = [
+        _rule(
+            "!has(oldSelf.term) || (has(self.term) && self.term >= oldSelf.term)",
+            "a newer master has written the status: that of an older one is refused",
+        )
+    ]
     return {
         "description": "An elastic PyTorch training job.",
         "type": "object",

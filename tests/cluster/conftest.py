@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.harness import Cluster, cluster_for_tests
+from tests.cluster.jobs import Watched, watching
 
 CHART = Path(__file__).parents[2] / "charts/dlrover"
 SYSTEM = "dlrover-system"
@@ -61,6 +62,13 @@ def operator_image(cluster: Cluster) -> str:
 def operator(cluster: Cluster, operator_image: str, master_image: str) -> str:
     """The operator, installed from the chart; its namespace."""
     return installed(cluster, operator_image, master_image)
+
+
+@pytest.fixture
+def there(cluster: Cluster, operator: str, namespace: str) -> Iterator[Watched]:
+    """A namespace that is watched, of a cluster with the operator in it."""
+    with watching(cluster, namespace) as watched:
+        yield watched
 
 
 def installed(cluster: Cluster, operator_image: str, master_image: str) -> str:

@@ -21,16 +21,22 @@ import pytest
 import yaml
 
 from tests.cluster.lab import images, parts, settings
-from tests.cluster.lab.cluster import Lab
+from tests.cluster.lab.between import Between
+from tests.cluster.lab.cluster import FAKE, Lab
 from tests.cluster.lab.daemons import command, started
 from tests.cluster.lab.images import base_name
 from tests.cluster.lab.node import Node
 from tests.cluster.lab.shell import LabError, run
 from tests.cluster.lab.waiting import until
 
-__all__ = ["Cluster", "LabError", "Obj", "until"]
+__all__ = ["Cluster", "LabError", "Obj", "on_fakes", "until"]
 Obj = dict[str, Any]
 LIBRARIES = "/opt/libraries"  # where our images take libraries from (Dockerfile)
+
+
+def inside(pid: int, path: str) -> Path:
+    """A file as that process sees it, from outside of its container."""
+    return Path("/proc", str(pid), "root") / path.lstrip("/")
 
 
 class Cluster:
@@ -151,6 +157,11 @@ class Cluster:
                 return {p: said for p in pids if (said := command(p))}
         return {}
 
+    def in_pods(self) -> dict[int, str]:
+        """Processes of all Pods there are, and of those that should be gone: pid, command line."""
+        nodes = self._needs_lab("see all processes").nodes.values()
+        return {pid: said for n in nodes for pid in n.processes() if (said := command(pid))}
+
     def kill(
         self,
         pod: str,
@@ -220,6 +231,30 @@ class Cluster:
     def api_server_killed(self) -> AbstractContextManager[None]:
         """It is gone while the block runs: connections are refused (SIGKILL)."""
         return self._needs_lab("kill the API server").api_server_killed()
+
+    def between(self) -> AbstractContextManager[Between]:
+        """Pods that start while the block runs reach the API server through a proxy."""
+        return self._needs_lab("stand between Pods and the API server").between()
+
+    def compact(self) -> None:
+        """All history is gone: no watch can go on from where it was."""
+        self._needs_lab("compact its history").compact()
+
+    # What it was asked for.
+
+    def asked(self, account: str, namespace: str) -> "list[Obj]":
+        """What a service account has asked of the API server, the oldest first: audit events.
+
+        Of a watch the start counts, of all else the end.
+        """
+        found = self._needs_lab("read its audit log").asked(
+            f"system:serviceaccount:{namespace}:{account}"
+        )
+        return [e for e in found if (e["stage"] == "ResponseStarted") == (e["verb"] == "watch")]
+
+    def fake_nodes(self, number: int, *, pods: int = 250) -> AbstractContextManager["list[str]"]:
+        """So many more nodes for so many Pods each, on which nothing runs; see `on_fakes`."""
+        return self._needs_lab("have fake nodes").fake_nodes(number, pods)
 
     # How.
 
@@ -322,6 +357,11 @@ def _kind_images() -> dict[str, str]:
         run("docker", "build", "--target", target, "-t", name, settings.ROOT, within_s=1800)
         run("kind", "load", "docker-image", "--name", settings.NAME, name, within_s=600)
     return built
+
+
+def on_fakes() -> Obj:
+    """Of a template: Pods on fake nodes, which are Running as soon as they are there."""
+    return {"nodeSelector": {FAKE: "yes"}, "tolerations": [{"key": FAKE, "operator": "Exists"}]}
 
 
 def _of(namespace: str) -> "list[str]":

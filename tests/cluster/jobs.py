@@ -5,7 +5,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -72,11 +72,23 @@ def spread() -> Obj:
 
 
 class Watched:
-    """What there is in a namespace, by a watch of its own."""
+    """What there is in a namespace, by a watch of its own.
 
-    def __init__(self, cluster: Cluster, namespace: str) -> None:
+    ``notice`` is told of each version that is seen, in the watch's thread: the kind, the object,
+    and whether it comes from a list, before which versions may have been missed.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        namespace: str,
+        *,
+        also: Sequence[Kind] = (),
+        notice: Callable[[str, Obj, bool], None] = lambda _kind, _obj, _listed: None,
+    ) -> None:
         self.cluster, self.namespace = cluster, namespace
-        self._found: dict[str, dict[str, Obj]] = {"ElasticJob": {}, "Pod": {}}
+        self._kinds, self._notice = (ELASTICJOBS, PODS, *also), notice
+        self._found: dict[str, dict[str, Obj]] = {kind.name: {} for kind in self._kinds}
         self._news = threading.Condition()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -92,7 +104,7 @@ class Watched:
 
     async def _watch_all(self) -> None:
         async with await Kube.connect(kubeconfig=self.cluster.kubeconfig) as kube:
-            await asyncio.gather(self._watch(kube, ELASTICJOBS), self._watch(kube, PODS))
+            await asyncio.gather(*(self._watch(kube, kind) for kind in self._kinds))
 
     async def _watch(self, kube: Kube, kind: Kind) -> None:
         changes = kube.watch(kind, self.namespace, view=lambda obj: obj)
@@ -104,8 +116,11 @@ class Watched:
                         case Listed(items):
                             found.clear()
                             found.update({i["metadata"]["name"]: i for i in items})
+                            for item in items:
+                                self._notice(kind.name, item, True)
                         case Changed(item):
                             found[item["metadata"]["name"]] = item
+                            self._notice(kind.name, item, False)
                         case Gone(item):
                             found.pop(item["metadata"]["name"], None)
                     self._news.notify_all()
@@ -122,7 +137,7 @@ class Watched:
             while not (seen := look()):
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise AssertionError(f"not within {within_s:g} s: {what}\n{self._story()}")
+                    raise AssertionError(f"not within {within_s:g} s: {what}\n{self.story()}")
                 self._news.wait(left)
             return seen
 
@@ -132,7 +147,8 @@ class Watched:
             self._loop.call_soon_threadsafe(self._main.cancel)
         self._thread.join(10)
 
-    def _story(self) -> str:
+    def story(self) -> str:
+        """What there is to be said of jobs and Pods when something has gone wrong."""
         lines = []
         for name, job in self._found["ElasticJob"].items():
             status = job.get("status") or {}
@@ -227,6 +243,17 @@ class Job:
             return seen if good else None
 
         return self.until(look, f"a round of {nodes} nodes after {after}", within_s=within_s)
+
+    def formed(self, number: int, *, within_s: float = 60.0) -> str:
+        """Wait for a round; what was said of it. It may be over already: the status of one that
+        lasts for a moment is never written."""
+
+        def look() -> str:
+            events = self.seen.events if self.seen is not None else []
+            found = (e for e in events if e.reason == "RoundFormed" and e.round == number)
+            return next((e.message for e in found), "")
+
+        return self.until(look, f"round {number}", within_s=within_s)
 
     def ends(self, phase: str, *, within_s: float = 90.0) -> Obj:
         """Wait until it has ended so."""

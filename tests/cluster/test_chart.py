@@ -1,7 +1,9 @@
 """The chart on a real cluster: installed, used, upgraded, taken away and put back."""
 
 import json
+import re
 import secrets
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,8 +42,10 @@ def helm(cluster: Cluster, namespace: str, tmp_path: Path) -> Iterator[Installed
     images = tmp_path / "images.yaml"
     images.write_text(yaml.safe_dump(image_values(cluster)))
 
-    def run(what: str, release: str, *args: str, values: Obj | None = None) -> str:
-        chart = [str(CHART), "--values", str(images)] if what in ("install", "upgrade") else []
+    def run(
+        what: str, release: str, *args: str, values: Obj | None = None, chart_of: Path = CHART
+    ) -> str:
+        chart = [str(chart_of), "--values", str(images)] if what in ("install", "upgrade") else []
         if values is not None:
             given = tmp_path / f"{secrets.token_hex(4)}.yaml"
             given.write_text(yaml.safe_dump(values))
@@ -119,11 +123,35 @@ def bind(cluster: Cluster, user: str, role: str, namespace: str) -> None:
                     "-n", namespace)  # fmt: skip
 
 
+def older(folder: Path) -> Path:
+    """The chart as if it was an earlier version's: its CRD lacks a rule and a column."""
+    chart = Path(shutil.copytree(CHART, folder / "older"))
+    crd = chart / "templates/crd.yaml"
+    text = crd.read_text()
+    for part in (
+        r"\n +x-kubernetes-validations:\n +- rule: '!has\(oldSelf\.term\).*\n +message: .*",
+        r"\n +- name: Why\n.*\n.*\n +priority: 1",
+    ):
+        text, found = re.subn(part, "", text)
+        assert found == 1, part
+    crd.write_text(text)
+    about = yaml.safe_load((chart / "Chart.yaml").read_text())
+    (chart / "Chart.yaml").write_text(yaml.safe_dump(about | {"version": "0.0.1"}))
+    return chart
+
+
+def columns(cluster: Cluster) -> set[str]:
+    """That the CRD has now."""
+    crd = cluster.get("crd", CRD) or {}
+    return {one["name"] for one in crd["spec"]["versions"][0]["additionalPrinterColumns"]}
+
+
 def test_jobs_outlive_the_release(
-    cluster: Cluster, namespace: str, helm: Installed, agent_image: str
+    cluster: Cluster, namespace: str, helm: Installed, agent_image: str, tmp_path: Path
 ) -> None:
-    """Install, test, upgrade, roll back, uninstall, install again: one job runs through it all."""
-    helm("install", "first", "--take-ownership")
+    """Install an older one, test, upgrade, roll back, uninstall, install: one job runs through."""
+    helm("install", "first", "--take-ownership", chart_of=older(tmp_path))
+    assert "Why" not in columns(cluster)
     assert "all is well" in helm("test", "first", "--logs")
 
     wrong = job("wrong", agent_image, *FOREVER, minReplicas=2)
@@ -150,6 +178,7 @@ def test_jobs_outlive_the_release(
         },
     }
     helm("upgrade", "first", values=more)
+    assert "Why" in columns(cluster)
     operators = cluster.list("pods", namespace, "app.kubernetes.io/name=dlrover-operator")
     assert len([p for p in operators if "deletionTimestamp" not in p["metadata"]]) == 2
     budget = cluster.get("pdb", "first-dlrover-operator", namespace) or {}
@@ -159,6 +188,7 @@ def test_jobs_outlive_the_release(
     cluster.helm("rollback", "first", "1", "-n", namespace, "--wait", "--timeout", "120s")
     deployment = cluster.get("deployment", "first-dlrover-operator", namespace) or {}
     assert deployment["spec"]["replicas"] == 1
+    assert "Why" not in columns(cluster)
     untouched()
 
     helm("uninstall", "first")

@@ -5,6 +5,7 @@ The script (tests/flash.py) says so when it has loaded anything but one whole st
 
 import re
 import textwrap
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,19 +17,14 @@ from dlrover_agent.saver import held
 from dlrover_py.arena import PREFIX
 from dlrover_py.protocol.status import JobPhase, LastCheckpoint, NodeStatus, Training
 from dlrover_py.storage import Store
-from tests.cluster.harness import Cluster, Obj, until
-from tests.cluster.jobs import Job, Watched, document, submit, watching
+from tests.cluster.harness import Obj, inside, until
+from tests.cluster.jobs import Job, Watched, document, submit
+from tests.cluster.lab.parts import FAKETIME
 from tests.flash import OPEN, WORKER, doubled, permit
 
 pytestmark = pytest.mark.timeout(600)
 SHARED = "/ckpt"
-
-
-@pytest.fixture
-def there(cluster: Cluster, operator: str, namespace: str) -> Iterator[Watched]:
-    """A namespace that is watched, of a cluster with the operator in it."""
-    with watching(cluster, namespace) as watched:
-        yield watched
+CLOCK = "/tmp/clock"
 
 
 class Saving:
@@ -101,7 +97,15 @@ class Saving:
     def memory(self, node: NodeStatus, uid: str) -> Path:
         """A node's, from outside: as its agent sees it."""
         agent = min(self.cluster.processes(f"job-{node.id}", self.run.namespace))
-        return Path(f"/proc/{agent}/root/dev/shm/{PREFIX}{uid}-{node.id}")
+        return inside(agent, f"/dev/shm/{PREFIX}{uid}-{node.id}")
+
+    def stores(self, *, after: int) -> int:
+        """Wait until a step after that one is in storage; which."""
+        return until(
+            lambda: max((step for step in self.stored if step > after), default=0),
+            f"a step after {after} in storage",
+            within_s=240,
+        )
 
     @property
     def stored(self) -> list[int]:
@@ -116,7 +120,13 @@ class Saving:
 
 @contextmanager
 def saving(
-    there: Watched, image: str, folder: Path, *, mounts: Sequence[Obj] = (), **more: Any
+    there: Watched,
+    image: str,
+    folder: Path,
+    *,
+    mounts: Sequence[Obj] = (),
+    env: Sequence[Obj] = (),
+    **more: Any,
 ) -> Iterator[Saving]:
     """A job whose Pods share a folder, with the script in it. It is let go in the end."""
     folder.chmod(0o777)
@@ -130,6 +140,7 @@ def saving(
     shared = {"name": "ckpt", "hostPath": {"path": str(folder), "type": "Directory"}}
     spec.setdefault("volumes", []).append(shared)
     spec["containers"][0]["volumeMounts"] = [{"name": "ckpt", "mountPath": SHARED}, *mounts]
+    spec["containers"][0]["env"] = list(env)
     worker["template"] = there.cluster.with_torch(worker["template"])
     its = Saving(submit(there.cluster, there, doc), folder)
     try:
@@ -262,3 +273,51 @@ def test_a_state_that_is_too_large_is_a_condition(
         until(lambda: its.at(0) > before + 20, "training goes on")
         assert its.run.training.phase is JobPhase.RUNNING
         assert its.run.training.last_checkpoint is None
+
+
+def test_clocks_that_jump_change_nothing(there: Watched, agent_image: str, tmp_path: Path) -> None:
+    """Of two nodes one is ten minutes ahead, the other behind, and then the other way round."""
+    library = Path(FAKETIME)
+    assert library.exists(), "libfaketime is among the lab's packages"
+    volume = {"name": "faketime", "hostPath": {"path": str(library), "type": "File"}}
+    mount = {"name": "faketime", "mountPath": "/opt/faketime.so", "readOnly": True}
+    settings = {
+        "LD_PRELOAD": "/opt/faketime.so",
+        "FAKETIME_TIMESTAMP_FILE": CLOCK,
+        "FAKETIME_CACHE_DURATION": "1",
+        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+    }
+    with saving(
+        there,
+        agent_image,
+        tmp_path,
+        pod={**spread(), "volumes": [volume]},
+        mounts=[mount],
+        env=[{"name": k, "value": v} for k, v in settings.items()],
+        spec={"checkpoint": {"dir": f"{SHARED}/store", "persistEvery": 50}},
+        replicas=2,
+        minReplicas=1,
+    ) as its:
+        permit(tmp_path, OPEN)
+        nodes = members(its.goes_on(2, after=0)[0])
+        least = its.stores(after=0)
+        before = its.run.training
+        for turn in (1, -1):
+            for node, minutes in zip(nodes, (10 * turn, -10 * turn), strict=True):
+                set_clock(its, node, minutes)
+            least = its.stores(after=its.stores(after=least))
+        now = its.run.training
+        assert (now.round, now.term) == (before.round, before.term), "nobody is taken for lost"
+        assert {e.reason for e in now.events}.isdisjoint({"CheckpointFailed", "NodeRefused"})
+        its.kill(nodes[1])
+        after, at = its.goes_on(2, after=now.round)
+        assert at >= least
+        assert all(0 <= e.took_s < 300 for e in after.events if e.took_s is not None)
+
+
+def set_clock(its: Saving, node: NodeStatus, minutes: int) -> None:
+    """Put the clock of a node's processes so many minutes ahead, and see it there."""
+    exec_in = ("-n", its.run.namespace, "exec", f"job-{node.id}", "--")
+    its.cluster.kubectl(*exec_in, "sh", "-c", f"echo {minutes:+d}m > {CLOCK}")
+    told = its.cluster.kubectl(*exec_in, "python3", "-c", "import time; print(time.time())")
+    assert abs(float(told) - time.time() - 60 * minutes) < 60

@@ -1,7 +1,6 @@
 """An ElasticJob on a real cluster: submitted, hurt, resized, ended."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +9,12 @@ import yaml
 
 from dlrover_py.protocol.status import JobPhase, NodeStatus
 from tests.cluster.harness import Cluster, Obj, until
-from tests.cluster.jobs import Job, Watched, document, spread, steps, submit, watching
+from tests.cluster.jobs import Job, Watched, document, spread, steps, submit
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 WORKER = r"^\S*python3 -c"
 """Command line of a worker; its agent's has the script too, further behind."""
 pytestmark = pytest.mark.timeout(400)
-
-
-@pytest.fixture
-def there(cluster: Cluster, operator: str, namespace: str) -> Iterator[Watched]:
-    """A namespace that is watched, of a cluster with the operator in it."""
-    with watching(cluster, namespace) as watched:
-        yield watched
 
 
 def job(there: Watched, image: str, name: str = "job", **more: Any) -> Job:
@@ -128,9 +120,7 @@ def test_a_pod_that_is_lost_is_replaced_and_the_rest_goes_on_without_it(
     before = run.runs(3)
     there.cluster.delete_pod("job-n1", there.namespace, force=True)
     full = run.runs(3, after=before.round + 1)
-    formed = [e for e in full.events if e.reason == "RoundFormed"]
-    smaller = next(e for e in formed if e.round == before.round + 1)
-    assert "2 nodes, 2 workers (out: n1)" in smaller.message, "that lasted for a moment"
+    assert "2 nodes, 2 workers (out: n1)" in run.formed(before.round + 1)
     assert {n.id for n in full.nodes if n.phase.value == "live"} == {"n0", "n2", "n3"}
     assert full.restarts.keys() <= {"drain", "join"}, "the API server gives notice first"
     budgets = [n.relaunches for n in full.nodes]
@@ -250,8 +240,8 @@ def test_a_host_that_is_cut_off_is_survived_and_kept_out(there: Watched, agent_i
     victim = next(n for n, p in run.pods.items() if p["spec"]["nodeName"] != near_master)
     host = run.pods[victim]["spec"]["nodeName"]
     with cluster.cut_off(host):
-        run.runs(1, after=before.round, within_s=60)
-        again = run.runs(2, after=before.round, within_s=90)
+        assert f"1 nodes, 1 workers (out: {victim})" in run.formed(before.round + 1)
+        again = run.runs(2, after=before.round + 1, within_s=90)
         assert host not in {n.host for n in again.nodes if n.role.value == "member"}
     new = next(n for n in again.nodes if n.role.value == "member" and n.id not in ("n0", "n1"))
     affinity = json.dumps(run.pods[new.id]["spec"]["affinity"])
@@ -439,6 +429,34 @@ def test_what_a_pod_lacks_is_a_condition(there: Watched, agent_image: str) -> No
     ):
         run.until(lambda r=run, w=why: r.training.reason.startswith(w), f"{why} in the column")
         assert f"{why}: " in run.kubectl("get", "ej", run.name, "-owide")
+
+
+def test_a_job_keeps_its_size_under_what_cannot_be_had_and_grows_once_it_can(
+    there: Watched, agent_image: str
+) -> None:
+    """Its user scales it up with a template that is no good, mends that, and tries the next."""
+    run = job(there, agent_image, replicas=1, maxReplicas=2)
+    one = run.runs(1)
+    good = run.obj["spec"]["replicaSpecs"]["worker"]["template"]["spec"]
+    main = good["containers"][0]
+    port = [{"name": "main", "image": agent_image, "command": ["x"], "ports": [{"name": "x"}]}]
+    for kind, bad in (
+        ("ImagePullBackOff", {"containers": [main | {"image": "dlrover.test/no-such:1"}]}),
+        ("Unschedulable", {"nodeSelector": {"no": "such"}}),
+        ("InvalidTemplate", {"containers": port}),
+    ):
+        run.patch({"replicaSpecs": {"worker": {"replicas": 2, "template": {"spec": bad}}}})
+        trouble(run, kind, 60)
+        assert run.training.round == one.round
+        mended = good | ({"nodeSelector": None} if "nodeSelector" in bad else {})
+        run.patch({"replicaSpecs": {"worker": {"template": {"spec": mended}}}})
+        two = run.runs(2, after=one.round)
+        run.until(lambda k=kind: not run.holds(k), "it is over")
+        run.patch({"replicaSpecs": {"worker": {"replicas": 1}}})
+        one = run.runs(1, after=two.round)
+    assert one.term == 1, "nothing was started anew"
+    assert run.pods["n0"]["status"]["phase"] == "Running"
+    assert one.restarts.keys() <= {"join", "scale"}
 
 
 def submit_unchecked(there: Watched, doc: Obj) -> Job:

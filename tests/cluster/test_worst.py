@@ -1,5 +1,6 @@
 """The cluster at its worst: what is cut off, gone, or asked for twice, while jobs run."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -13,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from dlrover_py.kube import ELASTICJOBS, Kube
 from dlrover_py.protocol.status import NodeRole, NodeStatus, Training
 from tests.cluster.conftest import installed
-from tests.cluster.harness import Cluster, LabError, Obj, until
+from tests.cluster.harness import Cluster, LabError, Obj, inside, until
 from tests.cluster.jobs import Job, Watched, document, spread, submit, watching
 
 pytestmark = pytest.mark.timeout(400)
@@ -35,13 +37,6 @@ while not session.should_stop():
     os.replace("/tmp/step.new", "/tmp/step")
     time.sleep(0.05)
 """
-
-
-@pytest.fixture
-def there(cluster: Cluster, operator: str, namespace: str) -> Iterator[Watched]:
-    """A namespace that is watched, of a cluster with the operator in it."""
-    with watching(cluster, namespace) as watched:
-        yield watched
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +127,15 @@ def said(run: Job, node: str, word: str) -> None:
     )
 
 
+def at_work(run: Job) -> set[str]:
+    """Nodes whose Pods run, and shall go on."""
+    return {
+        name
+        for name, pod in run.pods.items()
+        if pod["status"].get("phase") == "Running" and "deletionTimestamp" not in pod["metadata"]
+    }
+
+
 def pids(run: Job, node: str, pattern: str) -> set[int]:
     found = run.cluster.processes(f"{run.name}-{node}", run.namespace)
     return {pid for pid, command in found.items() if re.search(pattern, command)}
@@ -148,7 +152,7 @@ def step(workers: set[int]) -> int:
     """How far the worker among these is, by what it writes in its container; 0 if it has not."""
     for pid in workers:
         with contextlib.suppress(OSError):
-            return int(Path(f"/proc/{pid}/root/tmp/step").read_text())
+            return int(inside(pid, "/tmp/step").read_text())
     return 0
 
 
@@ -177,19 +181,18 @@ def test_a_node_that_is_cut_off_stops_its_workers_before_it_is_back(
     host = where[victim.node_rank or 0]
     said(run, victim.id, "contact_made")
     workers, agents = pids(run, victim.id, WORKER), pids(run, victim.id, r"elastic-run")
-    logs = [cluster.logs(f"job-{victim.id}", run.namespace)]
+    logs = {victim.id: cluster.logs(f"job-{victim.id}", run.namespace)}
     assert workers
     with cluster.cut_off(host):
-        after = run.runs(2, after=before.round, within_s=60)
-        assert victim.id not in {n.id for n in members(after)}
+        assert f"2 nodes, 2 workers (out: {victim.id})" in run.formed(before.round + 1)
         until(lambda: not any(map(alive, workers)), "its workers are stopped", within_s=60)
         assert any(map(alive, agents)), "by its agent, which goes on asking"
         until(lambda: not cluster.node_ready(host), "nobody could have told it to", within_s=120)
     until(lambda: not any(map(alive, agents)), "it was refused, or its Pod deleted", within_s=60)
-    full = run.runs(3, after=after.round)
+    full = run.runs(3, after=before.round + 1)
     assert victim.id not in {n.id for n in members(full)}
-    logs += [cluster.logs(f"job-{n}", run.namespace) for n in run.pods]
-    found = starts(logs)
+    logs |= {n: cluster.logs(f"job-{n}", run.namespace) for n in run.pods}
+    found = starts(list(logs.values()))
     assert max(Counter((r, rank) for r, rank, _ in found).values()) == 1, found
     assert len({(r, world) for r, _, world in found}) == len({r for r, _, _ in found}), found
     assert "NodeRefused" in {e.reason for e in run.training.events}
@@ -233,12 +236,7 @@ def test_operators_that_are_killed_double_nothing(shared: Job, operator: str) ->
     run.kubectl("scale", "ej/job", "--replicas=4")
     kill_operators(cluster, operator)
     run.runs(4, after=before.round)
-    working = [
-        name
-        for name, pod in run.pods.items()
-        if pod["status"].get("phase") == "Running" and "deletionTimestamp" not in pod["metadata"]
-    ]
-    assert len(working) == 4, story(run)
+    assert len(at_work(run)) == 4, story(run)
     label = "elasticjob.dlrover/name=job"
     made = Counter(
         o["kind"]
@@ -337,6 +335,82 @@ def test_workers_train_while_the_api_server_hangs(shared: Job) -> None:
     assert after.term == before.term
     assert after.last_failure is not None
     assert after.last_failure.node == victim
+
+
+# --- wished ---
+
+
+def test_wishes_that_come_at_once_are_one_resize(shared: Job) -> None:
+    """An autoscaler's way (``/scale``) and a user's; then a wish that flaps."""
+    run = shared
+    run.runs(run.obj["spec"]["replicaSpecs"]["worker"]["replicas"])
+    before = run.training.round
+
+    def user(worker: Obj) -> Edit:
+        return "", {"spec": {"replicaSpecs": {"worker": worker}}}
+
+    def autoscaler(replicas: int) -> Edit:
+        return "scale", {"spec": {"replicas": replicas}}
+
+    asyncio.run(edit(run, [autoscaler(4), user({"restartCount": 7})], at_once=True))
+    four = run.runs(4, after=before)
+    assert four.round == before + 1 or apart(run)
+    worker = run.obj["spec"]["replicaSpecs"]["worker"]
+    assert (worker["replicas"], worker["restartCount"]) == (4, 7)
+
+    asyncio.run(edit(run, [autoscaler(3), user({"replicas": 2})], at_once=True))
+    run.until(lambda: obeyed(run), "it is seen")
+    newest = run.cluster.get("elasticjob", run.name, run.namespace) or {}
+    size = int(newest["spec"]["replicaSpecs"]["worker"]["replicas"])
+    less = run.runs(size, after=four.round)
+    assert less.round == four.round + 1 or apart(run)
+    run.patch({"replicaSpecs": {"worker": {"replicas": 4}}})
+    run.runs(4, after=less.round)
+    there = run.until(lambda: len(at_work(run)) == 4 and at_work(run), "nobody else is left")
+
+    before = steady(run).round
+    workers = pids(run, members(run.training)[0].id, WORKER)
+    for way in (autoscaler, lambda n: user({"replicas": n})):
+        asyncio.run(edit(run, [way(2), way(4)]))
+        run.until(lambda: obeyed(run), "both are seen")
+        if apart(run):  # and so it was obeyed
+            pytest.skip("this machine is too busy for two wishes in one second")
+    now = step(workers)
+    until(lambda: step(workers) > now + 60, "three seconds' steps", within_s=60)
+    assert run.training.round == before
+    assert at_work(run) == there
+    run.patch({"replicaSpecs": {"worker": {"replicas": 2}}})
+    run.runs(2, after=before)
+
+
+Edit = tuple[str, Obj]
+"""Which subresource, and a merge patch."""
+
+
+async def edit(run: Job, edits: list[Edit], *, at_once: bool = False) -> None:
+    """Make these changes one right after the other, or all at once."""
+    async with await Kube.connect(kubeconfig=run.cluster.kubeconfig) as kube:
+        made = [
+            kube.patch(ELASTICJOBS, run.name, patch, run.namespace, subresource=subresource)
+            for subresource, patch in edits
+        ]
+        if at_once:
+            await asyncio.gather(*made)
+        else:
+            for one in made:
+                await one
+
+
+def obeyed(run: Job) -> bool:
+    """Whether the master has seen the newest spec."""
+    newest = run.cluster.get("elasticjob", run.name, run.namespace) or {}
+    return bool(run.training.generation == newest["metadata"]["generation"])
+
+
+def apart(run: Job) -> bool:
+    """Whether the master heard of the last two wishes too far apart to take them for one."""
+    heard = [e.at for e in run.training.events if e.reason == "SpecChanged"]
+    return heard[-1] - heard[-2] > 0.9
 
 
 # --- deleted ---

@@ -261,6 +261,26 @@ async def test_two_writers_share_the_status_and_nothing_of_it_is_dropped(bed: Be
     assert read.training.summary.progress == "33% (3/9)"
 
 
+async def test_a_master_of_an_older_term_does_not_write_the_status(bed: Bed) -> None:
+    kube, namespace = bed
+    await kube.create(ELASTICJOBS, job(namespace))
+    meta = {"name": "x", "namespace": namespace}
+
+    async def tell(term: int, number: int) -> None:
+        said = {"training": {"term": term, "round": number}}
+        await kube.apply(
+            ELASTICJOBS, {"metadata": meta, "status": said}, manager="m", subresource="status"
+        )
+
+    await tell(3, 5)
+    await tell(3, 6)
+    await tell(4, 7)
+    with pytest.raises(Invalid, match="a newer master"):
+        await tell(3, 9)
+    held = (await kube.get(ELASTICJOBS, "x", namespace))["status"]["training"]
+    assert (held["term"], held["round"]) == (4, 7)
+
+
 async def test_a_master_stays_within_the_restricted_pod_security(bed: Bed) -> None:
     kube, _ = bed
     labels = {"pod-security.kubernetes.io/enforce": "restricted"}

@@ -20,6 +20,7 @@ from dlrover_py.master.core.rendezvous import Member, World
 from dlrover_py.master.store import (
     HOLDER,
     JOURNAL_KEY,
+    MOST,
     FileStore,
     Held,
     SecretStore,
@@ -472,6 +473,14 @@ async def test_a_secret_that_cannot_be_unpacked_is_said(site: Site, data: str) -
         assert await secret_store(kube, "m0").acquire() is None
         return
     with pytest.raises(ConfigError, match="not a journal of this version"):
+        await secret_store(kube, "m0").acquire()
+
+
+async def test_a_secret_that_would_unpack_to_more_than_memory_is_refused(site: Site) -> None:
+    cluster, kube = site
+    bomb = base64.b64encode(gzip.compress(b" " * (MOST + 1), compresslevel=1)).decode()
+    cluster.put(SECRETS, {"metadata": {"name": SECRET}, "data": {JOURNAL_KEY: bomb}})
+    with pytest.raises(ConfigError, match="more than 64 MB"):
         await secret_store(kube, "m0").acquire()
 
 

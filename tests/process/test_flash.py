@@ -5,11 +5,13 @@ The script (tests/flash.py) says so when it has loaded anything but one whole st
 
 import json
 import os
+import random
 import re
 import signal
 import subprocess
+import threading
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,9 @@ from tests.process.harness import (
 )
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(480)]
+
+FAULTS = int(os.environ.get("DLROVER_TEST_FAULTS", "6"))
+"""At random times, in one job."""
 
 
 class Training:
@@ -90,17 +95,26 @@ class Training:
 
     def whole(self, nodes: Iterable[str]) -> int:
         """The newest step that these nodes hold whole; 0 if there is none."""
+        return max(self._whole(nodes), default=(0, 0, 0))[2]
+
+    def loadable(self, nodes: Iterable[str]) -> int:
+        """The newest step, if only these nodes and the storage are left."""
+        there = [(m.round, m.lap, m.step) for m in Store(self.folder / "store").checkpoints()]
+        return max([*self._whole(nodes), *there], default=(0, 0, 0))[2]
+
+    def _whole(self, nodes: Iterable[str]) -> list[tuple[int, int, int]]:
+        """Round, lap, step: what is newer is told by all three, for a job may go back."""
         sets: dict[tuple[int, int, int], list[Held]] = {}
         for node in nodes:
             for one in self.held(node):
-                sets.setdefault((one.step, one.round, one.lap), []).append(one)
-        newest = 0
-        for (step, _, _), found in sets.items():
+                sets.setdefault((one.round, one.lap, one.step), []).append(one)
+        whole = []
+        for key, found in sets.items():
             full = {p for h in found for r, p in h.ranks.items() if r not in h.hollow}
             ranks = {r for h in found for r, p in h.ranks.items() if p in full}
             if len(ranks) == found[0].world or (full and not self.sharded):
-                newest = max(newest, step)
-        return newest
+                whole.append(key)
+        return whole
 
     sharded = True
 
@@ -268,6 +282,41 @@ def test_a_flipped_bit_is_found_and_the_next_source_is_used(place: Place, shm: P
         assert 4 <= len(told) <= 12, told
 
 
+def test_a_node_and_its_peer_are_restored_from_storage(place: Place, shm: Path) -> None:
+    """What the third one holds is not enough; then a bit of the newest in storage is wrong, too."""
+    rules: dict[str, object] = {"persistEvery": 4}
+    with training(place, "sharded", replicas=3, hosts=3, checkpoint=rules) as its:
+
+        def lose_two() -> JobStatus:
+            """Rank 0, and who has a copy of it."""
+            before = its.run.running(3)
+            nodes = [n.id for n in members(before)]
+
+            def keepers() -> list[str]:
+                found = {n: [h for h in its.held(n) if h.replica] for n in nodes}
+                now = before.round
+                return [n for n in nodes if any(0 in h.ranks and h.round == now for h in found[n])]
+
+            (keeper,) = eventually(keepers, "a copy of rank 0")
+            for node in (nodes[0], keeper):
+                its.run.hurt(node, "kill")
+            its.run.api("POST", "/v1/hosts?count=2")
+            return its.run.running(3, round_after=before.round)
+
+        its.reach(4, "storage")
+        its.reach(6)
+        assert its.loaded(lose_two()) == 4
+        its.reach(8, "storage")
+        its.reach(9)
+        assert its.stored == [4, 8]
+        (file,) = (place.folder / "store").glob("step-8.*/__0_0.distcp")
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+        assert its.loaded(lose_two()) == 4
+        assert 1 <= len(its.errors("checkpoint of step 8 .* is not loaded")) <= 3
+
+
 # --- how jobs end, and which write where ---
 
 
@@ -350,6 +399,32 @@ def test_who_is_asked_to_go_stores_what_is_newest(place: Place, shm: Path) -> No
         new = at // 4 * 4 + 4
         its.reach(new, "storage")
         assert max(its.stored) == new
+
+
+FINISHES = """
+    import torch
+    import torch.distributed as dist
+    from dlrover_py.trainer import Checkpointer, session
+
+    dist.init_process_group("gloo")
+    weight = torch.zeros(1000)
+    with Checkpointer() as checkpointer:
+        state = {"weight": weight}
+        step = checkpointer.load(state) or 0
+        while step < 20:
+            step += 1
+            weight.fill_(step)
+            session.report_step(step)
+            checkpointer.save(step, state)
+    dist.destroy_process_group()
+"""
+
+
+def test_the_last_step_of_a_job_that_succeeds_is_stored(place: Place, shm: Path) -> None:
+    policy = {"dir": str(place.folder / "store"), "persistEvery": 1 << 30}
+    with job(place, script=FINISHES, replicas=2, spec={"checkpoint": policy}) as run:
+        assert run.wait() == 0, run.output
+    assert stored(place.folder) == [20], "".join(run.output)
 
 
 # --- without a platform ---
@@ -490,3 +565,63 @@ def test_a_killed_node_of_a_job_that_runs_freely_loses_next_to_nothing(
         after = its.run.running(2, round_after=before.round)
         assert its.loaded(after) >= second
         assert its.stored == []
+
+
+# --- at any time ---
+
+
+@pytest.mark.timeout(60 * FAULTS)
+def test_at_random_times(place: Place, shm: Path) -> None:
+    """Workers, agents and nodes die in any moment of a job that saves and stores all the time."""
+    seed = random.randrange(1 << 32)
+    dice, pause = random.Random(seed), threading.Event()
+    print("seed", seed)
+    rules: dict[str, object] = {"persistEvery": 25}
+    more = {"replicas": 3, "minReplicas": 2, "hosts": 4, "restartCount": 10 * FAULTS}
+    with training(place, "sharded", gate=OPEN, checkpoint=rules, **more) as its:
+        status = its.run.running(3)
+        its.loaded(status)
+        for turn in range(FAULTS):
+            pause.wait(dice.uniform(0.0, 1.0))
+            status = its.run.until(training_nodes, "somebody to hurt")
+            nodes = training_nodes(status)
+            victim, how = dice.choice(nodes), dice.choice(["worker", "worker", "agent", "node"])
+            left = [n.id for n in nodes if how == "worker" or n is not victim]
+            # What is sealed later is the newest only for those who look later.
+            least = its.loadable(left)
+            if how == "worker":
+                with suppress(ProcessLookupError):  # it has been told to stop: a round is forming
+                    os.kill(victim.pids[0], signal.SIGKILL)
+            elif how == "agent":
+                os.kill(victim.agent_pid, signal.SIGKILL)
+            else:
+                its.run.hurt(victim.id, "kill")
+                its.run.api("POST", "/v1/hosts?count=1")
+            later = its.loadable(left)
+            said = f"turn {turn}: {how} of {victim.id} in round {status.round}"
+            number, at = eventually(
+                lambda r=status.round: next_load(its, r),  # type: ignore[misc]
+                f"{said}: a load",
+                within_s=90,
+            )
+            said += f", {least} whole, {later} soon after; {at} loaded in round {number}"
+            print(said)
+            assert at >= least, said
+
+
+def training_nodes(status: JobStatus) -> list[NodeStatus]:
+    return [n for n in members(status) if n.workers == "running" and n.pids and all(n.pids)]
+
+
+def next_load(its: Training, after: int) -> tuple[int, int] | None:
+    """The first round after this one whose workers have all come so far, and what they loaded."""
+    loads: dict[int, list[str]] = {}
+    for line in its.lines("^loaded .* (ok|wrong .*})$"):
+        assert line.endswith(" ok"), line
+        loads.setdefault(int(line.split()[1]), []).append(line)
+    for number in sorted(n for n in loads if n > after):
+        if len(loads[number]) == int(loads[number][0].split()[3]):
+            steps = {int(line.split()[4]) for line in loads[number]}
+            assert len(steps) == 1, loads[number]
+            return number, steps.pop()
+    return None

@@ -142,7 +142,8 @@ def test_a_killed_master_comes_back_and_touches_no_worker(place: Place) -> None:
         run.hurt(members(back)[0].id, "kill")
         after = run.running(2, round_after=back.round)
         assert members(after)[1].id == members(back)[1].id
-        assert len(lines(run, members(back)[1].id, "start 1 2")) == 2
+        stays = members(back)[1].id
+        eventually(lambda: len(lines(run, stays, "start 1 2")) == 2, "its second start")
 
 
 def test_a_stopped_master_stops_nobody(place: Place) -> None:

@@ -98,7 +98,9 @@ def test_plain_torch_reads_what_was_staged(persister: Persister, tmp_path: Path)
     assert answer.phase is Phase.DONE, answer
     store = Store(tmp_path / "ckpt")
     (manifest,) = store.checkpoints()
-    assert answer.stored == (7, store.where(manifest), manifest.at, manifest.number)
+    where = store.where(manifest)
+    which = (7, manifest.round, manifest.lap)
+    assert answer.stored == (*which, where, manifest.at, manifest.number)
     assert (manifest.metric, manifest.job, manifest.world) == (0.5, JOB, 1)
     verify(store, manifest)
     assert {p.name for p in Path(store.where(manifest)).iterdir()} == {

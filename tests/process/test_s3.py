@@ -126,7 +126,7 @@ def test_two_nodes_write_into_a_bucket_and_torch_reads_it(
     store = Store(url)
     (found,) = store.checkpoints()
     assert ends[0].stored is not None
-    assert ends[0].stored[1] == store.where(found) == f"{url}/step-7.s1"
+    assert ends[0].stored[3] == store.where(found) == f"{url}/step-7.s1"
     for written in found.pieces:
         data = bytearray(written.piece.nbytes)
         store.read_into(found, written.file, written.position, memoryview(data))

@@ -618,6 +618,24 @@ def test_the_same_step_twice_is_two_sets_and_the_later_one_is_loaded(
         del os.environ["WHERE"]
 
 
+def test_who_closes_after_its_process_group_ends_all_the_same(folder: Path, tmp_path: Path) -> None:
+    text = (
+        BEGIN
+        + """
+    checkpointer = Checkpointer(os.environ["WHERE"], persist_every=1)
+    checkpointer.save(1, state)  # flagged, and not settled
+    dist.destroy_process_group()
+    checkpointer.close()
+    print(json.dumps(os.listdir(os.environ["DLROVER_SHM_DIR"])))
+    """
+    )
+    os.environ["WHERE"] = str(tmp_path)
+    try:
+        said(world(text, folder))
+    finally:
+        del os.environ["WHERE"]
+
+
 def test_two_ranks_write_to_storage_and_load(folder: Path, tmp_path: Path) -> None:
     text = (
         BEGIN

@@ -3,7 +3,9 @@
 import json
 import os
 import signal
+import subprocess
 import sys
+import textwrap
 from typing import Any
 
 import psutil
@@ -189,7 +191,7 @@ def test_a_node_that_joins_gets_warm_first(place: Place, library: Library) -> No
         place.call("dlrover", "node", "add", "--job", run.name)
         run.running(2)
         eventually(lambda: starts(run, 2, "n1") == ["warm 1"], "its first start is warm")
-        assert starts(run, 2, "n0") == ["warm 1"]
+        eventually(lambda: starts(run, 2, "n0") == ["warm 1"], "the other one's too")
         assert not said(run, "recipe_learnt", "n1") or said(run, "zygote_ready", "n1")
 
 
@@ -327,3 +329,24 @@ def test_a_survivor_is_killed_at_once_unless_it_asked_for_the_signal(place: Plac
         run.running(1, round_after=1)
         eventually(lambda: len(lines(run, "n0", "^start . 2")) == 3, "all run again")
         assert {p.name for p in place.folder.glob("heard-*")} == {"heard-1"}
+
+
+def test_where_no_process_can_be_forked_there_is_one_zygote_still() -> None:
+    """The process between it and its children ends, and does not go on in its place."""
+    script = """
+        import os, socket
+        from dlrover_agent import zygote
+        real, calls = zygote._fork, []
+        def fork():
+            calls.append(None)
+            if len(calls) > 1:
+                raise BlockingIOError(11, "Resource temporarily unavailable")
+            return real()
+        zygote._fork = fork
+        ours, theirs = socket.socketpair()
+        orders = zygote.Orders(theirs.fileno(), os.getpid(), [], [])
+        print(zygote.Zygote(orders, theirs)._fork({"fork": [{}]}, []))
+    """
+    argv = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
+    assert (done.stdout, done.stderr) == ("([], None)\n", "")

@@ -44,7 +44,14 @@ FULL: Obj = {
     "nodeSelector": {"kind": "system"},
     "tolerations": [{"key": "system", "operator": "Exists"}],
     "affinity": {"nodeAffinity": {"x": 1}},
-    "topologySpreadConstraints": [{"maxSkew": 1}],
+    "topologySpreadConstraints": [
+        {
+            "maxSkew": 1,
+            "topologyKey": "kubernetes.io/hostname",
+            "whenUnsatisfiable": "ScheduleAnyway",
+            "labelSelector": {"matchLabels": {"app.kubernetes.io/name": "dlrover-operator"}},
+        }
+    ],
     "priorityClassName": "system-cluster-critical",
     "serviceAccount": {"annotations": {"e": "f"}},
     "networkPolicy": {"from": [{"podSelector": {}}], "egress": [{"ports": []}]},
@@ -151,6 +158,59 @@ def test_names_of_any_release(release: str) -> None:
     for obj in objects:
         if obj["kind"] in ("Service", "Deployment"):
             assert len(obj["metadata"]["name"]) <= 63
+
+
+# --- the policies that others hold good ---
+
+OPERATOR, TEST = "Deployment", "Pod"
+EXCEPTIONS: dict[tuple[str, str], str] = {
+    (OPERATOR, "container-resources"): "a CPU limit slows down what is in a hurry, and saves none",
+    (TEST, "container-resources"): "as the operator's",
+    (OPERATOR, "container-image-pull-policy"): "a value; a registry that is away must not matter",
+    (TEST, "container-image-pull-policy"): "as the operator's",
+    (OPERATOR, "container-ephemeral-storage-request-and-limit"): "its root is read-only",
+    (TEST, "container-ephemeral-storage-request-and-limit"): "its root is read-only",
+    (OPERATOR, "deployment-replicas"): "jobs do not need it to go on",
+    (OPERATOR, "deployment-has-host-podantiaffinity"): "a value; one operator by default",
+    (TEST, "pod-networkpolicy"): "it lives for a minute, and nobody calls it",
+    (OPERATOR, "container-security-context-user-group-id"): "the image's user is 65532, and not "
+    "root; some clusters choose users themselves, and refuse one that is named",
+    (TEST, "container-security-context-user-group-id"): "as the operator's",
+    (OPERATOR, "pod-networkpolicy"): "only where a value has turned it off",
+}
+"""What kube-score would have otherwise, by kind of object and check, with the reason."""
+
+
+@functools.cache
+def scored(values: str) -> frozenset[tuple[str, str]]:
+    """What kube-score finds critical, or warns of."""
+    built = [str(path) for path in CACHE.glob("bin/kube-score-*/kube-score")]
+    found = shutil.which("kube-score") or next(iter(built), "")
+    if not found and REQUIRED:
+        pytest.fail("DLROVER_REQUIRE_CLUSTER=1, but kube-score is not found")
+    if not found:
+        pytest.skip("kube-score is not found, nor built by `make test`")
+    command = [found, "score", "--output-format=json", f"--kubernetes-version=v{KUBERNETES[:-2]}"]
+    said = subprocess.run([*command, "-"], input=template(values, "dlrover"), text=True,
+                          capture_output=True)  # fmt: skip
+    objects = json.loads(said.stdout)
+    assert {o["type_meta"]["kind"] for o in objects} >= {OPERATOR, TEST}, said.stderr
+    return frozenset(
+        (obj["type_meta"]["kind"], check["check"]["id"])
+        for obj in objects
+        for check in obj["checks"]
+        if not check["skipped"] and check["grade"] <= 5
+    )
+
+
+@pytest.mark.parametrize("values", MATRIX.values(), ids=MATRIX)
+def test_a_linter_of_policies_has_nothing_more_against_it(values: Obj) -> None:
+    assert scored(json.dumps(values)) <= EXCEPTIONS.keys()
+
+
+def test_each_exception_is_still_one() -> None:
+    found = frozenset[tuple[str, str]]().union(*(scored(json.dumps(v)) for v in MATRIX.values()))
+    assert EXCEPTIONS.keys() <= found
 
 
 # --- what is said in values arrives ---

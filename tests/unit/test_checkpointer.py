@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import random
 import subprocess
 import sys
 import textwrap
@@ -147,7 +148,9 @@ def test_the_optimum_loses_least() -> None:
 
 
 def test_every_so_many_steps(make: Callable[..., Checkpointer]) -> None:
-    assert saved(make(every=3), range(1, 11)) == [3, 6, 9]
+    first = make(every=3)
+    assert saved(first, range(1, 11)) == [3, 6, 9]
+    first.close()
     assert saved(make(every=4), range(2, 30, 3)) == [5, 8, 14, 17, 20, 26, 29]
 
 
@@ -274,7 +277,7 @@ def test_what_is_saved_is_loaded(make: Callable[..., Checkpointer], clock: Clock
         optimizer.step()
         first.save(step, state)
     drawn = torch.rand(3)
-    first.wait()
+    first.close()
     want = {k: v.clone() for k, v in model.state_dict().items()}
     with torch.no_grad():
         for p in model.parameters():
@@ -286,6 +289,111 @@ def test_what_is_saved_is_loaded(make: Callable[..., Checkpointer], clock: Clock
     assert state["epoch"] == {"n": 3}
     assert torch.equal(torch.rand(3), drawn), "the generators are where they were"
     assert saved(second, range(2, 5)) == [3, 4], "step 2 is there already"
+
+
+class Position:
+    """Of a data loader."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def test_what_goes_on_from_a_checkpoint_is_the_same_to_the_last_bit(
+    make: Callable[..., Checkpointer],
+) -> None:
+    """With dropout, running means, a learning rate that changes, a scaler that has grown."""
+
+    def begin(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        layers = torch.nn.Linear(20, 90), torch.nn.BatchNorm1d(90), torch.nn.Dropout(0.5)
+        model = torch.nn.Sequential(*layers, torch.nn.Linear(90, 200))
+        optimizer = torch.optim.AdamW(model.parameters())
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
+        scaler = torch.amp.GradScaler("cpu", growth_interval=3)
+        return {"m": model, "o": optimizer, "s": schedule, "scaler": scaler, "data": Position()}
+
+    def train(its: dict[str, Any]) -> None:
+        data = torch.Generator().manual_seed(its["data"].at)
+        loss = its["m"](torch.randn(8, 20, generator=data)).square().mean() * random.random()
+        its["scaler"].scale(loss).backward()
+        its["scaler"].step(its["o"])
+        its["scaler"].update()
+        its["o"].zero_grad()
+        its["s"].step()
+        its["data"].at += 1
+
+    state, first = begin(1), make()
+    for step in range(1, 9):
+        train(state)
+        if step == 5:
+            first.save(step, state)
+    first.close()
+    again = begin(2)
+    second = make()
+    assert second.load(again) == 5
+    for _ in range(3):
+        train(again)
+    pairs = zip(state["m"].state_dict().items(), again["m"].state_dict().values(), strict=True)
+    assert [key for (key, one), other in pairs if not torch.equal(one, other)] == []
+    for name in ("s", "scaler", "data"):
+        assert str(again[name].state_dict()) == str(state[name].state_dict())
+    assert again["scaler"].state_dict()["scale"] > 65536
+
+
+@pytest.mark.parametrize("metric", [torch.tensor(0.5, requires_grad=True), 0.5])
+def test_a_metric_may_be_a_tensor(
+    make: Callable[..., Checkpointer], tmp_path: Path, metric: Any
+) -> None:
+    checkpointer = make()
+    assert checkpointer.save(1, STATE, metric=metric * 1)
+    checkpointer.wait()
+    assert held(tmp_path)[1].metric == 0.5
+
+
+def test_a_worker_has_one_checkpointer_at_a_time(
+    make: Callable[..., Checkpointer], tmp_path: Path
+) -> None:
+    first = make(tmp_path / "a")
+    saved(first, range(1, 4))
+    with pytest.raises(ConfigError, match="this worker has an open Checkpointer already"):
+        make(tmp_path / "a").load(dict(STATE))
+    first.close()
+    with pytest.raises(ConfigError, match=r"had a Checkpointer for .*/a, .* found .*/b"):
+        make(tmp_path / "b").load(dict(STATE))
+    assert make(tmp_path / "a").load(dict(STATE)) == 3
+
+
+def test_who_begins_anew_in_a_worker_has_staged_what_is_newest(
+    make: Callable[..., Checkpointer], tmp_path: Path
+) -> None:
+    for _ in range(2):
+        checkpointer = make()
+        saved(checkpointer, range(1, 6))
+        checkpointer.close()
+    assert {s.age[1:] for s in held(tmp_path).values()} == {(1, 3), (1, 4), (1, 5)}
+
+
+def test_what_is_in_an_agents_memory_does_not_go_with_the_worker(
+    make: Callable[..., Checkpointer], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The job stores it at its end; without an agent it is told, see below."""
+    checkpointer = make(tmp_path / "dir")
+    saved(checkpointer, range(1, 4))
+    checkpointer.close()
+    assert not caplog.text
+
+
+def test_a_directory_may_be_in_ones_home(
+    make: Callable[..., Checkpointer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert make("~/run-1").dir == "/home/someone/run-1"
 
 
 def test_nothing_there_is_none(make: Callable[..., Checkpointer]) -> None:
@@ -374,6 +482,7 @@ def test_alone_it_writes_to_storage(tmp_path: Path) -> None:
         w.zero_()
         with Checkpointer(where) as checkpointer:
             print(checkpointer.load({"w": w}), w.tolist())
+            checkpointer.save(3, {"w": w})
         """,
         DLROVER_SHM_DIR="/dev/shm",
         WHERE=str(tmp_path / "ckpt"),
@@ -381,6 +490,8 @@ def test_alone_it_writes_to_storage(tmp_path: Path) -> None:
     )
     assert done.stdout.splitlines()[-1:] == ["2 [1.0, 2.0, 3.0, 4.0, 5.0]"], done
     assert list((tmp_path / "ckpt").glob("step-2.*.json"))
+    assert "step 3 is in memory only" in done.stderr
+    assert "step 2 is in memory only" not in done.stderr
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

@@ -188,6 +188,17 @@ def test_holders_are_those_that_can_be_reached() -> None:
     assert desk.core.holders(6, 1, 0).ranks == {}
 
 
+def test_what_was_saved_later_comes_first_though_its_step_is_smaller() -> None:
+    """A script that goes back would else load what it has gone back from."""
+    desk = Desk(N0, N1)
+    for rank, node in enumerate((N0, N1)):
+        desk.say(node, memory=[held(10, rank), held(5, rank, round_number=2)])
+    assert [(c.step, c.round) for c in desk.core.candidates()] == [(5, 2), (10, 1)]
+    newest = desk.core.newest(0.0)
+    assert newest is not None
+    assert newest.step == 5
+
+
 # --- orders ---
 
 
@@ -387,14 +398,35 @@ def test_without_a_storage_nobody_stays() -> None:
     assert not desk.core.holds(N1)
 
 
-def test_what_is_stored_already_is_not_stored_again() -> None:
+@pytest.mark.parametrize("step", [5, 6])
+def test_what_is_not_newer_than_the_stored_is_not_stored(step: int) -> None:
+    """Of step 6 one node is gone; step 5 is whole yet, and would count as newer than it."""
     desk = sharded(5)
-    desk.say(N0, stored=Stored(step=5, where="/d", at=1.0))
+    desk.say(N0, stored=Stored(step=step, where="/d", at=1.0, round=1))
     wish(desk, N0, N1)
     for node in (N0, N1):
         desk.say(node, memory_round=2)
     assert not desk.orders()
     assert not desk.core.holds(N1)
+
+
+def test_a_job_that_has_gone_back_stores_what_it_has_since() -> None:
+    desk = Desk(N0, N1)
+    for rank, node in enumerate((N0, N1)):
+        desk.say(node, memory=[held(5, rank, round_number=2)])
+    desk.say(N0, stored=Stored(step=8, where="/d", at=1.0, round=1))
+    wish(desk, N0, N1)
+    for node in (N0, N1):
+        desk.say(node, memory_round=2)
+    assert {o.step for o in desk.orders().values()} == {5}
+
+
+def test_a_flag_that_is_older_than_the_stored_orders_nothing() -> None:
+    desk = sharded(5)
+    desk.say(N0, stored=Stored(step=6, where="/d", at=1.0, round=1))
+    for rank, node in enumerate((N0, N1)):
+        desk.say(node, memory=[held(5, rank, persist=True)])
+    assert not desk.orders()
 
 
 def test_what_was_lost_is_tried_twice() -> None:

@@ -562,6 +562,33 @@ def test_a_new_master_gives_one_lease_to_report_again_and_the_time_to_find_it(
     assert bench.job.nodes[N1].phase is NodePhase.GONE
 
 
+def test_a_new_master_that_nobody_reaches_gives_nobody_up() -> None:
+    """Its Service leads to its predecessor still: the API server is away, say."""
+    bench = running(elastic_job(3, 1), Rules(routed_s=5.0))
+    for node in ("n0", "n1", "n2"):
+        bench.agent(node).frozen = True
+    bench.restart_master()
+    bench.pass_time(40.0)
+    assert not any(node.phase is NodePhase.GONE for node in bench.job.nodes)
+    bench.agent("n0").frozen = bench.agent("n1").frozen = False
+    bench.pass_time(4.0)
+    assert bench.job.nodes[NodeId("n2")].phase is not NodePhase.GONE, "it may be routed later"
+    bench.pass_time(5.0)
+    assert bench.job.nodes[NodeId("n2")].phase is NodePhase.GONE
+    bench.settle()
+    assert bench.reasons().count("NodeLost") == 1
+
+
+def test_a_new_master_that_nobody_reaches_does_not_wait_for_ever() -> None:
+    bench = running(elastic_job(1), Rules(routed_s=5.0))
+    bench.agent("n0").frozen = True
+    bench.restart_master()
+    bench.pass_time(59.0)
+    assert bench.job.nodes[NodeId("n0")].phase is not NodePhase.GONE
+    bench.pass_time(2.0)
+    assert bench.job.nodes[NodeId("n0")].phase is NodePhase.GONE
+
+
 @pytest.mark.parametrize(("how", "kept"), [("before", 0), ("after", 0), ("after", 1)])
 def test_a_master_that_dies_in_a_round_change_finishes_it(how: str, kept: int) -> None:
     bench = running(elastic_job(3, 2, standby=1))
@@ -1049,6 +1076,24 @@ def test_a_node_that_is_told_to_go_has_less_time_than_its_platform_gives_it() ->
     assert (told.directive, told.stop_grace_s) == (Directive.STOP, 10.0)
 
 
+@pytest.mark.parametrize("jump", [-600.0, 600.0])
+def test_a_clock_that_jumps_changes_no_duration(jump: float) -> None:
+    bench = running(elastic_job(2, 1))
+    bench.pass_time(10.0)
+    bench.agent("n0").reach(1)
+    bench.exchange()
+    bench.pass_time(90.0)
+    before = bench.job.status(bench.now, 1e6 + bench.now)
+    bench.job.step([], bench.now, 1e6 + bench.now + jump)
+    after = bench.job.status(bench.now, 1e6 + bench.now + jump)
+    assert after.goodput == before.goodput
+    assert (after.round, after.phase) == (before.round, before.phase)
+    bench.job.step([JobStopped()], bench.now, 1e6 + bench.now + jump)
+    end = bench.job.status(bench.now, 1e6 + bench.now + jump)
+    assert end.ended_at is not None
+    assert end.ended_at - end.started_at == pytest.approx(bench.now)
+
+
 def test_goodput_is_the_part_of_the_time_that_brought_new_steps() -> None:
     bench = running(elastic_job(2, 1))
     assert bench.job.status(bench.now, 0.0).goodput is None, "no step was reported"
@@ -1099,6 +1144,25 @@ def test_a_node_that_finds_no_other_place_gets_the_host_that_was_kept_out() -> N
     assert "HostsLetIn" in bench.reasons()
 
 
+def test_who_could_not_start_is_made_anew_of_a_new_template() -> None:
+    bench = Bench(elastic_job(3, 2), capacity=2)
+    bench.step()
+    bench.settle()
+    bench.step(pending("n2", "main: Back-off pulling image"))
+    spec = bench.spec.worker.template["spec"] | {"nodeSelector": {"a": "b"}}
+    worker = bench.spec.worker.model_copy(update={"template": {"spec": spec}})
+    roles = bench.spec.spec.replica_specs.model_copy(update={"worker": worker})
+    before = bench.members
+    bench.change(bench.spec.changed(bench.spec.spec.model_copy(update={"replica_specs": roles})))
+    assert NodeId("n3") in bench.avoided
+    assert NodeId("n4") not in bench.avoided, "who trains is left alone"
+    bench.set_capacity(3)
+    bench.settle()
+    assert bench.members == [*before, "n3"]
+    bench.step(pending("n3"))  # what is late
+    assert bench.members == [*before, "n3"]
+
+
 def test_numbers_that_were_used_before_a_journal_was_lost_are_not_used_again() -> None:
     bench = Bench(elastic_job(2, 1))
     bench.job.skip(7, 41)
@@ -1143,6 +1207,28 @@ def test_what_a_node_holds_is_stored_before_a_smaller_wish_lets_it_go() -> None:
     goes = bench.agent("n2").assignment
     assert goes is not None
     assert not goes.linger
+    assert bench.job.checkpoints.storage is not None
+    assert bench.job.checkpoints.storage.step == 7
+
+
+def test_what_is_newest_at_the_end_of_a_job_is_stored() -> None:
+    bench = running(elastic_job(2, 2))
+    for agent in bench.living():
+        agent.save(7, persist=False)
+        agent.stores = True
+    bench.settle()
+    for agent in bench.living():
+        agent.succeed()
+    for _ in range(2):  # it is over; all have heard of it
+        bench.exchange()
+    assert len(bench.living()) == 2
+    assert bench.job.phase is JobPhase.SUCCEEDED
+    assert all(agent.lingers for agent in bench.living())
+    for _ in range(2):  # the coordinator needs a grant
+        for agent in bench.living():
+            agent.write(PersistPhase.DONE)
+        bench.settle()
+    assert not any(agent.lingers for agent in bench.living())
     assert bench.job.checkpoints.storage is not None
     assert bench.job.checkpoints.storage.step == 7
 

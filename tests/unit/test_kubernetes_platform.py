@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dlrover_py.kube import ELASTICJOBS, EVENTS, PODS, Kube, Obj
+from dlrover_py.kube import ELASTICJOBS, EVENTS, PODS, Kube, Obj, Throttled
 from dlrover_py.master.core.events import (
     Event,
     JobChanged,
@@ -19,7 +19,7 @@ from dlrover_py.master.core.events import (
     NodesListed,
     Rules,
 )
-from dlrover_py.master.loop import Loop
+from dlrover_py.master.loop import RETRY_S, Loop, pause_s
 from dlrover_py.master.platform import Known, kubernetes, pods
 from dlrover_py.master.platform.kubernetes import KubernetesPlatform
 from dlrover_py.master.platform.pods import Site
@@ -341,22 +341,35 @@ async def test_a_new_master_goes_on_with_the_spec_that_was_accepted(
 async def test_a_master_that_starts_under_a_bad_edit_reads_its_journal_and_is_ready(
     scene: Scene, tmp_path: Path
 ) -> None:
-    async def run(*edits: Edit, until: Callable[[Loop], object]) -> None:
-        for edit in edits:
-            refused(scene, edit)
-        platform = KubernetesPlatform(scene.kube, "default", "x", Site(scene.uid, "a:1"))
-        loop = Loop(platform, FileStore(tmp_path / "journal"), Rules())
-        running = asyncio.create_task(loop.run())
-        try:
-            await scene.until(lambda: running.done() or until(loop))
-            assert not running.done()
-        finally:
-            running.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await running
+    await runs(scene, tmp_path, lambda loop: loop.journal_writes)
+    for edit in BAD_EDITS:
+        refused(scene, edit)
+    await runs(scene, tmp_path, lambda loop: loop.ready and scene.cluster.one(PODS, "x-n1"))
 
-    await run(until=lambda loop: loop.journal_writes)
-    await run(*BAD_EDITS, until=lambda loop: loop.ready and scene.cluster.one(PODS, "x-n1"))
+
+async def runs(scene: Scene, tmp_path: Path, until: Callable[[Loop], object]) -> Loop:
+    """A master's whole life, up to this."""
+    platform = KubernetesPlatform(scene.kube, "default", "x", Site(scene.uid, "a:1"))
+    loop = Loop(platform, FileStore(tmp_path / "journal"), Rules())
+    running = asyncio.create_task(loop.run())
+    try:
+        await scene.until(lambda: running.done() or until(loop))
+        assert not running.done()
+    finally:
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+    return loop
+
+
+async def test_a_journal_that_was_put_back_begins_no_term_that_was_told_before(
+    scene: Scene, tmp_path: Path
+) -> None:
+    await runs(scene, tmp_path, lambda loop: loop.journal_writes)
+    await scene.platform.publish(status(term=9))
+    now = (await runs(scene, tmp_path, Loop.status)).status()
+    assert now is not None
+    assert now.term == 10
 
 
 async def test_a_spec_that_cannot_be_used_does_not_end_a_master_that_starts(scene: Scene) -> None:
@@ -381,6 +394,51 @@ async def test_an_api_server_that_is_away_is_for_the_caller_to_wait_for(scene: S
     with pytest.raises(TransientError):
         await scene.platform.create_node(N0)
     await scene.platform.create_node(N0)
+
+
+async def test_many_nodes_bother_a_server_in_trouble_no_more_than_a_few_do(scene: Scene) -> None:
+    """It says when to come back: those whose turn it is wait for that, the others for them."""
+    storm = scene.cluster.fail(429, "TooManyRequests", path="/pods", method="POST", times=1000,
+                               retry_after=600)  # fmt: skip
+    nodes = [NodeId(f"n{i}") for i in range(100)]
+    asking = [asyncio.create_task(scene.platform.create_node(node)) for node in nodes]
+
+    def asked() -> int:
+        mine = (c for c in scene.cluster.calls if c.path.endswith("/pods") and not c.query)
+        return sum(c.method == "POST" for c in mine)
+
+    await scene.until(lambda: asked() >= kubernetes.CALLS)
+    for _ in range(100):  # each takes as long as one of those
+        await scene.kube.get(ELASTICJOBS, "x", "default")
+    assert asked() == kubernetes.CALLS
+    storm.times = 0
+    for task in asking:
+        task.cancel()
+
+
+async def test_a_status_that_is_refused_waits_as_long_as_it_is_told(
+    scene: Scene, tmp_path: Path
+) -> None:
+    scene.cluster.fail(429, "TooManyRequests", path="/status", times=1000, retry_after=600)
+    platform = KubernetesPlatform(scene.kube, "default", "x", Site(scene.uid, "a:1"))
+    loop = Loop(platform, FileStore(tmp_path / "journal"), Rules(), publish_s=0.01)
+    running = asyncio.create_task(loop.run())
+    await scene.until(lambda: writes(scene))
+    for number in range(100):
+        loop.tell([NodeSeen(NodeId("n0"), near=True, message=f"{number}")])
+        await scene.kube.get(ELASTICJOBS, "x", "default")
+    assert writes(scene) == 1
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+
+
+def test_masters_that_fail_together_do_not_come_back_together() -> None:
+    waits = [pause_s(3) for _ in range(100)]
+    assert RETRY_S[3] / 2 <= min(waits) < max(waits) <= RETRY_S[3]
+    assert pause_s(1000) <= RETRY_S[-1], "nor do they ever give up"
+    waits = [pause_s(0, Throttled("later", retry_after=7.0)) for _ in range(100)]
+    assert 7.0 <= min(waits) < max(waits) < 9.0, "nor those who were all told the same"
 
 
 async def test_a_pod_that_ends_within_its_grace_is_kept_for_its_log(scene: Scene) -> None:
@@ -499,6 +557,20 @@ async def test_pods_that_go_first_are_not_replaced_while_their_job_goes(scene: S
     await scene.hears(lambda e: isinstance(e, JobStopped))
     assert scene.cluster.one(PODS, "x-n1") is None
     asked.cancel()
+
+
+async def test_many_pods_that_go_at_once_are_one_question_after_their_job(scene: Scene) -> None:
+    nodes = [NodeId(f"n{i}") for i in range(20)]
+    await asyncio.gather(*(scene.platform.create_node(node) for node in nodes))
+    for node in nodes:
+        scene.cluster.remove(PODS, f"x-{node}")
+    for node in nodes:
+        await scene.hears_of(NodeEnded, node)
+    new = [NodeId(f"n{i}") for i in range(20, 40)]
+    before = len(scene.cluster.calls)
+    await asyncio.gather(*(scene.platform.create_node(node) for node in new))
+    asked = [c for c in scene.cluster.calls[before:] if c.path.endswith("/elasticjobs/x")]
+    assert len(asked) == 1
 
 
 async def test_a_job_that_leaves_its_pods_behind_goes_on(scene: Scene) -> None:

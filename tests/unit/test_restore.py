@@ -287,6 +287,15 @@ def test_tensors_that_are_not_contiguous_or_of_another_dtype_are_filled(tmp_path
     assert torch.equal(state["v"], value.double())
 
 
+def test_views_that_only_say_what_their_values_are_are_saved_and_filled(tmp_path: Path) -> None:
+    value = torch.randn(4, dtype=torch.complex64)
+    stage(tmp_path / "0.0", {"c": value.conj(), "n": torch._neg_view(value.real.clone())})
+    c, n = torch.zeros(4, dtype=torch.complex64), torch.zeros(4)
+    load({"c": c.conj(), "n": torch._neg_view(n)}, tmp_path)
+    assert torch.equal(c, value)
+    assert torch.equal(n, value.real)
+
+
 class Box:
     """What a rank has of a tensor, without a mesh of real ranks."""
 
@@ -474,6 +483,20 @@ def test_a_checkpoint_that_cannot_be_read_is_no_reason_to_start_anew(tmp_path: P
     (tmp_path / "store" / "step-3.a" / "raw").unlink()
     with pytest.raises(CheckpointError, match="no checkpoint could be loaded; tried step 3"):
         load(fresh(2), tmp_path / "none", store=store)
+
+
+def test_a_damaged_manifest_that_may_be_the_only_one_is_no_reason_either(tmp_path: Path) -> None:
+    (tmp_path / "arena").mkdir()
+    stage(tmp_path / "arena" / "0.0", trained(1), step=3)
+    store = persist(tmp_path / "store", tmp_path / "arena" / "0.0")
+    path = tmp_path / "store" / "step-3.a.json"
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(
+        CheckpointError, match=r"step-3\.a\.json is damaged .* bring it back, or rem"
+    ):
+        load(fresh(2), tmp_path / "none", store=Store(store.place.url))
+    there = load(fresh(2), tmp_path / "arena", store=Store(store.place.url))
+    assert there is not None, "memory has one"
 
 
 class Broken(Store):

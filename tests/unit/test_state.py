@@ -306,3 +306,24 @@ def test_what_equals_another_value_is_not_taken_for_it() -> None:
 def test_an_object_that_cannot_be_read_back_is_refused_by_its_key() -> None:
     with pytest.raises(ConfigError, match=r"checkpoint: loader\.rng is a Random, which"):
         encode_object("loader.rng", random.Random())
+
+
+def test_what_a_container_gets_later_is_looked_at_too() -> None:
+    history: dict[str, list[object]] = {"loss": [0.5]}
+    encode_object("history", history)
+    history["loss"].append(random.Random())
+    with pytest.raises(ConfigError, match=r"checkpoint: history is a dict, which"):
+        encode_object("history", history)
+
+
+def test_a_container_may_hold_itself() -> None:
+    value: list[object] = [1]
+    value.append(value)
+    assert len(encode_object("ring", value))
+
+
+def test_random_numbers_are_saved_whatever_the_default_device_is() -> None:
+    with torch.device("meta"):
+        flat = flatten({"rng": PerRank(Random())}, rank=0)
+    found = decode_object(encode_object("rng", flat.objects["rank/0/rng.state"]))
+    Random().load_state_dict({"state": found})

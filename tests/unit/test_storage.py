@@ -105,7 +105,7 @@ def test_no_damaged_manifest_is_believed(at: int, bit: int, cut: bool) -> None:
         Order("a1", 7, 1, 0, 2, (0,), "/x", "/y", "u", "n0", grant=3, keep=Keep(1, 5, 2, False)),
         Grant("a1", 4),
         Cancel("a1"),
-        Answer("a1", Phase.DONE, stored=(7, "/y/step-7.a1", 1.5, 4), notes=("odd",)),
+        Answer("a1", Phase.DONE, stored=(7, 2, 0, "/y/step-7.a1", 1.5, 4), notes=("odd",)),
     ],
 )
 def test_lines_are_read_as_written(line: Order | Grant | Cancel | Answer) -> None:
@@ -203,6 +203,15 @@ def test_a_lower_term_does_not_commit(store: Store) -> None:
     assert store.commit(manifest(4, term=1, job="u2")).number == 3, (
         "another job's terms are its own"
     )
+
+
+def test_what_was_saved_earlier_is_not_committed_later(store: Store) -> None:
+    """It would count as the newest."""
+    store.commit(manifest(6, term=1))
+    with pytest.raises(Superseded, match="a later one is there, step-6"):
+        store.commit(manifest(5, term=2))
+    assert store.commit(manifest(5, term=2, round=9)).number == 2, "the job has gone back"
+    assert store.commit(manifest(4, term=1, job="u2")).number == 3
 
 
 def test_who_comes_after_a_tombstone_does_not_commit(store: Store) -> None:

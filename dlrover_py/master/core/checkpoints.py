@@ -25,7 +25,7 @@ from dlrover_py.protocol.agents import (
 from dlrover_py.protocol.names import NodeId, Term, id_key
 
 Key = tuple[int, int, int]
-"""Step, round, lap: sorts a set before those that are older."""
+"""Step, round, lap."""
 Topology = tuple[str, ...]
 
 CANDIDATES = 3
@@ -358,7 +358,7 @@ class Checkpoints:
     def candidates(self) -> list[Candidate]:
         """The newest whole sets, best first."""
         found: list[Candidate] = []
-        for key in sorted(self._sets, reverse=True):
+        for key in sorted(self._sets, key=_age, reverse=True):
             if self._whole(key):
                 step, number, lap = key
                 world = self._sets[key].world
@@ -395,8 +395,8 @@ class Checkpoints:
         Args:
             wall: the time; a set in memory is as old as it is known to be whole.
         """
-        for key in sorted(self._sets, reverse=True):
-            if self.stored is not None and key[0] <= self.stored.step:
+        for key in sorted(self._sets, key=_age, reverse=True):
+            if self._is_stored(key):
                 break
             if self._whole(key):
                 one = self._sets[key]
@@ -611,11 +611,13 @@ class Checkpoints:
         wish = self._wish
         if wish is not None and (not wish.waits or now >= wish.settle_at):
             wish.waits.clear()
-            key = next((k for k in sorted(self._sets, reverse=True) if self._whole(k)), None)
+            key = next(
+                (k for k in sorted(self._sets, key=_age, reverse=True) if self._whole(k)), None
+            )
             if key is None or self._is_stored(key) or self._sets[key].tried >= TRIES:
                 self._end_wish()
             elif self._order is None or (
-                self._order.key < key and self._order.attempt != wish.attempt
+                _age(self._order.key) < _age(key) and self._order.attempt != wish.attempt
             ):
                 if self._order is not None:
                     self._call_off("a newer one is to be stored")
@@ -626,15 +628,17 @@ class Checkpoints:
             return
         if self._order is not None:
             return
-        for key in sorted(self._flagged, reverse=True):
+        for key in sorted(self._flagged, key=_age, reverse=True):
             one = self._sets[key]
-            if not one.tried and self._whole(key):
+            if not one.tried and self._whole(key) and not self._is_stored(key):
                 self._write(key, now, term, now + persist_s)
                 return
 
     def _is_stored(self, key: Key) -> bool:
-        there = self.stored is not None and self.stored.step == key[0]
-        return there or self._sets[key].stored
+        """Whether it, or one that came later, is in storage."""
+        there = self.stored
+        later = there is not None and (there.round, there.lap, there.step) >= _age(key)
+        return later or self._sets[key].stored
 
     def _write(self, key: Key, now: float, term: Term, until: float) -> str:
         """Order it: each rank's slot is written by one node that has it, its own if that lives.
@@ -660,6 +664,12 @@ class Checkpoints:
         self._order = _Order(key, one.world, attempt, ranks, coordinator, now, until)
         self._out.tell.update(ranks)
         return attempt
+
+
+def _age(key: Key) -> tuple[int, int, int]:
+    """Round, lap, step: greater for a set that was saved later. A script may go back to an earlier
+    step."""
+    return key[1], key[2], key[0]
 
 
 def _by_key(memory: Iterable[Held]) -> dict[Key, list[Held]]:

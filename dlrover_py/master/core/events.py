@@ -61,6 +61,9 @@ class Rules:
     """Whether the platform creates nodes; if not, they come by themselves."""
     routed_s: float = 0.0
     """A new master waits so much longer than a lease for its predecessor's nodes."""
+    unreached_s: float = 60.0
+    """And so long as none of them has reported to it, where they have to be routed to it anew:
+    without the API server nobody tells their hosts where it is."""
 
 
 # --- events -------------------------------------------------------------------------------------

@@ -177,12 +177,19 @@ class Job:
         self._check_event = 0
         self._cause: dict[Round, tuple[int, float]] = {}
         self._now, self._wall = now, wall
+        self._ahead = wall - now
         self._out = Step()
         self._lost_now: set[NodeId] = set()
         self._dirty = True
         self._last_loss = ""
         self._refusals: deque[str] = deque(maxlen=EVENTS_KEPT)
         self._record("JobStarted", f"job {job.metadata.name} wishes {self._wish()}")
+
+    @property
+    def _steady(self) -> float:
+        """Unix time as it was when this master began, and the time since: a clock that is set
+        anew meanwhile changes no duration."""
+        return self._now + self._ahead
 
     # --- the way in ---
 
@@ -279,6 +286,7 @@ class Job:
                     now,
                     member=member,
                     return_s=self.pace.return_s + self.rules.routed_s,
+                    unreached_s=self.rules.unreached_s if self.rules.routed_s else 0.0,
                 )
             if record.leaving:
                 self.nodes.leave(self.nodes[record.id], record.leaving)
@@ -641,6 +649,19 @@ class Job:
         event = self._record("SpecChanged", f"the job now wishes {self._wish()}")
         if self.opening is None or self.opening.kind in HEALTHY:
             self._cause[Round(self.round + 1)] = (event, self._now)
+        if job.worker.template != old.worker.template:
+            self._make_anew(event)
+
+    def _make_anew(self, cause: int) -> None:
+        """Who cannot start, for want of an image or of room, would stay so for ever: what it was
+        made of is not what is wished any more."""
+        for node in list(self.nodes):
+            if node.pending_since == math.inf or node.incarnation or node.standing is Standing.OUT:
+                continue
+            words = f"{node.id} could not start ({node.message}), and the template has changed"
+            self._record("NodeMadeAnew", words, node=node.id, cause=cause)
+            self.vacancies.append(Vacancy(relaunches=node.relaunches, not_before=self._now))
+            self._dismiss(node, words, ExitCode.OK)
 
     def _suspend_or_resume(self) -> None:
         """Do as ``spec.suspend`` says."""
@@ -651,7 +672,7 @@ class Job:
             self._suspend()
             return
         self.phase, self.reason = JobPhase.PENDING, "waiting for nodes"
-        self.suspended_s += self._wall - (self.suspended_at or self._wall)
+        self.suspended_s += self._steady - (self.suspended_at or self._steady)
         self.suspended_at = None
         event = self._record("Resumed", f"resumed with {self._wish()}")
         self._open("start", "resumed", event)
@@ -660,7 +681,7 @@ class Job:
         event = self._record("Suspended", "spec.suspend is true: all nodes are stopped")
         self._save_what_may_be_lost("the job is suspended", self._grace_s())
         self.phase, self.reason = JobPhase.SUSPENDED, "spec.suspend is true"
-        self.suspended_at = self._wall
+        self.suspended_at = self._steady
         self._close_round()
         self.vacancies.clear()
         for node in list(self.nodes):
@@ -965,7 +986,7 @@ class Job:
         self.checkpoints.storable |= spec is not None and spec.dir is not None
 
     def _tell_of_members(self, world: World) -> None:
-        self._age_s = max(0, round(self._wall - self.started_at - self.suspended_s))
+        self._age_s = max(0, round(self._steady - self.started_at - self.suspended_s))
         self._take_checkpoint_spec()
         spec, members = self.job.spec.checkpoint, []
         for member in world.members:
@@ -1413,10 +1434,9 @@ class Job:
         cause: int | None = None,
     ) -> None:
         """The job is over."""
-        if phase is not JobPhase.SUCCEEDED:
-            self._save_what_may_be_lost(message, self._grace_s())
+        self._save_what_may_be_lost(message, self._grace_s())
         self.phase, self.reason = phase, message
-        self.ended_at = self._wall
+        self.ended_at = self._steady
         self.checkpoints.end_round()
         self._record(reason, message, cause=cause, warning=phase is JobPhase.FAILED)
         self.opening = None
@@ -1598,7 +1618,7 @@ class Job:
             standby=standby,
             progress=self.progress[1] if self.progress is not None else None,
             restarts=self.restarts,
-            goodput=self._goodput(now, wall),
+            goodput=self._goodput(now),
             lost_s={kind: round(seconds, 3) for kind, seconds in self.lost_s.items()},
             last_failure=self.last_failure,
             last_checkpoint=self._last_checkpoint(wall),
@@ -1626,10 +1646,10 @@ class Job:
             folder=storage.where if storage else "",
         )
 
-    def _goodput(self, now: float, wall: float) -> float | None:
+    def _goodput(self, now: float) -> float | None:
         if not self.lost_s:
             return None
-        end = self.ended_at or self.suspended_at or wall
+        end = self.ended_at or self.suspended_at or now + self._ahead
         lost = sum(self.lost_s.values())
         if self.phase in (JobPhase.RUNNING, JobPhase.FORMING):
             if self.opening is not None and self.opening.kind not in HEALTHY:

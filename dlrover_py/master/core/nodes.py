@@ -46,6 +46,8 @@ class Node:
     former_boots: set[str] = field(default_factory=set)
     seq: int = -1
     lease_until: float = math.inf
+    return_until: float = math.inf
+    """Of one that had spoken to an earlier term: until then it is waited for, whoever reports."""
     due: float = math.inf
     """When it is looked at next, at the latest; the timer for that is set."""
     suspect_until: float = math.inf
@@ -160,6 +162,8 @@ class Nodes:
         self.by_id: dict[NodeId, Node] = {}
         self._facets: dict[NodeId, _Facets] = {}
         self._count: Counter[_Facets] = Counter()
+        self._unreached = False
+        """Whether nobody at all has reported to this term yet, though some could."""
         self.members = 0
         """Grows when a node is added or forgotten."""
         # Lazy: re-pushed when it turns out too early; `hear` costs no push. An entry that is not
@@ -215,17 +219,21 @@ class Nodes:
         *,
         member: bool = False,
         return_s: float | None = None,
+        unreached_s: float = 0.0,
     ) -> None:
         """Take up a node that had spoken to an earlier term: it has so long to report again.
 
-        The first thing that a member is told in this term is binding.
+        As long as nobody at all reports it is rather the master who cannot be reached: it has
+        ``unreached_s``. The first thing that a member is told in this term is binding.
         """
         node = self.by_id[node_id]
         node.told = int(member)
         node.recalled = True
         node.phase = NodePhase.LIVE
         node.incarnation, node.boot_id = incarnation, boot_id
-        node.lease_until = now + (self.lease_s if return_s is None else return_s)
+        node.return_until = now + (self.lease_s if return_s is None else return_s)
+        node.lease_until = max(node.return_until, now + unreached_s)
+        self._unreached |= node.lease_until > node.return_until
         self._look_at(node, node.lease_until)
         self._index(node)
 
@@ -270,7 +278,17 @@ class Nodes:
         node.suspect_until = math.inf
         self._renew(node, now)
         self._index(node)
+        if self._unreached:
+            self._reached(now)
         return Heard.BORN if born else Heard.TAKEN
+
+    def _reached(self, now: float) -> None:
+        """Somebody has reported to this term: so can others, if they live."""
+        self._unreached = False
+        for node in self:
+            if node.alive and node.recalled and node.report is None:
+                node.lease_until = max(node.return_until, now + self.lease_s)
+                self._look_at(node, node.lease_until)
 
     def readmit(self, node_id: NodeId) -> None:
         """Let a node that was given up live again, as a new incarnation.

@@ -50,8 +50,9 @@ from dlrover_py.protocol.status import (
 
 log = logging.getLogger("master.kubernetes")
 
-CALLS = 16
-"""Pods that are asked for at the same time."""
+CALLS = 48
+"""Pods that are asked for at the same time: three of four calls of ``kube.IN_FLIGHT``, so that the
+journal and the status find their turn."""
 BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
 """Between two requests for a Pod that the API server refuses."""
 LINGER_S = 2.0
@@ -105,6 +106,8 @@ class KubernetesPlatform:
         """What the API server does not let us see, by kind of object."""
         self._past: dict[str, Condition] = {}
         self._calls = asyncio.Semaphore(CALLS)
+        self._failures = 0
+        """Calls for Pods that failed in a row."""
         self._told: Obj = {}
         self._told_at = 0.0
         self._newest_event = 0
@@ -113,6 +116,7 @@ class KubernetesPlatform:
         self._orphaned = False
         self._known = False
         """No Pod has gone since the job was last known to be there."""
+        self._looking = asyncio.Lock()
         self._newest_term = 0
         self._times: dict[str, tuple[str, str]] = {}
         """Status of each condition and since when, as it stands in the cluster."""
@@ -336,8 +340,23 @@ class KubernetesPlatform:
             post.add_done_callback(lambda _: self._posts.pop(node))
         return await asyncio.shield(post)
 
-    async def _post(self, node: NodeId, avoid: Sequence[str]) -> Problem | None:
+    @contextlib.asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """One of few at a time. Who is told to come back later keeps its turn until then: a
+        thousand nodes bother an API server in trouble no more than a few do."""
         async with self._calls:
+            try:
+                yield
+                self._failures = 0
+            except TransientError as error:
+                wait = BACKOFF_S[min(self._failures // CALLS, len(BACKOFF_S) - 1)]
+                self._failures += 1
+                asked = error.retry_after * random.uniform(1.0, 1.25)
+                await asyncio.sleep(max(random.uniform(wait / 2, wait), asked))
+                raise
+
+    async def _post(self, node: NodeId, avoid: Sequence[str]) -> Problem | None:
+        async with self._turn():
             if not self._known and not self._orphaned:
                 # Pods go with their job: it may be that which is being deleted.
                 await self._look_after_job()
@@ -362,6 +381,12 @@ class KubernetesPlatform:
         return None
 
     async def _look_after_job(self) -> None:
+        """Find out whether it is still there; one looks for all who want to know."""
+        async with self._looking:
+            if not self._known and self._job is not None:
+                await self._look()
+
+    async def _look(self) -> None:
         with _transient(NotFound):
             try:
                 obj = await self._kube.get(ELASTICJOBS, self._name, self._namespace)
@@ -398,14 +423,15 @@ class KubernetesPlatform:
             await asyncio.wait([post])
         if await self._ends_by_itself(node, grace_s or LINGER_S):
             return
-        found = await self._get(names.pod_of(self._name, node))
-        if found is None or not self._is_ours(found):
-            self._facts.put_nowait([NodeEnded(node, "it has no Pod", free=True)])
-        elif not (found.done or self._orphaned or (found.leaving and grace_s > 0)):
-            with _transient():
-                await self._kube.delete(
-                    PODS, found.name, self._namespace, uid=found.uid, grace_s=KILL_S
-                )
+        async with self._turn():
+            found = await self._get(names.pod_of(self._name, node))
+            if found is None or not self._is_ours(found):
+                self._facts.put_nowait([NodeEnded(node, "it has no Pod", free=True)])
+            elif not (found.done or self._orphaned or (found.leaving and grace_s > 0)):
+                with _transient():
+                    await self._kube.delete(
+                        PODS, found.name, self._namespace, uid=found.uid, grace_s=KILL_S
+                    )
 
     async def _get(self, name: str) -> PodView | None:
         with _transient(NotFound):

@@ -37,6 +37,7 @@ def _prepare(say: parts.Say) -> int:
         return 1 if settings.REQUIRED else 0  # the tests will say SKIPPED
     parts.install(say)
     parts.build(say)
+    parts.linter(say)
     images.system(say)
     images.ours(say)
     return 0

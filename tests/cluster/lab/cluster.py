@@ -13,12 +13,15 @@ import re
 import secrets
 import shutil
 import signal
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from tests.cluster.lab import images
+from tests.cluster.lab.between import Between
 from tests.cluster.lab.daemons import Daemon, command, started
 from tests.cluster.lab.node import Node
 from tests.cluster.lab.parts import PROGRAMS, Say, build
@@ -28,7 +31,19 @@ from tests.cluster.lab.waiting import until
 
 FIRST, LAST = 100, 199  # the numbers that clusters take
 NODE_LOST_S = 12
-OURS = {"etcd", "containerd", *PROGRAMS} - {"kubectl"}
+OURS = {"etcd", "containerd", "kwok", *PROGRAMS} - {"kubectl"}
+FAKE = "dlrover.test/fake"
+AUDIT = {
+    "apiVersion": "audit.k8s.io/v1",
+    "kind": "Policy",
+    "omitStages": ["RequestReceived"],
+    "rules": [
+        {"level": "None", "userGroups": ["system:serviceaccounts:kube-system"]},
+        {"level": "Metadata", "userGroups": ["system:serviceaccounts"]},
+        {"level": "None"},
+    ],
+}
+"""What the API server writes down: who of us has asked for what."""
 
 
 class Lab:
@@ -135,6 +150,73 @@ class Lab:
             self._start(1)
             self._ready()
 
+    @contextmanager
+    def between(self) -> Iterator[Between]:
+        """Pods reach the API server through a proxy: those that start to talk to it from now on."""
+        n, pki = self.number, self.folder / "pki"
+        address = f"10.{n}.0.1"
+        upstream = f"https://{address}:{6500 + n}"
+        with Between(address, upstream, pki / "api.crt", pki / "api.key") as proxy:
+            try:
+                for node in self.nodes.values():
+                    node.redirect(proxy.port)
+                yield proxy
+            finally:
+                for node in self.nodes.values():
+                    node.redirect()
+
+    def compact(self) -> None:
+        """Forget all past versions: who wants to go on from one is told that it is too old."""
+        url = f"http://127.{self.number}.0.1:2379/v3/kv"
+        revision = _post(f"{url}/range", {"key": "AA=="})["header"]["revision"]
+        _post(f"{url}/compaction", {"revision": revision})
+
+    def asked(self, user: str) -> list[dict[str, Any]]:
+        """What a service account has asked of the API server, the oldest first, as audit events."""
+        with (self.folder / "log" / "audit.log").open() as log:
+            found = [json.loads(line) for line in log if f'"{user}"' in line]
+        return [e for e in found if e["user"]["username"] == user]
+
+    # Nodes that are nothing but objects.
+
+    @contextmanager
+    def fake_nodes(self, number: int, pods: int) -> Iterator[list[str]]:
+        """Nodes for so many Pods each, on which nothing runs: kwok says of each that it does."""
+        names = [f"fake{i}" for i in range(number)]
+        room = {"cpu": "1000", "memory": "1Ti", "pods": str(pods)}
+        nodes = [
+            {
+                "apiVersion": "v1",
+                "kind": "Node",
+                "metadata": {
+                    "name": name,
+                    "labels": {FAKE: "yes", "kubernetes.io/hostname": name},
+                },
+                "spec": {"taints": [{"key": FAKE, "value": "yes", "effect": "NoSchedule"}]},
+                "status": {"allocatable": room, "capacity": room},
+            }
+            for name in names
+        ]
+        self._no_fakes()  # of a run that was killed
+        try:
+            body = json.dumps({"apiVersion": "v1", "kind": "List", "items": nodes})
+            run(self.bin / "kubectl", "--kubeconfig", self.kubeconfig, "create", "-f", "-",
+                stdin=body)  # fmt: skip
+            self._daemon("kwok").start([
+                self.bin / "kwok", f"--kubeconfig={self.kubeconfig}",
+                f"--manage-nodes-with-label-selector={FAKE}=yes",
+                f"--cidr=10.{self.number}.32.1/20", "--node-lease-duration-seconds=8",
+            ])  # fmt: skip
+            until(lambda: self._are_ready(number, FAKE), "all of them are Ready", within_s=60)
+            yield names
+        finally:
+            self._no_fakes()
+
+    def _no_fakes(self) -> None:
+        """Remove them; Pods that are still theirs go with them, as Kubernetes finds out."""
+        self.kubectl("delete", "nodes", "-l", FAKE)
+        self._daemon("kwok").signal(signal.SIGKILL)
+
     # Our images.
 
     def load_ours(self) -> dict[str, images.Image]:
@@ -154,7 +236,9 @@ class Lab:
         self._daemon("apiserver").signal(signal.SIGCONT)
         for node in self.nodes.values():
             node.mend()
+            node.redirect()
         self._ready()
+        self._no_fakes()
         until(self._all_ready, "all nodes are Ready", within_s=60)
 
     def _plan(self, nodes: int, programs: Path) -> None:
@@ -213,6 +297,7 @@ class Lab:
             rows.append(f'{token},{login},{user},"{group}"')
             self._kubeconfig(user, token)
         (self.folder / "tokens.csv").write_text("\n".join(rows) + "\n")
+        (self.folder / "audit.json").write_text(json.dumps(AUDIT))
 
     def _kubeconfig(self, user: str, token: str) -> None:
         path = self.folder / f"{user}.kubeconfig"
@@ -266,6 +351,8 @@ class Lab:
                     f"--service-cluster-ip-range=10.{n}.64.0/18",
                     "--kubelet-preferred-address-types=InternalIP",
                     "--authorization-mode=Node,RBAC",
+                    f"--audit-policy-file={home}/audit.json",
+                    f"--audit-log-path={home}/log/audit.log",
                     "--enable-admission-plugins=NodeRestriction", "--allow-privileged=true",
                 ]  # fmt: skip
             case "controllers":
@@ -299,14 +386,16 @@ class Lab:
         until(ready, "the API server is ready", within_s=90)
 
     def _all_ready(self) -> bool:
-        path = "{.items[*].status.conditions[?(@.type=='Ready')].status}"
         for node in self.nodes.values():
             for daemon in node.daemons:
                 if not daemon.pid:
                     raise LabError(f"{daemon.record.stem} of {node.name} ended: {tail(daemon.log)}")
-        return self.kubectl("get", "nodes", f"-ojsonpath={path}").split() == ["True"] * len(
-            self.nodes
-        )
+        return self._are_ready(len(self.nodes), f"!{FAKE}")
+
+    def _are_ready(self, number: int, labels: str) -> bool:
+        path = "{.items[*].status.conditions[?(@.type=='Ready')].status}"
+        said = self.kubectl("get", "nodes", "-l", labels, f"-ojsonpath={path}").split()
+        return said == ["True"] * number
 
     def _default_account(self) -> bool:
         return try_run(self.bin / "kubectl", "--kubeconfig", self.kubeconfig, "get",
@@ -330,6 +419,7 @@ class Lab:
         nodes = list(self.nodes.values())
         for node in nodes:
             node.kill()
+        self._daemon("kwok").signal(signal.SIGKILL)
         for daemon in reversed(self.control_plane):
             daemon.signal(signal.SIGCONT)
             daemon.signal(signal.SIGKILL)
@@ -343,6 +433,13 @@ class Lab:
         if try_run("ip", "link", "show", bridge):
             run("ip", "link", "del", bridge)
         shutil.rmtree(self.folder)
+
+
+def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    """A call to etcd's own API, as JSON."""
+    asked = urllib.request.Request(url, json.dumps(body).encode())
+    with urllib.request.urlopen(asked, timeout=10) as reply:
+        return dict(json.load(reply))
 
 
 def _mounts(folder: Path) -> list[str]:

@@ -91,6 +91,19 @@ class Node:
         """Undo cut()."""
         run("ip", "link", "set", self.link, "up")
 
+    def redirect(self, port: int = 0) -> None:
+        """Connections of its Pods to the API server's Service go to that port instead, from now
+        on; 0: no longer."""
+        n = self.cluster
+        script = "iptables -w -t nat -N DLROVER 2>/dev/null; iptables -w -t nat -F DLROVER"
+        if port:
+            there = f"-d 10.{n}.64.1 -p tcp --dport 443 -j DNAT --to-destination 10.{n}.0.1:{port}"
+            script += f"""
+                iptables -w -t nat -C PREROUTING -j DLROVER 2>/dev/null ||
+                    iptables -w -t nat -I PREROUTING -j DLROVER
+                iptables -w -t nat -A DLROVER {there}"""
+        run("nsenter", f"--net=/run/netns/{self.unique}", "sh", "-c", script)
+
     def crash(self) -> None:
         """The machine is gone: no program says goodbye, no connection is closed."""
         self.cut()
@@ -244,6 +257,7 @@ class Node:
             "nodeStatusUpdateFrequency": "3s",
             "nodeLeaseDurationSeconds": 8,
             "imageGCHighThresholdPercent": 100,
+            "volumeStatsAggPeriod": "5s",
             "evictionHard": {
                 "memory.available": "100Mi", "nodefs.available": "1%", "imagefs.available": "1%",
             },

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import sys
+import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tests.cluster.lab.shell import alone, run
 KUBERNETES = "1.34.4"  # the newest that runs with cgroup v1 and containerd 1.6
 HELM = "helm.sh/helm/v3/cmd/helm@v3.19.0"
 KWOK = "sigs.k8s.io/kwok/cmd/kwok@v0.7.0"
+KUBE_SCORE = "github.com/zegl/kube-score/cmd/kube-score@v1.20.0"
 PROGRAMS = (
     "kube-apiserver",
     "kube-controller-manager",
@@ -22,6 +24,7 @@ PROGRAMS = (
     "kubectl",
     "kubelet",
 )
+FAKETIME = f"/usr/lib/{sysconfig.get_config_var('MULTIARCH')}/faketime/libfaketimeMT.so.1"
 DEBIAN = {  # program: Debian's package that holds it
     "etcd": "etcd-server",
     "containerd": "containerd",
@@ -40,6 +43,7 @@ DEBIAN = {  # program: Debian's package that holds it
     "buildah": "buildah",
     "openssl": "openssl",
     "nsenter": "util-linux",
+    FAKETIME: "libfaketime",
 }
 
 
@@ -107,12 +111,25 @@ def build(say: Say) -> Path:
             if not (folder / program).exists():
                 (folder / program).symlink_to("kube")
         for name, module in (("helm", HELM), ("kwok", KWOK)):
-            if not (folder / name).exists():
-                say(f"building {name} (once)")
-                env = {**os.environ, "CGO_ENABLED": "0", "GOBIN": str(folder)}
-                run("go", "install", "-trimpath", "-ldflags=-s -w", module, env=env,
-                    cwd=folder, within_s=1800)  # fmt: skip
+            _install(say, folder, name, module)
     return folder
+
+
+def linter(say: Say) -> Path:
+    """kube-score; no part of a cluster, and so in a folder of its own."""
+    folder = CACHE / "bin" / f"kube-score-{KUBE_SCORE.rpartition('@v')[2]}"
+    with alone(CACHE / "build.lock"):
+        folder.mkdir(parents=True, exist_ok=True)
+        _install(say, folder, "kube-score", KUBE_SCORE)
+    return folder / "kube-score"
+
+
+def _install(say: Say, folder: Path, name: str, module: str) -> None:
+    if not (folder / name).exists():
+        say(f"building {name} (once)")
+        env = {**os.environ, "CGO_ENABLED": "0", "GOBIN": str(folder)}
+        run("go", "install", "-trimpath", "-ldflags=-s -w", module, env=env,
+            cwd=folder, within_s=1800)  # fmt: skip
 
 
 def _build_name() -> str:

@@ -1,0 +1,67 @@
+"""How well jobs went on: recoveries by kind, and goodput beside its ceiling. Pure."""
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import sqrt
+
+from tests.cluster.chaos.check import Told
+
+FEWEST_S, TIMES = 1.0, 10.0
+
+
+def useful_s(lines: Iterable[Told], began: float, ended: float) -> float:
+    """Seconds in which rank 0 made steps that nobody had made before.
+
+    A step that took much longer than most is no training: somebody was waited for.
+    """
+    best = newest = 0
+    last: Told | None = None
+    spent: list[float] = []
+    for line in sorted(lines, key=lambda told: told.at):
+        if line.what not in ("loaded", "step") or line.rank or line.round < newest:
+            continue
+        newest = line.round
+        step = int(line.values[0])
+        if line.what == "step":
+            same = last is not None and last.round == line.round
+            if last is not None and same and step > best:
+                spent.append(min(line.at, ended) - max(last.at, began))
+            best = max(best, step)
+        last = line
+    spent = [s for s in spent if s > 0]
+    if not spent:
+        return 0.0
+    longest = max(FEWEST_S, TIMES * statistics.median(spent))
+    return sum(min(s, longest) for s in spent)
+
+
+def ceiling(stall_s: float, recovery_s: float, between_s: float) -> float:
+    """The best goodput of a job that checkpoints at the best interval: G* = 1 - √(2C/M) - R/M."""
+    return max(0.0, 1.0 - sqrt(2 * stall_s / between_s) - recovery_s / between_s)
+
+
+def stall_s(lines: Iterable[Told]) -> float:
+    """What one save has held the training up, on average over all processes of rank 0."""
+    newest = {}
+    for line in lines:
+        if line.what == "blocked":
+            newest[line.node, line.round] = line.values
+    calls = sum(calls for calls, _ in newest.values())
+    return sum(seconds for _, seconds in newest.values()) / calls if calls else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Of one kind of fault."""
+
+    kind: str
+    number: int
+    median_s: float
+    most_s: float
+
+
+def rows(found: Mapping[str, Sequence[float]]) -> list[Row]:
+    """Recoveries by kind, most frequent first."""
+    made = [Row(k, len(v), statistics.median(v), max(v)) for k, v in found.items() if v]
+    return sorted(made, key=lambda row: (-row.number, row.kind))

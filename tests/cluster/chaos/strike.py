@@ -1,0 +1,334 @@
+"""Faults, done: who is meant by a role, how it is hit, and how it is made good.
+
+To aim asks the API server; to hit a process does not, so that it can be done without one.
+"""
+
+import json
+import os
+import re
+import signal
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from dlrover_py.protocol.status import NodePhase, NodeRole, NodeStatus
+from tests.cluster.chaos.check import Blame
+from tests.cluster.chaos.plan import STANDBY, Fault, Kind
+from tests.cluster.harness import Cluster, LabError, Obj, until
+from tests.cluster.jobs import Job
+
+OPERATOR = "app.kubernetes.io/name=dlrover-operator"
+ROLE = "elasticjob.dlrover/replica-type"
+NAME = "elasticjob.dlrover/name"
+WORKER = r"^\S*python\S* -u \S*/worker\.py "
+PATIENCE = 2
+"""Restarts of a container; after that the kubelet waits too long to be worth it."""
+NOTHING: Callable[[], None] = lambda: None  # noqa: E731
+
+
+@dataclass
+class Strike:
+    """One fault that is aimed."""
+
+    whom: str
+    hit: Callable[[], None]
+    mend: Callable[[], None] = NOTHING
+    blame: dict[str, Blame] = field(default_factory=dict)
+    """What each job may be charged."""
+    breaks: frozenset[str] = frozenset()
+    """Jobs whose round is over by it."""
+    holds: frozenset[str] = frozenset()
+    """Jobs whose round may be over by it; if not, what they do before it is mended is no proof."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Numbers of nodes that jobs are to have afterwards."""
+
+
+class Striker:
+    """Hurts jobs of one namespace."""
+
+    def __init__(self, cluster: Cluster, operator: str, jobs: list[Job]) -> None:
+        self.cluster, self.operator, self.jobs = cluster, operator, jobs
+
+    def aim(self, fault: Fault) -> Strike:
+        """Find who is meant."""
+        job = self.jobs[fault.job % len(self.jobs)]
+        kind = fault.kind
+        match kind:
+            case Kind.WORKER_KILLED:
+                return self._worker(job, fault)
+            case Kind.AGENT_KILLED | Kind.POD_DELETED | Kind.POD_FORCED | Kind.EVICTED:
+                return self._pod(job, fault)
+            case Kind.CORDONED:
+                return self._cordoned(job, fault)
+            case Kind.MASTER_KILLED | Kind.MASTER_DELETED | Kind.MASTER_FORCED | Kind.MASTER_TWICE:
+                return self._master(job, kind)
+            case Kind.OPERATOR_KILLED:
+                return Strike("operator", self._kill_operators)
+            case Kind.HOST_CUT | Kind.HOST_CRASHED:
+                return self._host(job, kind, self._host_of(job, self._node(job, fault.rank)))
+            case Kind.HEAD_CUT:
+                return self._host(job, kind, self._bring_master_to_rank_0(job))
+            case Kind.DRAINED:
+                return self._drained(job, fault)
+            case Kind.API_STOPPED | Kind.API_KILLED:
+                return self._api(kind)
+            case Kind.SCALED | Kind.FLAPPED:
+                return self._scaled(job, fault)
+            case Kind.SUSPENDED:
+                return self._suspended(job)
+            case Kind.PAIR:
+                raise ValueError("a pair is two faults")
+
+    # --- nodes ---
+
+    def _worker(self, job: Job, fault: Fault) -> Strike:
+        node = self._node(job, max(fault.rank, 0))
+        pod = f"{job.name}-{node.id}"
+        found = self.cluster.processes(pod, job.namespace)
+        pids = [pid for pid, said in found.items() if re.search(WORKER, said)]
+        if not pids:
+            raise LabError(f"no worker in {pod}: {found}")
+        return Strike(
+            f"{pod}, pid {pids}",
+            partial(_kill, pids),
+            blame={job.name: Blame(failures=1)},
+            breaks=frozenset({job.name}),
+        )
+
+    def _pod(self, job: Job, fault: Fault) -> Strike:
+        node = self._node(job, fault.rank)
+        pod, kind = f"{job.name}-{node.id}", fault.kind
+        hit: Callable[[], None]
+        blame = Blame()
+        match kind:
+            case Kind.AGENT_KILLED:
+                found = self.cluster.processes(pod, job.namespace)
+                first = [pid for pid in found if _is_first(pid)]
+                if not first:
+                    raise LabError(f"no agent in {pod}: {found}")
+                hit, blame = partial(_kill, first), Blame(losses=1)
+            case Kind.POD_FORCED:
+                hit, blame = partial(self._delete, pod, job, force=True), Blame(losses=1)
+            case Kind.EVICTED:
+                hit = partial(self._evict, pod, job)
+            case _:
+                hit = partial(self._delete, pod, job)
+        return Strike(pod, hit, blame={job.name: blame}, breaks=_of(job, node))
+
+    def _cordoned(self, job: Job, fault: Fault) -> Strike:
+        node = self._node(job, fault.rank)
+        host, pod = self._host_of(job, node), f"{job.name}-{node.id}"
+
+        def hit() -> None:
+            self.cluster.cordon(host)
+            self._delete(pod, job)
+
+        mend = partial(self.cluster.uncordon, host)
+        return Strike(f"{pod} on {host}", hit, mend, breaks=_of(job, node))
+
+    def _delete(self, pod: str, job: Job, *, force: bool = False) -> None:
+        with suppress(LabError):  # it is gone already: the other one of a pair
+            self.cluster.delete_pod(pod, job.namespace, force=force)
+
+    def _evict(self, pod: str, job: Job) -> None:
+        meta = {"name": pod, "namespace": job.namespace}
+        wish = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": meta}
+        path = f"/api/v1/namespaces/{job.namespace}/pods/{pod}/eviction"
+        with suppress(LabError):
+            self.cluster.kubectl("create", "--raw", path, "-f", "-", stdin=json.dumps(wish))
+
+    def _node(self, job: Job, rank: int) -> NodeStatus:
+        nodes = job.training.nodes
+        if rank == STANDBY:
+            spare = [n for n in nodes if n.role is NodeRole.STANDBY and n.phase is NodePhase.LIVE]
+            if spare:
+                return spare[0]
+        members = sorted(
+            (n for n in nodes if n.role is NodeRole.MEMBER), key=lambda n: n.node_rank or 0
+        )
+        return members[rank % len(members)]
+
+    # --- masters and operators ---
+
+    def _master(self, job: Job, kind: Kind) -> Strike:
+        name = self._running_master(job)["metadata"]["name"]
+        hit: Callable[[], None] = partial(self._delete, name, job)
+        if kind is Kind.MASTER_KILLED:
+            pids = list(self.cluster.processes(name, job.namespace))
+            hit = partial(_kill, pids)
+            if _restarts(job.watched.all("Pod")[name]) >= PATIENCE:
+                # The kubelet would wait longer each time: another Pod starts at once.
+                hit = partial(self._delete, name, job, force=True)
+        elif kind is Kind.MASTER_FORCED:
+            hit = partial(self._delete, name, job, force=True)
+        elif kind is Kind.MASTER_TWICE:
+
+            def hit() -> None:
+                self._delete(name, job, force=True)
+                other = self._running_master(job, but=name)["metadata"]["name"]
+                self._delete(other, job, force=True)
+
+        return Strike(name, hit)
+
+    def _running_master(self, job: Job, *, but: str = "") -> Obj:
+        """The Pod of a master that runs."""
+
+        def look() -> Obj | None:
+            for name, pod in job.watched.all("Pod").items():
+                labels = pod["metadata"].get("labels") or {}
+                states = (pod.get("status") or {}).get("containerStatuses") or []
+                if (
+                    (labels.get(ROLE), labels.get(NAME)) == ("dlrover-master", job.name)
+                    and name != but
+                    and "deletionTimestamp" not in pod["metadata"]
+                    and any("running" in (s.get("state") or {}) for s in states)
+                ):
+                    return pod
+            return None
+
+        found = job.until(look, "a master that runs", within_s=240)
+        assert found is not None
+        return found
+
+    def _kill_operators(self) -> None:
+        """Without a word; their Pods too, as those wait longer after each end."""
+        for pod in self.cluster.list("pods", self.operator, OPERATOR):
+            name = pod["metadata"]["name"]
+            with suppress(LabError):  # it has not started yet
+                self.cluster.kill(name, self.operator)
+            with suppress(LabError):
+                self.cluster.delete_pod(name, self.operator, force=True)
+
+    # --- hosts ---
+
+    def _host_of(self, job: Job, node: NodeStatus) -> str:
+        return str(job.pods[node.id]["spec"]["nodeName"])
+
+    def _host(self, job: Job, kind: Kind, host: str) -> Strike:
+        stack, cluster = ExitStack(), self.cluster
+        fault = cluster.crashed if kind is Kind.HOST_CRASHED else cluster.cut_off
+        lost = {job.name: self._parted(job, host) for job in self.jobs}
+        names = frozenset(name for name, count in lost.items() if count)
+        return Strike(
+            host,
+            lambda: stack.enter_context(fault(host)),
+            stack.close,
+            blame={name: Blame(losses=count) for name, count in lost.items()},
+            breaks=self._train_on(host) if kind is Kind.HOST_CRASHED else frozenset(),
+            holds=names,
+        )
+
+    def _on(self, host: str) -> dict[str, int]:
+        """How many nodes of each job are there."""
+        return {
+            job.name: sum(
+                pod["spec"].get("nodeName") == host and pod["status"].get("phase") == "Running"
+                for pod in job.pods.values()
+            )
+            for job in self.jobs
+        }
+
+    def _parted(self, job: Job, host: str) -> int:
+        """How many nodes of a job its master does not hear of while the host is cut off."""
+        mine, nodes = self._on(host)[job.name], len(job.pods)
+        there = (
+            pod["spec"].get("nodeName") == host
+            for pod in job.watched.all("Pod").values()
+            if pod["metadata"]["labels"].get(ROLE) == "dlrover-master"
+            and pod["metadata"]["labels"].get(NAME) == job.name
+        )
+        return nodes if any(there) else mine
+
+    def _bring_master_to_rank_0(self, job: Job) -> str:
+        """The host that has both, from now on."""
+        host = self._host_of(job, self._node(job, 0))
+        master = self._running_master(job)
+        if master["spec"]["nodeName"] == host:
+            return host
+        try:
+            for other in self.cluster.nodes:
+                if other != host:
+                    self.cluster.cordon(other)
+            name = master["metadata"]["name"]
+            self._delete(name, job)
+            new = self._running_master(job, but=name)
+            term = job.training.term
+            until(
+                lambda: (
+                    self.cluster.pod_ready(new["metadata"]["name"], job.namespace)
+                    or job.training.term > term
+                ),
+                "the master on the host of rank 0 is ready",
+                within_s=120,
+                every_s=0.5,
+            )
+        finally:
+            self.cluster.heal()
+        return host
+
+    def _drained(self, job: Job, fault: Fault) -> Strike:
+        host = self._host_of(job, self._node(job, fault.rank))
+        hit = partial(self.cluster.drain, host, within_s=120)
+        mend = partial(self.cluster.uncordon, host)
+        return Strike(host, hit, mend, breaks=self._train_on(host))
+
+    def _train_on(self, host: str) -> frozenset[str]:
+        """Jobs that have a member of their round there."""
+        return frozenset(
+            job.name
+            for job in self.jobs
+            for node in job.training.nodes
+            if node.role is NodeRole.MEMBER
+            and node.id in job.pods
+            and self._host_of(job, node) == host
+        )
+
+    # --- the API server, and what is wished ---
+
+    def _api(self, kind: Kind) -> Strike:
+        stack, cluster = ExitStack(), self.cluster
+        stopped = kind is Kind.API_STOPPED
+        fault = cluster.api_server_stopped if stopped else cluster.api_server_killed
+        return Strike("API server", lambda: stack.enter_context(fault()), stack.close)
+
+    def _scaled(self, job: Job, fault: Fault) -> Strike:
+        def hit() -> None:
+            for size in fault.sizes:
+                job.kubectl("scale", f"ej/{job.name}", f"--replicas={size}")
+
+        size = {job.name: fault.sizes[-1]} if fault.kind is Kind.SCALED else {}
+        return Strike(job.name, hit, sizes=size)
+
+    def _suspended(self, job: Job) -> Strike:
+        def hit() -> None:
+            job.patch({"suspend": True})
+            job.until(lambda: job.holds("Suspended"), "Suspended", within_s=240)
+
+        mend = partial(job.patch, {"suspend": False})
+        return Strike(job.name, hit, mend, breaks=frozenset({job.name}))
+
+
+def _of(job: Job, node: NodeStatus) -> frozenset[str]:
+    return frozenset({job.name} if node.role is NodeRole.MEMBER else ())
+
+
+def _kill(pids: list[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _is_first(pid: int) -> bool:
+    """Whether it is process 1 of its container, with which all others end."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("NSpid:"):
+                return line.split()[-1] == "1"
+    return False
+
+
+def _restarts(pod: Obj) -> int:
+    states = (pod.get("status") or {}).get("containerStatuses") or []
+    return sum(int(s.get("restartCount", 0)) for s in states)

@@ -1,0 +1,255 @@
+"""An API server that refuses, forgets and comes back, and a journal that cannot be written.
+
+One job goes through all of it; what a test finds of it runs, and so does what it leaves behind.
+"""
+
+import json
+import os
+import secrets
+import signal
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+
+from dlrover_py.protocol.names import journal_of, master_of
+from tests.cluster.conftest import installed
+from tests.cluster.harness import Cluster, Obj, until
+from tests.cluster.jobs import Job, document, submit, watching
+from tests.cluster.lab.between import Between, Call
+from tests.cluster.many import MASTER, Asked
+from tests.cluster.test_worst import STORY, WORKER, members, pids, starts, steady, step
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture(scope="module")
+def between(cluster: Cluster) -> Iterator[Between]:
+    """What stands between the job's master and the API server."""
+    with cluster.between() as proxy:
+        yield proxy
+
+
+@pytest.fixture(scope="module")
+def run(
+    cluster: Cluster, between: Between, operator_image: str, master_image: str, agent_image: str
+) -> Iterator[Job]:
+    """A job of two nodes that all tests of this module may hurt."""
+    installed(cluster, operator_image, master_image)
+    namespace = f"storms-{secrets.token_hex(3)}"
+    cluster.kubectl("create", "namespace", namespace)
+    with watching(cluster, namespace) as there:
+        command = ["elastic-run", "--no-python", "python3", "-c", STORY]
+        job = submit(
+            cluster, there, document("job", agent_image, command, replicas=2, restartCount=99)
+        )
+        job.runs(2)
+        yield job
+    cluster.kubectl("delete", "namespace", namespace, "--wait=false")
+
+
+def trains(workers: set[int], more: int = 60) -> None:
+    """See them make so many steps."""
+    now = step(workers)
+    until(lambda: step(workers) > now + more, f"{more} steps", within_s=60)
+
+
+def masters(run: Job) -> dict[str, int]:
+    """Pods of the job's masters, and how often their containers were started anew."""
+    return {
+        pod["metadata"]["name"]: sum(c["restartCount"] for c in pod["status"]["containerStatuses"])
+        for pod in run.cluster.list("pods", run.namespace, MASTER)
+    }
+
+
+def gaps(calls: list[Call]) -> list[float]:
+    """Times between calls of the same kind."""
+    kinds = {(c.verb, c.path) for c in calls}
+    times = [[c.at for c in calls if (c.verb, c.path) == kind] for kind in kinds]
+    return [b - a for one in times for a, b in pairwise(one)]
+
+
+def test_watches_that_are_always_too_old_are_no_hot_loop(run: Job, between: Between) -> None:
+    run.runs(2)
+    before = steady(run)
+    working = {n.id: pids(run, n.id, WORKER) for n in members(before)}
+    account = f"{run.namespace}:{master_of('job')}"
+    with between.refuses(410, "Expired", verbs=("watch",)):
+        began = time.monotonic()
+        for mine in working.values():
+            trains(mine)
+        lists = [c for c in between.calls(account, began) if c.verb == "list"]
+        lasted = time.monotonic() - began
+    assert 2 <= len(lists) <= 2 * (4 + lasted / 4), "rarer and rarer, of each of two kinds"
+    run.cluster.kill(f"job-{members(before)[0].id}", run.namespace, WORKER)
+    assert run.runs(2, after=before.round).term == before.term
+
+
+def test_a_watch_that_falls_silent_is_left(run: Job, between: Between) -> None:
+    """Nothing tells the master what is wished but that even the bookmarks do not come any more."""
+    run.runs(2)
+    before = steady(run)
+    account = f"{run.namespace}:{master_of('job')}"
+    until(lambda: len(between.watched(account)) == 2, "the job and its Pods are watched")
+    since = time.monotonic()
+    with between.silences():
+        run.patch({"replicaSpecs": {"worker": {"replicas": 3}}})
+        # What it learns from elsewhere meanwhile is not this wish.
+        trains(pids(run, members(before)[0].id, WORKER), more=300)
+        assert len(run.pods) == 2
+    after = run.runs(3, after=before.round, within_s=150)
+    assert after.term == before.term
+    calls = [c for c in between.calls(account, since) if "elasticjobs" in c.path]
+    assert any(c.verb == "watch" for c in calls), "it watches anew"
+    assert all(c.verb != "list" for c in calls), "from where it was"
+    run.patch({"replicaSpecs": {"worker": {"replicas": 2}}})
+    run.runs(2, after=after.round)
+
+
+def test_what_is_lost_with_all_history_is_noticed_by_one_list(run: Job) -> None:
+    """The master stands still, a Pod goes, the API server too, and its past is compacted."""
+    run.runs(2)
+    cluster, before = run.cluster, steady(run)
+    (master,) = masters(run)
+    lost, left = (n.id for n in reversed(members(before)))
+    stopped = cluster.kill(master, run.namespace, number=signal.SIGSTOP)
+    since = time.time()
+    try:
+        cluster.delete_pod(f"job-{lost}", run.namespace, force=True)
+        # Its connection has that already; something newer, or it could go on from there.
+        run.kubectl("create", "configmap", f"newer-{secrets.token_hex(3)}")
+        cluster.compact()
+        with cluster.api_server_killed():
+            pass
+    finally:
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+    after = run.runs(2, after=before.round)
+    assert after.term == before.term
+    assert {n.id for n in members(after)} > {left}
+    assert lost not in {n.id for n in members(after)}
+    asked = Asked(run, since)
+    assert len(asked.of("list", "pods")) == len(asked.of("list", "elasticjobs")) == 1
+    assert len(asked.of("create", "pods", 201)) == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "retry_after"),
+    [(429, "TooManyRequests", 3), (500, "InternalError", 0), (403, "Forbidden", 0)],
+)
+def test_a_master_that_is_refused_everything_asks_seldom_and_goes_on(
+    run: Job, between: Between, code: int, reason: str, retry_after: int
+) -> None:
+    """A worker dies meanwhile: what follows has to be written down first."""
+    run.runs(2)
+    before, had = steady(run), masters(run)
+    first, second = members(before)
+    working = pids(run, second.id, WORKER)
+    account = f"{run.namespace}:{master_of('job')}"
+    with between.refuses(code, reason, retry_after=retry_after):
+        began = time.monotonic()
+        run.cluster.kill(f"job-{first.id}", run.namespace, WORKER)
+        until(lambda: len(asked_in_vain(between, account, code, began)) > 8, "it asks again")
+        trains(working)
+        asked = asked_in_vain(between, account, code, began)
+        lasted = time.monotonic() - began
+        assert working == pids(run, second.id, WORKER), "nobody was told to stop"
+    after = run.runs(2, after=before.round)
+    assert after.round == before.round + 1
+    assert after.term == before.term
+    assert masters(run) == had
+    if retry_after:
+        assert min(gaps(asked)) > 0.99 * retry_after, "not before it was told to"
+    writes = [c for c in asked if c.verb == "put"]
+    assert len(writes) < 10 + lasted, "each second, once it is clear that it lasts"
+    assert len({round(gap, 2) for gap in gaps(writes)}) > 1, "spread"
+
+
+def asked_in_vain(between: Between, account: str, code: int, since: float) -> list[Call]:
+    return [c for c in between.calls(account, since) if c.status == code]
+
+
+def test_a_journal_that_may_not_be_written_is_a_condition_and_no_round(run: Job) -> None:
+    run.runs(2)
+    before, had = steady(run), masters(run)
+    first, second = members(before)
+    working = pids(run, second.id, WORKER)
+    role = json.loads(run.kubectl("get", "role", master_of("job"), "-ojson"))
+    del role["metadata"]["resourceVersion"]
+    fewer = json.loads(json.dumps(role))
+    (secret,) = (rule for rule in fewer["rules"] if rule["resources"] == ["secrets"])
+    secret["verbs"].remove("update")
+    replace(run, fewer)
+    run.cluster.kill(f"job-{first.id}", run.namespace, WORKER)
+    try:
+        told = run.until(
+            lambda: (
+                run.condition("JournalWritable").get("status") == "False"
+                and run.condition("JournalWritable")
+            ),
+            "JournalWritable=False",
+        )
+        assert "cannot update resource" in told["message"]
+        trains(working)
+        assert run.training.round == before.round
+        assert working == pids(run, second.id, WORKER)
+    finally:
+        replace(run, role)
+    after = run.runs(2, after=before.round)
+    assert (after.term, after.round) == (before.term, before.round + 1)
+    assert masters(run) == had
+    run.until(
+        lambda: run.condition("JournalWritable").get("status") != "False", "it can be written"
+    )
+
+
+def replace(run: Job, obj: Obj) -> None:
+    run.cluster.kubectl("replace", "-f", "-", "-n", run.namespace, stdin=json.dumps(obj))
+
+
+def holder(run: Job) -> tuple[str, Obj]:
+    journal = run.cluster.get("secret", journal_of("job"), run.namespace) or {}
+    notes: dict[str, str] = journal["metadata"]["annotations"]
+    ((name, text),) = ((k, v) for k, v in notes.items() if k.endswith("/holder"))
+    return name, json.loads(text)
+
+
+def annotate(run: Job, name: str, text: str) -> None:
+    patch = {"metadata": {"annotations": {name: text}}}
+    run.kubectl("patch", "secret", journal_of("job"), "--type=merge", "-p", json.dumps(patch))
+
+
+def test_garbage_in_the_journal_is_written_over_by_its_holder(run: Job) -> None:
+    run.runs(2)
+    before = steady(run)
+    garbage = json.dumps({"data": {"journal.json.gz": "Z2FyYmFnZQ==", "more": "eA=="}})
+    run.kubectl("patch", "secret", journal_of("job"), "--type=merge", "-p", garbage)
+    run.cluster.kill(f"job-{members(before)[0].id}", run.namespace, WORKER)
+    after = run.runs(2, after=before.round)
+    assert (after.term, after.round) == (before.term, before.round + 1)
+    (master,) = masters(run)
+    run.cluster.delete_pod(master, run.namespace, force=True)
+    run.until(lambda: run.training.term > after.term, "the next one could read it")
+    assert steady(run).round == after.round
+
+
+def test_a_master_that_somebody_has_put_aside_is_passive_until_it_is_wanted(run: Job) -> None:
+    """Somebody writes a Pod that lives into the journal as its holder: nothing is decided."""
+    run.runs(2)
+    before, there = steady(run), set(run.pods)
+    working = {n.id: pids(run, n.id, WORKER) for n in members(before)}
+    name, mine = holder(run)
+    other = run.pods[members(before)[1].id]["metadata"]
+    annotate(run, name, json.dumps(mine | {"pod": other["name"], "uid": other["uid"], "boot": "x"}))
+    run.patch({"replicaSpecs": {"worker": {"replicas": 3}}})  # it has to write that down
+    run.until(lambda: run.condition("MasterReady").get("status") == "False", "MasterReady=False")
+    for mine_of_it in working.values():
+        trains(mine_of_it)
+    assert set(run.pods) == there
+    annotate(run, name, "")
+    after = run.runs(3, after=before.round)
+    assert (after.term, after.round) == (before.term + 1, before.round + 1)
+    logs = [run.cluster.logs(f"job-{n}", run.namespace) for n in run.pods]
+    said = [(r, rank) for r, rank, _ in starts(logs)]
+    assert len(set(said)) == len(said), "no rank twice in a round"

@@ -1,0 +1,257 @@
+"""What a campaign of faults is made of, as far as it needs no cluster."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dlrover_py.protocol.status import JobEvent, JobPhase, LastCheckpoint, Summary, Training
+from tests.cluster.chaos.check import Blame, Checker, Journaled, Told
+from tests.cluster.chaos.plan import LEAST, MOST, OF_API, Kind, plan
+from tests.cluster.chaos.score import ceiling, rows, stall_s, useful_s
+
+
+def test_a_seed_is_a_plan_and_a_longer_one_begins_alike() -> None:
+    assert plan(7, 300, jobs=2) == plan(7, 300, jobs=2)
+    assert plan(7, 300)[:60] == plan(7, 60)
+    assert plan(7, 60) != plan(8, 60)
+
+
+def test_a_plan_has_all_kinds_and_each_can_be_done() -> None:
+    steps = plan(1, 2000, jobs=2)
+    assert {step.kind for step in steps} == set(Kind)
+    size = [3, 3]
+    for step in steps:
+        for fault in step.faults:
+            if fault.kind is Kind.SCALED:
+                assert fault.sizes != (size[fault.job],), "it changes something"
+            if fault.sizes:
+                size[fault.job] = fault.sizes[-1]
+            assert LEAST <= size[fault.job] <= MOST
+        if step.kind is Kind.PAIR:
+            assert step.faults[0].kind not in OF_API, "a host comes back while that is there"
+            assert step.apart_s < 1
+    assert {"job 1: standby", "job 0: rank 0", "job 1: rank 3"} <= {
+        fault.whom for step in steps for fault in step.faults
+    }
+
+
+# --- invariants: a job in order, and each thing that must not be ---
+
+
+def event(number: int, reason: str = "Something", **more: Any) -> JobEvent:
+    fields = {"id": number, "at": float(number), "reason": reason, "message": f"{number} is so"}
+    return JobEvent(**(fields | more))
+
+
+def formed(number: int, round_number: int, **more: Any) -> JobEvent:
+    words = f"round {round_number}: 3 nodes, 3 workers; because n1 is lost"
+    fields = {"message": words, "round": round_number, "cause": number - 1}
+    return event(number, "RoundFormed", **(fields | more))
+
+
+def seen(**more: Any) -> Training:
+    fields: dict[str, Any] = {
+        "name": "job", "generation": 1, "phase": JobPhase.RUNNING, "reason": "", "term": 1,
+        "round": 1, "world_size": 3, "nodes_in_round": 3, "wanted": 3, "minimum": 2, "ready": 3,
+        "standby": 1, "started_at": 0.0, "summary": Summary(ready="3/3"),
+        "events": [event(1, "JobStarted"), formed(2, 1)],
+    }  # fmt: skip
+    return Training(**(fields | more))
+
+
+def stored(step: int) -> LastCheckpoint:
+    return LastCheckpoint(step=step + 3, where="memory", at=0.0, stored_step=step, stored_at=0.0)
+
+
+def told(what: str, at: float, rank: int = 0, *values: float, **more: Any) -> Told:
+    fields = {"node": f"n{rank}", "round": 1, "size": 3} | more
+    return Told(what, at, rank=rank, values=values, **fields)
+
+
+def in_order(checker: Checker) -> None:
+    """A job that starts, stores a step, loses a node, and goes on by another master."""
+    for rank in range(3):
+        checker.told("job", told("started", 1.0, rank))
+        checker.told("job", told("loaded", 1.2, rank, 0, 1.1))
+    checker.journaled("job", 1.0, Journaled("a", 1, 1, 3))
+    checker.seen("job", 1.0, seen())
+    checker.seen("job", 5.0, seen(last_checkpoint=stored(40)))
+    checker.struck("job", 6.0, Blame(failures=1, losses=1), for_s=60.0)
+    lost = event(3, "NodeLost", type="Warning", node="n1")
+    events = [event(1, "JobStarted"), formed(2, 1), lost, formed(4, 2)]
+    checker.journaled("job", 6.5, Journaled("a", 1, 2, 5))
+    checker.seen("job", 7.0, seen(round=2, events=events, last_checkpoint=stored(40)))
+    for rank in (0, 2, 1):
+        node = f"n{rank}" if rank != 1 else "n3"
+        checker.told("job", told("started", 8.0, rank, node=node, round=2))
+        checker.told("job", told("loaded", 8.2, rank, 43, 8.1, node=node, round=2))
+    checker.journaled("job", 9.0, Journaled("b", 1, 2, 5))
+    checker.journaled("job", 9.1, Journaled("b", 2, 2, 6))
+    events = [*events[1:], event(5, "MasterStarted")]
+    checker.seen("job", 10.0, seen(round=2, term=2, events=events, last_checkpoint=stored(60)))
+
+
+def test_a_job_in_order_violates_nothing() -> None:
+    checker = Checker()
+    in_order(checker)
+    assert checker.violations == []
+    assert checker.checks > 20
+
+
+def late(*events: JobEvent, **more: Any) -> Training:
+    return seen(**({"round": 2, "term": 2, "events": list(events)} | more))
+
+
+Plant = Callable[[Checker], None]
+PLANTS: dict[str, tuple[str, Plant]] = {
+    "another size": (
+        "one world per round",
+        lambda c: c.told("job", told("started", 11.0, 3, node="n9", round=2, size=4)),
+    ),
+    "the status knows another size": (
+        "one world per round",
+        lambda c: c.seen("job", 11.0, late(world_size=2)),
+    ),
+    "formed twice": (
+        "one world per round",
+        lambda c: c.seen("job", 11.0, late(formed(6, 2, cause=5))),
+    ),
+    "a rank twice": (
+        "one worker per rank",
+        lambda c: c.told("job", told("started", 11.0, 1, node="n9", round=2)),
+    ),
+    "a rank twice on its node": (
+        "one worker per rank",
+        lambda c: c.told("job", told("started", 11.0, 1, node="n3", round=2)),
+    ),
+    "a rank beyond": (
+        "one worker per rank",
+        lambda c: c.told("job", told("started", 11.0, 3, round=2)),
+    ),
+    "an older round on a node": (
+        "rounds only grow",
+        lambda c: c.told("job", told("started", 11.0, 0, round=0)),
+    ),
+    "an older round in the status": (
+        "rounds only grow",
+        lambda c: c.seen("job", 11.0, late(round=1)),
+    ),
+    "an older term in the status": (
+        "no stale master writes",
+        lambda c: c.seen("job", 11.0, late(term=1)),
+    ),
+    "an event is another": (
+        "no stale master writes",
+        lambda c: c.seen("job", 11.0, late(event(5, "NodeJoined"))),
+    ),
+    "an older term in the journal": (
+        "no stale master writes",
+        lambda c: c.journaled("job", 11.0, Journaled("b", 1, 2, 7)),
+    ),
+    "a master is back": (
+        "no stale master writes",
+        lambda c: c.journaled("job", 11.0, Journaled("a", 3, 2, 7)),
+    ),
+    "two masters in a term": (
+        "no stale master writes",
+        lambda c: c.journaled("job", 11.0, Journaled("c", 2, 2, 7)),
+    ),
+    "a step before a stored one": (
+        "no step before a stored one",
+        lambda c: c.told("job", told("loaded", 11.2, 0, 59, 11.1, round=3)),
+    ),
+    "a stored step is gone": (
+        "no step before a stored one",
+        lambda c: c.seen("job", 11.0, late(last_checkpoint=stored(59))),
+    ),
+    "two steps in a round": (
+        "one step for all",
+        lambda c: c.told("job", told("loaded", 11.2, 0, 61, 11.1, round=2)),
+    ),
+    "charged for another's failure": (
+        "only who is to blame is charged",
+        lambda c: (
+            c.seen("job", 11.0, late(event(6, "NodeLost", type="Warning", node="n2")))
+        ),
+    ),
+    "charged too late": (
+        "only who is to blame is charged",
+        lambda c: c.seen("job", 67.0, late(event(6, "WorkerFailed", type="Warning"))),
+    ),
+    "a round without an event": (
+        "every round is explained",
+        lambda c: c.seen("job", 11.0, late(event(6), round=3)),
+    ),
+    "a round without a reason": (
+        "every round is explained",
+        lambda c: c.seen("job", 11.0, late(formed(6, 3, message="round 3"), round=3)),
+    ),
+    "a round without a cause": (
+        "every round is explained",
+        lambda c: c.seen("job", 11.0, late(formed(6, 3, cause=None), round=3)),
+    ),
+    "something is left": ("nothing is left", lambda c: c.left("job", 11.0, ["pod/job-n0"])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_what_must_not_be_is_found(name: str) -> None:
+    rule, plant = PLANTS[name]
+    checker = Checker()
+    in_order(checker)
+    plant(checker)
+    assert {v.rule for v in checker.violations} == {rule}, checker.violations
+
+
+def test_what_is_no_violation() -> None:
+    checker = Checker()
+    in_order(checker)
+    # What was stored when a worker had begun to load already.
+    checker.told("job", told("loaded", 11.0, 0, 43, 9.0, round=3))
+    # A failure that one of the faults accounts for.
+    checker.seen("job", 11.0, late(event(6, "WorkerFailed", type="Warning")))
+    # Rounds whose events have made room for newer ones.
+    checker.seen("job", 12.0, late(event(50), formed(51, 9), round=9))
+    # Of a list it is not known who wrote what came before.
+    checker.journaled("job", 12.0, Journaled("c", 2, 2, 8, gap=True))
+    checker.left("job", 13.0, [])
+    assert checker.violations == []
+
+
+def test_lines_are_read_as_they_are_written() -> None:
+    line = '["loaded", 12.5, "n3", 7, 1, 3, 40, 12.25]'
+    assert Told.parse(line) == Told("loaded", 12.5, "n3", 7, 1, 3, (40, 12.25))
+
+
+# --- figures ---
+
+
+def test_only_new_steps_are_useful() -> None:
+    lines = [told("loaded", 0.0, 0, 0, 0.0), *(told("step", float(s), 0, s) for s in (1, 2, 3))]
+    assert useful_s(lines, 0.0, 10.0) == 3.0
+    again = [told("loaded", 5.0, 0, 1, 5.0, round=2)]
+    again += [told("step", 4.0 + s, 0, s, round=2) for s in (2, 3, 4)]
+    assert useful_s(lines + again, 0.0, 10.0) == 4.0, "two steps are repeated"
+    stale = [told("step", 8.5, 0, 4), told("step", 9.0, 0, 5)]
+    assert useful_s(lines + again + stale, 0.0, 10.0) == 4.0, "of a round that is over"
+    stuck = [told("step", 100.0, 0, 5, round=2)]
+    assert useful_s(lines + again + stuck, 0.0, 100.0) == 14.0, "somebody was waited for"
+    assert useful_s(lines, 1.5, 2.5) == 1.0
+    assert useful_s([], 0.0, 1.0) == 0.0
+
+
+def test_the_ceiling_and_what_goes_into_it() -> None:
+    assert ceiling(0.2, 30.0, 8.9 * 3600) == pytest.approx(0.996, abs=1e-3)
+    assert ceiling(1.0, 180.0, 6.2 * 3600) == pytest.approx(0.983, abs=2e-3)
+    assert ceiling(1.0, 100.0, 10.0) == 0.0
+    blocked = [told("blocked", 1.0, 0, 20, 1.0), told("blocked", 2.0, 0, 40, 3.0)]
+    blocked += [told("blocked", 3.0, 0, 10, 2.0, round=2)]
+    assert stall_s(blocked) == 0.1, "the newest of each process"
+    assert stall_s([]) == 0.0
+
+
+def test_recoveries_are_told_by_kind() -> None:
+    (first, second) = rows({"a": [3.0], "b": [1.0, 5.0, 2.0], "c": []})
+    assert (first.kind, first.number, first.median_s, first.most_s) == ("b", 3, 2.0, 5.0)
+    assert second.kind == "a"
