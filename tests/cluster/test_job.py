@@ -166,7 +166,7 @@ def test_a_node_that_is_drained_loses_its_pods_without_blame(
         "all train elsewhere",
         within_s=120,
     )
-    assert run.training.round > before.round
+    run.formed(before.round + 1)  # of less than a second, perhaps: in no status
     assert all(n.relaunches == n.restarts == 0 for n in run.training.nodes)
     assert run.training.restarts.keys() <= {"drain", "join"}
 
