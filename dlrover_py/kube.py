@@ -13,6 +13,7 @@ import json
 import math
 import os
 import random
+import re
 import ssl
 import urllib.request
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Mapping
@@ -52,6 +53,7 @@ _REREAD_S = 60.0
 _REREAD_LEAST_S = 1.0
 _PLUGIN_SKEW_S = 300.0
 """The loader itself asks a plugin again five minutes before its token expires."""
+_NOT_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")
 _BUFFER = 2**20
 
 
@@ -499,7 +501,7 @@ class Kube:
         form: str = "application/json",
     ) -> bytes:
         """One exchange within the deadline."""
-        data = None if body is None else json.dumps(body).encode()
+        data = None if body is None else _encoded(body)
         try:
             async with (
                 asyncio.timeout(self.times.call_s),
@@ -867,6 +869,18 @@ def _abort(connection: Any) -> None:
     """Break off what was not read to its end: over TLS a close would wait for the other side."""
     if connection is not None and connection.transport is not None:
         connection.transport.abort()
+
+
+def _encoded(body: Obj) -> bytes:
+    """As JSON that is YAML too, which is how the server reads what is applied: YAML does not know
+    JSON's pairs of surrogates, and escapes are the only way it takes these others as they are."""
+    text = json.dumps(body, ensure_ascii=False)
+    return _NOT_YAML.sub(lambda found: _escape(found[0]), text).encode()
+
+
+def _escape(one: str) -> str:
+    half = "\ud800" <= one <= "\udfff"  # of a pair: in no encoding
+    return "\ufffd" if half else f"\\u{ord(one):04x}"
 
 
 def _document(data: bytes, path: str) -> Obj:

@@ -321,6 +321,15 @@ async def test_applied_fields_belong_to_their_manager(bed: Bed) -> None:
     assert found["metadata"]["labels"] == {"c": "2"}, "b was taken over by the first"
 
 
+async def test_any_text_is_applied(bed: Bed) -> None:
+    """Torch ends some errors with an emoji, and no line that a worker prints may stop a status."""
+    words = "\U0001f3d6 \\ud83c\\udfd6 \"'\\\n\t: #"
+    words += "\x00\x1f\x7f\x85\x9f\xa0\u2028\u2029\ufeff\ufffe\uffff"
+    meta = {"name": "any", "namespace": bed.namespace, "annotations": {"words": words + "\udfd6"}}
+    made = await bed.kube.apply(SECRETS, {"metadata": meta}, manager="us")
+    assert made["metadata"]["annotations"]["words"] == words + "\ufffd"
+
+
 async def test_two_managers_share_a_status(bed: Bed) -> None:
     meta = {"name": "job", "namespace": bed.namespace}
     job = await bed.kube.create(
