@@ -109,6 +109,8 @@ class Plan:
     pulls: tuple[Pull, ...] = ()
     spare: tuple[str, ...] = ()
     """Replicas that are of no use once all has been pulled."""
+    last: tuple[str, ...] = ()
+    """Those, and what else may go before it is pulled if the memory does not suffice."""
     flags: tuple[tuple[str, bool], ...] = ()
     """Replicas whose ``persist`` is not what the peer has by now."""
     told: Set | None = None
@@ -126,6 +128,9 @@ def newest(found: Iterable[tuple[object, Summary]]) -> Set | None:
 def plan(theirs: Sequence[Found], mine: Sequence[Found]) -> Plan:
     """What of the peer's memory is to be copied.
 
+    Where ranks have different parts, their writers mark which set all nodes are to copy, and spare
+    it; the marks here and at the peer tell that this is so, and which sets still count.
+
     Args:
         theirs: what the peer's depot lists.
         mine: what the own arena holds, replicas and all.
@@ -135,15 +140,16 @@ def plan(theirs: Sequence[Found], mine: Sequence[Found]) -> Plan:
         newest set that is whole here.
     """
     at_peer = [(name, s) for name, s in theirs if _OWN.fullmatch(name) and not s.hollow]
-    lap = max((s.age[:2] for _, s in at_peer), default=None)
-    # Where ranks have different parts, all nodes copy the same set, which its writers spare.
-    named = [(name, s) for name, s in at_peer if s.copy and s.age[:2] == lap]
-    wanted = newest((name.split(".")[0], summary) for name, summary in named or at_peer)
-    if wanted is None:
-        return Plan()
+    own = [(name, s) for name, s in mine if _OWN.fullmatch(name)]
     copies = {name: s for name, s in mine if _COPY.fullmatch(name)}
-    kept = newest((s.rank, s) for s in copies.values())
+    named = _marked(at_peer)
+    marked = {s.age for _, s in (*named, *_marked(own))}
+    wanted = newest((_place(name), s) for name, s in named or at_peer)
+    if wanted is None or (marked and not named and max(marked)[:2] < wanted[:2]):
+        return Plan()  # it is about to mark one of this lap: no other would be of use
     ranks = {s.rank: (name, s) for name, s in at_peer if s.age == wanted}
+    counting = [s for s in copies.values() if s.age in marked and s.rank in ranks]
+    kept = newest((s.rank, s) for s in counting or copies.values())
     here = {s.rank for s in copies.values() if s.age == wanted}
     staying = ((name, s) for name, s in mine if name not in copies or s.rank in ranks)
     parts = {(s.age, s.part) for _, s in staying if not s.hollow}
@@ -158,13 +164,13 @@ def plan(theirs: Sequence[Found], mine: Sequence[Found]) -> Plan:
         pulls.append(Pull(name, summary, to, hollow=part in parts))
         parts.add(part)
     # A lost node's part is what the next round is restored from: it stays until that round has
-    # something of its own, at the peer and here.
-    here_at = max((s.age[:2] for name, s in mine if _OWN.fullmatch(name)), default=wanted[:2])
-    begun = min(wanted[:2], here_at)
-    others = tuple(
-        sorted(n for n, s in copies.items() if s.rank not in ranks and s.age[:2] < begun)
-    )
-    gone = {*others, *(pull.to for pull in pulls)}
+    # something of its own, at the peer and here; where ranks have different parts, something that
+    # all have copied, for only then they mark another. But nothing waits for memory that it takes.
+    begun = min(wanted[:2], max((s.age[:2] for _, s in own), default=wanted[:2]))
+    copied = sorted(marked)[-2][:2] if len(marked) > 1 else (0, 0)
+    old = {n: s for n, s in sorted(copies.items()) if s.rank not in ranks and s.age[:2] < begun}
+    spare = tuple(n for n, s in old.items() if not marked or s.age[:2] < copied)
+    gone = {*old, *(pull.to for pull in pulls)}
     flag = {(s.age, s.rank): s.persist for _, s in at_peer}
     flags = (
         (name, flag[key])
@@ -172,7 +178,18 @@ def plan(theirs: Sequence[Found], mine: Sequence[Found]) -> Plan:
         if name not in gone and flag.get(key := (s.age, s.rank), s.persist) != s.persist
     )
     waits = any(s.copy and not s.copied for _, s in ranks.values())
-    return Plan(tuple(pulls), others, tuple(flags), wanted if waits else None)
+    return Plan(tuple(pulls), spare, tuple(old), tuple(flags), wanted if waits else None)
+
+
+def _place(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _marked(own: Sequence[Found]) -> list[Found]:
+    """A node's slots that all nodes are to copy, but for those of places that nobody has now."""
+    lap = max((s.age[:2] for _, s in own), default=(0, 0))
+    live = {_place(name) for name, s in own if s.age[:2] == lap}
+    return [(name, s) for name, s in own if s.copy and _place(name) in live]
 
 
 def _staged(summary: Summary | None) -> Set:
@@ -327,7 +344,7 @@ class Replicas:
         room = arena.headroom(self._folder)
         if need <= room:
             return
-        room += sum(_taken(self._folder / name) for name in todo.spare)
+        room += sum(_taken(self._folder / name) for name in todo.last)
         if need > room and any(
             _COPY.fullmatch(name) and summary.rank not in {p.summary.rank for p in todo.pulls}
             for name, summary in self._mine()
@@ -338,7 +355,7 @@ class Replicas:
                 f"a replica needs {need / 1e6:,.0f} MB more in {self._folder}, which has "
                 f"{room / 1e6:,.0f} MB: give the node more memory; what is held stays"
             )
-        self._drop(todo.spare)
+        self._drop(todo.last)
 
     def _drop(self, names: Iterable[str]) -> None:
         """Who reads one of them keeps its bytes: the file goes with its last reader."""

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from dlrover_py import arena
 from dlrover_py.arena import Arena, Slot
-from dlrover_py.protocol.checkpoint import Answer, Id, Order, Phase, read_line
+from dlrover_py.protocol.checkpoint import Answer, Id, Order, Phase, Summary, read_line
 
 log = logging.getLogger(__name__)
 
@@ -33,22 +33,35 @@ def host() -> str:
     return f"{boot} {socket.gethostname()} {os.stat('/dev/shm').st_dev}"
 
 
-def unflag(folder: Path, one: Id, *, only: set[str] | None = None) -> None:
-    """Have a set no longer wait for storage, in all slots that hold it.
+def amend(
+    folder: Path, change: Callable[[Summary], Summary], *, only: set[str] | None = None
+) -> bool:
+    """Change what is said of sets, in all slots that hold them.
 
     Args:
         folder: the arena.
-        one: the set.
+        change: gives the summary as it is to be; the same one leaves the slot alone.
         only: names of slots to look at; all if None.
+
+    Returns:
+        False: somebody was writing into a slot that was to be changed, and it is as it was.
     """
+    done = True
     for path, summary in arena.scan(folder):
-        if not summary.persist or (only is not None and path.name not in only):
-            continue
-        if summary.id == one:
+        new = summary if only is not None and path.name not in only else change(summary)
+        if new != summary:
             with contextlib.suppress(OSError), Slot(path, write=True) as slot:
                 # Others may read it, as only this page changes; nobody may be filling it.
                 if slot.lock(shared=True) and slot.summary() == summary:
-                    slot.put(replace(summary, persist=False))
+                    slot.put(new)
+                else:
+                    done = False
+    return done
+
+
+def unflag(folder: Path, one: Id, *, only: set[str] | None = None) -> None:
+    """Have a set no longer wait for storage, in all slots that hold it; else as :func:`amend`."""
+    amend(folder, lambda s: replace(s, persist=False) if s.id == one else s, only=only)
 
 
 class Memory:

@@ -44,7 +44,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import IntEnum
@@ -61,7 +61,7 @@ from dlrover_py.arena import NoRoom
 from dlrover_py.protocol.checkpoint import Answer, Id, Keep, Order, Phase, Summary
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.trainer import session
-from dlrover_py.trainer.alone import Memory, Persister, host, unflag
+from dlrover_py.trainer.alone import Memory, Persister, amend, host, unflag
 from dlrover_py.trainer.settings import Settings
 from dlrover_py.trainer.staging import Place, Stager, Staging
 from dlrover_py.trainer.state import PerRank, Random, encode_object, flatten
@@ -79,6 +79,8 @@ DRAIN_S = 30.0
 """``close`` waits so long for the last vote: other ranks may be gone."""
 LEAST_SLOWDOWN = 0.01
 """A busy persister is taken to cost at least so much of the training."""
+AMENDS, AMEND_S = 100, 0.01
+"""So often, and after such pauses, a slot is written that somebody else is writing."""
 RNG = "rng"
 """Key of the random generators' state, for each rank."""
 
@@ -165,6 +167,22 @@ class Vote(NamedTuple):
     """Minus that: all ranks have the same if the greatest of both say the same."""
     uncopied: int = 0
     """Of the save that peers copy: 0 all have, 1 some have not yet, 2 it is not there any more."""
+
+
+def copied_by_all(said: Sequence[Mapping[Id, bool]], loaded: Id) -> Id | None:
+    """The newest set that outlives the loss of a node.
+
+    Args:
+        said: of each rank which sets of its own it holds that all were to copy, and whether its
+            peer has. A rank that holds none is new, and has no say: what its node's predecessor
+            had is at that one's peer, since it could be loaded.
+        loaded: what is newer than this could not be, for something of it is gone.
+    """
+    step, round_, lap = loaded
+    sets = [{one for one, copied in mine.items() if copied} for mine in said if mine]
+    common = set.intersection(*sets) if sets else set()
+    old = (one for one in common if (one[1], one[2], one[0]) <= (round_, lap, step))
+    return max(old, key=lambda one: (one[1], one[2], one[0]), default=None)
 
 
 class Fate(IntEnum):
@@ -381,7 +399,7 @@ class Checkpointer:
         self._lap, self._attempted = self._lap + 1, -1
         self._attempts.clear()
         self._whole, self._again = None, False
-        self._copying = self._copied = None
+        self._go_on_with_copies(site, found.id if found is not None and found.memory else None)
         self._flagged_step = self._previous = None
         self._saved_at = self._flagged_at = self._clock()
         step: int | None = None
@@ -389,7 +407,7 @@ class Checkpointer:
             step = self._previous = self._flagged_step = found.step
             self._loaded = found.folder
             self._tell_of_store()
-            self._whole = (found.step, found.round, found.lap)
+            self._whole = found.id
         elif init is not None:
             from dlrover_py.trainer.foreign import load_dcp
 
@@ -596,7 +614,38 @@ class Checkpointer:
             self._told.add(kind)
             log.warning("checkpoints: %s", note)
 
-    # --- the vote ---
+    # --- what peers copy ---
+
+    def _go_on_with_copies(self, site: "_Site", loaded: Id | None) -> None:
+        """Until peers have something of this lap, the loss of a node costs no more than what came
+        after the set that all of them had before it. Collective.
+
+        Args:
+            site: of this worker.
+            loaded: from memory; None: from elsewhere, or nothing.
+        """
+        self._copying = self._copied = None
+        if not site.copies or site.world == 1:
+            return
+        mine = {s.id: s.copied for s in site.stager.found() if s is not None and s.copy}
+        said: list[Any] = [None] * site.world
+        dist.all_gather_object(said, mine)
+        self._copied = None if loaded is None else copied_by_all(said, loaded)
+        self._unmark(site)
+
+    def _unmark(self, site: "_Site") -> None:
+        """Have peers copy and keep nothing of this rank but what is known to be copied by all, or
+        is to be; if that is nothing, whatever is newest, for all nodes have the same."""
+        marked = {self._copying, self._copied}
+
+        def change(summary: Summary) -> Summary:
+            return summary if summary.id in marked else replace(summary, copy=False, copied=False)
+
+        pause = threading.Event()
+        for _ in range(AMENDS):
+            if amend(site.folder, change, only=site.own):
+                return
+            pause.wait(AMEND_S)  # its agent writes one first page
 
     def _uncopied(self, site: "_Site") -> int:
         """What has become of the save that peers copy."""
@@ -681,9 +730,14 @@ class Checkpointer:
                 self._copied = self._copying
             if self._vote.uncopied != 1:
                 self._copying = None
+            if self._vote.uncopied == 2:
+                self._unmark(site)
         if self._attempts and self._vote.fate != Fate.UNDER_WAY:
             if self._vote.fate == Fate.SEALED:
                 self._sharded = self._vote.part != -self._vote.unpart
+                if not self._sharded and (self._copied or self._copying):
+                    self._copied = self._copying = None
+                    self._unmark(site)
             self._resolve(site, self._attempts.popleft(), whole=self._vote.fate == Fate.SEALED)
 
     def _settle(self, site: "_Site") -> None:
@@ -714,6 +768,7 @@ class Checkpointer:
             return
         if one.id == self._copying:  # copies of it would be of no use
             self._copying = None
+            self._unmark(site)
         if one.flagged:
             unflag(site.folder, one.id, only=site.own)
             self._again = True
@@ -930,6 +985,8 @@ class _Site:
         """Peers keep copies of this node's memory."""
         slots, extra = arena.place(self.folder, number), arena.extra(self.folder, number)
         self.own = {path.name for path in (*slots, extra)}
+        if extra.exists():  # of the round before, and it may hold what peers have
+            slots.append(extra)
         place = Place(self.job, self.round, self.world, self.rank)
         self.stager = Stager(slots, place, extra=extra, told=_tell, failed=session.report_unsaved)
 

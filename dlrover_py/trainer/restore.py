@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from dlrover_py import arena, depot
-from dlrover_py.protocol.checkpoint import Manifest, is_private, private_key
+from dlrover_py.protocol.checkpoint import Id, Manifest, is_private, private_key
 from dlrover_py.protocol.errors import CheckpointError, DLRoverError, TransientError
 from dlrover_py.storage import Store
 from dlrover_py.trainer.catalog import TROUBLE, Candidate, Catalog, Found
@@ -45,6 +45,8 @@ class Loaded:
     """Ranks of those who saved it."""
     where: str
     """In words: whose memory, or which folder."""
+    memory: bool = False
+    """Some node's memory has it whole, or several have together."""
     folder: str = ""
     """Name of the checkpoint in storage, if it exists there: retention must spare it."""
     nbytes: dict[str, int] = field(default_factory=dict)
@@ -53,6 +55,11 @@ class Loaded:
     """Keys of the state that the checkpoint does not have: these values are as they were."""
     unexpected: tuple[str, ...] = ()
     """Keys of the checkpoint that the state has no place for."""
+
+    @property
+    def id(self) -> Id:
+        """Which set it was."""
+        return self.step, self.round, self.lap
 
 
 # --- what goes where ---
@@ -349,6 +356,7 @@ def finish(
         found.lap,
         found.world,
         where,
+        found.memory,
         found.folder,
         nbytes,
         tuple(sorted((*fit.missing, *fit.private))),

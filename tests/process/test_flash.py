@@ -38,6 +38,8 @@ from tests.process.harness import (
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(480)]
 
+LOOKS = 5
+"""At all nodes' memory, which is changing."""
 FAULTS = int(os.environ.get("DLROVER_TEST_FAULTS", "6"))
 """At random times, in one job."""
 
@@ -567,6 +569,48 @@ def test_a_killed_node_of_a_job_that_runs_freely_loses_next_to_nothing(
         assert its.stored == []
 
 
+def test_what_outlives_any_node_never_goes_back(place: Place, shm: Path) -> None:
+    """A new round's first saves are copied nowhere yet: what was before them stays until then."""
+    with training(place, "sharded", gate=OPEN, replicas=3, hosts=3, restartCount=9) as its:
+        status = its.run.running(3)
+        nodes, pause = [n.id for n in members(status)], threading.Event()
+
+        def outlives() -> tuple[int, int, int]:
+            """Round, lap and step of the newest that can be loaded whichever node is lost."""
+            left = ([n for n in nodes if n != lost] for lost in nodes)
+            return min(max(its._whole(few), default=(0, 0, 0)) for few in left)
+
+        best, drops = eventually(outlives, "a copied one", within_s=60), list[str]()
+        ended = threading.Event()
+
+        def watch() -> None:
+            nonlocal best
+            while not ended.is_set():
+                # Nodes are looked at one after another, so what is there is missed now and then.
+                seen = max(outlives() for _ in range(LOOKS))
+                if seen < best:
+                    drops.append(f"{seen} after {best}")
+                best = max(best, seen)
+                pause.wait(0.002)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            for turn in range(3):
+                os.kill(members(status)[turn].pids[0], signal.SIGKILL)
+                status = its.run.running(3, round_after=status.round)
+                assert its.loaded(status) >= best[2]
+                eventually(
+                    lambda s=status: best[0] == s.round,  # type: ignore[misc]
+                    "one of the new round, copied everywhere",
+                    within_s=60,
+                )
+        finally:
+            ended.set()
+            watcher.join()
+        assert not drops, drops
+
+
 # --- at any time ---
 
 
@@ -587,8 +631,7 @@ def test_at_random_times(place: Place, shm: Path) -> None:
             nodes = training_nodes(status)
             victim, how = dice.choice(nodes), dice.choice(["worker", "worker", "agent", "node"])
             left = [n.id for n in nodes if how == "worker" or n is not victim]
-            # What is sealed later is the newest only for those who look later.
-            least = its.loadable(left)
+            before = its.loadable(left)
             if how == "worker":
                 with suppress(ProcessLookupError):  # it has been told to stop: a round is forming
                     os.kill(victim.pids[0], signal.SIGKILL)
@@ -597,14 +640,14 @@ def test_at_random_times(place: Place, shm: Path) -> None:
             else:
                 its.run.hurt(victim.id, "kill")
                 its.run.api("POST", "/v1/hosts?count=1")
-            later = its.loadable(left)
+            least = max(before, its.loadable(left))
             said = f"turn {turn}: {how} of {victim.id} in round {status.round}"
             number, at = eventually(
                 lambda r=status.round: next_load(its, r),  # type: ignore[misc]
                 f"{said}: a load",
                 within_s=90,
             )
-            said += f", {least} whole, {later} soon after; {at} loaded in round {number}"
+            said += f", {before} whole, {least} soon after; {at} loaded in round {number}"
             print(said)
             assert at >= least, said
 

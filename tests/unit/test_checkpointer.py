@@ -21,7 +21,7 @@ from dlrover_py.arena import Slot
 from dlrover_py.protocol.checkpoint import Keep, Summary
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.trainer import session
-from dlrover_py.trainer.checkpoint import Checkpointer, Every, optimum_s
+from dlrover_py.trainer.checkpoint import Checkpointer, Every, copied_by_all, optimum_s
 from dlrover_py.trainer.settings import Settings
 
 ROOT = Path(arena.__file__).parents[1]
@@ -87,6 +87,21 @@ def saved(checkpointer: Checkpointer, steps: range) -> list[int]:
             found.append(step)
         checkpointer.wait()
     return found
+
+
+# --- what peers have ---
+
+
+def test_what_all_peers_have_is_gone_on_with() -> None:
+    old, new, other = (5, 1, 0), (3, 1, 1), (9, 1, 1)  # a script went back, so lap 1 has less steps
+    both = {old: True, new: True}
+    assert copied_by_all([both, both], loaded=other) == new
+    assert copied_by_all([both, both], loaded=new) == new
+    assert copied_by_all([both, both], loaded=old) == old, "something of the newer one is gone"
+    assert copied_by_all([both, {old: True, new: False}], loaded=other) == old
+    assert copied_by_all([both, {}], loaded=other) == new, "a new rank has none"
+    assert copied_by_all([both, {other: True}], loaded=other) is None
+    assert copied_by_all([{}, {}], loaded=other) is None
 
 
 # --- policies ---

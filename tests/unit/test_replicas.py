@@ -177,8 +177,51 @@ def test_all_nodes_copy_the_same_set_where_ranks_have_different_parts() -> None:
     assert plan(theirs, held) == Plan()
     theirs[2] = ("0.2", replace(summary(2, 7), copy=True))
     assert [pull.name for pull in plan(theirs, held).pulls] == ["0.2"]
-    theirs[0] = ("0.0", summary(2, 1, round=2))
-    assert [pull.name for pull in plan(theirs, held).pulls] == ["0.0"], "of an older round"
+
+
+def mark(rank: int, step: int, *, round: int = 1, copied: bool = False) -> Summary:
+    return replace(summary(rank, step, round=round), copy=True, copied=copied)
+
+
+def test_the_first_saves_of_a_round_replace_nothing_that_all_have_copied() -> None:
+    """Until all have copied one of that round."""
+    held = [("0.0", mark(3, 5, copied=True)), ("peer-2.0", mark(2, 5)), ("peer-2.1", mark(2, 7))]
+    theirs = [("0.0", mark(2, 5, copied=True)), ("0.1", summary(2, 1, round=2))]
+    assert plan(theirs, held) == Plan(), "step 7 was given up, for not all had it"
+    theirs.append(("0.2", mark(2, 2, round=2)))
+    todo = plan(theirs, held)
+    assert [(pull.name, pull.to) for pull in todo.pulls] == [("0.2", "peer-2.1")]
+    held = carried_out(todo, held)
+    held[0] = ("0.0", mark(3, 3, round=2))
+    theirs[0] = ("0.0", mark(2, 3, round=2))
+    todo = plan(theirs, held)
+    assert [(pull.name, pull.to) for pull in todo.pulls] == [("0.0", "peer-2.0")], "2 is copied"
+
+
+def test_nothing_is_copied_of_a_new_peer_before_it_has_marked_something() -> None:
+    held = [("0.0", mark(3, 5, copied=True)), ("peer-2.0", mark(2, 5)), ("peer-2.1", mark(2, 4))]
+    theirs = [("0.0", summary(2, 1, round=2)), ("0.1", summary(2, 2, round=2))]
+    assert plan(theirs, held) == Plan()
+    assert plan(theirs, held[1:]).pulls, "if it is not known that it will"
+    held[0] = ("0.0", mark(3, 3, round=2))
+    (pull,) = plan(theirs, held).pulls
+    assert (pull.name, pull.to) == ("0.1", "peer-2.1"), "it has no memory for marks"
+
+
+def test_a_lost_nodes_part_stays_until_all_have_copied_something_newer() -> None:
+    held = [("0.0", mark(3, 2, round=2)), ("peer-0.0", mark(0, 9))]
+    theirs = [("0.0", mark(2, 2, round=2))]
+    todo = plan(theirs, held)
+    assert (todo.spare, todo.last) == ((), ("peer-0.0",)), "unless the memory does not suffice"
+    held.append(("0.1", mark(3, 3, round=2)))
+    assert plan(theirs, held).spare == ("peer-0.0",)
+
+
+def test_marks_of_a_place_that_nobody_has_any_more_do_not_count() -> None:
+    """There were two workers on a node in round 1; now it has one, and all nodes have the same."""
+    theirs = [("0.0", summary(0, 1, round=2)), ("1.0", mark(1, 9))]
+    held = [("0.0", summary(3, 1, round=2)), ("1.0", mark(3, 9))]
+    assert [pull.name for pull in plan(theirs, held).pulls] == ["0.0"]
 
 
 @given(
