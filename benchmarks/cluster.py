@@ -200,6 +200,31 @@ def scaled(bench: Bench, times: int, tick: Callable[[], None]) -> list[float]:
     return found
 
 
+def told(bench: Bench, times: int, tick: Callable[[], None], *, kind: str) -> list[float]:
+    """From the submission of a job that cannot be, its master's start included."""
+    image = "dlrover.test/no-such:1" if kind == "ImagePullBackOff" else bench.image
+    pod = {"nodeSelector": {"no": "such"}} if kind == "Unschedulable" else {}
+    if kind == "InvalidTemplate":
+        pod = {"volumes": [{"name": "a"}, {"name": "a"}]}
+    limit = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "limit"},
+             "spec": {"hard": {"pods": "1"}}}  # fmt: skip
+    if kind == "QuotaExceeded":
+        bench.cluster.apply(limit, namespace=SPACE)
+    found = []
+    for number in range(times):
+        name = f"{kind.lower()}-{number}"
+        doc = document(name, image, steps(), replicas=1, pod=pod)
+        began = time.monotonic()
+        job = submit(bench.cluster, bench.watched, doc)
+        job.until(lambda job=job: job.holds(kind), kind, within_s=120)
+        found.append(time.monotonic() - began)
+        job.kubectl("delete", "ej", name)
+        until(lambda: not bench.cluster.list("pods", SPACE), "its Pods are gone", within_s=60)
+        tick()
+    bench.cluster.kubectl("delete", "quota", "limit", "-n", SPACE, "--ignore-not-found")
+    return found
+
+
 def stamp(log: str, event: str) -> float:
     """Wall time of a line of an agent's log."""
     line = next(x for x in log.splitlines() if event in x)
@@ -360,6 +385,9 @@ ROWS = {
         standby, "~30 s for a cold Pod; all restart twice", "≤ 2 s"),
     "`kubectl scale ej/x --replicas=+1` → first step of the larger world, from the new Pod being "
     "warm": (scaled, "impossible", "≤ 1 s"),
+    **{f"a job that cannot be is submitted → condition {kind}": (
+        partial(told, kind=kind), "no condition", "≤ 10 s")
+       for kind in ("ImagePullBackOff", "Unschedulable", "InvalidTemplate", "QuotaExceeded")},
 }  # fmt: skip
 
 

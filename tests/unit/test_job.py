@@ -203,6 +203,36 @@ def test_a_broken_connection_between_workers_waits_for_its_cause() -> None:
     assert {n.id: n.restarts for n in bench.job.nodes}["n0"] == 0
 
 
+def test_a_node_that_was_cut_off_is_the_cause_of_a_broken_connection() -> None:
+    """Once it is reached again, its peer's worker may be the first to tell."""
+    bench = running(elastic_job(3, 2))
+    bench.agent("n0").fail(crash(FailureKind.PEER))
+    bench.exchange(bench.agent("n0"))
+    bench.agent("n2").stop_itself()
+    bench.settle()
+    assert bench.job.restarts == {"loss": 1}
+    assert not any(n.restarts for n in bench.job.nodes)
+    bench.check_running()
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_who_is_not_heard_may_be_the_cause_of_a_broken_connection(returns: bool) -> None:
+    bench = running(elastic_job(3, 2))
+    lost = bench.agent("n2")
+    lost.cut = True
+    bench.pass_time(3.0)
+    bench.agent("n0").fail(crash(FailureKind.PEER))
+    bench.pass_time(1.0)
+    assert bench.job.round == 1
+    lost.cut = not returns
+    bench.pass_time(2.0)
+    bench.settle()
+    assert bench.job.round == 2
+    assert bench.job.nodes[NodeId("n0")].restarts == int(returns), "it trained all the time"
+    assert bench.job.restarts == ({"failure": 1} if returns else {"loss": 1})
+    bench.check_running()
+
+
 def test_with_no_other_cause_it_is_the_fault_of_who_said_it() -> None:
     bench = running(elastic_job(3, 2))
     bench.agent("n0").fail(crash(FailureKind.PEER))

@@ -521,7 +521,8 @@ class Job:
 
     def _stopped_itself(self, node: Node, why: str) -> None:
         """It was cut off and could not know whether it had been given up: nobody is charged."""
-        if self.opening is not None and self.opening.kind not in HEALTHY:
+        opening = self.opening
+        if opening is not None and opening.kind not in HEALTHY and opening.suspected is None:
             return  # many may have been cut off at once
         words = f"{node.id} has stopped its workers: {why}"
         event = self._record("NodeCutOff", words, node=node.id, warning=True)
@@ -1265,15 +1266,28 @@ class Job:
         opening = self.opening
         if opening is None or opening.suspected is None or opening.hold_until is None:
             return
-        if self._now < opening.hold_until:
-            self._wake([opening.hold_until])
-            return
         node_id, failure = opening.suspected
+        due = opening.hold_until
+        if self._now >= due and self._awaits_news(but=node_id):
+            due += self.pace.lease_s
+        if self._now < due:
+            self._wake([due])
+            return
         node = self.nodes.get(node_id)
         if node is not None and node.alive:
             self._charge(node, failure)
         if self.opening is opening:
             opening.suspected = opening.hold_until = None
+
+    def _awaits_news(self, *, but: NodeId) -> bool:
+        """Whether some other member, which may be the cause, has not been heard of lately."""
+        found = (self.nodes.get(m.node) for m in (self.world.members if self.world else ()))
+        return any(
+            node is not None
+            and node.id != but
+            and self.nodes.late(node, self._now, self.pace.exchange_s)
+            for node in found
+        )
 
     def _new_round(self, size: int, opening: Opening) -> None:
         previous: list[tuple[NodeId, tuple[str, ...]]] = []
