@@ -231,6 +231,27 @@ class Slot:
         view[_HEAD.size : _HEAD.size + len(text)] = text
         view[: _HEAD.size] = _HEAD.pack(_MAGIC, len(text), digest(text))
 
+    def amend(self, old: Summary, new: Summary) -> bool:
+        """Change what is said of a slot; others may read it meanwhile, for only the first page
+        changes.
+
+        Returns:
+            False: it holds something else by now, or is being filled; nothing was changed.
+        """
+        if not self.lock(shared=True):
+            return False
+        try:
+            fcntl.lockf(self.fd, fcntl.LOCK_EX, PAGE)  # who else amends it has a shared lock too
+            try:
+                if self.summary() != old:
+                    return False
+                self.put(new)
+                return True
+            finally:
+                fcntl.lockf(self.fd, fcntl.LOCK_UN, PAGE)
+        finally:
+            self.unlock()
+
     def summary(self) -> Summary | None:
         """What the slot holds; None if it is being filled, was never, or cannot be believed."""
         page = os.pread(self.fd, PAGE, 0)

@@ -612,10 +612,12 @@ class Attempt:
             if not held.found.summary.persist or not held.slot.path.exists():
                 continue
             with contextlib.suppress(OSError, ValueError), Slot(held.slot.path, write=True) as slot:
-                # Nobody fills it meanwhile: our lock is held, or this one is to be had.
-                now = slot.summary() if slot.lock(shared=True) else None
-                if now is not None and now.fill == fill:
-                    slot.put(replace(now, persist=False))
+                for _ in range(3):  # its agent may be writing there too: that it was copied
+                    now = slot.summary()
+                    if now is None or now.fill != fill:
+                        break
+                    if slot.amend(now, replace(now, persist=False)):
+                        break
         _close(self._held)
         self._held = []
 

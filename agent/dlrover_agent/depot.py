@@ -280,14 +280,7 @@ class Depot:
                 continue
             try:
                 with Slot(path, write=True) as slot:
-                    if not slot.lock(shared=False):
-                        done = False
-                        continue
-                    try:
-                        if slot.summary() == summary:
-                            slot.put(replace(summary, copied=True))
-                    finally:
-                        slot.unlock()
+                    done = slot.amend(summary, replace(summary, copied=True)) and done
             except OSError:
                 done = False
         return done

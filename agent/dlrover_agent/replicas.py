@@ -110,7 +110,7 @@ class Plan:
     spare: tuple[str, ...] = ()
     """Replicas that are of no use once all has been pulled."""
     last: tuple[str, ...] = ()
-    """Those, and what else may go before it is pulled if the memory does not suffice."""
+    """Those, and what else may go before it is pulled if the memory does not suffice; in order."""
     flags: tuple[tuple[str, bool], ...] = ()
     """Replicas whose ``persist`` is not what the peer has by now."""
     told: Set | None = None
@@ -143,7 +143,7 @@ def plan(theirs: Sequence[Found], mine: Sequence[Found]) -> Plan:
     own = [(name, s) for name, s in mine if _OWN.fullmatch(name)]
     copies = {name: s for name, s in mine if _COPY.fullmatch(name)}
     named = _marked(at_peer)
-    marked = {s.age for _, s in (*named, *_marked(own))}
+    marked = _counting(named, _marked(own)) or _remembered(copies, at_peer, own)
     wanted = newest((_place(name), s) for name, s in named or at_peer)
     if wanted is None or (marked and not named and max(marked)[:2] < wanted[:2]):
         return Plan()  # it is about to mark one of this lap: no other would be of use
@@ -170,6 +170,7 @@ def plan(theirs: Sequence[Found], mine: Sequence[Found]) -> Plan:
     copied = sorted(marked)[-2][:2] if len(marked) > 1 else (0, 0)
     old = {n: s for n, s in sorted(copies.items()) if s.rank not in ranks and s.age[:2] < begun}
     spare = tuple(n for n, s in old.items() if not marked or s.age[:2] < copied)
+    last = sorted(old, key=lambda n: (n not in spare, old[n].age in marked, old[n].age, n))
     gone = {*old, *(pull.to for pull in pulls)}
     flag = {(s.age, s.rank): s.persist for _, s in at_peer}
     flags = (
@@ -178,18 +179,45 @@ def plan(theirs: Sequence[Found], mine: Sequence[Found]) -> Plan:
         if name not in gone and flag.get(key := (s.age, s.rank), s.persist) != s.persist
     )
     waits = any(s.copy and not s.copied for _, s in ranks.values())
-    return Plan(tuple(pulls), spare, tuple(old), tuple(flags), wanted if waits else None)
+    whole = _live(at_peer) <= {_place(name) for name, s in at_peer if s.age == wanted}
+    told = wanted if waits and whole else None
+    return Plan(tuple(pulls), spare, tuple(last), tuple(flags), told)
 
 
 def _place(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _marked(own: Sequence[Found]) -> list[Found]:
-    """A node's slots that all nodes are to copy, but for those of places that nobody has now."""
+def _live(own: Sequence[Found]) -> set[str]:
+    """A node's places that have staged something in its newest lap: nobody has the others now."""
     lap = max((s.age[:2] for _, s in own), default=(0, 0))
-    live = {_place(name) for name, s in own if s.age[:2] == lap}
+    return {_place(name) for name, s in own if s.age[:2] == lap}
+
+
+def _marked(own: Sequence[Found]) -> list[Found]:
+    """A node's slots that all nodes are to copy."""
+    live = _live(own)
     return [(name, s) for name, s in own if s.copy and _place(name) in live]
+
+
+def _counting(theirs: Sequence[Found], own: Sequence[Found]) -> set[Set]:
+    """Sets that are marked. The peer's workers may have heard already that one was given up which
+    is still marked here; of what they mark now they know best."""
+    there = {s.age for _, s in theirs}
+    lap = max(there)[:2] if there else None
+    return there | {s.age for _, s in own if s.age[:2] != lap}
+
+
+def _remembered(
+    copies: dict[str, Summary], at_peer: Sequence[Found], own: Sequence[Found]
+) -> set[Set]:
+    """The newest set that was marked when it was copied, if this node and its peer are both new:
+    unless they have the same part, and so need no marks."""
+    here = {s.part for name, s in own if _place(name) in _live(own)}
+    if any(s.part in here for _, s in at_peer):
+        return set()
+    found = [s.age for s in copies.values() if s.copy]
+    return {max(found)} if found else set()
 
 
 def _staged(summary: Summary | None) -> Set:
@@ -341,10 +369,11 @@ class Replicas:
             NoRoom: not even without the replicas that the new ones are to replace.
         """
         need = sum(max(0, _cost(pull) - _taken(self._folder / pull.to)) for pull in todo.pulls)
-        room = arena.headroom(self._folder)
-        if need <= room:
-            return
-        room += sum(_taken(self._folder / name) for name in todo.last)
+        room, gone = arena.headroom(self._folder), list[str]()
+        for name in todo.last:
+            if need > room:
+                room += _taken(self._folder / name)
+                gone.append(name)
         if need > room and any(
             _COPY.fullmatch(name) and summary.rank not in {p.summary.rank for p in todo.pulls}
             for name, summary in self._mine()
@@ -355,7 +384,7 @@ class Replicas:
                 f"a replica needs {need / 1e6:,.0f} MB more in {self._folder}, which has "
                 f"{room / 1e6:,.0f} MB: give the node more memory; what is held stays"
             )
-        self._drop(todo.last)
+        self._drop(gone)
 
     def _drop(self, names: Iterable[str]) -> None:
         """Who reads one of them keeps its bytes: the file goes with its last reader."""
@@ -366,8 +395,7 @@ class Replicas:
     def _flag(self, name: str, *, persist: bool) -> None:
         with contextlib.suppress(FileNotFoundError), Slot(self._folder / name, write=True) as slot:
             found = slot.summary()
-            if found is not None and slot.lock(shared=False):
-                slot.put(replace(found, persist=persist))
+            if found is not None and slot.amend(found, replace(found, persist=persist)):
                 self._changes += 1
 
     def _pull_or_suspect(self, link: Link, pull: Pull) -> None:

@@ -195,6 +195,8 @@ class Region:
 
 Id = tuple[int, int, int]
 """Of a set: step, round, lap."""
+Age = tuple[int, int, int]
+"""Round, lap, step of one: what is greater was staged later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +244,7 @@ class Summary:
         return self.step, self.round, self.lap
 
     @property
-    def age(self) -> tuple[int, int, int]:
+    def age(self) -> Age:
         """Round, lap, step: the same, sorted as it was staged; a script that went back has staged a
         lower step later."""
         return self.round, self.lap, self.step

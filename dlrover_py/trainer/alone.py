@@ -51,17 +51,13 @@ def amend(
         new = summary if only is not None and path.name not in only else change(summary)
         if new != summary:
             with contextlib.suppress(OSError), Slot(path, write=True) as slot:
-                # Others may read it, as only this page changes; nobody may be filling it.
-                if slot.lock(shared=True) and slot.summary() == summary:
-                    slot.put(new)
-                else:
-                    done = False
+                done = slot.amend(summary, new) and done
     return done
 
 
-def unflag(folder: Path, one: Id, *, only: set[str] | None = None) -> None:
-    """Have a set no longer wait for storage, in all slots that hold it; else as :func:`amend`."""
-    amend(folder, lambda s: replace(s, persist=False) if s.id == one else s, only=only)
+def unflag(folder: Path, one: Id) -> None:
+    """Have a set no longer wait for storage, in all slots that hold it."""
+    amend(folder, lambda s: replace(s, persist=False) if s.id == one else s)
 
 
 class Memory:

@@ -37,6 +37,7 @@ hours without a failure are assumed before anything is known.
 """
 
 import atexit
+import contextlib
 import logging
 import os
 import re
@@ -58,7 +59,7 @@ import torch.distributed as dist
 
 from dlrover_py import arena
 from dlrover_py.arena import NoRoom
-from dlrover_py.protocol.checkpoint import Answer, Id, Keep, Order, Phase, Summary
+from dlrover_py.protocol.checkpoint import Age, Answer, Id, Keep, Order, Phase, Summary
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.trainer import session
 from dlrover_py.trainer.alone import Memory, Persister, amend, host, unflag
@@ -169,20 +170,46 @@ class Vote(NamedTuple):
     """Of the save that peers copy: 0 all have, 1 some have not yet, 2 it is not there any more."""
 
 
-def copied_by_all(said: Sequence[Mapping[Id, bool]], loaded: Id) -> Id | None:
-    """The newest set that outlives the loss of a node.
+class Marks(NamedTuple):
+    """What a rank has in memory of its own when it has loaded."""
+
+    ages: tuple[Age, ...]
+    """Of all its sets."""
+    marked: Mapping[Id, tuple[bool, int]]
+    """Those that all were to copy: whether its peer has it, and the world of that time."""
+
+    def denies(self, one: Id) -> bool:
+        """Whether it would have the set if all had copied it; a rank that has come later, or was
+        away then, knows nothing of it."""
+        if one in self.marked:
+            return not self.marked[one][0]
+        age = _age(one)
+        return bool(self.ages) and min(self.ages) <= age and max(self.ages)[:2] >= age[:2]
+
+
+def copied_by_all(said: Sequence[Marks], loaded: Id) -> Id | None:
+    """The newest set that outlives the loss of a node, as far as the ranks can tell.
+
+    One of which every rank of its world speaks is better than a newer one of which some have gone:
+    their parts are at their peers alone.
 
     Args:
-        said: of each rank which sets of its own it holds that all were to copy, and whether its
-            peer has. A rank that holds none is new, and has no say: what its node's predecessor
-            had is at that one's peer, since it could be loaded.
+        said: by each rank.
         loaded: what is newer than this could not be, for something of it is gone.
     """
-    step, round_, lap = loaded
-    sets = [{one for one, copied in mine.items() if copied} for mine in said if mine]
-    common = set.intersection(*sets) if sets else set()
-    old = (one for one in common if (one[1], one[2], one[0]) <= (round_, lap, step))
-    return max(old, key=lambda one: (one[1], one[2], one[0]), default=None)
+    worlds = {one: world for mine in said for one, (_, world) in mine.marked.items()}
+    found = list[tuple[bool, Age, Id]]()
+    for one, world in worlds.items():
+        having = sum(mine.marked.get(one, (False, 0))[0] for mine in said)
+        sure = having == world or (having and not any(mine.denies(one) for mine in said))
+        if sure and _age(one) <= _age(loaded):
+            found.append((having == world, _age(one), one))
+    return max(found)[2] if found else None
+
+
+def _age(one: Id) -> Age:
+    step, round_, lap = one
+    return round_, lap, step
 
 
 class Fate(IntEnum):
@@ -286,6 +313,8 @@ class Checkpointer:
         """Ranks have different parts: copies of one set are needed of all of them."""
         self._copying: Id | None = None
         """What peers copy now."""
+        self._marked = False
+        """This rank has marked that; one that has not the memory has not."""
         self._copied: Id | None = None
         """What all peers have: the loss of a node costs no more than what came after it."""
         self._voted_copy: Id | None = None
@@ -565,8 +594,11 @@ class Checkpointer:
         # What all ranks are known to have, until they are known to have the one after it; and what
         # peers copy, or have.
         spared = {one.id for one in self._attempts if one is not attempt}
-        spared |= {one for one in (self._whole, self._copying, self._copied) if one is not None}
-        copy = self._sharded and self._copying is None and site.copies and site.stager.grow()
+        copying = self._copying if self._marked else None
+        spared |= {one for one in (self._whole, copying, self._copied) if one is not None}
+        copy = self._sharded and self._copying is None and site.copies
+        if copy:  # the same on all ranks, whatever becomes of it on this one
+            self._copying, self._marked = attempt.id, False
         try:
             attempt.staging = site.stager.stage(
                 step,
@@ -575,7 +607,7 @@ class Checkpointer:
                 lap=lap,
                 persist=attempt.flagged,
                 metric=metric,
-                copy=copy,
+                copy=copy and site.stager.grow(),
                 spared=spared,
             )
         except NoRoom as error:
@@ -583,14 +615,14 @@ class Checkpointer:
             session.report_unsaved(str(error))
             return False
         if attempt.staging is None:
-            if self._copying is None:
+            if self._copying in (None, attempt.id):
                 self._missed(step, "all slots are needed, or are being read")
             else:  # each second one goes on, and the memory is worth more than the other
                 self.stats.skipped += 1
             return False
         attempt.missed = False
         if copy:
-            self._copying = attempt.id
+            self._marked = bool(attempt.staging.facts["copy"])
         self.stats.saves += 1
         spent = time.perf_counter() - began
         self._stall_s = spent if self._stall_s is None else 0.9 * self._stall_s + 0.1 * spent
@@ -625,12 +657,12 @@ class Checkpointer:
             loaded: from memory; None: from elsewhere, or nothing.
         """
         self._copying = self._copied = None
-        if not site.copies or site.world == 1:
-            return
-        mine = {s.id: s.copied for s in site.stager.found() if s is not None and s.copy}
-        said: list[Any] = [None] * site.world
-        dist.all_gather_object(said, mine)
-        self._copied = None if loaded is None else copied_by_all(said, loaded)
+        if site.copies and site.world > 1:
+            found = [s for s in site.stager.found() if s is not None]
+            marked = {s.id: (s.copied, s.world) for s in found if s.copy}
+            said = site.gather(Marks(tuple(s.age for s in found), marked))
+            self._copied = None if loaded is None else copied_by_all(said, loaded)
+            self._sharded = any(mine.marked for mine in said)  # else the next votes will tell
         self._unmark(site)
 
     def _unmark(self, site: "_Site") -> None:
@@ -641,15 +673,11 @@ class Checkpointer:
         def change(summary: Summary) -> Summary:
             return summary if summary.id in marked else replace(summary, copy=False, copied=False)
 
-        pause = threading.Event()
-        for _ in range(AMENDS):
-            if amend(site.folder, change, only=site.own):
-                return
-            pause.wait(AMEND_S)  # its agent writes one first page
+        site.amend(change)
 
     def _uncopied(self, site: "_Site") -> int:
         """What has become of the save that peers copy."""
-        if self._copying is None:
+        if self._copying is None or not self._marked:
             return 0
         found = site.stager.found()
         for summary in found:
@@ -725,13 +753,6 @@ class Checkpointer:
         else:
             return
         self._stop = self._stop or bool(self._vote.stop)
-        if self._copying is not None and self._voted_copy == self._copying:
-            if self._vote.uncopied == 0:
-                self._copied = self._copying
-            if self._vote.uncopied != 1:
-                self._copying = None
-            if self._vote.uncopied == 2:
-                self._unmark(site)
         if self._attempts and self._vote.fate != Fate.UNDER_WAY:
             if self._vote.fate == Fate.SEALED:
                 self._sharded = self._vote.part != -self._vote.unpart
@@ -739,6 +760,14 @@ class Checkpointer:
                     self._copied = self._copying = None
                     self._unmark(site)
             self._resolve(site, self._attempts.popleft(), whole=self._vote.fate == Fate.SEALED)
+        known = all(one.id != self._copying for one in self._attempts)  # that all have it
+        if self._copying is not None and self._voted_copy == self._copying and known:
+            if self._vote.uncopied == 0:
+                self._copied = self._copying
+            if self._vote.uncopied != 1:
+                self._copying = None
+            if self._vote.uncopied == 2:
+                self._unmark(site)
 
     def _settle(self, site: "_Site") -> None:
         """Learn what has become of all saves; collective, but for ranks that are gone."""
@@ -761,6 +790,7 @@ class Checkpointer:
                 self.stats.why = one.staging.why
         if whole:
             self._whole = one.id
+            site.tidy()
             if one.flagged:
                 self._busy, self._busy_since = one.id, one.began
                 if site.persister is not None:
@@ -770,7 +800,7 @@ class Checkpointer:
             self._copying = None
             self._unmark(site)
         if one.flagged:
-            unflag(site.folder, one.id, only=site.own)
+            site.amend(lambda s: replace(s, persist=False) if s.id == one.id else s)
             self._again = True
 
     # --- storage ---
@@ -984,9 +1014,13 @@ class _Site:
         )
         """Peers keep copies of this node's memory."""
         slots, extra = arena.place(self.folder, number), arena.extra(self.folder, number)
-        self.own = {path.name for path in (*slots, extra)}
+        self._own = {path.name for path in (*slots, extra)}
+        self._unused: Path | None = None
         if extra.exists():  # of the round before, and it may hold what peers have
-            slots.append(extra)
+            if self.copies:
+                slots.append(extra)
+            else:
+                self._unused = extra
         place = Place(self.job, self.round, self.world, self.rank)
         self.stager = Stager(slots, place, extra=extra, told=_tell, failed=session.report_unsaved)
 
@@ -1020,6 +1054,29 @@ class _Site:
         if any(trouble):
             raise ConfigError(f"checkpoint: no shared memory: {next(t for t in trouble if t)}")
         return number
+
+    def gather(self, mine: Any) -> list[Any]:
+        """What each rank says."""
+        said: list[Any] = [None] * self.world
+        dist.all_gather_object(said, mine)
+        return said
+
+    def amend(self, change: Callable[[Summary], Summary]) -> None:
+        """Change what is said of this rank's own sets."""
+        pause = threading.Event()
+        for _ in range(AMENDS):
+            if amend(self.folder, change, only=self._own):
+                return
+            pause.wait(AMEND_S)  # its agent, or the persister, writes a first page
+
+    def tidy(self) -> None:
+        """Memory that is needed no more, now that there is something newer."""
+        path, self._unused = self._unused, None
+        if path is not None:
+            with contextlib.suppress(OSError), arena.Slot(path) as slot:
+                found = slot.summary()
+                if found is None or not found.persist:
+                    path.unlink()
 
     def close(self) -> None:
         """Let go; waits for the persister."""

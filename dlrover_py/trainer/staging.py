@@ -209,6 +209,8 @@ class Stager:
         self._slots = [Slot(path, write=True) for path in paths]
         self._prepared: list[int] = []
         """Bytes of each slot that are mapped; empty before a state is known: a load is faster."""
+        self._preparing = threading.Lock()
+        """Held while slots are made larger or mapped ahead of a save, or one comes or goes."""
         self._extra = extra
         self._told, self._failed, self._copy = told, failed, copy
         self._pid = os.getpid()
@@ -262,7 +264,7 @@ class Stager:
             lap: of this round.
             persist: it is to go to storage.
             metric: what the step is worth.
-            copy: it is the one that peers copy.
+            copy: it is the one that peers copy, if there is a further slot.
             spared: sets whose slots are not to be filled.
 
         Returns:
@@ -279,7 +281,13 @@ class Stager:
         need = layout.end + len(table) + 8 * len(layout) + len(encoded)
         if any(slot.size < need for slot in self._slots):
             need += arena.SPARE
-            self._must_have(need)
+            try:
+                self._must_have(need)
+            except NoRoom:
+                if not self._do_without():
+                    raise
+                self._must_have(need)
+                copy = False
         slot = self._take(spared)
         if slot is None:
             return None
@@ -321,18 +329,28 @@ class Stager:
         self.wait()
         need = max(slot.size for slot in self._slots) + arena.SPARE * (len(self._slots) + 1)
         slot = Slot(self._extra, write=True)
-        if need - slot.size > arena.headroom(self._extra.parent):
-            slot.close()
-            self._extra.unlink(missing_ok=True)
-            self._extra = None
-            log.warning(
-                "no memory for a slot of %.0f MB that keeps what peers copy from being overtaken: "
-                "after the loss of a node, what is in memory may be of different steps",
-                need / 1e6,
-            )
+        with self._preparing:
+            self._slots.append(slot)
+            if self._prepared:
+                self._prepared.append(0)
+        return need - slot.size <= arena.headroom(self._extra.parent) or not self._do_without()
+
+    def _do_without(self) -> bool:
+        """Let the further slot go, for want of memory; False if there is none."""
+        if self._extra is None or self._extra != self._slots[-1].path:
             return False
-        self._prepared.append(0)
-        self._slots.append(slot)
+        with self._preparing:
+            slot = self._slots.pop()
+            del self._prepared[len(self._slots) :]
+            if slot in self._pinned:
+                self._unpin(slot)
+            slot.close()
+        self._extra.unlink(missing_ok=True)
+        self._extra = None
+        log.warning(
+            "no memory for a further slot that keeps what peers copy from being overtaken: "
+            "after the loss of a node, what is in memory may be of different steps"
+        )
         return True
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -470,7 +488,8 @@ class Stager:
         while (work := self._next()) is not None:
             if isinstance(work, _Room):
                 try:
-                    self._reserve(work.nbytes)
+                    with self._preparing:
+                        self._reserve(work.nbytes)
                 except (NoRoom, OSError) as error:
                     work.error = error  # said by the save that needs it
                 finally:
@@ -501,9 +520,10 @@ class Stager:
                     return self._work.popleft()
                 if self._closed:
                     return None
-            if index is not None:
-                self._slots[index].populate(self._prepared[index], STRIDE)
-                self._prepared[index] += STRIDE
+            with self._preparing:
+                if index is not None and index < len(self._prepared):
+                    self._slots[index].populate(self._prepared[index], STRIDE)
+                    self._prepared[index] += STRIDE
 
     def _unprepared(self) -> int | None:
         for index, prepared in enumerate(self._prepared):

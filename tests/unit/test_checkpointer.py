@@ -21,7 +21,7 @@ from dlrover_py.arena import Slot
 from dlrover_py.protocol.checkpoint import Keep, Summary
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.trainer import session
-from dlrover_py.trainer.checkpoint import Checkpointer, Every, copied_by_all, optimum_s
+from dlrover_py.trainer.checkpoint import Checkpointer, Every, Marks, copied_by_all, optimum_s
 from dlrover_py.trainer.settings import Settings
 
 ROOT = Path(arena.__file__).parents[1]
@@ -92,16 +92,31 @@ def saved(checkpointer: Checkpointer, steps: range) -> list[int]:
 # --- what peers have ---
 
 
+OLD, NEW, LAST = (5, 1, 0), (3, 1, 1), (9, 1, 1)
+"""A script went back, so lap 1 has less steps."""
+
+
+def marks(*ages: tuple[int, int, int], world: int = 2, **copied: bool) -> Marks:
+    names = {"old": OLD, "new": NEW, "last": LAST}
+    return Marks(ages, {names[name]: (done, world) for name, done in copied.items()})
+
+
 def test_what_all_peers_have_is_gone_on_with() -> None:
-    old, new, other = (5, 1, 0), (3, 1, 1), (9, 1, 1)  # a script went back, so lap 1 has less steps
-    both = {old: True, new: True}
-    assert copied_by_all([both, both], loaded=other) == new
-    assert copied_by_all([both, both], loaded=new) == new
-    assert copied_by_all([both, both], loaded=old) == old, "something of the newer one is gone"
-    assert copied_by_all([both, {old: True, new: False}], loaded=other) == old
-    assert copied_by_all([both, {}], loaded=other) == new, "a new rank has none"
-    assert copied_by_all([both, {other: True}], loaded=other) is None
-    assert copied_by_all([{}, {}], loaded=other) is None
+    both = marks((1, 0, 5), (1, 1, 3), old=True, new=True)
+    assert copied_by_all([both, both], LAST) == NEW
+    assert copied_by_all([both, both], OLD) == OLD, "something of the newer one is gone"
+    assert copied_by_all([both, marks(old=True, new=False)], LAST) == OLD
+    assert copied_by_all([marks(), marks()], LAST) is None
+
+
+def test_who_was_not_there_does_not_deny_what_all_peers_have() -> None:
+    both = marks((1, 0, 5), (1, 1, 3), old=True, new=True)
+    assert copied_by_all([both, marks()], NEW) == NEW, "a new node"
+    assert copied_by_all([both, marks((1, 1, 8), (1, 1, 9), last=False)], LAST) == NEW, "since then"
+    assert copied_by_all([both, marks((1, 0, 5), old=True)], LAST) == OLD, "it was away"
+    denies = marks((1, 1, 2), (1, 1, 8), last=True)
+    assert copied_by_all([both, denies], LAST) == OLD, "it was there, and has it not"
+    assert copied_by_all([both, both, denies], LAST) == NEW, "it was of another world"
 
 
 # --- policies ---

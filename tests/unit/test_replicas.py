@@ -202,7 +202,6 @@ def test_nothing_is_copied_of_a_new_peer_before_it_has_marked_something() -> Non
     held = [("0.0", mark(3, 5, copied=True)), ("peer-2.0", mark(2, 5)), ("peer-2.1", mark(2, 4))]
     theirs = [("0.0", summary(2, 1, round=2)), ("0.1", summary(2, 2, round=2))]
     assert plan(theirs, held) == Plan()
-    assert plan(theirs, held[1:]).pulls, "if it is not known that it will"
     held[0] = ("0.0", mark(3, 3, round=2))
     (pull,) = plan(theirs, held).pulls
     assert (pull.name, pull.to) == ("0.1", "peer-2.1"), "it has no memory for marks"
@@ -214,7 +213,38 @@ def test_a_lost_nodes_part_stays_until_all_have_copied_something_newer() -> None
     todo = plan(theirs, held)
     assert (todo.spare, todo.last) == ((), ("peer-0.0",)), "unless the memory does not suffice"
     held.append(("0.1", mark(3, 3, round=2)))
+    theirs.append(("0.1", mark(2, 3, round=2)))
     assert plan(theirs, held).spare == ("peer-0.0",)
+
+
+def test_what_the_peer_has_given_up_is_not_kept_for_a_mark_here() -> None:
+    held = [("0.0", mark(3, 5, copied=True)), ("0.1", mark(3, 16))]
+    held += [("peer-2.0", mark(2, 5)), ("peer-2.1", mark(2, 16))]
+    theirs = [("0.0", mark(2, 5, copied=True)), ("0.1", mark(2, 18))]
+    assert [pull.to for pull in plan(theirs, held).pulls] == ["peer-2.1"]
+
+
+def test_a_node_and_its_peer_that_are_both_new_wait_for_marks() -> None:
+    """Unless both have the same part."""
+    held = [("0.0", summary(3, 1, round=2)), ("peer-2.0", mark(2, 5)), ("peer-0.0", mark(0, 5))]
+    theirs = [("0.0", summary(2, 1, round=2))]
+    assert plan(theirs, held) == Plan()
+    same = [("0.0", summary(2, 1, round=2, part="p3"))]
+    assert [pull.to for pull in plan(same, held).pulls] == ["peer-2.1"]
+
+
+def test_what_is_not_marked_goes_first_where_the_memory_does_not_suffice() -> None:
+    held = [("0.0", mark(3, 9)), ("0.1", mark(3, 2, round=2)), ("peer-0.0", mark(0, 9))]
+    held += [("peer-0.1", summary(0, 11))]
+    assert plan([("0.0", mark(2, 2, round=2))], held).last == ("peer-0.1", "peer-0.0")
+
+
+def test_a_set_is_copied_once_all_places_have_it() -> None:
+    theirs = [("0.0", mark(0, 3)), ("0.1", summary(0, 2)), ("1.0", summary(1, 2))]
+    todo = plan(theirs, [])
+    assert ([pull.name for pull in todo.pulls], todo.told) == (["0.0"], None)
+    theirs[2] = ("1.0", mark(1, 3))
+    assert plan(theirs, carried_out(todo, [])).told == (1, 0, 3)
 
 
 def test_marks_of_a_place_that_nobody_has_any_more_do_not_count() -> None:

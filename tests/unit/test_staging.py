@@ -449,6 +449,29 @@ def test_memory_that_does_not_suffice_is_told_in_numbers(
     assert stager.stage(2, work.leaves()) is not None
 
 
+def test_the_further_slot_goes_where_the_state_needs_its_memory(
+    make: Callable[..., Stager], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is of a larger world, whose ranks had less each."""
+    extra = arena.extra(tmp_path, 0)
+    for path in (*arena.place(tmp_path, 0), extra):
+        with Slot(path, write=True) as slot:
+            slot.reserve(100_000)
+    one = Stager([*arena.place(tmp_path, 0), extra], PLACE, extra=extra)
+    try:
+        one.warm(50_000)
+        monkeypatch.setattr(arena, "headroom", lambda _: 3_000_000)
+        job = one.stage(1, [leaf("w", torch.ones(250_000))], copy=True)
+        assert job is not None
+        assert one.wait(DEADLINE_S)
+        assert job.summary is not None, job.why
+        assert not job.summary.copy, "with three slots it would stand in the way of the next ones"
+        assert not extra.exists()
+        assert not one.grow()
+    finally:
+        one.close()
+
+
 def test_memory_that_somebody_else_took_meanwhile_is_given_back(
     make: Callable[..., Stager], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
