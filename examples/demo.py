@@ -32,6 +32,8 @@ EXAMPLE = Path(__file__).parent / "02-gpt"
 BIN = Path(sys.executable).parent
 NAME = "demo"
 DEADLINE_S = 300.0
+STEP_DELAY_S = 0.2
+"""Two cores have time for the imports of what is to start warm, beside three workers that train."""
 
 console = Console(highlight=False)
 
@@ -49,7 +51,8 @@ class Run:
         job["metadata"]["name"] = NAME
         container = job["spec"]["replicaSpecs"]["worker"]["template"]["spec"]["containers"][0]
         script = str(EXAMPLE / "train.py")
-        container["command"] = ["elastic-run", script, *self.arguments(steps, "elastic")]
+        slow = f"--step-delay={STEP_DELAY_S:g}"
+        container["command"] = ["elastic-run", script, *self.arguments(steps, "elastic"), slow]
         file = folder / "job.yaml"
         file.write_text(yaml.safe_dump(job))
         self.log = (folder / "job.log").open("w")
@@ -144,7 +147,7 @@ def show(run: Run, steps: int) -> int:
     """The acts of the demo."""
     console.rule("An elastic job: three nodes and a standby, training a small GPT")
     # Before their imports are at hand, workers start as slowly as anywhere; that is soon over.
-    long_enough = at_step(steps // 3)
+    long_enough = at_step(steps // 2)
     begun = run.until(lambda s: at_step(15)(s) and (warm(s) or long_enough(s)), "step 15")
     status = status_of(begun)
 

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 import pytest
 
 from dlrover_py.kube import PODS, Kube
-from tests.cluster.harness import Cluster
+from tests.cluster.harness import Cluster, until
 from tests.cluster.jobs import Watched, watching
 from tests.cluster.many import Asked, agents_of, many, running
 
 pytestmark = pytest.mark.timeout(400)
 PODS_OF_A_JOB = 100
+LOGGED = "what is watched has been logged too"
 
 
 @pytest.fixture
@@ -30,6 +31,7 @@ def test_a_large_job_costs_the_api_server_little(there: Watched) -> None:
     run.until(lambda: running(run) == PODS_OF_A_JOB, "all run", within_s=120)
     run.patch({"suspend": True})
     run.until(lambda: run.holds("Suspended") and not run.pods, "none is left", within_s=120)
+    until(lambda: len(Asked(run).of("delete", "pods", 200)) >= PODS_OF_A_JOB, LOGGED)
     asked = Asked(run)
     assert len(asked.of("create", "pods", 201)) == PODS_OF_A_JOB
     assert len(asked.of("delete", "pods", 200)) == PODS_OF_A_JOB
@@ -55,7 +57,12 @@ async def test_pods_that_are_deleted_at_once_are_one_decision(there: Watched) ->
         await agents.swarm.wait(left, "the two that are left")
         new = [f"n{i}" for i in range(32, 62)]
         await asyncio.to_thread(run.until, lambda: set(run.pods) == {"n0", "n1", *new}, "new ones")
-        assert len(Asked(run, since).of("create", "pods", 201)) == 30
+
+        def made() -> int:
+            return len(Asked(run, since).of("create", "pods", 201))
+
+        await asyncio.to_thread(until, lambda: made() >= 30, LOGGED)
         assert {n: size for n, size in agents.rounds.items() if n > before} == {before + 1: 2}
         await agents.form(new, 32)
+        assert made() == 30
         assert agents.swarm.surprises == []
