@@ -341,7 +341,7 @@ class Stager:
             return False
         with self._preparing:
             slot = self._slots.pop()
-            del self._prepared[len(self._slots) :]
+            del self._prepared[len(self._slots) :]  # nobody looks at the two without the lock
             if slot in self._pinned:
                 self._unpin(slot)
             slot.close()
@@ -526,9 +526,10 @@ class Stager:
                     self._prepared[index] += STRIDE
 
     def _unprepared(self) -> int | None:
-        for index, prepared in enumerate(self._prepared):
-            if prepared < self._slots[index].size:
-                return index
+        with self._preparing:
+            for index, prepared in enumerate(self._prepared):
+                if prepared < self._slots[index].size:
+                    return index
         return None
 
     def _reserve(self, need: int) -> None:
