@@ -940,6 +940,11 @@ class _StepTimes:
         return max(0.0, busy / idle - 1.0) if idle and busy else 0.0
 
 
+_works: deque[Any] = deque(maxlen=64)
+"""Gloo's thread must not be the last to let go of one: it would then wait for the GIL, which who
+drops the process group (DDP, at the end of a script) holds while it waits for that thread."""
+
+
 class _Ballot:
     """An asynchronous all-reduce of a few numbers in the default group, on its own device."""
 
@@ -958,6 +963,7 @@ class _Ballot:
         numbers = torch.tensor(vote, dtype=torch.int64, device=self._device)
         work = dist.all_reduce(numbers, op=dist.ReduceOp.MAX, async_op=True)
         if self._side is None:
+            _works.append(work)
 
             def wait(timeout_s: float | None) -> list[int]:
                 if timeout_s is None:
