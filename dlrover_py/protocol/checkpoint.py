@@ -199,6 +199,12 @@ Age = tuple[int, int, int]
 """Round, lap, step of one: what is greater was staged later."""
 
 
+def age_of(one: Id) -> Age:
+    """The same, sorted as it was staged; a script that went back has staged a lower step later."""
+    step, round_, lap = one
+    return round_, lap, step
+
+
 @dataclass(frozen=True, slots=True)
 class Summary:
     """The first page of a slot that is whole."""
@@ -245,9 +251,8 @@ class Summary:
 
     @property
     def age(self) -> Age:
-        """Round, lap, step: the same, sorted as it was staged; a script that went back has staged a
-        lower step later."""
-        return self.round, self.lap, self.step
+        """Of that set."""
+        return age_of(self.id)
 
     def encode(self) -> bytes:
         """As JSON."""

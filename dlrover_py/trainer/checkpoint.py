@@ -59,7 +59,7 @@ import torch.distributed as dist
 
 from dlrover_py import arena
 from dlrover_py.arena import NoRoom
-from dlrover_py.protocol.checkpoint import Age, Answer, Id, Keep, Order, Phase, Summary
+from dlrover_py.protocol.checkpoint import Age, Answer, Id, Keep, Order, Phase, Summary, age_of
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.trainer import session
 from dlrover_py.trainer.alone import Memory, Persister, amend, host, unflag
@@ -183,7 +183,7 @@ class Marks(NamedTuple):
         away then, knows nothing of it."""
         if one in self.marked:
             return not self.marked[one][0]
-        age = _age(one)
+        age = age_of(one)
         return bool(self.ages) and min(self.ages) <= age and max(self.ages)[:2] >= age[:2]
 
 
@@ -202,14 +202,9 @@ def copied_by_all(said: Sequence[Marks], loaded: Id) -> Id | None:
     for one, world in worlds.items():
         having = sum(mine.marked.get(one, (False, 0))[0] for mine in said)
         sure = having == world or (having and not any(mine.denies(one) for mine in said))
-        if sure and _age(one) <= _age(loaded):
-            found.append((having == world, _age(one), one))
+        if sure and age_of(one) <= age_of(loaded):
+            found.append((having == world, age_of(one), one))
     return max(found)[2] if found else None
-
-
-def _age(one: Id) -> Age:
-    step, round_, lap = one
-    return round_, lap, step
 
 
 class Fate(IntEnum):

@@ -74,20 +74,22 @@ BARE: Obj = {
 MATRIX: dict[str, Obj] = {"default": {}, "full": FULL, "namespaced": NAMESPACED, "bare": BARE}
 
 
-def find_helm() -> str:
-    built = [str(path) for path in CACHE.glob("bin/*/helm")]
-    found = shutil.which("helm") or next(iter(built), "")
+def find(tool: str) -> str:
+    """Installed, or built by `make cluster` or `make test`."""
+    built = [str(path) for path in CACHE.glob(f"bin/*/{tool}")]
+    found = shutil.which(tool) or next(iter(built), "")
+    words = f"{tool} is not found, nor built by `make cluster` or `make test`"
     if not found and REQUIRED:
-        pytest.fail("DLROVER_REQUIRE_CLUSTER=1, but helm is not found; `make cluster` builds it")
+        pytest.fail(f"DLROVER_REQUIRE_CLUSTER=1, but {words}")
     if not found:
-        pytest.skip("helm is not found, nor built by `make cluster`")
+        pytest.skip(words)
     return found
 
 
 def run_helm(*args: str, values: Obj | None = None) -> subprocess.CompletedProcess[str]:
     stdin = json.dumps(values or {})
     env = {**os.environ, "KUBECONFIG": "/nonexistent"}
-    command = [find_helm(), *args, "--values", "-"]
+    command = [find("helm"), *args, "--values", "-"]
     return subprocess.run(command, input=stdin, env=env, capture_output=True, text=True)
 
 
@@ -184,13 +186,12 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
 @functools.cache
 def scored(values: str) -> frozenset[tuple[str, str]]:
     """What kube-score finds critical, or warns of."""
-    built = [str(path) for path in CACHE.glob("bin/kube-score-*/kube-score")]
-    found = shutil.which("kube-score") or next(iter(built), "")
-    if not found and REQUIRED:
-        pytest.fail("DLROVER_REQUIRE_CLUSTER=1, but kube-score is not found")
-    if not found:
-        pytest.skip("kube-score is not found, nor built by `make test`")
-    command = [found, "score", "--output-format=json", f"--kubernetes-version=v{KUBERNETES[:-2]}"]
+    command = [
+        find("kube-score"),
+        "score",
+        "--output-format=json",
+        f"--kubernetes-version=v{KUBERNETES[:-2]}",
+    ]
     said = subprocess.run([*command, "-"], input=template(values, "dlrover"), text=True,
                           capture_output=True)  # fmt: skip
     objects = json.loads(said.stdout)

@@ -22,6 +22,7 @@ from dlrover_py.protocol.agents import (
     PersistPhase,
     Stored,
 )
+from dlrover_py.protocol.checkpoint import age_of
 from dlrover_py.protocol.names import NodeId, Term, id_key
 
 Key = tuple[int, int, int]
@@ -358,7 +359,7 @@ class Checkpoints:
     def candidates(self) -> list[Candidate]:
         """The newest whole sets, best first."""
         found: list[Candidate] = []
-        for key in sorted(self._sets, key=_age, reverse=True):
+        for key in sorted(self._sets, key=age_of, reverse=True):
             if self._whole(key):
                 step, number, lap = key
                 world = self._sets[key].world
@@ -395,7 +396,7 @@ class Checkpoints:
         Args:
             wall: the time; a set in memory is as old as it is known to be whole.
         """
-        for key in sorted(self._sets, key=_age, reverse=True):
+        for key in sorted(self._sets, key=age_of, reverse=True):
             if self._is_stored(key):
                 break
             if self._whole(key):
@@ -612,12 +613,12 @@ class Checkpoints:
         if wish is not None and (not wish.waits or now >= wish.settle_at):
             wish.waits.clear()
             key = next(
-                (k for k in sorted(self._sets, key=_age, reverse=True) if self._whole(k)), None
+                (k for k in sorted(self._sets, key=age_of, reverse=True) if self._whole(k)), None
             )
             if key is None or self._is_stored(key) or self._sets[key].tried >= TRIES:
                 self._end_wish()
             elif self._order is None or (
-                _age(self._order.key) < _age(key) and self._order.attempt != wish.attempt
+                age_of(self._order.key) < age_of(key) and self._order.attempt != wish.attempt
             ):
                 if self._order is not None:
                     self._call_off("a newer one is to be stored")
@@ -628,7 +629,7 @@ class Checkpoints:
             return
         if self._order is not None:
             return
-        for key in sorted(self._flagged, key=_age, reverse=True):
+        for key in sorted(self._flagged, key=age_of, reverse=True):
             one = self._sets[key]
             if not one.tried and self._whole(key) and not self._is_stored(key):
                 self._write(key, now, term, now + persist_s)
@@ -637,7 +638,7 @@ class Checkpoints:
     def _is_stored(self, key: Key) -> bool:
         """Whether it, or one that came later, is in storage."""
         there = self.stored
-        later = there is not None and (there.round, there.lap, there.step) >= _age(key)
+        later = there is not None and (there.round, there.lap, there.step) >= age_of(key)
         return later or self._sets[key].stored
 
     def _write(self, key: Key, now: float, term: Term, until: float) -> str:
@@ -664,12 +665,6 @@ class Checkpoints:
         self._order = _Order(key, one.world, attempt, ranks, coordinator, now, until)
         self._out.tell.update(ranks)
         return attempt
-
-
-def _age(key: Key) -> tuple[int, int, int]:
-    """Round, lap, step: greater for a set that was saved later. A script may go back to an earlier
-    step."""
-    return key[1], key[2], key[0]
 
 
 def _by_key(memory: Iterable[Held]) -> dict[Key, list[Held]]:
