@@ -34,6 +34,7 @@ from rich.progress import Progress
 
 from benchmarks.scale import machine
 from dlrover_py.kube import PODS, Kube
+from dlrover_py.master.platform.pods import IMAGE_TROUBLE
 from tests.cluster.conftest import installed
 from tests.cluster.harness import Cluster, Obj, cluster_for_tests, until
 from tests.cluster.jobs import Job, Watched, document, steps, submit, watching
@@ -200,9 +201,11 @@ def scaled(bench: Bench, times: int, tick: Callable[[], None]) -> list[float]:
     return found
 
 
-def told(bench: Bench, times: int, tick: Callable[[], None], *, kind: str) -> list[float]:
-    """From the submission of a job that cannot be, its master's start included."""
-    image = "dlrover.test/no-such:1" if kind == "ImagePullBackOff" else bench.image
+def told(
+    bench: Bench, times: int, tick: Callable[[], None], *, kind: str, image: str = ""
+) -> list[float]:
+    """From the submission of a job that cannot be, its master's start included; with an image of
+    its own, from the moment at which the Pod's status says that it cannot be pulled."""
     pod = {"nodeSelector": {"no": "such"}} if kind == "Unschedulable" else {}
     if kind == "InvalidTemplate":
         pod = {"volumes": [{"name": "a"}, {"name": "a"}]}
@@ -213,9 +216,12 @@ def told(bench: Bench, times: int, tick: Callable[[], None], *, kind: str) -> li
     found = []
     for number in range(times):
         name = f"{kind.lower()}-{number}"
-        doc = document(name, image, steps(), replicas=1, pod=pod)
+        doc = document(name, image or bench.image, steps(), replicas=1, pod=pod)
         began = time.monotonic()
         job = submit(bench.cluster, bench.watched, doc)
+        if image:
+            job.until(lambda job=job: not_pulled(job), "a pull that fails", within_s=120)
+            began = time.monotonic()
         job.until(lambda job=job: job.holds(kind), kind, within_s=120)
         found.append(time.monotonic() - began)
         job.kubectl("delete", "ej", name)
@@ -223,6 +229,13 @@ def told(bench: Bench, times: int, tick: Callable[[], None], *, kind: str) -> li
         tick()
     bench.cluster.kubectl("delete", "quota", "limit", "-n", SPACE, "--ignore-not-found")
     return found
+
+
+def not_pulled(job: Job) -> bool:
+    """Whether the kubelet has said so of one of its Pods."""
+    states = [s.get("state", {}) for p in job.pods.values()
+              for s in p["status"].get("containerStatuses", ())]  # fmt: skip
+    return any(s.get("waiting", {}).get("reason") in IMAGE_TROUBLE for s in states)
 
 
 def stamp(log: str, event: str) -> float:
@@ -387,7 +400,11 @@ ROWS = {
     "warm": (scaled, "impossible", "≤ 1 s"),
     **{f"a job that cannot be is submitted → condition {kind}": (
         partial(told, kind=kind), "no condition", "≤ 10 s")
-       for kind in ("ImagePullBackOff", "Unschedulable", "InvalidTemplate", "QuotaExceeded")},
+       for kind in ("Unschedulable", "InvalidTemplate", "QuotaExceeded")},
+    **{f"a first pull has failed{where} → condition ImagePullBackOff": (
+        partial(told, kind="ImagePullBackOff", image=image), "no condition", "≤ 10 s")
+       for where, image in ((", the registry's name not being known", "dlrover.test/no-such:1"),
+                            (", the registry refusing", "localhost:9/no-such:1"))},
 }  # fmt: skip
 
 
