@@ -145,11 +145,15 @@ class Expired(KubeError):
 
 
 class Throttled(KubeError, TransientError):
-    """The API server has too much to do."""
+    """The API server has too much to do.
+
+    A thousand are told the same at the same time, and must not come back as one: what was asked for
+    is spread.
+    """
 
     def __init__(self, words: str, *, retry_after: float, reason: str = "") -> None:
         super().__init__(words, status=429, reason=reason)
-        self.retry_after = retry_after
+        self.retry_after = retry_after * random.uniform(1.0, 1.25)
 
 
 class ServerDown(KubeError, Unreachable):

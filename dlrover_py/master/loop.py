@@ -58,11 +58,9 @@ RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 
 
 def pause_s(tries: int, error: TransientError | None = None) -> float:
-    """How long to wait after so many failures. Spread: a thousand masters fail at the same time,
-    and are all told to come back after the same one."""
+    """How long to wait after so many failures. Spread: a thousand masters fail at the same time."""
     wait_s = RETRY_S[min(tries, len(RETRY_S) - 1)] * random.uniform(0.5, 1.0)
-    asked_s = error.retry_after * random.uniform(1.0, 1.25) if error is not None else 0.0
-    return max(wait_s, asked_s)
+    return wait_s if error is None else max(wait_s, error.retry_after)
 
 
 @dataclass(slots=True)

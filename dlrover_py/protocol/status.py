@@ -292,7 +292,10 @@ class ElasticJobStatus(_Doc):
     """Of the spec that the operator has taken in."""
     start_time: str | None = None
     """RFC 3339: creation of the job's master; the last resume starts anew."""
+    pending_since: str | None = None
+    """RFC 3339: when the operator first saw that fewer nodes than the minimum run."""
     completion_time: str | None = None
+    """RFC 3339: when the operator first saw that the job is over; ``training.endedAt`` is exact."""
     conditions: list[ObjectCondition] = Field(default_factory=list, max_length=64)
     replicas: int | None = None
     """Nodes that are there, standbys not counted. Written by the master, as what follows."""

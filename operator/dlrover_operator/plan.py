@@ -284,6 +284,7 @@ class _Planner:
             self.job = _bare(seen.job)
         self.ended = self._ended()
         self.start = self._start()
+        self.pending_since = self._pending_since()
         self.masterless_since = self._masterless_since()
         self.too_late = self._too_late()
         if self.too_late and not self.ended and self.resting:
@@ -349,6 +350,14 @@ class _Planner:
             return self.now
         return start
 
+    def _pending_since(self) -> float | None:
+        """Since when training has not run, as seen here: the master's clock may be another."""
+        if self.ended or self.start is None or self._is("Running"):
+            return None
+        known = unix_seconds(self.status.get("pendingSince"))
+        first = self.now if "Running" in self.conditions else self.start
+        return first if known is None else known
+
     def _too_late(self) -> tuple[str, str] | None:
         """Reason and message, once a deadline has passed."""
         if self._is("DeadlineExceeded"):
@@ -360,10 +369,10 @@ class _Planner:
         if limit is not None and self._past(self.start + limit):
             return "ActiveDeadline", f"it was not over {limit} s after its start"
         limit = self.spec.get("pendingTimeoutSeconds")
-        if limit is not None and not self._is("Running"):
-            waits_since = max(self.start, self._since("Running", "False") or 0.0)
-            if self._past(waits_since + limit):
-                return "PendingTimeout", f"it had fewer nodes than its minimum for {limit} s"
+        if limit is None or self.pending_since is None:
+            return None
+        if self._past(max(self.start, self.pending_since) + limit):
+            return "PendingTimeout", f"it had fewer nodes than its minimum for {limit} s"
         return None
 
     def _past(self, at: float) -> bool:
@@ -461,10 +470,12 @@ class _Planner:
             yield from _needs(job)
 
     def _lacks(self) -> bool:
-        """Whether a master says that something is missing that it was made with."""
+        """Whether a master says that something is missing that it was made with; its clock may be
+        ahead of this one's."""
         journal = self._since("JournalWritable", "False")
         denied = self._since("PermissionDenied", "True")
-        return any(since is not None and self._past(since + HEAL_S) for since in (journal, denied))
+        told = [since for since in (journal, denied) if since is not None]
+        return any(since > self.now or self._past(since + HEAL_S) for since in told)
 
     # --- status ---
 
@@ -475,6 +486,7 @@ class _Planner:
             "phase": self._phase() or None,
             "observedGeneration": self.meta.get("generation"),
             "startTime": None if self.start is None else rfc3339(self.start),
+            "pendingSince": None if self.pending_since is None else rfc3339(self.pending_since),
             "completionTime": self._completion(),
         }
         status |= {name: value for name, value in fields.items() if value is not None}
@@ -489,11 +501,7 @@ class _Planner:
     def _completion(self) -> str | None:
         if not self.ended:
             return None
-        known = self.status.get("completionTime")
-        if known:
-            return str(known)
-        since = self._since("Failed", "True") or self._since("Succeeded", "True")
-        return rfc3339(since or self.training.get("endedAt") or self.now)
+        return str(self.status.get("completionTime") or rfc3339(self.now))
 
     def _phase(self) -> str:
         if self.ended:

@@ -122,9 +122,11 @@ async def test_waits_grow_to_the_longest_and_fall_when_it_was_steady() -> None:
     assert course.failed(error) <= 0.8
 
 
-async def test_a_throttled_watch_waits_as_it_was_told() -> None:
+async def test_throttled_watches_wait_as_they_were_told_and_do_not_come_back_as_one() -> None:
     course = _Course(Times(), lambda _: None)
-    assert course.failed(Throttled("slow", retry_after=17.0)) == 17.0
+    waits = [course.failed(Throttled("slow", retry_after=170.0)) for _ in range(100)]
+    assert all(170.0 <= wait_s <= 1.25 * 170.0 for wait_s in waits)
+    assert max(waits) - min(waits) > 17.0
 
 
 async def test_each_trouble_is_told_once() -> None:

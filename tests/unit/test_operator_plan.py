@@ -70,10 +70,10 @@ class World:
         training = {"phase": phase, "generation": generation, "nodes": []} | more
         self.job.setdefault("status", {})["training"] = training
 
-    def master_condition(self, kind: str, status: str = "True") -> None:
+    def master_condition(self, kind: str, status: str = "True", *, ahead_s: float = 0.0) -> None:
         others = [c for c in self.status.get("conditions", ()) if c["type"] != kind]
         mine = {"type": kind, "status": status, "reason": "R", "message": "", "x": 1}
-        mine["lastTransitionTime"] = rfc3339(self.now)
+        mine["lastTransitionTime"] = rfc3339(self.now + ahead_s)
         self.job.setdefault("status", {})["conditions"] = [*others, mine]
 
     def comes_up(self) -> None:
@@ -500,7 +500,8 @@ def test_a_resume_starts_the_active_deadline_anew() -> None:
     assert world.said("DeadlineExceeded") == ("True", "ActiveDeadline")
 
 
-def test_the_pending_timeout_counts_from_the_start_and_from_each_loss() -> None:
+@pytest.mark.parametrize("ahead_s", [0, -600, 600])
+def test_the_pending_timeout_counts_from_the_start_and_from_each_loss(ahead_s: float) -> None:
     world = World.of(pendingTimeoutSeconds=100)
     world.settle()
     world.comes_up()
@@ -508,10 +509,12 @@ def test_the_pending_timeout_counts_from_the_start_and_from_each_loss() -> None:
     world.now += 99
     world.settle()
     assert world.said("DeadlineExceeded") == ("", "")
-    world.master_condition("Running")
+    world.master_condition("Running", ahead_s=ahead_s)
+    world.settle()
     world.now += 1000
     world.settle()
-    world.master_condition("Running", "False")
+    world.master_condition("Running", "False", ahead_s=ahead_s)
+    world.settle()
     world.now += 99
     world.settle()
     assert world.said("DeadlineExceeded") == ("", "")
@@ -545,6 +548,25 @@ def test_with_no_master_for_long_what_it_needs_is_made_again() -> None:
     world.goes_down()
     assert "CreateRole" not in world.settle()
     world.now += p.HEAL_S
+    assert {"CreateRole", "CreateSecret", "MakeCredentials"} <= {_word(a) for a in world.step()}
+
+
+def test_an_ended_job_stays_for_its_time_whatever_the_masters_clock_says() -> None:
+    world = running(ttlSecondsAfterFinished=100)
+    world.now += 50
+    world.master_says("Failed", endedAt=world.now - 600)
+    world.master_condition("Failed", ahead_s=-600)
+    world.settle()
+    world.now += 99
+    assert not world.step()
+    world.now += 1
+    assert [_word(a) for a in world.step()] == ["DeleteJob"]
+
+
+def test_what_a_master_lacks_is_made_again_though_its_clock_is_ahead() -> None:
+    world = running()
+    world.now += p.HEAL_S
+    world.master_condition("JournalWritable", "False", ahead_s=600)
     assert {"CreateRole", "CreateSecret", "MakeCredentials"} <= {_word(a) for a in world.step()}
 
 

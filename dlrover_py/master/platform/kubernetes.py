@@ -351,8 +351,7 @@ class KubernetesPlatform:
             except TransientError as error:
                 wait = BACKOFF_S[min(self._failures // CALLS, len(BACKOFF_S) - 1)]
                 self._failures += 1
-                asked = error.retry_after * random.uniform(1.0, 1.25)
-                await asyncio.sleep(max(random.uniform(wait / 2, wait), asked))
+                await asyncio.sleep(max(random.uniform(wait / 2, wait), error.retry_after))
                 raise
 
     async def _post(self, node: NodeId, avoid: Sequence[str]) -> Problem | None:
