@@ -787,7 +787,9 @@ def kept(found: Sequence[Manifest], keep: Keep) -> set[str]:
     if keep.every:
         stay |= {m.folder for m in found if m.step % keep.every == 0}
     worth = [m for m in found if m.metric is not None and not math.isnan(m.metric)]
-    worth.sort(key=lambda m: (m.metric or 0.0) * (1 if keep.lowest else -1))  # stable: newest first
+    worth.sort(
+        key=lambda m: (m.metric or 0.0) * (-1 if keep.highest else 1)
+    )  # stable: newest first
     return stay | {m.folder for m in worth[: keep.best]}
 
 

@@ -297,9 +297,7 @@ class Saver:
                 job=self._site.job,
                 node=self._site.node,
                 writers=tuple(new.writers),
-                keep=Keep(
-                    newest=keep.get("last", 3), every=keep.get("every", 0), best=keep.get("best", 0)
-                ),
+                keep=Keep.of(keep),
                 spare=tuple(self._store.spare) if self._store is not None else (),
                 name=self._site.name,
             )

@@ -556,7 +556,7 @@ def rm(
         raise ConfigError("say which to remove, or which to keep (--keep N, --every K, --best B)")
     store, found = _all(directory)
     if rules:
-        stay = kept(found, Keep(newest or 1, every or 0, best or 0, not highest))
+        stay = kept(found, Keep(newest or 1, every or 0, best or 0, highest))
         gone = [m for m in found if m.folder not in stay]
     else:
         gone = list({m.folder: m for m in (_named(store, found, w) for w in which)}.values())

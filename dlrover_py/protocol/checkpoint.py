@@ -8,7 +8,7 @@ what has the right one is still read as if anybody had written it, and is a Valu
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from functools import cache
@@ -449,8 +449,21 @@ class Keep:
     """Each whose step is a multiple of it; 0: none for that."""
     best: int = 0
     """So many, by the metric."""
-    lowest: bool = True
-    """The best has the lowest metric (a loss), not the highest."""
+    highest: bool = False
+    """The best has the highest metric (an accuracy), not the lowest (a loss)."""
+
+    @classmethod
+    def of(cls, rules: Mapping[str, int | None]) -> Self:
+        """As a job's ``checkpoint.keep`` says it, with defaults for what it does not."""
+        told = {name: value for name, value in rules.items() if value is not None}
+        newest, highest = told.get("last", cls().newest), bool(told.get("highest"))
+        return cls(newest, told.get("every", 0), told.get("best", 0), highest)
+
+    @property
+    def rules(self) -> dict[str, int]:
+        """The same, in a job's words."""
+        words = {"last": self.newest, "every": self.every, "best": self.best}
+        return words | {"highest": int(self.highest)}
 
 
 @dataclass(frozen=True, slots=True)

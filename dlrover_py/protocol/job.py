@@ -255,7 +255,9 @@ class KeepSpec(_Strict):
     every: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     """And those whose step is a multiple of this."""
     best: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
-    """And so many with the best metric, where the script gives one to ``save()``."""
+    """And so many with the best metric, where the script gives one to ``save()``: the lowest."""
+    highest: bool = False
+    """The best metric is the highest."""
 
 
 class CheckpointSpec(_Strict):

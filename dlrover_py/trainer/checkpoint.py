@@ -265,7 +265,8 @@ class Checkpointer:
             every: how often the state is saved in memory: steps, a time (``"30s"``), ``"auto"``.
             persist_every: how often one of these goes to ``dir``.
             keep: how many checkpoints stay in ``dir``, or rules as a job has them
-                (``{"last": 3, "every": 1000, "best": 2}``).
+                (``{"last": 3, "every": 1000, "best": 2}``; the best has the lowest metric, or with
+                ``"highest": True`` the highest).
             rng: save the state of the random generators too.
             strict: ``load`` refuses a checkpoint that lacks a tensor of the state.
             settings: this worker's place; as the environment says if None.
@@ -893,8 +894,8 @@ class Checkpointer:
     def _tell_of_store(self) -> None:
         """What the agent's persister has to know."""
         if self.settings.arena and self.dir is not None:
-            keep = {"last": self.keep.newest, "every": self.keep.every, "best": self.keep.best}
-            session.report_store(self.dir, keep, (self._loaded,) if self._loaded else ())
+            spare = (self._loaded,) if self._loaded else ()
+            session.report_store(self.dir, self.keep.rules, spare)
 
     def _at_exit(self) -> None:
         """Let go without the other ranks, which may be gone."""
@@ -1118,13 +1119,14 @@ def _keep(value: object) -> Keep:
     if type(value) is int and value >= 1:
         return Keep(newest=value)
     if isinstance(value, Mapping):
-        rules = {k: v for k, v in value.items() if v is not None}
-        known = {"last": "newest", "every": "every", "best": "best"}
-        if rules.keys() <= known.keys() and all(type(v) is int and v >= 0 for v in rules.values()):
-            return replace(Keep(), **{known[k]: v for k, v in rules.items()})
+        numbers = [v for k, v in value.items() if v is not None and k != "highest"]
+        rightly = all(type(v) is int and v >= 0 for v in numbers)
+        rightly &= value.get("highest") in (None, False, True)
+        if rightly and value.keys() <= Keep().rules.keys():
+            return Keep.of(value)
     raise ConfigError(
         f"checkpoint: keep is {value!r}: expected a number, or "
-        '{"last": 3, "every": 1000, "best": 2} or a part of that'
+        '{"last": 3, "every": 1000, "best": 2, "highest": True} or a part of that'
     )
 
 

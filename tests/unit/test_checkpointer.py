@@ -144,18 +144,23 @@ def test_bad_policies(text: object) -> None:
 
 
 def test_the_script_beats_the_job_and_that_the_defaults(make: Callable[..., Checkpointer]) -> None:
-    job = {"dir": "/data", "every": 10, "persistEvery": "90s", "keep": {"last": 5, "best": 2}}
+    job = {
+        "dir": "/data",
+        "every": 10,
+        "persistEvery": "90s",
+        "keep": {"last": 5, "best": 2, "highest": True},
+    }
     plain, told = make(), make(job=job)
     assert (plain.every, plain.persist_every) == (Every(steps=1), Every(seconds=300))
     assert (plain.dir, plain.keep) == (None, Keep())
     assert (told.every, told.persist_every) == (Every(steps=10), Every(seconds=90))
-    assert (told.dir, told.keep) == ("/data", Keep(newest=5, best=2))
+    assert (told.dir, told.keep) == ("/data", Keep(newest=5, best=2, highest=True))
     both = make("s3://b/run", job=job, every="auto", keep=1)
     assert (both.dir, both.every, both.keep) == ("s3://b/run", Every(auto=True), Keep(newest=1))
     assert both.persist_every == Every(seconds=90)
 
 
-@pytest.mark.parametrize("keep", [0, {"last": "3"}, {"newest": 3}, "all"])
+@pytest.mark.parametrize("keep", [0, {"last": "3"}, {"newest": 3}, {"highest": 2}, "all"])
 def test_bad_retention(make: Callable[..., Checkpointer], keep: object) -> None:
     with pytest.raises(ConfigError, match="keep is "):
         make(keep=keep)

@@ -11,7 +11,7 @@ import pytest
 from dlrover_agent.saver import Persister, Saver, Site, held
 from dlrover_py.arena import Slot
 from dlrover_py.protocol.agents import Assignment, Directive, PersistOrder, PersistPhase
-from dlrover_py.protocol.checkpoint import Answer, Cancel, Order, Phase
+from dlrover_py.protocol.checkpoint import Answer, Cancel, Keep, Order, Phase
 from dlrover_py.protocol.workers import Store
 from tests.slots import JOB, full, stage
 
@@ -253,7 +253,8 @@ async def test_the_grant_goes_to_the_order_it_is_for(tmp_path: Path, attempt: st
     desk = Desk(tmp_path)
     sent: list[Any] = []
     desk.saver._persister.say = lambda document, *, start=True: sent.append(document)  # type: ignore[method-assign]
-    desk.saver.stores(Store(dir="/x", keep={"last": 2}))
+    keep = Keep(newest=2, every=5, best=1, highest=True)
+    desk.saver.stores(Store(dir="/x", keep=keep.rules))
     first = PersistOrder(attempt="a1", step=5, round=1, world=2, ranks=[0], writers=["n0"])
     desk.saver.assigned(Assignment(**FACTS, persist=first))
     granted = first.model_copy(update={"attempt": attempt, "grant": 7})
@@ -264,7 +265,7 @@ async def test_the_grant_goes_to_the_order_it_is_for(tmp_path: Path, attempt: st
         assert kinds == ["Order", "Grant"], "once"
     else:
         assert kinds == ["Order", "Cancel", "Order", "Grant"]
-    assert (sent[0].dir, sent[0].keep.newest, sent[-1].term) == ("/x", 2, 7)
+    assert (sent[0].dir, sent[0].keep, sent[-1].term) == ("/x", keep, 7)
     desk.saver.assigned(Assignment(**FACTS))
     assert isinstance(sent[-1], Cancel)
     await desk.saver.close()

@@ -102,7 +102,7 @@ def test_no_damaged_manifest_is_believed(at: int, bit: int, cut: bool) -> None:
     "line",
     [
         Order("a1", 7, 1, 0, 2, (0, 1), "/shm/x", "s3://b/c", "u1", "n0", writers=("n0", "n1")),
-        Order("a1", 7, 1, 0, 2, (0,), "/x", "/y", "u", "n0", grant=3, keep=Keep(1, 5, 2, False)),
+        Order("a1", 7, 1, 0, 2, (0,), "/x", "/y", "u", "n0", grant=3, keep=Keep(1, 5, 2, True)),
         Grant("a1", 4),
         Cancel("a1"),
         Answer("a1", Phase.DONE, stored=(7, 2, 0, "/y/step-7.a1", 1.5, 4), notes=("odd",)),
@@ -311,22 +311,24 @@ def test_removal_begins_with_the_manifest(store: Store) -> None:
     newest=st.integers(0, 4),
     every=st.integers(0, 6),
     best=st.integers(0, 3),
-    lowest=st.booleans(),
+    highest=st.booleans(),
 )
 def test_retention_keeps_what_a_rule_keeps_and_no_more(
-    rows: list[tuple[int, float | None]], newest: int, every: int, best: int, lowest: bool
+    rows: list[tuple[int, float | None]], newest: int, every: int, best: int, highest: bool
 ) -> None:
     found = [
         manifest(step, f"a{index}", metric=metric, number=len(rows) - index)
         for index, (step, metric) in enumerate(rows)
     ]
-    stay = kept(found, Keep(newest, every, best, lowest))
+    stay = kept(found, Keep(newest, every, best, highest))
     worth = [m.metric for m in found if m.metric is not None and m.metric == m.metric]
-    bar = sorted(worth, reverse=not lowest)[:best]
+    bar = sorted(worth, reverse=highest)[:best]
     for index, one in enumerate(found):
         by_rule = index < max(1, newest) or (every > 0 and one.step % every == 0)
         in_bar = one.metric in bar
-        better = bool(bar) and in_bar and (one.metric < bar[-1] if lowest else one.metric > bar[-1])  # type: ignore[operator]
+        better = (
+            bool(bar) and in_bar and (one.metric > bar[-1] if highest else one.metric < bar[-1])
+        )  # type: ignore[operator]
         if by_rule or better:
             assert one.folder in stay
         elif not in_bar:
