@@ -30,10 +30,11 @@ interval for restart dumps, FGCS 22(3), 2006), equation 37::
 
     T = √(2δM) · (1 + ⅓·√(δ/2M) + ⅑·δ/2M) − δ     for δ < 2M, else M
 
-For ``every`` δ is what a save has blocked the training for, as measured. For ``persist_every`` it
-is how much longer steps took while the persister was busy, times as long as it was, as measured;
-and the interval is never shorter than that time. M is (6 h + the job's time) / (restarts + 1): six
-hours without a failure are assumed before anything is known.
+For ``every`` δ is what a save has blocked the training for, the optimizer that waited included, as
+measured. For ``persist_every`` it is how much longer steps took while the persister was busy, times
+as long as it was, as measured; and the interval is never shorter than that time. M is
+(6 h + the job's time) / (restarts + 1): six hours without a failure are assumed before anything is
+known.
 """
 
 import atexit
@@ -142,6 +143,8 @@ class Stats:
     failed: int = 0
     blocked_s: float = 0.0
     """The training was held up, in ``save`` and before the optimizer's step, all in all."""
+    cost_s: float = 0.0
+    """The part of it that is the saves' own: calls that save nothing cost a little too."""
     persisted: int = 0
     persist_s: float = 0.0
     """What the last one took."""
@@ -323,7 +326,6 @@ class Checkpointer:
         self._busy: Id | None = None
         self._busy_since = 0.0
         self._steps = _StepTimes(clock)
-        self._stall_s: float | None = None
         self._told: set[str] = set()
         atexit.register(self._at_exit)
 
@@ -366,15 +368,15 @@ class Checkpointer:
         worth = None if metric is None else float(metric)
         began = time.perf_counter()
         site = self._site()
-        waited = site.stager.waited_s
+        waited, site.fenced_s = site.stager.waited_s - site.fenced_s, site.stager.waited_s
+        self.stats.blocked_s += waited
+        self.stats.cost_s += waited
         self.stats.calls += 1
         self._steps.tick(busy=self._busy is not None)
         try:
             return self._save(site, step, state, worth, force)
         finally:
-            spent = time.perf_counter() - began
-            self.stats.blocked_s += spent + (waited - site.fenced_s)
-            site.fenced_s = waited
+            self.stats.blocked_s += time.perf_counter() - began
             self._previous = step
 
     def load(
@@ -620,8 +622,7 @@ class Checkpointer:
         if copy:
             self._marked = bool(attempt.staging.facts["copy"])
         self.stats.saves += 1
-        spent = time.perf_counter() - began
-        self._stall_s = spent if self._stall_s is None else 0.9 * self._stall_s + 0.1 * spent
+        self.stats.cost_s += time.perf_counter() - began
         return True
 
     def _missed(self, step: int, why: str) -> None:
@@ -688,7 +689,8 @@ class Checkpointer:
         if not self.every.steps:
             seconds = self.every.seconds
             if self.every.auto:
-                seconds = 0.0 if self._stall_s is None else optimum_s(self._stall_s, self.mtbf_s)
+                cost_s = self.stats.cost_s / max(1, self.stats.saves)
+                seconds = optimum_s(cost_s, self.mtbf_s) if cost_s else 0.0
             save = int(now - self._saved_at >= seconds)
         wait_s = self.persist_every.seconds
         if self.persist_every.auto:

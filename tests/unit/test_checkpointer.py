@@ -205,12 +205,65 @@ def test_auto_saves_more_often_where_it_costs_less(
     checkpointer = make(every="auto", job={"ageS": 36_000}, restarts=7)  # and 6 h before it
     assert checkpointer.save(1, STATE), "nothing is known yet"
     assert checkpointer.mtbf_s == 7200
-    checkpointer._stall_s = 1.0
+    checkpointer.stats.cost_s = 1.0
     interval = optimum_s(1.0, 7200)
     clock.now += interval - 1
     assert not checkpointer.save(2, STATE)
     clock.now += 2
     assert checkpointer.save(3, STATE)
+
+
+def test_auto_counts_the_time_for_which_an_optimizer_has_waited(
+    make: Callable[..., Checkpointer], clock: Clock
+) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    state = {"model": model, "optimizer": optimizer}
+    checkpointer = make(every="auto")
+    stager = checkpointer._site().stager
+    copy, go_on = stager._copy, threading.Event()
+
+    def when_told(address: int, target: memoryview) -> int:
+        assert go_on.wait(DEADLINE_S)
+        return copy(address, target)
+
+    stager._copy = when_told
+    assert checkpointer.save(1, state)
+    slow = threading.Timer(0.3, go_on.set)
+    slow.start()
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    slow.join()
+    cost_s = stager.waited_s
+    assert cost_s > 0.1
+    clock.now += optimum_s(cost_s, checkpointer.mtbf_s) - 1
+    assert not checkpointer.save(2, state)
+    assert checkpointer.stats.cost_s >= cost_s
+
+
+def test_auto_stores_as_often_as_what_that_costs_makes_worth_it(
+    make: Callable[..., Checkpointer], tmp_path: Path, clock: Clock
+) -> None:
+    """Steps take a fifth longer while a persister is busy, which it is for 100 s."""
+    checkpointer = make(tmp_path / "dir", persist_every="auto", every=10, restarts=7)
+    stored: list[float] = []
+    for step in range(10, 30_000, 10):
+        busy = bool(stored) and checkpointer._busy is not None
+        clock.now += 12 if busy else 10
+        checkpointer.save(step, STATE)
+        checkpointer.wait()
+        flagged = [s for s, summary in held(tmp_path).items() if summary.persist]
+        if flagged and (not stored or clock.now - stored[-1] > 150):
+            stored.append(clock.now)
+        if flagged and clock.now - stored[-1] >= 100:
+            done_with(tmp_path, flagged[0])
+        if len(stored) == 3:
+            break
+    first, second, third = stored
+    assert first - 100.0 == pytest.approx(300, abs=20), "nothing is known yet: every 5 minutes"
+    expected = optimum_s(110 * 0.2, checkpointer.mtbf_s)
+    assert third - second == pytest.approx(expected, rel=0.15)
+    assert expected > 300
 
 
 def test_force(make: Callable[..., Checkpointer], tmp_path: Path) -> None:
