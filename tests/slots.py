@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from dlrover_py import arena
-from dlrover_py.arena import Slot
+from dlrover_py.arena import Slot, digest
 from dlrover_py.protocol.checkpoint import (
     Answer,
     Cancel,
     Grant,
     Layout,
+    Manifest,
     Order,
     Phase,
     Piece,
@@ -28,6 +29,7 @@ from dlrover_py.protocol.checkpoint import (
     encode_objects,
     read_line,
 )
+from dlrover_py.storage import Store
 
 JOB = "job-uid-1"
 
@@ -215,3 +217,15 @@ def load_with_torch(where: str, shapes: Mapping[str, tuple[Sequence[int], str]])
     loaded: dict[str, Any] = torch.load(where + ".loaded", weights_only=True)
     loaded["__nested__"] = torch.load(where + ".pt", weights_only=False)
     return loaded
+
+
+def verify(store: Store, manifest: Manifest) -> None:
+    """Every byte that the manifest speaks of is there, and is what was staged."""
+    for written in manifest.pieces:
+        data = bytearray(written.piece.nbytes)
+        store.read_into(manifest, written.file, written.position, memoryview(data))
+        assert digest(bytes(data)) == written.xxh3, written
+    for item in manifest.objects:
+        data = bytearray(item.nbytes)
+        store.read_into(manifest, item.file, item.position, memoryview(data))
+        assert digest(bytes(data)) == item.xxh3, item

@@ -210,6 +210,20 @@ class Job:
 
         return self.until(good, f"a round of {nodes} nodes after {round_after}", within_s=within_s)
 
+    def metric(self, name: str) -> float:
+        """What the master tells everybody."""
+        client = Client(self.snapshot().health_addr)
+
+        async def read() -> bytes:
+            try:
+                return await client.call("GET", "/metrics", deadline_s=10)
+            finally:
+                client.close()
+
+        found = re.search(rf"^{name} (\S+)$", asyncio.run(read()).decode(), re.MULTILINE)
+        assert found, f"there is no {name}"
+        return float(found[1])
+
     def hurt(self, node: str, verb: str) -> None:
         self.api("POST", f"/v1/nodes/{node}/{verb}")
 

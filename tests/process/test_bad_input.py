@@ -1,8 +1,6 @@
 """What a user can get wrong: it is said where and what, nothing is started, and the code is 2."""
 
-import asyncio
 import json
-import re
 import socket
 import subprocess
 from pathlib import Path
@@ -12,7 +10,6 @@ import pytest
 import yaml
 
 from dlrover_py.cli import main
-from dlrover_py.rpc import Client
 from tests.process.harness import Place, document, free_port, job, members
 
 GOOD = """\
@@ -432,17 +429,4 @@ def test_strangers_are_turned_away_from_a_job_that_goes_on(place: Place) -> None
         after = run.until(lambda s: "NodeRefused" in [e.reason for e in s.events], "a refusal")
         assert [n.pids for n in members(after)] == [n.pids for n in members(before)]
         assert after.round == before.round
-        assert metric(snapshot.health_addr, "dlrover_unauthorized_requests_total") == 1
-
-
-def metric(address: str, name: str) -> float:
-    async def read() -> bytes:
-        client = Client(address)
-        try:
-            return await client.call("GET", "/metrics", deadline_s=10)
-        finally:
-            client.close()
-
-    found = re.search(rf"^{name} (\S+)$", asyncio.run(read()).decode(), re.MULTILINE)
-    assert found
-    return float(found[1])
+        assert run.metric("dlrover_unauthorized_requests_total") == 1

@@ -27,13 +27,23 @@ from dlrover_py.protocol.checkpoint import (
     Cancel,
     Grant,
     Keep,
-    Manifest,
     Owner,
     Phase,
     Piece,
 )
 from dlrover_py.storage import CLAIM, Store
-from tests.slots import JOB, Persister, full, load_with_torch, order, raw, rows, saved, stage
+from tests.slots import (
+    JOB,
+    Persister,
+    full,
+    load_with_torch,
+    order,
+    raw,
+    rows,
+    saved,
+    stage,
+    verify,
+)
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 
@@ -55,18 +65,6 @@ def trio(persister: Persister) -> Iterator[list[Persister]]:
     yield [persister, *more]
     for one in more:
         one.close()
-
-
-def verify(store: Store, manifest: Manifest) -> None:
-    """Every byte that the manifest speaks of is there, and is what was staged."""
-    for written in manifest.pieces:
-        data = bytearray(written.piece.nbytes)
-        store.read_into(manifest, written.file, written.position, memoryview(data))
-        assert digest(bytes(data)) == written.xxh3, written
-    for item in manifest.objects:
-        data = bytearray(item.nbytes)
-        store.read_into(manifest, item.file, item.position, memoryview(data))
-        assert digest(bytes(data)) == item.xxh3, item
 
 
 def simple(path: Path, step: int = 7, size: int = 64, **facts: Any) -> None:

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlrover_py.arena import digest
-from dlrover_py.protocol.checkpoint import Keep, Manifest, Owner, Phase
+from dlrover_py.protocol.checkpoint import Answer, Keep, Manifest, Owner, Phase
 from dlrover_py.protocol.errors import Superseded
 from dlrover_py.storage import Claimed, Store, folder_of
 from tests.s3 import BUCKET, BUILD_S, Server, serving
-from tests.slots import JOB, Persister, full, load_with_torch, order, rows, stage
+from tests.slots import JOB, Persister, full, load_with_torch, order, rows, stage, verify
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(BUILD_S + 120)]
 
@@ -127,10 +126,7 @@ def test_two_nodes_write_into_a_bucket_and_torch_reads_it(
     (found,) = store.checkpoints()
     assert ends[0].stored is not None
     assert ends[0].stored[3] == store.where(found) == f"{url}/step-7.s1"
-    for written in found.pieces:
-        data = bytearray(written.piece.nbytes)
-        store.read_into(found, written.file, written.position, memoryview(data))
-        assert digest(bytes(data)) == written.xxh3
+    verify(store, found)
     # The server's folder is what a plain reader of files sees.
     folder = server.bucket / store.where(found).removeprefix(f"s3://{BUCKET}/")
     loaded = load_with_torch(str(folder), {"model.w": ((8, 1 << 20), "float32")})
@@ -150,3 +146,28 @@ def test_a_server_that_is_gone_is_told_in_time(
         one.close()
     assert answer.phase is Phase.FAILED
     assert url in answer.why, answer
+
+
+def test_a_key_that_is_revoked_leaves_what_is_there(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stored(step: int) -> Answer:
+        stage(tmp_path / f"arena/0.{step % 3}", [(full("w", (4,)), bytes(16))], step=step)
+        one = Persister()
+        try:
+            one.send(order(tmp_path / "arena", url, f"k{step}", step=step))
+            return one.end(f"k{step}")
+        finally:
+            one.close()
+
+    assert stored(6).phase is Phase.DONE
+    with monkeypatch.context() as revoked:
+        revoked.setenv("AWS_SECRET_ACCESS_KEY", "another")
+        answer = stored(7)
+    assert answer.phase is Phase.FAILED
+    assert url in answer.why, answer
+    store = Store(url)
+    (before,) = store.checkpoints()
+    assert before.step == 6
+    verify(store, before)
+    assert stored(8).phase is Phase.DONE

@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,9 @@ import pytest
 from dlrover_agent.saver import held
 from dlrover_py.arena import PREFIX
 from dlrover_py.protocol.status import JobStatus
+from dlrover_py.storage import Store
 from tests.process.harness import Job, Place, eventually, free_port, job, last, lines, members
+from tests.slots import verify
 
 pytestmark = pytest.mark.process
 
@@ -170,6 +172,58 @@ def test_a_store_that_fails_is_told_and_training_goes_on(place: Place, shm: Path
         assert "step 5" in condition(run.status())[1]
         assert run.status().phase == "Running"
         assert last(run.status()) == (5, "memory")
+
+
+STEPS = """
+    import time, torch
+    from dlrover_py.trainer import Checkpointer, session
+
+    state = {"w": torch.zeros(1 << 18)}
+    with Checkpointer() as checkpointer:
+        step = checkpointer.load(state) or 0
+        while not checkpointer.should_stop:
+            state["w"] += 1
+            step += 1
+            session.report_step(step)
+            checkpointer.save(step, state)
+            time.sleep(0.02)
+"""
+
+
+def test_a_disk_that_is_full_costs_no_step_and_is_used_again_when_it_has_room(
+    place: Place, shm: Path
+) -> None:
+    small = place.folder / "small"
+    small.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(small)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("a small file system can be mounted by root only")
+    try:
+        spec = {"checkpoint": {"dir": str(small / "store"), "persistEvery": 5, "keep": {"last": 1}}}
+        with job(place, script=STEPS, spec=spec, replicas=1) as run:
+            run.until(lambda s: s.checkpoints_stored, "something in storage")
+            with (small / "full").open("wb", buffering=0) as full, suppress(OSError):
+                while full.write(bytes(4096)):
+                    pass
+            run.until(lambda s: condition(s)[0] == "True", "the condition")
+            words = condition(run.status())[1]
+            assert "No space left on device" in words or "the disk is full" in words
+            assert run.metric("dlrover_checkpoint_failing") == 1
+            assert run.metric("dlrover_checkpoint_failures_total") >= 1
+            at = progress(run.status())
+            run.until(lambda s: progress(s) > at + 20, "training that goes on")
+            (before,) = Store(small / "store").checkpoints()
+            verify(Store(small / "store"), before)
+            (small / "full").unlink()
+            run.until(lambda s: condition(s)[0] == "False", "the end of the condition")
+            assert Store(small / "store").checkpoints()[0].step > before.step
+            assert run.metric("dlrover_checkpoint_failing") == 0
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+def progress(status: JobStatus) -> int:
+    return status.progress.step or 0 if status.progress is not None else 0
 
 
 # --- without a platform ---
