@@ -156,9 +156,13 @@ def test_what_a_killed_host_held_is_found_with_its_peer(place: Place, shm: Path)
         assert lines(run, "n0", "holders 2") == ["holders 2 7 [(0, 'n0'), (1, 'n0')]"]
 
 
-def test_after_a_failure_the_newest_state_is_stored_if_wished(place: Place, shm: Path) -> None:
-    wish: dict[str, object] = {"saveAtBreakpoint": True}
-    with training(place, "3", "4", replicas=2, checkpoint=wish) as run:
+@pytest.mark.parametrize("flag", [False, True], ids=["by the job", "by --save-at-breakpoint"])
+def test_after_a_failure_the_newest_state_is_stored_if_wished(
+    place: Place, shm: Path, flag: bool
+) -> None:
+    wish: dict[str, object] = {} if flag else {"saveAtBreakpoint": True}
+    flags = ("--save-at-breakpoint",) if flag else ()
+    with training(place, "3", "4", replicas=2, checkpoint=wish, flags=flags) as run:
         run.until(lambda s: last(s) == (4, "memory"), "step 4 in memory")
         os.kill(members(run.running(2))[0].pids[0], signal.SIGKILL)
         run.until(lambda s: last(s) == (4, "storage"), "step 4 in storage", within_s=60)
