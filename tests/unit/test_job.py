@@ -1164,9 +1164,15 @@ def silent(bench: Bench) -> None:
     assert bench.avoided[NodeId("n3")] == ("n1",)
 
 
-def test_a_node_that_finds_no_other_place_gets_the_host_that_was_kept_out() -> None:
+@pytest.mark.parametrize("another_master", [False, True])
+def test_a_node_that_finds_no_other_place_gets_the_host_that_was_kept_out(
+    another_master: bool,
+) -> None:
     bench = running(elastic_job(3, 2))
     silent(bench)
+    if another_master:
+        bench.restart_master()
+        bench.step(pending("n3"))
     bench.pass_time(19.0)
     assert NodeId("n4") not in bench.avoided
     bench.pass_time(2.0)

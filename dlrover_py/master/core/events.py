@@ -251,6 +251,7 @@ class NodeRecord(_Kept):
     leaving: str = ""
     restarts: int
     relaunches: int
+    avoid: tuple[str, ...] = ()
 
 
 class Vacancy(_Kept):

@@ -276,7 +276,10 @@ class Job:
             self.opening = journal.opening.model_copy(update=fresh)
             self._outage = (self.opening.kind, now)
         for record in journal.nodes:
-            self.nodes.plan(record.id, record.relaunches, record.restarts)
+            node = self.nodes.plan(record.id, record.relaunches, record.restarts)
+            node.avoid = record.avoid
+            if record.avoid:
+                self._kept_off.add(node.id)
             if record.incarnation:
                 member = self.world is not None and self.world.has(record.id, record.incarnation)
                 self.nodes.recall(
@@ -353,6 +356,7 @@ class Job:
             node.leaving,
             node.restarts,
             node.relaunches,
+            node.avoid,
         )
         kept = self._records.get(node.id)
         if kept is not None and kept[0] == made_from:
@@ -364,6 +368,7 @@ class Job:
             leaving=node.leaving,
             restarts=node.restarts,
             relaunches=node.relaunches,
+            avoid=node.avoid,
         )
         self._records[node.id] = made_from, record
         return record
@@ -801,7 +806,7 @@ class Job:
                 node.incarnation or node.leaving or self.phase.ended
             ):
                 # The wish for it is still on its way, or was lost; or the list is older than it.
-                self._ask_for(node)
+                self._out.effects.append(CreateNode(node.id, node.avoid))
 
     # --- checks before the training ---
 
