@@ -14,11 +14,13 @@ Needs a cluster (``make cluster``). ``--write`` puts the tables into docs/benchm
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import re
 import signal
 import statistics
+import struct
 import sys
 import time
 from collections.abc import Callable
@@ -36,14 +38,15 @@ from benchmarks.scale import machine
 from dlrover_py.kube import PODS, Kube
 from dlrover_py.master.platform.pods import IMAGE_TROUBLE
 from tests.cluster.conftest import installed
-from tests.cluster.harness import Cluster, Obj, cluster_for_tests, until
-from tests.cluster.jobs import Job, Watched, document, steps, submit, watching
+from tests.cluster.harness import Cluster, Obj, cluster_for_tests, inside, until
+from tests.cluster.jobs import Job, Watched, document, spread, steps, submit, watching
 from tests.cluster.many import Asked, agents_of, at, bare, many, master_mb, running
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 SPACE = "dlrover-bench"
+WINDOW_S = 20.0
 SCRIPT = """
-import os, sys, time
+import os, struct, sys, time
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -53,12 +56,14 @@ dist.init_process_group("gloo")
 model = DistributedDataParallel(torch.nn.Linear(64, 64))
 optimizer = torch.optim.AdamW(model.parameters())
 step = 0
+times = open("/tmp/steps", "ab", buffering=0)
 while not session.should_stop():
     model(torch.randn(8, 64)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
     step += 1
     session.report_step(step)
+    times.write(struct.pack("d", time.monotonic()))
     if step == 1:
         said = ["STEP", session.round(), dist.get_rank(), dist.get_world_size(), time.monotonic()]
         os.write(1, (" ".join(map(str, said)) + "\\n").encode())
@@ -73,8 +78,11 @@ class Bench:
 
     def __init__(self, cluster: Cluster, watched: Watched, image: str) -> None:
         self.cluster, self.watched, self.image = cluster, watched, image
+        self.away = ""
+        """A host whose kubelet nobody can ask for logs."""
+        self.masters: list[tuple[float, float]] = []
 
-    def job(self, name: str, *, replicas: int, **worker: int) -> Job:
+    def job(self, name: str, *, replicas: int, **worker: Any) -> Job:
         """Submit a job, and wait until all of its nodes can start warm."""
         doc = document(name, self.image, ["elastic-run", "/scripts/train.py"], replicas=replicas,
                        **worker)  # fmt: skip
@@ -101,7 +109,9 @@ class Bench:
     def steps(self, job: Job) -> dict[int, dict[int, tuple[float, int]]]:
         """First steps by round and rank: when, and in which world."""
         found: dict[int, dict[int, tuple[float, int]]] = {}
-        for node in job.pods:
+        for node, pod in job.pods.items():
+            if self.away and pod["spec"].get("nodeName") == self.away:
+                continue
             for line in STEP.findall(self.cluster.logs(f"{job.name}-{node}", SPACE)):
                 number, rank, world = map(int, line[:3])
                 found.setdefault(number, {})[rank] = float(line[3]), world
@@ -199,6 +209,114 @@ def scaled(bench: Bench, times: int, tick: Callable[[], None]) -> list[float]:
         tick()
     job.kubectl("delete", "ej", job.name)
     return found
+
+
+def master_lost(bench: Bench, times: int, tick: Callable[[], None], *, figure: int) -> list[float]:
+    """Its Pod is deleted by force: until another one is ready, and the 99th percentile of the time
+    between two steps of a worker, by that of as long a time before."""
+    if not bench.masters:
+        job = bench.job("master", replicas=3, minReplicas=2)
+        for _ in range(times):
+            time.sleep(WINDOW_S)
+            (old,) = masters(job)
+            began = time.monotonic()
+            bench.cluster.delete_pod(old, SPACE, force=True)
+            job.until(
+                lambda job=job, old=old: any(
+                    ready and name != old for name, ready in masters(job).items()
+                ),
+                "another master",
+            )
+            took = time.monotonic() - began
+            time.sleep(max(0.0, WINDOW_S - took))
+            gaps = [p99(bench, job, began - WINDOW_S), p99(bench, job, began)]
+            bench.masters.append((took, gaps[1] / gaps[0]))
+            tick()
+        job.kubectl("delete", "ej", job.name)
+    return [one[figure] for one in bench.masters]
+
+
+def masters(job: Job) -> dict[str, bool]:
+    """The job's master Pods that are not about to go: whether they are ready."""
+    found = {}
+    for name, pod in job.watched.all("Pod").items():
+        kind = pod["metadata"].get("labels", {}).get("elasticjob.dlrover/replica-type")
+        if kind == "dlrover-master" and "deletionTimestamp" not in pod["metadata"]:
+            said = {c["type"]: c for c in pod["status"].get("conditions", ())}
+            found[name] = said.get("Ready", {}).get("status") == "True"
+    return found
+
+
+def p99(bench: Bench, job: Job, since: float) -> float:
+    """Of the times between two steps, of all workers together."""
+    gaps = []
+    for node in members(job):
+        there = bench.cluster.processes(f"{job.name}-{node}", SPACE)
+        (worker,) = [pid for pid, said in there.items() if WORKER.search(said)]
+        data = inside(worker, "/tmp/steps").read_bytes()
+        at = [t for (t,) in struct.iter_unpack("d", data[: len(data) // 8 * 8])]
+        at = [t for t in at if since <= t < since + WINDOW_S]
+        gaps += [b - a for a, b in itertools.pairwise(at)]
+    return statistics.quantiles(gaps, n=100)[98]
+
+
+def cut_off(bench: Bench, times: int, tick: Callable[[], None]) -> list[float]:
+    """A host without the master: from the cut to the last first step of the two others."""
+    job, found = bench.job("job", replicas=3, minReplicas=2, pod=spread()), []
+    for _ in range(times):
+        (name,) = masters(job)
+        its = job.watched.all("Pod")[name]["spec"]["nodeName"]
+        host = next(h for n in members(job) if (h := host_of(job, n)) != its)
+        before, began, bench.away = job.training.round, time.monotonic(), host
+        with bench.cluster.cut_off(host):
+            found.append(bench.after(job, began, 2, before))
+        job.runs(3, after=job.training.round, within_s=180)
+        bench.away = ""
+        bench.warm(job, 3)
+        tick()
+    job.kubectl("delete", "ej", job.name)
+    until(lambda: not job.pods, "its Pods are gone", within_s=120)
+    return found
+
+
+def master_cut_off(bench: Bench, times: int, tick: Callable[[], None]) -> list[float]:
+    """The host of the master and rank 0: what is left of the time to the next step without the
+    cluster's own, until the host is NotReady and from the next master Pod's creation to its
+    readiness."""
+    found, (host, *others) = [], bench.cluster.nodes
+    for _ in range(times):
+        for other in others:
+            bench.cluster.cordon(other)
+        job = bench.job("job", replicas=1, pod=spread())
+        for other in others:
+            bench.cluster.uncordon(other)
+        job.patch({"replicaSpecs": {"worker": {"replicas": 3, "minReplicas": 2}}})
+        job.runs(3, within_s=180)
+        bench.warm(job, 3)
+        (old,), first = masters(job), members(job)[0]
+        if {job.watched.all("Pod")[old]["spec"]["nodeName"], host_of(job, first)} != {host}:
+            raise SystemExit(f"the master and rank 0 were to be on {host}")
+        before, began, bench.away = job.training.round, time.monotonic(), host
+        with bench.cluster.cut_off(host):
+            until(lambda: not bench.cluster.node_ready(host), "NotReady", within_s=90, every_s=0.5)
+            silent = time.monotonic() - began
+            whole = bench.after(job, began, 2, before)
+            (new,) = [name for name, ready in masters(job).items() if ready and name != old]
+            meta, status = (job.watched.all("Pod")[new][part] for part in ("metadata", "status"))
+            ready = next(c for c in status["conditions"] if c["type"] == "Ready")
+            ends = (ready["lastTransitionTime"], meta["creationTimestamp"])
+            start, made = (datetime.fromisoformat(end).timestamp() for end in ends)
+            found.append(whole - silent - (start - made))
+        bench.away = ""
+        job.kubectl("delete", "ej", job.name)
+        until(lambda job=job: not job.pods, "its Pods are gone", within_s=120)
+        tick()
+    return found
+
+
+def host_of(job: Job, node: str) -> str:
+    """Where a node's Pod is."""
+    return str(job.pods[node]["spec"]["nodeName"])
 
 
 def told(
@@ -396,6 +514,13 @@ ROWS = {
         pod_lost, "60 s last call", "≤ 2 s"),
     "the same with a standby Pod, at full size": (
         standby, "~30 s for a cold Pod; all restart twice", "≤ 2 s"),
+    "the master's Pod is deleted by force → another one is ready": (
+        partial(master_lost, figure=0), "all workers restart", "≤ 10 s"),
+    "the same: 99th percentile of the time between two steps, by that of the 20 s before": (
+        partial(master_lost, figure=1), "–", "1"),
+    "a host is cut off → next step of the others": (cut_off, "–", "≤ 7 s: lease 5 s + 2 s"),
+    "the host of the master and rank 0 is cut off → next step, without the time until it is "
+    "NotReady and the next master Pod's own start": (master_cut_off, "–", "≤ 13 s"),
     "`kubectl scale ej/x --replicas=+1` → first step of the larger world, from the new Pod being "
     "warm": (scaled, "impossible", "≤ 1 s"),
     **{f"a job that cannot be is submitted → condition {kind}": (

@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 import signal
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,10 +16,12 @@ from pathlib import Path
 import pytest
 
 from dlrover_py.kube import ELASTICJOBS, Kube
+from dlrover_py.protocol import names
 from dlrover_py.protocol.status import NodeRole, NodeStatus, Training
 from tests.cluster.conftest import installed
 from tests.cluster.harness import Cluster, LabError, Obj, inside, until
 from tests.cluster.jobs import Job, Watched, document, spread, submit, watching
+from tests.cluster.many import WRITES, at
 
 pytestmark = pytest.mark.timeout(400)
 MASTER = "elasticjob.dlrover/replica-type=dlrover-master"
@@ -215,6 +218,7 @@ def test_what_a_cut_off_master_believes_is_never_written(there: Watched, agent_i
         said(run, node.id, "contact_made")
     old = master_of(run)["metadata"]["name"]
     with cluster.cut_off(host):
+        cut = time.time()
         after = run.runs(3, after=before.round, within_s=150)
         assert after.term > before.term
         assert first.id not in {n.id for n in members(after)}
@@ -224,6 +228,21 @@ def test_what_a_cut_off_master_believes_is_never_written(there: Watched, agent_i
     assert holder(run) == master_of(run)["metadata"]["name"]
     cluster.kill(f"job-{second.id}", run.namespace, WORKER)
     assert run.runs(3, after=after.round).term == after.term
+    wrote = writers(run, cut)
+    assert holder(run) in wrote
+    assert old not in wrote
+
+
+def writers(run: Job, since: float) -> set[str]:
+    """Pods whose masters have written anything since then."""
+    key = "authentication.kubernetes.io/pod-name"
+    return {
+        event["user"]["extra"][key][0]
+        for event in run.cluster.asked(names.master_of(run.name), run.namespace)
+        if event["verb"] in WRITES
+        and event["responseStatus"]["code"] < 300
+        and at(event["requestReceivedTimestamp"]) > since
+    }
 
 
 # --- one job, hurt again and again ---
