@@ -2,15 +2,17 @@
 
 import asyncio
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dlrover_agent.replicas import BURST_S
 from dlrover_agent.saver import Persister, Saver, Site, held
 from dlrover_py.arena import Slot
-from dlrover_py.protocol.agents import Assignment, Directive, PersistOrder, PersistPhase
+from dlrover_py.protocol.agents import Assignment, Directive, Peer, PersistOrder, PersistPhase
 from dlrover_py.protocol.checkpoint import Answer, Cancel, Keep, Order, Phase
 from dlrover_py.protocol.workers import Store
 from tests.slots import JOB, full, stage
@@ -67,7 +69,7 @@ class Desk:
     def __init__(self, tmp_path: Path, **site: Any) -> None:
         self.news = 0
         self.root = tmp_path / "shm"
-        self.root.mkdir(exist_ok=True)
+        self.root.mkdir(parents=True, exist_ok=True)
         self.kin: set[int] = set()
         self.guarded: list[str] = []
         self.saver = Saver(
@@ -239,6 +241,26 @@ async def test_a_program_that_cannot_be_started_is_told() -> None:
     failed = await heard.until(lambda a: a.phase is Phase.FAILED)
     assert "could not be started" in failed.why
     await heard.persister.close()
+
+
+async def test_a_peers_memory_is_copied_no_faster_than_the_job_allows(tmp_path: Path) -> None:
+    source, keeper = (
+        Desk(tmp_path / node, addr="127.0.0.1", node=node, name=node) for node in ("n0", "n1")
+    )
+    assert source.saver.path is not None
+    assert source.saver._depot is not None
+    assert keeper.saver.path is not None
+    size = 8 << 20
+    stage(source.saver.path / "0.0", [(full("w", (size,), "uint8"), bytes(size))])
+    peer = Peer(node="n0", addr="127.0.0.1", port=source.saver._depot.port)
+    began = time.monotonic()
+    keeper.saver.assigned(Assignment(**FACTS, checkpoint='{"bandwidth": 8000000}', peer=peer))
+    async with asyncio.timeout(60):
+        while not any(one.replica for one in held(keeper.saver.path, JOB)):
+            await asyncio.sleep(0.02)
+    assert time.monotonic() - began > size / 8e6 - BURST_S
+    for desk in (source, keeper):
+        await desk.saver.close()
 
 
 async def test_nothing_is_called_off_where_nothing_runs() -> None:
