@@ -95,3 +95,22 @@ def test_02_gpt_learns_the_same_with_and_without_a_lost_node(place: Place) -> No
     assert undisturbed["world_size"] == 2
     assert survived["loss"] == pytest.approx(undisturbed["loss"], abs=1e-3)
     assert survived["loss"] < 4.0
+
+
+def test_02_gpt_ends_with_the_same_bytes_after_a_killed_worker(place: Place) -> None:
+    results = []
+    for name in ("undisturbed", "killed"):
+        out = place.folder / f"{name}.json"
+        more = ("--steps=40", f"--ckpt={place.folder}/{name}", f"--out={out}")
+        with example(place, "02-gpt", 2, *more) as run:
+            before = run.until(
+                lambda s: s.progress is not None and s.progress.step >= 10, "step 10", within_s=120
+            )
+            if name == "killed":
+                os.kill(members(before)[1].pids[0], signal.SIGKILL)
+                run.until(lambda s: s.round > before.round, "another round")  # noqa: B023
+            assert run.wait(within_s=200) == 0
+        results.append(json.loads(out.read_text()))
+        shutil.rmtree(place.folder / "02-gpt")
+    assert results[0] == results[1]
+    assert results[0]["world_size"] == 2
