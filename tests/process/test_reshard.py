@@ -28,7 +28,12 @@ def probe(name: str, *args: str) -> None:
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp", "hsdp", "zero", "tp"])
 def test_each_world_loads_what_another_one_has_staged(mode: str, tmp_path: Path) -> None:
-    probe("reshard.py", mode, str(tmp_path))
+    probe("reshard.py", mode, str(tmp_path), "memory")
+
+
+@pytest.mark.parametrize("mode", ["fsdp", "zero"])
+def test_each_world_loads_what_another_one_has_stored(mode: str, tmp_path: Path) -> None:
+    probe("reshard.py", mode, str(tmp_path), "storage")
 
 
 def test_what_one_rank_cannot_load_none_does(tmp_path: Path) -> None:

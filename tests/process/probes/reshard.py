@@ -1,7 +1,8 @@
 """Worlds of 4, 3, 2 and 4 ranks, one after the other: each loads what the last one has staged.
 
-usage: reshard.py MODE FOLDER. Each world also loads what the last one has written with torch's own
-dcp.save, into a second model, and compares the two bit for bit. Prints "ok" if all is well.
+usage: reshard.py MODE FOLDER memory|storage. Each world also loads what the last one has written
+with torch's own dcp.save, into a second model by torch and into a third by us, and compares them
+bit for bit. Prints "ok" if all is well.
 """
 
 import logging
@@ -25,9 +26,15 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from dlrover_py.protocol.checkpoint import Phase
+from dlrover_py.storage import Store
 from dlrover_py.trainer import restore
+from dlrover_py.trainer.foreign import load_dcp
 from dlrover_py.trainer.state import PerRank
+from tests.slots import JOB, Persister, order
 from tests.staged import stage
+
+LOG = logging.getLogger("probe")
 
 WORLDS = [4, 3, 2, 4]
 
@@ -98,7 +105,7 @@ def compare(ours, theirs):
             assert torch.equal(one, other), (key, one, other)
 
 
-def run(mode, folder, number, world, rank):
+def run(mode, folder, source, number, world, rank):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dist.init_process_group(
@@ -107,10 +114,10 @@ def run(mode, folder, number, world, rank):
     arena = folder / "arena"
     net, optimizer = build(mode, world, seed=100 + number)
     state = {"model": net, "optim": optimizer, "step": 0, "mine": PerRank({"rank": -1})}
+    store = Store(folder / "store") if source == "storage" else None
     found = restore.load(
-        state, rank=rank, world=world, arena=arena, agent=None, store=None,
-        log=logging.getLogger("probe"),
-    )  # fmt: skip
+        state, rank=rank, world=world, arena=arena, agent=None, store=store, log=LOG, job=JOB
+    )
     if number == 0:
         assert found is None
     else:
@@ -118,6 +125,7 @@ def run(mode, folder, number, world, rank):
         assert found.step == number == state["step"], found
         before = WORLDS[number - 1]
         assert found.world == before
+        assert bool(found.folder) == (source == "storage")
         assert state["mine"].value["rank"] == (rank if rank < before else -1)
         other, theirs = build(mode, world, seed=200 + number)
         step(other, theirs, rank, mode)  # so that it has state to load into
@@ -129,6 +137,10 @@ def run(mode, folder, number, world, rank):
                     other.state_dict()[("module." if mode in ("ddp", "zero") else "") + key]
                 ).copy_(local(value))
         compare(plain(net, optimizer), target)
+        third, its = build(mode, world, seed=300 + number)
+        only = {"model": third}  # the optimizers' keys are another form of torch's
+        load_dcp(only, folder / f"dcp{number}", rank=rank, world=world, strict=False, log=LOG)
+        compare(plain(third, its)["model"], target["model"])
     step(net, optimizer, rank, mode)
     dcp.save(plain(net, optimizer), checkpoint_id=folder / f"dcp{number + 1}")
     state["step"], state["mine"] = number + 1, PerRank({"rank": rank})
@@ -136,17 +148,31 @@ def run(mode, folder, number, world, rank):
     for old in arena.iterdir() if rank == 0 else ():
         old.unlink()
     dist.barrier()
-    stage(arena / f"{rank}.0", state, rank=rank, world=world, step=number + 1)
+    stage(arena / f"{rank}.0", state, rank=rank, world=world, step=number + 1, round=1, job=JOB)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def main(mode, folder):
+def persist(folder, step, world):
+    """Have it in storage, and nowhere else."""
+    one, arena = Persister(), folder / "arena"
+    try:
+        ranks = tuple(range(world))
+        one.send(order(arena, folder / "store", f"a{step}", step=step, world=world, ranks=ranks))
+        ended = one.end(f"a{step}")
+    finally:
+        one.close()
+    assert ended.phase is Phase.DONE, ended.why
+    for slot in arena.iterdir():
+        slot.unlink()
+
+
+def main(mode, folder, source):
     (folder / "arena").mkdir()
     processes = multiprocessing.get_context("fork")
     for number, world in enumerate(WORLDS):
         ranks = [
-            processes.Process(target=run, args=(mode, folder, number, world, rank))
+            processes.Process(target=run, args=(mode, folder, source, number, world, rank))
             for rank in range(world)
         ]
         for one in ranks:
@@ -155,8 +181,10 @@ def main(mode, folder):
             one.join()
         if any(one.exitcode for one in ranks):
             sys.exit(f"{mode}: world {number} of {world} ranks failed")
+        if source == "storage":
+            persist(folder, number + 1, world)
     print("ok")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
