@@ -27,6 +27,8 @@ pytestmark = pytest.mark.timeout(400)
 MASTER = "elasticjob.dlrover/replica-type=dlrover-master"
 OPERATOR = "app.kubernetes.io/name=dlrover-operator"
 WORKER = r"^\S*python3 -c"
+AWAY_S = int(os.environ.get("DLROVER_TEST_AWAY_S", "20"))
+"""For so long nobody answers: hosts are NotReady by then."""
 STORY = """
 import os, time
 from dlrover_py.trainer import session
@@ -354,6 +356,35 @@ def test_workers_train_while_the_api_server_hangs(shared: Job) -> None:
     assert after.term == before.term
     assert after.last_failure is not None
     assert after.last_failure.node == victim
+
+
+@pytest.mark.timeout(400 + AWAY_S)
+def test_a_job_outlives_a_long_absence_of_all_who_look_after_it(shared: Job, operator: str) -> None:
+    """The API server, whose history is gone when it is back, and the operator."""
+    run, cluster = shared, shared.cluster
+    before = run.runs(run.obj["spec"]["replicaSpecs"]["worker"]["replicas"])
+    workers = {n.id: pids(run, n.id, WORKER) for n in members(steady(run))}
+    scale = ("scale", "deploy/dlrover-operator", "-n", operator)
+    cluster.kubectl(*scale, "--replicas=0")
+    try:
+        with cluster.api_server_killed():
+            deadline = time.monotonic() + AWAY_S
+            while time.monotonic() < deadline:
+                for mine in workers.values():
+                    now = step(mine)
+                    until(lambda m=mine, n=now: step(m) > n, "steps", within_s=60)
+                time.sleep(0.5)
+            cluster.compact()
+        assert {n: pids(run, n, WORKER) for n in workers} == workers
+        cluster.kill(f"job-{min(workers)}", run.namespace, WORKER)
+        after = run.runs(len(workers), after=before.round)
+        assert (after.term, after.round) == (before.term, before.round + 1)
+    finally:
+        cluster.kubectl(*scale, "--replicas=1")
+    run.patch({"suspend": True})
+    run.until(lambda: run.holds("Suspended"), "suspended by who is back")
+    run.patch({"suspend": False})
+    run.runs(len(workers), after=after.round)
 
 
 # --- wished ---
