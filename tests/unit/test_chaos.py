@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from dlrover_py.protocol.status import JobEvent, JobPhase, LastCheckpoint, Summary, Training
-from tests.cluster.chaos.check import Blame, Checker, Journaled, Told
+from tests.cluster.chaos.check import Blame, Checker, Committed, Journaled, Told
 from tests.cluster.chaos.plan import LEAST, MOST, OF_API, Kind, plan
 from tests.cluster.chaos.score import ceiling, rows, stall_s, useful_s
 
@@ -90,6 +90,8 @@ def in_order(checker: Checker) -> None:
     checker.journaled("job", 9.1, Journaled("b", 2, 2, 6))
     events = [*events[1:], event(5, "MasterStarted")]
     checker.seen("job", 10.0, seen(round=2, term=2, events=events, last_checkpoint=stored(60)))
+    checker.committed("job", 10.0, [Committed(2, 2, 60), Committed(1, 1, 40)])
+    checker.committed("job", 10.5, [Committed(3, 2, 65), Committed(2, 2, 60)])
 
 
 def test_a_job_in_order_violates_nothing() -> None:
@@ -161,13 +163,25 @@ PLANTS: dict[str, tuple[str, Plant]] = {
         "no step before a stored one",
         lambda c: c.told("job", told("loaded", 11.2, 0, 59, 11.1, round=3)),
     ),
+    "a step before one that is there": (
+        "no step before a stored one",
+        lambda c: c.told("job", told("loaded", 11.2, 0, 64, 11.1, round=3)),
+    ),
+    "a stale coordinator commits": (
+        "no stale node commits",
+        lambda c: c.committed("job", 11.0, [Committed(4, 1, 70)]),
+    ),
+    "an older step is committed": (
+        "no step before a stored one",
+        lambda c: c.committed("job", 11.0, [Committed(4, 2, 64)]),
+    ),
     "a stored step is gone": (
         "no step before a stored one",
         lambda c: c.seen("job", 11.0, late(last_checkpoint=stored(59))),
     ),
     "two steps in a round": (
         "one step for all",
-        lambda c: c.told("job", told("loaded", 11.2, 0, 61, 11.1, round=2)),
+        lambda c: c.told("job", told("loaded", 11.2, 0, 66, 11.1, round=2)),
     ),
     "charged for another's failure": (
         "only who is to blame is charged",

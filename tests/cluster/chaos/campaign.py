@@ -23,7 +23,8 @@ import yaml
 from dlrover_py.kube import SECRETS
 from dlrover_py.master.store import HOLDER, JOURNAL_KEY
 from dlrover_py.protocol.status import JobPhase, Training
-from tests.cluster.chaos.check import Blame, Checker, Journaled, Told, Violation
+from dlrover_py.storage import Store
+from tests.cluster.chaos.check import Blame, Checker, Committed, Journaled, Told, Violation
 from tests.cluster.chaos.plan import OF_API, OF_HOSTS, Kind, Step
 from tests.cluster.chaos.score import ceiling, stall_s, useful_s
 from tests.cluster.chaos.strike import WORKER, Strike, Striker
@@ -211,6 +212,12 @@ class Shared:
             for name, allowed in blame.items():
                 self.checker.struck(name, time.monotonic(), allowed, for_s=for_s)
 
+    def committed(self, name: str, store: Path) -> None:
+        """Look what is in storage."""
+        found = [Committed(m.number, m.term, m.step) for m in Store(store).checkpoints()]
+        with self._lock:
+            self.checker.committed(name, time.monotonic(), found)
+
     def left(self, name: str, things: Sequence[str]) -> None:
         """What should be gone."""
         with self._lock:
@@ -364,6 +371,7 @@ class Campaign:
         for job in self.jobs:
             told = self._beyond(job, strikes, last[job.name], step, first_at, calm_at)
             took = max(took, told.at - began)
+            self.shared.committed(job.name, self.folder / job.name / "store")
         what = " + ".join(map(str, step.faults))
         whom = " + ".join(strike.whom for strike in strikes)
         outcome = Outcome(step.number, began - self._began, step.kind.value, what, whom, took)

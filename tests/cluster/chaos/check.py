@@ -57,6 +57,14 @@ class Journaled(NamedTuple):
     """Versions before this one may not have been seen."""
 
 
+class Committed(NamedTuple):
+    """A checkpoint's manifest, by number."""
+
+    number: int
+    term: int
+    step: int
+
+
 class Blame(NamedTuple):
     """What a job may be charged with for one fault: by the documents, and no more."""
 
@@ -93,7 +101,10 @@ class _Job:
     """Step by round."""
     stored_at: list[float] = field(default_factory=list)
     stored: list[int] = field(default_factory=list)
-    """Newest step in storage, and when that was seen first."""
+    """Newest step in storage by the status, and when that was seen first."""
+    committed_at: list[float] = field(default_factory=list)
+    committed: list[Committed] = field(default_factory=list)
+    """The same by what is there."""
     seen: Training | None = None
     events: dict[int, JobEvent] = field(default_factory=dict)
     formed: dict[int, int] = field(default_factory=dict)
@@ -154,9 +165,11 @@ class Checker:
     def _loaded(self, name: str, job: _Job, line: Told) -> None:
         step, began = int(line.values[0]), line.values[1]
         where = f"round {line.round}, rank {line.rank} on {line.node} goes on from step {step}"
-        known = bisect_right(job.stored_at, began)
-        if known and step < job.stored[known - 1]:
-            words = f"{where}, but step {job.stored[known - 1]} was in storage before"
+        known = job.stored[: bisect_right(job.stored_at, began)][-1:]
+        there = job.committed[: bisect_right(job.committed_at, began)][-1:]
+        newest = max([*known, *(one.step for one in there)], default=0)
+        if step < newest:
+            words = f"{where}, but step {newest} was in storage before"
             self._wrong(line.at, name, "no step before a stored one", words)
         same = job.loaded.setdefault(line.round, step)
         if same != step:
@@ -263,6 +276,24 @@ class Checker:
             if new.boot and owner and owner != new.boot:
                 words = f"term {new.term} is {owner}'s, and master {new.boot} writes in it"
                 self._wrong(at, name, "no stale master writes", words)
+
+    # --- what is in storage ---
+
+    def committed(self, name: str, at: float, found: Iterable[Committed]) -> None:
+        """Checkpoints that exist; older ones may have been removed."""
+        job = self._job(name)
+        for one in sorted(found):
+            old = job.committed[-1] if job.committed else Committed(0, 0, 0)
+            if one.number <= old.number:
+                continue
+            if one.term < old.term:
+                words = f"commit {one.number} is of term {one.term}, the one before of {old.term}"
+                self._wrong(at, name, "no stale node commits", words)
+            if one.step < old.step:
+                words = f"commit {one.number} is of step {one.step}, the one before of {old.step}"
+                self._wrong(at, name, "no step before a stored one", words)
+            job.committed_at.append(at)
+            job.committed.append(one)
 
     # --- what was done ---
 
