@@ -475,8 +475,9 @@ def test_a_quota_is_a_condition_and_more_of_it_is_enough(there: Watched, agent_i
     small = run.runs(1)
     assert "exceeded quota" in trouble(run, "QuotaExceeded")
     cluster.apply({**quota, "spec": {"hard": {"pods": "9"}}}, namespace=there.namespace)
-    run.runs(2, after=small.round)
+    after = run.runs(2, after=small.round)
     run.until(lambda: not run.holds("QuotaExceeded"), "it is over")
+    assert after.term == small.term, "without a new master"
 
 
 def test_pods_that_the_cluster_forbids_are_a_condition(there: Watched, agent_image: str) -> None:
@@ -494,7 +495,7 @@ def test_a_name_that_is_taken_is_a_condition(there: Watched, agent_image: str) -
     run = job(there, agent_image, replicas=1)
     assert "not of this job" in trouble(run, "NameConflict")
     run.kubectl("delete", "pod", "job-n0")
-    run.runs(1)
+    assert run.runs(1).term == 1, "without a new master"
 
 
 def test_a_right_that_is_taken_away_is_a_condition(there: Watched, agent_image: str) -> None:
@@ -511,7 +512,7 @@ def test_a_right_that_is_taken_away_is_a_condition(there: Watched, agent_image: 
     whole = json.loads(rules)
     del whole["metadata"]["resourceVersion"]
     replace(there, whole)
-    run.runs(2, after=before.round)
+    assert run.runs(2, after=before.round).term == before.term, "without a new master"
 
 
 def replace(there: Watched, obj: Obj) -> None:
