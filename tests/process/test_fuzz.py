@@ -1,0 +1,27 @@
+"""Every parser of what comes from outside, fuzzed for a moment: does the fuzzer still work?"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_parsers import TARGETS
+
+pytest.importorskip("atheris", reason="atheris has wheels for Linux on x86-64 only")
+
+
+def test_every_parser_is_fuzzed() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.fuzz", "--seconds", "1"],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    said = [line.split() for line in done.stdout.splitlines()]
+    assert [(name, int(runs) > 9) for name, _, runs, *_ in said] == [
+        (f"{n}:", True) for n in TARGETS
+    ]
