@@ -1,8 +1,8 @@
 """What comes from outside of a process, parsed: whatever it is, it is good or refused in words.
 
 Each parser may raise what it says and nothing else, and takes no memory because a length says so.
-Inputs are good documents in which something was changed, and any bytes. Hypothesis and no fuzzer
-that flips bytes: nearly all that one makes of JSON is refused by the first comma.
+Inputs are good documents in which something was changed, and any bytes. tests/fuzz.py looks for
+longer, led by the lines that are reached.
 """
 
 import asyncio
