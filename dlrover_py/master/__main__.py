@@ -88,7 +88,12 @@ async def _run(
             kube = await stack.enter_async_context(await Kube.connect())
             platform = KubernetesPlatform(kube, namespace, name, Site(own.job_uid, own.service))
             store = SecretStore(
-                kube, namespace, journal_of(name), pod=own.pod_name, pod_uid=own.pod_uid
+                kube,
+                namespace,
+                journal_of(name),
+                job_uid=own.job_uid,
+                pod=own.pod_name,
+                pod_uid=own.pod_uid,
             )
             settings = settings.model_copy(update={"publish_s": max(settings.publish_s, 1.0)})
         else:

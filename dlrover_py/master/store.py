@@ -150,8 +150,10 @@ class SecretStore:
     is gone, is about to go or has ended; an earlier process of the same Pod has ended by nature.
     """
 
-    def __init__(self, kube: Kube, namespace: str, name: str, *, pod: str, pod_uid: str) -> None:
-        self._kube, self._namespace, self._name = kube, namespace, name
+    def __init__(
+        self, kube: Kube, namespace: str, name: str, *, job_uid: str, pod: str, pod_uid: str
+    ) -> None:
+        self._kube, self._namespace, self._name, self._job_uid = kube, namespace, name, job_uid
         self._me = _Hold(pod=pod, uid=pod_uid, boot=secrets.token_hex(8))
         self._held: Obj | None = None
         """The Secret as it was last read or written."""
@@ -161,6 +163,8 @@ class SecretStore:
             found = await self._read()
         except NotFound as error:  # the operator makes it, and makes it anew
             raise TransientError(f"Secret {self._name}: {error}") from error
+        if self._is_anothers(found):
+            raise TransientError(f"the journal {self._name} is that of another job of this name")
         holder = _holder(found)
         if holder is not None and holder.uid != self._me.uid and await self._lives(holder):
             raise Held(f"another master holds the journal {self._name}: that in Pod {holder.pod}")
@@ -198,6 +202,9 @@ class SecretStore:
         """It is not as we left it: our own write whose answer was lost, or somebody has touched it,
         or made it anew; or another master has taken it."""
         found = await self._read()
+        if self._is_anothers(found):
+            words = f"the journal {self._name} is that of another job of this name"
+            raise Superseded(f"{words}: the job of this master is gone")
         holder = _holder(found)
         if holder is None and not (found.get("data") or {}):
             # Deleted, and made anew by the operator: what we know is all there is.
@@ -207,6 +214,11 @@ class SecretStore:
             who = f"the master in Pod {holder.pod}" if holder else "nobody"
             raise Superseded(f"the journal {self._name} is held by {who} now: this master is over")
         self._held = await self._write(found, data)
+
+    def _is_anothers(self, secret: Obj) -> bool:
+        """Whether it was made for a later job; one that nobody owns outlives its job."""
+        owners = {o.get("uid") for o in secret["metadata"].get("ownerReferences") or ()}
+        return bool(owners) and self._job_uid not in owners
 
     async def _write(self, secret: Obj, data: str | None, *, free: bool = False) -> Obj:
         """Replace it as ours, or as nobody's, if it is still as given.

@@ -25,6 +25,7 @@ import json, os, ssl, sys, urllib.error, urllib.request
 mine = {NODE_MOUNT!r}
 token = open(f"{{mine}}/{SECRET_TOKEN}").read().strip()
 believing = ssl.create_default_context(cafile=f"{{mine}}/{SECRET_CA}")
+believing.check_hostname = False  # agents expect a name that is no host's
 blind = ssl._create_unverified_context()
 
 def ask(url, context=None, **headers):

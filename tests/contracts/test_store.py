@@ -29,7 +29,7 @@ from dlrover_py.master.store import (
 )
 from dlrover_py.protocol.agents import FailureKind, WorkerFailure
 from dlrover_py.protocol.errors import ConfigError, Superseded, TransientError
-from dlrover_py.protocol.names import Incarnation, NodeId, Round, Term
+from dlrover_py.protocol.names import Incarnation, NodeId, Round, Term, owner
 from dlrover_py.protocol.status import Failure, JobEvent, JobPhase
 from tests.fakes import MemoryStore, Shelf, fill_up, small_disk
 from tests.fakes_kube import FakeCluster, Fault, fake_cluster
@@ -75,7 +75,7 @@ def file(folder: Path) -> Iterator[Case]:
     yield Case(lambda: FileStore(path), spoil, fill)
 
 
-SECRET = "elasticjob-x-journal"
+SECRET, JOB = "elasticjob-x-journal", "uid-of-x"
 
 
 def master_pod(name: str, phase: str = "Running") -> Obj:
@@ -83,7 +83,7 @@ def master_pod(name: str, phase: str = "Running") -> Obj:
 
 
 def secret_store(kube: Kube, pod: str) -> SecretStore:
-    return SecretStore(kube, "default", SECRET, pod=pod, pod_uid=f"uid-{pod}")
+    return SecretStore(kube, "default", SECRET, job_uid=JOB, pod=pod, pod_uid=f"uid-{pod}")
 
 
 def secret(cluster: FakeCluster, kube: Kube) -> Case:
@@ -382,6 +382,29 @@ Site = tuple[FakeCluster, Kube]
 
 def terminating(pod: Obj) -> Obj:
     return {**pod, "metadata": {**pod["metadata"], "deletionTimestamp": "2026-01-01T00:00:00Z"}}
+
+
+async def test_a_later_job_of_the_same_name_gets_nothing_of_an_earlier_ones_journal(
+    site: Site,
+) -> None:
+    """Its master still writes down that the job was deleted, and finds the next one's Secret."""
+    cluster, kube = site
+    mine = {"metadata": {"name": SECRET, "ownerReferences": [owner("x", JOB)]}}
+    next_ones = {"metadata": {"name": SECRET, "ownerReferences": [owner("x", "uid-of-the-next")]}}
+    cluster.put(SECRETS, mine)
+    store = secret_store(kube, "m0")
+    await store.acquire()
+    await store.save(journal(1))
+    cluster.remove(SECRETS, SECRET)
+    cluster.put(SECRETS, next_ones)
+    with pytest.raises(Superseded, match="another job of this name"):
+        await store.save(journal(2))
+    with pytest.raises(TransientError, match="another job of this name"):
+        await secret_store(kube, "m1").acquire()
+    kept = cluster.one(SECRETS, SECRET)
+    assert kept is not None
+    assert "data" not in kept
+    assert HOLDER not in kept["metadata"].get("annotations", {})
 
 
 @pytest.mark.parametrize("fate", ["gone", "another", "going", "failed"])
