@@ -8,7 +8,6 @@ import os
 import secrets
 import signal
 import time
-from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -20,17 +19,7 @@ from tests.cluster.harness import Cluster, Obj, until
 from tests.cluster.jobs import Job, document, submit, watching
 from tests.cluster.lab.between import Between, Call
 from tests.cluster.many import MASTER, Asked
-from tests.cluster.test_worst import (
-    OPERATOR,
-    STORY,
-    WORKER,
-    kill_operators,
-    members,
-    pids,
-    starts,
-    steady,
-    step,
-)
+from tests.cluster.test_worst import STORY, WORKER, members, pids, starts, steady, step
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -68,14 +57,9 @@ def trains(workers: set[int], more: int = 60) -> None:
 
 def masters(run: Job) -> dict[str, int]:
     """Pods of the job's masters, and how often their containers were started anew."""
-    return restarts(run, run.namespace, MASTER)
-
-
-def restarts(run: Job, namespace: str, label: str) -> dict[str, int]:
-    """The same of any Pods."""
     return {
         pod["metadata"]["name"]: sum(c["restartCount"] for c in pod["status"]["containerStatuses"])
-        for pod in run.cluster.list("pods", namespace, label)
+        for pod in run.cluster.list("pods", run.namespace, MASTER)
     }
 
 
@@ -150,10 +134,10 @@ def test_what_is_lost_with_all_history_is_noticed_by_one_list(run: Job) -> None:
     assert len(asked.of("create", "pods", 201)) == 1
 
 
-REFUSALS = [(429, "TooManyRequests", 3), (500, "InternalError", 0), (403, "Forbidden", 0)]
-
-
-@pytest.mark.parametrize(("code", "reason", "retry_after"), REFUSALS)
+@pytest.mark.parametrize(
+    ("code", "reason", "retry_after"),
+    [(429, "TooManyRequests", 3), (500, "InternalError", 0), (403, "Forbidden", 0)],
+)
 def test_a_master_that_is_refused_everything_asks_seldom_and_goes_on(
     run: Job, between: Between, code: int, reason: str, retry_after: int
 ) -> None:
@@ -180,35 +164,6 @@ def test_a_master_that_is_refused_everything_asks_seldom_and_goes_on(
     writes = [c for c in asked if c.verb == "put"]
     assert len(writes) < 10 + lasted, "each second, once it is clear that it lasts"
     assert len({round(gap, 2) for gap in gaps(writes)}) > 1, "spread"
-
-
-def test_an_operator_that_is_refused_everything_asks_seldom_and_goes_on(
-    run: Job, between: Between, operator: str
-) -> None:
-    run.runs(2)
-    kill_operators(run.cluster, operator)  # the next one comes this way
-    account = f"{operator}:dlrover-operator"
-    until(lambda: len(between.watched(account)) >= 3, "it watches")
-    kinds = set(between.watched(account))
-    had = restarts(run, operator, OPERATOR)
-    for code, reason, retry_after in REFUSALS:
-        before = steady(run)
-        with between.refuses(code, reason, retry_after=retry_after):
-            began = time.monotonic()
-            run.patch({"suspend": True})
-            trains(pids(run, members(before)[0].id, WORKER), more=200)
-            asked = asked_in_vain(between, account, code, began)
-            lasted = time.monotonic() - began
-            assert not run.holds("Suspended"), "it cannot know"
-        assert 0 < len(asked) <= len(kinds) * (4 + lasted / 4), (code, Counter(map(path, asked)))
-        run.until(lambda: run.holds("Suspended"), f"suspended after {code}")
-        run.patch({"suspend": False})
-        run.runs(2, after=before.round)
-    assert restarts(run, operator, OPERATOR) == had
-
-
-def path(call: Call) -> tuple[str, str]:
-    return call.verb, call.path
 
 
 def asked_in_vain(between: Between, account: str, code: int, since: float) -> list[Call]:
