@@ -81,6 +81,7 @@ class Bench:
         self.away = ""
         """A host whose kubelet nobody can ask for logs."""
         self.masters: list[tuple[float, float]] = []
+        """Both figures of each master that was lost: two rows have one measurement."""
 
     def job(self, name: str, *, replicas: int, **worker: Any) -> Job:
         """Submit a job, and wait until all of its nodes can start warm."""
@@ -254,9 +255,9 @@ def p99(bench: Bench, job: Job, since: float) -> float:
         there = bench.cluster.processes(f"{job.name}-{node}", SPACE)
         (worker,) = [pid for pid, said in there.items() if WORKER.search(said)]
         data = inside(worker, "/tmp/steps").read_bytes()
-        at = [t for (t,) in struct.iter_unpack("d", data[: len(data) // 8 * 8])]
-        at = [t for t in at if since <= t < since + WINDOW_S]
-        gaps += [b - a for a, b in itertools.pairwise(at)]
+        ends = [end for (end,) in struct.iter_unpack("d", data[: len(data) // 8 * 8])]
+        ends = [end for end in ends if since <= end < since + WINDOW_S]
+        gaps += [b - a for a, b in itertools.pairwise(ends)]
     return statistics.quantiles(gaps, n=100)[98]
 
 

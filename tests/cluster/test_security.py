@@ -16,6 +16,7 @@ from dlrover_py.protocol.names import (
 )
 from tests.cluster.harness import Cluster
 from tests.cluster.jobs import Job, Watched, document, steps, submit, watching
+from tests.cluster.many import MASTER
 from tests.cluster.test_chart import may
 
 pytestmark = pytest.mark.timeout(400)
@@ -64,10 +65,9 @@ def elsewhere(cluster: Cluster, operator: str) -> Iterator[Watched]:
 
 def asks(run: Job, other: Job) -> dict[str, object]:
     """What a worker's Pod of one job is told by the master of another."""
-    label = "elasticjob.dlrover/replica-type=dlrover-master"
     (address,) = (
         pod["status"]["podIP"]
-        for pod in run.cluster.list("pods", other.namespace, label)
+        for pod in run.cluster.list("pods", other.namespace, MASTER)
         if pod["metadata"]["name"].startswith(master_of(other.name))
     )
     inside = ("exec", f"{run.name}-n0", "-n", run.namespace, "-c", "main", "--")

@@ -21,10 +21,9 @@ from dlrover_py.protocol.status import NodeRole, NodeStatus, Training
 from tests.cluster.conftest import installed
 from tests.cluster.harness import Cluster, LabError, Obj, inside, until
 from tests.cluster.jobs import Job, Watched, document, spread, submit, watching
-from tests.cluster.many import WRITES, at
+from tests.cluster.many import MASTER, WRITES, at
 
 pytestmark = pytest.mark.timeout(400)
-MASTER = "elasticjob.dlrover/replica-type=dlrover-master"
 OPERATOR = "app.kubernetes.io/name=dlrover-operator"
 WORKER = r"^\S*python3 -c"
 AWAY_S = int(os.environ.get("DLROVER_TEST_AWAY_S", "20"))
