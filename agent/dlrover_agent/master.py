@@ -200,7 +200,7 @@ class Line:
 
     async def _pause(self, tries: int) -> None:
         """Back off, with jitter: thousands of agents lose a master at the same moment."""
-        spread = max(2.0, self._held_s / 4) if self._answered else 2.0  # by the job's size
+        spread = max(1.0, self._held_s / 4) if self._answered else 2.0  # by the job's size
         longest = min(spread, 0.05 * 2 ** min(tries, 8))
         try:
             async with asyncio.timeout(random.uniform(longest / 2, longest)):

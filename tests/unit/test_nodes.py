@@ -139,6 +139,73 @@ def test_what_an_earlier_master_told_is_not_an_acknowledgement(nodes: Nodes) -> 
     assert nodes[N].standing is Standing.READY
 
 
+def returning(*cut_off: int) -> Nodes:
+    """Three that had spoken to an earlier term; the hosts of some are not heard of."""
+    nodes = Nodes(lease_s=5.0, suspect_s=1.0)
+    for number in range(3):
+        nodes.plan(node := NodeId(f"n{number}"))
+        nodes.recall(node, Incarnation(1), "boot-a--", 0.0, return_s=10.0, unreached_s=60.0)
+    for number in cut_off:
+        unheard_host(nodes, number, 0.0)
+    return nodes
+
+
+def unheard_host(nodes: Nodes, number: int, now: float) -> None:
+    nodes.observe(
+        NodeId(f"n{number}"), near=True, runs=True, there=True, topology=(), message="",
+        cut_off=True, now=now,
+    )  # fmt: skip
+
+
+def back(nodes: Nodes, number: int, now: float) -> None:
+    nodes.hear(NodeId(f"n{number}"), report(1, incarnation=1), now, Term(2))
+
+
+def test_who_is_cut_off_is_not_waited_for_once_all_others_are_back() -> None:
+    nodes = returning(2)
+    back(nodes, 0, 2.0)
+    assert not nodes.expire(5.0), "another one is awaited"
+    back(nodes, 1, 5.0)
+    assert not nodes.expire(5.75), "it may be on its way"
+    why = "it did not report to the new master, and its host is not heard of"
+    assert [(x.node.id, x.why) for x in nodes.expire(6.0)] == [("n2", why)]
+
+
+def test_of_a_host_that_is_cut_off_it_may_be_heard_last() -> None:
+    nodes = returning()
+    back(nodes, 0, 1.0)
+    back(nodes, 1, 2.0)
+    unheard_host(nodes, 2, 3.0)
+    assert [x.node.id for x in nodes.expire(4.0)] == ["n2"]
+
+
+def test_the_platform_is_not_believed_of_hosts_if_one_of_them_reports() -> None:
+    nodes = returning(0, 1, 2)
+    back(nodes, 0, 5.25)
+    assert not nodes.expire(10.0)
+    assert {"n1", "n2"} <= {x.node.id for x in nodes.expire(10.25)}
+
+
+def test_whoever_is_cut_off_and_comes_in_time_lives() -> None:
+    nodes = returning(2)
+    back(nodes, 0, 1.0)
+    back(nodes, 1, 1.0)
+    back(nodes, 2, 1.75)
+    assert not nodes.expire(5.75)
+
+
+def test_a_host_that_is_heard_again_gives_its_node_the_time_of_the_others() -> None:
+    nodes = returning(2)
+    back(nodes, 0, 5.25)
+    back(nodes, 1, 5.25)
+    nodes.observe(NodeId("n2"), near=True, runs=True, there=True, topology=(), message="", now=5.5)
+    assert not nodes.expire(10.0)
+
+
+def test_cut_off_or_not_nobody_is_given_up_as_long_as_the_master_is_not_reached() -> None:
+    assert not returning(0, 1, 2).expire(59.0)
+
+
 def test_a_suspect_member_is_waited_for_and_a_suspect_standby_is_near(nodes: Nodes) -> None:
     hear(nodes, report(1))
     nodes.disconnected(N, "boot-a--", 1, 0.0)

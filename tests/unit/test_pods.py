@@ -264,6 +264,23 @@ def test_an_eviction_is_nobodys_failure(reason: str) -> None:
     assert "low on memory" in told.why
 
 
+@pytest.mark.parametrize(
+    ("kubelet", "controller", "gates", "cut_off"),
+    [("True", "False", [], True), ("True", "True", [], False), ("False", "False", [], False),
+     ("True", "False", [{"conditionType": "theirs"}], False)],
+)  # fmt: skip
+def test_a_host_that_is_not_heard_of(
+    kubelet: str, controller: str, gates: list[Any], cut_off: bool
+) -> None:
+    """What kube-controller-manager leaves of a Pod's conditions when its node is NotReady."""
+    conditions = [
+        {"type": "ContainersReady", "status": kubelet}, {"type": "Ready", "status": controller}
+    ]  # fmt: skip
+    obj = there(main_is({"running": {}}, conditions=conditions))
+    obj["spec"]["readinessGates"] = gates
+    assert seen(obj).cut_off == cut_off
+
+
 def test_a_deletion_is_notice() -> None:
     obj = there(
         main_is({"running": {}}),

@@ -125,6 +125,8 @@ class NodeSeen:
     """If it is leaving: how long it has."""
     there: bool = True
     """False: the platform only says why it could not create it yet."""
+    cut_off: bool = False
+    """It runs, as far as was heard of its host, and the platform does not hear of that any more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -711,6 +711,7 @@ class Job:
             there=seen.there,
             topology=seen.topology,
             message=seen.message,
+            cut_off=seen.cut_off,
             now=self._now,
         )
         node.grace_s = seen.grace_s

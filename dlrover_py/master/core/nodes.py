@@ -164,6 +164,10 @@ class Nodes:
         self._count: Counter[_Facets] = Counter()
         self._unreached = False
         """Whether nobody at all has reported to this term yet, though some could."""
+        self._awaited: set[NodeId] = set()
+        """Had spoken to an earlier term, and have not reported to this one."""
+        self._cut_off: set[NodeId] = set()
+        """Had spoken to an earlier term, and the platform does not hear of their hosts."""
         self.members = 0
         """Grows when a node is added or forgotten."""
         # Lazy: re-pushed when it turns out too early; `hear` costs no push. An entry that is not
@@ -227,6 +231,7 @@ class Nodes:
         ``unreached_s``. The first thing that a member is told in this term is binding.
         """
         node = self.by_id[node_id]
+        self._awaited.add(node_id)
         node.told = int(member)
         node.recalled = True
         node.phase = NodePhase.LIVE
@@ -246,10 +251,16 @@ class Nodes:
         there: bool,
         topology: tuple[str, ...],
         message: str,
+        cut_off: bool = False,
         now: float = 0.0,
     ) -> None:
         """Take in what the platform sees of a node that is not gone."""
         node = self.by_id[node_id]
+        if node.recalled:
+            (self._cut_off.add if cut_off else self._cut_off.discard)(node_id)
+            if not cut_off and node.phase is NodePhase.SUSPECT and node.report is None:
+                node.phase, node.suspect_until = NodePhase.LIVE, math.inf
+            self._despair(now)
         node.topology, node.message, node.runs = topology, message, runs
         node.seen |= there
         node.pending_since = math.inf if near or not there else min(node.pending_since, now)
@@ -280,6 +291,9 @@ class Nodes:
         self._index(node)
         if self._unreached:
             self._reached(now)
+        if node_id in self._awaited:
+            self._awaited.remove(node_id)
+            self._despair(now)
         return Heard.BORN if born else Heard.TAKEN
 
     def _reached(self, now: float) -> None:
@@ -289,6 +303,17 @@ class Nodes:
             if node.alive and node.recalled and node.report is None:
                 node.lease_until = max(node.return_until, now + self.lease_s)
                 self._look_at(node, node.lease_until)
+
+    def _despair(self, now: float) -> None:
+        """Just those are missing whose hosts the platform does not hear of either: no use to wait.
+
+        If one of such a host does report, the platform is wrong about hosts, and all are awaited.
+        """
+        if self._unreached or self._awaited != self._cut_off:
+            return
+        for node in map(self.by_id.__getitem__, self._awaited):
+            if node.phase is NodePhase.LIVE:
+                self._suspect(node, now)
 
     def readmit(self, node_id: NodeId) -> None:
         """Let a node that was given up live again, as a new incarnation.
@@ -320,10 +345,7 @@ class Nodes:
             return False
         if node.boot_id != boot_id or node.seq != seq:
             return False
-        node.phase = NodePhase.SUSPECT
-        node.suspect_until = now + self.suspect_s
-        self._look_at(node, node.suspect_until)
-        self._index(node)
+        self._suspect(node, now)
         return True
 
     def late(self, node: Node, now: float, exchange_s: float) -> bool:
@@ -351,6 +373,8 @@ class Nodes:
         """The node is gone, for good."""
         node.phase = NodePhase.GONE
         node.lease_until = node.suspect_until = math.inf
+        self._awaited.discard(node.id)
+        self._cut_off.discard(node.id)
         self._index(node)
 
     def forget(self, node: Node) -> None:
@@ -375,10 +399,11 @@ class Nodes:
                 self._look_at(node, due)
                 continue
             why = f"it was silent for {self.lease_s:g} s (lease)"
-            if node.suspect_until <= now:
-                why = "its connection closed and it did not come back"
-            elif node.recalled and node.report is None:
+            if node.recalled and node.report is None:
                 why = "it did not report to the new master"
+                why += ", and its host is not heard of" if node.id in self._cut_off else ""
+            elif node.suspect_until <= now:
+                why = "its connection closed and it did not come back"
             self.give_up(node)
             lost.append(Lost(node, why))
         return lost
@@ -401,6 +426,12 @@ class Nodes:
         node.held = False
         if boot_id:
             node.incarnation = Incarnation(node.incarnation + 1)
+        self._index(node)
+
+    def _suspect(self, node: Node, now: float) -> None:
+        node.phase = NodePhase.SUSPECT
+        node.suspect_until = now + self.suspect_s
+        self._look_at(node, node.suspect_until)
         self._index(node)
 
     def _renew(self, node: Node, now: float) -> None:

@@ -166,6 +166,8 @@ class PodView:
     uid: str
     owner: str
     """uid of the ElasticJob that owns it, or did before that was deleted without it."""
+    orphan: bool
+    """It has no owner any more."""
     host: str
     zone: str
     leaving: str
@@ -177,6 +179,8 @@ class PodView:
     near: bool
     runs: bool
     """Its container has started."""
+    cut_off: bool
+    """Its kubelet, that called it ready, is not heard of any more."""
     grace_s: float
     """If it is leaving: from the order to the kill."""
     trouble: str
@@ -212,6 +216,7 @@ def view(obj: Obj) -> PodView:
         name=meta["name"],
         uid=meta.get("uid", ""),
         owner=(controller or {"uid": (meta.get("labels") or {}).get(LABEL_UID)}).get("uid") or "",
+        orphan=not controller,
         host=spec.get("nodeName") or "",
         zone=(meta.get("labels") or {}).get(ZONE, ""),
         leaving=leaving,
@@ -220,6 +225,7 @@ def view(obj: Obj) -> PodView:
         free=bool(disrupted or meta.get("deletionTimestamp") or status.get("reason") in FREE),
         near=not trouble,
         runs="running" in ((_main_status(spec, status)).get("state") or {}),
+        cut_off=not ended and not spec.get("readinessGates") and _unheard(conditions),
         grace_s=float(meta.get("deletionGracePeriodSeconds", math.inf)),
         trouble=trouble,
         message=message,
@@ -248,6 +254,14 @@ def _end_of(spec: Obj, status: Obj) -> tuple[str, int | None, str]:
         said = status.get("message") or ""
         return f"its Pod ended: {reason}{f': {said}' if said else ''}", None, ""
     return "", None, ""
+
+
+def _unheard(conditions: Mapping[str, Obj]) -> bool:
+    """Whether its node is NotReady: then the node controller writes this one condition of a Pod
+    and leaves what the kubelet had said of its containers (Kubernetes, ``nodelifecycle``).
+    """
+    containers, pod = (conditions.get(kind) or {} for kind in ("ContainersReady", "Ready"))
+    return (containers.get("status"), pod.get("status")) == ("True", "False")
 
 
 def _all_ended(spec: Obj, status: Obj) -> bool:
@@ -312,4 +326,5 @@ def fact(node: NodeId, seen: PodView, output: str = "") -> Event:
         seen.leaving,
         runs=seen.runs,
         grace_s=seen.grace_s,
+        cut_off=seen.cut_off,
     )
