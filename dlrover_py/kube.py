@@ -144,6 +144,10 @@ class Expired(KubeError):
     """That version of the past is no longer kept."""
 
 
+LONGEST_RETRY_S = 60.0
+"""A proxy that says to come back in an hour is not believed: the journal waits for this."""
+
+
 class Throttled(KubeError, TransientError):
     """The API server has too much to do.
 
@@ -153,7 +157,7 @@ class Throttled(KubeError, TransientError):
 
     def __init__(self, words: str, *, retry_after: float, reason: str = "") -> None:
         super().__init__(words, status=429, reason=reason)
-        self.retry_after = retry_after * random.uniform(1.0, 1.25)
+        self.retry_after = min(retry_after, LONGEST_RETRY_S) * random.uniform(1.0, 1.25)
 
 
 class ServerDown(KubeError, Unreachable):

@@ -118,6 +118,7 @@ class FakeCluster:
         watches: how many watches are open.
         token: the bearer token that is expected.
         stalled: while it is set watches say nothing, bookmarks included.
+        deaf: so do watches of these kinds (plural).
         page: no list is given in larger pages.
         bookmark_s: how often a watch that asked for them gets bookmarks.
         logs: what each Pod (namespace, name) has printed.
@@ -128,6 +129,7 @@ class FakeCluster:
         self.watches = 0
         self.token = "admin"
         self.stalled = False
+        self.deaf: set[str] = set()
         self.page = 10_000
         self.bookmark_s = 0.5
         self.logs: dict[tuple[str, str], str] = {}
@@ -140,6 +142,7 @@ class FakeCluster:
         self._version, self._oldest = 100, 0
         self._snapshots: dict[str, tuple[int, list[Obj]]] = {}
         self._faults: list[Fault] = []
+        self._gates: list[list[Any]] = []
         self._news = asyncio.Event()
         self._open: set[web.StreamResponse] = set()
         self._cut: tuple[int, bytes] = (0, b"")
@@ -180,6 +183,10 @@ class FakeCluster:
         """Copies of all objects of a kind."""
         return copy.deepcopy(self._of(kind.path(), namespace))
 
+    def gets(self, path: str) -> int:
+        """How often an object has been read."""
+        return sum(c.method == "GET" and c.path.endswith(path) for c in self.calls)
+
     def one(self, kind: Kind, name: str, namespace: str = "default") -> Obj | None:
         """A copy of an object."""
         space = namespace if kind.namespaced else ""
@@ -218,6 +225,12 @@ class FakeCluster:
         self._faults.append(fault)
         return fault
 
+    def hold(self, path: str, *, method: str = "", times: int = 1000) -> asyncio.Event:
+        """The next calls that fit are not looked at before this event is set."""
+        gate = asyncio.Event()
+        self._gates.append([gate, path, method, times])
+        return gate
+
     def cut(self, rest: bytes = b"") -> None:
         """Break the connections of all watches, after these last bytes."""
         self._cut = (self._cut[0] + 1, rest)
@@ -244,6 +257,11 @@ class FakeCluster:
         headers = dict(request.headers)
         call = Call(request.method, request.path, query, body, now, headers)
         self.calls.append(call)
+        for held in self._gates:
+            gate, path, method, times = held
+            if path in call.path and method in ("", call.method) and times:
+                held[3] -= 1
+                await gate.wait()
         try:
             if headers.get("Authorization", "").lower() != f"bearer {self.token}":
                 raise Refused(401, "Unauthorized", "Unauthorized")
@@ -553,7 +571,7 @@ class FakeCluster:
         bookmark_at = now() + self.bookmark_s
         while now() < end and self._cut[0] == cut:
             news = self._news
-            if not self.stalled:
+            if not self.stalled and kind.plural not in self.deaf:
                 for change in self._changes[place:]:
                     place, version = place + 1, change.version
                     here = change.key[0] == kind.path() and namespace in ("", change.key[1])

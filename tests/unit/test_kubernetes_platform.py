@@ -280,6 +280,24 @@ async def test_a_template_that_is_refused_is_a_condition_before_a_pod_is_needed(
     await scene.until(lambda: not scene.platform._template)
 
 
+async def test_what_is_said_of_a_template_is_said_of_the_newest(scene: Scene) -> None:
+    """The server takes longer over the first edit than over the one that mends it."""
+    good = scene.job()
+    slow = scene.cluster.hold("/pods", method="POST", times=1)
+    bad = scene.job()
+    del bad["spec"]["replicaSpecs"]["worker"]["template"]["spec"]["containers"][0]["image"]
+    for generation, obj in ((2, bad), (3, good)):
+        obj["metadata"]["generation"] = generation
+        scene.cluster.put(ELASTICJOBS, obj)
+        await scene.hears(
+            lambda e, g=generation: isinstance(e, JobChanged) and e.job.metadata.generation == g
+        )
+    while scene.platform._background:
+        slow.set()
+        await asyncio.sleep(0)
+    assert scene.platform._template is None
+
+
 Edit = Callable[[Obj], object]
 BAD_EDITS: list[Edit] = [
     lambda roles: roles["worker"]["template"]["spec"].update(containers="x"),
@@ -414,6 +432,51 @@ async def test_many_nodes_bother_a_server_in_trouble_no_more_than_a_few_do(scene
     storm.times = 0
     for task in asking:
         task.cancel()
+
+
+async def test_many_pods_over_a_quota_are_asked_for_by_a_few(scene: Scene) -> None:
+    words = 'pods "x" is forbidden: exceeded quota: q, requested: pods=1'
+    quota = scene.cluster.fail(403, "Forbidden", words, method="POST", path="/pods", times=100_000)
+    nodes = [NodeId(f"n{i}") for i in range(100)]
+    began = asyncio.get_running_loop().time()
+    asking = [asyncio.create_task(scene.platform.create_node(node)) for node in nodes]
+
+    def asked() -> int:
+        return 100_000 - quota.times
+
+    await scene.until(lambda: asked() >= len(nodes) + 2 * kubernetes.ASKING_AGAIN)
+    turns = (asyncio.get_running_loop().time() - began) / (kubernetes.BACKOFF_S[0] / 2)
+    assert asked() <= len(nodes) + kubernetes.ASKING_AGAIN * (turns + 1)
+    quota.times = 0
+    async with asyncio.timeout(WITHIN_S):  # whoever is made tells the others
+        await asyncio.gather(*asking)
+
+
+async def test_a_right_to_delete_that_was_taken_away_is_a_condition(scene: Scene) -> None:
+    words = 'pods "x-n0" is forbidden: User "u" cannot delete resource "pods"'
+    await scene.platform.create_node(N0)
+    fault = scene.cluster.fail(403, "Forbidden", words, method="DELETE", path="/pods", times=1000)
+    with pytest.raises(TransientError):
+        await scene.platform.delete_node(N0, 0.0)
+    await scene.platform.publish(status())
+    denied = scene.conditions()["PermissionDenied"]
+    assert (denied["status"], words in denied["message"]) == ("True", True)
+    fault.times = 0
+    await scene.platform.delete_node(N0, 0.0)
+    await scene.platform.publish(status())
+    assert scene.conditions()["PermissionDenied"]["status"] == "False"
+
+
+async def test_logs_that_are_slow_to_read_hold_up_no_other_news(scene: Scene) -> None:
+    nodes = [NodeId(f"n{i}") for i in range(8)]
+    await asyncio.gather(*(scene.platform.create_node(node) for node in nodes))
+    gate = scene.cluster.hold("/log")
+    for node in nodes:
+        scene.ends(node, 1)
+    async with asyncio.timeout(WITHIN_S):  # the first one's log takes 3 s, and so would each
+        for node in nodes:
+            await scene.hears_of(NodeEnded, node)
+    gate.set()
 
 
 async def test_a_status_that_is_refused_waits_as_long_as_it_is_told(
@@ -588,6 +651,24 @@ async def test_a_job_that_leaves_its_pods_behind_goes_on(scene: Scene) -> None:
     assert not [e for e in scene.said if isinstance(e, JobStopped | NodeEnded)]
     await scene.platform.publish(status())
     assert scene.cluster.one(ELASTICJOBS, "x") is None
+
+
+async def test_a_job_that_leaves_its_pods_behind_while_nobody_looks_goes_on(scene: Scene) -> None:
+    await scene.platform.create_node(N0)
+    await scene.hears_of(NodeSeen, N0)
+    away = scene.cluster.fail(500, times=1000, path="elasticjobs")
+    scene.cluster.cut()
+    left = scene.pod()
+    del left["metadata"]["ownerReferences"]
+    scene.cluster.put(PODS, left)
+    scene.cluster.remove(ELASTICJOBS, "x")
+    scene.cluster.compact()
+    before = scene.cluster.gets("/elasticjobs")
+    away.times = 0
+    await scene.until(lambda: scene.cluster.gets("/elasticjobs") > before + 1)  # a list, a watch
+    scene.runs(N0)
+    await scene.hears(lambda e: isinstance(e, NodeSeen) and e.runs)
+    assert not [e for e in scene.said if isinstance(e, JobStopped | NodeEnded)]
 
 
 async def test_another_job_of_the_same_name_is_not_ours(scene: Scene) -> None:

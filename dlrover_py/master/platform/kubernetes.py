@@ -53,6 +53,8 @@ log = logging.getLogger("master.kubernetes")
 CALLS = 48
 """Pods that are asked for at the same time: three of four calls of ``kube.IN_FLIGHT``, so that the
 journal and the status find their turn."""
+ASKING_AGAIN = 8
+"""Of the Pods that were refused so many ask again at a time: what one lacks they all lack."""
 BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
 """Between two requests for a Pod that the API server refuses."""
 LINGER_S = 2.0
@@ -73,7 +75,7 @@ PROBLEMS = (
 """Conditions that are ours: True as long as it is so."""
 EVENT_CHARS = 1024
 WHY_CHARS = 300
-LOG_LINES, LOG_S = 20, 3.0
+LOG_LINES, LOG_S, SLOW_LOG_S = 20, 3.0, 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,11 @@ class KubernetesPlatform:
         self._calls = asyncio.Semaphore(CALLS)
         self._failures = 0
         """Calls for Pods that failed in a row."""
+        self._again = asyncio.Semaphore(ASKING_AGAIN)
+        self._refused = 0
+        """Pods that were refused in a row."""
+        self._made = asyncio.Event()
+        self._no_logs_until = 0.0
         self._told: Obj = {}
         self._told_at = 0.0
         self._newest_event = 0
@@ -172,6 +179,8 @@ class KubernetesPlatform:
             async for change in changes:
                 match change:
                     case Listed(items):
+                        if not any(i["metadata"].get("uid") == self._site.uid for i in items):
+                            await self._ask_its_pods()
                         found = [self._job_event(item) for item in items] or [self._job_gone()]
                         self._facts.put_nowait([e for e in found if e is not None])
                     case Changed(item):
@@ -202,6 +211,16 @@ class KubernetesPlatform:
             log.error("spec_refused", extra={"why": str(error)})
             return None
 
+    async def _ask_its_pods(self) -> None:
+        """It was deleted while nobody looked. If its Pods were to stay, the garbage collector has
+        made them nobody's before (Kubernetes: finalizer ``orphan``)."""
+        with _transient():
+            found = await self._kube.list(
+                PODS, self._namespace, labels=names.workers_of(self._name)
+            )
+        ours = [seen for seen in map(pods.view, found) if self._is_ours(seen)]
+        self._orphaned |= any(seen.orphan for seen in ours)
+
     def _job_gone(self) -> Event | None:
         """Its object is gone, or about to be, and its Pods with it, unless they shall stay."""
         return None if self._orphaned else JobStopped()
@@ -227,17 +246,19 @@ class KubernetesPlatform:
 
     async def _try_template(self, job: ElasticJob) -> None:
         """Ask before a Pod is needed: a bad edit must not be found at the next failure."""
-        self._template = None
+        self._template = problem = None
         try:
             wish = pods.pod(job, TRIAL, self._site)
             await self._kube.create(PODS, wish, dry_run=True)
         except (ConfigError, Invalid) as error:
-            self._template = Problem("InvalidTemplate", str(error))
+            problem = Problem("InvalidTemplate", str(error))
         except Forbidden as error:
             why = _why_forbidden(error)
             if why == "PodsForbidden":  # a quota may have room when it matters
-                self._template = Problem(why, str(error))
-        self._facts.put_nowait([])
+                problem = Problem(why, str(error))
+        if self._job is job:  # else a later edit has been tried meanwhile
+            self._template = problem
+            self._facts.put_nowait([])
 
     async def _watch_pods(self) -> None:
         changes = self._kube.watch(
@@ -283,6 +304,11 @@ class KubernetesPlatform:
         return pods.fact(node, seen, output)
 
     async def _last_words(self, seen: PodView) -> str:
+        """Other Pods' news wait meanwhile: for a tenth of the time at most."""
+        now = asyncio.get_running_loop().time
+        if now() < self._no_logs_until:
+            return ""
+        began = now()
         try:
             async with asyncio.timeout(LOG_S):
                 text = await self._kube.log(
@@ -291,6 +317,9 @@ class KubernetesPlatform:
         except (KubeError, TimeoutError) as error:
             log.info("log_not_read", extra={"pod": seen.name, "why": str(error)})
             return ""
+        finally:
+            if (took := now() - began) > SLOW_LOG_S:
+                self._no_logs_until = now() + 10 * took
         return text.strip()[-2000:]
 
     def _forget(self, node: NodeId) -> None:
@@ -318,19 +347,30 @@ class KubernetesPlatform:
 
     async def create_node(self, node: NodeId, avoid: Sequence[str] = ()) -> None:
         """Ask until it is there; why it is not yet stands in the conditions and in the node."""
-        tries = 0
         try:
-            while problem := await self._create(node, avoid):
+            problem = await self._create(node, avoid)
+            while problem is not None:
                 if problem != self._refusals.get(node):
                     log.warning(problem.type, extra={"node": node, "why": problem.message})
                     self._refusals[node] = problem
                     refused = NodeSeen(node, False, message=problem.message, there=False)
                     self._facts.put_nowait([refused])
-                wait = BACKOFF_S[min(tries, len(BACKOFF_S) - 1)]
-                await asyncio.sleep(random.uniform(wait / 2, wait))
-                tries += 1
+                async with self._again:
+                    await self._wait_for_room()
+                    problem = await self._create(node, avoid)
+                    self._refused += problem is not None
+            self._refused = 0
+            self._made.set()
+            self._made = asyncio.Event()
         finally:
             self._refusals.pop(node, None)
+
+    async def _wait_for_room(self) -> None:
+        """Until it may be another time: after a while, or once any Pod was not refused."""
+        wait = BACKOFF_S[min(self._refused // ASKING_AGAIN, len(BACKOFF_S) - 1)]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(random.uniform(wait / 2, wait)):
+                await self._made.wait()
 
     async def _create(self, node: NodeId, avoid: Sequence[str]) -> Problem | None:
         """One attempt, which is not interrupted: who deletes the node has to know how it ended."""
@@ -423,17 +463,29 @@ class KubernetesPlatform:
         if await self._ends_by_itself(node, grace_s or LINGER_S):
             return
         async with self._turn():
-            found = await self._get(names.pod_of(self._name, node))
-            if found is None or not self._is_ours(found):
-                self._facts.put_nowait([NodeEnded(node, "it has no Pod", free=True)])
-            elif not (found.done or self._orphaned or (found.leaving and grace_s > 0)):
-                with _transient():
-                    await self._kube.delete(
-                        PODS, found.name, self._namespace, uid=found.uid, grace_s=KILL_S
-                    )
+            with self._permitted("deletion of Pods"):
+                found = await self._get(names.pod_of(self._name, node))
+                if found is None or not self._is_ours(found):
+                    self._facts.put_nowait([NodeEnded(node, "it has no Pod", free=True)])
+                elif not (found.done or self._orphaned or (found.leaving and grace_s > 0)):
+                    with _transient(Forbidden):
+                        await self._kube.delete(
+                            PODS, found.name, self._namespace, uid=found.uid, grace_s=KILL_S
+                        )
+
+    @contextlib.contextmanager
+    def _permitted(self, what: str) -> Iterator[None]:
+        """A right that was taken away is a condition until it is back."""
+        try:
+            yield
+        except Forbidden as error:
+            self._on_trouble(what, error)
+            raise TransientError(str(error)) from error
+        if what in self._denied:
+            self._on_trouble(what, None)
 
     async def _get(self, name: str) -> PodView | None:
-        with _transient(NotFound):
+        with _transient(NotFound, Forbidden):
             try:
                 return pods.view(await self._kube.get(PODS, name, self._namespace))
             except NotFound:
