@@ -222,6 +222,12 @@ class Operator:
         now = self._clock()
         wish = plan.plan(seen, now, self._options)
         try:
+            if wish.grave:  # what is watched may be old: the watch has broken, or hangs
+                job = await self._api.get(JOBS, key[1], key[0])
+                if job["metadata"]["uid"] != seen.job["metadata"]["uid"]:
+                    raise TransientError("another job has its name, which is about to be seen")
+                seen = replace(seen, job=_lean(job))
+                wish = plan.plan(seen, now, self._options)
             for action in wish.actions:
                 await self._do(key, seen.job, action)
             self._trouble.pop(key, None)

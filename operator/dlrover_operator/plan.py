@@ -231,6 +231,9 @@ Action = (
 )
 
 
+_GRAVE = (Replan, ScaleToZero, DeletePods, DeleteJob)
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What is to be done now, and when to look again if nothing changes."""
@@ -239,6 +242,9 @@ class Plan:
     status: tuple[SetStatus | Tell, ...] = ()
     """Carried out last, and also when an action was refused (then planned again)."""
     wake_at: float | None = None
+    grave: bool = False
+    """It ends something, or undoes an end: to be decided on the job as it stands, not as it was
+    last seen."""
 
 
 Loud = Literal["", "Normal", "Warning"]
@@ -293,7 +299,9 @@ class _Planner:
     def plan(self) -> Plan:
         actions = tuple(self._actions())
         status = tuple(self._status())
-        return Plan(actions, status, min(self.wakes, default=None))
+        verdict = self.too_late is not None and not self._is("DeadlineExceeded")
+        grave = verdict or any(isinstance(action, _GRAVE) for action in actions)
+        return Plan(actions, status, min(self.wakes, default=None), grave)
 
     # --- facts ---
 

@@ -106,7 +106,10 @@ def master_says(cluster: FakeCluster, phase: str) -> None:
     held = cluster.one(ELASTICJOBS, "x")
     assert held is not None
     generation = held["metadata"].get("generation", 1)
-    held.setdefault("status", {})["training"] = {"phase": phase, "generation": generation}
+    its = held.setdefault("status", {})
+    its["training"] = {"phase": phase, "generation": generation}
+    runs = {"type": "Running", "status": str(phase == "Running")}
+    its["conditions"] = [c for c in its.get("conditions", ()) if c["type"] != "Running"] + [runs]
     cluster.put(ELASTICJOBS, held)
 
 
@@ -242,6 +245,52 @@ async def test_a_broken_watch_and_a_deleted_deployment(bed: Bed) -> None:
             ),
             "another Deployment",
         )
+
+
+async def test_a_verdict_is_not_passed_on_what_is_not_heard_any_more(bed: Bed) -> None:
+    """The watch hangs: the job runs by now, and is neither too late nor suspended."""
+    cluster, kube = bed
+    async with operator(kube):
+        await kube.create(ELASTICJOBS, job(pendingTimeoutSeconds=2))
+        await until(lambda: cluster.one(DEPLOYMENTS, MASTER), "a Deployment")
+        available(cluster)
+        master_says(cluster, "Pending")
+        await until(lambda: status(cluster).get("phase") == "Pending", "phase Pending")
+        cluster.stalled = True
+        master_says(cluster, "Running")
+        await until(lambda: status(cluster).get("phase") != "Pending", "a word of the operator")
+        assert status(cluster)["phase"] == "Running"
+        assert not condition(cluster, "DeadlineExceeded")
+
+
+async def test_a_suspension_that_was_taken_back_ends_no_master(bed: Bed) -> None:
+    """Another operator has resumed the job; this one has not heard of that."""
+    cluster, kube = bed
+    async with operator(kube):
+        await kube.create(ELASTICJOBS, job())
+        await until(lambda: cluster.one(DEPLOYMENTS, MASTER), "a Deployment")
+        available(cluster)
+        await kube.patch(ELASTICJOBS, "x", {"spec": {"suspend": True}}, "default")
+        await until(lambda: condition(cluster, "Suspended").get("reason") == "Suspending", "word")
+        master_says(cluster, "Suspended")
+
+        def replicas() -> int:
+            return int((cluster.one(DEPLOYMENTS, MASTER) or {})["spec"]["replicas"])
+
+        await until(lambda: replicas() == 0, "no master")
+        available(cluster, 0)
+        await until(lambda: status(cluster).get("phase") == "Suspended", "phase Suspended")
+        cluster.deaf.add("elasticjobs")
+        await kube.patch(ELASTICJOBS, "x", {"spec": {"suspend": False}}, "default")
+        held = cluster.one(DEPLOYMENTS, MASTER)
+        assert held is not None
+        held["spec"]["replicas"] = 1
+        before = cluster.gets("elasticjobs/x")
+        cluster.put(DEPLOYMENTS, held)
+        await until(lambda: cluster.gets("elasticjobs/x") > before, "it looks first")
+        cluster.deaf.clear()
+        await until(lambda: status(cluster).get("phase") != "Suspended", "resumed")
+        assert replicas() == 1
 
 
 async def test_two_operators_make_one_master_whose_secrets_fit(bed: Bed) -> None:
