@@ -20,6 +20,7 @@ from dlrover_py.storage import Store
 from tests.cluster.harness import Obj, inside, until
 from tests.cluster.jobs import Job, Watched, document, submit
 from tests.cluster.lab.parts import FAKETIME
+from tests.cluster.test_notice import drain, given_back, preempt, spot
 from tests.flash import OPEN, WORKER, doubled, permit
 
 pytestmark = pytest.mark.timeout(600)
@@ -126,6 +127,7 @@ def saving(
     *,
     mounts: Sequence[Obj] = (),
     env: Sequence[Obj] = (),
+    cpu: str = "",
     **more: Any,
 ) -> Iterator[Saving]:
     """A job whose Pods share a folder, with the script in it. It is let go in the end."""
@@ -141,6 +143,7 @@ def saving(
     spec.setdefault("volumes", []).append(shared)
     spec["containers"][0]["volumeMounts"] = [{"name": "ckpt", "mountPath": SHARED}, *mounts]
     spec["containers"][0]["env"] = list(env)
+    spec["containers"][0]["resources"] = {"requests": {"cpu": cpu}} if cpu else {}
     worker["template"] = there.cluster.with_torch(worker["template"])
     its = Saving(submit(there.cluster, there, doc), folder)
     try:
@@ -209,20 +212,24 @@ def test_memory_outlives_a_worker_a_pod_and_a_host(
 def test_what_goes_with_notice_is_stored_first(
     there: Watched, agent_image: str, tmp_path: Path
 ) -> None:
-    policy = {"dir": f"{SHARED}/store", "persistEvery": 4}
+    policy = {"dir": f"{SHARED}/store", "persistEvery": 100}
     sizes = {"replicas": 2, "minReplicas": 1}
     with saving(
-        there, agent_image, tmp_path, pod=spread(), spec={"checkpoint": policy}, **sizes
+        there, agent_image, tmp_path, cpu="500m", pod=spread(), spec={"checkpoint": policy}, **sizes
     ) as its:
-        its.reach(4, "storage")
-        first = its.reach(6, "memory")
-        there.cluster.drain(far_from_the_master(there, first).host, within_s=240)
-        second, at = its.goes_on(2, after=first.round + 1)
-        assert at >= 6
-        assert {its.at(0), its.at(1)} == {at}, "no step is lost"
-        assert its.stored == [4, at]
-        assert its.last(at, "storage").folder.startswith(f"{SHARED}/store/step-{at}.")
-        there.cluster.heal()
+        at = 0
+        for number, take in enumerate((drain, preempt, spot), 1):
+            first = its.reach(at + 2, "memory")
+            victim = far_from_the_master(there, first)
+            with given_back(its.run):
+                take(its.run, victim.id, victim.host)
+                second, loaded = its.goes_on(2, after=first.round + 1, without=victim.id)
+            assert loaded >= at + 2
+            at = loaded
+            assert {its.at(0), its.at(1)} == {at}, "no step is lost"
+            assert its.stored[-1] == at
+            assert len(its.stored) == number, "before it went, and at no other time"
+            assert its.last(at, "storage").folder.startswith(f"{SHARED}/store/step-{at}.")
 
         its.reach(at + 1)
         its.run.patch({"suspend": True})

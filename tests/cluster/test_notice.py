@@ -2,8 +2,8 @@
 
 import shutil
 import subprocess
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -45,17 +45,9 @@ def test_who_is_taken_away_with_notice_leaves_in_time_and_is_nobodys_failure(
     }
     run = submit(cluster, there, doc)
     seen = run.runs(3, within_s=120)
-    try:
-        seen = loses(run, seen, preempt, hears=True)
-    finally:
-        cluster.kubectl("delete", "priorityclass", IMPORTANT, "--ignore-not-found")
-    run.kubectl("delete", "pod", "greedy")
-    try:
-        seen = loses(run, seen, spot, hears=True)
-    finally:
-        for node in cluster.nodes:
-            with suppress(LabError):  # it has none
-                cluster.kubectl("taint", "node", node, f"{SPOT}-")
+    for take in (preempt, spot):
+        with given_back(run):
+            seen = loses(run, seen, take, hears=True)
     loses(run, seen, fill, hears=False)
 
 
@@ -95,6 +87,26 @@ def whole(run: Job, after: int, without: str) -> Training | None:
     there = {n.id for n in members(seen)}
     good = seen.round > after and seen.nodes_in_round == len(there) == 3 and without not in there
     return seen if good and seen.phase.value == "Running" else None
+
+
+@contextmanager
+def given_back(run: Job) -> Iterator[None]:
+    """A host that is taken in this block can be had again after it."""
+    cluster = run.cluster
+    try:
+        yield
+    finally:
+        cluster.heal()
+        run.kubectl("delete", "pod", "greedy", "--ignore-not-found")
+        cluster.kubectl("delete", "priorityclass", IMPORTANT, "--ignore-not-found")
+        for node in cluster.nodes:
+            with suppress(LabError):  # it has none
+                cluster.kubectl("taint", "node", node, f"{SPOT}-")
+
+
+def drain(run: Job, node: str, host: str) -> None:
+    """It is about to be upgraded."""
+    run.cluster.drain(host, within_s=240)
 
 
 def spot(run: Job, node: str, host: str) -> None:

@@ -266,6 +266,8 @@ def test_the_ceiling_and_what_goes_into_it() -> None:
 
 
 def test_recoveries_are_told_by_kind() -> None:
-    (first, second) = rows({"a": [3.0], "b": [1.0, 5.0, 2.0], "c": []})
+    found = {"a": [(3.0, 1.0)], "b": [(1.0, 0.5), (5.0, 4.0), (2.0, 0.2)], "c": []}
+    (first, second) = rows(found)
     assert (first.kind, first.number, first.median_s, first.most_s) == ("b", 3, 2.0, 5.0)
+    assert (first.pause_s, first.longest_pause_s) == (0.5, 4.0)
     assert second.kind == "a"

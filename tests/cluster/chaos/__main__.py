@@ -82,11 +82,12 @@ def _line(console: Console, line: str) -> None:
 
 
 def _show(report: Report, console: Console) -> None:
-    table = Table(title="seconds from the fault to the first new step")
-    for column in ("fault", "n", "median", "max"):
+    table = Table(title="seconds to the first step that proves it; the longest without any step")
+    for column in ("fault", "n", "median", "max", "pause: median", "max"):
         table.add_column(column, justify="left" if column == "fault" else "right")
     for row in rows(report.by_kind):
-        table.add_row(row.kind, str(row.number), f"{row.median_s:.2f}", f"{row.most_s:.2f}")
+        seconds = (row.median_s, row.most_s, row.pause_s, row.longest_pause_s)
+        table.add_row(row.kind, str(row.number), *(f"{s:.2f}" for s in seconds))
     console.print(table)
     for name, share in report.goodput.items():
         best = report.ceiling()

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,7 +48,7 @@ REST = 10
 WHOLE_S = 300.0
 LIMITS_S = {
     Kind.WORKER_KILLED: 90.0, Kind.MASTER_KILLED: 60.0, Kind.OPERATOR_KILLED: 60.0,
-    Kind.SCALED: 240.0, Kind.SUSPENDED: 240.0, Kind.DRAINED: 180.0,
+    Kind.SCALED: 240.0, Kind.SUSPENDED: 240.0, Kind.DRAINED: 180.0, Kind.TAINTED: 180.0,
 }  # fmt: skip
 USUAL_S, HOSTS_S, API_S = 120.0, 240.0, 120.0
 """Generous: a master may have to move first (12 s until a host is NotReady, 10 s tolerated), a host
@@ -78,6 +79,8 @@ class Outcome:
     what: str
     whom: str
     recovered_s: float
+    pause_s: float
+    """The longest time without a step, from the fault until it was made good and recovered from."""
 
 
 @dataclass
@@ -97,11 +100,11 @@ class Report:
     rounds: dict[str, int] = field(default_factory=dict)
 
     @property
-    def by_kind(self) -> dict[str, list[float]]:
-        """Recoveries."""
-        found: dict[str, list[float]] = {}
+    def by_kind(self) -> dict[str, list[tuple[float, float]]]:
+        """Recoveries and pauses."""
+        found: dict[str, list[tuple[float, float]]] = {}
         for outcome in self.outcomes:
-            found.setdefault(outcome.kind, []).append(outcome.recovered_s)
+            found.setdefault(outcome.kind, []).append((outcome.recovered_s, outcome.pause_s))
         return found
 
     @property
@@ -177,6 +180,11 @@ class Tale:
             if line.values[0] > best and proves and size in (None, line.size):
                 return line
         return None
+
+    def pause_s(self, begin: float, end: float) -> float:
+        """The longest time without a step between these two."""
+        steps = {line.at for line in self.lines if line.what == "step" and begin < line.at < end}
+        return max(b - a for a, b in pairwise(sorted({begin, end, *steps})))
 
     def close(self) -> None:
         """Read no more."""
@@ -367,14 +375,17 @@ class Campaign:
             for strike in reversed(strikes):
                 strike.mend()
         calm_at = time.monotonic()
-        took = 0.0
+        took = paused = 0.0
         for job in self.jobs:
             told = self._beyond(job, strikes, last[job.name], step, first_at, calm_at)
             took = max(took, told.at - began)
+            paused = max(paused, self.tales[job.name].pause_s(began, max(told.at, calm_at)))
             self.shared.committed(job.name, self.folder / job.name / "store")
         what = " + ".join(map(str, step.faults))
         whom = " + ".join(strike.whom for strike in strikes)
-        outcome = Outcome(step.number, began - self._began, step.kind.value, what, whom, took)
+        outcome = Outcome(
+            step.number, began - self._began, step.kind.value, what, whom, took, paused
+        )
         report.outcomes.append(outcome)
         self._say(f"{step.number:4}  {outcome.at_s:6.0f} s  {what} [{whom}]  in {took:.2f} s")
 

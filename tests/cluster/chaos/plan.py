@@ -29,9 +29,13 @@ class Kind(StrEnum):
     HEAD_CUT = "host of master and rank 0 cut off"
     API_STOPPED = "API server hangs"
     API_KILLED = "API server killed"
+    API_BROKEN = "masters' writes fail"
+    API_FORBIDS = "master's rights taken away"
     DRAINED = "host drained"
+    TAINTED = "host tainted"
     CORDONED = "host cordoned, its Pod deleted"
     EVICTED = "Pod evicted"
+    QUOTA = "Pod deleted by force under a quota"
     SCALED = "scaled"
     FLAPPED = "scaled, and back at once"
     SUSPENDED = "suspended and resumed"
@@ -39,22 +43,23 @@ class Kind(StrEnum):
 
 
 OF_NODES = (
-    Kind.AGENT_KILLED, Kind.POD_DELETED, Kind.POD_FORCED, Kind.EVICTED,
+    Kind.AGENT_KILLED, Kind.POD_DELETED, Kind.POD_FORCED, Kind.EVICTED, Kind.QUOTA,
 )  # fmt: skip
 """Of one Pod of a job, which may be a standby's."""
 OF_MASTERS = (Kind.MASTER_KILLED, Kind.MASTER_DELETED, Kind.MASTER_FORCED, Kind.MASTER_TWICE)
 OF_HOSTS = (Kind.HOST_CUT, Kind.HOST_CRASHED, Kind.HEAD_CUT)
-OF_API = (Kind.API_STOPPED, Kind.API_KILLED)
+OF_API = (Kind.API_STOPPED, Kind.API_KILLED, Kind.API_BROKEN, Kind.API_FORBIDS)
 QUICK = (
-    Kind.WORKER_KILLED, *OF_NODES, Kind.MASTER_KILLED, Kind.MASTER_DELETED, Kind.MASTER_FORCED,
-    Kind.OPERATOR_KILLED,
+    Kind.WORKER_KILLED, Kind.AGENT_KILLED, Kind.POD_DELETED, Kind.POD_FORCED, Kind.EVICTED,
+    Kind.MASTER_KILLED, Kind.MASTER_DELETED, Kind.MASTER_FORCED, Kind.OPERATOR_KILLED,
 )  # fmt: skip
 """Done in a moment, so that another can follow within a second."""
 WEIGHTS = {
     Kind.WORKER_KILLED: 4, Kind.AGENT_KILLED: 3, Kind.POD_DELETED: 2, Kind.POD_FORCED: 3,
     Kind.MASTER_KILLED: 2, Kind.MASTER_DELETED: 1, Kind.MASTER_FORCED: 2, Kind.MASTER_TWICE: 1,
     Kind.OPERATOR_KILLED: 1, Kind.HOST_CUT: 3, Kind.HOST_CRASHED: 2, Kind.HEAD_CUT: 2,
-    Kind.API_STOPPED: 2, Kind.API_KILLED: 1, Kind.DRAINED: 2, Kind.CORDONED: 1, Kind.EVICTED: 2,
+    Kind.API_STOPPED: 2, Kind.API_KILLED: 1, Kind.API_BROKEN: 2, Kind.API_FORBIDS: 2,
+    Kind.DRAINED: 2, Kind.TAINTED: 2, Kind.CORDONED: 1, Kind.EVICTED: 2, Kind.QUOTA: 2,
     Kind.SCALED: 3, Kind.FLAPPED: 1, Kind.SUSPENDED: 1, Kind.PAIR: 6,
 }  # fmt: skip
 STANDBY = -1
@@ -148,7 +153,7 @@ def _fault(draw: random.Random, kind: Kind, sizes: list[int]) -> Fault:
         hold_s = draw.choice((3.0, 8.0, 16.0, 30.0))
     elif kind in OF_API:
         hold_s = draw.choice((2.0, 5.0, 12.0))
-    elif kind in (Kind.DRAINED, Kind.CORDONED, Kind.SUSPENDED):
+    elif kind in (Kind.DRAINED, Kind.TAINTED, Kind.CORDONED, Kind.QUOTA, Kind.SUSPENDED):
         hold_s = draw.choice((2.0, 6.0))
     wished: tuple[int, ...] = ()
     if kind is Kind.SCALED:

@@ -59,9 +59,18 @@ class Row:
     number: int
     median_s: float
     most_s: float
+    pause_s: float
+    longest_pause_s: float
 
 
-def rows(found: Mapping[str, Sequence[float]]) -> list[Row]:
-    """Recoveries by kind, most frequent first."""
-    made = [Row(k, len(v), statistics.median(v), max(v)) for k, v in found.items() if v]
+def rows(found: Mapping[str, Sequence[tuple[float, float]]]) -> list[Row]:
+    """Recoveries and pauses by kind, most frequent first."""
+    made = []
+    for kind, seconds in found.items():
+        if seconds:
+            recovered, paused = zip(*seconds, strict=True)
+            medians = statistics.median(recovered), statistics.median(paused)
+            made.append(
+                Row(kind, len(seconds), medians[0], max(recovered), medians[1], max(paused))
+            )
     return sorted(made, key=lambda row: (-row.number, row.kind))

@@ -9,10 +9,11 @@ import re
 import signal
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from dlrover_py.protocol.names import master_of
 from dlrover_py.protocol.status import NodePhase, NodeRole, NodeStatus
 from tests.cluster.chaos.check import Blame
 from tests.cluster.chaos.plan import STANDBY, Fault, Kind
@@ -23,6 +24,7 @@ OPERATOR = "app.kubernetes.io/name=dlrover-operator"
 ROLE = "elasticjob.dlrover/replica-type"
 NAME = "elasticjob.dlrover/name"
 WORKER = r"^\S*python\S* -u \S*/worker\.py "
+SPOT, MARK = "dlrover.test/spot", "dlrover-test-chaos"
 PATIENCE = 2
 """Restarts of a container; after that the kubelet waits too long to be worth it."""
 NOTHING: Callable[[], None] = lambda: None  # noqa: E731
@@ -70,10 +72,16 @@ class Striker:
                 return self._host(job, kind, self._host_of(job, self._node(job, fault.rank)))
             case Kind.HEAD_CUT:
                 return self._host(job, kind, self._bring_master_to_rank_0(job))
-            case Kind.DRAINED:
-                return self._drained(job, fault)
+            case Kind.DRAINED | Kind.TAINTED:
+                return self._emptied(job, fault)
+            case Kind.QUOTA:
+                return self._without_room(job, fault)
             case Kind.API_STOPPED | Kind.API_KILLED:
                 return self._api(kind)
+            case Kind.API_BROKEN:
+                return self._broken(job)
+            case Kind.API_FORBIDS:
+                return self._forbidden(job)
             case Kind.SCALED | Kind.FLAPPED:
                 return self._scaled(job, fault)
             case Kind.SUSPENDED:
@@ -268,11 +276,29 @@ class Striker:
             self.cluster.heal()
         return host
 
-    def _drained(self, job: Job, fault: Fault) -> Strike:
-        host = self._host_of(job, self._node(job, fault.rank))
-        hit = partial(self.cluster.drain, host, within_s=120)
-        mend = partial(self.cluster.uncordon, host)
+    def _emptied(self, job: Job, fault: Fault) -> Strike:
+        host, kubectl = self._host_of(job, self._node(job, fault.rank)), self.cluster.kubectl
+        if fault.kind is Kind.DRAINED:
+            hit = partial(self.cluster.drain, host, within_s=120)
+            mend = partial(self.cluster.uncordon, host)
+        else:
+            hit = partial(kubectl, "taint", "node", host, f"{SPOT}=soon:NoExecute")
+            mend = partial(kubectl, "taint", "node", host, f"{SPOT}-")
         return Strike(host, hit, mend, breaks=self._train_on(host))
+
+    def _without_room(self, job: Job, fault: Fault) -> Strike:
+        """A Pod is lost, and there may be no other in its place for a time."""
+        lost = self._pod(job, replace(fault, kind=Kind.POD_FORCED))
+        quota = {"apiVersion": "v1", "kind": "ResourceQuota",
+                 "metadata": {"name": MARK, "namespace": job.namespace},
+                 "spec": {"hard": {"pods": "0"}}}  # fmt: skip
+
+        def hit() -> None:
+            self.cluster.apply(quota, namespace=job.namespace)
+            self._until_refused(job)
+            lost.hit()
+
+        return replace(lost, hit=hit, mend=partial(self._remove, quota))
 
     def _train_on(self, host: str) -> frozenset[str]:
         """Jobs that have a member of their round there."""
@@ -292,6 +318,60 @@ class Striker:
         stopped = kind is Kind.API_STOPPED
         fault = cluster.api_server_stopped if stopped else cluster.api_server_killed
         return Strike("API server", lambda: stack.enter_context(fault()), stack.close)
+
+    def _broken(self, job: Job) -> Strike:
+        """All that masters write goes by a webhook that is not there: 500."""
+        mine = f"request.userInfo.username.startsWith('system:serviceaccount:{job.namespace}:')"
+        hook = {
+            "name": "broken.dlrover.test",
+            "admissionReviewVersions": ["v1"], "sideEffects": "None", "failurePolicy": "Fail",
+            "clientConfig": {"service": {"name": "none", "namespace": job.namespace}},
+            "rules": [{"apiGroups": ["*"], "apiVersions": ["*"], "operations": ["*"],
+                       "resources": ["*/*"]}],
+            "matchConditions": [{"name": "ours", "expression": mine}],
+        }  # fmt: skip
+        hooks = {"apiVersion": "admissionregistration.k8s.io/v1",
+                 "kind": "ValidatingWebhookConfiguration",
+                 "metadata": {"name": MARK}, "webhooks": [hook]}  # fmt: skip
+
+        def hit() -> None:
+            self.cluster.apply(hooks)
+            self._until_refused(job)
+
+        return Strike("webhook", hit, partial(self._remove, hooks))
+
+    def _forbidden(self, job: Job) -> Strike:
+        name = master_of(job.name)
+        rules = json.loads(job.kubectl("get", "role", name, "-ojson"))["rules"]
+
+        def allow(these: list[Obj]) -> None:
+            wish = json.dumps([{"op": "replace", "path": "/rules", "value": these}])
+            job.kubectl("patch", "role", name, "--type=json", "-p", wish)
+
+        def hit() -> None:
+            allow([])
+            self._until_refused(job)
+
+        return Strike(name, hit, partial(allow, rules))
+
+    def _until_refused(self, job: Job) -> None:
+        """Its master can make no Pod by now."""
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": MARK},
+               "spec": {"containers": [{"name": "main", "image": "none"}]}}  # fmt: skip
+        account = f"system:serviceaccount:{job.namespace}:{master_of(job.name)}"
+        wish = ("create", "--dry-run=server", f"--as={account}", "-f", "-")
+
+        def refused() -> bool:
+            try:
+                self.cluster.kubectl(*wish, "-n", job.namespace, stdin=json.dumps(pod))
+            except LabError:
+                return True
+            return False
+
+        until(refused, f"{account} is refused", within_s=30, every_s=0.1)
+
+    def _remove(self, obj: Obj) -> None:
+        self.cluster.kubectl("delete", "-f", "-", "--ignore-not-found", stdin=json.dumps(obj))
 
     def _scaled(self, job: Job, fault: Fault) -> Strike:
         def hit() -> None:
