@@ -263,20 +263,19 @@ def p99(bench: Bench, job: Job, since: float) -> float:
 
 def cut_off(bench: Bench, times: int, tick: Callable[[], None]) -> list[float]:
     """A host without the master: from the cut to the last first step of the two others."""
-    job, found = bench.job("job", replicas=3, minReplicas=2, pod=spread()), []
+    found = []
     for _ in range(times):
+        job = bench.job("job", replicas=3, minReplicas=2, pod=spread())  # one on each host
         (name,) = masters(job)
         its = job.watched.all("Pod")[name]["spec"]["nodeName"]
         host = next(h for n in members(job) if (h := host_of(job, n)) != its)
         before, began, bench.away = job.training.round, time.monotonic(), host
         with bench.cluster.cut_off(host):
             found.append(bench.after(job, began, 2, before))
-        job.runs(3, after=job.training.round, within_s=180)
         bench.away = ""
-        bench.warm(job, 3)
+        job.kubectl("delete", "ej", job.name)
+        until(lambda job=job: not job.pods, "its Pods are gone", within_s=120)
         tick()
-    job.kubectl("delete", "ej", job.name)
-    until(lambda: not job.pods, "its Pods are gone", within_s=120)
     return found
 
 

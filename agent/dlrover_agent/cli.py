@@ -9,15 +9,19 @@ import contextlib
 import hashlib
 import importlib.util
 import itertools
+import json
 import logging
 import os
+import random
 import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +34,7 @@ from dlrover_py.protocol.errors import (
     ConfigError,
     DLRoverError,
     ExitCode,
+    TransientError,
     Unauthorized,
     Unreachable,
 )
@@ -46,6 +51,7 @@ NOT_IN_JOB = (
     *("node_rank", "master_addr", "master_port", "max_restarts", "local_addr"),
 )
 """What the job's spec, or its platform, says."""
+NAME = "/v1/job/name"
 SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 OTHER_DEVICES = ("/dev/dxg", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/davinci_manager")
 """Where there may be an accelerator that is no NVIDIA GPU."""
@@ -134,10 +140,13 @@ def _own(flags: Flags, settings: Settings, command: Command) -> "Outcome":
     with hosted(endpoint, secret) as master:
         if master is not None:
             own = _settings(endpoint, settings, master.address, command)
+            own = replace(own, job_uid=_uid(endpoint, command, master.name))
             return _work(own, command, master.token, flags.max_restarts, master.keep)
-    own = _settings(endpoint, settings, endpoint.address, command)
+    own, token = _settings(endpoint, settings, endpoint.address, command), secret or endpoint.token
     try:
-        return _work(own, command, secret or endpoint.token, flags.max_restarts)
+        name = _name_of_run(endpoint, token, command)
+        own = replace(own, job_uid=_uid(endpoint, command, name))
+        return _work(own, command, token, flags.max_restarts)
     except Unreachable as error:
         words = (
             "expected elastic-run on the endpoint's node; torchrun's own agents do not mix with it"
@@ -150,6 +159,40 @@ def _own(flags: Flags, settings: Settings, command: Command) -> "Outcome":
         ) from error
 
 
+def _name_of_run(endpoint: Endpoint, token: str, command: Command) -> str:
+    """What the master at the endpoint calls this run.
+
+    Raises:
+        Unreachable: there is none for longer than ``connect_s``.
+        Unauthorized: it is another job's.
+    """
+    import asyncio
+
+    from dlrover_agent.master import SAID_AFTER_S
+    from dlrover_py.rpc import Client
+
+    async def ask(within_s: float) -> str:
+        client = Client(endpoint.address, token=token)
+        try:
+            return str(json.loads(await client.call("GET", NAME, deadline_s=within_s)))
+        finally:
+            client.close()
+
+    started, said = time.monotonic(), False
+    while True:
+        left = endpoint.connect_s + started - time.monotonic()
+        try:
+            return asyncio.run(ask(max(0.1, min(5.0, left))))
+        except (TransientError, ValueError) as error:
+            if left <= 0:
+                words = f"the master did not answer for {endpoint.connect_s:g} s"
+                raise Unreachable(f"{words}: {error}") from error
+            if endpoint.connect_s - left >= SAID_AFTER_S and not said:
+                said = True
+                log.warning("master_not_reached", extra={"why": str(error)})
+        _wait(command.signals, min(max(0.05, left), random.uniform(0.1, 0.5)))
+
+
 def _settings(endpoint: Endpoint, given: Settings, address: str, command: Command) -> Settings:
     return Settings(
         master_addr=address,
@@ -159,15 +202,15 @@ def _settings(endpoint: Endpoint, given: Settings, address: str, command: Comman
         advertise=endpoint.advertised(lambda seconds: _wait(command.signals, seconds)),
         connect_s=given.connect_s if not endpoint.host else endpoint.connect_s,
         shm_dir=given.shm_dir,
-        job_uid=_uid(endpoint, command),
         returns=endpoint.node_rank is not None,
         environ=given.environ,
     )
 
 
-def _uid(endpoint: Endpoint, command: Command) -> str:
-    """The same for a node that comes again, and no other training finds its memory."""
-    words = "\0".join((endpoint.run_id, endpoint.host, str(endpoint.port), *command.argv))
+def _uid(endpoint: Endpoint, command: Command, run: str) -> str:
+    """The same for a node that comes again, and no other training finds its memory; nor does the
+    same one that is started again, whose rounds begin anew."""
+    words = "\0".join((run, endpoint.run_id, endpoint.host, str(endpoint.port), *command.argv))
     return hashlib.sha256(words.encode(errors="surrogateescape")).hexdigest()[:16]
 
 

@@ -280,6 +280,8 @@ class OwnMaster:
         self._alone = not endpoint.host
         self.token = token or (secrets.token_urlsafe(24) if self._alone else endpoint.token)
         self.address = ""
+        self.name = f"elastic-run-{secrets.token_hex(4)}"
+        """Of this run, as it is at ``/v1/job/name``."""
 
     def __enter__(self) -> Self:
         self._folder = Path(tempfile.mkdtemp(prefix=f"dlrover-run-{os.getpid()}-", dir="/tmp"))
@@ -389,7 +391,7 @@ class OwnMaster:
             {
                 "apiVersion": API_VERSION,
                 "kind": KIND,
-                "metadata": {"name": f"elastic-run-{os.getpid()}"},
+                "metadata": {"name": self.name},
                 "spec": {"replicaSpecs": {"worker": worker}},
             }
         )

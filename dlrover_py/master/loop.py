@@ -203,6 +203,11 @@ class Loop:
         """Time since the loop last turned: it turns at least every few seconds."""
         return self._clock.now() - self._turned_at
 
+    @property
+    def name(self) -> str:
+        """Of the job; empty as long as this master does not run it."""
+        return "" if self._job is None else self._job.job.metadata.name
+
     def status(self) -> JobStatus | None:
         """The state of the job, once there is one: what the next master would know of too."""
         if self._job is None:

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import hashlib
 import hmac
+import json
 import logging
 import ssl
 from collections.abc import Iterator
@@ -223,6 +224,13 @@ def job_app(loop: Loop, exchanges: Exchanges, denied: Counter) -> ASGIApp:
         if status is None:
             return error_reply(503, ErrorCode.PASSIVE, "this master does not run the job yet")
         return Response(status.model_dump_json(by_alias=True), media_type="application/json")
+
+    @app.get("/v1/job/name", response_model=str, responses=not_now)
+    async def name() -> Response:
+        """Of the job; where nodes come by themselves it is drawn for each run."""
+        if not loop.name:
+            return error_reply(503, ErrorCode.PASSIVE, "this master does not run the job yet")
+        return json_reply(200, json.dumps(loop.name).encode())
 
     return Guard(app, token=token, max_body_bytes=max_body_bytes, denied=denied)
 

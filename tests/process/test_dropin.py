@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from dlrover_py.storage import Store
 from tests.process.harness import Place, alive, eventually, free_port
 
 pytestmark = pytest.mark.process
@@ -321,6 +322,39 @@ def test_elastic_rendezvous_grows_and_shrinks(group: Group) -> None:
     assert {int(group.said(i, r"place (\d) of 2")[1]) for i in (host, others[1])} == {0, 1}
     (group.place.folder / "go").touch()
     assert [group.wait(i) for i in (host, others[1])] == [0, 0], group.lines
+
+
+SAVES = """
+    import os, sys, torch, torch.distributed as dist
+    from dlrover_py.trainer import Checkpointer
+    dist.init_process_group("gloo")
+    state = {"w": torch.zeros(3)}
+    checkpointer = Checkpointer("store", every=1, persist_every=1)
+    begin = checkpointer.load(state) or 0
+    for step in (begin + 1, begin + 2):
+        state["w"] += 1
+        checkpointer.save(step, state)
+        there = checkpointer.wait(persisted=True, timeout_s=30)
+        os.write(1, f"rank {dist.get_rank()}: {step} {there} {state['w'].tolist()}\\n".encode())
+        if begin == 0 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            sys.exit(3)
+    checkpointer.close()
+    dist.destroy_process_group()
+"""
+
+
+def test_the_same_command_once_more_goes_on_and_is_stored(group: Group) -> None:
+    """Its rounds begin anew: what the first run has stored is of later ones."""
+    script = str(group.place.script(SAVES))
+    common = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{group.port}"]
+    common += ["--max-restarts=1", script]
+    for last in (3, 5):
+        nodes = [group.start(*common) for _ in range(2)]
+        assert [group.wait(node) for node in nodes] == [0, 0], group.lines
+        for node in nodes:
+            group.said(node, rf"rank \d: {last} True \[{last}.0, ")
+        stored = [m.step for m in Store(group.place.folder / "store").checkpoints()]
+        assert max(stored) == last, group.lines
 
 
 def test_roles_are_counted_on_their_own(group: Group) -> None:
