@@ -96,6 +96,21 @@ def check_room(folder: Path, more: int, subject: str) -> str:
     return words
 
 
+@contextlib.contextmanager
+def turn(folder: Path) -> Iterator[None]:
+    """Memory is looked for, and taken, by one of a node's workers at a time: what one finds free
+    the others would count on as well, and a container that has taken too much is killed."""
+    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(held, fcntl.LOCK_UN)  # a child that was forked meanwhile has it open too
+    finally:
+        os.close(held)
+
+
 def digest(data: bytes | memoryview) -> int:
     """XXH3, 64 bits."""
     return xxhash.xxh3_64_intdigest(data)
@@ -230,6 +245,7 @@ class Slot:
         view = self.view()
         view[_HEAD.size : _HEAD.size + len(text)] = text
         view[: _HEAD.size] = _HEAD.pack(_MAGIC, len(text), digest(text))
+        os.utime(self.fd)  # what is written into mapped memory does not move it (STALE_S)
 
     def amend(self, old: Summary, new: Summary) -> bool:
         """Change what is said of a slot; others may read it meanwhile, for only the first page

@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ from dlrover_py.trainer.state import Leaf, Targets, decode_object, leaf_of, targ
 ASK_S = 120.0
 """The agent is asked so long for what memory holds, if its master is away."""
 AGAIN_S = 0.5
+STORE_S = 20.0
+"""Where memory has a checkpoint, storage is waited for so long to tell of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,7 +418,7 @@ def _candidates(
     stored: list[Found] = []
     if store is not None:
         try:
-            for m in store.checkpoints():
+            for m in _listed(store, STORE_S if memory else None):
                 manifests[m.folder] = m
                 stored.append(Found(m.step, m.round, m.lap, m.world, m.job, False, m.folder))
             claimed = claimed or bool(stored)
@@ -433,6 +436,31 @@ def _candidates(
     if blind:
         log.warning("not all checkpoints are known: %s", blind)
     return merge(memory, stored, job), claimed, blind
+
+
+def _listed(store: Store, within_s: float | None) -> list[Manifest]:
+    """What is in storage.
+
+    Raises:
+        TimeoutError: it did not answer: a network's file system, whose server is gone, never does.
+    """
+    if within_s is None:
+        return store.checkpoints()
+    found: Future[list[Manifest]] = Future()
+
+    def look() -> None:
+        try:
+            found.set_result(store.checkpoints())
+        except BaseException as error:  # noqa: BLE001  it is raised where it is waited for
+            found.set_exception(error)
+
+    threading.Thread(target=look, name="dlrover-store", daemon=True).start()
+    try:
+        return found.result(within_s)
+    except TimeoutError as error:
+        if found.done():
+            raise
+        raise TimeoutError(f"it did not answer for {within_s:g} s") from error
 
 
 def merge(memory: Sequence[Found], stored: Sequence[Found], job: str) -> list[Found]:

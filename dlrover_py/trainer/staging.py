@@ -542,19 +542,20 @@ class Stager:
         self._prepared = self._prepared or [0] * len(self._slots)
         if min(before) >= need:
             return
-        self._must_have(need)
-        for slot in list(self._pinned):
-            self._unpin(slot)
-        try:
-            for slot in self._slots:
-                slot.reserve(need)
-        except NoRoom:
-            for slot, size in zip(self._slots, before, strict=True):
-                if slot.size > size:
-                    slot.give_back(size)
-            raise
-        finally:
-            self._prepared = [0] * len(self._slots)
+        with arena.turn(self._slots[0].path.parent):
+            self._must_have(need)
+            for slot in list(self._pinned):
+                self._unpin(slot)
+            try:
+                for slot in self._slots:
+                    slot.reserve(need)
+            except NoRoom:
+                for slot, size in zip(self._slots, before, strict=True):
+                    if slot.size > size:
+                        slot.give_back(size)
+                raise
+            finally:
+                self._prepared = [0] * len(self._slots)
 
     def _fill(self, job: Staging) -> None:
         began = time.perf_counter()

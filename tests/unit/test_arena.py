@@ -2,6 +2,9 @@
 
 import ctypes
 import os
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -195,6 +198,44 @@ def test_an_arena_is_held_adopted_and_removed(tmp_path: Path) -> None:
     assert not again.path.exists()
     assert other.path.exists()
     other.remove()
+
+
+def test_what_the_dead_have_just_saved_is_not_old(tmp_path: Path) -> None:
+    """Its bytes are written into mapped memory, which moves no file's time."""
+    dead = Arena(tmp_path, "u1", "n0", now=0.0)
+    long_ago = dead.path.stat().st_mtime - 2 * arena.STALE_S
+    with Slot(dead.path / "0.0", write=True) as slot:
+        fill(slot)
+        written = slot.summary()
+        assert written is not None
+        for path in (dead.path, *dead.path.iterdir()):
+            os.utime(path, (long_ago, long_ago))
+        slot.put(written)
+    dead.close()
+    Arena(tmp_path, "u2", "n0", now=time.time()).remove()
+    assert dead.path.exists()
+
+
+def test_who_looks_for_memory_waits_for_who_is_about_to_take_it(tmp_path: Path) -> None:
+    found = []
+    waits = threading.Thread(target=lambda: [found.append("its turn") for _ in turns(tmp_path)])
+    with arena.turn(tmp_path):
+        waits.start()
+        while "-> FLOCK" not in Path("/proc/locks").read_text():
+            assert waits.is_alive(), "it does not wait"
+        child = os.fork()  # of a data loader, say: it has the descriptor too
+        if not child:
+            signal.pause()
+        found.append("taken")
+    waits.join()
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert found == ["taken", "its turn"]
+
+
+def turns(folder: Path) -> Iterator[None]:
+    with arena.turn(folder):
+        yield
 
 
 def test_what_the_dead_left_is_removed_but_not_at_once(tmp_path: Path) -> None:

@@ -514,6 +514,24 @@ def test_a_storage_that_does_not_answer_may_have_something(tmp_path: Path) -> No
     assert load(fresh(2), tmp_path, store=store) is not None
 
 
+class Hanging(Store):
+    """A file system whose server is gone."""
+
+    def checkpoints(self) -> list[Manifest]:
+        threading.Event().wait()
+        raise AssertionError
+
+
+def test_a_storage_that_hangs_holds_up_nobody_whose_memory_has_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restore, "STORE_S", 0.1)
+    stage(tmp_path / "0.0", trained(1), step=3)
+    found = load(fresh(2), tmp_path, store=Hanging(tmp_path / "store"))
+    assert found is not None
+    assert (found.step, found.memory) == (3, True)
+
+
 @contextlib.contextmanager
 def depots(
     folders: dict[str, Path], rows: list[tuple[str, Summary]], base: Path
