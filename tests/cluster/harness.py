@@ -228,6 +228,10 @@ class Cluster:
         """It does not answer while the block runs: connections hang (SIGSTOP)."""
         return self._needs_lab("stop the API server").api_server_stopped()
 
+    def etcd_stopped(self) -> AbstractContextManager[None]:
+        """The API server can neither read nor write while the block runs (SIGSTOP)."""
+        return self._needs_lab("stop etcd").etcd_stopped()
+
     def api_server_killed(self) -> AbstractContextManager[None]:
         """It is gone while the block runs: connections are refused (SIGKILL)."""
         return self._needs_lab("kill the API server").api_server_killed()

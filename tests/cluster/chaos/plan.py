@@ -29,6 +29,7 @@ class Kind(StrEnum):
     HEAD_CUT = "host of master and rank 0 cut off"
     API_STOPPED = "API server hangs"
     API_KILLED = "API server killed"
+    ETCD_STOPPED = "etcd hangs"
     API_BROKEN = "masters' writes fail"
     API_FORBIDS = "master's rights taken away"
     DRAINED = "host drained"
@@ -48,7 +49,9 @@ OF_NODES = (
 """Of one Pod of a job, which may be a standby's."""
 OF_MASTERS = (Kind.MASTER_KILLED, Kind.MASTER_DELETED, Kind.MASTER_FORCED, Kind.MASTER_TWICE)
 OF_HOSTS = (Kind.HOST_CUT, Kind.HOST_CRASHED, Kind.HEAD_CUT)
-OF_API = (Kind.API_STOPPED, Kind.API_KILLED, Kind.API_BROKEN, Kind.API_FORBIDS)
+OF_API = (
+    Kind.API_STOPPED, Kind.API_KILLED, Kind.ETCD_STOPPED, Kind.API_BROKEN, Kind.API_FORBIDS,
+)  # fmt: skip
 QUICK = (
     Kind.WORKER_KILLED, Kind.AGENT_KILLED, Kind.POD_DELETED, Kind.POD_FORCED, Kind.EVICTED,
     Kind.MASTER_KILLED, Kind.MASTER_DELETED, Kind.MASTER_FORCED, Kind.OPERATOR_KILLED,
@@ -58,8 +61,8 @@ WEIGHTS = {
     Kind.WORKER_KILLED: 4, Kind.AGENT_KILLED: 3, Kind.POD_DELETED: 2, Kind.POD_FORCED: 3,
     Kind.MASTER_KILLED: 2, Kind.MASTER_DELETED: 1, Kind.MASTER_FORCED: 2, Kind.MASTER_TWICE: 1,
     Kind.OPERATOR_KILLED: 1, Kind.HOST_CUT: 3, Kind.HOST_CRASHED: 2, Kind.HEAD_CUT: 2,
-    Kind.API_STOPPED: 2, Kind.API_KILLED: 1, Kind.API_BROKEN: 2, Kind.API_FORBIDS: 2,
-    Kind.DRAINED: 2, Kind.TAINTED: 2, Kind.CORDONED: 1, Kind.EVICTED: 2, Kind.QUOTA: 2,
+    Kind.API_STOPPED: 2, Kind.API_KILLED: 1, Kind.ETCD_STOPPED: 1, Kind.API_BROKEN: 2,
+    Kind.API_FORBIDS: 2, Kind.DRAINED: 2, Kind.TAINTED: 2, Kind.CORDONED: 1, Kind.EVICTED: 2, Kind.QUOTA: 2,
     Kind.SCALED: 3, Kind.FLAPPED: 1, Kind.SUSPENDED: 1, Kind.PAIR: 6,
 }  # fmt: skip
 STANDBY = -1

@@ -76,7 +76,7 @@ class Striker:
                 return self._emptied(job, fault)
             case Kind.QUOTA:
                 return self._without_room(job, fault)
-            case Kind.API_STOPPED | Kind.API_KILLED:
+            case Kind.API_STOPPED | Kind.API_KILLED | Kind.ETCD_STOPPED:
                 return self._api(kind)
             case Kind.API_BROKEN:
                 return self._broken(job)
@@ -315,9 +315,12 @@ class Striker:
 
     def _api(self, kind: Kind) -> Strike:
         stack, cluster = ExitStack(), self.cluster
-        stopped = kind is Kind.API_STOPPED
-        fault = cluster.api_server_stopped if stopped else cluster.api_server_killed
-        return Strike("API server", lambda: stack.enter_context(fault()), stack.close)
+        fault = {
+            Kind.API_STOPPED: cluster.api_server_stopped,
+            Kind.API_KILLED: cluster.api_server_killed,
+            Kind.ETCD_STOPPED: cluster.etcd_stopped,
+        }[kind]
+        return Strike(kind.value, lambda: stack.enter_context(fault()), stack.close)
 
     def _broken(self, job: Job) -> Strike:
         """All that masters write goes by a webhook that is not there: 500."""

@@ -131,11 +131,22 @@ class Lab:
     @contextmanager
     def api_server_stopped(self) -> Iterator[None]:
         """It does not answer (SIGSTOP): connections hang."""
-        self._daemon("apiserver").signal(signal.SIGSTOP)
+        with self._stopped("apiserver"):
+            yield
+
+    @contextmanager
+    def etcd_stopped(self) -> Iterator[None]:
+        """It does not answer (SIGSTOP): the API server can neither read nor write."""
+        with self._stopped("etcd"):
+            yield
+
+    @contextmanager
+    def _stopped(self, name: str) -> Iterator[None]:
+        self._daemon(name).signal(signal.SIGSTOP)
         try:
             yield
         finally:
-            self._daemon("apiserver").signal(signal.SIGCONT)
+            self._daemon(name).signal(signal.SIGCONT)
             self._ready()
 
     @contextmanager
