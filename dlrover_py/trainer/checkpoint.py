@@ -79,6 +79,8 @@ PATIENCE_S = 3600.0
 A newer order then calls its own off: a store that is slower than that would never be written."""
 DRAIN_S = 30.0
 """``close`` waits so long for the last vote: other ranks may be gone."""
+LAST_TRIES, TRY_S = 100, 0.02
+"""The last save before the end, which was asked for, tries so often to find a slot."""
 LEAST_SLOWDOWN = 0.01
 """A busy persister is taken to cost at least so much of the training."""
 AMENDS, AMEND_S = 100, 0.01
@@ -447,12 +449,13 @@ class Checkpointer:
     def should_stop(self) -> bool:
         """Whether to end the loop now: the same on all ranks after the same ``save``.
 
-        ``session.should_stop()`` of any rank, agreed on by all: learned in one ``save``, true from
-        the next one on. The newest state is in memory then, and goes to storage by itself.
+        ``session.should_stop()`` of any rank, agreed on by all: asked for in one ``save``, true
+        from the next one on, which is due then. So the newest state is in memory, and goes to
+        storage by itself.
         """
-        if self._stop:
-            return True
-        if self._open_at is None or self._open_at.world == 1:
+        site = self._open_at
+        alone = site is None or site.world == 1
+        if not self._stop and alone and (not self.stats.calls or self._previous == self._attempted):
             self._stop = session.should_stop()
         return self._stop
 
@@ -527,8 +530,10 @@ class Checkpointer:
         metric: float | None,
         force: bool,
     ) -> bool:
+        stops = self._stop
         self._hear(site)
-        due = force or self._due(step)
+        last = self._stop and not stops  # the same on all ranks
+        due = force or last or self._due(step)
         persist = due and self.dir is not None and (force or self._persist_due(step))
         attempt: _Attempt | None = None
         if due:
@@ -537,10 +542,10 @@ class Checkpointer:
         self._ask(site)
         if attempt is None:
             return False
-        if force:
+        if force or last:
             self._hear(site)
-        begun = self._stage(site, attempt, state, metric)
-        if force:
+        begun = self._stage(site, attempt, state, metric, tries=LAST_TRIES if last else 1)
+        if force or last:
             site.stager.wait()
             self._ask(site)
             self._hear(site)
@@ -581,6 +586,8 @@ class Checkpointer:
         attempt: _Attempt,
         state: Mapping[str, object],
         metric: float | None,
+        *,
+        tries: int,
     ) -> bool:
         began = time.perf_counter()
         step, _, lap = attempt.id
@@ -597,17 +604,23 @@ class Checkpointer:
         copy = self._sharded and self._copying is None and site.copies
         if copy:  # the same on all ranks, whatever becomes of it on this one
             self._copying, self._marked = attempt.id, False
+        copy = copy and site.stager.grow()
+        pause = threading.Event()
         try:
-            attempt.staging = site.stager.stage(
-                step,
-                flat.leaves,
-                objects,
-                lap=lap,
-                persist=attempt.flagged,
-                metric=metric,
-                copy=copy and site.stager.grow(),
-                spared=spared,
-            )
+            for _ in range(tries):  # who reads a slot lets go of it
+                attempt.staging = site.stager.stage(
+                    step,
+                    flat.leaves,
+                    objects,
+                    lap=lap,
+                    persist=attempt.flagged,
+                    metric=metric,
+                    copy=copy,
+                    spared=spared,
+                )
+                if attempt.staging is not None or tries == 1:
+                    break
+                pause.wait(TRY_S)
         except NoRoom as error:
             self._missed(step, str(error))
             session.report_unsaved(str(error))
@@ -619,7 +632,7 @@ class Checkpointer:
                 self.stats.skipped += 1
             return False
         attempt.missed = False
-        if copy:
+        if self._copying == attempt.id:
             self._marked = bool(attempt.staging.facts["copy"])
         self.stats.saves += 1
         self.stats.cost_s += time.perf_counter() - began

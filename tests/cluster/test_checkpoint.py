@@ -41,9 +41,19 @@ class Saving:
         return self.run.training
 
     def trains(self, steps: int) -> tuple[Training, int]:
-        """Train so much further, and see it in the status; the number of the last step too."""
+        """Train so much further, and see it in the status; the number of the last step too. Of
+        such fast ones not each finds a slot."""
         step = max(self.at(0), self.at(1)) + steps
-        return self.reach(step, "memory"), step
+        permit(self.folder, step)
+
+        def look() -> Training | None:
+            seen = self.run.seen
+            done = seen.progress if seen is not None else None
+            return seen if done is not None and done.step == step else None
+
+        found = self.run.until(look, f"step {step}", within_s=240)
+        assert found is not None
+        return found, step
 
     def last(self, step: int, where: str = "") -> LastCheckpoint:
         """See this as the newest checkpoint, there or anywhere."""
@@ -232,7 +242,8 @@ def test_what_goes_with_notice_is_stored_first(
             assert len(its.stored) == number, "before it went, and at no other time"
             assert at <= its.stored[-1] <= loaded
             first, at = its.trains(50)
-            told = [e.message for e in first.events if e.reason == "TrainingResumed"][-2:]
+            told = [e.message for e in first.events if "are repeated" in e.message]
+            assert told, first.events
             assert all("no steps are repeated" in words for words in told), told
         second = first
 

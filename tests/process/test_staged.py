@@ -348,7 +348,7 @@ def said(ranks: list[subprocess.Popen[str]], timeout: float = 100) -> list[Any]:
 BEGIN = """
     import json, os, threading, time
     import torch, torch.distributed as dist
-    from dlrover_py.trainer import Checkpointer
+    from dlrover_py.trainer import Checkpointer, session
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     w = torch.zeros(1 << 16)
@@ -384,7 +384,8 @@ def test_ranks_agree_on_what_a_clock_says(folder: Path) -> None:
     assert list(folder.iterdir()) == [], "the first worker has removed their memory"
 
 
-def test_all_ranks_stop_after_the_same_step(folder: Path) -> None:
+@pytest.mark.parametrize("every", [1, 10**7])
+def test_all_ranks_stop_after_the_same_step_and_save_it(folder: Path, every: int) -> None:
     import socket
 
     agent = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -394,20 +395,22 @@ def test_all_ranks_stop_after_the_same_step(folder: Path) -> None:
     text = (
         BEGIN
         + """
-    with Checkpointer() as checkpointer:
+    with Checkpointer(every=EVERY) as checkpointer:
         for step in range(1, 10**6):
+            session.report_step(step)
             checkpointer.save(step, state)
             if checkpointer.should_stop:
                 break
             dist.all_reduce(torch.zeros(1))
-    print(json.dumps(step))
-    """
+        newest = max(s.step for s in checkpointer._site().stager.found() if s is not None)
+    print(json.dumps([step, newest]))
+    """.replace("EVERY", str(every))
     )
     ranks = world(text, folder, DLROVER_AGENT_SOCKET=str(path))
     while True:
         data, sender = agent.recvfrom(8192)
         news = json.loads(data)
-        if news["polls"] and (news["staged"] or 0) > 20:
+        if news["polls"] and max(news["staged"] or 0, news["step"] or 0) > 20:
             break
     agent.sendto(Order(stop="the node is drained").model_dump_json().encode(), sender)
     agent.settimeout(0)
@@ -429,7 +432,8 @@ def test_all_ranks_stop_after_the_same_step(folder: Path) -> None:
         drain.set()
         reader.join()
         agent.close()
-    assert first == second > 20
+    assert first == second
+    assert first[0] == first[1] > 20
 
 
 def test_a_save_that_one_rank_has_missed_is_nobodys(folder: Path) -> None:

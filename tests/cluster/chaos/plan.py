@@ -62,8 +62,8 @@ WEIGHTS = {
     Kind.MASTER_KILLED: 2, Kind.MASTER_DELETED: 1, Kind.MASTER_FORCED: 2, Kind.MASTER_TWICE: 1,
     Kind.OPERATOR_KILLED: 1, Kind.HOST_CUT: 3, Kind.HOST_CRASHED: 2, Kind.HEAD_CUT: 2,
     Kind.API_STOPPED: 2, Kind.API_KILLED: 1, Kind.ETCD_STOPPED: 1, Kind.API_BROKEN: 2,
-    Kind.API_FORBIDS: 2, Kind.DRAINED: 2, Kind.TAINTED: 2, Kind.CORDONED: 1, Kind.EVICTED: 2, Kind.QUOTA: 2,
-    Kind.SCALED: 3, Kind.FLAPPED: 1, Kind.SUSPENDED: 1, Kind.PAIR: 6,
+    Kind.API_FORBIDS: 2, Kind.DRAINED: 2, Kind.TAINTED: 2, Kind.CORDONED: 1, Kind.EVICTED: 2,
+    Kind.QUOTA: 2, Kind.SCALED: 3, Kind.FLAPPED: 1, Kind.SUSPENDED: 1, Kind.PAIR: 6,
 }  # fmt: skip
 STANDBY = -1
 """In the place of a rank."""
