@@ -108,7 +108,7 @@ def user_error(fingerprint: str = "E@f:1", step: int | None = 5) -> WorkerFailur
 
 def _taken_up(told: Assignment) -> dict[str, Any]:
     """What an agent has to take up before it can be asked for more."""
-    beside = {"version", "reason", "checkpoint", "peer", "persist", "linger"}
+    beside = {"version", "reason", "checkpoint", "peer", "persist", "linger", "last_step_s"}
     return told.model_dump(exclude=beside)
 
 

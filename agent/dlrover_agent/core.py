@@ -148,6 +148,8 @@ class Stop:
     polite: bool = False
     """Let scripts that ask ``should_stop()`` end by themselves before they are signalled."""
     signal: int = 15
+    last_step_s: float = 0.0
+    """Those scripts have so long for it, if that is longer than the grace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +210,8 @@ class Core:
     _occupied: bool = False
     """Processes of the round may still be there."""
     _stopping: bool = False
+    _last_step: bool = False
+    """The workers that stop may finish their step."""
     _next: Assignment | None = None
     _exit: Exit | None = None
     _signals: int = 0
@@ -276,7 +280,7 @@ class Core:
             return self._stop(new.reason, new.stop_grace_s, polite=True)
         if new.directive is Directive.WAIT:
             self._next = None
-            return self._stop(new.reason, new.stop_grace_s) if self._occupied else []
+            return self._make_way(new) if self._occupied else []
         if new.directive is Directive.CHECK:
             if new.check <= self.checks:
                 return []
@@ -292,7 +296,7 @@ class Core:
         effects: list[Effect] = [Renew(new.round), Report()]
         if not self._occupied:
             return effects + self._start()
-        effects += self._stop(new.reason, new.stop_grace_s)
+        effects += self._make_way(new)
         # A report speaks of the new round from here on: the old one's end is no news of it.
         self.phase = WorkerPhase.STOPPING
         return effects
@@ -466,7 +470,17 @@ class Core:
         self._mark_stopping()
         return [Stop(why, grace_s, polite)]
 
+    def _make_way(self, new: Assignment) -> list[Effect]:
+        """The workers' round is over; if only by plan, they may finish their step, unless a fault
+        comes on top."""
+        by_plan = new.last_step_s > 0
+        if self._stopping and (by_plan or not self._last_step):
+            return []
+        self._mark_stopping()
+        self._last_step = by_plan
+        return [Stop(new.reason, new.stop_grace_s, by_plan, last_step_s=new.last_step_s)]
+
     def _mark_stopping(self) -> None:
-        self._stopping = True
+        self._stopping, self._last_step = True, False
         if self.phase in (WorkerPhase.RUNNING, WorkerPhase.CHECKING):
             self.phase = WorkerPhase.STOPPING

@@ -356,11 +356,12 @@ class Agent:
                 if self._current is not None:
                     self._current.close()
                 self._current, self._coming = self._coming, self._reserve()
-            case Stop(why, grace_s, polite, number):
-                log.info("workers_stop", extra={"why": why, "grace_s": grace_s})
+            case Stop(why, grace_s, polite, number, last_step_s):
                 spare = self._local.asking if polite else set()
                 if spare:
                     self._local.order_stop(why)
+                    grace_s = max(grace_s, last_step_s)
+                log.info("workers_stop", extra={"why": why, "grace_s": grace_s})
                 self._workers.stop(grace_s, number, spare=spare)
             case Kill():
                 self._workers.kill()

@@ -330,6 +330,9 @@ class Assignment(Wire):
     """Start the workers cold: warm ones are in doubt."""
     stop_grace_s: Annotated[float, Field(ge=0)] = 1.0
     """SIGTERM to SIGKILL when the workers are stopped for this assignment."""
+    last_step_s: Annotated[float, Field(ge=0)] = 0.0
+    """Scripts that ask ``should_stop()`` have so long to agree on a last step, and to save it,
+    before they are signalled. 0: their round is broken already."""
     recipe: Line = ""
     """Digest of the warm recipe that the master keeps (``/v1/recipe``); empty if it has none."""
     checkpoint: Annotated[str, StringConstraints(max_length=4096)] = ""

@@ -298,6 +298,8 @@ class Checkpointer:
         self._began = clock()
         self._closed = False
         self._stop = False
+        self._asks = False
+        """The script has asked whether to stop."""
         self._open_at: _Site | None = None
         self._lap = 0
         self._previous: int | None = None
@@ -453,6 +455,7 @@ class Checkpointer:
         from the next one on, which is due then. So the newest state is in memory, and goes to
         storage by itself.
         """
+        self._asks = True
         site = self._open_at
         alone = site is None or site.world == 1
         if not self._stop and alone and (not self.stats.calls or self._previous == self._attempted):
@@ -738,7 +741,8 @@ class Checkpointer:
             uncopied=self._uncopied(site),
             part=part,
             unpart=-part,
-            stop=int(self._stop or session.should_stop()),
+            # Who never asks is signalled at once, and not only when the grace is over.
+            stop=int(self._stop or (self._asks and session.should_stop())),
             fate=self._attempts[0].fate if self._attempts else Fate.UNDER_WAY,
         )
 

@@ -308,9 +308,10 @@ def report_store(dir: str, keep: Mapping[str, int], spare: Sequence[str] = ()) -
 def should_stop() -> bool:
     """Say whether this process should finish its step, save, and exit with 0; stays true.
 
-    A script that asks is told before its agent signals it. Ask once a step: it costs
-    microseconds. **Ranks may get the answer at different steps**, and one that leaves a loop of
-    collectives alone lets the others hang in theirs. So agree on it first::
+    True when its node goes, and on all nodes of a round that ends by plan. A script that asks is
+    told before its agent signals it. Ask once a step: it costs microseconds. **Ranks may get the
+    answer at different steps**, and one that leaves a loop of collectives alone lets the others
+    hang in theirs. So agree on it first::
 
         stop = torch.tensor(float(session.should_stop()), device=device)
         dist.all_reduce(stop, op=dist.ReduceOp.MAX)

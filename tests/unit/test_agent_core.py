@@ -97,6 +97,19 @@ def test_the_next_round_starts_only_when_nothing_of_the_old_one_is_left() -> Non
     assert told(core, Emptied(1)) == [Start(second)]
 
 
+@pytest.mark.parametrize("directive", [RUN, WAIT, CHECK])
+def test_where_nothing_is_broken_the_workers_may_finish_their_step(directive: Directive) -> None:
+    core = running()
+    planned = assignment(2, directive, check=1, last_step_s=20.0, reason="n1 is leaving")
+    polite = Stop("n1 is leaving", 1.0, polite=True, last_step_s=20.0)
+    assert told(core, Assigned(planned))[-1] == polite
+    again = assignment(3, WAIT, last_step_s=20.0)
+    assert told(core, Assigned(again)) == []
+    broken = assignment(4, WAIT, reason="n2 is lost")
+    assert told(core, Assigned(broken)) == [Stop("n2 is lost", 1.0)], "no step can end now"
+    assert told(core, Assigned(assignment(5, WAIT, reason="once more"))) == []
+
+
 def test_only_the_newest_of_two_rounds_is_started() -> None:
     core = running()
     second, third = assignment(2), assignment(3)

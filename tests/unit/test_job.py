@@ -351,6 +351,43 @@ def test_a_drained_node_costs_nobody_anything() -> None:
     assert all(n.relaunches == 0 for n in bench.job.nodes)
 
 
+def last_steps(bench: Bench, *nodes: str) -> list[float]:
+    told = [bench.agent(n).assignment for n in nodes]
+    return [a.last_step_s for a in told if a is not None]
+
+
+def test_when_a_node_goes_by_plan_the_others_finish_their_step() -> None:
+    bench = running(elastic_job(3, 2))
+    assert last_steps(bench, "n0") == [0.0], "a start ends nothing"
+    bench.agent("n2").leaving = "SIGTERM"
+    bench.exchange(bench.agent("n2"))
+    bench.answer(bench.agent("n0"))
+    bench.answer(bench.agent("n1"))
+    assert all(s > 1 for s in last_steps(bench, "n0", "n1"))
+
+
+def test_when_a_node_is_lost_the_others_are_stopped_at_once() -> None:
+    bench = running(elastic_job(3, 2))
+    bench.kill(NodeId("n2"))
+    bench.settle()
+    assert last_steps(bench, "n0", "n1") == [0.0, 0.0]
+
+
+def test_a_fault_on_top_of_a_plan_ends_the_wait_for_the_last_step() -> None:
+    bench = running(elastic_job(3, 3))
+    bench.agent("n2").leaving = "SIGTERM"
+    bench.exchange(bench.agent("n2"))
+    bench.answer(bench.agent("n0"))
+    assert last_steps(bench, "n0") > [1.0]
+    bench.kill(N1)
+    bench.deliver_facts()
+    bench.answer(bench.agent("n0"))
+    assert last_steps(bench, "n0") == [0.0]
+    bench.settle()
+    assert bench.job.round == 2
+    assert last_steps(bench, "n0", "n1") == [0.0, 0.0]
+
+
 def test_a_restarted_agent_starts_the_next_round() -> None:
     bench = running(elastic_job(2, 1))
     bench.boot(N1)

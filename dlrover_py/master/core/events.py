@@ -242,6 +242,8 @@ class Opening(_Kept):
     suspected: tuple[NodeId, WorkerFailure] | None = None
     cold: bool = False
     """Warm starts are in doubt: the next round is started cold."""
+    broken: bool = False
+    """A fault has come on top: the workers cannot end in good order any more."""
 
 
 class NodeRecord(_Kept):

@@ -104,10 +104,12 @@ TAKEN_UP = (Directive.RUN, Directive.CHECK)
 """What an agent uses its offer for."""
 SHOWN = 8
 """Nodes or groups that an event names."""
-BESIDE = ("checkpoint", "peer", "persist", "linger")
+BESIDE = ("checkpoint", "peer", "persist", "linger", "last_step_s")
 """Of an assignment: what changes nothing about the workers."""
 HEALTHY: tuple[Kind, ...] = ("scale", "join")
 """A round that waits for these still runs: it may yet fail or succeed."""
+BY_PLAN: tuple[Kind, ...] = (*HEALTHY, "drain")
+"""Nothing is broken: all workers can end after the same step."""
 
 
 class Job:
@@ -152,6 +154,8 @@ class Job:
         self.suspended_at: float | None = None
         self._outage: tuple[Kind, float] = ("start", now)
         """Why no step comes, or came last, and since when."""
+        self._planned = False
+        """The round before this one has ended by plan."""
         self._speed = 0.0
         """Steps per second of the last round that had any."""
         self.formed_at = now
@@ -1047,6 +1051,10 @@ class Job:
             return
         old = self.opening
         if old is not None and old.suspected is None and old.kind not in HEALTHY:
+            if kind not in BY_PLAN and not old.broken:
+                old.broken = self._dirty = True
+                if old.kind in BY_PLAN and self.phase is JobPhase.FORMING:
+                    self._reassign()  # nobody waits for a last step that cannot end
             return
         since = self._now if old is None or old.kind in HEALTHY else old.since
         self.opening = Opening(kind=kind, reason=reason, cause=event, since=since)
@@ -1311,6 +1319,7 @@ class Job:
         first = self.nodes[members[0].node].report
         assert first is not None
         self.round = Round(self.round + 1)
+        self._planned = self._by_plan()
         old = self.world
         self.world = World(
             round=self.round,
@@ -1378,6 +1387,12 @@ class Job:
             waits = "standby" if self.phase is JobPhase.RUNNING else "the next round is forming"
             self._assign(node, Directive.WAIT, waits)
 
+    def _by_plan(self) -> bool:
+        """Whether nothing is broken in the round that ends, or that has ended for this one."""
+        if self.opening is None:
+            return self._planned
+        return self.opening.kind in BY_PLAN and not self.opening.broken
+
     def _is_due(self, node: Node) -> bool:
         """Whether this is rank 0's node, and it has not taken up the round that is over already.
 
@@ -1422,6 +1437,9 @@ class Job:
                 min(self._grace_s(), max(0.0, node.grace_s - BEFORE_KILL_S))
                 if directive is Directive.STOP
                 else self.rules.stop_grace_s
+            ),
+            last_step_s=(
+                self._grace_s() if directive is not Directive.STOP and self._by_plan() else 0.0
             ),
             exchange_s=self.pace.exchange_s,
             lease_s=self.pace.lease_s,
