@@ -177,13 +177,13 @@ def members(status: Training) -> list[NodeStatus]:
     return sorted(found, key=lambda n: n.node_rank or 0)
 
 
-def spread() -> Obj:
-    """Pods on different hosts, as far as that can be."""
+def spread(*, anyway: bool = True) -> Obj:
+    """Pods on different hosts; on the same if need be, where that will do."""
     labels = {"elasticjob.dlrover/name": "job", "elasticjob.dlrover/replica-type": "worker"}
     rule = {
         "maxSkew": 1,
         "topologyKey": "kubernetes.io/hostname",
-        "whenUnsatisfiable": "ScheduleAnyway",
+        "whenUnsatisfiable": "ScheduleAnyway" if anyway else "DoNotSchedule",
         "labelSelector": {"matchLabels": labels},
     }
     return {"topologySpreadConstraints": [rule], "terminationGracePeriodSeconds": 30}
@@ -230,7 +230,13 @@ def test_what_goes_with_notice_is_stored_first(
     policy = {"dir": f"{SHARED}/store", "persistEvery": 100_000}
     sizes = {"replicas": 2, "minReplicas": 1}
     with saving(
-        there, agent_image, tmp_path, cpu="500m", pod=spread(), spec={"checkpoint": policy}, **sizes
+        there,
+        agent_image,
+        tmp_path,
+        cpu="500m",
+        pod=spread(anyway=False),
+        spec={"checkpoint": policy},
+        **sizes,
     ) as its:
         first, at = its.trains(50)
         for number, take in enumerate((drain, preempt, spot), 1):
