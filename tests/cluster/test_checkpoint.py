@@ -253,7 +253,6 @@ def test_what_goes_with_notice_is_stored_first(
             assert all("no steps are repeated" in words for words in told), told
         second = first
 
-        its.reach(at + 1)
         its.run.patch({"suspend": True})
         its.run.until(lambda: its.run.holds("Suspended"), "Suspended", within_s=240)
         its.run.until(lambda: not running(its.run), "nothing runs")
