@@ -15,6 +15,7 @@ one datagram more. The messages are those of :mod:`dlrover_py.protocol.workers`.
 """
 
 import atexit
+import gc
 import json
 import os
 import socket
@@ -150,6 +151,10 @@ class Session:
                 self._send()
         return bool(self.stop_reason)
 
+    def told_to_stop(self) -> bool:
+        """Whether it has asked, and the answer was, or is by now, to stop."""
+        return self._polls and self.should_stop()
+
     def close(self) -> None:
         """Send what is unsent, waiting at most ``EXIT_WAIT_S``, and close the socket."""
         if self._unsent and self._mine():
@@ -236,8 +241,17 @@ def _current() -> Session:
     global _session
     if _session is None:
         _session = Session(Settings.from_environment())
-        atexit.register(_session.close)
+        atexit.register(_end, _session)
     return _session
+
+
+def _end(own: Session) -> None:
+    """The script is over."""
+    if own.told_to_stop():
+        # The next round waits for this process. Its last search for garbage would go through all
+        # that torch has made: most of the second that such a process takes to end.
+        gc.freeze()
+    own.close()
 
 
 def active() -> bool:
