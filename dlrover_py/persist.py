@@ -522,6 +522,8 @@ class Attempt:
         self._put(store, f"{order.node}.layout", [h.share.encode() for h in self._held])
         layouts: dict[str, list[Share]] = {}
         plan = self._plan(store, layouts) if order.writers else self._read_plan(store)
+        if not order.writers:
+            store.join(Owner(order.job, order.name))
         self._put(store, f"{order.node}.done", self._write_files(store, plan))
         if not order.writers:
             return None, ()
@@ -679,7 +681,8 @@ class Attempt:
         """Be the one that writes into the directory; None while the one that did may be dead."""
         order = self.order
         try:
-            store.claim(Owner(order.job, order.name), order.attempt)
+            shared = len(order.writers) > 1
+            store.claim(Owner(order.job, order.name), order.attempt, shared=shared)
         except Claimed as error:
             if error.sure:
                 raise

@@ -38,6 +38,8 @@ LAPSE_S = 30.0
 """A claim of another host that has not changed for so long, by our own clock, is nobody's."""
 BEAT_S = 8.0
 """A claim is renewed so often."""
+STAND_IN_S = 2 * BEAT_S
+"""One that has not changed for so long is renewed by others of its job: well before it lapses."""
 TOMBSTONE_S = 86400.0
 """So long, by our own clock, a tombstone stays after its folder has gone: no order lives longer."""
 BLOCK = 1 << 25
@@ -488,6 +490,10 @@ class _Claim:
     pid: int = 0
     started: int = 0
     """In clock ticks since the boot: tells a process from a later one of its number."""
+    writer: str = ""
+    """Which `Store`; empty: it has left, and the others of the job may go on."""
+    shared: bool = False
+    """Other nodes of the job write here too: they renew it if this one dies."""
     beat: int = 0
 
     @property
@@ -507,6 +513,11 @@ def _started(pid: int) -> int | None:
     except OSError:
         return None
     return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def _gone(held: _Claim) -> bool | None:
+    """Whether its process has ended; None if it is not of this host."""
+    return _started(held.pid) != held.started if held.host == _this_host() else None
 
 
 # --- checkpoints ---
@@ -529,8 +540,11 @@ class Store:
         self._clock = clock
         self._seen: dict[str, Manifest] = {}
         self._told: set[str] = set()
+        self._writer = secrets.token_hex(8)
         self._claim: _Claim | None = None
-        self._watched: tuple[bytes, float, bool] | None = None
+        """Our job's, as it was last seen, whoever of the job has put it there."""
+        self._watched: dict[bool, tuple[bytes, float, bool]] = {}
+        """Our job's claim, and another's: what it said last, since when, whether it has changed."""
         self._graves: dict[str, float] = {}
         """By folder that has gone: since when we have seen its tombstone."""
         self._lock = threading.Lock()
@@ -599,19 +613,36 @@ class Store:
 
     # --- claim ---
 
-    def claim(self, owner: Owner, attempt: str = "") -> None:
+    def claim(self, owner: Owner, attempt: str = "", *, shared: bool = False) -> None:
         """Be the job that writes here, for this attempt; earlier ones of the job are called off.
+
+        Args:
+            owner: the job.
+            attempt: what it begins to write.
+            shared: other nodes `join`.
 
         Raises:
             Claimed: another job writes here. Ask again: its claim lapses unless it is renewed.
         """
         with self._lock:
-            self._claim = self._take(owner, attempt)
+            self._claim = self._take(
+                self._own(_Claim(owner.job, owner.name, attempt, shared=shared))
+            )
 
-    def _take(self, owner: Owner, attempt: str) -> _Claim:
+    def join(self, owner: Owner) -> None:
+        """Write for a job that another node has claimed the directory for; `renew` it with them."""
+        with self._lock:
+            held = _decoded(self._read_claim())
+            self._claim = held if held is not None and held.job == owner.job else None
+
+    def _own(self, claim: _Claim) -> _Claim:
+        """The same, by this process."""
         beat = self._claim.beat + 1 if self._claim is not None else 1
-        pid = os.getpid()
-        mine = _Claim(owner.job, owner.name, attempt, _this_host(), pid, _started(pid) or 0, beat)
+        pid, host = os.getpid(), _this_host()
+        started = _started(pid) or 0
+        return replace(claim, host=host, pid=pid, started=started, writer=self._writer, beat=beat)
+
+    def _take(self, mine: _Claim) -> _Claim:
         for _ in range(5):
             text = self._read_claim()
             if text is None:
@@ -619,7 +650,7 @@ class Store:
                     return mine
                 continue
             held = _decoded(text)
-            if held is not None and held.job == owner.job:
+            if held is not None and held.job == mine.job:
                 self.place.put(CLAIM, _encoded(mine))
                 return mine
             lives = self._lives(held, text)
@@ -638,19 +669,38 @@ class Store:
         raise Claimed(f"{self.place.url} is claimed by several jobs at once", sure=True)
 
     def renew(self) -> bool:
-        """Say that the claim holds still; False if it is not ours any more."""
+        """Say that the job's claim holds still; False if another process says so, or it is lost.
+
+        Whoever writes for the job does it where the one that did is dead, or has released it.
+        """
         with self._lock:
-            if self._claim is None or not self._claimed():
+            if self._claim is None:
                 return False
-            self._claim = replace(self._claim, beat=self._claim.beat + 1)
+            text = self._read_claim()
+            if text is None:
+                # For no attempt: which was the newest is not known any more.
+                mine = self._own(replace(self._claim, attempt=""))
+                return self.place.create(CLAIM, _encoded(mine))
+            held = _decoded(text)
+            if held is None or held.job != self._claim.job:
+                return False
+            self._claim = held
+            ours = held.writer in (self._writer, "") or _gone(held)
+            if not ours and self._unchanged(text, STAND_IN_S, own=True) is not True:
+                return False
+            self._claim = self._own(held)
             self.place.put(CLAIM, _encoded(self._claim))
             return True
 
     def release(self) -> None:
-        """Let another job write here."""
+        """Let another job write here, unless others of ours do: then once it has lapsed."""
         with self._lock:
-            if self._claim is not None and self._claimed():
-                self.place.remove(CLAIM)
+            held = _decoded(self._read_claim()) if self._claim is not None else None
+            if held is not None and held.writer == self._writer:
+                if held.shared:
+                    self.place.put(CLAIM, _encoded(replace(held, writer="", host="", pid=0)))
+                else:
+                    self.place.remove(CLAIM)
             self._claim = None
 
     def _read_claim(self) -> bytes | None:
@@ -659,30 +709,26 @@ class Store:
         except FileNotFoundError:
             return None
 
-    def _claimed(self) -> bool:
-        text = self._read_claim()
-        held = _decoded(text) if text is not None else None
-        return (
-            held is not None
-            and self._claim is not None
-            and (held.job, held.attempt) == (self._claim.job, self._claim.attempt)
-        )
-
     def _lives(self, held: _Claim | None, text: bytes) -> bool | None:
-        """Whether a writer renews this claim; None while that is not known yet."""
-        if held is not None and held.host == _this_host():
-            return _started(held.pid) == held.started
+        """Whether a writer renews another job's claim; None while that is not known yet."""
+        gone = _gone(held) if held is not None else None
+        if held is not None and gone is not None and not (gone and held.shared):
+            return not gone
+        left = held is not None and held.shared and not held.writer
+        unchanged = self._unchanged(text, STAND_IN_S if left else LAPSE_S, own=False)
+        return None if unchanged is None else not unchanged
+
+    def _unchanged(self, text: bytes, lapse_s: float, *, own: bool) -> bool | None:
+        """Whether a claim has not been renewed for so long; None while that is not known yet."""
         now = self._clock()
-        if self._watched is None:
-            self._watched = text, now, False
-        seen, since, moved = self._watched
+        seen, since, moved = self._watched.setdefault(own, (text, now, False))
         if seen != text:  # somebody is there
-            self._watched = text, now, True
-            return True
-        if now - since < LAPSE_S:
-            return True if moved else None
-        self._watched = None
-        return False
+            self._watched[own] = text, now, True
+            return False
+        if now - since < lapse_s:
+            return False if moved else None
+        del self._watched[own]
+        return True
 
     # --- commit ---
 
@@ -692,10 +738,14 @@ class Store:
         Raises:
             Superseded: a newer attempt or term, a tombstone, or what was saved later, is there.
         """
-        if self._claim is not None and not self._claimed():
-            raise Superseded(
-                f"{self.place.url}: another attempt has begun since; {manifest.folder} is given up"
-            )
+        if self._claim is not None:
+            held = _decoded(self._read_claim())
+            mine = manifest.job, manifest.attempt
+            if held is None or (held.job, held.attempt) != mine:
+                raise Superseded(
+                    f"{self.place.url}: another attempt has begun since; "
+                    f"{manifest.folder} is given up"
+                )
         others = self._manifests(self.place.names())
         newest = max((m.term for m in others.values() if m.job == manifest.job), default=0)
         if manifest.term < newest:
@@ -797,7 +847,9 @@ def _encoded(claim: _Claim) -> bytes:
     return json.dumps(asdict(claim)).encode() + b"\n"
 
 
-def _decoded(text: bytes) -> _Claim | None:
+def _decoded(text: bytes | None) -> _Claim | None:
+    if text is None:
+        return None
     try:
         return _Claim(**json.loads(text))
     except (ValueError, TypeError):

@@ -26,6 +26,8 @@ MEASURED: dict[str, Callable[[Iterable[float]], float]] = {
 """What the workers of a check measure, and whose number is the node's."""
 OVERDUE_S = 5.0
 """An exchange has failed when its answer is so late."""
+AFTER_FAILURE_S = 5.0
+"""Where one of several workers fails in their last step, the others may be saving it still."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,10 +285,10 @@ class Core:
             return self._make_way(new) if self._occupied else []
         if new.directive is Directive.CHECK:
             if new.check <= self.checks:
-                return []
+                return self._make_way(new) if self._last_step else []
             self.checks, self.check = new.check, None
         elif new.round <= self.follows:
-            return []
+            return self._make_way(new) if self._last_step else []
         else:
             self.follows, self._taken_up_at = new.round, now
         self.failure = self.progress = None
@@ -316,7 +318,10 @@ class Core:
             return []
         self._alive.discard(local_rank)
         if self._stopping or self._exit is not None:
-            return []  # it was told to end: neither a success nor a failure
+            if failure is None or not self._last_step:
+                return []  # it was told to end: neither a success nor a failure
+            self._last_step = False
+            return [Stop("a worker of this node failed", AFTER_FAILURE_S, polite=True)]
         if self.phase is WorkerPhase.CHECKING:
             return self._check_ended(local_rank, failure)
         if failure is not None:
@@ -350,7 +355,7 @@ class Core:
         if round_number != self._workers_round:
             return []
         self._alive.clear()
-        self._stopping = self._occupied = False
+        self._stopping = self._last_step = self._occupied = False
         if self._exit is not None:
             return [self._exit]
         if self._next is not None:

@@ -38,6 +38,7 @@ class Local:
         """
         self._heard, self._staged, self._stores, self._unsaved = heard, staged, stores, unsaved
         self._asking: dict[int, bytes] = {}
+        self._saving: set[int] = set()
         self._steps: dict[int, int] = {}
         self._round = 0
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
@@ -48,7 +49,13 @@ class Local:
     @property
     def asking(self) -> set[int]:
         """Local ranks whose script asks ``should_stop()``."""
+        self.drain()
         return set(self._asking)
+
+    @property
+    def agreeing(self) -> set[int]:
+        """Those of them that agree on a last step, and save it: with a `Checkpointer`."""
+        return self.asking & self._saving
 
     def last_step(self, local_rank: int) -> int | None:
         """Newest step that this worker of the round has reported."""
@@ -59,6 +66,7 @@ class Local:
         """From now on only workers of this round are listened to."""
         self._round = number
         self._asking.clear()
+        self._saving.clear()
         self._steps.clear()
 
     def order_stop(self, why: str) -> None:
@@ -92,6 +100,7 @@ class Local:
                 self._stores(news.store)
             self._unsaved(news.local_rank, news.unsaved)
             if news.staged is not None:
+                self._saving.add(news.local_rank)
                 self._staged(news.local_rank, news.staged)
 
     def close(self) -> None:

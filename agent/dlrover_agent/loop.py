@@ -358,6 +358,8 @@ class Agent:
                 self._current, self._coming = self._coming, self._reserve()
             case Stop(why, grace_s, polite, number, last_step_s):
                 spare = self._local.asking if polite else set()
+                if last_step_s and not self._workers.alive <= self._local.agreeing:
+                    spare = set()  # who stays would wait for those who do not
                 if spare:
                     self._local.order_stop(why)
                     grace_s = max(grace_s, last_step_s)

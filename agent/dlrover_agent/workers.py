@@ -226,6 +226,11 @@ class Workers:
             loop = asyncio.get_running_loop()
             self._timers.append(loop.call_later(UNSTARTED_S, self._kill_unstarted))
 
+    @property
+    def alive(self) -> set[int]:
+        """Local ranks of workers that have not ended."""
+        return {w.local_rank for w in self._workers if not w.ended}
+
     def stop(self, grace_s: float, number: int, *, spare: set[int] | None = None) -> None:
         """Signal the workers (those in ``spare`` only shortly before the end of the grace), and
         kill what is left after the grace."""

@@ -15,7 +15,6 @@ one datagram more. The messages are those of :mod:`dlrover_py.protocol.workers`.
 """
 
 import atexit
-import gc
 import json
 import os
 import socket
@@ -151,10 +150,6 @@ class Session:
                 self._send()
         return bool(self.stop_reason)
 
-    def told_to_stop(self) -> bool:
-        """Whether it has asked, and the answer was, or is by now, to stop."""
-        return self._polls and self.should_stop()
-
     def close(self) -> None:
         """Send what is unsent, waiting at most ``EXIT_WAIT_S``, and close the socket."""
         if self._unsent and self._mine():
@@ -241,17 +236,8 @@ def _current() -> Session:
     global _session
     if _session is None:
         _session = Session(Settings.from_environment())
-        atexit.register(_end, _session)
+        atexit.register(_session.close)
     return _session
-
-
-def _end(own: Session) -> None:
-    """The script is over."""
-    if own.told_to_stop():
-        # The next round waits for this process. Its last search for garbage would go through all
-        # that torch has made: most of the second that such a process takes to end.
-        gc.freeze()
-    own.close()
 
 
 def active() -> bool:
@@ -322,10 +308,9 @@ def report_store(dir: str, keep: Mapping[str, int], spare: Sequence[str] = ()) -
 def should_stop() -> bool:
     """Say whether this process should finish its step, save, and exit with 0; stays true.
 
-    True when its node goes, and on all nodes of a round that ends by plan. A script that asks is
-    told before its agent signals it. Ask once a step: it costs microseconds. **Ranks may get the
-    answer at different steps**, and one that leaves a loop of collectives alone lets the others
-    hang in theirs. So agree on it first::
+    A script that asks is told before its agent signals it. Ask once a step: it costs
+    microseconds. **Ranks may get the answer at different steps**, and one that leaves a loop of
+    collectives alone lets the others hang in theirs. So agree on it first::
 
         stop = torch.tensor(float(session.should_stop()), device=device)
         dist.all_reduce(stop, op=dist.ReduceOp.MAX)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dlrover_agent.core import (
+    AFTER_FAILURE_S,
     OVERDUE_S,
     Ask,
     Assigned,
@@ -105,9 +106,26 @@ def test_where_nothing_is_broken_the_workers_may_finish_their_step(directive: Di
     assert told(core, Assigned(planned))[-1] == polite
     again = assignment(3, WAIT, last_step_s=20.0)
     assert told(core, Assigned(again)) == []
-    broken = assignment(4, WAIT, reason="n2 is lost")
-    assert told(core, Assigned(broken)) == [Stop("n2 is lost", 1.0)], "no step can end now"
+    broken = assignment(4, directive, round=2, check=1, reason="n2 is lost")
+    assert Stop("n2 is lost", 1.0) in told(core, Assigned(broken)), "no step can end now"
     assert told(core, Assigned(assignment(5, WAIT, reason="once more"))) == []
+
+
+def test_who_fails_in_the_last_step_ends_the_wait_of_the_others_beside_it() -> None:
+    core = running(nproc=3)
+    told(core, Assigned(assignment(2, last_step_s=20.0)))
+    assert told(core, Ended(1, 0, None)) == []
+    others = Stop("a worker of this node failed", AFTER_FAILURE_S, polite=True)
+    assert told(core, Ended(1, 1, failure(1))) == [others]
+    assert told(core, Ended(1, 2, failure(2))) == []
+    assert WorkerPhase.STOPPING is core.phase, "neither a success nor a failure"
+
+
+def test_a_healthy_round_is_not_stopped_by_what_its_assignment_says_of_the_last() -> None:
+    core = running()
+    told(core, Assigned(assignment(2, last_step_s=20.0)), Emptied(1))
+    assert core.phase is WorkerPhase.RUNNING
+    assert told(core, Assigned(assignment(3, round=2))) == []
 
 
 def test_only_the_newest_of_two_rounds_is_started() -> None:

@@ -388,6 +388,25 @@ def test_a_fault_on_top_of_a_plan_ends_the_wait_for_the_last_step() -> None:
     assert last_steps(bench, "n0", "n1") == [0.0, 0.0]
 
 
+def test_who_leaves_with_less_time_leaves_the_others_no_more() -> None:
+    bench = running(elastic_job(3, 2))
+    bench.step(NodeSeen(NodeId("n2"), True, leaving="drained", grace_s=7.0))
+    bench.answer(bench.agent("n0"))
+    assert last_steps(bench, "n0") == [5.0]
+
+
+@pytest.mark.parametrize("first", ["the failure", "the notice"])
+def test_a_broken_round_has_no_last_step_though_a_node_is_leaving(first: str) -> None:
+    """In a preemption, connections may break before the platform says why."""
+    bench = running(elastic_job(3, 3))
+    bench.agent("n0").fail(crash(FailureKind.PEER))
+    bench.agent("n2").leaving = "SIGTERM"
+    for name in ("n0", "n2") if first == "the failure" else ("n2", "n0"):
+        bench.exchange(bench.agent(name))
+    bench.answer(bench.agent("n1"))
+    assert last_steps(bench, "n1") == [0.0]
+
+
 def test_a_restarted_agent_starts_the_next_round() -> None:
     bench = running(elastic_job(2, 1))
     bench.boot(N1)

@@ -517,28 +517,3 @@ def test_process_forked_after_the_import_learns_its_own_place(
         """
     )
     assert [(news.local_rank, news.step) for news in agent.waiting()] == [(0, 10), (1, 11)]
-
-
-@pytest.mark.parametrize("ordered", [True, False])
-def test_who_was_told_to_stop_ends_without_a_last_search_for_garbage(
-    agent: Agent, path: Path, ordered: bool
-) -> None:
-    text = """
-        import atexit, gc
-        atexit.register(lambda: print(gc.get_freeze_count() > 1000))  # registered first, so last
-        from dlrover_py.trainer import session
-        session.should_stop()
-        input()
-    """
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(text)],
-        env={"PYTHONPATH": str(ROOT), **inside(path)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert agent.news().polls
-        if ordered:
-            agent.order("enough")
-        printed, _ = process.communicate("\n", timeout=30)
-    assert printed == f"{ordered}\n"

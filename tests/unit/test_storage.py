@@ -31,7 +31,7 @@ from dlrover_py.protocol.checkpoint import (
     read_line,
 )
 from dlrover_py.protocol.errors import ConfigError, Superseded
-from dlrover_py.storage import CLAIM, LAPSE_S, Claimed, Folder, Store, folder_of, kept
+from dlrover_py.storage import BEAT_S, CLAIM, LAPSE_S, Claimed, Folder, Store, folder_of, kept
 
 ONE, OTHER = Owner("u1", "gpt"), Owner("u2", "bert")
 
@@ -366,7 +366,7 @@ def test_two_jobs_cannot_write_into_one_directory(store: Store) -> None:
 
 
 def test_loading_needs_no_claim(store: Store) -> None:
-    store.claim(ONE, "a1")
+    store.claim(ONE, "a7")
     done = store.commit(manifest())
     assert Store(store.place.url).checkpoints() == [done]
 
@@ -422,6 +422,90 @@ def test_a_claim_of_another_host_that_is_renewed_holds(tmp_path: Path) -> None:
             mine.claim(ONE)
         assert told.value.sure is (beat > 0)
         clock.now += LAPSE_S - 1
+
+
+def away(place: Path, host: str = "another") -> None:
+    """Whoever has the claim does not run on this host."""
+    claim = json.loads((place / CLAIM).read_bytes()) | {"host": host}
+    (place / CLAIM).write_text(json.dumps(claim))
+
+
+def test_when_the_claiming_node_dies_the_others_of_its_job_keep_the_directory(
+    tmp_path: Path,
+) -> None:
+    clock = Clock()
+    dead, second, third = (Store(tmp_path, clock=clock) for _ in range(3))
+    stranger = Store(tmp_path, clock=clock)
+    dead.claim(OTHER, "b1", shared=True)
+    away(tmp_path)
+    for store in (second, third):
+        store.join(OTHER)
+    renewed = []
+    for _ in range(20):
+        renewed.append([store.renew() for store in (second, third)])
+        with pytest.raises(Claimed):
+            stranger.claim(ONE)
+        clock.now += BEAT_S
+    assert [True, True] not in renewed, "one of them stands in"
+    assert renewed[-1] == [True, False]
+    second.release()
+    with pytest.raises(Claimed):
+        stranger.claim(ONE)
+    assert third.renew(), "somebody of the job still writes here"
+    with pytest.raises(Claimed):
+        stranger.claim(ONE)
+    third.release()
+    with pytest.raises(Claimed):
+        stranger.claim(ONE)
+    clock.now += LAPSE_S
+    stranger.claim(ONE)
+    assert not third.renew()
+
+
+def test_the_dead_of_this_host_are_not_followed_at_once_if_others_of_their_job_may_live(
+    tmp_path: Path,
+) -> None:
+    clock = Clock()
+    text = DIES.replace('"b1")', '"b1", shared=True)')
+    subprocess.run([sys.executable, "-c", text, str(tmp_path)], check=True)
+    stranger, other = Store(tmp_path, clock=clock), Store(tmp_path, clock=clock)
+    with pytest.raises(Claimed) as told:
+        stranger.claim(ONE)
+    assert not told.value.sure
+    other.join(OTHER)
+    assert other.renew(), "that it is dead is known here"
+    clock.now += LAPSE_S + 1
+    with pytest.raises(Claimed) as told:
+        stranger.claim(ONE)
+    assert told.value.sure
+
+
+def test_who_stands_in_lets_only_the_newest_attempt_commit(tmp_path: Path) -> None:
+    old, new = Store(tmp_path), Store(tmp_path)
+    old.claim(ONE, "a7", shared=True)
+    new.claim(ONE, "a8", shared=True)
+    new.release()
+    assert old.renew()
+    with pytest.raises(Superseded):
+        old.commit(manifest(7, "a7"))
+    (tmp_path / CLAIM).unlink()
+    assert old.renew(), "somebody has cleaned up too well"
+    with pytest.raises(Superseded):
+        old.commit(manifest(7, "a7"))
+
+
+def test_watching_the_own_claim_tells_nothing_of_another_jobs(tmp_path: Path) -> None:
+    mine, peer = Store(tmp_path), Store(tmp_path)
+    peer.claim(ONE, "a1", shared=True)
+    away(tmp_path)
+    mine.join(ONE)
+    assert not mine.renew()
+    (tmp_path / CLAIM).unlink()
+    Store(tmp_path).claim(OTHER, "b1")
+    away(tmp_path)
+    with pytest.raises(Claimed) as told:
+        mine.claim(ONE, "a2")
+    assert not told.value.sure, "it may be dead: that shows"
 
 
 def test_a_newer_attempt_of_the_job_calls_the_older_off(store: Store) -> None:
@@ -529,7 +613,7 @@ def test_a_store_without_exclusive_creation_is_refused() -> None:
 def test_any_file_system_of_fsspec_will_do() -> None:
     store = Store("memory://runs/one")
     store.prepare()
-    store.claim(ONE, "a1")
+    store.claim(ONE, "a7")
     sink = store.place.sink("step-7.a7/__0_0.distcp")
     sink.write(b"bytes")
     sink.finish()

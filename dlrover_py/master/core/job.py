@@ -532,6 +532,7 @@ class Job:
         """It was cut off and could not know whether it had been given up: nobody is charged."""
         opening = self.opening
         if opening is not None and opening.kind not in HEALTHY and opening.suspected is None:
+            self._break()
             return  # many may have been cut off at once
         words = f"{node.id} has stopped its workers: {why}"
         event = self._record("NodeCutOff", words, node=node.id, warning=True)
@@ -570,6 +571,7 @@ class Job:
         if opening is not None and opening.kind in HEALTHY:
             opening = None
         if opening is not None and opening.suspected is None:
+            self._break()
             return  # the round had ended already: a consequence, not a cause
         if failure.kind is FailureKind.PEER:
             if opening is None:
@@ -1051,15 +1053,23 @@ class Job:
             return
         old = self.opening
         if old is not None and old.suspected is None and old.kind not in HEALTHY:
-            if kind not in BY_PLAN and not old.broken:
-                old.broken = self._dirty = True
-                if old.kind in BY_PLAN and self.phase is JobPhase.FORMING:
-                    self._reassign()  # nobody waits for a last step that cannot end
+            if kind not in BY_PLAN:
+                self._break()
             return
         since = self._now if old is None or old.kind in HEALTHY else old.since
-        self.opening = Opening(kind=kind, reason=reason, cause=event, since=since)
+        broken = old is not None and (old.broken or old.kind not in BY_PLAN)
+        self.opening = Opening(kind=kind, reason=reason, cause=event, since=since, broken=broken)
         self._born.setdefault(event, since)
         self._dirty = True
+
+    def _break(self) -> None:
+        """A fault comes on top of a plan: nobody waits for a last step that cannot end."""
+        opening = self.opening
+        if opening is None or opening.broken or opening.kind not in BY_PLAN:
+            return
+        opening.broken = self._dirty = True
+        if self.phase is JobPhase.FORMING:
+            self._reassign()
 
     def _plan_nodes(self) -> None:
         """Ask for nodes that are missing, dismiss those that are too many."""
@@ -1439,7 +1449,7 @@ class Job:
                 else self.rules.stop_grace_s
             ),
             last_step_s=(
-                self._grace_s() if directive is not Directive.STOP and self._by_plan() else 0.0
+                self._last_step_s() if directive is not Directive.STOP and self._by_plan() else 0.0
             ),
             exchange_s=self.pace.exchange_s,
             lease_s=self.pace.lease_s,
@@ -1550,6 +1560,11 @@ class Job:
         if not isinstance(allowed, int):
             allowed = KUBERNETES_GRACE_S
         return min(self.rules.drain_grace_s, max(0.0, allowed - BEFORE_KILL_S))
+
+    def _last_step_s(self) -> float:
+        """No longer than those have who leave: without them no step can end."""
+        leaving = [n.grace_s - BEFORE_KILL_S for n in self.nodes if n.leaving and n.alive]
+        return max(0.0, min([self._grace_s(), *leaving]))
 
     def _size(self) -> Size:
         worker = self.job.worker
