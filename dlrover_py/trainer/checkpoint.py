@@ -628,6 +628,9 @@ class Checkpointer:
             self._missed(step, str(error))
             session.report_unsaved(str(error))
             return False
+        except FileNotFoundError as error:  # without an agent it goes with the node's first rank
+            self._missed(step, f"the memory is gone: {error}")
+            return False
         if attempt.staging is None:
             if self._copying in (None, attempt.id):
                 self._missed(step, "all slots are needed, or are being read")

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import random
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -332,6 +333,16 @@ def test_memory_that_does_not_suffice_costs_saves_and_one_line(
     assert "which has 0 MB: give the node more memory" in lines[0]
     monkeypatch.undo()
     assert saved(checkpointer, range(4, 6)) == [4, 5]
+
+
+def test_memory_that_goes_with_the_first_rank_costs_the_others_a_save_and_nothing_else(
+    make: Callable[..., Checkpointer], tmp_path: Path
+) -> None:
+    """The workers of a node without an agent end one after the other."""
+    checkpointer = make()
+    shutil.rmtree(tmp_path / "arena")
+    assert not checkpointer.save(1, STATE)
+    assert "the memory is gone" in checkpointer.stats.why
 
 
 def test_a_save_is_skipped_while_all_slots_are_needed(
