@@ -340,8 +340,9 @@ def test_memory_that_goes_with_the_first_rank_costs_the_others_a_save_and_nothin
 ) -> None:
     """The workers of a node without an agent end one after the other."""
     checkpointer = make()
+    assert saved(checkpointer, range(1, 2)) == [1]
     shutil.rmtree(tmp_path / "arena")
-    assert not checkpointer.save(1, STATE)
+    assert not checkpointer.save(2, {"larger": torch.zeros(1_000_000)})
     assert "the memory is gone" in checkpointer.stats.why
 
 
