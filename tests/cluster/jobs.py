@@ -13,7 +13,7 @@ import yaml
 
 from dlrover_py.kube import ELASTICJOBS, PODS, Changed, Gone, Kind, Kube, Listed
 from dlrover_py.protocol.job import ElasticJob
-from dlrover_py.protocol.status import JobPhase, Training
+from dlrover_py.protocol.status import JobPhase, NodeRole, Training
 from tests.cluster.harness import Cluster, Obj
 
 T = TypeVar("T")
@@ -227,7 +227,8 @@ class Job:
         return self.watched.until(look, f"{self.name}: {what}", within_s=within_s)
 
     def runs(self, nodes: int, *, after: int = 0, within_s: float = 90.0) -> Training:
-        """Wait for a round of so many nodes, later than that one, that has made a step."""
+        """Wait for a round of so many nodes, later than that one, that has made a step and of
+        whose nodes each has said what it runs: the first step may be another node's."""
 
         def look() -> Training | None:
             seen = self.seen
@@ -239,6 +240,7 @@ class Job:
                 and any(
                     e.reason == "TrainingResumed" and e.round == seen.round for e in seen.events
                 )
+                and all(n.pids for n in seen.nodes if n.role is NodeRole.MEMBER)
             )
             return seen if good else None
 
