@@ -233,6 +233,24 @@ def test_who_is_not_heard_may_be_the_cause_of_a_broken_connection(returns: bool)
     bench.check_running()
 
 
+def test_who_ended_between_two_reports_may_be_the_cause_of_a_broken_connection() -> None:
+    """No report of its agent waited for an answer, so no connection told of its end: the platform
+    does, a second later."""
+    bench = running(elastic_job(3, 2))
+    bench.pass_time(2.0)
+    lost = bench.agent("n2")
+    lost.cut = True
+    bench.to(bench.now + 0.1)
+    bench.agent("n0").fail(crash(FailureKind.PEER))
+    bench.exchange()
+    bench.pass_time(1.0)
+    assert bench.job.round == 1, "n2 was heard of 1.1 s ago, but not since"
+    bench.kill(lost.node)
+    bench.settle()
+    assert bench.job.restarts == {"loss": 1}
+    assert not any(n.restarts for n in bench.job.nodes)
+
+
 def test_with_no_other_cause_it_is_the_fault_of_who_said_it() -> None:
     bench = running(elastic_job(3, 2))
     bench.agent("n0").fail(crash(FailureKind.PEER))

@@ -1292,7 +1292,7 @@ class Job:
             return
         node_id, failure = opening.suspected
         due = opening.hold_until
-        if self._now >= due and self._awaits_news(but=node_id):
+        if self._now >= due and self._awaits_news(but=node_id, since=opening.since):
             due += self.pace.lease_s
         if self._now < due:
             self._wake([due])
@@ -1303,13 +1303,11 @@ class Job:
         if self.opening is opening:
             opening.suspected = opening.hold_until = None
 
-    def _awaits_news(self, *, but: NodeId) -> bool:
-        """Whether some other member, which may be the cause, has not been heard of lately."""
+    def _awaits_news(self, *, but: NodeId, since: float) -> bool:
+        """Whether some other member, which may be the cause, has not been heard of since then."""
         found = (self.nodes.get(m.node) for m in (self.world.members if self.world else ()))
         return any(
-            node is not None
-            and node.id != but
-            and self.nodes.late(node, self._now, self.pace.exchange_s)
+            node is not None and node.id != but and self.nodes.unheard(node, since)
             for node in found
         )
 

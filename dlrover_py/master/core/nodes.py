@@ -348,11 +348,10 @@ class Nodes:
         self._suspect(node, now)
         return True
 
-    def late(self, node: Node, now: float, exchange_s: float) -> bool:
-        """Whether it lives, as far as is known, and should have been heard of by now."""
-        heard = node.lease_until - self.lease_s
-        late = now > heard + exchange_s + self.suspect_s
-        return node.alive and (late or node.phase is NodePhase.SUSPECT or node.report is None)
+    def unheard(self, node: Node, since: float) -> bool:
+        """Whether it lives, as far as is known, and has not been heard of since then."""
+        silent = node.lease_until < since + self.lease_s
+        return node.alive and (silent or node.phase is NodePhase.SUSPECT or node.report is None)
 
     def tell(self, node: Node, version: int) -> None:
         """The node must take in this assignment before it is ready again."""
