@@ -15,10 +15,12 @@ import os
 import random
 import re
 import ssl
+import time
 import urllib.request
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
 from urllib.parse import quote, urlencode, urlsplit
@@ -55,6 +57,8 @@ _PLUGIN_SKEW_S = 300.0
 """The loader itself asks a plugin again five minutes before its token expires."""
 _NOT_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")
 _BUFFER = 2**20
+_PROMPT_S = 2.0
+"""The date of an answer that took longer says little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +219,34 @@ class Times:
     """A watch that ends sooner than this counts as a failure: it must not become a hot loop."""
 
 
+class ServerClock:
+    """The time as the API server has it.
+
+    What one machine has stamped is read on another, and the clock of either may be wrong: all
+    follow the one whose stamps (``creationTimestamp``) are everywhere. Between two answers it is
+    as steady as this machine's monotonic clock; a date tells whole seconds, and corrects what
+    contradicts it.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        """This machine's clock is believed until an answer comes."""
+        self._now = now
+        self._ahead = time.time() - now()
+
+    def __call__(self) -> float:
+        """Seconds since 1970."""
+        return self._now() + self._ahead
+
+    def told(self, date: str, took_s: float) -> None:
+        """An answer had this ``Date``, so long after it was asked for."""
+        try:
+            said = parsedate_to_datetime(date).timestamp()
+        except ValueError:
+            return  # a proxy's own
+        if took_s <= _PROMPT_S:
+            self._ahead += min(max(self(), said), said + 1 + took_s) - self()
+
+
 class Kube:
     """Calls one API server; any number of calls at once, from one event loop.
 
@@ -226,6 +258,8 @@ class Kube:
         """Remember who to call; nothing is opened yet. Use :meth:`connect`."""
         self._access = access
         self.times = times or Times()
+        self.wall = ServerClock()
+        self._heard_at = time.monotonic()
         self._http: aiohttp.ClientSession | None = None
         self._turns = asyncio.Semaphore(IN_FLIGHT)
 
@@ -257,6 +291,11 @@ class Kube:
     def host(self) -> str:
         """URL of the API server."""
         return self._access.host
+
+    @property
+    def silent_s(self) -> float:
+        """How long ago the API server was last heard, in an answer or in a watch."""
+        return time.monotonic() - self._heard_at
 
     async def close(self) -> None:
         """Close all connections."""
@@ -457,6 +496,7 @@ class Kube:
         async with self._reply("GET", path, asked, read_s=self.times.stall_s) as reply:
             course.works()
             async for line in _lines(reply.content.iter_any()):
+                self._heard_at = time.monotonic()
                 event, obj = _event(line)
                 if event == "ERROR":
                     raise _refusal(int(obj.get("code") or 500), obj, path)
@@ -543,6 +583,7 @@ class Kube:
             while True:
                 token = await self._access.token(refused)
                 headers = {"Authorization": token} if token else {}
+                asked_at = time.monotonic()
                 try:
                     async with self._session().request(
                         method,
@@ -553,6 +594,10 @@ class Kube:
                         allow_redirects=False,
                         **self._access.way,
                     ) as reply:
+                        if reply.status < 500:  # else it may be a proxy's that has lost it
+                            self._heard_at = time.monotonic()
+                            took_s = self._heard_at - asked_at
+                            self.wall.told(reply.headers.get("Date", ""), took_s)
                         if reply.status == 401 and refused is None:
                             refused = token  # it may have been changed since it was read
                             continue

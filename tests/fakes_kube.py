@@ -16,7 +16,8 @@ from bisect import bisect_right
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,7 @@ class FakeCluster:
         page: no list is given in larger pages.
         bookmark_s: how often a watch that asked for them gets bookmarks.
         logs: what each Pod (namespace, name) has printed.
+        ahead_s: of this machine's clock, in seconds.
     """
 
     def __init__(self, *, tls: ssl.SSLContext | None = None) -> None:
@@ -132,6 +134,7 @@ class FakeCluster:
         self.deaf: set[str] = set()
         self.page = 10_000
         self.bookmark_s = 0.5
+        self.ahead_s = 0.0
         self.logs: dict[tuple[str, str], str] = {}
         self.url = ""
         self._tls, self._port = tls, 0
@@ -161,6 +164,7 @@ class FakeCluster:
         """Listen, at the same port as before."""
         app = web.Application(client_max_size=8 * 2**20)
         app.router.add_route("*", "/{path:.*}", self._answer)
+        app.on_response_prepare.append(self._dated)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self._port, ssl_context=self._tls)
@@ -247,7 +251,16 @@ class FakeCluster:
         self._oldest = self._version
         self._snapshots.clear()
 
+    def _clock(self) -> datetime:
+        return datetime.now(UTC) + timedelta(seconds=self.ahead_s)
+
+    def _now(self) -> str:
+        return self._clock().strftime("%Y-%m-%dT%H:%M:%SZ")
+
     # --- requests ---
+
+    async def _dated(self, _: web.Request, reply: web.StreamResponse) -> None:
+        reply.headers["Date"] = format_datetime(self._clock(), usegmt=True)
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         data = await request.read()
@@ -474,7 +487,7 @@ class FakeCluster:
         graceful = kind.plural == "pods" and options.get("gracePeriodSeconds") != 0
         if graceful or meta.get("finalizers"):
             leaving = copy.deepcopy(old)
-            leaving["metadata"].setdefault("deletionTimestamp", _now())
+            leaving["metadata"].setdefault("deletionTimestamp", self._now())
             written = self._write(kind, key, leaving)
             if running or meta.get("finalizers"):
                 return written
@@ -487,7 +500,7 @@ class FakeCluster:
         meta = obj["metadata"]
         was = old["metadata"] if old else {}
         meta["uid"] = was.get("uid") or meta.get("uid") or str(uuid.uuid4())
-        meta["creationTimestamp"] = was.get("creationTimestamp") or _now()
+        meta["creationTimestamp"] = was.get("creationTimestamp") or self._now()
         same_spec = old is None or old.get("spec") == obj.get("spec")
         meta["generation"] = was.get("generation", 1) + (0 if same_spec else 1)
         meta["resourceVersion"] = str(self._version)
@@ -754,7 +767,3 @@ def _content(obj: Obj) -> Obj:
 
 def _base64(text: str) -> str:
     return base64.b64encode(text.encode()).decode()
-
-
-def _now() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -24,6 +24,9 @@ MEASURED: dict[str, Callable[[Iterable[float]], float]] = {
     "busbw_gb_s": min,
 }
 """What the workers of a check measure, and whose number is the node's."""
+ADRIFT_S = 30.0
+"""So much longer is a master enough that answers, but hears nothing of its platform: it is cut off
+with us, or the platform is away for all, and then nobody is better off for a stop."""
 OVERDUE_S = 5.0
 """An exchange has failed when its answer is so late."""
 AFTER_FAILURE_S = 5.0
@@ -220,6 +223,7 @@ class Core:
     _taken_up_at: float = 0.0
     _stepped_at: float = 0.0
     _missed_at: float | None = None
+    _adrift: bool = False
     """Since when the master has not answered."""
     _met_at: float | None = None
     """When another node of the round was there last; None if that has never been seen."""
@@ -258,6 +262,7 @@ class Core:
                 return self._master_lost(message)
             case Missed():
                 self._missed_at = now if self._missed_at is None else self._missed_at
+                self._adrift = False
                 return []
             case Met(round_number):
                 self._met_at = now if round_number == self._workers_round else self._met_at
@@ -269,7 +274,11 @@ class Core:
 
     def _assigned(self, new: Assignment, now: float) -> list[Effect]:
         if new.term >= self.have[0]:  # not one that was replaced, and is cut off with us
-            self._missed_at = None
+            self._adrift = new.adrift
+            if not new.adrift:
+                self._missed_at = None
+            elif self._missed_at is None:
+                self._missed_at = now
         if (new.term, new.version) <= self.have:
             return []
         self.have = (new.term, new.version)
@@ -432,10 +441,12 @@ class Core:
         # Others may begin to miss the master later than rank 0 does, by as long as an exchange may
         # take, and ask only then.
         patience = place.lease_s + (place.exchange_s + OVERDUE_S if first else 0.0)
+        patience += ADRIFT_S if self._adrift else 0.0
         if now - max(missed, met) < patience:
             return ask
         other = "any other node of the round" if first else "rank 0"
-        self.cut_off = f"neither the master nor {other} was heard for {patience:g} s"
+        who = "a master in touch with its platform" if self._adrift else "the master"
+        self.cut_off = f"neither {who} nor {other} was heard for {patience:g} s"
         return [*self._stop(self.cut_off, place.stop_grace_s), Report()]
 
     def _signalled(self, name: str, number: int) -> list[Effect]:

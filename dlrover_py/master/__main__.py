@@ -22,6 +22,7 @@ from dlrover_py.master.app import (
     read_token,
     serve,
 )
+from dlrover_py.master.loop import Clock
 from dlrover_py.master.platform import Platform
 from dlrover_py.master.platform.kubernetes import KubernetesPlatform
 from dlrover_py.master.platform.local import LocalPlatform
@@ -82,10 +83,12 @@ async def _run(
     async with contextlib.AsyncExitStack() as stack:
         platform: Platform
         store: Store
+        clock = Clock()
         if args.kubernetes:
             namespace, name = args.kubernetes
             own = settings.in_cluster()
             kube = await stack.enter_async_context(await Kube.connect())
+            clock.wall = kube.wall  # the next master, on another machine, reads what we stamp
             platform = KubernetesPlatform(kube, namespace, name, Site(own.job_uid, own.service))
             store = SecretStore(
                 kube,
@@ -106,7 +109,14 @@ async def _run(
                 else StaticPlatform(ElasticJob.parse(json.loads(args.static)))
             )
         await serve(
-            platform, store, settings, sockets, token=token, tls=tls, lifeline=args.lifeline_fd
+            platform,
+            store,
+            settings,
+            sockets,
+            token=token,
+            clock=clock,
+            tls=tls,
+            lifeline=args.lifeline_fd,
         )
 
 

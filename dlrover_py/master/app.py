@@ -14,7 +14,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, Counter
 
 from dlrover_py.master.exchange import Exchanges
-from dlrover_py.master.loop import Loop
+from dlrover_py.master.loop import Clock, Loop
 from dlrover_py.master.platform import Platform
 from dlrover_py.master.server import health_app, job_app, server
 from dlrover_py.master.settings import Settings
@@ -44,6 +44,7 @@ async def serve(
     sockets: Sockets,
     *,
     token: str,
+    clock: Clock,
     tls: ssl.SSLContext | None = None,
     lifeline: int | None = None,
 ) -> None:
@@ -52,7 +53,7 @@ async def serve(
     collect_seldom()
     watch_silence(sockets.job, settings.lease_s)
     rules = settings.rules(can_create=platform.can_create, routed_s=platform.routed_s)
-    loop = Loop(platform, store, rules, publish_s=settings.publish_s)
+    loop = Loop(platform, store, rules, clock=clock, publish_s=settings.publish_s)
     registry = CollectorRegistry()
     denied = Counter(
         "dlrover_unauthorized_requests", "Requests without the token.", registry=registry

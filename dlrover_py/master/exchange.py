@@ -28,6 +28,11 @@ Answer = Callable[[int, bytes], None]
 """Takes the status and the body of a reply."""
 
 
+RENEWED_S = 30.0
+"""A master that may have been replaced keeps a connection for so long: only a new one is led to the
+master that the platform knows. Half of ``Rules.unreached_s``, in which that one waits for all."""
+
+
 def error_body(code: ErrorCode, message: str) -> bytes:
     """Says what was wrong."""
     return ErrorReply(code=code, message=message).model_dump_json().encode()
@@ -69,8 +74,9 @@ class Exchanges:
 
         def told(outcome: Assignment | Passive | Superseded) -> None:
             if isinstance(outcome, Assignment):
-                if self.recipe.digest:
-                    outcome = outcome.model_copy(update={"recipe": self.recipe.digest})
+                if self.recipe.digest or self._loop.adrift:
+                    beside = {"recipe": self.recipe.digest, "adrift": self._loop.adrift}
+                    outcome = outcome.model_copy(update=beside)
                 answer(200, outcome.model_dump_json().encode())
             elif isinstance(outcome, Superseded):
                 answer(409, error_body(ErrorCode.SUPERSEDED, str(outcome)))
@@ -79,7 +85,11 @@ class Exchanges:
 
         return self._loop.exchange(node, report, told)
 
-    def accept(self, protocol: HttpToolsProtocol) -> "Held | None":
+    def strays(self, age_s: float) -> bool:
+        """Whether a connection of this age may lead to the wrong master by now."""
+        return age_s > RENEWED_S and self._loop.adrift
+
+    def accept(self, protocol: HttpToolsProtocol, opened_at: float) -> "Held | None":
         """Take the request whose head has just arrived, if all about it is plain."""
         parser = protocol.parser
         if parser.get_method() != b"POST" or parser.get_http_version() != "1.1":
@@ -98,7 +108,7 @@ class Exchanges:
                 return None
         if not known or not 0 < length <= min(self.max_body_bytes, HIGH_WATER_LIMIT):
             return None
-        return Held(self, protocol, NodeId(found[1].decode()))
+        return Held(self, protocol, NodeId(found[1].decode()), opened_at)
 
 
 _NOT_PLAIN = (b"expect", b"transfer-encoding", b"upgrade", b"connection")
@@ -119,6 +129,7 @@ class Held:
         "_exchanges",
         "_leave",
         "_node",
+        "_opened_at",
         "_patience",
         "_protocol",
         "body",
@@ -128,8 +139,11 @@ class Held:
         "response_complete",
     )
 
-    def __init__(self, exchanges: Exchanges, protocol: HttpToolsProtocol, node: NodeId) -> None:
+    def __init__(
+        self, exchanges: Exchanges, protocol: HttpToolsProtocol, node: NodeId, opened_at: float
+    ) -> None:
         self._exchanges, self._protocol, self._node = exchanges, protocol, node
+        self._opened_at = opened_at
         self._leave: Callable[[], None] | None = None
         self._patience: asyncio.TimerHandle | None = protocol.loop.call_later(
             exchanges.body_s, self._too_late
@@ -165,6 +179,8 @@ class Held:
         self._leave = None
         if protocol.transport.is_closing():
             return
+        if self._exchanges.strays(protocol.loop.time() - self._opened_at):
+            self.keep_alive = False
         parts = [STATUS_LINE[status]]
         for name, value in protocol.server_state.default_headers:
             parts += (name, b": ", value, b"\r\n")

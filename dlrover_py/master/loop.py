@@ -92,6 +92,10 @@ class _Desk:
             waiting.look()
 
 
+ADRIFT_S = 25.0
+"""Where the platform is not heard of for so long, another master may be in our place."""
+
+
 class Passive(TransientError):
     """This master does not (yet) hold the journal, or has not yet seen its nodes."""
 
@@ -225,6 +229,11 @@ class Loop:
             )
             status = status.model_copy(update={"conditions": [*status.conditions, lost]})
         return status
+
+    @property
+    def adrift(self) -> bool:
+        """Whether this master may have been replaced without knowing of it."""
+        return self._platform.silent_s() > ADRIFT_S
 
     def exchange(self, node_id: NodeId, report: AgentReport, told: Told) -> Callable[[], None]:
         """Take in a report; tell the node's assignment once it differs from what it has.

@@ -337,6 +337,7 @@ def _patient_for(header_s: float, exchanges: Exchanges | None) -> type[asyncio.P
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
+            self._opened_at = self.loop.time()
             self._wait_for_head()
 
         def on_message_begin(self) -> None:
@@ -347,7 +348,7 @@ def _patient_for(header_s: float, exchanges: Exchanges | None) -> type[asyncio.P
         def on_headers_complete(self) -> None:
             self._wait_no_more()
             if exchanges is not None and (self.cycle is None or self.cycle.response_complete):
-                held = exchanges.accept(self)
+                held = exchanges.accept(self, self._opened_at)
                 if held is not None:
                     self.cycle = held  # type: ignore[assignment]
                     self.scope = self.headers = None  # type: ignore[assignment]

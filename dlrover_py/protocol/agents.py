@@ -342,6 +342,8 @@ class Assignment(Wire):
     linger: bool = False
     """With STOP: the agent stays when its workers have ended, within the grace, for what its memory
     holds is about to be stored."""
+    adrift: bool = False
+    """The master does not hear of its platform: another one may be in its place."""
     exchange_s: Annotated[float, Field(gt=0)] = 2.0
     """The master answers a report after this time at the latest."""
     lease_s: Annotated[float, Field(gt=0)] = 5.0

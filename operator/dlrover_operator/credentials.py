@@ -1,7 +1,8 @@
 """A job's token, and its master's certificate by an authority whose key nobody keeps."""
 
 import base64
-import secrets
+import hashlib
+import hmac
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -18,7 +19,7 @@ SKEW = timedelta(hours=1)
 
 
 def issue() -> Credentials:
-    """Draw a token and make a certificate (ECDSA P-256)."""
+    """Make a certificate (ECDSA P-256)."""
     authority_key = ec.generate_private_key(ec.SECP256R1())
     key = ec.generate_private_key(ec.SECP256R1())
     authority = _name("dlrover job")
@@ -41,7 +42,6 @@ def issue() -> Credentials:
         .sign(authority_key, hashes.SHA256())
     )
     return Credentials(
-        token=secrets.token_urlsafe(32).encode(),
         ca=root.public_bytes(serialization.Encoding.PEM),
         cert=leaf.public_bytes(serialization.Encoding.PEM),
         key=key.private_bytes(
@@ -49,6 +49,17 @@ def issue() -> Credentials:
             serialization.PrivateFormat.PKCS8,
             serialization.NoEncryption(),
         ),
+    )
+
+
+def token(key: bytes) -> bytes:
+    """What a job's nodes and its master know each other by.
+
+    It follows from the certificate's key, which only the master has: a Secret that somebody has
+    deleted is made again as it was, for nodes that run hold what it said for their whole life.
+    """
+    return base64.urlsafe_b64encode(hmac.digest(key, b"dlrover job token", hashlib.sha256)).rstrip(
+        b"="
     )
 
 

@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import logging
 import random
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -50,6 +49,8 @@ KINDS: dict[str, Kind] = {
     "Service": kube.SERVICES,
     "Deployment": kube.DEPLOYMENTS,
 }
+FOLLOWS = {"Role": ("rules",), "NetworkPolicy": ("spec",)}
+"""What another version of the operator, or another template, may want otherwise than it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +87,9 @@ class Operator:
         namespaces: tuple[str, ...] = (),
         *,
         registry: CollectorRegistry | None = None,
-        clock: Callable[[], float] = time.time,  # noqa: TID251 - the operator's one wall clock
     ) -> None:
         """Remember who to call; nothing is called yet."""
-        self._api, self._options, self._clock = api, options, clock
+        self._api, self._options = api, options
         self._scopes = namespaces or ("",)
         self.registry = registry or CollectorRegistry()
         self._queue: WorkQueue[Key] = WorkQueue("elasticjobs", self.registry)
@@ -219,7 +219,7 @@ class Operator:
             self._made_at.pop(key, None)
             self._queue.forget(key)
             return "gone"
-        now = self._clock()
+        now = self._api.wall()
         wish = plan.plan(seen, now, self._options)
         try:
             if wish.grave:  # what is watched may be old: the watch has broken, or hangs
@@ -281,10 +281,18 @@ class Operator:
         self._metrics.actions.labels(type(action).__name__).inc()
         match action:
             case plan.Create(what, obj):
-                await api.create_or_own(KINDS[what], obj, uid)
+                there = await api.create_or_own(KINDS[what], obj, uid)
+                if any(there.get(part) != obj[part] for part in FOLLOWS.get(what, ())):
+                    await api.replace(KINDS[what], obj | {"metadata": there["metadata"]})
             case plan.MakeCredentials(elastic_job):
                 await self._make_credentials(elastic_job)
-                self._made_at[key] = self._clock()
+                self._made_at[key] = api.wall()
+            case plan.KeepToken(elastic_job):
+                try:
+                    await api.get(kube.SECRETS, names.token_of(name, uid), namespace)
+                except kube.NotFound:
+                    await self._make_credentials(elastic_job)
+                self._made_at[key] = api.wall()
             case plan.Replan(obj):
                 await api.replace(kube.DEPLOYMENTS, obj)
             case plan.ScaleToZero(what, its):
@@ -313,7 +321,8 @@ class Operator:
         uid = job.metadata.uid
         tls = await self._api.create_or_own(kube.SECRETS, manifests.tls_secret(job, fresh), uid)
         ca = credentials.decoded(tls, names.SECRET_CA)
-        wanted = manifests.token_secret(job, fresh.token, ca)
+        secret = credentials.token(credentials.decoded(tls, names.SECRET_KEY))
+        wanted = manifests.token_secret(job, secret, ca)
         token = await self._api.create_or_own(kube.SECRETS, wanted, uid)
         if credentials.decoded(token, names.SECRET_CA) != ca:  # the certificate was deleted
             meta = token["metadata"]
@@ -333,7 +342,7 @@ class Operator:
         """An event, named after what it says: told again it is the same one."""
         meta = job["metadata"]
         said = "\0".join((meta["uid"], str(meta.get("generation")), reason, message))
-        now = rfc3339(self._clock())
+        now = rfc3339(self._api.wall())
         event = {
             "metadata": {
                 "name": f"{key[1]}.{hashlib.sha256(said.encode()).hexdigest()[:16]}",
@@ -403,7 +412,7 @@ def _lean(obj: Obj) -> Obj:
     status = obj.get("status") or {}
     training = status.get("training")
     if training:
-        kept = ("phase", "generation", "endedAt", "leftOut")
+        kept = ("phase", "generation", "endedAt", "leftOut", "nodesInRound", "wanted")
         lean = {k: training[k] for k in kept if k in training}
         lean["nodes"] = [{"phase": n.get("phase")} for n in training.get("nodes") or ()]
         status = status | {"training": lean}

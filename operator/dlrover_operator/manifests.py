@@ -37,9 +37,8 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What agents know their master by, and it them."""
+    """What agents know their master by."""
 
-    token: bytes
     ca: bytes
     cert: bytes
     key: bytes

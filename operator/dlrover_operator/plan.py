@@ -168,6 +168,13 @@ class MakeCredentials:
 
 
 @dataclass(frozen=True, slots=True)
+class KeepToken:
+    """If the token's Secret is gone, make it again: no Pod of the job starts without it."""
+
+    job: ElasticJob
+
+
+@dataclass(frozen=True, slots=True)
 class Replan:
     """Write the Deployment anew, if it is still as it was seen."""
 
@@ -221,6 +228,7 @@ class Tell:
 Action = (
     Create
     | MakeCredentials
+    | KeepToken
     | Replan
     | ScaleToZero
     | DeleteService
@@ -472,10 +480,18 @@ class _Planner:
             yield Replan(obj | {"metadata": obj["metadata"] | seen})
         elif deployment.told and deployment.told != service.address:
             yield DeleteService(self.name, service.uid)
-        elif (self._masterless_for(HEAL_S) or self._lacks()) and self._past(
-            self.seen.made_at + HEAL_S
-        ):
-            yield from _needs(job)
+        elif (wanting := self._masterless_for(HEAL_S) or self._lacks()) or self._is_short():
+            if not self._past(self.seen.made_at + HEAL_S):
+                return
+            if wanting:
+                yield from _needs(job)
+            else:
+                yield KeepToken(job)
+
+    def _is_short(self) -> bool:
+        """Whether nodes are missing. Their kubelets alone say that they miss a Secret."""
+        told = self.training
+        return told.get("phase") in GOING and told.get("nodesInRound", 0) < told.get("wanted", 0)
 
     def _lacks(self) -> bool:
         """Whether a master says that something is missing that it was made with; its clock may be

@@ -205,6 +205,10 @@ class Cluster:
         """Nothing reaches the node, and it reaches nobody, while the block runs."""
         return self._hurt(node, Node.cut, Node.mend)
 
+    def cut_off_from_api(self, node: str) -> AbstractContextManager[None]:
+        """Nothing on the node reaches the API server while the block runs; all else it does."""
+        return self._hurt(node, Node.cut_api, Node.mend_api)
+
     def crashed(self, node: str) -> AbstractContextManager[None]:
         """The node's power is off while the block runs; then it starts again."""
         return self._hurt(node, Node.crash, lambda n: n.start([]))

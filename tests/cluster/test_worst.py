@@ -234,6 +234,41 @@ def test_what_a_cut_off_master_believes_is_never_written(there: Watched, agent_i
     assert old not in wrote
 
 
+def test_workers_find_the_new_master_though_the_old_one_still_answers_them(
+    there: Watched, agent_image: str
+) -> None:
+    """Its host has lost the API server and nothing else: the connections to it stand."""
+    cluster = there.cluster
+    host, *others = cluster.nodes
+    for other in others:
+        cluster.cordon(other)
+    elsewhere = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": [host]}
+    terms = {"nodeSelectorTerms": [{"matchExpressions": [elsewhere]}]}
+    required = {"requiredDuringSchedulingIgnoredDuringExecution": terms}
+    run = job(there, agent_image, 2, pod={"affinity": {"nodeAffinity": required}})
+    until(
+        lambda: [
+            pod
+            for pod in cluster.list("pods", run.namespace, MASTER)
+            if pod["status"].get("phase") == "Running"
+        ],
+        "the master runs",
+    )
+    cluster.heal()
+    before = run.runs(2)
+    assert master_host(run) == host
+    workers = {n.id: pids(run, n.id, WORKER) for n in members(before)}
+    with cluster.cut_off_from_api(host):
+        after = run.until(
+            lambda: run.training.term > before.term and steady(run),
+            "a new master that hears of all",
+            within_s=120,
+        )
+        assert after.round == before.round
+    assert {n: pids(run, n, WORKER) for n in workers} == workers
+    assert "NodeLost" not in {e.reason for e in run.training.events}
+
+
 def writers(run: Job, since: float) -> set[str]:
     """Pods whose masters have written anything since then."""
     key = "authentication.kubernetes.io/pod-name"
@@ -340,17 +375,22 @@ def no_room(cluster: Cluster) -> Iterator[None]:
         cluster.heal()
 
 
-def test_workers_train_while_the_api_server_hangs(shared: Job) -> None:
+@pytest.mark.parametrize("who", ["API server", "etcd"])
+def test_workers_train_while_nothing_can_be_written(shared: Job, who: str) -> None:
+    """One fails meanwhile: the others go on, since no round is told before it is written."""
     run, cluster = shared, shared.cluster
     before = run.runs(run.obj["spec"]["replicaSpecs"]["worker"]["replicas"])
     workers = {n.id: pids(run, n.id, WORKER) for n in members(steady(run))}
     victim = min(workers)
-    with cluster.api_server_stopped():
+    with cluster.etcd_stopped() if who == "etcd" else cluster.api_server_stopped():
         for mine in workers.values():
             now = step(mine)
             until(lambda m=mine, n=now: step(m) > n + 100, "a hundred steps", within_s=60)
         for pid in workers.pop(victim):
             os.kill(pid, signal.SIGKILL)
+        for mine in workers.values():
+            now = step(mine)
+            until(lambda m=mine, n=now: step(m) > n + 100, "a hundred more", within_s=60)
     after = run.runs(len(members(before)), after=before.round)
     assert after.term == before.term
     assert after.last_failure is not None
@@ -507,6 +547,10 @@ def test_jobs_are_deleted_while_there_is_no_operator(
     )
     last = job(there, agent_image, 1, name="last")
     last.runs(1)
-    cluster.kubectl("delete", "namespace", there.namespace, "--wait=false")
-    until(lambda: cluster.get("namespace", there.namespace) is None, "all of it is gone",
-          within_s=120)  # fmt: skip
+    cluster.kubectl(*scale, "--replicas=0")
+    try:
+        cluster.kubectl("delete", "namespace", there.namespace, "--wait=false")
+        until(lambda: cluster.get("namespace", there.namespace) is None, "all of it is gone",
+              within_s=120)  # fmt: skip
+    finally:
+        cluster.kubectl(*scale, "--replicas=1")

@@ -9,15 +9,18 @@ import contextlib
 import os
 import signal
 import sys
+import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dlrover_operator.loop import Operator
+from dlrover_operator import manifests
+from dlrover_operator.loop import WATCHES, Operator
 from dlrover_operator.manifests import Options
 from dlrover_py.kube import (
     DEPLOYMENTS,
@@ -33,8 +36,11 @@ from dlrover_py.kube import (
     SERVICES,
     Kube,
     Obj,
+    Times,
 )
 from dlrover_py.protocol import names
+from dlrover_py.protocol.job import ElasticJob
+from dlrover_py.protocol.status import unix_seconds
 from tests.builders import job_file
 from tests.fakes_kube import FakeCluster, fake_cluster
 from tests.process.harness import free_port
@@ -245,6 +251,128 @@ async def test_a_broken_watch_and_a_deleted_deployment(bed: Bed) -> None:
             ),
             "another Deployment",
         )
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "retry_after"),
+    [(429, "TooManyRequests", 1), (500, "InternalError", None), (403, "Forbidden", None)],
+)
+async def test_an_operator_that_is_refused_everything_asks_seldom_and_goes_on(
+    bed: Bed, code: int, reason: str, retry_after: int | None
+) -> None:
+    """And all history is compacted meanwhile."""
+    cluster, kube = bed
+    kube.times = Times(first_wait_s=0.1, denied_s=0.5)
+    async with operator(kube):
+        await kube.create(ELASTICJOBS, job())
+        await until(lambda: cluster.one(DEPLOYMENTS, MASTER), "a Deployment")
+        available(cluster)
+        await until(
+            lambda: condition(cluster, "MasterReady").get("status") == "True", "MasterReady"
+        )
+        fault = cluster.fail(code, reason, times=10**6, retry_after=retry_after)
+        began = len(cluster.calls)
+        held = cluster.one(ELASTICJOBS, "x")
+        assert held is not None
+        held["spec"]["suspend"] = True
+        cluster.put(ELASTICJOBS, held)
+        cluster.put(ELASTICJOBS, job("y"))
+        cluster.compact()
+        cluster.cut()
+
+        def asked() -> dict[str, list[float]]:
+            found: dict[str, list[float]] = {}
+            for call in cluster.calls[began:]:
+                found.setdefault(f"{call.method} {call.path}", []).append(call.at)
+            return found
+
+        def watches() -> list[list[float]]:
+            return [times for what, times in asked().items() if what.startswith("GET")]
+
+        await until(
+            lambda: len(watches()) == len(WATCHES) and min(map(len, watches())) >= 5,
+            "five attempts of each watch",
+        )
+        for what, times in asked().items():
+            gaps = [b - a for a, b in pairwise(times)]
+            if code == 429:
+                assert min(gaps) >= 1, (what, gaps)
+            elif code == 500:  # doubled, and spread by half: that of two later is longer
+                assert all(b > a for a, b in zip(gaps, gaps[2:], strict=False)), (what, gaps)
+            else:
+                assert min(gaps) >= 0.25, (what, gaps)
+        assert not condition(cluster, "Suspended"), "it cannot know"
+        before = len(cluster.calls)
+        fault.times = 0
+        await until(
+            lambda: condition(cluster, "Suspended").get("reason") == "Suspending", "the new wish"
+        )
+        await until(lambda: cluster.one(DEPLOYMENTS, names.master_of("y")), "the new job's master")
+        kinds = sorted(watch.kind.path() for watch in WATCHES)
+
+        def lists() -> list[str]:
+            asked = (c for c in cluster.calls[before:] if c.method == "GET" and not c.watch)
+            return sorted(call.path for call in asked if call.path in kinds)
+
+        await until(lambda: len(lists()) >= len(kinds) and cluster.watches == len(kinds), "lists")
+        assert lists() == kinds, "one of each"
+
+
+async def test_an_operator_whose_clock_is_wrong_goes_by_the_api_servers(bed: Bed) -> None:
+    """Else a job that has waited for a moment would be too late, and one that is over deleted."""
+    cluster, kube = bed
+    cluster.ahead_s = -600.0
+    async with operator(kube):
+        await kube.create(ELASTICJOBS, job(pendingTimeoutSeconds=300, activeDeadlineSeconds=300))
+        await until(lambda: cluster.one(DEPLOYMENTS, MASTER), "a Deployment")
+        available(cluster)
+        master_says(cluster, "Pending")
+        await until(lambda: status(cluster).get("phase") == "Pending", "phase Pending")
+        assert abs(kube.wall() - (time.time() - 600)) < 3
+        assert not condition(cluster, "DeadlineExceeded")
+        ready = unix_seconds(condition(cluster, "MasterReady")["lastTransitionTime"])
+        assert ready is not None
+        assert abs(ready - (time.time() - 600)) < SOON
+
+
+async def test_a_tokens_secret_that_was_deleted_is_made_again_as_it_was(bed: Bed) -> None:
+    """Nodes that run hold what it said, and those that are missing cannot start without it."""
+    cluster, kube = bed
+    async with operator(kube) as one:
+        await kube.create(ELASTICJOBS, job())
+        await until(lambda: cluster.one(DEPLOYMENTS, MASTER), "a Deployment")
+        available(cluster)
+        name = names.token_of("x", (cluster.one(ELASTICJOBS, "x") or {})["metadata"]["uid"])
+        first = cluster.one(SECRETS, name)
+        assert first is not None
+        cluster.remove(SECRETS, name)
+        held = cluster.one(ELASTICJOBS, "x") or {}
+        held["status"]["training"] = {"phase": "Running", "nodesInRound": 1, "wanted": 2}
+        cluster.put(ELASTICJOBS, held)
+        one._made_at.clear()  # it was made long ago
+        again = await until(lambda: cluster.one(SECRETS, name), "the Secret")
+        assert again["data"] == first["data"]
+
+
+async def test_a_resumed_jobs_master_may_do_what_its_version_needs(bed: Bed) -> None:
+    """Its Role and its NetworkPolicy are of an older operator, or of an older template."""
+    cluster, kube = bed
+    async with operator(kube):
+        await kube.create(ELASTICJOBS, job(suspend=True))
+        await until(lambda: status(cluster).get("phase") == "Suspended", "phase Suspended")
+        owner = cluster.one(ELASTICJOBS, "x") or {}
+        read = ElasticJob.read(owner)
+        for kind, made, part in (
+            (ROLES, manifests.role(read), "rules"),
+            (NETWORK_POLICIES, manifests.network_policy(read), "spec"),
+        ):
+            old = made | {part: made[part][:1] if part == "rules" else {"podSelector": {}}}
+            cluster.put(kind, old)
+        await kube.patch(ELASTICJOBS, "x", {"spec": {"suspend": False}}, "default")
+        await until(lambda: cluster.one(DEPLOYMENTS, MASTER), "a Deployment")
+        assert (cluster.one(ROLES, MASTER) or {})["rules"] == manifests.role(read)["rules"]
+        policy = cluster.one(NETWORK_POLICIES, MASTER) or {}
+        assert policy["spec"] == manifests.network_policy(read)["spec"]
 
 
 async def test_a_verdict_is_not_passed_on_what_is_not_heard_any_more(bed: Bed) -> None:

@@ -15,11 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry, Counter
 
 from dlrover_py.master.app import listen, read_token
+from dlrover_py.master.core.events import Rules
+from dlrover_py.master.exchange import Exchanges
+from dlrover_py.master.loop import ADRIFT_S, Loop
+from dlrover_py.master.platform.static import StaticPlatform
+from dlrover_py.master.server import job_app, server
 from dlrover_py.master.settings import Settings
+from dlrover_py.master.store import FileStore
 from dlrover_py.protocol.agents import Assignment, Directive, ErrorReply
 from dlrover_py.protocol.errors import ConfigError, Unauthorized
+from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.status import JobStatus
 from dlrover_py.rpc import Client
 from tests.process.harness import Place, alive, document, eventually
@@ -605,3 +613,56 @@ def test_next_master_tells_the_members_of_an_ended_job_and_nobody_else(place: Pl
         assert (again.directive, again.exit_code) == (Directive.STOP, 0)
         reply = master.exchange(report(boot_id="c" * 16))  # of the next job at this address
         assert (reply.status, reply.error.code) == (503, "passive")
+
+
+class Adrift(StaticPlatform):
+    """A platform that may fall silent."""
+
+    silence_s = 0.0
+
+    def silent_s(self) -> float:
+        return self.silence_s
+
+
+async def test_a_master_that_may_have_been_replaced_says_so_and_lets_agents_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a new connection is led to the master that the platform knows by now."""
+    platform = Adrift(ElasticJob.parse(document(["true"], name="alone")))
+    loop = Loop(platform, FileStore(tmp_path / "journal"), Rules(can_create=False, exchange_s=0.1))
+    exchanges = Exchanges(loop, token=TOKEN, max_body_bytes=MAX_BODY, body_s=HEADER_S)
+    app = job_app(loop, exchanges, Counter("denied", "", registry=CollectorRegistry()))
+    door = socket.create_server(("127.0.0.1", 0))
+    serving = server(app, header_s=HEADER_S, exchanges=exchanges)
+    tasks = [asyncio.create_task(loop.run()), asyncio.create_task(serving.serve([door]))]
+    reader, writer = await asyncio.open_connection(*door.getsockname())
+    seq = 0
+
+    async def exchange() -> tuple[str, Assignment]:
+        nonlocal seq
+        while True:
+            seq += 1
+            body = json.dumps(report(seq=seq)).encode()
+            writer.write(request("POST", "/v1/nodes/n0/exchange", body, auth=f"Bearer {TOKEN}"))
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            length = re.search(r"content-length: (\d+)", head)
+            assert length
+            said = await reader.readexactly(int(length[1]))
+            if " 200 " in head:
+                return head, Assignment.model_validate_json(said)
+
+    try:
+        head, told = await exchange()
+        assert (told.adrift, "connection: close" in head) == (False, False)
+        platform.silence_s = ADRIFT_S + 1
+        head, told = await exchange()
+        assert (told.adrift, "connection: close" in head) == (True, False), "it is young"
+        monkeypatch.setattr("dlrover_py.master.exchange.RENEWED_S", 0.0)
+        head, told = await exchange()
+        assert (told.adrift, "connection: close" in head) == (True, True)
+        assert await reader.read() == b"", "and it is closed"
+    finally:
+        writer.close()
+        serving.should_exit = True
+        tasks[0].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dlrover_agent.core import (
+    ADRIFT_S,
     AFTER_FAILURE_S,
     OVERDUE_S,
     Ask,
@@ -526,6 +527,35 @@ def test_an_older_master_that_is_cut_off_too_does_not_count() -> None:
     told(core, Missed(), now=10.0)
     told(core, Assigned(placed(9, term=1)), now=17.0)
     assert isinstance(told(core, Passed(), now=18.0)[0], Stop)
+
+
+def test_a_master_that_is_cut_off_with_us_is_enough_for_a_while_only() -> None:
+    """It answers, and cannot know whether the others go on under another one."""
+    core = member()
+    adrift = Assigned(placed(adrift=True))
+    told(core, adrift, now=10.0)
+    patience = LEASE_S + ADRIFT_S
+    for now in range(11, 48):
+        assert told(core, adrift, Passed(), now=now) == [ASK]
+    told(core, Met(1), now=47.5)
+    assert told(core, adrift, Passed(), now=47.5 + patience - 0.25) == [ASK]
+    (stop, _) = told(core, adrift, Passed(), now=47.5 + patience)
+    assert isinstance(stop, Stop)
+    assert "neither a master in touch with its platform nor rank 0" in stop.why
+
+
+def test_a_master_that_is_back_in_touch_is_enough() -> None:
+    core = member()
+    told(core, Assigned(placed(adrift=True)), now=10.0)
+    told(core, Assigned(placed()), now=40.0)
+    assert told(core, Passed(), now=1000.0) == []
+
+
+def test_a_master_that_was_adrift_and_then_says_nothing_is_missed_like_any() -> None:
+    core = member()
+    told(core, Assigned(placed(adrift=True)), now=10.0)
+    told(core, Missed(), now=20.0)
+    assert isinstance(told(core, Passed(), now=20.0)[0], Stop)
 
 
 def test_rank_0_gives_the_others_time_to_miss_the_master() -> None:

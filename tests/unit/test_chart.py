@@ -387,6 +387,8 @@ def done_by_the_operator() -> set[tuple[str, str, str]]:
     for watch in loop.WATCHES:
         done |= of(watch.kind, "list", "watch")
     done |= of(loop.MASTERS, "update", "patch") | of(loop.MASTER_SERVICES, "delete")
+    for what in loop.FOLLOWS:
+        done |= of(loop.KINDS[what], "update")
     done |= of(loop.KINDS["Secret"], "delete") | of(loop.MASTER_PODS, "delete")
     done |= of(loop.JOBS, "delete") | of(loop.JOBS, "patch", sub="/status")
     done |= of(loop.JOBS, "update", sub="/finalizers")  # blockOwnerDeletion

@@ -2,10 +2,13 @@
 
 import asyncio
 import base64
+import math
 import os
 import ssl
 import stat
+import time
 from collections.abc import AsyncIterator
+from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from hypothesis import strategies as st
 
 from dlrover_py import kube as module
 from dlrover_py.kube import (
+    _PROMPT_S,
     DEPLOYMENTS,
     ELASTICJOBS,
     LONGEST_RETRY_S,
@@ -30,6 +34,7 @@ from dlrover_py.kube import (
     Kube,
     KubeError,
     NotFound,
+    ServerClock,
     ServerDown,
     Throttled,
     Times,
@@ -45,6 +50,36 @@ from tests.certificates import Certificates, issue
 from tests.fakes_kube import FakeCluster, write_kubeconfig
 
 # --- pure parts ---
+
+
+def dated(seconds: float) -> str:
+    return formatdate(seconds, usegmt=True)
+
+
+@given(
+    off=st.floats(-86_400, 86_400),
+    answers=st.lists(
+        st.tuples(st.floats(0.01, 60), st.floats(0, 1.9), st.floats(0, 1)), min_size=1, max_size=20
+    ),
+)
+def test_the_time_is_the_servers_within_what_an_answer_takes(
+    off: float, answers: list[tuple[float, float, float]]
+) -> None:
+    """However wrong the clock of this machine is: ``off`` is what the server's is ahead of it."""
+    here, before = [0.0], time.time()
+    clock = ServerClock(lambda: here[0])
+    for wait, took, part in answers:
+        here[0] += wait
+        stamped = before + off + here[0] + part * took
+        here[0] += took
+        clock.told(dated(math.floor(stamped)), took)
+        assert abs(clock() - (before + off + here[0])) <= 1 + took + 0.1
+    right = clock()
+    here[0] += 5
+    clock.told(dated(0), _PROMPT_S + 1)
+    clock.told("yesterday", 0.0)
+    clock.told("", 0.0)
+    assert clock() == pytest.approx(right + 5), "late answers and other words are not believed"
 
 
 def test_paths() -> None:

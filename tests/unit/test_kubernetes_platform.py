@@ -414,6 +414,23 @@ async def test_an_api_server_that_is_away_is_for_the_caller_to_wait_for(scene: S
     await scene.platform.create_node(N0)
 
 
+async def test_a_server_of_which_nothing_is_heard_is_asked(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only so is a cut noticed: a watch that is cut off says nothing, like one without news."""
+    monkeypatch.setattr(kubernetes, "HEAR_S", 0.2)
+    scene.cluster.stalled = True
+    before = scene.cluster.gets("elasticjobs/x")
+    listening = asyncio.create_task(scene.platform._listen())
+    await scene.until(lambda: scene.cluster.gets("elasticjobs/x") > before)
+    assert scene.platform.silent_s() < WITHIN_S
+    gate = scene.cluster.hold("/")
+    await scene.until(lambda: scene.platform.silent_s() > 2.5)
+    gate.set()
+    await scene.until(lambda: scene.platform.silent_s() < 1)
+    listening.cancel()
+
+
 async def test_many_nodes_bother_a_server_in_trouble_no_more_than_a_few_do(scene: Scene) -> None:
     """It says when to come back: those whose turn it is wait for that, the others for them."""
     storm = scene.cluster.fail(429, "TooManyRequests", path="/pods", method="POST", times=1000,

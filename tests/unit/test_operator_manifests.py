@@ -37,7 +37,7 @@ def pod_of(made: ElasticJob, address: str = "10.0.0.1") -> dict[str, Any]:
 
 def test_everything_is_the_jobs() -> None:
     made = job()
-    fresh = manifests.Credentials(b"t", b"a", b"c", b"k")
+    fresh = manifests.Credentials(b"a", b"c", b"k")
     objects = [
         manifests.service_account(made),
         manifests.role(made),
@@ -147,8 +147,9 @@ def test_only_the_jobs_pods_reach_the_agents_port_but_on_the_hosts_network_anyon
 
 def test_the_certificate_is_the_masters_by_an_authority_of_its_own(tmp_path: Any) -> None:
     one, other = credentials.issue(), credentials.issue()
-    assert one.token != other.token
-    assert len(one.token) >= 32
+    assert credentials.token(one.key) == credentials.token(one.key)
+    assert credentials.token(one.key) != credentials.token(other.key)
+    assert len(credentials.token(one.key)) >= 32
     cert = x509.load_pem_x509_certificate(one.cert)
     key = cert.public_key()
     assert isinstance(key, ec.EllipticCurvePublicKey)

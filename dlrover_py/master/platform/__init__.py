@@ -1,4 +1,4 @@
-"""Where nodes run: the :class:`Platform` seam, five calls."""
+"""Where nodes run: the :class:`Platform` seam, six calls."""
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -46,6 +46,11 @@ class Platform(Protocol):
 
         Ends, or raises TransientError, when the view was lost: watch again.
         """
+
+    def silent_s(self) -> float:
+        """How long the platform has not been heard of, though it is asked all the time; 0 where it
+        is of one piece with the master."""
+        ...
 
     async def create_node(self, node: NodeId, avoid: Sequence[str] = ()) -> None:
         """Have the node created, now or when there is room; a node that exists stays as it is.

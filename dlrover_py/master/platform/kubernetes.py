@@ -66,6 +66,9 @@ ENDED_KEPT = 32
 """Pods that have ended are kept for their logs, the newest ones."""
 PROGRESS_S = 10.0
 """If nothing but the progress is new it is told this often: there may be a thousand jobs."""
+HEAR_S = 12.0
+"""Where nothing was heard of the API server for so long it is asked something, and so long at most:
+more than ``PROGRESS_S``, so that a job that takes steps never asks."""
 TRIAL = NodeId("trial")
 GONE = "JobGone"
 PROBLEMS = (
@@ -153,7 +156,8 @@ class KubernetesPlatform:
 
     async def watch(self) -> AsyncIterator[Sequence[Event]]:  # noqa: D102
         self._facts = asyncio.Queue()
-        watches = [asyncio.create_task(self._watch_job()), asyncio.create_task(self._watch_pods())]
+        looks = (self._watch_job(), self._watch_pods(), self._listen())
+        watches = [asyncio.create_task(look) for look in looks]
         fact = asyncio.create_task(self._facts.get())
         try:
             while True:
@@ -166,6 +170,18 @@ class KubernetesPlatform:
         finally:
             for task in (fact, *watches):
                 task.cancel()
+
+    def silent_s(self) -> float:  # noqa: D102
+        return self._kube.silent_s
+
+    async def _listen(self) -> None:
+        """A watch that says nothing for a minute tells of no cut before."""
+        while True:
+            await asyncio.sleep(max(1.0, HEAR_S - self._kube.silent_s))
+            if self._kube.silent_s >= HEAR_S:
+                with contextlib.suppress(KubeError, TimeoutError):
+                    async with asyncio.timeout(HEAR_S):
+                        await self._kube.get(ELASTICJOBS, self._name, self._namespace)
 
     async def _watch_job(self) -> None:
         changes = self._kube.watch(

@@ -28,6 +28,10 @@ class StaticPlatform:
         yield []
         await asyncio.Event().wait()
 
+    def silent_s(self) -> float:
+        """There is nobody to hear."""
+        return 0.0
+
     async def create_node(self, node: NodeId, avoid: Sequence[str] = ()) -> None:  # noqa: D102
         raise Bug(f"asked to create {node} where nodes come by themselves")
 

@@ -244,9 +244,11 @@ class Lab:
 
     def _heal(self) -> None:
         """Undo what a test that was killed did to a cluster that runs."""
-        self._daemon("apiserver").signal(signal.SIGCONT)
+        for name in ("etcd", "apiserver"):
+            self._daemon(name).signal(signal.SIGCONT)
         for node in self.nodes.values():
             node.mend()
+            node.mend_api()
             node.redirect()
         self._ready()
         self._no_fakes()

@@ -104,6 +104,25 @@ class Node:
                 iptables -w -t nat -A DLROVER {there}"""
         run("nsenter", f"--net=/run/netns/{self.unique}", "sh", "-c", script)
 
+    def cut_api(self) -> None:
+        """Nothing on it reaches the API server, by connections that there are or by new ones; all
+        else is as it was."""
+        self._drop_api(True)
+
+    def mend_api(self) -> None:
+        """Undo cut_api()."""
+        self._drop_api(False)
+
+    def _drop_api(self, wanted: bool) -> None:
+        n = self.cluster
+        there = f"-d 10.{n}.0.1 -p tcp --dport {6500 + n} -j DROP"
+        script = "; ".join(
+            f"while iptables -w -D {chain} {there} 2>/dev/null; do :; done"
+            + (f"; iptables -w -I {chain} {there}" if wanted else "")
+            for chain in ("OUTPUT", "FORWARD")
+        )
+        run("nsenter", f"--net=/run/netns/{self.unique}", "sh", "-c", script)
+
     def crash(self) -> None:
         """The machine is gone: no program says goodbye, no connection is closed."""
         self.cut()
