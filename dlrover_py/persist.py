@@ -58,7 +58,7 @@ from dlrover_py.protocol.checkpoint import (
     read_line,
 )
 from dlrover_py.protocol.errors import DLRoverError, Superseded
-from dlrover_py.storage import BEAT_S, Claimed, Sink, Store, folder_of
+from dlrover_py.storage import BEAT_S, PARTS, Claimed, Sink, Store, folder_of
 
 log = logging.getLogger("persister")
 
@@ -69,7 +69,6 @@ CHUNK = 1 << 22
 """Bytes that are summed and then written at once: few, so that they are still in the cache."""
 SMALL = 1 << 16
 """Shorter writes are put together."""
-PARTS = "parts"
 METADATA = ".metadata"
 
 T = TypeVar("T")
@@ -842,9 +841,10 @@ class Attempt:
         if not self._made or self._committing:
             return  # whether the commit went through is for the next one to see
         with contextlib.suppress(OSError, DLRoverError):
-            place = self._open(self.order.dir).place
+            store = self._open(self.order.dir)
+            place = store.place
             if self.order.writers:  # nobody else can commit it
-                place.remove_folder(self.folder)
+                store.clear(self.folder)
                 return
             for name in self._files:
                 place.remove(name)

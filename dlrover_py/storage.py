@@ -9,6 +9,9 @@
 A manifest is created exclusively, once all else is there and synced (``link`` of a finished file;
 ``O_EXCL`` where a file system has no links; a conditional PUT in a bucket). Who removes an attempt
 that has none creates it first, as a *tombstone*: a committer that comes too late then fails.
+
+People put copies and exports beside them. Only what an attempt has left is ever swept: a folder
+with the name of one, which has its ``parts`` still (:mod:`dlrover_py.persist`) or a tombstone.
 """
 
 import contextlib
@@ -45,7 +48,16 @@ TOMBSTONE_S = 86400.0
 BLOCK = 1 << 25
 """Bytes that are asked of a bucket at once."""
 
+PARTS = "parts"
+"""What an attempt makes first in its folder, and `Store.clear` removes last."""
+
 _FOLDER = re.compile(r"step-(\d+)\.([0-9a-z]+)")
+_ATTEMPT = re.compile(r"step-[0-9]+\.([0-9a-f]{12}|[0-9a-f]{16})")
+"""As masters draw them, and runs without one."""
+_WRITES = re.compile(rf"{PARTS}|__\d+_0\.distcp|\.metadata|\.\.metadata\.[0-9a-f]{{8}}\.tmp")
+"""What an attempt has in its folder."""
+_TORN = re.compile(rf"\.({_FOLDER.pattern}\.json|{re.escape(CLAIM)})\.[0-9a-f]{{8}}\.tmp")
+"""A document that was not finished."""
 _OBSTORE = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "azure"}
 
 
@@ -587,8 +599,8 @@ class Store:
                     manifest = Manifest.decode(self.place.read(name))
                     if manifest.folder != folder:
                         raise ValueError(f"it speaks of {manifest.folder}")
-                except FileNotFoundError:
-                    continue  # removed meanwhile
+                except (FileNotFoundError, IsADirectoryError):
+                    continue  # removed meanwhile, or none of ours
                 except (ValueError, TypeError, LookupError) as error:
                     self.damaged[name] = str(error)
                     if name not in self._told:
@@ -780,10 +792,21 @@ class Store:
 
     def remove(self, manifest: Manifest) -> None:
         """Remove one checkpoint: its manifest first."""
+        parts = f"{manifest.folder}/{PARTS}"
+        with contextlib.suppress(OSError):  # a full disk is what things are removed for
+            self.place.make(parts)  # by it a sweep knows what is left if this is killed
+            self.place.put(f"{parts}/removed.json", b"{}")
         self.place.remove(f"{manifest.folder}.json")
         self.place.settle("")
         self._seen.pop(manifest.folder, None)
-        self.place.remove_folder(manifest.folder)
+        self.clear(manifest.folder)
+
+    def clear(self, folder: str) -> None:
+        """Remove what an attempt has written; what shows that it was one goes last."""
+        for name in self.place.names(folder):
+            if name != PARTS and _WRITES.fullmatch(name):
+                self.place.remove(f"{folder}/{name}")
+        self.place.remove_folder(folder)
 
     def sweep(self, spare: Collection[str] = (), *, now: float) -> list[str]:
         """Remove what attempts without a manifest have left; returns the folders.
@@ -796,19 +819,21 @@ class Store:
         manifests = self._manifests(names)
         swept = []
         for name in names:
-            match = _FOLDER.fullmatch(name)
-            if match is None or name in spare or f"{name}.json" in self.damaged:
+            if name in spare or f"{name}.json" in self.damaged:
                 continue
-            if name in manifests:
-                if not manifests[name].void:
-                    continue
-            else:
+            buried = name in manifests
+            if buried and not manifests[name].void:
+                continue
+            if not self._is_left(name, buried=buried):
+                continue
+            if not buried:
+                step, attempt = name.removeprefix("step-").split(".")
                 grave = Manifest(
-                    int(match[1]), match[2], "", 0, 0, 0, name, now, void="it was never committed"
+                    int(step), attempt, "", 0, 0, 0, name, now, void="it was never committed"
                 )
                 if not self.place.create(f"{name}.json", grave.encode()):
                     continue  # it was committed just now
-            self.place.remove_folder(name)
+            self.clear(name)
             swept.append(name)
         graves = [f for f, m in manifests.items() if m.void and f not in names]
         seen = self._clock()
@@ -817,9 +842,21 @@ class Store:
             if seen - since > TOMBSTONE_S:
                 self.place.remove(f"{folder}.json")
         for name in names:
-            if name.endswith(".tmp") and name.startswith((".step-", f".{CLAIM}.")):
+            if _TORN.fullmatch(name):
                 self.place.remove(name)
         return swept
+
+    def _is_left(self, folder: str, *, buried: bool) -> bool:
+        """Whether an attempt has left it. A whole checkpoint without a manifest is not: somebody
+        has copied it here."""
+        if _ATTEMPT.fullmatch(folder) is None:
+            return False
+        try:
+            found = self.place.names(folder)
+        except (NotADirectoryError, PermissionError):
+            return False
+        ours = buried or PARTS in found or not found
+        return ours and all(_WRITES.fullmatch(name) for name in found)
 
 
 def _age(manifest: Manifest) -> tuple[int, float, str]:

@@ -31,7 +31,7 @@ from dlrover_py.protocol.checkpoint import (
     Phase,
     Piece,
 )
-from dlrover_py.storage import CLAIM, Store
+from dlrover_py.storage import CLAIM, Store, folder_of
 from tests.slots import (
     JOB,
     Persister,
@@ -47,6 +47,8 @@ from tests.slots import (
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 
+DRAWN = "0123456789ab"
+"""An attempt, as a master draws its name."""
 W = torch.arange(12 * 5, dtype=torch.float32).reshape(12, 5)
 
 
@@ -427,12 +429,12 @@ def test_a_late_grant_of_an_older_master_is_refused(trio: list[Persister], tmp_p
 
 def test_a_tombstone_alone_fences(persister: Persister, tmp_path: Path) -> None:
     simple(tmp_path / "arena/0.0")
-    persister.send(order(tmp_path / "arena", tmp_path / "ckpt", "y1", grant=None))
-    persister.next(Phase.READY, attempt="y1")
+    persister.send(order(tmp_path / "arena", tmp_path / "ckpt", DRAWN, grant=None))
+    persister.next(Phase.READY, attempt=DRAWN)
     store = Store(tmp_path / "ckpt")
-    assert store.sweep(now=time.time()) == ["step-7.y1"]
-    persister.send(Grant("y1", term=1))
-    assert "given up by others" in persister.end("y1").why
+    assert store.sweep(now=time.time()) == [folder_of(7, DRAWN)]
+    persister.send(Grant(DRAWN, term=1))
+    assert "given up by others" in persister.end(DRAWN).why
     assert store.checkpoints() == []
 
 
@@ -600,7 +602,7 @@ def attempt(step, victim, after):
     began = time.monotonic()
     for rank in (1, 0):
         os.write(children[rank][1], order(
-            root / f"arena{rank}", root / "ckpt", f"k{step}", step=step, world=2, ranks=(rank,),
+            root / f"arena{rank}", root / "ckpt", f"{step:012x}", step=step, world=2, ranks=(rank,),
             node=f"n{rank}", writers=("n0", "n1") if rank == 0 else (), deadline_s=30.0).encode())
     if victim is not None:
         select.select([], [], [], after)

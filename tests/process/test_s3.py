@@ -16,6 +16,9 @@ from tests.slots import JOB, Persister, full, load_with_torch, order, rows, stag
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(BUILD_S + 120)]
 
+DRAWN = "0123456789ab"
+"""An attempt, as a master draws its name."""
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
@@ -31,7 +34,7 @@ def url(server: Server, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixture
     return f"s3://{BUCKET}/runs/{request.node.name}"
 
 
-def manifest(step: int, attempt: str = "a") -> Manifest:
+def manifest(step: int, attempt: str = DRAWN) -> Manifest:
     return Manifest(step, attempt, JOB, 1, 0, 1, folder_of(step, attempt), 1.5)
 
 
@@ -63,27 +66,28 @@ def test_a_manifest_is_created_once(url: str) -> None:
 def test_claims_tombstones_and_retention_are_those_of_a_folder(url: str) -> None:
     store = Store(url)
     store.prepare()
-    store.claim(Owner(JOB), "a")
+    store.claim(Owner(JOB), DRAWN)
     with pytest.raises(Claimed, match="is written by another job, job-uid-1"):
         Store(url).claim(Owner("another"), "b")
     for step in (1, 2, 3):
-        sink = store.place.sink(f"{folder_of(step, 'a')}/__0_0.distcp")
+        sink = store.place.sink(f"{folder_of(step, DRAWN)}/__0_0.distcp")
         sink.write(bytes(range(200)))
         sink.finish()
+        store.place.put(f"{folder_of(step, DRAWN)}/parts/n0.layout.json", b"[]")
         if step < 3:
             store.commit(manifest(step))
     target = bytearray(10)
     store.read_into(manifest(2), "__0_0.distcp", 20, memoryview(target))
     assert bytes(target) == bytes(range(20, 30))
-    assert store.sweep(now=0.0) == ["step-3.a"]
+    assert store.sweep(now=0.0) == [folder_of(3, DRAWN)]
     with pytest.raises(Superseded, match="given up by others"):
         store.commit(manifest(3))
-    assert store.retain(Keep(newest=1)) == ["step-1.a"]
+    assert store.retain(Keep(newest=1)) == [folder_of(1, DRAWN)]
     assert sorted(store.place.names()) == [
         "dlrover.json",
-        "step-2.a",
-        "step-2.a.json",
-        "step-3.a.json",
+        folder_of(2, DRAWN),
+        f"{folder_of(2, DRAWN)}.json",
+        f"{folder_of(3, DRAWN)}.json",
     ]
     store.release()
 

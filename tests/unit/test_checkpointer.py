@@ -21,6 +21,7 @@ from dlrover_py import arena
 from dlrover_py.arena import Slot
 from dlrover_py.protocol.checkpoint import Keep, Summary
 from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.storage import Store
 from dlrover_py.trainer import session
 from dlrover_py.trainer.checkpoint import Checkpointer, Every, Marks, copied_by_all, optimum_s
 from dlrover_py.trainer.settings import Settings
@@ -589,7 +590,10 @@ def test_alone_it_writes_to_storage(tmp_path: Path) -> None:
         timeout=120,
     )
     assert done.stdout.splitlines()[-1:] == ["2 [1.0, 2.0, 3.0, 4.0, 5.0]"], done
-    assert list((tmp_path / "ckpt").glob("step-2.*.json"))
+    (manifest,) = (tmp_path / "ckpt").glob("step-2.*.json")
+    (tmp_path / "other" / manifest.stem / "parts").mkdir(parents=True)
+    left = Store(tmp_path / "other").sweep(now=0.0)
+    assert left == [manifest.stem], "by its name a sweep knows an attempt"
     assert "step 3 is in memory only" in done.stderr
     assert "step 2 is in memory only" not in done.stderr
 

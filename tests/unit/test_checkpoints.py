@@ -1,6 +1,7 @@
 """What is whole in memory, who keeps copies of whom, and what is stored."""
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from dlrover_py.protocol.agents import (
     Stored,
 )
 from dlrover_py.protocol.names import NodeId, Term
+from dlrover_py.storage import Store, folder_of
 
 PERSIST_S = 100.0
 N0, N1, N2, N3 = (NodeId(f"n{i}") for i in range(4))
@@ -308,6 +310,12 @@ def test_a_lost_writer_calls_it_off_and_a_replica_takes_its_part() -> None:
     assert desk.notes == ["CheckpointCalledOff"]
     assert {n: o.ranks for n, o in desk.orders().items()} == {N0: [0, 1]}
     assert desk.attempt() != first
+
+
+def test_by_its_name_a_sweep_knows_what_an_attempt_has_left(tmp_path: Path) -> None:
+    folder = folder_of(5, sharded(5, persist=True).attempt())
+    (tmp_path / folder / "parts").mkdir(parents=True)
+    assert Store(tmp_path).sweep(now=0.0) == [folder]
 
 
 def test_a_writer_that_is_done_may_go() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -44,8 +45,18 @@ class Clock:
         return self.now
 
 
+def drawn(step: int) -> str:
+    """An attempt, as a master draws its name."""
+    return f"{step:012x}"
+
+
+def named(step: int) -> str:
+    """Its folder."""
+    return folder_of(step, drawn(step))
+
+
 def manifest(step: int = 7, attempt: str = "", **more: object) -> Manifest:
-    attempt = attempt or f"a{step}"
+    attempt = attempt or drawn(step)
     made = Manifest(step, attempt, "u1", 1, 0, 2, folder_of(step, attempt), 1.5)
     return replace(made, **more)  # type: ignore[arg-type]
 
@@ -53,7 +64,7 @@ def manifest(step: int = 7, attempt: str = "", **more: object) -> Manifest:
 def write(store: Store, wanted: Manifest, data: bytes = b"bytes") -> Path:
     """What an attempt leaves before its commit."""
     folder = Path(store.where(wanted))
-    folder.mkdir(parents=True)
+    (folder / "parts").mkdir(parents=True)
     (folder / "__0_0.distcp").write_bytes(data)
     return folder
 
@@ -155,7 +166,7 @@ def test_a_clock_that_jumps_hides_no_commit(store: Store, at: float) -> None:
     for step, then in ((1, 2e9), (2, at), (3, 2e9 + 1)):
         write(store, store.commit(manifest(step, at=then)))
         assert Store(store.place.url).checkpoints()[0].step == step
-    assert store.retain(Keep(newest=2)) == ["step-1.a1"]
+    assert store.retain(Keep(newest=2)) == [named(1)]
     assert [m.step for m in store.checkpoints()] == [3, 2]
 
 
@@ -234,7 +245,7 @@ def test_a_damaged_manifest_is_named_and_left_out(
     torn.write_bytes(manifest(4).encode()[:-40])
     fresh = Store(store.place.url)
     assert [m.step for m in fresh.checkpoints()] == [3, 1]
-    assert fresh.damaged[bad.name] == "it speaks of step-3.a3"
+    assert fresh.damaged[bad.name] == f"it speaks of {named(3)}"
     assert "not those" in fresh.damaged[torn.name] or "no whole" in fresh.damaged[torn.name]
     assert fresh.checkpoints()[-1] == good
     assert len([r for r in caplog.records if " is damaged: " in r.getMessage()]) == 2, "told once"
@@ -252,7 +263,7 @@ def test_a_sweep_spares_what_is_committed_under_way_or_none_of_ours(store: Store
     root = left.parent
     (root / "notes.txt").write_text("a user's")
     (root / "step-old").mkdir()
-    (root / f".{left.name}.json.abcd.tmp").write_text("torn")
+    (root / f".{left.name}.json.0123abcd.tmp").write_text("torn")
     assert store.sweep({under_way.name}, now=0.0) == [left.name]
     there = {p.name for p in root.iterdir()}
     assert there == {
@@ -264,6 +275,79 @@ def test_a_sweep_spares_what_is_committed_under_way_or_none_of_ours(store: Store
         "step-old",
     }
     assert store.sweep({under_way.name}, now=0.0) == [], "once is enough"
+
+
+def copied(root: Path, whole: Path) -> None:
+    """Of a checkpoint, with a manifest and without, by hand."""
+    for name in ("step-7.backup", named(6), f"{named(7)}-old"):
+        shutil.copytree(whole, root / name)
+    shutil.copy(f"{whole}.json", root / "step-7.backup.json")
+    shutil.copy(f"{whole}.json", root / f"{named(7)}-old.json")
+
+
+def exported(root: Path, _: Path) -> None:
+    """Of the same step, as other formats."""
+    for name in ("step-7.pt", "step-7.safetensors", named(8), ".step-7.tmp"):
+        (root / name).write_bytes(b"a user's")
+    (root / "step-7.metrics.json").write_text("{}")
+
+
+def beside(root: Path, _: Path) -> None:
+    """In folders that look like ours."""
+    for name, file in (("step-7.export", "parts/0"), (named(8), "parts/0"), (named(8), "notes")):
+        (root / name / file).parent.mkdir(parents=True, exist_ok=True)
+        (root / name / file).write_bytes(b"a user's")
+    (root / "step-9.json" / "x").mkdir(parents=True)
+    (root / f"{named(9)}.json" / "x").mkdir(parents=True)
+
+
+@pytest.mark.parametrize("put", [copied, exported, beside])
+def test_what_people_put_beside_checkpoints_is_neither_loaded_nor_removed(
+    store: Store, put: Callable[[Path, Path], None]
+) -> None:
+    root = Path(store.place.url)
+    whole = root / named(7)
+    write(store, manifest())
+    shutil.rmtree(whole / "parts")  # as a commit does
+    (whole / ".metadata").write_bytes(b"torch's")
+    done = store.commit(manifest())
+    put(root, whole)
+    before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
+    left = write(store, manifest(1))
+    for one, swept in ((store, [left.name]), (Store(root), [])):
+        assert one.sweep(now=0.0) == swept
+        assert one.checkpoints() == [done]
+        assert one.retain(Keep(newest=1)) == []
+    stone = left.with_name(f"{left.name}.json")
+    after = {path: path.stat().st_mtime_ns for path in root.rglob("*") if path != stone}
+    assert after == before
+
+
+class Killed(BaseException):
+    pass
+
+
+class Dying(Folder):
+    """Its process is killed when it is to remove a checkpoint's file."""
+
+    def remove(self, name: str) -> None:
+        if name.endswith(".distcp"):
+            raise Killed
+        super().remove(name)
+
+
+def test_a_removal_that_was_killed_is_finished_by_a_sweep(store: Store) -> None:
+    """Its bytes would be left for ever: without a manifest they might be anybody's."""
+    done = store.commit(manifest())
+    folder = write(store, done)
+    shutil.rmtree(folder / "parts")
+    store.place = Dying(Path(store.place.url))
+    with pytest.raises(Killed):
+        store.remove(done)
+    after = Store(store.place.url)
+    assert after.checkpoints() == []
+    assert after.sweep(now=0.0) == [folder.name]
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("wall", [0.0, 4e9])
@@ -341,13 +425,13 @@ def test_retention_keeps_what_a_rule_keeps_and_no_more(
 def test_retention_removes_files_and_spares_the_loaded_one(store: Store) -> None:
     for step in range(1, 6):
         write(store, store.commit(manifest(step)))
-    gone = store.retain(Keep(newest=2), spare={"step-1.a1"})
-    assert gone == ["step-3.a3", "step-2.a2"]
+    gone = store.retain(Keep(newest=2), spare={named(1)})
+    assert gone == [named(3), named(2)]
     assert [m.step for m in store.checkpoints()] == [5, 4, 1]
     assert sorted(p.name for p in Path(store.place.url).iterdir() if p.is_dir()) == [
-        "step-1.a1",
-        "step-4.a4",
-        "step-5.a5",
+        named(1),
+        named(4),
+        named(5),
     ]
 
 
@@ -366,7 +450,7 @@ def test_two_jobs_cannot_write_into_one_directory(store: Store) -> None:
 
 
 def test_loading_needs_no_claim(store: Store) -> None:
-    store.claim(ONE, "a7")
+    store.claim(ONE, drawn(7))
     done = store.commit(manifest())
     assert Store(store.place.url).checkpoints() == [done]
 
@@ -613,8 +697,8 @@ def test_a_store_without_exclusive_creation_is_refused() -> None:
 def test_any_file_system_of_fsspec_will_do() -> None:
     store = Store("memory://runs/one")
     store.prepare()
-    store.claim(ONE, "a7")
-    sink = store.place.sink("step-7.a7/__0_0.distcp")
+    store.claim(ONE, drawn(7))
+    sink = store.place.sink(f"{named(7)}/__0_0.distcp")
     sink.write(b"bytes")
     sink.finish()
     assert store.checkpoints() == []
@@ -628,6 +712,14 @@ def test_any_file_system_of_fsspec_will_do() -> None:
     with pytest.raises(OSError, match="ends at byte 5"):
         store.read_into(done, "__0_0.distcp", 4, memoryview(target))
     assert store.retain(Keep()) == []
+    for name in ("step-9.pt", named(9), f"{named(10)}/notes"):
+        store.place.put(name, b"a user's")
+        assert store.sweep(now=0.0) == []
+        assert store.place.read(name) == b"a user's"
+        store.place.remove(name)
+    store.place.put(f"{named(11)}/parts/n0.layout.json", b"[]")
+    assert store.sweep(now=0.0) == [named(11)]
+    store.place.remove(f"{named(11)}.json")
     store.remove(done)
     assert store.checkpoints() == []
     store.release()
