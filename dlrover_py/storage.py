@@ -58,6 +58,8 @@ _WRITES = re.compile(rf"{PARTS}|__\d+_0\.distcp|\.metadata|\.\.metadata\.[0-9a-f
 """What an attempt has in its folder."""
 _TORN = re.compile(rf"\.({_FOLDER.pattern}\.json|{re.escape(CLAIM)})\.[0-9a-f]{{8}}\.tmp")
 """A document that was not finished."""
+_MARK = re.compile(r"\.look\.[0-9a-f]{8}")
+"""Of `Folder.refresh`."""
 _OBSTORE = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "azure"}
 
 
@@ -582,8 +584,13 @@ class Store:
 
         Tombstones are left out, and damaged manifests, which `damaged` and the log name.
         """
-        found = [m for m in self._manifests(self.place.names()).values() if not m.void]
+        found = [m for m in self._manifests(self._names()).values() if not m.void]
         return sorted(found, key=_age, reverse=True)
+
+    def _names(self) -> list[str]:
+        """What the directory holds now, other hosts' newest commits too."""
+        self.place.refresh("")
+        return self.place.names()
 
     def _manifests(self, names: Sequence[str]) -> dict[str, Manifest]:
         """Manifests and tombstones, by their folder; each is read once."""
@@ -758,7 +765,7 @@ class Store:
                     f"{self.place.url}: another attempt has begun since; "
                     f"{manifest.folder} is given up"
                 )
-        others = self._manifests(self.place.names())
+        others = self._manifests(self._names())
         newest = max((m.term for m in others.values() if m.job == manifest.job), default=0)
         if manifest.term < newest:
             raise Superseded(
@@ -815,7 +822,7 @@ class Store:
             spare: folders of attempts that are under way.
             now: wall time, for people: new tombstones say it.
         """
-        names = self.place.names()
+        names = self._names()
         manifests = self._manifests(names)
         swept = []
         for name in names:
@@ -842,7 +849,7 @@ class Store:
             if seen - since > TOMBSTONE_S:
                 self.place.remove(f"{folder}.json")
         for name in names:
-            if _TORN.fullmatch(name):
+            if _TORN.fullmatch(name) or _MARK.fullmatch(name):
                 self.place.remove(name)
         return swept
 

@@ -676,6 +676,42 @@ def test_a_claim_that_cannot_be_read_lapses_too(tmp_path: Path) -> None:
     mine.claim(ONE)
 
 
+class Remembering(Folder):
+    """As an NFS client has it: a listing is an old one, unless this client changes the folder."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.old: dict[str, list[str]] = {}
+
+    def names(self, folder: str = "") -> list[str]:
+        return self.old.setdefault(folder, super().names(folder))
+
+    def refresh(self, folder: str) -> None:
+        super().refresh(folder)
+        self.old.pop(folder, None)
+
+
+@pytest.mark.parametrize("look", ["load", "commit", "sweep"])
+def test_what_another_host_has_just_committed_is_seen(store: Store, look: str) -> None:
+    here = Store(store.place.url)
+    here.place = Remembering(Path(store.place.url))
+    assert here.checkpoints() == []
+    done = store.commit(manifest(1, term=1))
+    if look == "load":
+        assert here.checkpoints() == [done]
+    elif look == "commit":
+        assert here.commit(manifest(2, term=1)).number == 2
+    else:
+        left = write(store, manifest(2))
+        assert here.sweep(now=0.0) == [left.name]
+
+
+def test_a_mark_of_who_was_killed_goes(store: Store) -> None:
+    (Path(store.place.url) / ".look.0123abcd").touch()
+    store.sweep(now=0.0)
+    assert store.place.names() == []
+
+
 # --- other stores ---
 
 
