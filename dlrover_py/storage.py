@@ -356,6 +356,14 @@ class Remote:
         Raises:
             ConfigError: it can be created twice: no commit would be safe.
         """
+        from fsspec import AbstractFileSystem
+
+        if getattr(self.fs.pipe_file, "__func__", None) is AbstractFileSystem.pipe_file:
+            raise ConfigError(
+                f"{self.url}: {type(self.fs).__name__} cannot create a file exclusively, for it "
+                "has no pipe_file of its own, and fsspec's looks first and writes then: two "
+                "writers could not be told apart; use a path (a mounted file system) or a bucket"
+            )
         name = f".dlrover-probe-{secrets.token_hex(4)}"
         try:
             if self.create(name, b"1") and not self.create(name, b"2"):

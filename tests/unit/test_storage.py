@@ -730,6 +730,20 @@ def test_a_store_without_exclusive_creation_is_refused() -> None:
         Store("careless://bucket/x").prepare()
 
 
+def test_a_store_that_looks_first_and_writes_then_is_refused() -> None:
+    """One after the other, two that write are told apart; at once, they are not."""
+    import fsspec
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    class Plain(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
+        protocol = "plain"
+        pipe_file = fsspec.AbstractFileSystem.pipe_file
+
+    fsspec.register_implementation("plain", Plain, clobber=True)
+    with pytest.raises(ConfigError, match="Plain cannot create a file exclusively"):
+        Store("plain://bucket/x").prepare()
+
+
 def test_any_file_system_of_fsspec_will_do() -> None:
     store = Store("memory://runs/one")
     store.prepare()
