@@ -97,12 +97,16 @@ def check_room(folder: Path, more: int, subject: str) -> str:
 
 
 @contextlib.contextmanager
-def turn(folder: Path) -> Iterator[None]:
-    """Memory is looked for, and taken, by one of a node's workers at a time: what one finds free
-    the others would count on as well, and a container that has taken too much is killed."""
+def turn(folder: Path, *, wait: bool = True) -> Iterator[None]:
+    """Memory is looked for, and taken, by one of a node's processes at a time: what one finds free
+    the others would count on as well, and a container that has taken too much is killed.
+
+    Raises:
+        BlockingIOError: it is another's turn, and that is not to be waited for.
+    """
     held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(held, fcntl.LOCK_EX)
+        fcntl.flock(held, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
             yield
         finally:

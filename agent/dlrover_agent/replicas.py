@@ -25,7 +25,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -53,6 +53,8 @@ PIN_AFTER = 2
 """Overtaken so often in a row, the next pull keeps the peer's writer from the slot."""
 BURST_S = 0.1
 """What was not used of the bandwidth in so long may be used at once."""
+TURN_S = 0.05
+"""Memory is asked for so often while a worker takes some."""
 CHUNK = 1 << 24
 """Bytes that are asked for and summed at once."""
 
@@ -433,7 +435,8 @@ class Replicas:
 
     def _fill(self, link: Link, pull: Pull, slot: Slot, found: Contents) -> None:
         summary = found.summary
-        _reserve(slot, summary, hollow=pull.hollow)
+        with self._turn():
+            _reserve(slot, summary, hollow=pull.hollow)
         slot.begin()
         view = slot.view()
         pieces = [
@@ -467,6 +470,19 @@ class Replicas:
             target.release()
         view.release()
         slot.put(replace(summary, fill=secrets.token_hex(8), hollow=pull.hollow))
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """The workers of this node take memory as well."""
+        with contextlib.ExitStack() as held:
+            while True:
+                try:
+                    held.enter_context(arena.turn(self._folder, wait=False))
+                    break
+                except BlockingIOError:  # the end of this agent waits for no worker
+                    if self._ended.wait(TURN_S):
+                        raise _Later("this agent ends") from None
+            yield
 
     def _arrived(self, nbytes: int) -> None:
         """Keep to the bandwidth, and go when it is time."""
@@ -510,9 +526,10 @@ def _reserve(slot: Slot, summary: Summary, *, hollow: bool) -> None:
         slot.reserve(summary.size)
         return
     try:
+        start = summary.private_at
+        arena.check_room(slot.path.parent, PAGE + summary.size - start, "a replica needs")
         os.ftruncate(slot.fd, summary.size)
         os.posix_fallocate(slot.fd, 0, PAGE)
-        start = summary.private_at
         os.posix_fallocate(slot.fd, start, summary.size - start)
     except OSError as error:
         raise NoRoom(f"no memory for a replica in {slot.path.parent}: {error.strerror}") from error

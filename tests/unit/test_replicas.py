@@ -1,7 +1,12 @@
-"""What of a peer is copied and where to, and how fast: without any I/O."""
+"""What of a peer is copied and where to, and how fast."""
 
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,10 +16,16 @@ from dlrover_agent.replicas import (
     Bucket,
     Found,
     Plan,
+    Pull,
+    Replicas,
     newest,
     plan,
 )
-from dlrover_py.protocol.checkpoint import Region, Summary
+from dlrover_py import arena
+from dlrover_py.arena import Contents, Slot
+from dlrover_py.depot import Link, Overtaken
+from dlrover_py.protocol.checkpoint import PAGE, Layout, Region, Summary
+from dlrover_py.protocol.errors import TransientError
 
 NOTHING = Region(0, 0, 0)
 
@@ -290,6 +301,45 @@ def test_the_bandwidth_is_used(rate: float, takes: list[int]) -> None:
 
 def test_without_a_limit_nobody_waits() -> None:
     assert Bucket(0.0, 0.0).take(1 << 60, 0.0) == 0.0
+
+
+@pytest.mark.parametrize("hollow", [False, True])
+def test_memory_is_not_taken_while_a_worker_takes_some(tmp_path: Path, hollow: bool) -> None:
+    """Both would count on what is free now."""
+    theirs = replace(summary(0, 5), size=3 * PAGE, private_at=2 * PAGE)
+    pull = Pull("0.0", theirs, "peer-0.0", hollow)
+    found = Contents(theirs, Layout([]), (), {})
+    asked = threading.Event()
+
+    class Answering(Link):
+        """A peer, asked for bytes only once there is memory for them."""
+
+        def __init__(self) -> None:
+            self.where = "a peer"
+
+        def read_all(self, *_: object, **__: object) -> Iterator[memoryview]:
+            asked.set()
+            raise Overtaken("it is not there any more")
+
+    def copy(replicas: Replicas) -> None:
+        with Slot(tmp_path / pull.to, write=True) as slot, suppress(Overtaken):
+            replicas._fill(Answering(), pull, slot, found)
+
+    def replicas() -> Replicas:
+        return Replicas(tmp_path, "u1", "secret", changed=lambda: None)
+
+    ending = replicas()
+    ending._ended.set()
+    with arena.turn(tmp_path):
+        with pytest.raises(TransientError, match="this agent ends"):
+            copy(ending)
+        assert (tmp_path / pull.to).stat().st_blocks == 0
+        waiting = threading.Thread(target=copy, args=(replicas(),))
+        waiting.start()
+        assert not asked.is_set()
+    waiting.join(30)
+    assert asked.is_set()
+    assert (tmp_path / pull.to).stat().st_size == 3 * PAGE
 
 
 def test_what_goes_is_not_flagged_as_well() -> None:
