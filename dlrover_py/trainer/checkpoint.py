@@ -50,10 +50,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import IntEnum
-from math import sqrt
+from math import inf, sqrt
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self, SupportsFloat
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, SupportsFloat
 
 import torch
 import torch.distributed as dist
@@ -67,6 +67,9 @@ from dlrover_py.trainer.alone import Memory, Persister, amend, host, unflag
 from dlrover_py.trainer.settings import Settings
 from dlrover_py.trainer.staging import Place, Stager, Staging
 from dlrover_py.trainer.state import PerRank, Random, encode_object, flatten
+
+if TYPE_CHECKING:
+    from dlrover_py.trainer.restore import Loaded
 
 log = logging.getLogger(__name__)
 
@@ -432,7 +435,8 @@ class Checkpointer:
         self._whole, self._again = None, False
         self._go_on_with_copies(site, found.id if found is not None and found.memory else None)
         self._flagged_step = self._previous = None
-        self._saved_at = self._flagged_at = self._clock()
+        self._saved_at = self._clock()
+        self._flagged_at = self._saved_at - self._passed_s(found)
         step: int | None = None
         if found is not None:
             step = self._previous = self._flagged_step = found.step
@@ -711,9 +715,7 @@ class Checkpointer:
                 cost_s = self.stats.cost_s / max(1, self.stats.saves)
                 seconds = optimum_s(cost_s, self.mtbf_s) if cost_s else 0.0
             save = int(now - self._saved_at >= seconds)
-        wait_s = self.persist_every.seconds
-        if self.persist_every.auto:
-            wait_s = self._best_persist_s()
+        wait_s = self._persist_s
         if self.dir is not None:
             if not self.persist_every.steps:
                 persist = int(now - self._flagged_at >= wait_s)
@@ -727,6 +729,26 @@ class Checkpointer:
         """Mean time between failures, as far as it is known."""
         age_s = self._age_s + self._clock() - self._began
         return (PRIOR_S + age_s) / (self.settings.restart_count + 1)
+
+    def _passed_s(self, found: "Loaded | None") -> float:
+        """How much of the interval between two that go to storage is over, of that which was
+        loaded. Rank 0's clock says when the next one is due, to all.
+
+        If each start began a new one, a job that fails more often would never store anything.
+        """
+        if found is not None and found.stored_at is not None:
+            past = time.time() - found.stored_at  # noqa: TID251 - as the manifest has it; clamped
+        elif self.settings.restart_count and "ageS" not in self.settings.checkpoint:
+            past = inf  # nobody knows how long it has run, with nothing in storage
+        elif self.settings.restart_count or found is not None:
+            past = self._age_s + self._clock() - self._began
+        else:
+            past = 0.0
+        return min(max(past, 0.0), self._persist_s)
+
+    @property
+    def _persist_s(self) -> float:
+        return self._best_persist_s() if self.persist_every.auto else self.persist_every.seconds
 
     def _best_persist_s(self) -> float:
         if not self.stats.persist_s:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,9 @@ class Loaded:
     """Keys of the state that the checkpoint does not have: these values are as they were."""
     unexpected: tuple[str, ...] = ()
     """Keys of the checkpoint that the state has no place for."""
+    stored_at: float | None = None
+    """When the newest one in storage was committed, by the clock of who did; rank 0 knows it. None:
+    there is none, or storage could not be asked."""
 
     @property
     def id(self) -> Id:
@@ -258,6 +261,7 @@ def load(
             found, claimed, blind = _candidates(arena, agent, store, manifests, round, job, log)
     except DLRoverError as error:
         refused = error
+    newest = next(iter(manifests.values()), None)
     found, claimed, blind = ranks.hear((found, claimed, blind))
     together(ranks, refused, "the state cannot be loaded")
     if not found and blind:
@@ -277,7 +281,7 @@ def load(
         finally:
             candidate.close()
         if loaded is not None:
-            return loaded
+            return replace(loaded, stored_at=None if newest is None else newest.at)
         spoiled = spoiled or touched
         log.warning("checkpoint of %s is not loaded: %s", one, why)
         tried.append(f"{one}: {why}")

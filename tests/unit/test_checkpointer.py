@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +20,9 @@ import torch
 
 from dlrover_py import arena
 from dlrover_py.arena import Slot
-from dlrover_py.protocol.checkpoint import Keep, Summary
+from dlrover_py.protocol.checkpoint import Keep, Manifest, Summary
 from dlrover_py.protocol.errors import ConfigError
-from dlrover_py.storage import Store
+from dlrover_py.storage import Store, folder_of
 from dlrover_py.trainer import session
 from dlrover_py.trainer.checkpoint import Checkpointer, Every, Marks, copied_by_all, optimum_s
 from dlrover_py.trainer.settings import Settings
@@ -292,6 +293,68 @@ def test_one_goes_to_storage_when_that_is_due_and_the_persister_is_free(
     assert flagged[6:] == [9, 9, 9]
     assert checkpointer.stats.persisted == 1
     assert checkpointer.stats.persist_s > 100
+
+
+HOUR = 3600.0
+
+
+@pytest.mark.parametrize(
+    ("stored", "age", "due"),
+    [
+        (-25 * 60, None, 40),
+        (-24 * HOUR, None, 0),
+        (24 * HOUR, None, 60),
+        (None, 25 * 60, 40),
+        (None, 24 * HOUR, 0),
+        (None, 0, 60),
+        (None, None, 0),
+    ],
+)
+def test_what_has_passed_of_an_interval_counts_after_a_restart(
+    make: Callable[..., Checkpointer],
+    tmp_path: Path,
+    clock: Clock,
+    stored: float | None,
+    age: float | None,
+    due: int,
+) -> None:
+    """Since the newest commit, by a clock that may be another host's; else since the job began.
+    What fails each half an hour would never store anything."""
+    first = make(tmp_path / "dir", persist_every="1h")
+    first.save(2, STATE)
+    first.close()
+    if stored is not None:
+        older = Manifest(1, "a1", "u1", 3, 0, 1, folder_of(1, "a1"), time.time() + stored)
+        store = Store(tmp_path / "dir")
+        store.prepare()
+        store.commit(older)
+    job = {} if age is None else {"ageS": age}
+    second = make(tmp_path / "dir", persist_every="1h", job=job, restarts=1)
+    assert second.load(dict(STATE)) == 2
+    assert first_stored(second, tmp_path, clock) == due
+
+
+@pytest.mark.parametrize(("restarts", "due"), [(0, 60), (1, 0)])
+def test_where_nothing_is_left_an_interval_begins_at_the_first_start_only(
+    make: Callable[..., Checkpointer], tmp_path: Path, clock: Clock, restarts: int, due: int
+) -> None:
+    checkpointer = make(tmp_path / "dir", persist_every="1h", restarts=restarts)
+    assert checkpointer.load(dict(STATE)) is None
+    assert first_stored(checkpointer, tmp_path, clock) == due
+
+
+def first_stored(checkpointer: Checkpointer, tmp_path: Path, clock: Clock) -> int | None:
+    """After how many minutes one is to go to storage, by tens."""
+    began, step = clock.now, 2
+    for minutes in range(0, 120, 10):
+        clock.now = began + 60 * minutes
+        for _ in range(2):  # what one call finds due, the next one does
+            step += 1
+            checkpointer.save(step, STATE)
+            checkpointer.wait()
+        if any(summary.persist for summary in held(tmp_path).values()):
+            return minutes
+    return None
 
 
 def test_every_so_many_steps_one_goes_to_storage(
