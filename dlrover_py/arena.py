@@ -22,6 +22,7 @@ import os
 import secrets
 import shutil
 import struct
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,9 @@ STALE_S = 600.0
 """A folder without an owner is removed by others after so long: its own may be starting anew."""
 SPARE = 1 << 16
 """Bytes beyond the tensors and tables, for objects that grow."""
+
+LOOKS, LOOK_S = 5, 0.001
+"""A first page that does not match its digest is looked at so often, with such pauses between."""
 
 _HEAD = struct.Struct("<8sQQ")  # magic, length of the summary, its XXH3
 _MAGIC = b"DLRSLOT1"
@@ -274,12 +278,19 @@ class Slot:
 
     def summary(self) -> Summary | None:
         """What the slot holds; None if it is being filled, was never, or cannot be believed."""
-        page = os.pread(self.fd, PAGE, 0)
-        if len(page) < PAGE:
-            return None
-        magic, length, xxh3 = _HEAD.unpack_from(page)
-        text = page[_HEAD.size : _HEAD.size + length]
-        if magic != _MAGIC or len(text) != length or digest(text) != xxh3:
+        for look in range(LOOKS):
+            if look:  # who amends it may be at it: one that is being filled says so by its head
+                threading.Event().wait(LOOK_S)
+            page = os.pread(self.fd, PAGE, 0)
+            if len(page) < PAGE:
+                return None
+            magic, length, xxh3 = _HEAD.unpack_from(page)
+            if magic != _MAGIC:
+                return None
+            text = page[_HEAD.size : _HEAD.size + length]
+            if len(text) == length and digest(text) == xxh3:
+                break
+        else:
             return None
         try:
             found = Summary.decode(text)

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,26 @@ def test_a_slot_that_is_being_filled_is_not_there(slot: Slot) -> None:
     with pytest.raises(Damaged, match="holds nothing whole"):
         arena.contents(slot)
     assert list(arena.scan(slot.path.parent)) == []
+
+
+def test_a_slot_whose_first_page_is_being_amended_is_there(
+    slot: Slot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who looks in between finds the new summary behind the old digest."""
+    fill(slot)
+    old = slot.summary()
+    assert old is not None
+    new = replace(old, persist=True)
+    text, pread = new.encode(), os.pread
+    slot.view()[arena._HEAD.size : arena._HEAD.size + len(text)] = text
+
+    def meanwhile(fd: int, nbytes: int, at: int) -> bytes:
+        page = pread(fd, nbytes, at)
+        slot.put(new)
+        return page
+
+    monkeypatch.setattr(os, "pread", meanwhile)
+    assert slot.summary() == new
 
 
 @given(at=st.integers(0, 10_000), bit=st.integers(0, 7))
