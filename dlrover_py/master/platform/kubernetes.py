@@ -67,8 +67,8 @@ ENDED_KEPT = 32
 PROGRESS_S = 10.0
 """If nothing but the progress is new it is told this often: there may be a thousand jobs."""
 HEAR_S = 12.0
-"""Where nothing was heard of the API server for so long it is asked something, and so long at most:
-more than ``PROGRESS_S``, so that a job that takes steps never asks."""
+"""Where nothing was heard of the API server for so long it is asked something, and so seldom: more
+than ``PROGRESS_S``, so that a job that takes steps never asks."""
 TRIAL = NodeId("trial")
 GONE = "JobGone"
 PROBLEMS = (
@@ -177,11 +177,13 @@ class KubernetesPlatform:
     async def _listen(self) -> None:
         """A watch that says nothing for a minute tells of no cut before."""
         while True:
-            await asyncio.sleep(max(1.0, HEAR_S - self._kube.silent_s))
-            if self._kube.silent_s >= HEAR_S:
+            left = HEAR_S - self._kube.silent_s
+            if left <= 0:
                 with contextlib.suppress(KubeError, TimeoutError):
                     async with asyncio.timeout(HEAR_S):
                         await self._kube.get(ELASTICJOBS, self._name, self._namespace)
+                left = HEAR_S
+            await asyncio.sleep(left + random.random())
 
     async def _watch_job(self) -> None:
         changes = self._kube.watch(
