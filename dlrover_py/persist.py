@@ -1,9 +1,10 @@
 """The persister: one process for each node, which writes staged checkpoints to storage.
 
 ``python -m dlrover_py.persist`` reads orders from standard input and answers on standard output
-(:mod:`dlrover_py.protocol.checkpoint`, one JSON document a line). It ends with its input, calling
-off what is under way, and with the thread that has started it (PR_SET_PDEATHSIG): start it from one
-that stays. The nodes that write a checkpoint meet in its folder, and nowhere else::
+(:mod:`dlrover_py.protocol.checkpoint`, one JSON document a line). It ends with its input or at an
+empty line, calling off what is under way, and with the thread that has started it
+(PR_SET_PDEATHSIG): start it from one that stays. The nodes that write a checkpoint meet in its
+folder, and nowhere else::
 
     parts/<node>.layout.json   which slots a node has: boxes, digests          each writer
     parts/plan.json            who writes which box                            the coordinator
@@ -931,7 +932,7 @@ class Persister:
 
 
 def main() -> int:
-    """Run until standard input ends."""
+    """Run until standard input ends, or has an empty line."""
     parent = os.getppid()
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -957,6 +958,8 @@ def main() -> int:
 
     persister = Persister(say)
     for line in sys.stdin.buffer:
+        if line == b"\n":
+            break  # the end of the input need not come: see dlrover_py/trainer/alone.py
         try:
             message = read_line(line)
         except (ValueError, TypeError) as error:

@@ -3,6 +3,11 @@
 Under ``python`` and ``torchrun`` the first worker of each node holds the node's arena and runs its
 persister (:mod:`dlrover_py.persist`). The arena is removed at the end; if the worker is killed, by
 a shell that waits for that.
+
+Neither may wait for the end of its standard input alone: a process that the worker has forked (a
+DataLoader's, say) has the other end of the pipe open too, and may live as long as the worker or
+longer. So both are told by a line when it is time, and a forked child lets go of the shell's pipe,
+whose end then says that the worker itself is gone.
 """
 
 import contextlib
@@ -13,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +29,8 @@ from dlrover_py.protocol.checkpoint import Answer, Id, Order, Phase, Summary, re
 
 log = logging.getLogger(__name__)
 
-_GUARD = 'cat >/dev/null; rm -rf -- "$1"'
-"""Removes the folder once nobody holds the other end of its standard input."""
+_GUARD = 'read -r line; rm -rf -- "$1"'
+"""Removes the folder at a line, or once nobody holds the other end of its standard input."""
 
 
 def host() -> str:
@@ -75,19 +81,34 @@ class Memory:
         self.path = self._arena.path
         self._guard = subprocess.Popen(
             ["/bin/sh", "-c", _GUARD, "sh", str(self.path)],
+            bufsize=0,  # a buffer has a lock, which somebody may hold at a fork
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # a Ctrl-C is not for it
         )
+        _memories.add(self)
 
     def close(self) -> None:
         """Give all memory back."""
         self._arena.remove()
+        _end(self._guard)
+
+    def disarm(self) -> None:
+        """In a forked child: be nobody whose end the guard waits for."""
         assert self._guard.stdin is not None
-        with contextlib.suppress(OSError):
-            self._guard.stdin.close()
-        self._guard.wait()
+        self._guard.stdin.close()
+
+
+_memories: "weakref.WeakSet[Memory]" = weakref.WeakSet()
+
+
+def _disarm_all() -> None:
+    for memory in list(_memories):
+        memory.disarm()
+
+
+os.register_at_fork(after_in_child=_disarm_all)
 
 
 class Persister:
@@ -132,10 +153,7 @@ class Persister:
         """Wait for what is under way, and end it."""
         self.wait()
         if self._process is not None:
-            assert self._process.stdin is not None
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
-            self._process.wait()
+            _end(self._process)
 
     def _start(self) -> None:
         self._process = subprocess.Popen(
@@ -174,3 +192,11 @@ class Persister:
                 with self._changed:
                     self._open.discard(answer.attempt)
                     self._changed.notify_all()
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Have one end that ends with a line: its input may stay open elsewhere."""
+    assert process.stdin is not None
+    with contextlib.suppress(OSError), process.stdin:  # it may have ended by itself
+        process.stdin.write(b"\n")
+    process.wait()

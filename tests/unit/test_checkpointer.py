@@ -616,12 +616,72 @@ def test_alone_it_cleans_up_at_the_end(tmp_path: Path) -> None:
 def test_alone_it_leaves_nothing_behind_when_it_is_killed(tmp_path: Path) -> None:
     done = script(ALONE + "    os.kill(os.getpid(), signal.SIGKILL)", DLROVER_SHM_DIR=str(tmp_path))
     assert done.returncode == -9
+    nothing_is_left(tmp_path)
+
+
+def nothing_is_left(folder: Path) -> None:
+    """In a moment."""
     pause = threading.Event()
     for _ in range(int(DEADLINE_S / 0.02)):
-        if not list(tmp_path.iterdir()):
+        if not list(folder.iterdir()):
             return
         pause.wait(0.02)
-    raise AssertionError(json.dumps([str(p) for p in tmp_path.iterdir()]))
+    raise AssertionError(json.dumps([str(p) for p in folder.iterdir()]))
+
+
+LOADING = """
+    import os, torch
+    from dlrover_py.trainer import Checkpointer
+    checkpointer = Checkpointer(os.environ["WHERE"])
+    checkpointer.save(1, {"w": torch.arange(5.0)}, force=True)
+    loader = torch.utils.data.DataLoader(
+        [1, 2, 3], num_workers=1, persistent_workers=True, multiprocessing_context="fork"
+    )
+    batches = iter(loader)
+    next(batches)
+"""
+CLOSES = """
+    checkpointer.close()
+    print(next(batches).tolist())
+"""
+
+
+@pytest.mark.parametrize("end", [CLOSES, "print([2])"], ids=["close", "exit"])
+def test_alone_it_ends_though_forked_workers_of_a_data_loader_live(
+    tmp_path: Path, end: str
+) -> None:
+    (shm := tmp_path / "shm").mkdir()
+    done = script(
+        LOADING + textwrap.indent(textwrap.dedent(end), "    "),
+        DLROVER_SHM_DIR=str(shm),
+        WHERE=str(tmp_path / "ckpt"),
+    )
+    assert done.stdout == "[2]\n", done.stderr
+    assert list(shm.iterdir()) == []
+    assert list((tmp_path / "ckpt").glob("step-1.*.json")), "what was asked for is written"
+
+
+def test_alone_it_leaves_nothing_behind_when_it_is_killed_and_a_forked_child_lives(
+    tmp_path: Path,
+) -> None:
+    text = """
+    if not os.fork():
+        sys.stdin.readline()
+        os.write(1, b"alive")
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+    """
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent("    import sys" + ALONE + text)],
+        env={"PYTHONPATH": str(ROOT), "DLROVER_SHM_DIR": str(tmp_path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    with parent:
+        assert parent.wait(60) == -9
+        nothing_is_left(tmp_path)
+        child, _ = parent.communicate(b"\n")  # it ends now
+    assert child.endswith(b"alive")
 
 
 def test_a_larger_world_needs_its_process_group(make: Callable[..., Checkpointer]) -> None:
