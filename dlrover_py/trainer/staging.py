@@ -522,8 +522,12 @@ class Stager:
                     return None
             with self._preparing:
                 if index is not None and index < len(self._prepared):
-                    self._slots[index].populate(self._prepared[index], STRIDE)
-                    self._prepared[index] += STRIDE
+                    slot = self._slots[index]
+                    try:
+                        slot.populate(self._prepared[index], STRIDE)
+                        self._prepared[index] += STRIDE
+                    except (OSError, ValueError):  # it cannot be mapped
+                        self._prepared[index] = slot.size  # said by the save that needs it
 
     def _unprepared(self) -> int | None:
         with self._preparing:
@@ -597,7 +601,8 @@ class Stager:
 
     def _help(self, job: Staging, left: Sequence[deque[_Item]]) -> None:
         """Copy what is left, in the training's thread; an error costs the save alone."""
-        _outlast(job.begun, self._thread)
+        if not _outlast(job.begun, self._thread):
+            return  # what the slot held is still there, for all who read it
         for items in left:
             with job.helping:
                 try:
@@ -724,10 +729,10 @@ def _outlast(
     """Wait for what the thread will set; not for ever if it is gone."""
     if limit_s is not None:
         return event.wait(limit_s)
-    while not event.wait(5.0):
-        if not thread.is_alive():
-            return event.is_set()
-    return True
+    while thread.is_alive():
+        if event.wait(5.0):
+            return True
+    return event.is_set()
 
 
 def _taken(items: deque[_Item]) -> _Item | None:

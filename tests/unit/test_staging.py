@@ -1,9 +1,11 @@
 """The copying thread and the fence, with leaves made by hand."""
 
 import os
+import resource
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -398,6 +400,75 @@ def test_an_error_opens_the_fence(
     assert stager.wait(DEADLINE_S)
     assert after is not None
     assert after.summary is not None, "the thread goes on"
+
+
+@contextmanager
+def no_more_files() -> Iterator[None]:
+    """No further file can be opened, nor mapped."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_memory_that_cannot_be_mapped_costs_the_save_that_needs_it(
+    make: Callable[..., Stager], gate: Gate, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[str] = []
+    stager, work = make(copy=gate, failed=told.append), Work()
+    gate.open.set()
+    for step in (1, 2, 3):
+        work.step()
+        stager.stage(step, work.leaves())
+        assert stager.wait(DEADLINE_S)
+    gate.open.clear()
+    gate.reached.clear()
+    # A larger state: all slots are given more memory, which is mapped anew.
+    stager.stage(4, [*work.leaves(), leaf("more", torch.zeros(1 << 18))])
+    assert gate.reached.wait(DEADLINE_S)
+    with no_more_files():
+        gate.open.set()
+        assert stager.wait(DEADLINE_S)
+        pause = threading.Event()
+        for _ in range(int(DEADLINE_S / 0.01)):  # the thread tries to prepare the other slots
+            if stager._unprepared() is None or not stager._thread.is_alive():
+                break
+            pause.wait(0.01)
+        job = stager.stage(5, work.leaves())
+        work.step()
+        assert stager.wait(DEADLINE_S)
+    assert job is not None
+    why = "OSError: [Errno 24] Too many open files"
+    assert job.why.startswith(why)
+    assert told == [job.why]
+    assert [m for m in caplog.messages if why in m] == [f"checkpoint of step 5 failed: {job.why}"]
+    slots = sealed(tmp_path)
+    assert set(slots) == {2, 3, 4}, "what the slot held is still there"
+    for step, at in ((2, 2.0), (3, 3.0), (4, 3.0)):
+        assert read(slots[step])[1]["model.0"].unique().tolist() == [at], step
+    last = stager.stage(6, work.leaves())
+    work.step()
+    assert stager.wait(DEADLINE_S)
+    assert last is not None
+    assert last.summary is not None, "the thread goes on"
+
+
+def test_without_the_thread_no_slot_is_written(make: Callable[..., Stager], tmp_path: Path) -> None:
+    stager, work = make(), Work()
+    for step in (1, 2, 3):
+        work.step()
+        stager.stage(step, work.leaves())
+        assert stager.wait(DEADLINE_S)
+    stager._put(None)  # type: ignore[arg-type]  # it ends, as by a bug
+    stager._thread.join(DEADLINE_S)
+    job = stager.stage(4, work.leaves())
+    work.step()
+    assert job is not None
+    assert not stager.wait()
+    for step, path in sealed(tmp_path).items():
+        assert read(path)[1]["model.0"].unique().tolist() == [step], step
 
 
 def test_slots_that_are_needed_or_read_are_spared(
