@@ -7,7 +7,8 @@ straight into the user's tensors where they can, and each piece's XXH3 is compar
 damaged or gone is read from the next one who has it.
 
 All ranks agree twice on each candidate: that everything can be had, before a byte is copied, and
-that everything was right, before anything but tensors is touched.
+that everything was right, before anything but tensors is touched. One that was not right has left
+its bytes in tensors: an older one is loaded only if it has something else for each of them.
 """
 
 import logging
@@ -87,11 +88,13 @@ class Fit:
     wrong: list[str]
     private: list[str]
     """Of this rank alone, and not there: left as they are."""
+    own: list[Leaf]
+    """Of the leaves, those that are the state's own memory, and not put into it at the end."""
 
 
 def fit_state(target: Targets, catalog: Catalog, rank: int) -> Fit:
     """Compare the keys, and find each its place; allocates optimizers' state, copies nothing."""
-    fit = Fit([], [], [], [], [], [])
+    fit = Fit([], [], [], [], [], [], [])
     used: set[str] = set()
     own = private_key(rank, "")
     for leaf in target.leaves:
@@ -101,12 +104,14 @@ def fit_state(target: Targets, catalog: Catalog, rank: int) -> Fit:
             continue
         used.add(key)
         saved = catalog.piece(key)
+        renewed = None
         if saved.whole != leaf.piece.whole:
             renewed = target.renewed(key, saved.dtype, saved.whole)
             if renewed is None:
                 fit.wrong.append(f"{key} has the shape {saved.whole}, and {leaf.piece.whole} here")
-            leaf = renewed or leaf
-        fit.leaves.append(leaf)
+        fit.leaves.append(renewed or leaf)
+        if renewed is None:
+            fit.own.append(leaf)
     for key, put in target.put.items():
         _fit_object(fit, catalog, used, key, put)
     for optimizer in target.optimizers:
@@ -136,6 +141,8 @@ def fit_state(target: Targets, catalog: Catalog, rank: int) -> Fit:
                 tensor = optimizer.allocate(name, entry, dtype, piece.whole)
                 if (leaf_at := leaf_of(key, tensor)) is not None:
                     fit.leaves.append(leaf_at)
+                    if optimizer.holds(name, entry, tensor):
+                        fit.own.append(leaf_at)
             else:
 
                 def put_entry(v: object, o: Any = optimizer, n: str = name, e: str = entry) -> None:
@@ -207,6 +214,32 @@ def compare(fit: Fit, *, strict: bool) -> None:
         raise KeysDiffer("; ".join(words) + hint)
 
 
+def spoiled_by(written: Sequence[Leaf], target: Targets, fit: Fit) -> list[str]:
+    """Keys of tensors that would keep what was written into them, for nothing comes in its place.
+
+    Args:
+        written: where candidates that have failed have left their bytes.
+        target, fit: the state, and what it is to have.
+    """
+    values = {key for key, _, _ in fit.objects}
+    replaced = tuple(o.prefix for o in target.optimizers if f"{o.groups}.0" in values)
+    # What an object has made for its state_dict() is another one by now, and no part of it.
+    there = {_memory(leaf) for leaf in target.leaves}
+    stays = [
+        leaf
+        for leaf in written
+        if _memory(leaf) in there
+        or any(leaf.piece.key.startswith(o.prefix) for o in target.optimizers)
+    ]
+    renewed = {_memory(leaf) for leaf in fit.leaves}
+    keys = {leaf.piece.key for leaf in stays if _memory(leaf) not in renewed}
+    return sorted(key for key in keys if not key.startswith(replaced))
+
+
+def _memory(leaf: Leaf) -> tuple[int, int]:
+    return leaf.tensor.data_ptr(), leaf.tensor.nbytes
+
+
 def some(keys: Sequence[str], limit: int = 8) -> str:
     """The first of them, in words."""
     more = len(keys) - limit
@@ -248,7 +281,8 @@ def load(
     Raises:
         KeysDiffer: the newest checkpoint is of another state; nothing was changed.
         CheckpointError: there are checkpoints, and none could be read, or the storage could not be
-            looked at. The state may be a mixture if the error says so.
+            looked at. The state may be a mixture if the error says so: a tensor may also have what
+            a damaged one had for it, where an older one has nothing.
     """
     ranks = Ranks(rank, world)
     manifests: dict[str, Manifest] = {}
@@ -274,10 +308,16 @@ def load(
 
     tried: list[str] = []
     spoiled = False
+    written: list[Leaf] = []
     for one in found:
         candidate = Candidate(one, rank=rank, arena=arena, agent=agent, manifest=manifest, log=log)
         try:
-            loaded, why, touched = _try(state, candidate, ranks, strict=strict, log=log)
+            loaded, why, touched = _try(state, candidate, ranks, written, strict=strict, log=log)
+        except KeysDiffer as error:
+            if not spoiled:
+                raise
+            tried.append(str(error))
+            break
         finally:
             candidate.close()
         if loaded is not None:
@@ -297,11 +337,15 @@ def _try(
     state: Mapping[str, object],
     candidate: Candidate,
     ranks: "Ranks",
+    written: list[Leaf],
     *,
     strict: bool,
     log: logging.Logger,
 ) -> tuple[Loaded | None, str, bool]:
-    """One candidate: what was loaded, or why not, and whether tensors have been written."""
+    """One candidate: what was loaded, or why not, and whether tensors have been written.
+
+    Those that have been are added to what others before it have written.
+    """
     target = targets(state, rank=ranks.rank)
     fit: Fit | None = None
     differs: KeysDiffer | None = None
@@ -309,6 +353,8 @@ def _try(
     try:
         fit = _ready(candidate, target, ranks.rank)
         compare(fit, strict=strict)
+        if left := spoiled_by(written, target, fit):
+            why = f"it has nothing for {some(left)}, into which a damaged one was copied"
     except KeysDiffer as error:
         differs = KeysDiffer(f"{candidate.found} is of another state: {error}")
     except TROUBLE as error:
@@ -325,6 +371,7 @@ def _try(
     except TROUBLE as error:
         why = str(error) or type(error).__name__
     if why := ranks.first(why):
+        written += [leaf for leaf in fit.own if leaf.tensor.nbytes]
         return None, why, True
     return finish(candidate.found, target, fit, values, nbytes, log), "", True
 

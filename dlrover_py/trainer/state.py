@@ -303,6 +303,12 @@ class _OptimizerTarget:
         found: torch.Tensor = state[entry]
         return found
 
+    def holds(self, name: str, entry: str, tensor: torch.Tensor) -> bool:
+        """Whether it is the very one that the optimizer has now."""
+        parameter, _ = self.owned[name]
+        state = self._inner.state
+        return parameter in state and state[parameter].get(entry) is tensor
+
     def put(self, name: str, entry: str, value: object) -> None:
         """Set an entry that is no tensor."""
         parameter, _ = self.owned[name]

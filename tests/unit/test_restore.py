@@ -233,6 +233,65 @@ def test_after_a_byte_was_copied_it_is_an_error_to_have_loaded_nothing(tmp_path:
     assert state["epoch"] == -1
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_what_a_damaged_one_has_left_in_a_tensor_is_not_called_loaded(
+    tmp_path: Path, strict: bool
+) -> None:
+    own = {"own": PerRank(torch.ones(4))} if strict else {"extra": torch.ones(4)}
+    stage(tmp_path / "0.0", {"w": torch.full((3,), 2.0)}, step=2)
+    stage(tmp_path / "0.1", {"w": torch.full((3,), 3.0), **own}, step=3)
+    flip(tmp_path / "0.1", "w")
+    state = {"w": torch.zeros(3), **own}
+    key = "rank/0/own" if strict else "extra"
+    with pytest.raises(CheckpointError, match=rf"nothing for {key}, .*do not train on"):
+        load(state, tmp_path, strict=strict)
+    stage(tmp_path / "0.2", {"w": torch.ones(3), **own}, step=1)
+    found = load(state, tmp_path, strict=strict)
+    assert found is not None
+    assert found.step == 1, "it has something for each"
+
+
+def test_of_what_is_put_in_at_the_end_a_damaged_one_has_left_nothing(tmp_path: Path) -> None:
+    def state(values: list[float]) -> dict[str, Any]:
+        return {**fresh(2), "history": History(values)}
+
+    # The older one lacks the tensors of an optimizer, and one of an object that makes its own.
+    stage(tmp_path / "0.0", state([1.0, 2.0]), step=2)
+    stage(tmp_path / "0.1", {**trained(1), "history": History([4.0, 5.0, 6.0])}, step=3)
+    flip(tmp_path / "0.1", "model.2.bias")
+    into = {**trained(3), "history": History([7.0, 8.0, 9.0])}
+    found = load(into, tmp_path, strict=False)
+    assert found is not None
+    assert (found.step, found.missing) == (2, ("history.t2",))
+    assert into["optim"].state == {}
+    assert into["history"].values == [1.0, 2.0]
+
+
+def test_an_optimizer_that_an_older_one_does_not_have_keeps_nothing_of_a_damaged_one(
+    tmp_path: Path,
+) -> None:
+    saved = trained(1)
+    stage(tmp_path / "0.0", {"model": saved["model"]}, step=2)
+    stage(tmp_path / "0.1", {"model": saved["model"], "optim": saved["optim"]}, step=3)
+    flip(tmp_path / "0.1", "model.2.bias")
+    new = fresh(2)
+    found = load({"model": new["model"], "optim": new["optim"]}, tmp_path, strict=False)
+    assert found is not None
+    assert new["optim"].state == {}
+    old = trained(2)
+    with pytest.raises(CheckpointError, match=r"nothing for optim\.state\.0\..*do not train on"):
+        load({"model": old["model"], "optim": old["optim"]}, tmp_path, strict=False)
+
+
+def test_keys_that_differ_from_those_of_an_older_one_are_no_harmless_matter(tmp_path: Path) -> None:
+    stage(tmp_path / "0.0", {"v": torch.ones(3)}, step=2)
+    stage(tmp_path / "0.1", {"w": torch.ones(3)}, step=3)
+    flip(tmp_path / "0.1", "w")
+    with pytest.raises(CheckpointError, match=r"of another state.*do not train on") as caught:
+        load({"w": torch.zeros(3)}, tmp_path)
+    assert not isinstance(caught.value, KeysDiffer), "which says that nothing was changed"
+
+
 def test_a_set_without_all_its_parts_is_none(tmp_path: Path) -> None:
     stage(tmp_path / "0.0", {"w": torch.ones(3)}, rank=0, world=2)
     assert load({"w": torch.zeros(3)}, tmp_path) is None
