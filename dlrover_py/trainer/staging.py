@@ -397,6 +397,26 @@ class Stager:
         _outlast(job.opened, self._thread)
         self.waited_s += time.perf_counter() - began
 
+    def unbroken(self) -> bool:
+        """Whether torch's compiler, which asks as it traces a step, makes one graph of it.
+
+        Such a graph (``fullgraph=True``) waits for nothing: the save on its way is waited for now,
+        before it runs, and nothing is deferred any more.
+        """
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        if not getattr(InstructionTranslator.current_tx(), "one_graph", True):
+            return False
+        self.fence()
+        if not self.synchronous:
+            self.synchronous = "an optimizer's step is compiled into one graph (fullgraph=True)"
+            log.warning(
+                "checkpoints are copied before save() returns, which takes longer: %s, which "
+                "cannot wait for a copy",
+                self.synchronous,
+            )
+        return True
+
     def _mine(self) -> bool:
         return os.getpid() == self._pid
 
@@ -713,13 +733,27 @@ os.register_at_fork(after_in_child=_disarm_all)
 
 
 def _fence_of(stager: "weakref.ref[Stager]") -> Callable[..., None]:
-    """The hook; it does not keep the stager alive."""
+    """The hook; it does not keep the stager alive.
 
-    def fence(*_: object) -> None:
+    torch's compiler traces it with the step. A lock is nothing to compile: the graph is broken
+    there or, where it must not be, does without it. That is asked while it is traced, and once: for
+    another stager's hook, as for none, the compiler traces anew.
+    """
+
+    def wait() -> None:
         if (found := stager()) is not None:
             found.fence()
 
-    fence._torchdynamo_disable = True  # type: ignore[attr-defined]  # a lock is nothing to compile
+    def unbroken() -> bool:
+        return (found := stager()) is not None and found.unbroken()
+
+    def fence(*_: object) -> None:
+        if not (torch.compiler.is_dynamo_compiling() and unbroken()):
+            wait()
+
+    # What torch.compiler's decorators do, without importing the compiler.
+    wait._torchdynamo_disable = True  # type: ignore[attr-defined]
+    unbroken._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fence
 
 

@@ -121,10 +121,8 @@ def test_each_tensor_is_of_its_step(
 
 # torch's own, when its compiler is first imported.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
-@pytest.mark.parametrize("fullgraph", [False, True])
-def test_a_compiled_step_waits_too(
-    folder: Path, checkpointer: Checkpointer, fullgraph: bool
-) -> None:
+@pytest.mark.parametrize("whole", [False, True], ids=["step", "model and step"])
+def test_a_compiled_step_waits_too(folder: Path, checkpointer: Checkpointer, whole: bool) -> None:
     torch._dynamo.reset()
     compiled: list[Any] = []
 
@@ -133,11 +131,51 @@ def test_a_compiled_step_waits_too(
             compiled.append(torch.compile(lambda: inner(), backend="aot_eager"))
         compiled[0]()
 
-    if fullgraph:
-        step_ = torch.compile(backend="aot_eager")  # the model too
-        train(folder, checkpointer, adam(), step, wrap=step_, depth=2, steps=5)
+    if whole:
+        model = torch.compile(backend="aot_eager")
+        train(folder, checkpointer, adam(), step, wrap=model, depth=2, steps=5)
     else:
         train(folder, checkpointer, adam(), step, depth=2, steps=5)
+
+
+class Plain(torch.optim.Optimizer):
+    """One of which a single graph can be made: torch's own break it themselves."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+@pytest.mark.parametrize("early", [False, True], ids=["compiled later", "compiled before"])
+def test_before_a_step_that_is_one_graph_all_is_copied(
+    folder: Path, early: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch._dynamo.reset()
+    net = Net(2)
+    optimizer = Plain(net.parameters(), {})
+    state = {"model": net, "optimizer": optimizer}
+    step = torch.compile(optimizer.step, backend="aot_eager", fullgraph=True)
+    net(torch.randn(8, SIZE)).sum().backward()
+    if early:
+        step()
+    for first in (1, 4):  # another Checkpointer is another fence
+        caplog.clear()
+        with Checkpointer(settings=Settings(arena=str(folder), job="j"), rng=False) as one:
+            slowly(one)
+            for number in range(first, first + 3):
+                want = now(state)
+                assert one.save(number, state)
+                step()
+                assert one.wait(timeout_s=60)
+                found = held(folder, number)
+                assert found is not None, one.stats
+                for key, tensor in want.items():
+                    assert torch.equal(found[key], tensor), f"step {number}: {key}"
+        (line,) = [m for m in caplog.messages if "copied before save() returns" in m]
+        assert "fullgraph=True" in line
 
 
 def train(
