@@ -534,7 +534,8 @@ def _started(pid: int) -> int | None:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return None
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+    ended = fields[0] in (b"Z", b"X") and fields[17] == b"1"  # else a thread may still write
+    return None if ended else int(fields[19])
 
 
 def _gone(held: _Claim) -> bool | None:

@@ -33,14 +33,20 @@ def _processes(fits: Callable[[list[bytes]], bool]) -> list[int]:
     return found
 
 
+def _over(fields: list[bytes]) -> bool:
+    """Whether it has ended. One thread may hang in a driver, with all that the process has open,
+    after its first thread has ended."""
+    return fields[0] == b"Z" and fields[17] == b"1"
+
+
 def members(sessions: set[int]) -> list[int]:
     """Running processes of these sessions."""
-    return _processes(lambda f: int(f[3]) in sessions and f[0] != b"Z")
+    return _processes(lambda f: int(f[3]) in sessions and not _over(f))
 
 
 def children(parent: int, *, ended: bool = False) -> list[int]:
     """Child processes that run, or those that have ended and wait to be reaped."""
-    return _processes(lambda f: int(f[1]) == parent and (f[0] == b"Z") is ended)
+    return _processes(lambda f: int(f[1]) == parent and _over(f) is ended)
 
 
 def kill_sessions(sessions: set[int]) -> None:

@@ -4,9 +4,11 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from dlrover_agent import guardian
 from tests.process.harness import Place, alive, carrying, eventually, job, lines, members
 
 DDP = """
@@ -188,3 +190,26 @@ def test_closed_streams_and_nohup(place: Place) -> None:
     (place.folder / "go").touch()
     assert run.wait(timeout=30) == 0
     assert not carrying(place.mark)
+
+
+HEADLESS = """
+import ctypes, threading, time
+threading.Thread(target=lambda: (print("here", flush=True), time.sleep(600))).start()
+ctypes.CDLL(None).syscall(60, 0)  # exit: of this thread alone
+"""
+
+
+def test_a_process_whose_first_thread_has_ended_is_running_still() -> None:
+    """As one is that hangs in a driver, with the device open, while all else of it has died."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HEADLESS], stdout=subprocess.PIPE, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        stat = Path(f"/proc/{process.pid}/stat")
+        eventually(lambda: b") Z " in stat.read_bytes(), "its first thread has ended")
+        assert guardian.members({process.pid}) == [process.pid]
+        assert process.pid in guardian.children(os.getpid())
+        guardian.kill_sessions({process.pid})
+        process.wait(30)
+        assert guardian.members({process.pid}) == []

@@ -16,13 +16,17 @@ from tests.cluster.lab.shell import LabError
 
 
 def started(pid: int) -> str:
-    """When a process started, in the kernel's ticks; "" if it does not run."""
+    """When a process started, in the kernel's ticks; "" if it does not run.
+
+    Its first thread may be dead while others, which are about to die, hold what it listens at.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return ""
     fields = stat.rpartition(b")")[2].split()
-    return "" if fields[0] in (b"Z", b"X") else fields[19].decode()
+    dead = fields[0] == b"X" or (fields[0] == b"Z" and fields[17] == b"1")
+    return "" if dead else fields[19].decode()
 
 
 def command(pid: int) -> str:
