@@ -177,6 +177,87 @@ def test_a_question_is_answered_in_any_case(how: str) -> None:
     assert out.wake_at > desk.now
 
 
+@pytest.mark.parametrize("how", ["heard", "lost"])
+def test_a_new_master_waits_for_who_may_hold_what_no_other_does(how: str) -> None:
+    """A node that is leaving, say: it is in no round any more, and has its memory still."""
+    desk = Desk(N0)
+    desk.core.recall(N0)
+    desk.core.recall(N1)
+    desk.say(N0, memory=[held(5, 0)])
+    desk.core.new_round(2, [(N0, ())], replicas=True)
+    desk.core.ask(1, 2, until=10.0)
+    desk.say(N0, memory_round=2)
+    assert desk.answers == {}
+    if how == "heard":
+        desk.say(N1, memory=[held(5, 1)])
+    else:
+        desk.core.drop(N1)
+        desk.look()
+    assert desk.answers == {1: [5] if how == "heard" else []}
+
+
+def late() -> Desk:
+    """Round 2 was told of step 4; that step 6 of round 1 is whole turns out after that."""
+    desk = sharded(4)
+    desk.core.drop(N1)
+    desk.say(N0, memory=[held(4, 0, part="all"), held(6, 0, persist=True)])
+    desk.core.new_round(2, [(N0, ()), (N2, ())], replicas=True)
+    desk.say(N2, depot=7002, memory_round=2)
+    desk.core.ask(1, 2, until=10.0)
+    desk.say(N0, memory_round=2)
+    assert desk.answers == {1: []}
+    desk.say(N1, memory=[held(6, 1, persist=True)])
+    assert desk.steps() == [6]
+    return desk
+
+
+def test_what_a_round_has_passed_by_is_not_stored_under_it() -> None:
+    """It goes on from another step, and its next checkpoint would come after a higher one."""
+    desk = late()
+    assert desk.orders() == {}
+    desk.core.wish("n0 is leaving", [N0, N2], 2, now=0.0, until=30.0, stay=True)
+    for node in (N0, N2):
+        desk.say(node, memory_round=3)
+    assert desk.orders() == {}
+
+
+def test_what_a_round_has_passed_by_is_gone_on_from_if_it_made_nothing() -> None:
+    desk = late()
+    desk.core.new_round(3, [(N0, ()), (N1, ())], replicas=True)
+    desk.core.ask(2, 3, until=10.0)
+    for node in (N0, N1):
+        desk.say(node, memory_round=3)
+    assert desk.answers[2] == [6]
+    desk.look()
+    assert {order.step for order in desk.orders().values()} == {6}, "it is part of the history now"
+
+
+def test_an_order_for_what_a_round_has_passed_by_is_called_off() -> None:
+    """A node that holds a part of it is lost when its shards are written."""
+    desk = sharded(4, persist=True)
+    desk.persisting(N1, PersistPhase.DONE)
+    desk.core.drop(N1)
+    assert {order.step for order in desk.orders().values()} == {4}
+    desk.core._round = 2
+    desk.core.ask(1, 2, until=0.0)
+    desk.look()
+    assert desk.answers == {1: []}
+    assert desk.notes[-1] == "CheckpointCalledOff"
+
+
+def test_an_answer_waits_for_a_commit_that_is_granted() -> None:
+    desk = sharded(5, persist=True)
+    for node, phase in ((N1, PersistPhase.DONE), (N0, PersistPhase.READY)):
+        desk.persisting(node, phase)
+    desk.core.new_round(2, [(N0, ()), (N1, ())], replicas=True)
+    desk.core.ask(1, 2, until=10.0)
+    for node in (N0, N1):
+        desk.say(node, memory_round=2)
+    assert desk.answers == {}
+    desk.persisting(N0, PersistPhase.DONE)
+    assert desk.answers == {1: [5]}
+
+
 def test_holders_are_those_that_can_be_reached() -> None:
     desk = sharded(5)
     desk.say(N0, memory=[held(5, 0), held(5, 1, replica=True, hollow=[1])])

@@ -22,7 +22,7 @@ from dlrover_py.protocol.agents import (
     PersistPhase,
     Stored,
 )
-from dlrover_py.protocol.checkpoint import age_of
+from dlrover_py.protocol.checkpoint import Age, age_of
 from dlrover_py.protocol.names import NodeId, Term, id_key
 
 Key = tuple[int, int, int]
@@ -30,6 +30,7 @@ Key = tuple[int, int, int]
 Topology = tuple[str, ...]
 
 CANDIDATES = 3
+PASSED_KEPT = 8
 TRIES = 2
 """To store what would be lost: a further one where the first has failed."""
 
@@ -189,6 +190,10 @@ class Checkpoints:
         self._round = 0
         self._unlooked: set[NodeId] = set()
         """Members of the round of which it is not known what their memory holds by now."""
+        self._unheard: set[NodeId] = set()
+        """Nodes of an earlier term that have not said in this one what they hold."""
+        self._passed: list[tuple[int, Age]] = []
+        """Rounds, the newest last, and the newest that each could go on from."""
         self._source: dict[NodeId, NodeId] = {}
         """By the node that keeps a copy: whose memory it is of."""
         self._keeper: dict[NodeId, NodeId] = {}
@@ -202,8 +207,13 @@ class Checkpoints:
 
     # --- what happens ---
 
+    def recall(self, node: NodeId) -> None:
+        """A node had reported to an earlier term: it may hold what no other does."""
+        self._unheard.add(node)
+
     def take(self, node: NodeId, report: AgentReport) -> None:
         """A node has reported."""
+        self._unheard.discard(node)
         known = self._nodes.get(node)
         if known is None:
             known = self._nodes[node] = _Node()
@@ -234,6 +244,7 @@ class Checkpoints:
 
     def drop(self, node: NodeId) -> None:
         """The node is gone, and so is what it held."""
+        self._unheard.discard(node)
         known = self._nodes.pop(node, None)
         if known is None:
             return
@@ -509,13 +520,36 @@ class Checkpoints:
             return
         due = [q for q in self._questions if self._due(q, now)]
         if due:
-            found = Candidates(candidates=self.candidates())
-            self._out.answers += [(q.number, found) for q in due]
+            found = self.candidates()
+            self._out.answers += [(q.number, Candidates(candidates=found)) for q in due]
             self._questions = [q for q in self._questions if q not in due]
+            if any(q.round == self._round for q in due):
+                self._go_on_from(found)
 
     def _due(self, question: _Question, now: float) -> bool:
-        known = question.round <= self._round and not self._unlooked
+        known = question.round <= self._round and not (self._unlooked or self._unheard)
+        # What is about to be in storage is looked for there next.
+        known = known and not (self._order is not None and self._order.granted)
         return known or question.round < self._round or now >= question.until
+
+    def _go_on_from(self, found: Sequence[Candidate]) -> None:
+        """The round goes on from the best of these, or from storage. What turns up to be newer, and
+        came before the round, is no part of its history: in storage it would be taken for that."""
+        known = [age_of((c.step, c.round, c.lap)) for c in found[:1]]
+        if self.stored is not None:
+            known.append(_age_in_storage(self.stored))
+        best = max(known, default=(-1, -1, -1))
+        # One that was passed by a round which made nothing of it may be gone on from after all.
+        kept = [(n, age) for n, age in self._passed if not (best[0] < n and best > age)]
+        self._passed = [*kept[-PASSED_KEPT:], (self._round, best)]
+        self._dirty = True
+        order = self._order
+        if order is not None and not order.granted and self._is_passed(order.key):
+            self._call_off("the round goes on without it")
+
+    def _is_passed(self, key: Key) -> bool:
+        age = age_of(key)
+        return any(age[0] < number and age > best for number, best in self._passed)
 
     # --- storage ---
 
@@ -612,9 +646,8 @@ class Checkpoints:
         wish = self._wish
         if wish is not None and (not wish.waits or now >= wish.settle_at):
             wish.waits.clear()
-            key = next(
-                (k for k in sorted(self._sets, key=age_of, reverse=True) if self._whole(k)), None
-            )
+            newest = sorted(self._sets, key=age_of, reverse=True)
+            key = next((k for k in newest if self._whole(k) and not self._is_passed(k)), None)
             if key is None or self._is_stored(key) or self._sets[key].tried >= TRIES:
                 self._end_wish()
             elif self._order is None or (
@@ -631,14 +664,16 @@ class Checkpoints:
             return
         for key in sorted(self._flagged, key=age_of, reverse=True):
             one = self._sets[key]
-            if not one.tried and self._whole(key) and not self._is_stored(key):
+            if one.tried or self._is_stored(key) or self._is_passed(key):
+                continue
+            if self._whole(key):
                 self._write(key, now, term, now + persist_s)
                 return
 
     def _is_stored(self, key: Key) -> bool:
         """Whether it, or one that came later, is in storage."""
         there = self.stored
-        later = there is not None and (there.round, there.lap, there.step) >= age_of(key)
+        later = there is not None and _age_in_storage(there) >= age_of(key)
         return later or self._sets[key].stored
 
     def _write(self, key: Key, now: float, term: Term, until: float) -> str:
@@ -665,6 +700,10 @@ class Checkpoints:
         self._order = _Order(key, one.world, attempt, ranks, coordinator, now, until)
         self._out.tell.update(ranks)
         return attempt
+
+
+def _age_in_storage(there: Stored) -> Age:
+    return there.round, there.lap, there.step
 
 
 def _by_key(memory: Iterable[Held]) -> dict[Key, list[Held]]:

@@ -295,6 +295,7 @@ class Job:
                     return_s=self.pace.return_s + self.rules.routed_s,
                     unreached_s=self.rules.unreached_s if self.rules.routed_s else 0.0,
                 )
+                self.checkpoints.recall(record.id)
             if record.leaving:
                 self.nodes.leave(self.nodes[record.id], record.leaving)
                 grace_s = self._grace_s() if record.incarnation else 0.0
