@@ -173,15 +173,22 @@ class Cluster:
     ) -> "list[int]":
         """Signal a Pod's processes whose command line has the pattern; pids, at least one.
 
-        With SIGKILL they are gone when this returns.
+        One that has just been started has none for a moment: it is waited for. With SIGKILL they
+        are gone when this returns.
         """
-        pids = {
-            pid: started(pid)
-            for pid, said in self.processes(pod, namespace, container=container).items()
-            if re.search(pattern, said)
-        }
-        if not pids:
-            raise LabError(f"no process of {namespace}/{pod} has {pattern!r} in its command line")
+
+        def look() -> dict[int, str]:
+            return {
+                pid: started(pid)
+                for pid, said in self.processes(pod, namespace, container=container).items()
+                if re.search(pattern, said)
+            }
+
+        words = f"a process of {namespace}/{pod} has {pattern!r} in its command line"
+        try:
+            pids = until(look, words, within_s=5 if pattern else 0)
+        except AssertionError as error:
+            raise LabError(str(error)) from None
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)

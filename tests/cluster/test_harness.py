@@ -105,7 +105,7 @@ def test_a_process_in_a_pod_is_killed(cluster: Cluster, namespace: str) -> None:
     assert len(killed) == 1
     until(lambda: "ended by 9" in cluster.logs("two", namespace), "its parent saw it")
     assert set(cluster.processes("two", namespace)) == set(before) - set(killed)
-    with pytest.raises(LabError, match="no process"):
+    with pytest.raises(LabError, match="a process of"):
         cluster.kill("two", namespace, "the-worker$")
     cluster.kill("two", namespace, number=signal.SIGKILL)
     until(lambda: cluster.pod_phase("two", namespace) == "Failed", "the Pod has failed")

@@ -19,7 +19,7 @@ from tests.cluster.harness import Cluster, Obj, until
 from tests.cluster.jobs import Job, document, submit, watching
 from tests.cluster.lab.between import Between, Call
 from tests.cluster.many import MASTER, Asked
-from tests.cluster.test_worst import STORY, WORKER, members, pids, starts, steady, step
+from tests.cluster.test_worst import STORY, WORKER, members, pids, starts, steady, step, trainers
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -73,7 +73,7 @@ def gaps(calls: list[Call]) -> list[float]:
 def test_watches_that_are_always_too_old_are_no_hot_loop(run: Job, between: Between) -> None:
     run.runs(2)
     before = steady(run)
-    working = {n.id: pids(run, n.id, WORKER) for n in members(before)}
+    working = trainers(run)
     account = f"{run.namespace}:{master_of('job')}"
     with between.refuses(410, "Expired", verbs=("watch",)):
         began = time.monotonic()
@@ -96,7 +96,7 @@ def test_a_watch_that_falls_silent_is_left(run: Job, between: Between) -> None:
     with between.silences():
         run.patch({"replicaSpecs": {"worker": {"replicas": 3}}})
         # What it learns from elsewhere meanwhile is not this wish.
-        trains(pids(run, members(before)[0].id, WORKER), more=300)
+        trains(trainers(run)[members(before)[0].id], more=300)
         assert len(run.pods) == 2
     after = run.runs(3, after=before.round, within_s=150)
     assert after.term == before.term
@@ -117,11 +117,8 @@ def test_what_is_lost_with_all_history_is_noticed_by_one_list(run: Job) -> None:
     since = time.time()
     try:
         cluster.delete_pod(f"job-{lost}", run.namespace, force=True)
-        # Its connection has that already; something newer, or it could go on from there.
-        run.kubectl("create", "configmap", f"newer-{secrets.token_hex(3)}")
-        cluster.compact()
-        with cluster.api_server_killed():
-            pass
+        with cluster.api_server_killed():  # its connection has that already, and may have more
+            cluster.compact()
     finally:
         for pid in stopped:
             os.kill(pid, signal.SIGCONT)
@@ -145,7 +142,7 @@ def test_a_master_that_is_refused_everything_asks_seldom_and_goes_on(
     run.runs(2)
     before, had = steady(run), masters(run)
     first, second = members(before)
-    working = pids(run, second.id, WORKER)
+    working = trainers(run)[second.id]
     account = f"{run.namespace}:{master_of('job')}"
     with between.refuses(code, reason, retry_after=retry_after):
         began = time.monotonic()
@@ -174,7 +171,7 @@ def test_a_journal_that_may_not_be_written_is_a_condition_and_no_round(run: Job)
     run.runs(2)
     before, had = steady(run), masters(run)
     first, second = members(before)
-    working = pids(run, second.id, WORKER)
+    working = trainers(run)[second.id]
     role = json.loads(run.kubectl("get", "role", master_of("job"), "-ojson"))
     del role["metadata"]["resourceVersion"]
     fewer = json.loads(json.dumps(role))
@@ -238,7 +235,7 @@ def test_a_master_that_somebody_has_put_aside_is_passive_until_it_is_wanted(run:
     """Somebody writes a Pod that lives into the journal as its holder: nothing is decided."""
     run.runs(2)
     before, there = steady(run), set(run.pods)
-    working = {n.id: pids(run, n.id, WORKER) for n in members(before)}
+    working = trainers(run)
     name, mine = holder(run)
     other = run.pods[members(before)[1].id]["metadata"]
     annotate(run, name, json.dumps(mine | {"pod": other["name"], "uid": other["uid"], "boot": "x"}))

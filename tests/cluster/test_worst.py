@@ -147,6 +147,17 @@ def pids(run: Job, node: str, pattern: str) -> set[int]:
     return {pid for pid, command in found.items() if re.search(pattern, command)}
 
 
+def trainers(run: Job) -> dict[str, set[int]]:
+    """The workers of all nodes of the round, by node, once each has begun to take steps: a process
+    that was just started has no command line for a moment."""
+
+    def look() -> dict[str, set[int]]:
+        found = {n.id: pids(run, n.id, WORKER) for n in members(run.training)}
+        return found if all(map(step, found.values())) else {}
+
+    return run.until(look, "all take steps")
+
+
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
@@ -259,7 +270,7 @@ def test_workers_find_the_new_master_though_the_old_one_still_answers_them(
     cluster.heal()
     before = run.runs(2)
     assert master_host(run) == host
-    workers = {n.id: pids(run, n.id, WORKER) for n in members(before)}
+    workers = trainers(run)
     with cluster.cut_off_from_api(host):
         after = run.until(
             lambda: run.training.term > before.term and steady(run),
@@ -382,7 +393,7 @@ def test_workers_train_while_nothing_can_be_written(shared: Job, who: str) -> No
     """One fails meanwhile: the others go on, since no round is told before it is written."""
     run, cluster = shared, shared.cluster
     before = run.runs(run.obj["spec"]["replicaSpecs"]["worker"]["replicas"])
-    workers = {n.id: pids(run, n.id, WORKER) for n in members(steady(run))}
+    workers = trainers(run)
     victim = min(workers)
     with cluster.etcd_stopped() if who == "etcd" else cluster.api_server_stopped():
         for mine in workers.values():
@@ -404,7 +415,7 @@ def test_a_job_outlives_a_long_absence_of_all_who_look_after_it(shared: Job, ope
     """The API server, whose history is gone when it is back, and the operator."""
     run, cluster = shared, shared.cluster
     before = run.runs(run.obj["spec"]["replicaSpecs"]["worker"]["replicas"])
-    workers = {n.id: pids(run, n.id, WORKER) for n in members(steady(run))}
+    workers = trainers(run)
     scale = ("scale", "deploy/dlrover-operator", "-n", operator)
     cluster.kubectl(*scale, "--replicas=0")
     try:
@@ -460,7 +471,7 @@ def test_wishes_that_come_at_once_are_one_resize(shared: Job) -> None:
     there = run.until(lambda: len(at_work(run)) == 4 and at_work(run), "nobody else is left")
 
     before = steady(run).round
-    workers = pids(run, members(run.training)[0].id, WORKER)
+    workers = trainers(run)[members(run.training)[0].id]
     for way in (autoscaler, lambda n: user({"replicas": n})):
         asyncio.run(edit(run, [way(2), way(4)]))
         run.until(lambda: obeyed(run), "both are seen")

@@ -6,6 +6,7 @@ longer, led by the lines that are reached.
 """
 
 import asyncio
+import codecs
 import contextlib
 import copy
 import json
@@ -157,6 +158,8 @@ def _done(event: str, _: object) -> None:
         done.append(event)
 
 
+for codec in ("ascii", "latin_1", "raw_unicode_escape", "unicode_escape", "utf_8"):
+    codecs.lookup(codec)  # a pickle's texts: the first one of a kind would load its module
 sys.addaudithook(_done)
 
 
