@@ -465,7 +465,8 @@ def test_wishes_that_come_at_once_are_one_resize(shared: Job) -> None:
     assert less.round == four.round + 1 or apart(run)
     run.patch({"replicaSpecs": {"worker": {"replicas": 4}}})
     run.runs(4, after=less.round)
-    there = run.until(lambda: len(at_work(run)) == 4 and at_work(run), "nobody else is left")
+    there = {n.id for n in members(run.training)}
+    run.until(lambda: at_work(run) == there, "nobody else is left")
 
     before = steady(run).round
     workers = trainers(run)[members(run.training)[0].id]
