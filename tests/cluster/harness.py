@@ -12,6 +12,7 @@ import re
 import shutil
 import signal
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -45,6 +46,7 @@ class Cluster:
     def __init__(self, kubeconfig: Path, lab: Lab | None = None) -> None:
         self.kubeconfig, self._lab = kubeconfig, lab
         self._images: dict[str, str] = {}
+        self._hurts: Counter[str] = Counter()
         found = str(lab.bin) + os.pathsep if lab else ""
         self.env = {**os.environ, "KUBECONFIG": str(kubeconfig), "PATH": found + os.environ["PATH"]}
 
@@ -296,13 +298,17 @@ class Cluster:
 
     @contextmanager
     def _hurt(self, name: str, hurt: Any, mend: Any) -> Iterator[None]:
+        """And wait for the node once nothing hurts it any more: these blocks may be nested."""
         node = self._node(name)
         hurt(node)
+        self._hurts[name] += 1
         try:
             yield
         finally:
             mend(node)
-            until(lambda: self.node_ready(name), f"{name} is Ready again", within_s=60)
+            self._hurts[name] -= 1
+            if not self._hurts[name]:
+                until(lambda: self.node_ready(name), f"{name} is Ready again", within_s=60)
 
     def _load(self) -> dict[str, str]:
         if self._lab is not None:
