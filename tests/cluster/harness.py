@@ -241,9 +241,16 @@ class Cluster:
         """It does not answer while the block runs: connections hang (SIGSTOP)."""
         return self._needs_lab("stop the API server").api_server_stopped()
 
-    def etcd_stopped(self) -> AbstractContextManager[None]:
-        """The API server can neither read nor write while the block runs (SIGSTOP)."""
-        return self._needs_lab("stop etcd").etcd_stopped()
+    @contextmanager
+    def etcd_stopped(self) -> Iterator[None]:
+        """The API server can neither read nor write while the block runs (SIGSTOP).
+
+        Afterwards Kubernetes may hold hosts for lost until it has heard of them again.
+        """
+        with self._needs_lab("stop etcd").etcd_stopped():
+            yield
+        for node in self.nodes:
+            until(lambda n=node: self.node_ready(n), f"{node} is Ready again", within_s=60)
 
     def api_server_killed(self) -> AbstractContextManager[None]:
         """It is gone while the block runs: connections are refused (SIGKILL)."""

@@ -387,13 +387,14 @@ def no_room(cluster: Cluster) -> Iterator[None]:
         cluster.heal()
 
 
-def test_workers_train_while_the_api_server_hangs(shared: Job) -> None:
+@pytest.mark.parametrize("who", ["API server", "etcd"])
+def test_workers_train_while_nothing_can_be_written(shared: Job, who: str) -> None:
     """One fails meanwhile: the others go on, since no round is told before it is written."""
     run, cluster = shared, shared.cluster
     before = run.runs(run.obj["spec"]["replicaSpecs"]["worker"]["replicas"])
     workers = trainers(run)
     victim = min(workers)
-    with cluster.api_server_stopped():
+    with cluster.etcd_stopped() if who == "etcd" else cluster.api_server_stopped():
         for mine in workers.values():
             now = step(mine)
             until(lambda m=mine, n=now: step(m) > n + 100, "a hundred steps", within_s=60)
@@ -403,7 +404,8 @@ def test_workers_train_while_the_api_server_hangs(shared: Job) -> None:
             now = step(mine)
             until(lambda m=mine, n=now: step(m) > n + 100, "a hundred more", within_s=60)
     after = run.runs(len(members(before)), after=before.round)
-    assert after.term == before.term
+    # An etcd that is back has heard of no host for a while: Kubernetes may move the master.
+    assert after.term == before.term or who == "etcd"
     assert after.last_failure is not None
     assert after.last_failure.node == victim
 
