@@ -49,6 +49,8 @@ STALE_S = 600.0
 """A folder without an owner is removed by others after so long: its own may be starting anew."""
 SPARE = 1 << 16
 """Bytes beyond the tensors and tables, for objects that grow."""
+SURPLUS = 1 << 24
+"""Bytes that a slot may have beyond what is in it: of a larger one the rest is given back."""
 
 LOOKS, LOOK_S = 5, 0.001
 """A first page that does not match its digest is looked at so often, with such pauses between."""

@@ -508,12 +508,14 @@ def _taken(path: Path) -> int:
 
 
 def _fits(path: Path, summary: Summary, *, hollow: bool) -> bool:
-    """Whether the file can be filled as it is: not if it has a hole, nor if it is to have one."""
+    """Whether the file can be filled as it is: not if it has a hole, nor if it is to have one, nor
+    if it is much too large."""
     try:
         stat = os.stat(path)
     except FileNotFoundError:
         return True
-    return not hollow and stat.st_blocks * 512 >= stat.st_size
+    whole = stat.st_blocks * 512 >= stat.st_size
+    return not hollow and whole and stat.st_size <= summary.size + arena.SURPLUS
 
 
 def _reserve(slot: Slot, summary: Summary, *, hollow: bool) -> None:

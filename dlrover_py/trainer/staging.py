@@ -105,6 +105,8 @@ class _Room:
     """Memory to have."""
 
     nbytes: int
+    slot: Slot | None = None
+    """Which is to be filled then."""
     done: threading.Event = field(default_factory=threading.Event)
     error: Exception | None = None
 
@@ -212,6 +214,8 @@ class Stager:
         self._preparing = threading.Lock()
         """Held while slots are made larger or mapped ahead of a save, or one comes or goes."""
         self._extra = extra
+        self._older = set(self._slots)
+        """Not filled by this one yet: what they hold may be of a world with larger parts."""
         self._told, self._failed, self._copy = told, failed, copy
         self._pid = os.getpid()
         self._job: Staging | None = None
@@ -331,6 +335,7 @@ class Stager:
         slot = Slot(self._extra, write=True)
         with self._preparing:
             self._slots.append(slot)
+            self._older.add(slot)
             if self._prepared:
                 self._prepared.append(0)
         return need - slot.size <= arena.headroom(self._extra.parent) or not self._do_without()
@@ -509,7 +514,7 @@ class Stager:
             if isinstance(work, _Room):
                 try:
                     with self._preparing:
-                        self._reserve(work.nbytes)
+                        self._reserve(work.nbytes, work.slot)
                 except (NoRoom, OSError) as error:
                     work.error = error  # said by the save that needs it
                 finally:
@@ -556,14 +561,22 @@ class Stager:
                     return index
         return None
 
-    def _reserve(self, need: int) -> None:
-        """Have all slots, before any is filled.
+    def _reserve(self, need: int, filled: Slot | None = None) -> None:
+        """Have all slots, before any is filled; of the one that is, no more than is needed.
 
         Raises:
             NoRoom: nothing was taken.
         """
-        before = [slot.size for slot in self._slots]
         self._prepared = self._prepared or [0] * len(self._slots)
+        if (
+            filled is not None and filled in self._older
+        ):  # once: a state may be larger at some saves than at others
+            self._older.discard(filled)
+            if filled.size > need + arena.SURPLUS:
+                self._unpin(filled)
+                filled.give_back(need + arena.SPARE)  # it is locked: nobody has it mapped
+                self._prepared[self._slots.index(filled)] = 0
+        before = [slot.size for slot in self._slots]
         if min(before) >= need:
             return
         with arena.turn(self._slots[0].path.parent):
@@ -583,7 +596,7 @@ class Stager:
 
     def _fill(self, job: Staging) -> None:
         began = time.perf_counter()
-        self._reserve(job.need)
+        self._reserve(job.need, job.slot)
         job.slot.begin()
         job.begun.set()
         for items, safe in zip(job.left, (job.captured, None), strict=True):
@@ -676,7 +689,7 @@ class Stager:
 
     def _enqueue(self, job: Staging) -> None:
         """Enqueue all copies from GPUs; those that cannot wait hold their stream up."""
-        room = _Room(job.need)
+        room = _Room(job.need, job.slot)
         self._put(room)
         _outlast(room.done, self._thread)
         if room.error is not None:

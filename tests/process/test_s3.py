@@ -1,5 +1,7 @@
 """Checkpoints in a bucket: a real S3 server."""
 
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,6 +13,9 @@ import torch
 from dlrover_py.protocol.checkpoint import Answer, Keep, Manifest, Owner, Phase
 from dlrover_py.protocol.errors import Superseded
 from dlrover_py.storage import Claimed, Store, folder_of
+from tests.flash import OPEN
+from tests.process.harness import Place, eventually, members
+from tests.process.test_flash import training
 from tests.s3 import BUCKET, BUILD_S, Server, serving
 from tests.slots import JOB, Persister, full, load_with_torch, order, rows, stage, verify
 
@@ -175,3 +180,34 @@ def test_a_key_that_is_revoked_leaves_what_is_there(
     assert before.step == 6
     verify(store, before)
     assert stored(8).phase is Phase.DONE
+
+
+def test_jobs_live_from_a_bucket(place: Place, shm: Path, server: Server, url: str) -> None:
+    """All nodes of a job at once are lost, then the server hangs; another job goes on."""
+    place.env.update(server.env)
+    rules: dict[str, object] = {"dir": url, "persistEvery": 4, "saveAtBreakpoint": True}
+    store = Store(url)
+    with training(place, "sharded", replicas=2, hosts=2, checkpoint=rules) as its:
+        first = its.reach(4, "storage")
+        its.reach(5)
+        for node in members(its.run.running(2)):
+            its.run.hurt(node.id, "kill")
+        its.run.api("POST", "/v1/hosts?count=2")
+        again = its.run.running(2, round_after=first.round)
+        assert its.loaded(again) == 4
+        os.kill(server.process.pid, signal.SIGSTOP)
+        try:
+            its.allow(14)
+            eventually(lambda: its.at() == 14, "they train on", within_s=60)
+        finally:
+            os.kill(server.process.pid, signal.SIGCONT)
+        its.allow(OPEN)
+        its.run.until(
+            lambda s: s.last_checkpoint and (s.last_checkpoint.stored_step or 0) > 14,
+            "what they store then",
+            within_s=120,
+        )
+    newest = max(store.checkpoints(), key=lambda m: m.step)
+    verify(store, newest)
+    with training(place, "sharded", name="next", replicas=1, checkpoint=rules) as its:
+        assert its.loaded(its.run.running(1)) == newest.step, "one node, of what two have written"

@@ -342,6 +342,30 @@ def test_memory_is_not_taken_while_a_worker_takes_some(tmp_path: Path, hollow: b
     assert (tmp_path / pull.to).stat().st_size == 3 * PAGE
 
 
+def test_a_replica_of_a_smaller_part_takes_less_memory(tmp_path: Path) -> None:
+    """Who reads what was there keeps it."""
+    theirs = replace(summary(0, 5), size=3 * PAGE, private_at=2 * PAGE)
+
+    class Answering(Link):
+        def __init__(self) -> None:
+            self.where = "a peer"
+
+        def contents(self, *_: object) -> Contents:
+            return Contents(theirs, Layout([]), (), {})
+
+        def read_all(self, *_: object, **__: object) -> Iterator[memoryview]:
+            raise Overtaken("it is not there any more")
+
+    path = tmp_path / "peer-0.0"
+    with Slot(path, write=True) as before:
+        before.reserve(2 * arena.SURPLUS)
+        one = Replicas(tmp_path, "u1", "secret", changed=lambda: None)
+        with pytest.raises(Overtaken):
+            one._pull(Answering(), Pull("0.0", theirs, path.name, False))
+        assert path.stat().st_size == 3 * PAGE
+        assert before.size == 2 * arena.SURPLUS
+
+
 def test_what_goes_is_not_flagged_as_well() -> None:
     """Rank 0 has gone from the peer but for an old part, which is to be persisted."""
     theirs = [("0.0", replace(summary(0, 9), persist=True)), ("1.0", summary(2, 1, round=2))]

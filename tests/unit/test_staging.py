@@ -543,6 +543,47 @@ def test_the_further_slot_goes_where_the_state_needs_its_memory(
         one.close()
 
 
+def test_a_part_that_is_smaller_in_a_new_round_takes_less_memory(
+    make: Callable[..., Stager], tmp_path: Path
+) -> None:
+    """On more nodes than before, say. What is being read stays as it is; so does what has grown."""
+    large, small = torch.ones(10 << 20), torch.ones(1 << 20)
+
+    def save(stager: Stager, step: int, tensor: torch.Tensor) -> None:
+        job = stager.stage(step, [leaf("w", tensor)])
+        assert job is not None
+        assert stager.wait(DEADLINE_S)
+        assert job.summary is not None, job.why
+
+    def sizes() -> list[int]:
+        return sorted(path.stat().st_blocks * 512 for path in arena.place(tmp_path, 0))
+
+    before = make()
+    for step in range(3):
+        save(before, step, large)
+    before.close()
+    after = make()
+    with Slot(sealed(tmp_path)[2]) as read_now:
+        assert read_now.lock(shared=True)
+        view = read_now.view()
+        for step in range(3, 6):
+            save(after, step, small)
+        assert sizes()[1] < small.nbytes + arena.SURPLUS
+        assert sizes()[2] > large.nbytes
+        found = arena.contents(read_now)
+        ((_, at),) = found.layout
+        assert arena.digest(view[at : at + large.nbytes]) == found.digests[0]
+        view.release()
+    save(after, 6, small)
+    assert sizes()[2] < small.nbytes + arena.SURPLUS
+    assert {6, 5} <= sealed(tmp_path).keys()
+    save(after, 7, large)
+    assert sizes()[0] > large.nbytes
+    save(after, 8, small)
+    assert sizes()[0] > large.nbytes, "a state may be larger at some saves than at others"
+    assert torch.equal(read(sealed(tmp_path)[7])[1]["w"], large)
+
+
 def test_memory_that_somebody_else_took_meanwhile_is_given_back(
     make: Callable[..., Stager], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
