@@ -611,9 +611,9 @@ class Checkpointer:
         copy = self._sharded and self._copying is None and site.copies
         if copy:  # the same on all ranks, whatever becomes of it on this one
             self._copying, self._marked = attempt.id, False
-        copy = copy and site.stager.grow()
         pause = threading.Event()
         try:
+            copy = copy and site.stager.grow()
             for _ in range(tries):  # who reads a slot lets go of it
                 attempt.staging = site.stager.stage(
                     step,
@@ -634,6 +634,10 @@ class Checkpointer:
             return False
         except FileNotFoundError as error:  # without an agent it goes with the node's first rank
             self._missed(step, f"the memory is gone: {error}")
+            return False
+        except OSError as error:  # no descriptors are left, say
+            self._missed(step, f"the memory cannot be used: {error}")
+            session.report_unsaved(self.stats.why)
             return False
         if attempt.staging is None:
             if self._copying in (None, attempt.id):

@@ -410,6 +410,23 @@ def test_memory_that_goes_with_the_first_rank_costs_the_others_a_save_and_nothin
     assert "the memory is gone" in checkpointer.stats.why
 
 
+def test_memory_that_cannot_be_used_costs_the_save_and_is_told(
+    make: Callable[..., Checkpointer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(session, "report_unsaved", told.append)
+    checkpointer = make()
+    assert saved(checkpointer, range(1, 2)) == [1]
+    aside = tmp_path.rename(tmp_path.with_suffix(".aside"))
+    tmp_path.touch()
+    assert not checkpointer.save(2, {"larger": torch.zeros(1_000_000)})
+    tmp_path.unlink()
+    aside.rename(tmp_path)
+    (why,) = told
+    assert "the memory cannot be used" in why
+    assert saved(checkpointer, range(3, 4)) == [3]
+
+
 def test_a_save_is_skipped_while_all_slots_are_needed(
     make: Callable[..., Checkpointer], tmp_path: Path
 ) -> None:
