@@ -218,6 +218,10 @@ class Cluster:
         """Nothing on the node reaches the API server while the block runs; all else it does."""
         return self._hurt(node, Node.cut_api, Node.mend_api)
 
+    def hung(self, node: str) -> AbstractContextManager[None]:
+        """The node's kubelet hangs while the block runs: its Pods run on, and nobody ends them."""
+        return self._hurt(node, Node.hang, Node.go_on)
+
     def crashed(self, node: str) -> AbstractContextManager[None]:
         """The node's power is off while the block runs; then it starts again."""
         return self._hurt(node, Node.crash, lambda n: n.start([]))

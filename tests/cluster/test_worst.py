@@ -246,10 +246,11 @@ def test_what_a_cut_off_master_believes_is_never_written(there: Watched, agent_i
     assert old not in wrote
 
 
+@pytest.mark.parametrize("how", ["it has lost the API server", "its kubelet hangs"])
 def test_workers_find_the_new_master_though_the_old_one_still_answers_them(
-    there: Watched, agent_image: str
+    there: Watched, agent_image: str, how: str
 ) -> None:
-    """Its host has lost the API server and nothing else: the connections to it stand."""
+    """Something is wrong with its host, and nothing else: the connections to it stand."""
     cluster = there.cluster
     host, *others = cluster.nodes
     for other in others:
@@ -270,7 +271,7 @@ def test_workers_find_the_new_master_though_the_old_one_still_answers_them(
     before = run.runs(2)
     assert master_host(run) == host
     workers = trainers(run)
-    with cluster.cut_off_from_api(host):
+    with cluster.hung(host) if "kubelet" in how else cluster.cut_off_from_api(host):
         after = run.until(
             lambda: run.training.term > before.term and steady(run),
             "a new master that hears of all",

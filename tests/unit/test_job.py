@@ -17,6 +17,7 @@ from dlrover_py.master.core.events import (
     Refuse,
     Reported,
     Rules,
+    Stalled,
 )
 from dlrover_py.master.core.job import Job
 from dlrover_py.protocol.agents import (
@@ -248,6 +249,25 @@ def test_who_ended_between_two_reports_may_be_the_cause_of_a_broken_connection()
     bench.kill(lost.node)
     bench.settle()
     assert bench.job.restarts == {"loss": 1}
+    assert not any(n.restarts for n in bench.job.nodes)
+
+
+def test_a_master_that_stood_still_has_heard_of_nobody_meanwhile() -> None:
+    """Its journal is slow to be written just then, say."""
+    bench = running(elastic_job(3, 2))
+    bench.pass_time(2.0)
+    lost = bench.agent("n2")
+    lost.cut = True
+    bench.to(bench.now + 0.1)
+    bench.agent("n0").fail(crash(FailureKind.PEER))
+    bench.exchange()
+    for stood_s in (1.5, 2 * bench.job.pace.lease_s):
+        bench.now += stood_s
+        bench.step(Stalled(stood_s))
+        assert bench.job.round == 1
+    bench.kill(lost.node)
+    bench.settle()
+    assert bench.job.restarts["loss"] == 1
     assert not any(n.restarts for n in bench.job.nodes)
 
 

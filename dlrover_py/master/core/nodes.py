@@ -45,6 +45,8 @@ class Node:
     boot_id: str = ""
     former_boots: set[str] = field(default_factory=set)
     seq: int = -1
+    heard_at: float = -math.inf
+    """When its last report was taken in, by this master."""
     lease_until: float = math.inf
     return_until: float = math.inf
     """Of one that had spoken to an earlier term: until then it is waited for, whoever reports."""
@@ -287,6 +289,7 @@ class Nodes:
         node.phase = NodePhase.LIVE
         node.unheard = 0
         node.suspect_until = math.inf
+        node.heard_at = now
         self._renew(node, now)
         self._index(node)
         if self._unreached:
@@ -350,8 +353,7 @@ class Nodes:
 
     def unheard(self, node: Node, since: float) -> bool:
         """Whether it lives, as far as is known, and has not been heard of since then."""
-        silent = node.lease_until < since + self.lease_s
-        return node.alive and (silent or node.phase is NodePhase.SUSPECT or node.report is None)
+        return node.alive and (node.heard_at < since or node.phase is NodePhase.SUSPECT)
 
     def tell(self, node: Node, version: int) -> None:
         """The node must take in this assignment before it is ready again."""

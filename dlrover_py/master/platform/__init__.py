@@ -74,5 +74,6 @@ class Platform(Protocol):
         """Let people see the status.
 
         Raises:
+            Superseded: another master has begun a later term.
             TransientError: not now.
         """

@@ -35,7 +35,7 @@ from dlrover_py.master.core.events import (
 from dlrover_py.master.platform import Known, pods
 from dlrover_py.master.platform.pods import Obj, PodView, Site
 from dlrover_py.protocol import names
-from dlrover_py.protocol.errors import ConfigError, TransientError
+from dlrover_py.protocol.errors import ConfigError, Superseded, TransientError
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import NodeId
 from dlrover_py.protocol.status import (
@@ -549,8 +549,11 @@ class KubernetesPlatform:
 
     async def publish(self, status: JobStatus) -> None:
         """Write the master's part of the status, if it says something new, and the new events."""
-        if self._orphaned or status.term < self._newest_term:
-            return  # nobody to tell, or another master tells
+        if self._orphaned:
+            return  # nobody to tell
+        if status.term < self._newest_term:
+            # Its agents are to go to the other one: it gives up those that it does not hear of.
+            raise Superseded(f"term {self._newest_term} has begun: this master is over")
         conditions = self._conditions(status)
         status = status.model_copy(update={"reason": _why(status, conditions)})
         body = shown(status, conditions, names.workers_of(self._name), self._times)

@@ -104,6 +104,14 @@ class Node:
                 iptables -w -t nat -A DLROVER {there}"""
         run("nsenter", f"--net=/run/netns/{self.unique}", "sh", "-c", script)
 
+    def hang(self) -> None:
+        """Nobody looks after its Pods (SIGSTOP of its kubelet); all that runs on it runs on."""
+        self._daemon("kubelet").signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Undo hang()."""
+        self._daemon("kubelet").signal(signal.SIGCONT)
+
     def cut_api(self) -> None:
         """Nothing on it reaches the API server, by connections that there are or by new ones; all
         else is as it was."""
