@@ -319,9 +319,11 @@ class Slot:
             self._map = None
 
     def close(self) -> None:
-        """Let go of the file and its locks."""
+        """Let go of the file and its locks, once: the number may be another file's afterwards."""
         self.close_map()
-        os.close(self.fd)
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def __enter__(self) -> "Slot":
         return self

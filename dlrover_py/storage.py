@@ -596,6 +596,15 @@ class Store:
         found = [m for m in self._manifests(self._names()).values() if not m.void]
         return sorted(found, key=_age, reverse=True)
 
+    def mistaken(self) -> str:
+        """What is wrong if the directory is one checkpoint by itself; empty if it is not."""
+        try:
+            if ".metadata" not in self.place.names():
+                return ""
+        except OSError:
+            return ""  # said by whoever needs it
+        return f"{self.place.url} is one checkpoint by itself (it has a .metadata)"
+
     def _names(self) -> list[str]:
         """What the directory holds now, other hosts' newest commits too."""
         self.place.refresh("")

@@ -80,10 +80,16 @@ def _chosen(directory: str, which: str | None) -> tuple[Store, Manifest]:
     """
     store, found = _all(directory)
     if not found:
-        raise ConfigError(f"{store.place.url}: there is no checkpoint")
+        raise ConfigError(_nothing(store))
     if which is None:
         return store, found[0]
     return store, _named(store, found, which)
+
+
+def _nothing(store: Store) -> str:
+    if wrong := store.mistaken():
+        return f"{wrong}: name the folder above it; torch.distributed.checkpoint reads it as it is"
+    return f"{store.place.url}: there is no checkpoint"
 
 
 def _named(store: Store, found: Sequence[Manifest], which: str) -> Manifest:
@@ -107,7 +113,7 @@ def list_checkpoints(directory: str, as_json: bool) -> None:
         click.echo(json.dumps([_row(store, m) for m in found]))
         return
     if not found:
-        click.echo(f"{store.place.url}: there is no checkpoint")
+        click.echo(_nothing(store))
         return
     table = _table("STEP", "AGE", "SIZE", "WORLD", "METRIC", "JOB", "FOLDER")
     for m in found:
@@ -318,10 +324,26 @@ def _damage(store: Store, manifest: Manifest, *, quiet: bool) -> list[str]:
             advance(nbytes)
         try:
             with _told():
-                store.place.read(f"{manifest.folder}/.metadata")
+                _check_metadata(manifest, store.place.read(f"{manifest.folder}/.metadata"))
         except CheckpointError as error:
             wrong.append(f"torch cannot load it: {error}")
     return wrong
+
+
+def _check_metadata(manifest: Manifest, document: bytes) -> None:
+    """See that torch will find all in its own table; where there is no torch, nobody asks.
+
+    Raises:
+        CheckpointError: it will not.
+    """
+    try:
+        from dlrover_py.trainer.foreign import read_metadata
+    except ImportError:
+        return
+    known = read_metadata(document).state_dict_metadata
+    keys = {w.piece.key for w in manifest.pieces} | {o.key for o in manifest.objects}
+    if missing := sorted(keys - known.keys()):
+        raise CheckpointError(f"its .metadata does not have {', '.join(missing[:3])}")
 
 
 # --- export ---

@@ -45,15 +45,15 @@ import re
 import secrets
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import ChainMap, deque
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import IntEnum
 from math import inf, sqrt
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, SupportsFloat
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, SupportsFloat, cast
 
 import torch
 import torch.distributed as dist
@@ -405,7 +405,7 @@ class Checkpointer:
         Raises:
             CheckpointError: one that exists could not be read as a whole, and the state has been
                 touched.
-            ConfigError: as ``save``.
+            ConfigError: as ``save``; or ``dir`` is a checkpoint by itself.
         """
         from dlrover_py import depot
         from dlrover_py.storage import Store
@@ -448,6 +448,10 @@ class Checkpointer:
 
             where = os.fspath(init)
             load_dcp(state, where, rank=site.rank, world=site.world, strict=self.strict, log=log)
+        elif self.dir is not None and (wrong := Store(self.dir).mistaken()):
+            raise ConfigError(
+                f"{wrong}: name the folder above it, or load(state, init=…) to begin with it"
+            )
         site.stager.warm(_expected_bytes(self._whole_state(state), site.rank))
         return step
 
@@ -662,7 +666,8 @@ class Checkpointer:
     def _whole_state(self, state: Mapping[str, object]) -> Mapping[str, object]:
         if not self.rng or RNG in state:
             return state
-        return {**state, RNG: PerRank(Random())}
+        own: MutableMapping[str, object] = {RNG: PerRank(Random())}
+        return ChainMap(cast(MutableMapping[str, object], state), own)  # load() writes into state
 
     def _say_once(self, note: str) -> None:
         kind = re.sub(r"[\d,.]+", "", note)  # the same reason with another size is the same

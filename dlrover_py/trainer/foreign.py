@@ -105,16 +105,23 @@ def load_dcp(
         target = targets(state, rank=rank)
         catalog = _foreign(str(url))
         fit = fit_state(target, catalog, rank)
-        compare(fit, strict=strict)
-        gaps = catalog.gaps(leaf.piece.key for leaf in fit.leaves if 0 not in leaf.piece.shape)
-        if gaps:
-            raise CheckpointError(f"parts of {some(gaps)} are not there")
     except KeysDiffer as differs:
         error = KeysDiffer(f"{url} is of another state: {differs}")
     except TROUBLE as trouble:
         error = CheckpointError(f"{url} cannot be read: {trouble}")
     together(ranks, error, "", type(error) if error is not None else CheckpointError)
     assert fit is not None
+    fit.unexpected = ranks.common(fit.unexpected)
+    try:
+        compare(fit, strict=strict)
+        gaps = catalog.gaps(leaf.piece.key for leaf in fit.leaves if 0 not in leaf.piece.shape)
+        if gaps:
+            raise CheckpointError(f"parts of {some(gaps)} are not there")
+    except KeysDiffer as differs:
+        error = KeysDiffer(f"{url} is of another state: {differs}")
+    except CheckpointError as trouble:
+        error = CheckpointError(f"{url} cannot be read: {trouble}")
+    together(ranks, error, "", type(error) if error is not None else CheckpointError)
     values: list[tuple[Any, object]] = []
     nbytes: dict[str, int] = {}
     try:
@@ -137,7 +144,7 @@ def _foreign(url: str) -> Catalog:
     """
     fs, folder = fsspec.core.url_to_fs(url)
     source = _Files(fs, folder.rstrip("/"))
-    metadata = _read(fs.cat_file(f"{source.where}/.metadata"))
+    metadata = read_metadata(fs.cat_file(f"{source.where}/.metadata"))
     catalog = Catalog()
     paths: dict[str, tuple[str | int, ...]] = {}
     for key, saved in metadata.state_dict_metadata.items():
@@ -253,7 +260,7 @@ class _Unpickler(pickle._Unpickler):
     dispatch[pickle.BUILD[0]] = load_build
 
 
-def _read(document: bytes) -> Metadata:
+def read_metadata(document: bytes) -> Metadata:
     """What ``.metadata`` says.
 
     Raises:

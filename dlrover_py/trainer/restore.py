@@ -209,8 +209,14 @@ def compare(fit: Fit, *, strict: bool) -> None:
         words.append("the checkpoint does not have " + some(fit.missing))
     if strict and fit.unexpected:
         words.append("the state has no place for " + some(fit.unexpected))
+    nothing = not (strict or fit.leaves or fit.objects) and fit.missing and fit.unexpected
+    if nothing:
+        words.append(
+            f"they have nothing in common: it has {some(fit.unexpected, 3)}, and the state "
+            + some(fit.missing, 3)
+        )
     if words:
-        hint = "" if fit.wrong else "; strict=False loads what both have"
+        hint = "" if fit.wrong or nothing else "; strict=False loads what both have"
         raise KeysDiffer("; ".join(words) + hint)
 
 
@@ -352,9 +358,6 @@ def _try(
     why = ""
     try:
         fit = _ready(candidate, target, ranks.rank)
-        compare(fit, strict=strict)
-        if left := spoiled_by(written, target, fit):
-            why = f"it has nothing for {some(left)}, into which a damaged one was copied"
     except KeysDiffer as error:
         differs = KeysDiffer(f"{candidate.found} is of another state: {error}")
     except TROUBLE as error:
@@ -363,6 +366,16 @@ def _try(
     if why := ranks.first(why):
         return None, why, False
     assert fit is not None
+    fit.unexpected = ranks.common(fit.unexpected)
+    try:
+        compare(fit, strict=strict)
+        if left := spoiled_by(written, target, fit):
+            why = f"it has nothing for {some(left)}, into which a damaged one was copied"
+    except KeysDiffer as error:
+        differs = KeysDiffer(f"{candidate.found} is of another state: {error}")
+    together(ranks, differs, "", KeysDiffer)
+    if why := ranks.first(why):
+        return None, why, False
     values: list[tuple[Any, object]] = []
     nbytes: dict[str, int] = {}
     try:
@@ -583,6 +596,14 @@ class Ranks:
         if self.world > 1:
             dist.all_gather_object(answers, said)
         return answers
+
+    def common(self, keys: list[str]) -> list[str]:
+        """Those that all have: stages of a pipeline have each its own."""
+        if self.world == 1:
+            return keys
+        answers: list[Any] = [None] * self.world
+        dist.all_gather_object(answers, keys)
+        return sorted(set.intersection(*map(set, answers)))
 
     def first(self, why: str) -> str:
         """What is wrong, at the first rank where something is; empty if nothing is anywhere."""

@@ -563,6 +563,8 @@ class _Walk:
             if found is None:
                 return True  # this rank has nothing of it
             piece, local = found
+            if local.is_meta:
+                raise _no_memory(key)
         else:
             dtype = _DTYPES.get(value.dtype)
             if dtype is None or value.layout is not torch.strided:
@@ -573,9 +575,7 @@ class _Walk:
             known = _pieces.get(key)
             if known is None or not (known.shape == shape == known.whole and known.dtype == dtype):
                 if value.is_meta or isinstance(value, nn.UninitializedParameter):
-                    raise ConfigError(
-                        f"checkpoint: {key} has no memory yet: expected it initialised"
-                    )
+                    raise _no_memory(key)
                 shape = tuple(shape)
                 known = _pieces[key] = Piece(key, dtype, shape, shape, (0,) * len(shape))
             piece, local = known, value.detach() if self.load else value
@@ -589,6 +589,10 @@ class _Walk:
             self._at_once[why] = self._at_once.get(why, 0) + piece.nbytes
         self.flat.leaves.append(Leaf(piece, local, defer))
         return True
+
+
+def _no_memory(key: str) -> ConfigError:
+    return ConfigError(f"checkpoint: {key} has no memory yet: expected it initialised")
 
 
 def leaf_of(key: str, value: torch.Tensor) -> Leaf | None:

@@ -131,6 +131,29 @@ def test_verify_misses_a_file(store: str, capsys: pytest.CaptureFixture[str]) ->
     assert "__0_0.distcp: No such file" in out
 
 
+def test_verify_reads_what_torch_will_read(store: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(store, "step-7.c7/.metadata")
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    code, out, _ = call(capsys, "verify", store, "7")
+    assert code == 1
+    assert "torch cannot load it: its .metadata cannot be read" in out
+    other = Path(store, "step-6.c6/.metadata").read_bytes()
+    path.write_bytes(other.replace(b"model.half", b"model.hole"))
+    code, out, _ = call(capsys, "verify", store, "7")
+    assert code == 1
+    assert "its .metadata does not have model.half" in out
+
+
+def test_a_folder_of_torchs_own_is_told_so(store: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "ls", f"{store}/step-7.c7")
+    assert code == 0
+    assert "is one checkpoint by itself" in out
+    code, _, err = call(capsys, "show", f"{store}/step-7.c7")
+    assert code == 2
+    assert "name the folder above it" in err
+
+
 def test_export_as_safetensors(
     written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

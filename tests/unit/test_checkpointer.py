@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from dlrover_py import arena
 from dlrover_py.arena import Slot
@@ -90,6 +91,29 @@ def saved(checkpointer: Checkpointer, steps: range) -> list[int]:
             found.append(step)
         checkpointer.wait()
     return found
+
+
+def test_plain_values_of_the_state_itself_come_back(make: Callable[..., Checkpointer]) -> None:
+    checkpointer = make()
+    saved_state = {"epoch": 7, "pair": (3, 4), "list": [9], "none": None, "t": torch.ones(2)}
+    assert checkpointer.save(1, saved_state, force=True)
+    checkpointer.wait()
+    state = {"epoch": 0, "pair": (0, 0), "list": [0], "none": 1, "t": torch.zeros(2)}
+    assert checkpointer.load(state) == 1
+    assert str(state) == str(saved_state)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_folder_that_is_a_checkpoint_by_itself_is_no_place_for_others(
+    make: Callable[..., Checkpointer], tmp_path: Path
+) -> None:
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "one", no_dist=True)
+    checkpointer = make(tmp_path / "one")
+    with pytest.raises(ConfigError, match=r"one is one checkpoint by itself .*init="):
+        checkpointer.load({"w": torch.zeros(2)})
+    state = {"w": torch.zeros(2)}
+    assert checkpointer.load(state, init=tmp_path / "one") is None
+    assert state["w"].tolist() == [1.0, 1.0]
 
 
 # --- what peers have ---
@@ -742,8 +766,6 @@ def test_alone_it_writes_to_storage(tmp_path: Path) -> None:
 def test_a_new_training_begins_with_what_torch_has_saved(
     make: Callable[..., Checkpointer], tmp_path: Path
 ) -> None:
-    import torch.distributed.checkpoint as dcp
-
     torch.manual_seed(1)
     theirs, ours = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
     dcp.save({"model": theirs.state_dict()}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)

@@ -168,7 +168,7 @@ def metadata(data: bytes) -> None:
     global done
     modules, done = set(sys.modules), []
     try:
-        foreign._read(data)
+        foreign.read_metadata(data)
     finally:
         seen, done = done, None
         assert not seen

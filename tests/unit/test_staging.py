@@ -5,7 +5,7 @@ import resource
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -609,6 +609,26 @@ def test_a_state_may_change_its_shape(make: Callable[..., Stager], tmp_path: Pat
         assert {k: v.unique().tolist() for k, v in found.items()} == {
             f"w{n}": [float(step)] for n in range(step)
         }
+
+
+def test_a_child_that_is_forked_after_the_end_keeps_all_its_files(
+    make: Callable[..., Stager], tmp_path: Path
+) -> None:
+    """Numbers of descriptors come again: a DataLoader's pipes have those of the slots, say."""
+    stager = make()
+    assert stager.stage(1, Work().leaves()) is not None
+    stager.close()
+    with ExitStack() as opened:
+        files = [opened.enter_context(open(os.devnull)) for _ in range(8)]
+        child = os.fork()
+        if not child:
+            try:
+                for file in files:
+                    os.fstat(file.fileno())
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_forked_child_does_nothing_and_holds_nothing(

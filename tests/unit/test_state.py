@@ -286,6 +286,15 @@ def test_fully_sharded_parameters_may_be_copied_late(alone: None) -> None:
     assert {"m.0.weight", "o.state.0.weight.exp_avg"} <= deferred(flat)
 
 
+def test_shards_without_memory_are_refused(alone: None) -> None:
+    """Both to save and to load: nothing would come of it, and nobody would know."""
+    model = nn.Linear(2, 2, device="meta")
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    for use in (flatten, targets):
+        with pytest.raises(ConfigError, match=r"m\.weight has no memory yet"):
+            use({"m": model}, rank=0)
+
+
 # --- objects ---
 
 

@@ -1,4 +1,5 @@
-"""Two ranks with a shard each: rank 1's newest is damaged, and both must load the one before.
+"""Two ranks with a shard each: rank 1's newest is damaged, and both must load the one before. And
+with a stage of a pipeline each, of which the other one knows nothing.
 
 usage: disagree.py FOLDER. Prints "ok" if all is well.
 """
@@ -62,11 +63,30 @@ def run(folder, rank):
     with pytest.raises(CheckpointError, match=r"rank 1: w: .*do not train on"):
         load()
     dist.barrier()
+    stages = folder / "stages"
+    state = {f"stage{rank}": torch.full((3,), float(rank)), "step": 7}
+    stage(stages / f"{rank}.0", state, rank=rank, world=2, step=7)
+    dist.barrier()
+
+    def resume(state):
+        return restore.load(
+            state, rank=rank, world=2, arena=stages, agent=None, store=None,
+            log=logging.getLogger("probe"),
+        )  # fmt: skip
+
+    fresh = {f"stage{rank}": torch.zeros(3), "step": 0}
+    assert resume(fresh) is not None
+    assert fresh[f"stage{rank}"].tolist() == state[f"stage{rank}"].tolist()
+    assert fresh["step"] == 7
+    with pytest.raises(CheckpointError, match=r"the state has no place for stage1"):
+        resume({"stage0": torch.zeros(3), "step": 0})
+    dist.barrier()
     dist.destroy_process_group()
 
 
 def main(folder):
     (folder / "arena").mkdir()
+    (folder / "stages").mkdir()
     processes = multiprocessing.get_context("fork")
     ranks = [processes.Process(target=run, args=(folder, rank)) for rank in range(2)]
     for one in ranks:
