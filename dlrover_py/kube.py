@@ -241,7 +241,7 @@ class ServerClock:
         """An answer had this ``Date``, so long after it was asked for."""
         try:
             said = parsedate_to_datetime(date).timestamp()
-        except ValueError:
+        except (ValueError, OverflowError):
             return  # a proxy's own
         if took_s <= _PROMPT_S:
             self._ahead += min(max(self(), said), said + 1 + took_s) - self()
