@@ -59,6 +59,10 @@ _NOT_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")
 _BUFFER = 2**20
 _PROMPT_S = 2.0
 """The date of an answer that took longer says little."""
+_STEP_S = 60.0
+"""A date that is further from what is believed is believed once the next answer agrees."""
+_AGREE_S = 5.0
+"""Two answers of one clock are never further apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,26 +229,40 @@ class ServerClock:
     What one machine has stamped is read on another, and the clock of either may be wrong: all
     follow the one whose stamps (``creationTimestamp``) are everywhere. Between two answers it is
     as steady as this machine's monotonic clock; a date tells whole seconds, and corrects what
-    contradicts it.
+    contradicts it. One server of several may be wrong itself: a step needs two answers.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         """This machine's clock is believed until an answer comes."""
         self._now = now
         self._ahead = time.time() - now()
+        self._heard = False
+        self._doubted: float | None = None
+        """How far ahead the last answer said to be, if that is not believed yet."""
 
     def __call__(self) -> float:
         """Seconds since 1970."""
         return self._now() + self._ahead
 
+    @property
+    def doubtful(self) -> bool:
+        """The last answer contradicts what is believed; the next one may decide."""
+        return self._doubted is not None
+
     def told(self, date: str, took_s: float) -> None:
         """An answer had this ``Date``, so long after it was asked for."""
         try:
-            said = parsedate_to_datetime(date).timestamp()
+            said = parsedate_to_datetime(date).timestamp() - self._now()
         except (ValueError, OverflowError):
             return  # a proxy's own
-        if took_s <= _PROMPT_S:
-            self._ahead += min(max(self(), said), said + 1 + took_s) - self()
+        if took_s > _PROMPT_S:
+            return
+        ahead = min(max(self._ahead, said), said + 1 + took_s)
+        step = self._heard and abs(ahead - self._ahead) > _STEP_S
+        if step and (self._doubted is None or abs(ahead - self._doubted) > _AGREE_S):
+            self._doubted = ahead
+        else:
+            self._ahead, self._heard, self._doubted = ahead, True, None
 
 
 class Kube:
@@ -596,13 +614,13 @@ class Kube:
                     ) as reply:
                         if reply.status < 500:  # else it may be a proxy's that has lost it
                             self._heard_at = time.monotonic()
-                            took_s = self._heard_at - asked_at
-                            self.wall.told(reply.headers.get("Date", ""), took_s)
                         if reply.status == 401 and refused is None:
                             refused = token  # it may have been changed since it was read
                             continue
                         if reply.status >= 300:
                             raise await _error(reply, path)
+                        # What is refused or redirected may be by something on the way.
+                        self.wall.told(reply.headers.get("Date", ""), self._heard_at - asked_at)
                         try:
                             yield reply
                         finally:

@@ -226,7 +226,9 @@ class Operator:
                 job = await self._api.get(JOBS, key[1], key[0])
                 if job["metadata"]["uid"] != seen.job["metadata"]["uid"]:
                     raise TransientError("another job has its name, which is about to be seen")
-                seen = replace(seen, job=_lean(job))
+                if self._api.wall.doubtful:
+                    raise TransientError("its time is in doubt: the next answer may say the same")
+                seen, now = replace(seen, job=_lean(job)), self._api.wall()
                 wish = plan.plan(seen, now, self._options)
             for action in wish.actions:
                 await self._do(key, seen.job, action)

@@ -77,6 +77,10 @@ async def operator(kube: Kube, *namespaces: str) -> AsyncIterator[Operator]:
             await running
 
 
+async def rest(one: Operator) -> None:
+    await until(lambda: not one._queue._running and not one._queue._waiting, "rest")
+
+
 @pytest.fixture
 async def bed(tmp_path: Path) -> AsyncIterator[tuple[FakeCluster, Kube]]:
     async with fake_cluster(tmp_path) as (cluster, kube):
@@ -335,6 +339,28 @@ async def test_an_operator_whose_clock_is_wrong_goes_by_the_api_servers(bed: Bed
         assert abs(ready - (time.time() - 600)) < SOON
 
 
+async def test_a_verdict_is_not_passed_by_a_time_that_is_corrected(bed: Bed) -> None:
+    """One server of several was wrong; the one that is asked before the verdict is right."""
+    cluster, kube = bed
+    async with operator(kube) as one:
+        await kube.create(ELASTICJOBS, job(activeDeadlineSeconds=300))
+        await until(lambda: cluster.one(DEPLOYMENTS, MASTER), "a Deployment")
+        available(cluster)
+        master_says(cluster, "Running")
+        await until(lambda: status(cluster).get("phase") == "Running", "phase Running")
+        await rest(one)
+        cluster.ahead_s = 3600.0
+        for _ in range(2):
+            await kube.list(PODS)
+        assert kube.wall() > time.time() + 3000
+        cluster.ahead_s = 0.0
+        one._queue.add(("default", "x"))
+        await until(lambda: kube.wall() < time.time() + 3, "the right time")
+        await rest(one)
+        assert not condition(cluster, "DeadlineExceeded")
+        assert status(cluster)["phase"] == "Running"
+
+
 async def test_a_tokens_secret_that_was_deleted_is_made_again_as_it_was(bed: Bed) -> None:
     """Nodes that run hold what it said, and those that are missing cannot start without it."""
     cluster, kube = bed
@@ -446,11 +472,11 @@ async def test_a_job_that_is_at_rest_costs_no_writes(bed: Bed) -> None:
         await until(
             lambda: condition(cluster, "MasterReady").get("status") == "True", "MasterReady"
         )
-        await until(lambda: not one._queue._running and not one._queue._waiting, "rest")
+        await rest(one)
         written = sum(call.method != "GET" for call in cluster.calls)
         for _ in range(5):
             one._queue.add(("default", "x"))
-            await until(lambda: not one._queue._running and not one._queue._waiting, "rest")
+            await rest(one)
         assert sum(call.method != "GET" for call in cluster.calls) == written
 
 

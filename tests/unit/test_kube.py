@@ -83,6 +83,22 @@ def test_the_time_is_the_servers_within_what_an_answer_takes(
     assert clock() == pytest.approx(right + 5), "late answers and other words are not believed"
 
 
+@pytest.mark.parametrize("step", [-3600.0, 3600.0])
+def test_a_step_of_the_time_is_believed_once_two_answers_in_a_row_say_so(step: float) -> None:
+    """One server of three may be wrong; of this machine's own clock the first answer decides."""
+    clock = ServerClock()
+    right = math.floor(clock()) + 7200.0
+    clock.told(dated(right), 0.1)
+    assert clock() == pytest.approx(right, abs=2)
+    for said in (right + step, right, right + step, right + 2 * step):
+        clock.told(dated(said), 0.1)
+        assert clock() == pytest.approx(right, abs=2)
+        assert clock.doubtful == (said != right)
+    clock.told(dated(right + 2 * step + 2), 0.1)
+    assert clock() == pytest.approx(right + 2 * step, abs=4)
+    assert not clock.doubtful
+
+
 def test_paths() -> None:
     assert PODS.path() == "/api/v1/pods"
     assert PODS.path("ns", "a", "log") == "/api/v1/namespaces/ns/pods/a/log"
@@ -295,6 +311,23 @@ async def test_a_plugin_is_asked_again_when_its_token_is_refused(
         program(home / "plugin", "echo 'please log in' >&2; exit 3")
         with pytest.raises(Unauthenticated, match="please log in"):
             await kube.list(PODS)
+
+
+@pytest.mark.parametrize("code", [302, 401, 403, 404, 429, 500])
+async def test_the_time_is_not_that_of_a_refusal(
+    home: Path, cluster: FakeCluster, code: int
+) -> None:
+    """It may be by something on the way."""
+    cluster.ahead_s = -3600
+    fault = cluster.fail(code, times=2)
+    async with await Kube.connect(kubeconfig=cluster.kubeconfig(home / "config")) as kube:
+        before = kube.wall() - time.monotonic()
+        with pytest.raises(KubeError):
+            await kube.list(PODS)
+        assert kube.wall() - time.monotonic() == pytest.approx(before)
+        fault.times = 0
+        await kube.list(PODS)
+        assert kube.wall() == pytest.approx(time.time() - 3600, abs=3)
 
 
 async def test_a_token_file_is_read_again(home: Path, cluster: FakeCluster) -> None:
