@@ -290,10 +290,8 @@ class Operator:
                 await self._make_credentials(elastic_job)
                 self._made_at[key] = api.wall()
             case plan.KeepToken(elastic_job):
-                try:
-                    await api.get(kube.SECRETS, names.token_of(name, uid), namespace)
-                except kube.NotFound:
-                    await self._make_credentials(elastic_job)
+                with contextlib.suppress(kube.NotFound):
+                    await self._keep_token(elastic_job)
                 self._made_at[key] = api.wall()
             case plan.Replan(obj):
                 await api.replace(kube.DEPLOYMENTS, obj)
@@ -322,14 +320,26 @@ class Operator:
         fresh = credentials.issue()
         uid = job.metadata.uid
         tls = await self._api.create_or_own(kube.SECRETS, manifests.tls_secret(job, fresh), uid)
-        ca = credentials.decoded(tls, names.SECRET_CA)
-        secret = credentials.token(credentials.decoded(tls, names.SECRET_KEY))
-        wanted = manifests.token_secret(job, secret, ca)
+        ca, wanted = credentials.decoded(tls, names.SECRET_CA), _token_of(job, tls)
         token = await self._api.create_or_own(kube.SECRETS, wanted, uid)
         if credentials.decoded(token, names.SECRET_CA) != ca:  # the certificate was deleted
             meta = token["metadata"]
             await self._api.delete(kube.SECRETS, meta["name"], meta["namespace"], uid=meta["uid"])
             await self._api.create_or_own(kube.SECRETS, wanted, uid)
+
+    async def _keep_token(self, job: Any) -> None:
+        """Make what the master that runs knows, or nothing: by another one its nodes are refused.
+
+        Raises:
+            NotFound: the certificate is gone.
+        """
+        name, uid, namespace = job.metadata.name, job.metadata.uid, job.metadata.namespace
+        with contextlib.suppress(kube.NotFound):
+            await self._api.get(kube.SECRETS, names.token_of(name, uid), namespace)
+            return
+        tls = await self._api.get(kube.SECRETS, names.tls_of(name, uid), namespace)
+        if names.TOKEN_FOLLOWS in (tls["metadata"].get("annotations") or {}):
+            await self._api.create_or_own(kube.SECRETS, _token_of(job, tls), uid)
 
     async def _delete_pods(self, key: Key, uid: str) -> None:
         labels = names.workers_of(key[1])
@@ -419,6 +429,12 @@ def _lean(obj: Obj) -> Obj:
         lean["nodes"] = [{"phase": n.get("phase")} for n in training.get("nodes") or ()]
         status = status | {"training": lean}
     return obj | {"metadata": meta, "status": status}
+
+
+def _token_of(job: Any, tls: Obj) -> Obj:
+    ca = credentials.decoded(tls, names.SECRET_CA)
+    token = credentials.token(credentials.decoded(tls, names.SECRET_KEY))
+    return manifests.token_secret(job, token, ca)
 
 
 def _reason(error: KubeError) -> str:

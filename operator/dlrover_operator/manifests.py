@@ -111,9 +111,10 @@ def service(job: ElasticJob, cluster_ip: str = "") -> Obj:
 def tls_secret(job: ElasticJob, made: Credentials) -> Obj:
     """The master's certificate; the authority stands beside it, so that the token's can follow."""
     data = {names.SECRET_CERT: made.cert, names.SECRET_KEY: made.key, names.SECRET_CA: made.ca}
-    return _secret(
-        job, names.tls_of(job.metadata.name, job.metadata.uid), data, kind="kubernetes.io/tls"
-    )
+    name = names.tls_of(job.metadata.name, job.metadata.uid)
+    made_of = _secret(job, name, data, kind="kubernetes.io/tls")
+    made_of["metadata"]["annotations"] = {names.TOKEN_FOLLOWS: "true"}
+    return made_of
 
 
 def token_secret(job: ElasticJob, token: bytes, ca: bytes) -> Obj:

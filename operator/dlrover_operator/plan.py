@@ -169,7 +169,7 @@ class MakeCredentials:
 
 @dataclass(frozen=True, slots=True)
 class KeepToken:
-    """If the token's Secret is gone, make it again: no Pod of the job starts without it."""
+    """If the token's Secret is gone, make it again as it was: no Pod of the job starts without."""
 
     job: ElasticJob
 

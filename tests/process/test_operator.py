@@ -361,6 +361,13 @@ async def test_a_verdict_is_not_passed_by_a_time_that_is_corrected(bed: Bed) -> 
         assert status(cluster)["phase"] == "Running"
 
 
+def a_node_is_missing(cluster: FakeCluster, one: Operator) -> None:
+    held = cluster.one(ELASTICJOBS, "x") or {}
+    held["status"]["training"] = {"phase": "Running", "nodesInRound": 1, "wanted": 2}
+    cluster.put(ELASTICJOBS, held)
+    one._made_at.clear()  # what it needs was made long ago
+
+
 async def test_a_tokens_secret_that_was_deleted_is_made_again_as_it_was(bed: Bed) -> None:
     """Nodes that run hold what it said, and those that are missing cannot start without it."""
     cluster, kube = bed
@@ -372,12 +379,45 @@ async def test_a_tokens_secret_that_was_deleted_is_made_again_as_it_was(bed: Bed
         first = cluster.one(SECRETS, name)
         assert first is not None
         cluster.remove(SECRETS, name)
-        held = cluster.one(ELASTICJOBS, "x") or {}
-        held["status"]["training"] = {"phase": "Running", "nodesInRound": 1, "wanted": 2}
-        cluster.put(ELASTICJOBS, held)
-        one._made_at.clear()  # it was made long ago
+        a_node_is_missing(cluster, one)
         again = await until(lambda: cluster.one(SECRETS, name), "the Secret")
         assert again["data"] == first["data"]
+
+
+@pytest.mark.parametrize("tls", ["gone", "of an older operator"])
+async def test_no_tokens_secret_is_made_that_the_master_would_refuse(bed: Bed, tls: str) -> None:
+    """Nodes that cannot start wait; those that are refused end the job. The next master's fits."""
+    cluster, kube = bed
+    async with operator(kube) as one:
+        await kube.create(ELASTICJOBS, job())
+        await until(lambda: cluster.one(DEPLOYMENTS, MASTER), "a Deployment")
+        available(cluster)
+        await until(lambda: condition(cluster, "MasterReady").get("status") == "True", "a master")
+        await rest(one)
+        uid = (cluster.one(ELASTICJOBS, "x") or {})["metadata"]["uid"]
+        token, certificate = names.token_of("x", uid), names.tls_of("x", uid)
+        held = cluster.one(SECRETS, certificate) or {}
+        for name in (token, certificate):
+            cluster.remove(SECRETS, name)
+        if tls != "gone":  # it has drawn the token
+            held["metadata"].pop("annotations", None)
+            cluster.put(SECRETS, held)
+        before = cluster.gets(token)
+        a_node_is_missing(cluster, one)
+        await until(lambda: cluster.gets(token) > before, "it looks")
+        await rest(one)
+        assert cluster.one(SECRETS, token) is None
+        assert (cluster.one(SECRETS, certificate) is None) == (tls == "gone")
+        available(cluster, 0)
+        await until(lambda: condition(cluster, "MasterReady").get("status") == "False", "no master")
+        await rest(one)
+        cluster.ahead_s = 40.0
+        await kube.list(PODS)
+        one._made_at.clear()
+        one._queue.add(("default", "x"))
+        made = await until(lambda: cluster.one(SECRETS, token), "what the next master needs")
+        fits = cluster.one(SECRETS, certificate) or {}
+        assert made["data"]["ca.crt"] == fits["data"]["ca.crt"]
 
 
 async def test_a_resumed_jobs_master_may_do_what_its_version_needs(bed: Bed) -> None:
