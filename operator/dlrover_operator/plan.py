@@ -480,13 +480,17 @@ class _Planner:
             yield Replan(obj | {"metadata": obj["metadata"] | seen})
         elif deployment.told and deployment.told != service.address:
             yield DeleteService(self.name, service.uid)
-        elif (wanting := self._masterless_for(HEAL_S) or self._lacks()) or self._is_short():
-            if not self._past(self.seen.made_at + HEAL_S):
-                return
-            if wanting:
-                yield from _needs(job)
-            else:
-                yield KeepToken(job)
+        else:
+            yield from self._heal(job)
+
+    def _heal(self, job: ElasticJob) -> Iterator[Action]:
+        masterless = self._masterless_for(HEAL_S)
+        lacks = masterless or self._lacks()
+        if not (lacks or self._is_short()) or not self._past(self.seen.made_at + HEAL_S):
+            return
+        if lacks:
+            yield from _rights(job)
+        yield MakeCredentials(job) if masterless else KeepToken(job)
 
     def _is_short(self) -> bool:
         """Whether nodes are missing. Their kubelets alone say that they miss a Secret."""
@@ -623,12 +627,17 @@ class _Planner:
 
 def _needs(job: ElasticJob) -> Iterator[Action]:
     """What a master needs before it is there; that nobody watches: it is made again by a POST."""
+    yield from _rights(job)
+    yield MakeCredentials(job)
+
+
+def _rights(job: ElasticJob) -> Iterator[Action]:
+    """What can be made again under a master that runs, too."""
     yield Create("ServiceAccount", manifests.service_account(job))
     yield Create("Role", manifests.role(job))
     yield Create("RoleBinding", manifests.role_binding(job))
     yield Create("NetworkPolicy", manifests.network_policy(job))
     yield Create("Secret", manifests.journal_secret(job))
-    yield MakeCredentials(job)
 
 
 def _bare(obj: Obj) -> ElasticJob | None:
