@@ -1023,6 +1023,8 @@ class Bench:
             "cold",
             "last_exception",
             "last_failure",
+            "stored",
+            "passed",
         }
         now = self.job.journal().model_dump(include=kept)
         then = self.journal.model_dump(include=kept)

@@ -306,7 +306,7 @@ def test_the_coordinator_gets_the_grant_and_nobody_else() -> None:
     assert desk.tell == {N0}
     stored = Stored(step=5, where="/d/step-5", at=1.0)
     out = desk.persisting(N0, PersistPhase.DONE, stored=stored)
-    assert out.stored
+    assert out.kept
     assert not desk.orders()
     assert desk.notes == ["CheckpointStored"]
     newest = desk.core.newest(0.0)

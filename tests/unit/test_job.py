@@ -5,6 +5,8 @@ import json
 import pytest
 
 from dlrover_py.master.core.events import (
+    Answer,
+    Asked,
     CreateNode,
     DeleteNode,
     Disconnected,
@@ -791,6 +793,35 @@ def test_a_journal_is_read_as_it_was_written() -> None:
     bench.exchange(bench.agent("n1"))
     journal = bench.job.journal()
     assert Journal.model_validate_json(journal.model_dump_json()) == journal
+
+
+def test_a_journal_of_an_earlier_version_is_read() -> None:
+    journal = running(elastic_job(1)).job.journal()
+    assert Journal.model_validate_json(journal.model_dump_json(exclude={"passed"})) == journal
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_what_a_round_has_passed_by_is_not_stored_under_it_by_a_later_master(
+    restarted: bool,
+) -> None:
+    """Workers that run ask no new master what they could go on from."""
+    bench = by_themselves("n0", "n1")
+    n0, n1 = bench.agent("n0"), bench.agent("n1")
+    for agent in (n0, n1):
+        agent.save(6, persist=True)
+    n1.frozen = True
+    bench.pass_time(6.0)
+    assert bench.members == ["n0"]
+    (told,) = bench.step(Asked(1, bench.job.round)).effects
+    assert isinstance(told, Answer)
+    assert told.candidates.candidates == [], "n1's part of step 6 is not there"
+    if restarted:
+        bench.restart_master()
+    bench.exchange()
+    n1.frozen = False
+    bench.say(n1)
+    assert [c.step for c in bench.job.checkpoints.candidates()] == [6]
+    assert not any(bench.job.checkpoints.order(n, bench.job.term) for n in (n0.node, n1.node))
 
 
 def test_a_standby_is_told_beside_the_nodes_that_are_wished() -> None:

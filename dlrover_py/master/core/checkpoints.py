@@ -154,8 +154,8 @@ class Outcome:
     """Nodes whose assignment has changed."""
     notes: list[Note] = field(default_factory=list)
     answers: list[tuple[int, Candidates]] = field(default_factory=list)
-    stored: bool = False
-    """A newer checkpoint is in storage."""
+    kept: bool = False
+    """What outlives the master has changed: what is in storage, or what a round has passed by."""
     wake_at: float = math.inf
 
 
@@ -171,10 +171,14 @@ class Newest:
 
 
 class Checkpoints:
-    """All that is known of checkpoints; only ``stored`` outlives the master."""
+    """All that is known of checkpoints; only ``stored`` and ``passed`` outlive the master."""
 
-    def __init__(self, stored: Stored | None = None) -> None:
+    def __init__(
+        self, stored: Stored | None = None, passed: Iterable[tuple[int, Age]] = ()
+    ) -> None:
         self.stored = stored
+        self.passed = list(passed)
+        """Rounds, the newest last, and the newest that each could go on from."""
         self.in_use = stored is not None
         """Some node's script saves and loads."""
         self.storable = stored is not None
@@ -192,8 +196,6 @@ class Checkpoints:
         """Members of the round of which it is not known what their memory holds by now."""
         self._unheard: set[NodeId] = set()
         """Nodes of an earlier term that have not said in this one what they hold."""
-        self._passed: list[tuple[int, Age]] = []
-        """Rounds, the newest last, and the newest that each could go on from."""
         self._source: dict[NodeId, NodeId] = {}
         """By the node that keeps a copy: whose memory it is of."""
         self._keeper: dict[NodeId, NodeId] = {}
@@ -540,16 +542,18 @@ class Checkpoints:
             known.append(_age_in_storage(self.stored))
         best = max(known, default=(-1, -1, -1))
         # One that was passed by a round which made nothing of it may be gone on from after all.
-        kept = [(n, age) for n, age in self._passed if not (best[0] < n and best > age)]
-        self._passed = [*kept[-PASSED_KEPT:], (self._round, best)]
-        self._dirty = True
+        kept = [(n, age) for n, age in self.passed if not (best[0] < n and best > age)]
+        new = self._round, best
+        self.passed = [*[one for one in kept if one != new][-PASSED_KEPT:], new]
+        # A later master has nobody to learn it from: workers that run ask for nothing again.
+        self._dirty = self._out.kept = True
         order = self._order
         if order is not None and not order.granted and self._is_passed(order.key):
             self._call_off("the round goes on without it")
 
     def _is_passed(self, key: Key) -> bool:
         age = age_of(key)
-        return any(age[0] < number and age > best for number, best in self._passed)
+        return any(age[0] < number and age > best for number, best in self.passed)
 
     # --- storage ---
 
@@ -557,7 +561,7 @@ class Checkpoints:
         self.in_use = self.storable = True
         if self.stored is None or stored.number > self.stored.number:
             self.stored = stored
-            self._out.stored = True
+            self._out.kept = True
             self._dirty = True
 
     def _progressed(self, node: NodeId, report: AgentReport) -> None:
@@ -584,7 +588,7 @@ class Checkpoints:
         self.commits += 1
         self.failing = ""
         self._close(order)
-        self._out.stored = True
+        self._out.kept = True
         if (one := self._sets.get(order.key)) is not None:
             one.stored = True
         where = ""

@@ -21,6 +21,7 @@ from dlrover_py.protocol.agents import (
     Stored,
     WorkerFailure,
 )
+from dlrover_py.protocol.checkpoint import Age
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import Incarnation, NodeId, Round, Term
@@ -300,6 +301,8 @@ class Journal(_Kept):
     max_step: int | None = None
     stored: Stored | None = None
     """The newest checkpoint in storage."""
+    passed: list[tuple[int, Age]] = Field(default_factory=list)
+    """By round, what it has gone on from: what is newer, and came before it, is never stored."""
     lost_s: dict[str, float] = Field(default_factory=dict)
     suspended_s: float = 0.0
     suspended_at: float | None = None

@@ -270,7 +270,7 @@ class Job:
         self.lost_s = dict(journal.lost_s)
         self.suspended_s, self.suspended_at = journal.suspended_s, journal.suspended_at
         self.started_at, self.ended_at = journal.started_at, journal.ended_at
-        self.checkpoints = Checkpoints(journal.stored)
+        self.checkpoints = Checkpoints(journal.stored, journal.passed)
         self._take_checkpoint_spec()
         if self.world is not None:
             self._tell_of_members(self.world)
@@ -346,6 +346,7 @@ class Job:
             last_failure=self.last_failure,
             max_step=self.max_step,
             stored=self.checkpoints.stored,
+            passed=list(self.checkpoints.passed),
             lost_s=self.lost_s,
             suspended_s=self.suspended_s,
             suspended_at=self.suspended_at,
@@ -1033,7 +1034,7 @@ class Job:
         )
         for note in outcome.notes:
             self._record(note.reason, note.message, warning=note.warning)
-        self._dirty |= outcome.stored
+        self._dirty |= outcome.kept
         for node_id in sorted(outcome.tell, key=id_key):
             node = self.nodes.get(node_id)
             if node is not None and node.alive and node_id in self._assignments:
