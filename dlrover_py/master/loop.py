@@ -209,8 +209,9 @@ class Loop:
 
     @property
     def name(self) -> str:
-        """Of the job; empty as long as this master does not run it."""
-        return "" if self._job is None else self._job.job.metadata.name
+        """Of the job; empty as long as this master does not run it, and once it has ended where
+        nodes come by themselves: who asks then is about to be in the next one."""
+        return "" if self._job is None or self._is_over else self._job.job.metadata.name
 
     def status(self) -> JobStatus | None:
         """The state of the job, once there is one: what the next master would know of too."""
@@ -296,10 +297,15 @@ class Loop:
             raise Passive("this master is not ready yet: it takes over the job")
         return self._job.checkpoints.holders(step, round_number, lap)
 
+    @property
+    def _is_over(self) -> bool:
+        """Whether our job has ended and another one may follow it at this endpoint."""
+        return not self._rules.can_create and self._job is not None and self._job.phase.ended
+
     def _is_of_the_next_job(self, node_id: NodeId, report: AgentReport) -> bool:
         """Whether our job has ended and this agent was not in it: another one starts here."""
         assert self._job is not None
-        if self._rules.can_create or not self._job.phase.ended:
+        if not self._is_over:
             return False
         node = self._job.nodes.get(node_id)
         return node is None or node.boot_id != report.boot_id

@@ -229,7 +229,7 @@ def job_app(loop: Loop, exchanges: Exchanges, denied: Counter) -> ASGIApp:
     async def name() -> Response:
         """Of the job; where nodes come by themselves it is drawn for each run."""
         if not loop.name:
-            return error_reply(503, ErrorCode.PASSIVE, "this master does not run the job yet")
+            return error_reply(503, ErrorCode.PASSIVE, "this master runs no job; ask again")
         return json_reply(200, json.dumps(loop.name).encode())
 
     return Guard(app, token=token, max_body_bytes=max_body_bytes, denied=denied)

@@ -604,10 +604,15 @@ def test_next_master_tells_the_members_of_an_ended_job_and_nobody_else(place: Pl
 
     with running_master(place, exchange_s="0.2") as master:
         run = told(master)
+        assert master.ask(path="/v1/job/name").body == b'"alone"'
         assert run.directive is Directive.RUN
         have = {"incarnation": 1, "have_term": run.term, "have_version": run.version}
         stop = told(master, seq=2, follows=run.round, phase="succeeded", **have)
         assert (stop.directive, stop.exit_code) == (Directive.STOP, 0)
+        # Early for the next run, which must not go by the name of this one: others would not find
+        # what it holds in memory.
+        reply = master.ask(path="/v1/job/name")
+        assert (reply.status, reply.error.code) == (503, "passive")
     with running_master(place, exchange_s="0.2") as master:
         again = told(master, seq=3, follows=run.round, phase="succeeded", **have)
         assert (again.directive, again.exit_code) == (Directive.STOP, 0)
