@@ -234,6 +234,15 @@ class Core:
         return self._workers_round if self._occupied else self.follows + 1
 
     @property
+    def departs(self) -> bool:
+        """Whether others may go on without this node, and wait for a last step with it until they
+        hear that none of its workers runs any more."""
+        if self._exit is None or self._exit.code == ExitCode.SUPERSEDED:
+            return False
+        dismissed = self._exit.code == ExitCode.OK and self.phase is WorkerPhase.STOPPING
+        return bool(self.leaving) or dismissed
+
+    @property
     def look_s(self) -> float:
         """How often to look, at most, whether anybody is there: several times in a lease."""
         return (self.assignment.lease_s if self.assignment is not None else OVERDUE_S) / 4

@@ -270,7 +270,7 @@ class Agent:
             end = await self._result
             if end.code != ExitCode.SUPERSEDED:
                 await self._linger()
-            if self._core.leaving and end.code != ExitCode.SUPERSEDED:
+            if self._core.departs:
                 await self._line.last_report(LAST_REPORT_S)
             self._events_of_torch.closed(failed=end.message if end.code else "")
             return Outcome(end.code, end.message, tuple(self._workers.deaths))

@@ -133,6 +133,7 @@ class Waiting:
             self._due
             or desk.seq > report.seq
             or (mine.term, mine.version) != (report.have_term, report.have_version)
+            or self._is_last(mine)
         ):
             self._answer(mine)
 
@@ -140,6 +141,11 @@ class Waiting:
         """Nobody waits any more."""
         self._timer.cancel()
         self._desk.waiting.discard(self)
+
+    def _is_last(self, mine: Assignment) -> bool:
+        """Whether the node has only told that its workers have ended, and goes now."""
+        stops = mine.directive is Directive.STOP and not mine.linger
+        return stops and self._report.memory_round > self._report.follows
 
     def _late(self) -> None:
         self._due = True

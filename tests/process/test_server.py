@@ -9,7 +9,7 @@ import select
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,19 +18,27 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from dlrover_py.master.app import listen, read_token
-from dlrover_py.master.core.events import Rules
+from dlrover_py.master.core.events import Event, NodeSeen, Rules
 from dlrover_py.master.exchange import Exchanges
-from dlrover_py.master.loop import ADRIFT_S, Loop
+from dlrover_py.master.loop import ADRIFT_S, Loop, Told
 from dlrover_py.master.platform.static import StaticPlatform
 from dlrover_py.master.server import job_app, server
 from dlrover_py.master.settings import Settings
 from dlrover_py.master.store import FileStore
-from dlrover_py.protocol.agents import Assignment, Directive, ErrorReply
+from dlrover_py.protocol import names
+from dlrover_py.protocol.agents import (
+    AgentReport,
+    Assignment,
+    Directive,
+    ErrorReply,
+    WorkerPhase,
+)
 from dlrover_py.protocol.errors import ConfigError, Unauthorized
 from dlrover_py.protocol.job import ElasticJob
+from dlrover_py.protocol.names import NodeId
 from dlrover_py.protocol.status import JobStatus
 from dlrover_py.rpc import Client
-from tests.process.harness import Place, alive, document, eventually
+from tests.process.harness import SLEEPER, Place, alive, document, eventually
 
 TOKEN = "correct-horse-battery-staple"
 MAX_BODY = 4096
@@ -618,6 +626,77 @@ def test_next_master_tells_the_members_of_an_ended_job_and_nobody_else(place: Pl
         assert (again.directive, again.exit_code) == (Directive.STOP, 0)
         reply = master.exchange(report(boot_id="c" * 16))  # of the next job at this address
         assert (reply.status, reply.error.code) == (503, "passive")
+
+
+def test_who_says_that_its_workers_have_ended_is_not_held_up(place: Place) -> None:
+    with running_master(place, exchange_s="60", lease_s="200") as master:
+
+        def told(**fields: Any) -> Assignment:
+            reply = master.exchange(report(incarnation=1, leaving="SIGTERM", **fields))
+            return Assignment.model_validate_json(reply.body)
+
+        run = Assignment.model_validate_json(master.exchange(report()).body)
+        stop = told(seq=2, follows=1, have_term=run.term, have_version=run.version)
+        assert (run.directive, stop.directive) == (Directive.RUN, Directive.STOP)
+        have = {"have_term": stop.term, "have_version": stop.version}
+        assert told(seq=3, follows=1, memory_round=2, **have) == stop
+
+
+class Draining(StaticPlatform):
+    """A platform that takes a node away."""
+
+    drained: asyncio.Event
+
+    async def watch(self) -> AsyncIterator[Sequence[Event]]:
+        yield []
+        await self.drained.wait()
+        yield [NodeSeen(NodeId("n0"), True, leaving="drained", grace_s=20.0)]
+        await asyncio.Event().wait()
+
+
+class Hearing(Loop):
+    """Keeps what was reported last; its node is drained as soon as its workers run."""
+
+    last: AgentReport
+    runs: asyncio.Event
+
+    def exchange(self, node_id: NodeId, report: AgentReport, told: Told) -> Callable[[], None]:
+        self.last = report
+        if report.phase is WorkerPhase.RUNNING:
+            self.runs.set()
+        return super().exchange(node_id, report, told)
+
+
+async def test_an_agent_that_is_told_to_go_says_when_its_workers_have_ended(
+    place: Place, tmp_path: Path
+) -> None:
+    """The others may wait for a last step with them until then, and are not to if it only died."""
+    token = tmp_path / "token"
+    token.touch(mode=0o600)
+    token.write_text(TOKEN)
+    platform = Draining(ElasticJob.parse(document(["true"], name="alone")))
+    loop = Hearing(platform, FileStore(tmp_path / "journal"), Rules(can_create=False))
+    loop.runs = platform.drained = asyncio.Event()
+    exchanges = Exchanges(loop, token=TOKEN, max_body_bytes=2**20, body_s=HEADER_S)
+    app = job_app(loop, exchanges, Counter("denied", "", registry=CollectorRegistry()))
+    door = socket.create_server(("127.0.0.1", 0))
+    serving = server(app, header_s=HEADER_S, exchanges=exchanges)
+    tasks = [asyncio.create_task(loop.run()), asyncio.create_task(serving.serve([door]))]
+    env = {
+        names.ENV_MASTER_ADDR: f"127.0.0.1:{door.getsockname()[1]}",
+        names.ENV_TOKEN_FILE: str(token),
+        names.ENV_JOB_NAME: "alone",
+        names.ENV_NODE_ID: "n0",
+        names.ENV_LOG_DIR: str(place.folder / "logs"),
+    }
+    try:
+        agent = place.popen("elastic-run", str(place.script(SLEEPER)), env=env)
+        assert await asyncio.to_thread(agent.wait, 60) == 0
+        assert (loop.last.follows, loop.last.memory_round) == (1, 2)
+    finally:
+        serving.should_exit = True
+        tasks[0].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Adrift(StaticPlatform):

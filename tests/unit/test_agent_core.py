@@ -122,6 +122,29 @@ def test_who_fails_in_the_last_step_ends_the_wait_of_the_others_beside_it() -> N
     assert WorkerPhase.STOPPING is core.phase, "neither a success nor a failure"
 
 
+@pytest.mark.parametrize(
+    ("events", "departs"),
+    [
+        ([Assigned(assignment(2, STOP))], True),
+        ([Assigned(assignment(2, WAIT)), Assigned(assignment(3, STOP))], True),
+        ([TERM], True),
+        ([Ended(1, 0, None), Assigned(assignment(2, STOP))], False),
+        ([Assigned(assignment(2, STOP, exit_code=1))], False),
+        ([Refused("it was given up")], False),
+    ],
+    ids=["told", "told while it stops", "signalled", "finished", "failed", "superseded"],
+)
+def test_who_leaves_while_others_go_on_says_when_its_workers_have_ended(
+    events: list[Event], departs: bool
+) -> None:
+    core = running()
+    assert not core.departs
+    told(core, *events)
+    assert core.clean == 1
+    assert isinstance(told(core, Emptied(1))[-1], Exit)
+    assert (core.departs, core.clean) == (departs, 2)
+
+
 def test_a_healthy_round_is_not_stopped_by_what_its_assignment_says_of_the_last() -> None:
     core = running()
     told(core, Assigned(assignment(2, last_step_s=20.0)), Emptied(1))
