@@ -428,6 +428,61 @@ def test_a_fault_on_top_of_a_plan_ends_the_wait_for_the_last_step() -> None:
     assert last_steps(bench, "n0", "n1") == [0.0, 0.0]
 
 
+LEAVES = NodeId("n2")
+
+
+def leaving(*, formed: bool) -> Bench:
+    """A node has a minute to go; the others finish their step, told of the next round or not."""
+    bench = running(elastic_job(3, 2, standby=int(formed)))
+    bench.step(NodeSeen(LEAVES, True, leaving="spot notice", grace_s=60.0))
+    for name in ("n0", "n1", "n2"):
+        bench.answer(bench.agent(name))
+    assert bench.job.round == 1 + formed
+    assert last_steps(bench, "n0", "n1") == [28.0, 28.0]
+    return bench
+
+
+@pytest.mark.parametrize("formed", [False, True])
+@pytest.mark.parametrize("how", ["its host is gone", "killed", "silent", "cut off", "not listed"])
+def test_who_is_lost_while_it_leaves_ends_the_wait_for_the_last_step(
+    how: str, formed: bool
+) -> None:
+    bench = leaving(formed=formed)
+    bench.agent("n2").cut = True
+    bench.to(bench.now + 1)
+    if how == "silent":
+        bench.pass_time(5.0)
+    elif how == "cut off":
+        bench.step(Disconnected(LEAVES, bench.agent("n2").boot, bench.agent("n2").seq))
+        bench.pass_time(1.0)
+    elif how == "not listed":
+        del bench.pods[LEAVES]
+        bench.relist()
+    else:
+        bench.step(NodeEnded(LEAVES, how, exit_code=137 if how == "killed" else None))
+    for name in ("n0", "n1"):
+        bench.answer(bench.agent(name))
+    assert last_steps(bench, "n0", "n1") == [0.0, 0.0]
+    assert bench.job.restarts.get("loss", 0) == 0, "it is the same plan"
+
+
+@pytest.mark.parametrize("formed", [False, True])
+@pytest.mark.parametrize("how", ["it exits 0", "it has said so"])
+def test_who_leaves_when_its_workers_have_ended_leaves_the_others_their_time(
+    how: str, formed: bool
+) -> None:
+    """Theirs have agreed on the same step, and may save it still."""
+    bench = leaving(formed=formed)
+    if how == "it exits 0":
+        bench.step(NodeEnded(LEAVES, "exited", exit_code=0))
+    else:
+        bench.say(bench.agent("n2"))
+        bench.step(NodeEnded(LEAVES, "signalled before it was told", exit_code=1))
+    for name in ("n0", "n1"):
+        bench.answer(bench.agent(name))
+    assert last_steps(bench, "n0", "n1") == [28.0, 28.0]
+
+
 def test_who_leaves_with_less_time_leaves_the_others_no_more() -> None:
     bench = running(elastic_job(3, 2))
     bench.step(NodeSeen(NodeId("n2"), True, leaving="drained", grace_s=7.0))

@@ -154,8 +154,8 @@ class Job:
         self.suspended_at: float | None = None
         self._outage: tuple[Kind, float] = ("start", now)
         """Why no step comes, or came last, and since when."""
-        self._planned = False
-        """The round before this one has ended by plan."""
+        self._before: World | None = None
+        """The round before this one, if it has ended by plan: it may be in its last step still."""
         self._speed = 0.0
         """Steps per second of the last round that had any."""
         self.formed_at = now
@@ -760,11 +760,11 @@ class Job:
         # Before the first round: later the command has been shown to work.
         usage = never_spoke and ended.exit_code == ExitCode.USAGE and not self.round
         why = ended.why + (f": {ended.output}" if never_spoke and ended.output else "")
-        self._node_lost(node, why, free=ended.free)
+        self._node_lost(node, why, free=ended.free, well=ended.exit_code == ExitCode.OK)
         if usage and not self.phase.ended:
             self._end(JobPhase.FAILED, "InvalidCommand", f"{node.id}: {why}")
 
-    def _node_lost(self, node: Node, why: str, *, free: bool) -> None:
+    def _node_lost(self, node: Node, why: str, *, free: bool, well: bool = False) -> None:
         self.nodes.give_up(node)
         self._lost_now.add(node.id)
         self.checkpoints.drop(node.id)
@@ -778,6 +778,8 @@ class Job:
         if node.leaving or self.phase.ended or self.phase is JobPhase.SUSPENDED:
             if not self.phase.ended:
                 self._record("NodeLeft", f"{node.id} is gone: {why}", node=node.id)
+                if not well:
+                    self._cut_short(node)
             return
         self._last_loss = f"{node.id} is lost: {why}"
         event = self._record("NodeLost", self._last_loss, node=node.id, warning=not free)
@@ -1076,6 +1078,18 @@ class Job:
         if self.phase is JobPhase.FORMING:
             self._reassign()
 
+    def _cut_short(self, node: Node) -> None:
+        """Who was to leave by plan is gone: if it has not said that its workers have ended, those
+        of the others may wait for them in a last step that cannot end."""
+        clean = node.report.memory_round if node.report is not None else 0
+        ending = (self._before, self.world if self.opening is not None else None)
+        if not any(w and w.has(node.id, node.incarnation) and clean <= w.round for w in ending):
+            return
+        self._break()
+        if self._before is not None:
+            self._before = None
+            self._reassign()
+
     def _plan_nodes(self) -> None:
         """Ask for nodes that are missing, dismiss those that are too many."""
         if not self.rules.can_create or self.phase.ended or self.phase is JobPhase.SUSPENDED:
@@ -1332,8 +1346,8 @@ class Job:
         first = self.nodes[members[0].node].report
         assert first is not None
         self.round = Round(self.round + 1)
-        self._planned = self._by_plan()
         old = self.world
+        self._before = old if self._by_plan() else None
         self.world = World(
             round=self.round,
             members=members,
@@ -1403,7 +1417,7 @@ class Job:
     def _by_plan(self) -> bool:
         """Whether nothing is broken in the round that ends, or that has ended for this one."""
         if self.opening is None:
-            return self._planned
+            return self._before is not None
         return self.opening.kind in BY_PLAN and not self.opening.broken
 
     def _is_due(self, node: Node) -> bool:
@@ -1503,7 +1517,7 @@ class Job:
                 self._out.effects.append(DeleteNode(node.id, grace, message))
 
     def _close_round(self) -> None:
-        self.world, self.opening, self.progress = None, None, None
+        self.world = self._before = self.opening = self.progress = None
         self.checkpoints.end_round()
         self.succeeded.clear()
 
