@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,15 @@ from dlrover_py.protocol.errors import CheckpointError, DLRoverError, TransientE
 from dlrover_py.storage import Store
 from dlrover_py.trainer.catalog import TROUBLE, Candidate, Catalog, Found
 from dlrover_py.trainer.reshard import copy_leaves
-from dlrover_py.trainer.state import Leaf, Targets, decode_object, leaf_of, targets
+from dlrover_py.trainer.state import (
+    Leaf,
+    OptimizerTarget,
+    Targets,
+    decode_object,
+    leaf_of,
+    match_groups,
+    targets,
+)
 
 ASK_S = 120.0
 """The agent is asked so long for what memory holds, if its master is away."""
@@ -90,6 +99,8 @@ class Fit:
     """Of this rank alone, and not there: left as they are."""
     own: list[Leaf]
     """Of the leaves, those that are the state's own memory, and not put into it at the end."""
+    unclear: list[str] = field(default_factory=list)
+    """What may be one thing or another, in words: it is left as it is."""
 
 
 def fit_state(target: Targets, catalog: Catalog, rank: int) -> Fit:
@@ -116,13 +127,7 @@ def fit_state(target: Targets, catalog: Catalog, rank: int) -> Fit:
         _fit_object(fit, catalog, used, key, put)
     for optimizer in target.optimizers:
         by_number = {str(number): name for name, number in optimizer.known.items()}
-        for number in range(optimizer.group_count):
-            key = f"{optimizer.groups}.{number}"
-
-            def put_group(value: Any, o: Any = optimizer, n: int = number) -> None:
-                o.put_group(n, value)
-
-            _fit_object(fit, catalog, used, key, put_group)
+        _fit_groups(fit, catalog, used, optimizer)
         start = len(optimizer.prefix)
         for key in [
             k for k in (*catalog.boxes, *catalog.objects) if k.startswith(optimizer.prefix)
@@ -164,6 +169,49 @@ def fit_state(target: Targets, catalog: Catalog, rank: int) -> Fit:
     return fit
 
 
+def _fit_groups(fit: Fit, catalog: Catalog, used: set[str], optimizer: OptimizerTarget) -> None:
+    """Find an optimizer's groups among those that were saved."""
+    saved: list[Any] = []
+    keys: list[list[str]] = []
+    while (found := _value_of(catalog, f"{optimizer.groups}.{len(saved)}")) is not None:
+        saved.append(found[0])
+        keys.append(found[1])
+    names = [_members(group) for group in saved]
+    optimizer.loaded = bool(saved)
+    matched, unclear = match_groups(optimizer.members, names)
+    for number, others in unclear.items():
+        members = optimizer.members[number]
+        where = ", ".join(
+            f"{some([n for n in members if n in names[j]], 3)} in group {j}" for j in others
+        )
+        fit.unclear.append(
+            f"{optimizer.groups}.{number} has {some(members, 3)}, and the checkpoint has {where}, "
+            "not with the same others: give each group the parameters that it had, or its "
+            "hyperparameters stay as they are here"
+        )
+        used.update(key for j in others for key in keys[j])
+    for number in range(len(optimizer.members)):
+        if number in matched:
+            value, its = saved[matched[number]], keys[matched[number]]
+            used.update(its)
+            fit.objects.append(
+                (its[0], partial(optimizer.put_group, number), lambda value=value: value)  # type: ignore[misc]
+            )
+        elif number not in unclear:
+            _absent(fit, f"{optimizer.groups}.{number}")
+
+
+def _members(group: Any) -> list[object]:
+    found = group.get("params") if isinstance(group, Mapping) else None
+    return found if isinstance(found, list) else []
+
+
+def _value_of(catalog: Catalog, key: str) -> tuple[object, list[str]] | None:
+    """An object, and the keys that it was put together from; None: it is not there."""
+    places = catalog.objects.get(key)
+    return catalog.rebuild(key) if places is None else (first_of(key, places), [key])
+
+
 def _fit_object(
     fit: Fit, catalog: Catalog, used: set[str], key: str, put: Callable[[object], None]
 ) -> None:
@@ -178,6 +226,10 @@ def _fit_object(
         used.update(keys)
         fit.objects.append((key, put, lambda: value))
         return
+    _absent(fit, key)
+
+
+def _absent(fit: Fit, key: str) -> None:
     (fit.private if is_private(key) else fit.missing).append(key)
 
 
@@ -205,6 +257,8 @@ def compare(fit: Fit, *, strict: bool) -> None:
     words = []
     if fit.wrong:
         words.append("shapes differ: " + some(fit.wrong))
+    if strict:
+        words += fit.unclear
     if strict and fit.missing:
         words.append("the checkpoint does not have " + some(fit.missing))
     if strict and fit.unexpected:
@@ -227,8 +281,7 @@ def spoiled_by(written: Sequence[Leaf], target: Targets, fit: Fit) -> list[str]:
         written: where candidates that have failed have left their bytes.
         target, fit: the state, and what it is to have.
     """
-    values = {key for key, _, _ in fit.objects}
-    replaced = tuple(o.prefix for o in target.optimizers if f"{o.groups}.0" in values)
+    replaced = tuple(o.prefix for o in target.optimizers if o.loaded)
     # What an object has made for its state_dict() is another one by now, and no part of it.
     there = {_memory(leaf) for leaf in target.leaves}
     stays = [
@@ -406,6 +459,8 @@ def finish(
         target.finish()
     if fit.private:
         log.warning("checkpoint of %s has nothing of this rank's own: %s", found, some(fit.private))
+    for words in fit.unclear:
+        log.warning("checkpoint of %s: %s", found, words)
     if fit.missing or fit.unexpected:
         log.warning(
             "checkpoint of %s and this state differ: it does not have [%s], and it alone has [%s]",

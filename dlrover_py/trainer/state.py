@@ -23,8 +23,9 @@ torch/distributed/checkpoint/state_dict.py, without its casts and collectives.
 
 import io
 import random
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -207,7 +208,7 @@ class Targets:
         self.leaves = walk.flat.leaves
         self.put = walk.put
         """Key of an object → sets it."""
-        self.optimizers = [_OptimizerTarget(walk, *found) for found in walk.optimizers]
+        self.optimizers = [OptimizerTarget(walk, *found) for found in walk.optimizers]
         self._growing = walk.growing
         self._held = walk.held
         self._finish = walk.finish
@@ -257,7 +258,7 @@ def targets(state: Mapping[str, object], *, rank: int) -> Targets:
     return Targets(_Walk(rank, load=True).run(state))
 
 
-class _OptimizerTarget:
+class OptimizerTarget:
     """An optimizer whose state is replaced by that of a checkpoint."""
 
     def __init__(
@@ -279,8 +280,10 @@ class _OptimizerTarget:
         }
         """Of these the state is this rank's."""
         self.fresh: dict[Any, dict[str, Any]] = {}
-        self.group_count = len(optimizer.param_groups)
-        self._loaded = False
+        self.members = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        """The parameters' names, by group."""
+        self.loaded = False
+        """The checkpoint has this optimizer: what the state of it is now goes."""
 
     def allocate(
         self, name: str, entry: str, dtype: torch.dtype, whole: tuple[int, ...]
@@ -316,7 +319,6 @@ class _OptimizerTarget:
 
     def put_group(self, number: int, values: Mapping[str, object]) -> None:
         """Set a group's hyperparameters."""
-        self._loaded = True
         group = self._outer.param_groups[number]
         for key, value in values.items():
             old = group.get(key)
@@ -329,9 +331,51 @@ class _OptimizerTarget:
 
     def finish(self) -> None:
         """Let the state be the one that was loaded, and nothing else."""
-        if self._loaded:
+        if self.loaded:
             self._inner.state.clear()
             self._inner.state.update(self.fresh)
+
+
+def match_groups(
+    here: Sequence[Sequence[str]], saved: Sequence[Sequence[object]]
+) -> tuple[dict[int, int], dict[int, list[int]]]:
+    """Which saved group each of an optimizer's groups is: the one of the same parameters.
+
+    One that has gained some, or lost some, is the same where no other has any of them. Names that
+    are only positions say nothing: groups of these, and of new names, are matched by their number.
+
+    Args:
+        here, saved: the parameters' names, by group.
+
+    Returns:
+        Number here → the saved one; and number here → those that it might be, where that is not
+        clear: who guessed would train parameters with hyperparameters of others.
+    """
+    ours, theirs = [_named(names) for names in here], [_named(names) for names in saved]
+    equal = {names: j for j, names in enumerate(theirs) if names}
+    found = {i: equal[names] for i, names in enumerate(ours) if names in equal}
+    unclear: dict[int, list[int]] = {}
+    for i, names in enumerate(ours):
+        if i in found:
+            continue
+        mine = [j for j, others in enumerate(theirs) if names & others]
+        if len(mine) == 1 and sum(bool(theirs[mine[0]] & others) for others in ours) == 1:
+            found[i] = mine[0]
+        elif mine:
+            unclear[i] = mine
+    for i in range(min(len(ours), len(theirs))):
+        if i not in found and not any(theirs[i] & names for names in ours) and i not in unclear:
+            found[i] = i
+    return found, unclear
+
+
+def _named(names: Sequence[object]) -> frozenset[str]:
+    """The names that a module has given."""
+    return frozenset(n for n in names if isinstance(n, str) and not _POSITION.fullmatch(n))
+
+
+_POSITION = re.compile(r"[0-9]+\.[0-9]+")
+"""The name of a parameter that no module names: its group, and its place there."""
 
 
 def _to(value: object, device: torch.device) -> object:

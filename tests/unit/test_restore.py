@@ -100,6 +100,103 @@ def test_an_optimizer_that_had_no_state_has_none_again(tmp_path: Path) -> None:
     assert same(dicts(state)["model"], fresh(1)["model"].state_dict())
 
 
+def grouped(*groups: list[str], lr: float = 0.0) -> dict[str, Any]:
+    """A model of two layers; its parameters in groups, which differ in their lr."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    named = dict(model.named_parameters())
+    parts = [
+        {"params": [named[name] for name in names], "lr": lr + n} for n, names in enumerate(groups)
+    ]
+    optimizer = torch.optim.AdamW(parts)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return {"model": model, "optim": optimizer}
+
+
+def rates(state: dict[str, Any]) -> list[float]:
+    return [group["lr"] for group in state["optim"].param_groups]
+
+
+WEIGHTS, BIASES = ["0.weight", "1.weight"], ["0.bias", "1.bias"]
+
+
+def test_groups_in_another_order_are_told_by_their_parameters(tmp_path: Path) -> None:
+    saved = grouped(WEIGHTS, BIASES, lr=1.0)
+    stage(tmp_path / "0.0", saved)
+    state = grouped(BIASES[::-1], WEIGHTS, lr=7.0)
+    load(state, tmp_path)
+    assert rates(state) == [2.0, 1.0]
+    theirs = saved["optim"].state[saved["model"][1].bias]
+    assert same(state["optim"].state[state["model"][1].bias], theirs)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "words"),
+    [
+        ([WEIGHTS, BIASES], [["0.weight"], [*BIASES, "1.weight"]], "1.weight in group 0"),
+        ([WEIGHTS, BIASES], [[*WEIGHTS, *BIASES]], "0.weight, 1.weight in group 0, 0.bias"),
+        ([[*WEIGHTS, *BIASES]], [WEIGHTS, BIASES], "0.bias, 1.bias in group 0"),
+    ],
+)
+def test_groups_of_other_parameters_are_refused_or_stay_as_they_are(
+    before: list[list[str]],
+    now: list[list[str]],
+    words: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    saved = grouped(*before, lr=1.0)
+    stage(tmp_path / "0.0", saved)
+    state = grouped(*now, lr=7.0)
+    with pytest.raises(KeysDiffer, match=words):
+        load(state, tmp_path)
+    load(state, tmp_path, strict=False)
+    assert rates(state) == [7.0 + n for n in range(len(now))]
+    assert words in caplog.text
+    theirs = saved["optim"].state[
+        saved["model"][1].bias
+    ]  # what it has by name is loaded all the same
+    assert same(state["optim"].state[state["model"][1].bias], theirs)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "expected"),
+    [
+        ([["1.weight"], ["1.bias"]], [WEIGHTS, BIASES], [1.0, 2.0]),
+        ([["1.weight"], ["1.bias"]], [BIASES, WEIGHTS], [2.0, 1.0]),
+        ([["1.weight", "1.bias"]], [[*WEIGHTS, *BIASES]], [1.0]),
+    ],
+)
+def test_a_group_may_gain_parameters(
+    before: list[list[str]], now: list[list[str]], expected: list[float], tmp_path: Path
+) -> None:
+    stage(tmp_path / "0.0", grouped(*before, lr=1.0))
+    state = grouped(*now, lr=7.0)
+    load(state, tmp_path)
+    assert rates(state) == expected
+    assert len(state["optim"].state) == sum(map(len, before))
+
+
+def test_groups_of_parameters_without_names_are_told_by_their_number(tmp_path: Path) -> None:
+    def build(lr: float) -> dict[str, Any]:
+        groups = [{"params": [nn.Parameter(torch.ones(2))], "lr": lr + n} for n in range(2)]
+        return {"optim": torch.optim.SGD(groups)}
+
+    stage(tmp_path / "0.0", build(1.0))
+    state = build(7.0)
+    load(state, tmp_path)
+    assert rates(state) == [1.0, 2.0]
+
+
+def test_an_optimizer_of_one_rank_alone_may_be_missing(tmp_path: Path) -> None:
+    stage(tmp_path / "0.0", {"model": net(1)})
+    state = trained(2)
+    found = load({"model": state["model"], "own": PerRank(state["optim"])}, tmp_path)
+    assert found is not None
+    assert found.missing == ("rank/0/own.param_groups.0",)
+    assert state["optim"].state
+
+
 def test_the_state_of_a_low_precision_parameter_keeps_its_dtype(tmp_path: Path) -> None:
     def build() -> dict[str, Any]:
         p = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
