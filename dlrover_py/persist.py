@@ -812,7 +812,9 @@ class Attempt:
         )
         self._now(f"writing {store.place.url}/{self.folder}/{METADATA}")
         self._files.append(f"{self.folder}/{METADATA}")
-        store.place.put(f"{self.folder}/{METADATA}", metadata(manifest, extents))
+        index = metadata(manifest, extents)
+        manifest = replace(manifest, index=xxhash.xxh3_64_intdigest(index))
+        store.place.put(f"{self.folder}/{METADATA}", index)
         if self._term is None:
             self._now("no grant of the master")
             self._answer(Phase.READY)

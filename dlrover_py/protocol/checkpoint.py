@@ -369,6 +369,8 @@ class Manifest:
     """What was odd: copies that were not equal."""
     void: str = ""
     """A tombstone: nothing is here nor will be, and why."""
+    index: int = 0
+    """XXH3 of ``.metadata``, by which torch reads it; 0: not known."""
     format: int = FORMAT
 
     @property

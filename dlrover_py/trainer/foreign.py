@@ -144,7 +144,7 @@ def _foreign(url: str) -> Catalog:
     """
     fs, folder = fsspec.core.url_to_fs(url)
     source = _Files(fs, folder.rstrip("/"))
-    metadata = read_metadata(fs.cat_file(f"{source.where}/.metadata"))
+    metadata = _read(fs.cat_file(f"{source.where}/.metadata"))
     catalog = Catalog()
     paths: dict[str, tuple[str | int, ...]] = {}
     for key, saved in metadata.state_dict_metadata.items():
@@ -260,7 +260,7 @@ class _Unpickler(pickle._Unpickler):
     dispatch[pickle.BUILD[0]] = load_build
 
 
-def read_metadata(document: bytes) -> Metadata:
+def _read(document: bytes) -> Metadata:
     """What ``.metadata`` says.
 
     Raises:

@@ -134,15 +134,11 @@ def test_verify_misses_a_file(store: str, capsys: pytest.CaptureFixture[str]) ->
 def test_verify_reads_what_torch_will_read(store: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = Path(store, "step-7.c7/.metadata")
     whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) // 2])
-    code, out, _ = call(capsys, "verify", store, "7")
-    assert code == 1
-    assert "torch cannot load it: its .metadata cannot be read" in out
-    other = Path(store, "step-6.c6/.metadata").read_bytes()
-    path.write_bytes(other.replace(b"model.half", b"model.hole"))
-    code, out, _ = call(capsys, "verify", store, "7")
-    assert code == 1
-    assert "its .metadata does not have model.half" in out
+    for damaged in (whole[: len(whole) // 2], whole.replace(b"model.half", b"model.hole")):
+        path.write_bytes(damaged)
+        code, out, _ = call(capsys, "verify", store, "7")
+        assert code == 1
+        assert "torch cannot load it: .metadata: the bytes are not those" in out
 
 
 def test_a_folder_of_torchs_own_is_told_so(store: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -168,7 +168,7 @@ def metadata(data: bytes) -> None:
     global done
     modules, done = set(sys.modules), []
     try:
-        foreign.read_metadata(data)
+        foreign._read(data)
     finally:
         seen, done = done, None
         assert not seen
