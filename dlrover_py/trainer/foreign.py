@@ -26,6 +26,7 @@ from dlrover_py.trainer.restore import (
     Fit,
     KeysDiffer,
     Ranks,
+    agree,
     compare,
     finish,
     first_of,
@@ -111,7 +112,7 @@ def load_dcp(
         error = CheckpointError(f"{url} cannot be read: {trouble}")
     together(ranks, error, "", type(error) if error is not None else CheckpointError)
     assert fit is not None
-    fit.unexpected = ranks.common(fit.unexpected)
+    agree(fit, target, ranks)
     try:
         compare(fit, strict=strict)
         gaps = catalog.gaps(leaf.piece.key for leaf in fit.leaves if 0 not in leaf.piece.shape)

@@ -31,6 +31,7 @@ from dlrover_py.storage import Store
 from dlrover_py.trainer.catalog import TROUBLE, Candidate, Catalog, Found
 from dlrover_py.trainer.reshard import copy_leaves
 from dlrover_py.trainer.state import (
+    STRUCTURE,
     Leaf,
     OptimizerTarget,
     Targets,
@@ -101,12 +102,19 @@ class Fit:
     """Of the leaves, those that are the state's own memory, and not put into it at the end."""
     unclear: list[str] = field(default_factory=list)
     """What may be one thing or another, in words: it is left as it is."""
+    grown: list[str] = field(default_factory=list)
+    """Keys that an object's state did not have."""
+    unplaced: list[str] = field(default_factory=list)
+    """Of the unexpected, those that an object might take."""
+    adrift: list[str] = field(default_factory=list)
+    """DTensors, of which nobody knows where they are to be."""
 
 
 def fit_state(target: Targets, catalog: Catalog, rank: int) -> Fit:
     """Compare the keys, and find each its place; allocates optimizers' state, copies nothing."""
     fit = Fit([], [], [], [], [], [], [])
     used: set[str] = set()
+    _fit_structures(catalog, target)
     own = private_key(rank, "")
     for leaf in target.leaves:
         key = leaf.piece.key
@@ -157,6 +165,8 @@ def fit_state(target: Targets, catalog: Catalog, rank: int) -> Fit:
     for key in (*catalog.boxes, *catalog.objects):
         if key in used or (is_private(key) and not key.startswith(own)):
             continue
+        if key.endswith(STRUCTURE):
+            continue  # the object's other keys tell of it
         grown = target.grown(key) if key in catalog.objects else None
         there = catalog.piece(key) if key in catalog.boxes else None
         renewed = None if there is None else target.renewed(key, there.dtype, there.whole)
@@ -164,9 +174,39 @@ def fit_state(target: Targets, catalog: Catalog, rank: int) -> Fit:
             _fit_object(fit, catalog, used, key, grown)
         elif renewed is not None:
             fit.leaves.append(renewed)
-        elif not is_private(key):
-            fit.unexpected.append(key)
+        elif target.adrift(key):
+            fit.adrift.append(key)
+            continue
+        else:
+            if target.unplaced(key):
+                fit.unplaced.append(key)
+            if not is_private(key):
+                fit.unexpected.append(key)
+            continue
+        if not is_private(key):
+            fit.grown.append(key)
     return fit
+
+
+def agree(fit: Fit, target: Targets, ranks: "Ranks") -> None:
+    """What one rank has a place for is no other's: stages of a pipeline have each its own."""
+    fit.unexpected = ranks.common(fit.unexpected)
+    fit.adrift = ranks.common(fit.adrift)
+    others = set(fit.grown).difference(ranks.common(fit.grown))
+    if others:
+        fit.leaves = [leaf for leaf in fit.leaves if leaf.piece.key not in others]
+        fit.objects = [one for one in fit.objects if one[0] not in others]
+        target.drop(others)
+
+
+def _fit_structures(catalog: Catalog, target: Targets) -> None:
+    """Nest the states of objects as they were, where they have not all that was saved."""
+    there = {leaf.piece.key for leaf in target.leaves} | target.put.keys()
+    new = [key for key in (*catalog.boxes, *catalog.objects) if key not in there]
+    for prefix in target.growing:
+        key = prefix.removesuffix(".") + STRUCTURE
+        if key in catalog.objects and any(other.startswith(prefix) for other in new):
+            target.reshape(prefix, first_of(key, catalog.objects[key]))
 
 
 def _fit_groups(fit: Fit, catalog: Catalog, used: set[str], optimizer: OptimizerTarget) -> None:
@@ -257,8 +297,19 @@ def compare(fit: Fit, *, strict: bool) -> None:
     words = []
     if fit.wrong:
         words.append("shapes differ: " + some(fit.wrong))
+    if fit.adrift:
+        words.append(
+            f"{some(fit.adrift)} were DTensors, and no other of such a shape beside them tells "
+            "where they are to be: have the object make its own first, as get_state_dict does, or "
+            "give the optimizer itself"
+        )
     if strict:
         words += fit.unclear
+        if unplaced := [key for key in fit.unplaced if key in fit.unexpected]:
+            words.append(
+                f"how {some(unplaced)} are nested is not in the checkpoint, which torch or an "
+                "earlier version has written: fill an object that has them already"
+            )
     if strict and fit.missing:
         words.append("the checkpoint does not have " + some(fit.missing))
     if strict and fit.unexpected:
@@ -270,7 +321,7 @@ def compare(fit: Fit, *, strict: bool) -> None:
             + some(fit.missing, 3)
         )
     if words:
-        hint = "" if fit.wrong or nothing else "; strict=False loads what both have"
+        hint = "" if fit.wrong or fit.adrift or nothing else "; strict=False loads what both have"
         raise KeysDiffer("; ".join(words) + hint)
 
 
@@ -419,7 +470,7 @@ def _try(
     if why := ranks.first(why):
         return None, why, False
     assert fit is not None
-    fit.unexpected = ranks.common(fit.unexpected)
+    agree(fit, target, ranks)
     try:
         compare(fit, strict=strict)
         if left := spoiled_by(written, target, fit):

@@ -11,7 +11,8 @@ module at ``model``           ``model.fc.weight``: without what DDP, ``torch.com
                               and activation checkpointing put before the names
 optimizer at ``optim``        ``optim.state.fc.weight.exp_avg``; one object for each
                               group: ``optim.param_groups.0``
-anything with ``state_dict``  ``sched.last_epoch``: one for each entry
+anything with ``state_dict``  ``sched.last_epoch``: one for each entry; ``sched/structure``, if
+                              keys alone do not tell how what is in them is nested
 ``PerRank(value)`` at ``x``   ``rank/3/x``
 ============================  =====================================================
 
@@ -21,11 +22,12 @@ them (with the module's own key before it where two of the optimizer's would be 
 torch/distributed/checkpoint/state_dict.py, without its casts and collectives.
 """
 
+import copy
 import io
 import random
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -77,6 +79,21 @@ class Flat:
     """What is no tensor: the user's own objects, to be encoded before they change."""
     notes: list[str] = field(default_factory=list)
     """Why something large has to be copied at once: a line for each reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """How the state of an object is nested, which its flat keys do not tell.
+
+    Who is to take the state may have none of it yet: a new optimizer, a history that is empty.
+    """
+
+    tree: dict[str | int, Any]
+    """Of dicts and lists; instead of a tensor or an object whether it is a DTensor."""
+
+
+STRUCTURE = "/structure"
+"""Behind an object's key: where its :class:`Structure` is."""
 
 
 class PerRank:
@@ -148,16 +165,17 @@ def encode_object(key: str, value: object) -> bytes:
     Raises:
         ConfigError: it could not be read back with ``weights_only=True``.
     """
-    if type(value) in _SAFE:
+    lasting = type(value) in _SAFE or isinstance(value, Structure)
+    if lasting:
         known = _encoded.get(key)
         same = known is not None and known[0] == value and type(known[0]) is type(value)
         if known is not None and same and (value != 0 or str(value) == str(known[0])):
             return known[1]  # (0.0 equals -0.0)
     buffer = io.BytesIO()
     try:
-        torch.save(value, buffer)
+        torch.save(value.tree if isinstance(value, Structure) else value, buffer)
         data = buffer.getvalue()
-        if type(value) not in _SAFE and not (kinds := _kinds(value)) <= _read_back.get(key, set()):
+        if not lasting and not (kinds := _kinds(value)) <= _read_back.get(key, set()):
             decode_object(data)  # it takes longer than all else of a save: not at each of them
             _read_back[key] = kinds
     except Exception as error:
@@ -167,7 +185,7 @@ def encode_object(key: str, value: object) -> bytes:
             "these; leave it out, convert it, or allow its class with "
             f"torch.serialization.add_safe_globals ({str(error).strip().splitlines()[0]})"
         ) from error
-    if type(value) in _SAFE:
+    if lasting:
         _encoded[key] = (value, data)
     return data
 
@@ -178,6 +196,8 @@ def decode_object(data: bytes) -> object:
 
 
 _SAFE = frozenset({int, float, bool, str, bytes, type(None)})
+_LEAVES = _SAFE | _PLAIN
+_CONTAINERS = frozenset({dict, list, tuple})
 _encoded: dict[str, tuple[object, bytes]] = {}
 """Values that were encoded before: most stay as they are for the whole of a run."""
 _read_back: dict[str, set[type]] = {}
@@ -209,16 +229,65 @@ class Targets:
         self.put = walk.put
         """Key of an object → sets it."""
         self.optimizers = [OptimizerTarget(walk, *found) for found in walk.optimizers]
-        self._growing = walk.growing
+        self.growing = walk.growing
+        """What is before the keys of an object's state → that state, for it to take at the end."""
         self._held = walk.held
         self._finish = walk.finish
+        self._places: dict[str, tuple[Any, Any]] = {}
+        """Key → what is to hold it, and under which name, where the checkpoint has told that."""
+        self._sharded: dict[str, str] = {}
+        """Keys of DTensors among these → the prefix of the object's."""
+        self._likes: dict[tuple[str, tuple[int, ...]], DTensor | None] = {}
+
+    def reshape(self, prefix: str, tree: object) -> None:
+        """Nest the state of an object as it was when it was saved: see :class:`Structure`."""
+        if isinstance(tree, dict):
+            self._reshape(prefix, prefix, self.growing[prefix], tree)
+        for key, (holder, name) in self._held.items():
+            value = holder[name]
+            if key.startswith(prefix) and _is_sharded(value):
+                like = self._likes.setdefault((prefix, tuple(value.shape)), value)
+                if like is not None and _placed(like) != _placed(value):
+                    self._likes[prefix, tuple(value.shape)] = None
+
+    def _reshape(self, outer: str, prefix: str, holder: Any, tree: Any) -> None:
+        for name, inner in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            key = f"{prefix}{name}"
+            old = holder.get(name) if isinstance(tree, dict) else holder[name]
+            if isinstance(inner, dict | list) and key in self.put:
+                del self.put[key]
+                old = None  # it was one object, all of which is another one now
+            if isinstance(inner, dict):
+                holder[name] = old if isinstance(old, MutableMapping) else {}
+                self._reshape(outer, f"{key}.", holder[name], inner)
+            elif isinstance(inner, list):
+                holder[name] = old = old if isinstance(old, list) else []
+                old += [None] * (len(inner) - len(old))
+                self._reshape(outer, f"{key}.", old, inner)
+            else:
+                holder[name] = old  # in its place among the others, which are in the order saved
+                self._places[key] = holder, name
+                if inner:
+                    self._sharded[key] = outer
+
+    def _place(self, key: str) -> tuple[Any, Any] | None:
+        """What is to hold something that the state does not have yet, and under which name."""
+        if key in self._places:
+            return self._places[key]
+        for prefix, entries in self.growing.items():
+            if key.startswith(prefix):
+                name = key[len(prefix) :]
+                return (entries, name) if "." not in name else None
+        return None
+
+    def unplaced(self, key: str) -> bool:
+        """Whether an object of the state would take it, if it were known how it is nested."""
+        return any(map(key.startswith, self.growing)) and self._place(key) is None
 
     def grown(self, key: str) -> Callable[[object], None] | None:
         """How an object is put in that the state does not have yet, but has a place for."""
-        for prefix, entries in self._growing:
-            if key.startswith(prefix):
-                return partial(entries.__setitem__, key[len(prefix) :])
-        return None
+        place = self._place(key)
+        return None if place is None else partial(place[0].__setitem__, place[1])
 
     def renewed(self, key: str, dtype: str, whole: tuple[int, ...]) -> Leaf | None:
         """A tensor of the saved shape, where an object takes it with its ``load_state_dict``.
@@ -226,19 +295,34 @@ class Targets:
         Such an object (a data loader, a history) says itself what it has: no shape is wrong there.
         None: the tensor is written in place, or it is one of many ranks'.
         """
-        holder, name = self._held.get(key, (None, key))
-        if holder is None:
-            for prefix, entries in self._growing:
-                if key.startswith(prefix) and key[len(prefix) :] not in entries:
-                    holder, name = entries, key[len(prefix) :]
-        old = holder.get(name) if isinstance(holder, Mapping) else None
-        if not isinstance(holder, MutableMapping) or (
-            isinstance(old, torch.Tensor) and _is_sharded(old)
-        ):
+        new = key not in self._held
+        place = self._place(key) if new else self._held[key]
+        if place is None or not isinstance(place[0], MutableMapping | list):
             return None
-        device = old.device if isinstance(old, torch.Tensor) else "cpu"
-        holder[name] = torch.zeros(whole, dtype=getattr(torch, dtype), device=device)
+        holder, name = place
+        old = holder.get(name) if isinstance(holder, MutableMapping) else holder[name]
+        kind = getattr(torch, dtype)
+        if new and key in self._sharded:
+            like = self._likes.get((self._sharded[key], whole))
+            if like is None:
+                return None
+            holder[name] = torch.empty_like(like, dtype=kind, requires_grad=False)
+        elif isinstance(old, torch.Tensor) and _is_sharded(old):
+            return None
+        else:
+            device = old.device if isinstance(old, torch.Tensor) else "cpu"
+            holder[name] = torch.zeros(whole, dtype=kind, device=device)
         return leaf_of(key, holder[name])
+
+    def drop(self, keys: Iterable[str]) -> None:
+        """Take out again what was to be put in."""
+        for holder, name in filter(None, map(self._place, keys)):
+            if isinstance(holder, MutableMapping):
+                holder.pop(name, None)
+
+    def adrift(self, key: str) -> bool:
+        """Whether it was a DTensor, and nothing beside it tells on which mesh it is to be."""
+        return key in self._sharded and key not in self._held
 
     def finish(self) -> None:
         """Tell objects with ``load_state_dict`` what was put into their state, inner ones first."""
@@ -397,7 +481,7 @@ class _Walk:
         self.flat = Flat()
         self.put: dict[str, Callable[[object], None]] = {}
         self.finish: list[Callable[[], None]] = []
-        self.growing: list[tuple[str, MutableMapping[str, object]]] = []
+        self.growing: dict[str, MutableMapping[str, object]] = {}
         self.held: dict[str, tuple[Any, object]] = {}
         """Tensors in the state of an object: by key, what holds them, and under which name."""
         self._within = False
@@ -506,14 +590,25 @@ class _Walk:
             return
         entries: dict[str, object] = dict(state)
         outer, self._within = self._within, True
+        tree: dict[str | int, object] = {}
+        told = True
         for name, entry in entries.items():
-            if isinstance(entry, torch.Tensor) or _has_tensors(entry):
+            tensor = isinstance(entry, torch.Tensor)
+            if tensor or _has_tensors(entry):
+                if self.load:  # what is put in is not the object's before it takes all of it
+                    entries[name] = entry = _copied(entry)
+                else:
+                    tree[name] = node = _nested(entry)
+                    told = told and tensor and not node
                 self._value(f"{key}.{name}", entry, found, entries, name)
             else:
                 self._object(f"{key}.{name}", entry, entries, name)
+                tree[name] = False
         self._within = outer
+        if not self.load and not (told and not any("." in name for name in entries)):
+            self._object(f"{key}{STRUCTURE}", Structure(tree), None, None)
         if self.load:
-            self.growing.append((f"{key}.", entries))
+            self.growing[f"{key}."] = entries
             self.finish.append(partial(value.load_state_dict, entries))
 
     def _module(self, key: str, module: nn.Module, entries: dict[str, Any]) -> None:
@@ -765,11 +860,58 @@ def _refuse(key: str, module: nn.Module) -> None:
 
 def _terminal(values: list[object]) -> bool:
     """Whether a list is one object: DCP takes those apart that have tensors or mappings in them."""
-    return not any(
+    return _SAFE.issuperset(map(type, values)) or not any(
         isinstance(value, torch.Tensor | Mapping)
         or (isinstance(value, list) and not _terminal(value))
         for value in values
     )
+
+
+def _placed(value: "DTensor") -> object:
+    return value.device_mesh, value.placements
+
+
+def _nested(value: object) -> object:
+    """How a value is nested, as :class:`Structure` has it; as ``_value`` takes it apart."""
+    kind = type(value)
+    if kind in _LEAVES:
+        return False
+    if isinstance(value, torch.Tensor):
+        return _is_sharded(value)
+    if kind is dict or isinstance(value, Mapping):
+        items: Iterable[tuple[object, object]] = value.items()  # type: ignore[attr-defined]
+        return {
+            name: type(item) not in _LEAVES and _nested(item)  # (it is called for each save)
+            for name, item in items
+            if type(name) in _NAMES and (type(item) in _LEAVES or not _own(item))
+        }
+    if isinstance(value, list) and not _terminal(value):
+        return list(map(_nested, value))
+    return False
+
+
+def _copied(value: object) -> Any:
+    """A value in containers of its own."""
+    if _own(value):
+        return value
+    if isinstance(value, Mapping):
+        made = copy.copy(value) if isinstance(value, dict) else dict(value)
+        made.update((name, _copied(item)) for name, item in value.items())
+        return made
+    if isinstance(value, list) and not _terminal(value):
+        return list(map(_copied, value))
+    return value
+
+
+def _own(value: object) -> bool:
+    """Whether it has keys of its own making."""
+    if type(value) in _CONTAINERS or isinstance(value, torch.Tensor | Mapping):
+        return False
+    return isinstance(value, nn.Module | Optimizer | PerRank) or hasattr(value, "load_state_dict")
+
+
+_NAMES = frozenset({str, int})
+"""Of keys in a :class:`Structure`: anything else torch.load might not read."""
 
 
 def _has_tensors(value: object) -> bool:

@@ -26,12 +26,12 @@ def probe(name: str, *args: str) -> None:
     assert ended.stdout.split() == ["ok"]
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp", "hsdp", "zero", "tp"])
+@pytest.mark.parametrize("mode", ["ddp", "fsdp", "hsdp", "zero", "tp", "object"])
 def test_each_world_loads_what_another_one_has_staged(mode: str, tmp_path: Path) -> None:
     probe("reshard.py", mode, str(tmp_path), "memory")
 
 
-@pytest.mark.parametrize("mode", ["fsdp", "zero"])
+@pytest.mark.parametrize("mode", ["fsdp", "zero", "object"])
 def test_each_world_loads_what_another_one_has_stored(mode: str, tmp_path: Path) -> None:
     probe("reshard.py", mode, str(tmp_path), "storage")
 

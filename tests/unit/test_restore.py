@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 import logging
 import os
 import pickle
@@ -16,11 +17,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from dlrover_agent.depot import Depot
 from dlrover_py import arena, depot
@@ -37,6 +41,7 @@ from dlrover_py.trainer.state import Leaf, PerRank, Random
 from tests.staged import stage
 
 LOG = logging.getLogger("test")
+alone = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def load(state: Any, arena: Path, **changes: Any) -> Loaded | None:
@@ -280,6 +285,126 @@ def test_what_an_object_says_of_itself_may_have_another_shape(tmp_path: Path) ->
         assert load(state, tmp_path, strict=strict) is not None
         assert state["history"].values == [1.0, 2.0, 3.0]
         assert state["own"].value.values == [4.0, 5.0]
+
+
+class Trainer:
+    """A trainer, as many are written: its state is those of others, in a dict."""
+
+    def __init__(self, mesh: Any = None) -> None:
+        torch.manual_seed(3)
+        self.model = nn.Linear(4, 3)
+        if mesh is not None:
+            fully_shard(self.model, mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.taken: dict[str, Any] = {}
+
+    def train(self) -> "Trainer":
+        self.optimizer.zero_grad()
+        self.model(torch.ones(2, 4)).square().sum().backward()
+        self.optimizer.step()
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.taken = state
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+class Grows:
+    """Its state is whatever it has come to hold."""
+
+    def __init__(self, **held: Any) -> None:
+        self.held = held
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.held)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.held = state
+
+
+def test_an_optimizer_within_an_object_comes_back(tmp_path: Path) -> None:
+    saved = Trainer().train()
+    stage(tmp_path / "0.0", {"trainer": saved})
+    state = Trainer()
+    found = load({"trainer": state}, tmp_path)
+    assert found is not None
+    assert (found.missing, found.unexpected) == ((), ())
+    assert same(state.taken, saved.state_dict())
+    assert same(state.train().state_dict(), saved.train().state_dict())
+
+
+FULL: dict[str, Any] = {
+    "loss": {"train": torch.ones(2), "by": {7: [torch.zeros(1), {"n": 1}], "none": {}}},
+    "list": [torch.ones(1), 5, []],
+    "with.dots": torch.ones(3),
+    "plain": {"a": 1},
+}
+
+
+@pytest.mark.parametrize(
+    "fresh",
+    [
+        {},
+        {"loss": {}, "list": [], "plain": {}},
+        {"loss": {"train": torch.zeros(2), "by": {}}, "list": [torch.zeros(4)]},
+        {"loss": {"by": {7: [torch.zeros(2)]}}},
+    ],
+)
+@pytest.mark.parametrize("own", [False, True])
+def test_an_object_takes_what_it_had_as_it_was_nested(
+    fresh: dict[str, Any], own: bool, tmp_path: Path
+) -> None:
+    def state(grows: Grows) -> dict[str, Any]:
+        return {"h": PerRank(grows) if own else grows}
+
+    stage(tmp_path / "0.0", state(Grows(**FULL)))
+    grows = Grows(**copy.deepcopy(fresh))
+    load(state(grows), tmp_path)
+    assert same(grows.held, FULL)
+
+
+def test_what_an_object_has_is_its_own_until_it_takes_another(tmp_path: Path) -> None:
+    stage(tmp_path / "0.0", {"h": Grows(loss={"a": torch.ones(2), "b": torch.ones(1)})})
+    inner = {"a": torch.zeros(1)}
+    with pytest.raises(KeysDiffer, match="does not have more"):
+        load({"h": Grows(loss=inner), "more": torch.ones(1)}, tmp_path)
+    assert same(inner, {"a": torch.zeros(1)})
+
+
+@alone
+def test_where_nothing_says_how_keys_are_nested_they_are_refused(tmp_path: Path) -> None:
+    saved = {"h": {"loss": {"train": torch.ones(2)}, "flat": torch.ones(1)}}
+    dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
+    grows = Grows()
+    with pytest.raises(KeysDiffer, match=r"how h\.loss\.train are nested is not in the checkpoint"):
+        load_dcp({"h": grows}, tmp_path, rank=0, world=1, log=LOG)
+    load_dcp({"h": grows}, tmp_path, rank=0, world=1, strict=False, log=LOG)
+    assert same(grows.held, {"flat": torch.ones(1)})
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[Any]:
+    """Of one rank."""
+    meet = tmp_path / "meet"
+    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_shards_within_an_object_are_placed_as_those_beside_them(mesh: Any, tmp_path: Path) -> None:
+    saved = Trainer(mesh).train()
+    stage(tmp_path / "0.0", {"trainer": saved})
+    state = Trainer(mesh)
+    load({"trainer": state}, tmp_path)
+    assert same(state.train().state_dict(), saved.train().state_dict())
+    with pytest.raises(
+        KeysDiffer, match=r"exp_avg, .* were DTensors, and no other of such a shape"
+    ):
+        load({"trainer": Grows()}, tmp_path, strict=False)
 
 
 def test_nothing_is_found_where_nothing_is(tmp_path: Path) -> None:
@@ -544,8 +669,6 @@ def test_what_another_job_has_left_is_older_than_ones_own_memory() -> None:
 
 
 # --- torch's own ---
-
-alone = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 @alone

@@ -26,6 +26,17 @@ def shard(value, mesh):
     return DTensor.from_local(torch.full((2, 2), float(value)), mesh, [Shard(0)])
 
 
+class Whole:
+    def __init__(self, **held):
+        self.held = held
+
+    def state_dict(self):
+        return dict(self.held)
+
+    def load_state_dict(self, state):
+        self.held = state
+
+
 def damage(path):
     with Slot(path, write=True) as slot:
         at = arena.contents(slot).layout.positions[0]
@@ -64,7 +75,9 @@ def run(folder, rank):
         load()
     dist.barrier()
     stages = folder / "stages"
-    state = {f"stage{rank}": torch.full((3,), float(rank)), "step": 7}
+    within = Whole(net={f"layer{rank}.w": torch.full((2,), float(rank))}, seen={})
+    within.held["seen"]["loss"] = torch.ones(1)
+    state = {f"stage{rank}": torch.full((3,), float(rank)), "step": 7, "all": within}
     stage(stages / f"{rank}.0", state, rank=rank, world=2, step=7)
     dist.barrier()
 
@@ -74,12 +87,16 @@ def run(folder, rank):
             log=logging.getLogger("probe"),
         )  # fmt: skip
 
-    fresh = {f"stage{rank}": torch.zeros(3), "step": 0}
+    mine = Whole(net={f"layer{rank}.w": torch.zeros(2)}, seen={})
+    fresh = {f"stage{rank}": torch.zeros(3), "step": 0, "all": mine}
     assert resume(fresh) is not None
+    assert mine.held["net"].keys() == {f"layer{rank}.w"}  # and nothing of the other stage's
+    assert mine.held["net"][f"layer{rank}.w"].tolist() == [float(rank)] * 2
+    assert mine.held["seen"] == {"loss": torch.ones(1)}
     assert fresh[f"stage{rank}"].tolist() == state[f"stage{rank}"].tolist()
     assert fresh["step"] == 7
     with pytest.raises(CheckpointError, match=r"the state has no place for stage1"):
-        resume({"stage0": torch.zeros(3), "step": 0})
+        resume({"stage0": torch.zeros(3), "step": 0, "all": mine})
     dist.barrier()
     dist.destroy_process_group()
 

@@ -56,7 +56,7 @@ def build(mode, world, seed):
     mesh = init_device_mesh("cpu", (world,))
     if mode == "ddp" or mode == "zero":
         net = DistributedDataParallel(net)
-    elif mode == "fsdp":
+    elif mode in ("fsdp", "object"):
         fully_shard(net.up, mesh=mesh)
         fully_shard(net, mesh=mesh)
     elif mode == "tp":
@@ -90,6 +90,20 @@ def plain(net, optimizer):
     }
 
 
+class Whole:
+    """An object that has them both, and their states in its own."""
+
+    def __init__(self, net, optimizer):
+        self.net, self.optimizer = net, optimizer
+
+    def state_dict(self):
+        return {"net": self.net.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state):
+        self.net.load_state_dict(state["net"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
 def local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -113,7 +127,10 @@ def run(mode, folder, source, number, world, rank):
     )
     arena = folder / "arena"
     net, optimizer = build(mode, world, seed=100 + number)
-    state = {"model": net, "optim": optimizer, "step": 0, "mine": PerRank({"rank": -1})}
+    state = {"model": net, "optim": optimizer}
+    if mode == "object":
+        state = {"all": Whole(net, optimizer)}
+    state |= {"step": 0, "mine": PerRank({"rank": -1})}
     store = Store(folder / "store") if source == "storage" else None
     found = restore.load(
         state, rank=rank, world=world, arena=arena, agent=None, store=store, log=LOG, job=JOB
