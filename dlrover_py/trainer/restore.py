@@ -31,6 +31,7 @@ from dlrover_py.storage import Store
 from dlrover_py.trainer.catalog import TROUBLE, Candidate, Catalog, Found
 from dlrover_py.trainer.reshard import copy_leaves
 from dlrover_py.trainer.state import (
+    SHARDED,
     STRUCTURE,
     Leaf,
     OptimizerTarget,
@@ -218,6 +219,8 @@ def _fit_groups(fit: Fit, catalog: Catalog, used: set[str], optimizer: Optimizer
         keys.append(found[1])
     names = [_members(group) for group in saved]
     optimizer.loaded = bool(saved)
+    for group in saved:
+        optimizer.sharded.update(group.get(SHARDED) or () if isinstance(group, Mapping) else ())
     matched, unclear = match_groups(optimizer.members, names)
     for number, others in unclear.items():
         members = optimizer.members[number]

@@ -92,6 +92,9 @@ class Structure:
     """Of dicts and lists; instead of a tensor or an object whether it is a DTensor."""
 
 
+SHARDED = "dlrover.sharded"
+"""In a group's object: entries of the optimizer's state that are DTensors of another shape than
+their parameter, of which their bytes do not tell."""
 STRUCTURE = "/structure"
 """Behind an object's key: where its :class:`Structure` is."""
 
@@ -366,6 +369,8 @@ class OptimizerTarget:
         self.fresh: dict[Any, dict[str, Any]] = {}
         self.members = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
         """The parameters' names, by group."""
+        self.sharded: set[object] = set()
+        """Entries that were DTensors, even of another shape than their parameter."""
         self.loaded = False
         """The checkpoint has this optimizer: what the state of it is now goes."""
 
@@ -383,6 +388,8 @@ class OptimizerTarget:
             state[entry] = torch.empty_like(  # no zeros: they would take as long as the reading
                 parameter, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format
             )
+        elif entry in self.sharded and _is_sharded(parameter):
+            state[entry] = _sharded_as(parameter, dtype, whole)
         else:  # `step` stands on the CPU unless a kernel reads it
             there = entry != "step" or group.get("capturable") or group.get("fused")
             local = parameter.to_local() if _is_sharded(parameter) else parameter
@@ -406,7 +413,7 @@ class OptimizerTarget:
         group = self._outer.param_groups[number]
         for key, value in values.items():
             old = group.get(key)
-            if key == "params":
+            if key in ("params", SHARDED):
                 continue
             if isinstance(old, torch.Tensor):  # a compiled or captured step reads this very one
                 old.copy_(torch.as_tensor(value))
@@ -646,6 +653,7 @@ class _Walk:
             self.flat.objects[f"{key}.param_groups.{number}"] = values
         if self.load:
             return
+        sharded: set[str] = set()
         never = _changes_unseen(optimizer)
         for group in optimizer.param_groups:
             why = never
@@ -676,10 +684,17 @@ class _Walk:
                 shape = owner.shape
             for entry, value in entries.items():
                 full = f"{prefix}{entry}"
+                odd = type(value) not in _LEAVES and _is_sharded(value)
+                if odd and value.shape != getattr(owner, "shape", None):
+                    sharded.add(entry)
                 if not isinstance(value, torch.Tensor) or not self.tensor(
                     full, value, why, defer=defer and value.shape == shape
                 ):
                     self.flat.objects[full] = value
+        if sharded:
+            for number in range(len(optimizer.param_groups)):
+                group = self.flat.objects[f"{key}.param_groups.{number}"]
+                group[SHARDED] = sorted(sharded)  # type: ignore[index]
 
     def _names(self, optimizer: Optimizer) -> dict[int, str]:
         """The names of an optimizer's parameters, by id."""
@@ -840,6 +855,22 @@ def _is_sharded(value: torch.Tensor) -> "TypeGuard[DTensor]":
     """Whether it is a DTensor: none is there before its module, which takes a second to import."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
+
+
+def _sharded_as(parameter: "DTensor", dtype: torch.dtype, whole: tuple[int, ...]) -> "DTensor":
+    """A DTensor on the mesh of a parameter, split as that along the dimensions they share."""
+    from torch.distributed.tensor import Replicate, zeros
+
+    shared = {
+        dim
+        for dim, (one, other) in enumerate(zip(whole, parameter.shape, strict=False))
+        if one == other
+    }
+    places = [
+        place if getattr(place, "dim", None) in shared else Replicate()
+        for place in parameter.placements
+    ]
+    return zeros(whole, dtype=dtype, device_mesh=parameter.device_mesh, placements=places)
 
 
 def _refuse(key: str, module: nn.Module) -> None:

@@ -26,7 +26,7 @@ def probe(name: str, *args: str) -> None:
     assert ended.stdout.split() == ["ok"]
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp", "hsdp", "zero", "tp", "object"])
+@pytest.mark.parametrize("mode", ["ddp", "fsdp", "hsdp", "zero", "tp", "object", "rows"])
 def test_each_world_loads_what_another_one_has_staged(mode: str, tmp_path: Path) -> None:
     probe("reshard.py", mode, str(tmp_path), "memory")
 

@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dlrover_agent.depot import Depot
 from dlrover_py import arena, depot
@@ -405,6 +406,31 @@ def test_shards_within_an_object_are_placed_as_those_beside_them(mesh: Any, tmp_
         KeysDiffer, match=r"exp_avg, .* were DTensors, and no other of such a shape"
     ):
         load({"trainer": Grows()}, tmp_path, strict=False)
+
+
+@pytest.mark.parametrize(
+    ("shape", "place"),
+    [((4, 1), Shard(0)), ((4,), Shard(0)), ((1, 3), Replicate()), ((), Replicate())],
+)
+def test_shards_of_another_shape_than_their_parameter_are_shards_again(
+    shape: tuple[int, ...], place: Any, mesh: Any, tmp_path: Path
+) -> None:
+    def build() -> dict[str, Any]:
+        model = nn.Linear(3, 4, bias=False)
+        fully_shard(model, mesh=mesh)
+        return {"model": model, "optim": torch.optim.SGD(model.parameters())}
+
+    saved = build()
+    value = DTensor.from_local(torch.full(shape, 2.0), mesh, [place])
+    saved["optim"].state[saved["model"].weight] = {"sum": value, "step": torch.ones(())}
+    stage(tmp_path / "0.0", saved)
+    state = build()
+    load(state, tmp_path)
+    entries = state["optim"].state[state["model"].weight]
+    assert type(entries["step"]) is torch.Tensor
+    assert entries["sum"].placements == (place,)
+    assert torch.equal(entries["sum"].full_tensor(), value.full_tensor())
+    assert state["optim"].param_groups[0].keys() == saved["optim"].param_groups[0].keys()
 
 
 def test_nothing_is_found_where_nothing_is(tmp_path: Path) -> None:

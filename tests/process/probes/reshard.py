@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -50,13 +50,30 @@ class Net(nn.Module):
         return self.down(self.norm(self.up(x).relu()))
 
 
+class Rows(torch.optim.Optimizer):
+    """Has state of another shape than its parameters, as Adafactor has."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            grad = p.grad.square()
+            now = {"row": grad.mean(-1, keepdim=True), "all": grad.mean()}
+            now["all"] = now["all"].redistribute(placements=[Replicate()])
+            for name, value in now.items():
+                self.state[p].setdefault(name, torch.zeros_like(value)).lerp_(value, 0.1)
+            p.add_(p.grad / (self.state[p]["row"] + self.state[p]["all"] + 1), alpha=-0.01)
+
+
 def build(mode, world, seed):
     torch.manual_seed(seed)
     net = Net(12 if mode == "tp" else 13)  # 13: uneven shards; down's 2 rows: empty ones
     mesh = init_device_mesh("cpu", (world,))
     if mode == "ddp" or mode == "zero":
         net = DistributedDataParallel(net)
-    elif mode in ("fsdp", "object"):
+    elif mode in ("fsdp", "object", "rows"):
         fully_shard(net.up, mesh=mesh)
         fully_shard(net, mesh=mesh)
     elif mode == "tp":
@@ -68,6 +85,8 @@ def build(mode, world, seed):
         fully_shard(net, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("copy", "shard")))
     if mode == "zero":
         return net, ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=0.01)
+    if mode == "rows":
+        return net, Rows(net.parameters())
     return net, torch.optim.AdamW(net.parameters(), lr=0.01)
 
 
