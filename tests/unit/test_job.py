@@ -273,6 +273,23 @@ def test_a_master_that_stood_still_has_heard_of_nobody_meanwhile() -> None:
     assert not any(n.restarts for n in bench.job.nodes)
 
 
+def test_a_master_that_takes_over_before_the_first_step_of_a_round_tells_of_it() -> None:
+    bench = running(elastic_job(3, 2))
+    for round_ in (1, 2):
+        assert bench.job.round == round_
+        bench.restart_master()
+        bench.exchange()
+        for node in ("n0", "n1", "n2"):
+            bench.agent(node).reach(5 * round_)
+        bench.settle()
+        bench.restart_master()
+        bench.exchange()
+        assert bench.reasons().count("TrainingResumed") == round_, "and the next one not again"
+        if round_ == 1:
+            bench.agent("n0").fail(crash())
+            bench.settle()
+
+
 def test_with_no_other_cause_it_is_the_fault_of_who_said_it() -> None:
     bench = running(elastic_job(3, 2))
     bench.agent("n0").fail(crash(FailureKind.PEER))

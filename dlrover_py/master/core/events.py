@@ -299,6 +299,8 @@ class Journal(_Kept):
     last_exception: WorkerFailure | None = None
     last_failure: Failure | None = None
     max_step: int | None = None
+    resumed: bool = True
+    """The round has made a step; one that has not is to be told of once it has."""
     stored: Stored | None = None
     """The newest checkpoint in storage."""
     passed: list[tuple[int, Age]] = Field(default_factory=list)

@@ -274,7 +274,9 @@ class Job:
         self._take_checkpoint_spec()
         if self.world is not None:
             self._tell_of_members(self.world)
-        self.resumed = True
+        self.resumed = journal.resumed
+        if not self.resumed:
+            self._outage = ("loss", now)
         if journal.opening is not None:
             fresh = {"since": now, "hold_until": None, "suspected": None}
             self.opening = journal.opening.model_copy(update=fresh)
@@ -345,6 +347,7 @@ class Job:
             last_exception=self.last_exception,
             last_failure=self.last_failure,
             max_step=self.max_step,
+            resumed=self.resumed,
             stored=self.checkpoints.stored,
             passed=list(self.checkpoints.passed),
             lost_s=self.lost_s,
