@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,8 @@ from dlrover_py.trainer.state import (
     match_groups,
     targets,
 )
+
+T = TypeVar("T")
 
 ASK_S = 120.0
 """The agent is asked so long for what memory holds, if its master is away."""
@@ -699,7 +701,7 @@ class Ranks:
             dist.broadcast_object_list(box)
         return box[0]
 
-    def all(self, said: str) -> list[str]:
+    def all(self, said: T) -> list[T]:
         """What each says, by rank."""
         answers: list[Any] = [said] * self.world
         if self.world > 1:
@@ -708,11 +710,7 @@ class Ranks:
 
     def common(self, keys: list[str]) -> list[str]:
         """Those that all have: stages of a pipeline have each its own."""
-        if self.world == 1:
-            return keys
-        answers: list[Any] = [None] * self.world
-        dist.all_gather_object(answers, keys)
-        return sorted(set.intersection(*map(set, answers)))
+        return sorted(set.intersection(*map(set, self.all(keys))))
 
     def first(self, why: str) -> str:
         """What is wrong, at the first rank where something is; empty if nothing is anywhere."""

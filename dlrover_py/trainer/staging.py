@@ -568,9 +568,8 @@ class Stager:
             NoRoom: nothing was taken.
         """
         self._prepared = self._prepared or [0] * len(self._slots)
-        if (
-            filled is not None and filled in self._older
-        ):  # once: a state may be larger at some saves than at others
+        # Once: a state may be larger at some saves than at others.
+        if filled is not None and filled in self._older:
             self._older.discard(filled)
             if filled.size > need + arena.SURPLUS:
                 self._unpin(filled)

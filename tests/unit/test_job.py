@@ -236,16 +236,22 @@ def test_who_is_not_heard_may_be_the_cause_of_a_broken_connection(returns: bool)
     bench.check_running()
 
 
-def test_who_ended_between_two_reports_may_be_the_cause_of_a_broken_connection() -> None:
-    """No report of its agent waited for an answer, so no connection told of its end: the platform
-    does, a second later."""
+def broken_by(name: str) -> tuple[Bench, SimAgent]:
+    """An agent ends between two reports, and another one says that a connection has broken."""
     bench = running(elastic_job(3, 2))
     bench.pass_time(2.0)
-    lost = bench.agent("n2")
+    lost = bench.agent(name)
     lost.cut = True
     bench.to(bench.now + 0.1)
     bench.agent("n0").fail(crash(FailureKind.PEER))
     bench.exchange()
+    return bench, lost
+
+
+def test_who_ended_between_two_reports_may_be_the_cause_of_a_broken_connection() -> None:
+    """No report of its agent waited for an answer, so no connection told of its end: the platform
+    does, a second later."""
+    bench, lost = broken_by("n2")
     bench.pass_time(1.0)
     assert bench.job.round == 1, "n2 was heard of 1.1 s ago, but not since"
     bench.kill(lost.node)
@@ -256,13 +262,7 @@ def test_who_ended_between_two_reports_may_be_the_cause_of_a_broken_connection()
 
 def test_a_master_that_stood_still_has_heard_of_nobody_meanwhile() -> None:
     """Its journal is slow to be written just then, say."""
-    bench = running(elastic_job(3, 2))
-    bench.pass_time(2.0)
-    lost = bench.agent("n2")
-    lost.cut = True
-    bench.to(bench.now + 0.1)
-    bench.agent("n0").fail(crash(FailureKind.PEER))
-    bench.exchange()
+    bench, lost = broken_by("n2")
     for stood_s in (1.5, 2 * bench.job.pace.lease_s):
         bench.now += stood_s
         bench.step(Stalled(stood_s))
