@@ -244,7 +244,10 @@ def persist(nbytes: int, disk: Path, shm: Path, times: int) -> Samples:
                     if index:
                         found.setdefault(name, []).append(took)
                     for old in path.iterdir():
-                        shutil.rmtree(old) if old.is_dir() else old.unlink()
+                        if old.is_dir():  # a claim may be renewed in it
+                            shutil.rmtree(old, ignore_errors=True)
+                        else:
+                            old.unlink()
         finally:
             persister.close()
     return found
@@ -282,7 +285,7 @@ def serve(base: Path) -> None:
                 base / f"{node}.socket",
                 candidates=candidates,
                 holders=holders,
-                bind="127.0.0.1",
+                addr="127.0.0.1",
             )
             for node in ("own", "peer")
         ]

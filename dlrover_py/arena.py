@@ -20,7 +20,6 @@ import fcntl
 import mmap
 import os
 import secrets
-import shutil
 import struct
 import threading
 from collections.abc import Iterator, Sequence
@@ -40,11 +39,12 @@ PREFIX = "dlrover-arena-"
 CHUNK = 1 << 22
 """Bytes that are summed and then copied at once: they are still in the cache, which saves a sixth
 of what 16 MB cost; and not fewer, since the GIL is taken between two."""
-_CGROUPS = (
-    ("memory.max", "memory.current", "inactive_file"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
-)
-"""Of version 2 and 1: files with the limit, what is used, and what of that can be given back."""
+_CGROUPS = {
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""Of version 2 and 1, by controller: files with the limit, what is used, and what of that can be
+given back."""
 STALE_S = 600.0
 """A folder without an owner is removed by others after so long: its own may be starting anew."""
 SPARE = 1 << 16
@@ -69,20 +69,38 @@ class Damaged(DLRoverError):
     """Bytes that are not those that were written."""
 
 
-def headroom(folder: Path, cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that may still be taken in the folder: of its file system, and of our cgroup.
+def headroom(
+    folder: Path,
+    cgroup: Path = Path("/sys/fs/cgroup"),
+    ours: Path = Path("/proc/self/cgroup"),
+) -> int:
+    """Bytes that may still be taken in the folder: of its file system, and of our cgroups.
 
-    tmpfs counts against the memory limit of the container, and who exceeds that is killed.
+    tmpfs counts against the memory limit of the container, or of a job of Slurm or systemd, and who
+    exceeds that is killed.
     """
     disk = os.statvfs(folder)
     room = disk.f_bavail * disk.f_frsize
-    for names in _CGROUPS:
+    for group, (limit, used, idle) in _groups(cgroup, ours):
         with contextlib.suppress(OSError, ValueError, KeyError):
-            limit, used, idle = names
-            stat = (cgroup / limit).with_name("memory.stat").read_text().splitlines()
-            taken = int((cgroup / used).read_text()) - int(dict(s.split() for s in stat)[idle])
-            room = min(room, int((cgroup / limit).read_text()) - taken)  # "max" is no number
+            stat = (group / "memory.stat").read_text().splitlines()
+            taken = int((group / used).read_text()) - int(dict(s.split() for s in stat)[idle])
+            room = min(room, int((group / limit).read_text()) - taken)  # "max" is no number
     return max(0, room)
+
+
+def _groups(cgroup: Path, ours: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """Where limits of ours may stand: the groups we are in, and all above them. In a container that
+    does not see those, its own is the root."""
+    for controller, names in _CGROUPS.items():
+        parts: list[str] = []
+        with contextlib.suppress(OSError):
+            for line in ours.read_text().splitlines():
+                _, controllers, path = line.split(":", 2)
+                if controller in controllers.split(","):
+                    parts = path.strip("/").split("/")
+        for count in range(len(parts) + 1):
+            yield cgroup.joinpath(controller, *parts[:count]), names
 
 
 def check_room(folder: Path, more: int, subject: str) -> str:
@@ -442,22 +460,31 @@ class Arena:
         for other in root.glob(f"{PREFIX}*"):
             if other == self.path or _age_s(other, now) < STALE_S:
                 continue
-            if (held := _own(other, os.O_RDWR)) is not None:
-                shutil.rmtree(other, ignore_errors=True)
+            if (held := _own(other)) is not None:
+                _remove(other)
                 os.close(held)
         for _ in range(10):  # another one that starts may take a folder without a lock for stale
             self.path.mkdir(mode=0o700, exist_ok=True)
-            lock = _own(self.path, os.O_RDWR | os.O_CREAT)
+            lock = _own(self.path)
             if lock is not None:
                 if os.fstat(lock).st_nlink:
                     self._lock = lock
+                    self.alive()
                     return
                 os.close(lock)
         raise ConfigError(f"{self.path} is held by a living process: expected one agent for a node")
 
+    def alive(self) -> None:
+        """Its owner lives: once that is dead, the folder is as old as this, not as the last save.
+
+        Say it well more often than each `STALE_S`.
+        """
+        with contextlib.suppress(OSError):
+            os.utime(self.path / OWNER)
+
     def remove(self) -> None:
         """Give all memory back."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        _remove(self.path)
         self.close()
 
     def close(self) -> None:
@@ -465,10 +492,19 @@ class Arena:
         os.close(self._lock)
 
 
-def _own(folder: Path, flags: int) -> int | None:
+def _remove(folder: Path) -> None:
+    """The owner's file goes last: whoever comes meanwhile would take what is being removed."""
+    with contextlib.suppress(OSError):
+        for path in sorted(folder.iterdir(), key=lambda path: path.name == OWNER):
+            with contextlib.suppress(OSError):
+                path.unlink()
+        folder.rmdir()
+
+
+def _own(folder: Path) -> int | None:
     """Take the owner's lock, unless somebody has it or it is not ours to take."""
     try:
-        held = os.open(folder / OWNER, flags | os.O_CLOEXEC, 0o600)
+        held = os.open(folder / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError:
         return None
     try:

@@ -84,15 +84,18 @@ class Holder(NamedTuple):
     """Only what is this rank's alone is there."""
 
 
-def proof(token: str, side: str, asked: bytes, answered: bytes) -> str:
+def proof(token: str, side: str, where: str, asked: bytes, answered: bytes) -> str:
     """That one knows the token, told to who has drawn one of the nonces.
 
     Args:
         token: of the job.
         side: ``client`` or ``server``: what one side says proves nothing of the other.
+        where: the depot that the client means, and that the server is, ``addr:port`` as its agent
+            offers it: who has come to have the address of another one's depot cannot hand the
+            words on to a third.
         asked, answered: nonces of the client and of the server.
     """
-    words = b"dlrover depot 1 " + side.encode() + b"\0" + asked + answered
+    words = b"dlrover depot 2 " + f"{side}\0{where}\0".encode() + asked + answered
     return hmac.new(token.encode(), words, "sha256").hexdigest()
 
 
@@ -103,7 +106,8 @@ def dial(addr: str, port: int, token: str, *, deadline_s: float = CONNECT_S) -> 
         Unreachable: nobody answered.
         Unauthorized: it has another token than we have, or is no depot.
     """
-    where = f"depot at {addr}:{port}"
+    meant = f"{addr}:{port}"
+    where = f"depot at {meant}"
     try:
         stream = socket.create_connection((addr, port), timeout=deadline_s)
     except (OSError, UnicodeError) as error:
@@ -115,14 +119,15 @@ def dial(addr: str, port: int, token: str, *, deadline_s: float = CONNECT_S) -> 
             answer = link.say({"hello": asked.hex()})
             answered = bytes.fromhex(answer["nonce"])
             right = hmac.compare_digest(
-                str(answer["proof"]).encode(), proof(token, "server", asked, answered).encode()
+                str(answer["proof"]).encode(),
+                proof(token, "server", meant, asked, answered).encode(),
             )
         except (CheckpointError, KeyError, TypeError, ValueError) as error:
             raise Unauthorized(f"{where}: what answers is no depot: {error}") from error
         if not right or len(answered) != NONCE:
-            raise Unauthorized(f"{where}: it has another token than this job's")
+            raise Unauthorized(f"{where}: it has another token than this job's, or is another's")
         try:
-            link.say({"proof": proof(token, "client", asked, answered)})
+            link.say({"proof": proof(token, "client", meant, asked, answered)})
         except CheckpointError as error:
             raise Unauthorized(str(error)) from error
         link.wait_at_most(QUIET_S)

@@ -31,6 +31,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import ValidationError
 
 from dlrover_py.arena import PREFIX
+from dlrover_py.owner import is_own
 from dlrover_py.pidfd import ended
 from dlrover_py.protocol import names
 from dlrover_py.protocol.agents import ErrorReply
@@ -169,7 +170,8 @@ class Cluster:
         """Make the folders, the token and the sockets; nothing is started yet.
 
         Raises:
-            ConfigError: a job of this name runs already, or a folder cannot be made.
+            ConfigError: a job of this name runs already, or a folder cannot be made, or is not
+                this user's alone.
         """
         try:
             lock = _lock(paths.runtime)
@@ -185,7 +187,9 @@ class Cluster:
         try:
             shutil.rmtree(paths.runtime, ignore_errors=True)  # of a run that was killed
             paths.runtime.mkdir(mode=0o700)
-            paths.logs.mkdir(parents=True, exist_ok=True)
+            for folder in (paths.state.parent, paths.state):  # tracebacks can hold secrets
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            paths.logs.mkdir(exist_ok=True)
             paths.token.touch(mode=0o600)
             paths.token.write_text(secrets.token_urlsafe(24))
         except OSError as error:
@@ -647,8 +651,10 @@ def _lock(folder: Path) -> int:
 
     Raises:
         BlockingIOError: another process does.
+        ConfigError: another user could change what is there.
     """
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    is_own(folder.parent)  # it may have been there: its name in /tmp is known to all
     lock = os.open(folder.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -454,10 +454,10 @@ class Attempt:
                 return
             self._stopped = True
             self._wake.set()
+            for held in self._held:  # its thread may hang: the trainer is not to wait for it
+                with contextlib.suppress(OSError):
+                    held.slot.unlock()
         self._deadline.cancel()
-        for held in list(self._held):  # its thread may hang: the trainer is not to wait for it
-            with contextlib.suppress(OSError):
-                held.slot.unlock()
         self._answer(Phase.FAILED, why=why)
 
     def _too_late(self) -> None:
@@ -609,19 +609,20 @@ class Attempt:
 
     def _let_go(self) -> None:
         """The slots may be filled anew, and need not be spared any more."""
-        for held in self._held:
-            fill = held.found.summary.fill
-            if not held.found.summary.persist or not held.slot.path.exists():
+        for one in self._held:
+            fill = one.found.summary.fill
+            if not one.found.summary.persist or not one.slot.path.exists():
                 continue
-            with contextlib.suppress(OSError, ValueError), Slot(held.slot.path, write=True) as slot:
+            with contextlib.suppress(OSError, ValueError), Slot(one.slot.path, write=True) as slot:
                 for _ in range(3):  # its agent may be writing there too: that it was copied
                     now = slot.summary()
                     if now is None or now.fill != fill:
                         break
                     if slot.amend(now, replace(now, persist=False)):
                         break
-        _close(self._held)
-        self._held = []
+        with self._lock:  # who gives up meanwhile finds none that is closed already
+            held, self._held = self._held, []
+        _close(held)
 
     # --- meeting the others ---
 
@@ -731,7 +732,9 @@ class Attempt:
             self._now(f"writing {store.place.url}/{path}")
             self._check()
             self._files.append(path)
-            sink = store.place.sink(path)
+            wanted = sum(held.share.pieces[i].nbytes for i in mine)
+            wanted += sum(len(held.found.objects[key]) for key in keys)
+            sink = store.place.sink(path, wanted)
             try:
                 stream = _Stream(sink, lambda: self._stopped)
                 pieces += [[rank, i, *self._write_piece(held, i, stream)] for i in mine]
@@ -795,7 +798,7 @@ class Attempt:
             raise NotWhole(f"{len(pieces)} tensors were written: expected {planned}")
         pieces.sort(key=lambda w: (w.piece.key, w.piece.at))
         objects.sort(key=lambda o: o.key)
-        metrics = [s.metric for s in shares.values() if s.metric is not None]
+        metrics = {s.rank: s.metric for s in shares.values() if s.metric is not None}
         manifest = Manifest(
             step=order.step,
             attempt=order.attempt,
@@ -807,7 +810,7 @@ class Attempt:
             at=_wall(),
             pieces=tuple(pieces),
             objects=tuple(objects),
-            metric=metrics[0] if metrics else None,
+            metric=metrics[min(metrics)] if metrics else None,
             notes=tuple(plan.notes),
         )
         self._now(f"writing {store.place.url}/{self.folder}/{METADATA}")
@@ -830,6 +833,10 @@ class Attempt:
             extra={"step": order.step, "where": store.where(manifest), "nbytes": manifest.nbytes},
         )
         notes = [*manifest.notes]
+        if store.stuck:
+            name, why = next(iter(store.stuck.items()))
+            more = f", and {len(store.stuck) - 1} more" if len(store.stuck) > 1 else ""
+            notes.append(f"{store.place.url}/{name} is left over, and not removed: {why}{more}")
         try:
             store.place.remove_folder(f"{self.folder}/{PARTS}")
             store.retain(order.keep, {*order.spare, self.folder})

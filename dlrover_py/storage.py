@@ -15,6 +15,7 @@ with the name of one, which has its ``parts`` still (:mod:`dlrover_py.persist`) 
 """
 
 import contextlib
+import errno
 import json
 import logging
 import math
@@ -45,8 +46,19 @@ STAND_IN_S = 2 * BEAT_S
 """One that has not changed for so long is renewed by others of its job: well before it lapses."""
 TOMBSTONE_S = 86400.0
 """So long, by our own clock, a tombstone stays after its folder has gone: no order lives longer."""
+UNREAD = 1 << 32
+"""A commit beside manifests that cannot be read is numbered by its step times this, to be above
+them: more than any directory sees commits. (Steps below 2**31 keep it within 64 bits.)"""
+STALE_LOOKS = 2
+"""So often a file that was replaced while it was read is read again."""
 BLOCK = 1 << 25
 """Bytes that are asked of a bucket at once."""
+PART = 10 << 20
+"""Bytes that are sent to a bucket at once, if that is enough."""
+MOST_PARTS = 9000
+"""Into so many parts a file is divided by its expected size; the limit of S3 is 10,000."""
+PARTS_BYTES = 120 << 20
+"""Bytes of parts that are under way at once, at about."""
 
 PARTS = "parts"
 """What an attempt makes first in its folder, and `Store.clear` removes last."""
@@ -119,8 +131,8 @@ class Place(Protocol):
     def create(self, name: str, data: bytes) -> bool:
         """The same, if there is none of that name; False if there is."""
 
-    def sink(self, name: str) -> Sink:
-        """Write a large one."""
+    def sink(self, name: str, nbytes: int = 0) -> Sink:
+        """Write a large one, of about so many bytes."""
 
     def settle(self, folder: str) -> None:
         """Names in the folder are there also after a power cut."""
@@ -197,7 +209,17 @@ class Folder:
         (self.path / folder).mkdir(parents=True, exist_ok=True)
 
     def read(self, name: str) -> bytes:
-        """See Place."""
+        """See Place.
+
+        Where another client of NFS puts a file over the one that is being read, that one is stale;
+        looked up anew, the name is the new one's.
+        """
+        for _ in range(STALE_LOOKS):
+            try:
+                return (self.path / name).read_bytes()
+            except OSError as error:
+                if error.errno != errno.ESTALE:
+                    raise
         return (self.path / name).read_bytes()
 
     def read_into(self, name: str, position: int, target: memoryview) -> None:
@@ -255,7 +277,7 @@ class Folder:
             sink.abandon()
             path.unlink(missing_ok=True)
 
-    def sink(self, name: str) -> Sink:
+    def sink(self, name: str, nbytes: int = 0) -> Sink:
         """See Place."""
         return _FileSink(self.path / name)
 
@@ -288,11 +310,8 @@ class Folder:
 
 
 class _RemoteSink:
-    def __init__(self, place: "Remote", name: str) -> None:
-        self._place = place
-        with place.told():
-            self._file = place.fs.open(place.full(name), "wb")
-        self._open = True
+    def __init__(self, place: "Remote", file: Any) -> None:
+        self._place, self._file, self._open = place, file, True
 
     def write(self, data: bytes | memoryview) -> None:
         with self._place.told():
@@ -307,8 +326,27 @@ class _RemoteSink:
     def abandon(self) -> None:
         if self._open:
             self._open = False
-            with contextlib.suppress(AttributeError):  # of a file in memory
-                self._file.closed = True  # or its end would complete the upload
+            self._call_off()
+
+    def _call_off(self) -> None:
+        with contextlib.suppress(AttributeError):  # of a file in memory
+            self._file.closed = True  # or its end would complete the upload
+
+
+class _BucketSink(_RemoteSink):
+    def _call_off(self) -> None:
+        error = ValueError("it will not be finished")
+        with contextlib.suppress(OSError), self._place.told():
+            self._file.__exit__(ValueError, error, None)  # or its parts would stay, unseen
+
+
+def parts(nbytes: int) -> tuple[int, int]:
+    """Bytes of a part of an upload, and how many are under way at once.
+
+    What is under way is held in memory: of larger parts there are fewer, though two.
+    """
+    part = max(PART, -(-nbytes // MOST_PARTS))
+    return part, max(2, PARTS_BYTES // part)
 
 
 class Remote:
@@ -425,9 +463,12 @@ class Remote:
             return False
         return True
 
-    def sink(self, name: str) -> Sink:
+    def sink(self, name: str, nbytes: int = 0) -> Sink:
         """See Place."""
-        return _RemoteSink(self, name)
+        with self.told():
+            if self._base == self.url:
+                return _RemoteSink(self, self.fs.open(self.full(name), "wb"))
+            return _BucketSink(self, self.fs.writer(self.full(name), *parts(nbytes)))
 
     def settle(self, folder: str) -> None:
         """See Place; an object that is there stays."""
@@ -453,10 +494,17 @@ def _bucket(protocol: str) -> Any:
     obstore rather than s3fs: that one pins botocore, whose python-dateutil is older than the one
     of the Kubernetes client. Credentials and endpoint are those of the environment (AWS_…).
     """
+    from obstore import open_writer
     from obstore.exceptions import AlreadyExistsError
     from obstore.fsspec import FsspecStore
 
     class Bucket(FsspecStore):
+        def writer(self, path: str, part: int, at_once: int) -> Any:
+            """Left with an error, which its file of fsspec cannot be, it ends the upload."""
+            bucket, key = self._split_path(path)
+            store = self._construct_store(bucket)
+            return open_writer(store, key, buffer_size=part, max_concurrency=at_once)
+
         async def _pipe_file(
             self, path: str, value: Any, mode: str = "overwrite", **_: Any
         ) -> None:
@@ -573,7 +621,11 @@ class Store:
         self._lock = threading.Lock()
         self._safe = False
         self.damaged: dict[str, str] = {}
-        """Manifests that could not be believed when they were last looked at, and why."""
+        """Manifests that could not be believed, or read, when they were last looked at; and why."""
+        self.unread: set[str] = set()
+        """Those of them that could not be read: they may be whole, and of any number."""
+        self.stuck: dict[str, str] = {}
+        """What the last `sweep` could not remove, and why."""
 
     def prepare(self) -> None:
         """Have the directory there, and be sure that commits are safe in it.
@@ -591,7 +643,8 @@ class Store:
     def checkpoints(self) -> list[Manifest]:
         """What exists, the newest commit first; [] where there is no such directory.
 
-        Tombstones are left out, and damaged manifests, which `damaged` and the log name.
+        Tombstones are left out, and damaged manifests, which `damaged` and the log name. So are
+        those that cannot be read (`unread`), unless that is so of all.
         """
         found = [m for m in self._manifests(self._names()).values() if not m.void]
         return sorted(found, key=_age, reverse=True)
@@ -611,8 +664,13 @@ class Store:
         return self.place.names()
 
     def _manifests(self, names: Sequence[str]) -> dict[str, Manifest]:
-        """Manifests and tombstones, by their folder; each is read once."""
-        self.damaged = {}
+        """Manifests and tombstones, by their folder; each is read once.
+
+        Raises:
+            OSError: the store does not answer, or refuses all of them.
+        """
+        self.damaged, self.unread = {}, set()
+        refused: OSError | None = None
         found: dict[str, Manifest] = {}
         for name in names:
             folder = name.removesuffix(".json")
@@ -626,15 +684,27 @@ class Store:
                         raise ValueError(f"it speaks of {manifest.folder}")
                 except (FileNotFoundError, IsADirectoryError):
                     continue  # removed meanwhile, or none of ours
+                except OSError as error:
+                    if error.errno is None or isinstance(error, TimeoutError | ConnectionError):
+                        raise  # of all of them, for now
+                    refused = error
+                    self.unread.add(name)
+                    self._spoilt(name, f"it cannot be read: {error.strerror}")
+                    continue
                 except (ValueError, TypeError, LookupError) as error:
-                    self.damaged[name] = str(error)
-                    if name not in self._told:
-                        self._told.add(name)
-                        log.warning("%s/%s is damaged: %s", self.place.url, name, error)
+                    self._spoilt(name, str(error))
                     continue
             found[folder] = manifest
+        if refused is not None and not found:
+            raise refused
         self._seen = dict(found)
         return found
+
+    def _spoilt(self, name: str, why: str) -> None:
+        self.damaged[name] = why
+        if name not in self._told:
+            self._told.add(name)
+            log.warning("%s/%s is damaged: %s", self.place.url, name, why)
 
     def where(self, manifest: Manifest) -> str:
         """Path or address of a checkpoint's folder."""
@@ -698,6 +768,8 @@ class Store:
                     "give each job a directory of its own",
                     sure=lives is True,
                 )
+            if self._read_claim() != text:
+                continue  # somebody was faster
             log.info(
                 "claim_taken_over",
                 extra={"dir": self.place.url, "of": held.people if held is not None else "?"},
@@ -708,7 +780,9 @@ class Store:
     def renew(self) -> bool:
         """Say that the job's claim holds still; False if another process says so, or it is lost.
 
-        Whoever writes for the job does it where the one that did is dead, or has released it.
+        Whoever writes for the job does it where the one that did is dead, or has released it. Who
+        stands still between the last look and the change, here or where a claim is taken over,
+        undoes what others do meanwhile; they see it when they renew theirs, or commit.
         """
         with self._lock:
             if self._claim is None:
@@ -726,6 +800,8 @@ class Store:
             if not ours and self._unchanged(text, STAND_IN_S, own=True) is not True:
                 return False
             self._claim = self._own(held)
+            if self._read_claim() != text:
+                return False
             self.place.put(CLAIM, _encoded(self._claim))
             return True
 
@@ -773,7 +849,8 @@ class Store:
         """Create the manifest, with its number: from now on the checkpoint exists.
 
         Raises:
-            Superseded: a newer attempt or term, a tombstone, or what was saved later, is there.
+            Superseded: a newer attempt or term, a tombstone, or what was saved later, is there; or
+                what cannot be read and may be that.
         """
         if self._claim is not None:
             held = _decoded(self._read_claim())
@@ -795,14 +872,36 @@ class Store:
         later = [m for m in later if (m.round, m.lap, m.step) > saved]
         if manifest.term and later:  # without a master each run counts its rounds anew
             raise Superseded(f"{manifest.folder}: a later one is there, {later[0].folder}")
-        manifest = replace(manifest, number=1 + max((m.number for m in others.values()), default=0))
-        if not self.place.create(f"{manifest.folder}.json", manifest.encode()):
+        hidden = sorted(n for n in self.unread if _step_of(n) >= manifest.step)
+        if manifest.term and hidden:
+            raise Superseded(
+                f"{manifest.folder}: {self.place.url}/{hidden[0]} may be a later one, and "
+                f"{self.damaged[hidden[0]]}; have it readable again, or remove it"
+            )
+        number = 1 + max((m.number for m in others.values()), default=0)
+        if self.unread:  # theirs is of their step at most, in such leaps: all that their names say
+            last = max(_step_of(name) for name in self.unread)
+            number = max(number, UNREAD * max(manifest.step, last + 1))
+        manifest = replace(manifest, number=number)
+        name, data = f"{manifest.folder}.json", manifest.encode()
+        if not self.place.create(name, data) and not self._is_there(name, data):
             raise Superseded(
                 f"{self.place.url}/{manifest.folder}.json is there: the attempt was given up by "
                 "others, or committed"
             )
         self._seen[manifest.folder] = manifest
         return manifest
+
+    def _is_there(self, name: str, data: bytes) -> bool:
+        """Whether what is there is ours: a client that got no answer asks again, and then there is
+        one of that name (a link over NFS, a conditional PUT)."""
+        try:
+            same = self.place.read(name) == data
+        except FileNotFoundError:
+            return False
+        if same:
+            self.place.settle("")
+        return same
 
     # --- remove ---
 
@@ -812,19 +911,19 @@ class Store:
         stay = kept(found, keep) | set(spare)
         gone = [m for m in found if m.folder not in stay]
         for manifest in gone:
-            self.remove(manifest)
+            self.remove(manifest.folder)
         return [m.folder for m in gone]
 
-    def remove(self, manifest: Manifest) -> None:
-        """Remove one checkpoint: its manifest first."""
-        parts = f"{manifest.folder}/{PARTS}"
+    def remove(self, folder: str) -> None:
+        """Remove one checkpoint, also one whose manifest is damaged: the manifest first."""
+        parts = f"{folder}/{PARTS}"
         with contextlib.suppress(OSError):  # a full disk is what things are removed for
             self.place.make(parts)  # by it a sweep knows what is left if this is killed
             self.place.put(f"{parts}/removed.json", b"{}")
-        self.place.remove(f"{manifest.folder}.json")
+        self.place.remove(f"{folder}.json")
         self.place.settle("")
-        self._seen.pop(manifest.folder, None)
-        self.clear(manifest.folder)
+        self._seen.pop(folder, None)
+        self.clear(folder)
 
     def clear(self, folder: str) -> None:
         """Remove what an attempt has written; what shows that it was one goes last."""
@@ -836,6 +935,8 @@ class Store:
     def sweep(self, spare: Collection[str] = (), *, now: float) -> list[str]:
         """Remove what attempts without a manifest have left; returns the folders.
 
+        What cannot be removed stays, and is named in `stuck`.
+
         Args:
             spare: folders of attempts that are under way.
             now: wall time, for people: new tombstones say it.
@@ -843,33 +944,41 @@ class Store:
         names = self._names()
         manifests = self._manifests(names)
         swept = []
+        self.stuck = {}
         for name in names:
             if name in spare or f"{name}.json" in self.damaged:
                 continue
             buried = name in manifests
             if buried and not manifests[name].void:
                 continue
-            if not self._is_left(name, buried=buried):
-                continue
-            if not buried:
-                step, attempt = name.removeprefix("step-").split(".")
-                grave = Manifest(
-                    int(step), attempt, "", 0, 0, 0, name, now, void="it was never committed"
-                )
-                if not self.place.create(f"{name}.json", grave.encode()):
-                    continue  # it was committed just now
-            self.clear(name)
-            swept.append(name)
+            with self._sticking(name):
+                if not self._is_left(name, buried=buried):
+                    continue
+                if not buried:
+                    step, attempt = name.removeprefix("step-").split(".")
+                    grave = Manifest(
+                        int(step), attempt, "", 0, 0, 0, name, now, void="it was never committed"
+                    )
+                    if not self.place.create(f"{name}.json", grave.encode()):
+                        continue  # it was committed just now
+                self.clear(name)
+                swept.append(name)
         graves = [f for f, m in manifests.items() if m.void and f not in names]
         seen = self._clock()
         self._graves = {folder: self._graves.get(folder, seen) for folder in graves}
-        for folder, since in self._graves.items():
-            if seen - since > TOMBSTONE_S:
-                self.place.remove(f"{folder}.json")
-        for name in names:
-            if _TORN.fullmatch(name) or _MARK.fullmatch(name):
-                self.place.remove(name)
+        old = [f"{f}.json" for f, since in self._graves.items() if seen - since > TOMBSTONE_S]
+        for name in (*old, *names):
+            if name in old or _TORN.fullmatch(name) or _MARK.fullmatch(name):
+                with self._sticking(name):
+                    self.place.remove(name)
         return swept
+
+    @contextlib.contextmanager
+    def _sticking(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.stuck[name] = error.strerror or str(error)
 
     def _is_left(self, folder: str, *, buried: bool) -> bool:
         """Whether an attempt has left it. A whole checkpoint without a manifest is not: somebody
@@ -882,6 +991,11 @@ class Store:
             return False
         ours = buried or PARTS in found or not found
         return ours and all(_WRITES.fullmatch(name) for name in found)
+
+
+def _step_of(name: str) -> int:
+    """Of which step a checkpoint is, by the name of its folder or its manifest."""
+    return int(name.split(".", 1)[0].removeprefix("step-"))
 
 
 def _age(manifest: Manifest) -> tuple[int, float, str]:

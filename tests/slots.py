@@ -5,11 +5,13 @@ import io
 import json
 import os
 import queue
+import resource
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -229,3 +231,14 @@ def verify(store: Store, manifest: Manifest) -> None:
         data = bytearray(item.nbytes)
         store.read_into(manifest, item.file, item.position, memoryview(data))
         assert digest(bytes(data)) == item.xxh3, item
+
+
+@contextmanager
+def no_more_files() -> Iterator[None]:
+    """No further file can be opened, nor mapped."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

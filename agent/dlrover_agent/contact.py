@@ -10,6 +10,7 @@ what follows from silence, is :mod:`dlrover_agent.core`'s.
 import asyncio
 import contextlib
 import hmac
+import ipaddress
 import logging
 import secrets
 import socket
@@ -25,12 +26,45 @@ AT_ONCE = 256
 """Datagrams that are taken in before others have their turn."""
 
 
+def bound(addr: str, port: int, kind: socket.SocketKind) -> socket.socket:
+    """A socket for those who come to ``addr``: on all of this machine, and where that is an
+    address of its loopback device there alone.
+
+    Args:
+        addr: a number, or a name, which may mean another address of either family elsewhere.
+        port: 0 for any that is free.
+        kind: a stream's may be bound beside another of us.
+
+    Raises:
+        OSError: somebody else has the port, or there is no such address.
+    """
+    try:
+        alone = ipaddress.ip_address(addr).is_loopback
+    except ValueError:
+        alone = False
+    both = not alone and socket.has_dualstack_ipv6()
+    made = socket.socket(
+        socket.AF_INET6 if both or (alone and ":" in addr) else socket.AF_INET, kind
+    )
+    try:
+        if both:  # as torch's TCPStore
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        if kind is socket.SOCK_STREAM:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind((addr if alone else "", port))
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
 class Contact:
     """Asks rank 0 of one round, and answers as rank 0."""
 
     def __init__(
         self,
         round_number: int,
+        addr: str,
         port: int,
         token: str,
         *,
@@ -41,7 +75,8 @@ class Contact:
 
         Args:
             round_number: no other is asked about, and none answered for.
-            port: of this node's offer for the round.
+            addr: of this node's offer for the round.
+            port: of the same.
             token: the job's.
             stands: whether this node is in that round still.
             met: called when rank 0 has answered, or another node has asked.
@@ -57,17 +92,9 @@ class Contact:
         self._first: list[tuple[str, int]] = []
         """Addresses of rank 0."""
         self._finding: asyncio.Task[None] | None = None
-        both = socket.has_dualstack_ipv6()
-        self._family = socket.AF_INET6 if both else socket.AF_INET
-        self._socket = socket.socket(self._family, socket.SOCK_DGRAM)
-        try:
-            if both:
-                self._socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            self._socket.setblocking(False)
-            self._socket.bind(("", port))
-        except OSError:
-            self._socket.close()
-            raise
+        self._socket = bound(addr, port, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        self._family = self._socket.family
         asyncio.get_running_loop().add_reader(self._socket, self._read)
 
     def ask(self, addr: str, port: int) -> None:

@@ -21,6 +21,7 @@ import io
 import json
 import logging
 import re
+import resource
 import secrets
 import socket
 import time
@@ -29,6 +30,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dlrover_agent.contact import bound
 from dlrover_py import arena
 from dlrover_py.arena import Slot
 from dlrover_py.depot import (
@@ -53,7 +55,8 @@ HALF_OPEN = 64
 """Peers that have not proved themselves: one more, and the one that has waited longest goes. Who
 has the token needs two round trips, so that a flood has to be that fast to keep it out."""
 GUESTS = 1024
-"""Connections at once, all in all."""
+"""Connections at once, all in all: fewer where that would be more than half of the descriptors that
+we may have, for reports and workers need some too."""
 LINE = 4096
 """Longest request, in bytes."""
 PIN_S = 30.0
@@ -97,7 +100,7 @@ class Depot:
         *,
         candidates: Callable[[int], Awaitable[Sequence[Candidate]]],
         holders: Callable[[int, int, int], Awaitable[Sequence[Holder]]],
-        bind: str = "",
+        addr: str,
     ) -> None:
         """Take a port and the socket; nobody is answered yet.
 
@@ -109,22 +112,18 @@ class Depot:
             candidates: of a round; asks the master.
             holders: of a step, round and lap; asks the master. Both may raise a DLRoverError, which
                 the worker is told.
-            bind: address to listen at for peers; all of this machine's if it is empty.
+            addr: at which peers reach it (:func:`dlrover_agent.contact.bound`).
 
         Raises:
             OSError: there is no such address, or no such folder.
         """
         self._folder, self._job, self._token = folder, job, token
         self._ask_candidates, self._ask_holders = candidates, holders
-        if bind or not socket.has_dualstack_ipv6():
-            family = socket.AF_INET6 if ":" in bind else socket.AF_INET
-            self._peers = socket.create_server((bind, 0), family=family, backlog=1024)
-        else:
-            self._peers = socket.create_server(
-                ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
-            )
+        self._peers = bound(addr, 0, socket.SOCK_STREAM)
+        self._peers.listen(1024)
         self.port = int(self._peers.getsockname()[1])
         """For peers."""
+        self._where = f"{addr}:{self.port}"
         self._path = path
         self._workers = socket.socket(socket.AF_UNIX)
         try:
@@ -135,6 +134,8 @@ class Depot:
             self._peers.close()
             self._workers.close()
             raise
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # it is the workers' as well
+        self._guests = min(GUESTS, soft // 2)
         self._tasks: set[asyncio.Task[None]] = set()
         self._half_open: dict[asyncio.Task[None], None] = {}
         self._said_at = -SAID_S
@@ -174,7 +175,7 @@ class Depot:
                 loop.call_later(FULL_S, self._again, listening)
             return  # else it has gone again
         peers = listening is self._peers
-        if len(self._tasks) >= GUESTS:
+        if len(self._tasks) >= self._guests:
             stream.close()
             return
         task = asyncio.create_task(self._serve(_Guest(stream), peers=peers))
@@ -228,12 +229,12 @@ class Depot:
         if len(asked) != NONCE:
             raise _Refused(f"expected a nonce of {NONCE} bytes")
         answered = secrets.token_bytes(NONCE)
-        ours = proof(self._token, "server", asked, answered)
+        ours = proof(self._token, "server", self._where, asked, answered)
         await guest.say({"nonce": answered.hex(), "proof": ours})
         given = _text(await guest.request() or {}, "proof", 2 * NONCE)
-        right = proof(self._token, "client", asked, answered)
+        right = proof(self._token, "client", self._where, asked, answered)
         if not hmac.compare_digest(given.encode(errors="replace"), right.encode()):
-            raise _Refused("this is the depot of a job with another token")
+            raise _Refused("this is the depot of a job with another token, or another was meant")
         await guest.say({"ok": True})
 
     async def _answer(self, guest: "_Guest", request: Request, *, peers: bool) -> None:

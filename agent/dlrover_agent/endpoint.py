@@ -48,6 +48,8 @@ DEFAULTS: Mapping[str, str] = {
     "DLROVER_MASTER_LAST_CALL_S": "5",
 }
 """Settings of the master that neither the flags nor the environment say."""
+NAMELESS = ("none", "torchrun none")
+"""Ids of runs that were given none: elastic-run's default, and torchrun's as its backend has it."""
 A_DAY = 86400.0
 NOT_USED: Mapping[str, str] = {
     "store_type": "the rendezvous is our master's; it has no store",
@@ -194,6 +196,8 @@ class Endpoint:
             return self.local_addr
         if not self.host:
             return "127.0.0.1"
+        if self.host == "localhost":
+            return "127.0.0.1"  # others are here as well, and nobody else is to come
         if self.hosts or self.is_here():
             return self.host  # what it means here (127.0.1.1) may be nothing elsewhere
         deadline = time.monotonic() + self.connect_s
@@ -278,6 +282,7 @@ class OwnMaster:
         """
         self._endpoint = endpoint
         self._alone = not endpoint.host
+        self._secret = bool(token)
         self.token = token or (secrets.token_urlsafe(24) if self._alone else endpoint.token)
         self.address = ""
         self.name = f"elastic-run-{secrets.token_hex(4)}"
@@ -358,15 +363,23 @@ class OwnMaster:
             if host == "localhost" or host == "::1" or host.startswith("127."):
                 family = socket.AF_INET6 if v6 else socket.AF_INET
                 return socket.create_server((host, port), family=family, backlog=4096)
-            if socket.has_dualstack_ipv6():
-                return socket.create_server(
-                    ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096
-                )
-            return socket.create_server(("", port), backlog=4096)
+            both = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if both else socket.AF_INET
+            listening = socket.create_server(
+                ("", port), family=family, dualstack_ipv6=both, backlog=4096
+            )
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise Taken(f"port {port} of {host} is in use") from error
             raise ConfigError(f"endpoint {host}:{port}: {error.strerror}") from error
+        if not self._secret and self._endpoint.run_id in NAMELESS:
+            why = "the job has no --rdzv-id, of which its token would be made"
+            then = "anybody who reaches the port can join the job and read its state"
+            instead = "give all nodes the same --rdzv-id that others do not know, or the same "
+            instead += "secret in a file that DLROVER_TOKEN_FILE names"
+            more = {"port": listening.getsockname()[1], "why": why, "then": then}
+            log.warning("no_secret", extra=more | {"instead": instead})
+        return listening
 
     def _spawn(self) -> "subprocess.Popen[bytes]":
         # A session of its own: Ctrl-C is the agent's affair.

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrover_agent import guardian
-from dlrover_agent.contact import Contact
+from dlrover_agent.contact import Contact, bound
 from dlrover_agent.core import (
     Ask,
     Assigned,
@@ -85,13 +85,8 @@ class Reserved:
 
     def __init__(self, addr: str, *, listen: bool) -> None:
         self._listens = listen
-        # As torch's TCPStore: a name may mean an address of either family on another node.
-        both = socket.has_dualstack_ipv6()
-        self._socket = socket.socket(socket.AF_INET6 if both else socket.AF_INET)
-        if both:
-            self._socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._socket.bind(("", 0))
+        # Where worker 0 hosts the store torch listens everywhere: the port must be free there.
+        self._socket = bound(addr if listen else "", 0, socket.SOCK_STREAM)
         if listen:
             self._socket.listen(4096)
         self.offer = Offer(addr=addr, port=self._socket.getsockname()[1])
@@ -395,14 +390,14 @@ class Agent:
         self._local.new_round(assignment.round)
         assert self._current is not None
         if assignment.directive is Directive.RUN:
-            self._make_contact(assignment, self._current.offer.port)
+            self._make_contact(assignment, self._current.offer)
         listening = self._current.hand_over() if assignment.node_rank == 0 else None
         self._workers.start(assignment, listening)
         if assignment.directive is Directive.RUN:
             waited = asyncio.get_running_loop().time() - self._taken_up_at
             self._events_of_torch.started(assignment, self._workers.pids, waited)
 
-    def _make_contact(self, assignment: Assignment, port: int) -> None:
+    def _make_contact(self, assignment: Assignment, offer: Offer) -> None:
         if self._contact is not None:
             self._contact.close()
             self._contact = None
@@ -411,13 +406,14 @@ class Agent:
         try:
             self._contact = Contact(
                 assignment.round,
-                port,
+                offer.addr,
+                offer.port,
                 self._token,
                 stands=lambda: self._core.stands(assignment.round),
                 met=lambda: self.post(Met(assignment.round)),
             )
         except OSError as error:  # then silence says nothing, and workers go on
-            log.warning("no_contact", extra={"port": port, "why": str(error)})
+            log.warning("no_contact", extra={"port": offer.port, "why": str(error)})
 
     def _report(self) -> AgentReport:
         core = self._core

@@ -251,6 +251,7 @@ class Replicas:
         """
         self._folder, self._job, self._token = folder, job, token
         self._changed, self._look_s = changed, look_s
+        self._mb_per_s = mb_per_s
         self._bucket = Bucket(mb_per_s * 1e6, time.monotonic())
         self._peer: Peer | None = None
         self._another = asyncio.Event()
@@ -274,6 +275,16 @@ class Replicas:
             self._peer = peer
             self._break_off()
             self._another.set()
+
+    def limit(self, mb_per_s: float) -> None:
+        """Keep to another bandwidth, from the next part (16 MB) on of a pull that is under way.
+
+        Args:
+            mb_per_s: in 10**6 bytes; 0 for no limit.
+        """
+        if mb_per_s != self._mb_per_s:
+            self._mb_per_s = mb_per_s
+            self._bucket = Bucket(mb_per_s * 1e6, time.monotonic())
 
     async def run(self) -> None:
         """Pull whenever there is something newer, until cancelled."""

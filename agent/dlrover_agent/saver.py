@@ -126,7 +126,7 @@ class Saver:
                 socket,
                 candidates=self._candidates,
                 holders=self._holders,
-                bind=site.addr if site.addr.startswith("127.") else "",
+                addr=site.addr,
             )
             self._tasks.append(asyncio.create_task(self._depot.run()))
         except (OSError, DLRoverError) as error:
@@ -147,8 +147,13 @@ class Saver:
         """By local rank: why what the worker has is not saved."""
         self._told: set[tuple[int, int, int]] = set()
         """Sets of which it was said at once that they are to be stored."""
-        self.in_use = self._arena is not None and any(arena.scan(self._arena.path))
+        self._memory: list[Held] = []
+        """What was there at the last look."""
+        self._unseen = ""
+        """Why that is not what is there now."""
+        self.in_use = False
         """There is, or was, a checkpoint here."""
+        self.memory()
 
     @property
     def path(self) -> Path | None:
@@ -173,6 +178,8 @@ class Saver:
 
     def facts(self) -> dict[str, Any]:
         """Fields of the report; the memory is looked at now."""
+        if self._arena is not None:
+            self._arena.alive()
         copies = self._replicas.trouble if self._replicas is not None else ""
         unsaved = self._unsaved[min(self._unsaved)] if self._unsaved else ""
         return {
@@ -181,16 +188,22 @@ class Saver:
             "stores": bool(self._store),
             "persisting": self._persisting,
             "stored": self._stored,
-            "checkpoint_trouble": self.trouble or unsaved or self._persister.trouble or copies,
+            "checkpoint_trouble": (
+                self.trouble or self._unseen or unsaved or self._persister.trouble or copies
+            ),
         }
 
     def memory(self) -> list[Held]:
-        """What the node holds whole, the newest first."""
+        """What the node holds whole, the newest first; what it did, if that cannot be looked at."""
         if self.path is None:
             return []
-        found = held(self.path, self._site.job)
-        self.in_use |= bool(found)
-        return found
+        try:
+            self._memory, self._unseen = held(self.path, self._site.job), ""
+        except OSError as error:  # no more descriptors, say
+            words = f"{error.filename or self.path}: {error.strerror}"
+            self._unseen = f"memory cannot be looked at: {words}"[:1000]
+        self.in_use |= bool(self._memory)
+        return self._memory
 
     # --- what happens ---
 
@@ -205,7 +218,7 @@ class Saver:
         self._flagged[local_rank] = set()
         extra = arena.extra(self.path, local_rank)
         for path in (*arena.place(self.path, local_rank), extra):
-            with contextlib.suppress(FileNotFoundError), Slot(path) as slot:
+            with contextlib.suppress(OSError), Slot(path) as slot:  # the next report tells of it
                 found = slot.summary()
                 if found is not None and found.persist:
                     self._flagged[local_rank].add(found.id)
@@ -250,6 +263,7 @@ class Saver:
 
     def _follow(self, peer: Peer | None) -> None:
         """Keep copies of this one's memory."""
+        mb_per_s = self._policy.get("bandwidth", 0) / 1e6
         if self._replicas is None:
             if peer is None or self.path is None:
                 return
@@ -258,9 +272,10 @@ class Saver:
                 self._site.job,
                 self._token,
                 changed=self._changed,
-                mb_per_s=self._policy.get("bandwidth", 0) / 1e6,
+                mb_per_s=mb_per_s,
             )
             self._tasks.append(asyncio.create_task(self._replicas.run()))
+        self._replicas.limit(mb_per_s)
         self._replicas.follow(peer)
 
     @property

@@ -147,7 +147,8 @@ def serve_store(port: int, listening: int, control: int) -> NoReturn:
     """Serve the store of one round until killed."""
     distributed = importlib.import_module("torch.distributed")
     with socket.socket(fileno=os.dup(listening)) as where:
-        host = "::1" if where.family == socket.AF_INET6 else "127.0.0.1"
+        host = str(where.getsockname()[0])
+    host = {"::": "::1", "0.0.0.0": "127.0.0.1"}.get(host, host)
     store = distributed.TCPStore(
         host, port, None, True, wait_for_workers=False, master_listen_fd=listening
     )

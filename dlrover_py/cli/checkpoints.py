@@ -5,13 +5,14 @@ Everything but tensors in shards is done without torch: a manifest says where th
 
 import contextlib
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from math import prod
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import xxhash
@@ -370,7 +371,9 @@ def export(
     rank alone is left out, unless --keys names it.
     """
     store, manifest = _chosen(directory, which)
-    if out.exists():
+    with _told():
+        there = out.exists()
+    if there:
         raise ConfigError(f"{out} is there: name another, or remove it")
     chosen = [w for w in manifest.pieces if w.piece.key.startswith(keys)]
     objects = [o for o in manifest.objects if o.key.startswith(keys)]
@@ -384,15 +387,20 @@ def export(
         raise ConfigError(
             f"no tensor's key begins with {keys!r}; they begin with {', '.join(tops)}"
         )
+    if keys in (*(w.piece.key for w in chosen), *(o.key for o in objects)):
+        raise ConfigError(
+            f"--keys {keys!r} is a whole key, of which no name would be left: name a shorter prefix"
+        )
     tensors = {key.removeprefix(keys): shards for key, shards in _by_key(chosen).items()}
     total = sum(w.piece.nbytes for w in chosen)
     reader = _Reader(store, manifest)
-    with _progress(f"step {manifest.step}", total, quiet=False) as advance:
+    with _progress(f"step {manifest.step}", total, quiet=False) as advance, _part(out) as part:
         if form == "torch":
-            files = [_export_torch(out, tensors, objects, keys, reader, advance)]
+            _export_torch(part, tensors, objects, keys, reader, advance)
         else:
-            files = _export_safetensors(out, tensors, reader, advance, int(shard_gb * 1e9))
-    for path in files:
+            limit = None if out.suffix == ".safetensors" else int(shard_gb * 1e9)
+            _export_safetensors(part, tensors, reader, advance, limit)
+    for path in sorted(out.iterdir()) if out.is_dir() else [out]:
         click.echo(f"{path}: {_size(path.stat().st_size)}")
 
 
@@ -441,7 +449,7 @@ def _export_torch(
     keys: str,
     reader: _Reader,
     advance: Callable[[int], None],
-) -> Path:
+) -> None:
     import io
 
     import torch
@@ -454,22 +462,33 @@ def _export_torch(
         data = bytearray(item.nbytes)
         _read(reader.store, reader.manifest, item, memoryview(data))
         state[item.key.removeprefix(keys)] = torch.load(io.BytesIO(data), weights_only=True)
-    with _written(out) as file:
+    with out.open("wb") as file:
         torch.save(state, file)
-    return out
 
 
 @contextlib.contextmanager
-def _written(path: Path) -> Iterator[IO[bytes]]:
-    """A file that is there once it is whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    try:
-        with _told(), part.open("wb") as file:
-            yield file
-        part.rename(path)
-    finally:
-        part.unlink(missing_ok=True)
+def _part(out: Path) -> Iterator[Path]:
+    """Where to write a file or a folder, which is OUT once it is whole, and else gone.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    part = out.with_name(f".{out.name}.part")
+    with _told():
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _clear(part)  # of one that was killed
+        try:
+            yield part
+            part.rename(out)
+        finally:
+            _clear(part)
+
+
+def _clear(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _export_safetensors(
@@ -477,9 +496,10 @@ def _export_safetensors(
     tensors: dict[str, list[Written]],
     reader: _Reader,
     advance: Callable[[int], None],
-    limit: int,
-) -> list[Path]:
-    """One file or several; their format is https://github.com/huggingface/safetensors#format."""
+    limit: int | None,
+) -> None:
+    """A file without a limit, else a folder; their format is
+    https://github.com/huggingface/safetensors#format."""
     sizes = {}
     for key, shards in tensors.items():
         piece = shards[0].piece
@@ -488,17 +508,17 @@ def _export_safetensors(
         sizes[key] = replace(piece, shape=piece.whole).nbytes
     bins: list[list[str]] = [[]]
     filled = 0
-    single = out.suffix == ".safetensors"
     for key, size in sizes.items():
-        if not single and bins[-1] and filled + size > limit:
+        if limit is not None and bins[-1] and filled + size > limit:
             bins.append([])
             filled = 0
         bins[-1].append(key)
         filled += size
-    files = []
+    if limit is not None:
+        out.mkdir()
     index: dict[str, str] = {}
     for number, names in enumerate(bins, 1):
-        if single:
+        if limit is None:
             path = out
         elif len(bins) == 1:
             path = out / "model.safetensors"
@@ -517,19 +537,14 @@ def _export_safetensors(
             index[key] = path.name
         text = json.dumps(head, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        with _written(path) as file:
+        with path.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for key in names:
                 file.write(reader.raw(tensors[key]))
                 advance(sizes[key])
-        files.append(path)
     if len(bins) > 1:
-        path = out / "model.safetensors.index.json"
         whole = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": index}
-        with _written(path) as file:
-            file.write(json.dumps(whole, indent=2).encode())
-        files.append(path)
-    return files
+        (out / "model.safetensors.index.json").write_text(json.dumps(whole, indent=2))
 
 
 # --- rm ---
@@ -557,32 +572,38 @@ def rm(
     """Remove the checkpoints that WHICH names, or all that --keep, --every, --best do not keep.
 
     The newest stays, unless --newest-too says otherwise. A checkpoint's manifest goes first, so
-    that none is ever half there.
+    that none is ever half there. One whose manifest is damaged is named by its folder.
     """
     rules = newest is not None or every is not None or best is not None
     if bool(which) == rules:
         raise ConfigError("say which to remove, or which to keep (--keep N, --every K, --best B)")
     store, found = _all(directory)
+    spoilt = [w for w in dict.fromkeys(which) if f"{w}.json" in store.damaged]
     if rules:
         stay = kept(found, Keep(newest or 1, every or 0, best or 0, highest))
         gone = [m for m in found if m.folder not in stay]
     else:
-        gone = list({m.folder: m for m in (_named(store, found, w) for w in which)}.values())
-        if found[0] in gone and not newest_too:
+        named = [_named(store, found, w) for w in which if w not in spoilt]
+        gone = list({m.folder: m for m in named}.values())
+        if gone and found[0] in gone and not newest_too:
             raise ConfigError(
                 f"step {found[0].step} is the newest: --newest-too removes it all the same"
             )
-    if not gone:
+    if not gone and not spoilt:
         click.echo("nothing to remove")
         return
     steps = ", ".join(str(m.step) for m in gone)
     size = _size(sum(m.nbytes for m in gone))
-    what = f"{len(gone)} of {len(found)} checkpoints in {store.place.url}: steps {steps}, {size}"
+    what = f"{len(gone)} of {len(found)} checkpoints in {store.place.url}"
+    if gone:
+        what += f": steps {steps}, {size}"
+    if spoilt:
+        what += f", and what may be whole but for its manifest: {', '.join(spoilt)}"
     if not yes:
         if not sys.stdin.isatty():
             raise ConfigError(f"this removes {what}: say --yes, as there is nobody to be asked")
         click.confirm(f"this removes {what}\ngo on?", abort=True, err=True)
-    for manifest in gone:
+    for folder in (*(m.folder for m in gone), *spoilt):
         with _told():
-            store.remove(manifest)
-        click.echo(f"removed {store.where(manifest)}")
+            store.remove(folder)
+        click.echo(f"removed {store.place.url}/{folder}")

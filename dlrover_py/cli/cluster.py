@@ -425,7 +425,7 @@ class ClusterJob:
                     for line in view.farewell(status) if status is not None and said else ():
                         print(line, flush=True)
                     if not said:
-                        print(f"{self.name} is {seen.phase}: {seen.reason}", flush=True)
+                        print(view.plain(f"{self.name} is {seen.phase}: {seen.reason}"), flush=True)
                 return 0 if seen.phase in (JobPhase.SUCCEEDED, JobPhase.STOPPED) else 1
         raise AssertionError("a watch never ends")
 

@@ -326,7 +326,7 @@ def events(name: str | None, as_json: bool, target: Target) -> None:
     with look(target, name, quiet=as_json) as job:
         picture = job.picture()
         for note in picture.notes:
-            click.echo(f"dlrover: {note}", err=True)
+            click.echo(view.plain(f"dlrover: {note}"), err=True)
         for event in picture.events:
             click.echo(event.model_dump_json() if as_json else view.event_line(event))
 
@@ -345,7 +345,7 @@ def why(name: str | None, round_number: int | None, as_json: bool, target: Targe
         click.echo(json.dumps([e.model_dump() for e in chain]))
         return
     if round_number is None:
-        click.echo(f"{picture.name} is {picture.phase}: {picture.reason}")
+        click.echo(view.plain(f"{picture.name} is {picture.phase}: {picture.reason}"))
         for condition in view.troubles(picture.conditions):
             if picture.reason not in condition.message:
                 click.echo(f"  {view.trouble_line(condition)}")

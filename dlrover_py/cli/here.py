@@ -11,6 +11,7 @@ from pathlib import Path
 from dlrover_py.cli import view
 from dlrover_py.cli.logs import LogWish, show
 from dlrover_py.cli.settings import Settings
+from dlrover_py.owner import is_own
 from dlrover_py.protocol import names
 from dlrover_py.protocol.errors import ConfigError, Unreachable
 from dlrover_py.protocol.local import Snapshot
@@ -62,8 +63,15 @@ def to_change(settings: Settings, name: str | None) -> "RunningJob":
 
 
 def running(settings: Settings) -> list[str]:
-    """Names of the jobs that have a cluster socket here."""
-    return sorted(p.parent.name for p in settings.runtime_root.glob(f"*/{names.CLUSTER_SOCKET}"))
+    """Names of the jobs that have a cluster socket here.
+
+    Raises:
+        ConfigError: another user could have put them there.
+    """
+    root = settings.runtime_root
+    if not is_own(root):
+        return []
+    return sorted(p.parent.name for p in root.glob(f"*/{names.CLUSTER_SOCKET}"))
 
 
 def past(settings: Settings) -> list[JobStatus]:

@@ -3,14 +3,13 @@
 import asyncio
 import contextlib
 import signal
-from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
-import uvicorn
 from rich.console import Console, RenderableType
 from rich.live import Live
 
+from dlrover_py import web
 from dlrover_py.cli import view
 from dlrover_py.cli.screen import News, Style, line
 from dlrover_py.cli.settings import Settings
@@ -60,15 +59,7 @@ async def _run(cluster: Cluster, grace_s: float, style: Style) -> int:
     for number in ENDING:
         loop.add_signal_handler(number, interrupted, number)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
-    config = uvicorn.Config(
-        api(cluster),
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        ws="none",
-        timeout_graceful_shutdown=1,
-    )
-    server = _Server(config)
+    server = web.server(api(cluster))
     serving = asyncio.create_task(server.serve([cluster.door()]))
     master = asyncio.create_task(cluster.keep_master())
     showing = asyncio.create_task(_show(cluster, style))
@@ -99,12 +90,6 @@ async def _run(cluster: Cluster, grace_s: float, style: Style) -> int:
     if failed is not None:
         raise failed
     return _farewell(cluster, style, interrupts)
-
-
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield  # the program keeps its signals
 
 
 def _farewell(cluster: Cluster, style: Style, interrupts: list[int]) -> int:

@@ -15,7 +15,8 @@ class Settings:
     """The environment of the ``dlrover`` command."""
 
     runtime_root: Path
-    """One folder for each running job: sockets and tokens."""
+    """One folder for each running job: sockets and tokens. It is to be this user's alone
+    (:func:`dlrover_py.owner.is_own`)."""
     state_root: Path
     """One folder for each run of a job: logs, journal, last status. They stay."""
     environ: dict[str, str]

@@ -1,12 +1,15 @@
-"""What people see of a job: pure functions from a snapshot to text and tables."""
+"""What people see of a job: pure functions from a snapshot to text and tables.
 
+What a script, a worker or another program has said is in them as :func:`plain` has it.
+"""
+
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -39,6 +42,7 @@ _WELL_WHEN_TRUE = ("Accepted", "MasterReady", "JournalWritable")
 _NEITHER = ("PodsReady", "Running", "Succeeded", "Suspended")
 _CALM = ("Finished", "Suspended", "Waiting", "Creating")
 """Reasons why a master is not ready that need nobody's help."""
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +129,20 @@ class JobTable:
         return self._line({c: getattr(row, c) for c in self._columns})
 
     def _line(self, cells: Mapping[str, str]) -> str:
-        return " ".join(cells[c].ljust(self._widths[c]) for c in self._columns).rstrip()
+        line = " ".join(cells[c].ljust(self._widths[c]) for c in self._columns)
+        return plain(line.rstrip())
+
+
+def plain(said: str) -> str:
+    """Words that a terminal only shows: control characters other than newline and tab as ``\\x1b``.
+
+    Raw they would clear the screen of who looks, or write what was never so.
+    """
+    return _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", said)
+
+
+def _text(said: str, style: str = "") -> Text:
+    return Text(plain(said), style=style)
 
 
 def clock(at: float) -> str:
@@ -136,7 +153,7 @@ def clock(at: float) -> str:
 def event_line(event: JobEvent) -> str:
     """One event on one line."""
     took = f" [{duration(event.took_s)}]" if event.took_s is not None else ""
-    return f"{clock(event.at)} {event.reason}: {event.message}{took}"
+    return plain(f"{clock(event.at)} {event.reason}: {event.message}{took}")
 
 
 def duration(seconds: float) -> str:
@@ -155,7 +172,7 @@ def progress_words(progress: Progress | None) -> str:
     of = f"/{progress.total}" if progress.total else ""
     speed = f", {progress.steps_per_s:.1f} steps/s" if progress.steps_per_s else ""
     metrics = "".join(f", {k} {v:.4g}" for k, v in progress.metrics.items())
-    return f"step {progress.step}{of}{speed}{metrics}"
+    return plain(f"step {progress.step}{of}{speed}{metrics}")
 
 
 def summary(status: JobStatus) -> str:
@@ -179,7 +196,7 @@ def nodes_table(nodes: Iterable[NodeStatus], pods: Mapping[str, str] | None = No
         gone = node.phase is NodePhase.GONE
         pids = ", ".join(str(p) for p in node.pids if p)
         workers = f"{node.workers.value}{', warm' if node.warm else ''}"
-        table.add_row(
+        cells = (
             node.id,
             node.phase.value,
             "" if gone else node.role.value,
@@ -188,10 +205,10 @@ def nodes_table(nodes: Iterable[NodeStatus], pods: Mapping[str, str] | None = No
             "" if gone else f"{workers}{f' (pid {pids})' if pids else ''}",
             "" if node.step is None or gone else str(node.step),
             str(node.restarts) if node.restarts else "",
-            *([escape(pods.get(node.id, "-"))] if pods else []),
-            escape(node.message),
-            style="dim" if gone else None,
+            *([pods.get(node.id, "-")] if pods else []),
+            node.message,
         )
+        table.add_row(*map(_text, cells), style="dim" if gone else None)
     return table
 
 
@@ -234,48 +251,48 @@ def trouble_line(condition: Condition) -> str:
     """What is wrong, on one line."""
     said = condition.message.splitlines()
     words = condition.type if condition.status == "True" else f"not {condition.type}"
-    return f"{words}: {said[0] if said else condition.reason}"
+    return plain(f"{words}: {said[0] if said else condition.reason}")
 
 
 def description(picture: Picture) -> list[RenderableType]:
     """All that is known, what is wrong first."""
     parts: list[RenderableType] = [
-        Text(f"trouble   {trouble_line(c)}", style="yellow") for c in troubles(picture.conditions)
+        _text(f"trouble   {trouble_line(c)}", "yellow") for c in troubles(picture.conditions)
     ]
-    parts += [Text(line) for line in picture.heads]
+    parts += [_text(line) for line in picture.heads]
     status = picture.status
     told = summary(status) if status is not None else ""
     same = status is not None and status.phase.value == picture.phase
     now = told if same else f"{picture.phase} (its master: {told})" if told else picture.phase
-    parts += [Text(f"status    {now}"), Text(f"why       {picture.reason}")]
+    parts += [_text(f"status    {now}"), _text(f"why       {picture.reason}")]
     if status is not None and status.restarts:
         words = ", ".join(f"{n} by {cause}" for cause, n in status.restarts.items())
-        parts.append(Text(f"rounds    {words}"))
-    parts += [Text(f"note      {note}") for note in picture.notes]
+        parts.append(_text(f"rounds    {words}"))
+    parts += [_text(f"note      {note}") for note in picture.notes]
     nodes = status.nodes if status is not None else []
     parts += [Text(""), nodes_table(nodes, picture.pods)] if nodes else []
     others = sorted({NodeId(n) for n in picture.pods} - {NodeId(n.id) for n in nodes}, key=id_key)
     parts += [
-        Text(f"{node:9} {picture.pods[node]}")
+        _text(f"{node:9} {picture.pods[node]}")
         for node in sorted(map(NodeId, others), key=id_key)[:20]
     ]
     if len(others) > 20:
-        parts.append(Text(f"… and {len(others) - 20} more"))
+        parts.append(_text(f"… and {len(others) - 20} more"))
     parts.append(Text(""))
     for condition in picture.conditions:
         mark = {"True": "yes", "False": "no"}.get(condition.status, "?")
-        parts.append(Text(f"{condition.type:16} {mark:4} {condition.message}"))
+        parts.append(_text(f"{condition.type:16} {mark:4} {condition.message}"))
     failure = status.last_failure if status is not None else None
     if failure is not None:
         where = f"{failure.node}, round {failure.round}, rank {failure.worker.rank}"
         parts.append(
-            Text(
+            _text(
                 f"\nlast failure at {clock(failure.at)}: {where}: "
                 f"{failure.worker.message}\n{failure.worker.traceback}"
             )
         )
     parts.append(Text(""))
-    parts += [Text(event_line(event)) for event in picture.events[-10:]]
+    parts += [_text(event_line(event)) for event in picture.events[-10:]]
     return parts
 
 
@@ -285,7 +302,7 @@ def farewell(status: JobStatus) -> list[str]:
     lines = [f"{status.name} {status.phase.value.lower()} after {took}: {status.reason}"]
     if status.phase is JobPhase.FAILED and status.last_failure is not None:
         lines += status.last_failure.worker.traceback.splitlines()
-    return lines
+    return [plain(line) for line in lines]
 
 
 def live(name: str, status: JobStatus | None, master: str, *, events: int = 8) -> RenderableType:
@@ -298,7 +315,7 @@ def live(name: str, status: JobStatus | None, master: str, *, events: int = 8) -
         events: so many, the newest.
     """
     if status is None:
-        return Text(f"{name}: {master}")
+        return _text(f"{name}: {master}")
     head = Text.assemble(
         (name, "bold"), "  ", (status.phase.value, _COLOUR[status.phase]), f"  round {status.round}"
     )
@@ -308,12 +325,12 @@ def live(name: str, status: JobStatus | None, master: str, *, events: int = 8) -
     head.append(f"  master {master} (term {status.term})", style="dim")
     parts: list[RenderableType] = [head]
     if status.phase in (JobPhase.FORMING, JobPhase.PENDING):
-        parts.append(Text(status.reason, style="yellow"))
+        parts.append(_text(status.reason, "yellow"))
     progress = status.progress
     if progress is not None:
         line = Table.grid(padding=(0, 2, 0, 0))
         bar = [ProgressBar(progress.total, progress.step, width=40)] if progress.total else []
-        line.add_row(*bar, progress_words(progress))
+        line.add_row(*bar, _text(progress_words(progress)))
         parts.append(line)
     living = [n for n in status.nodes if n.phase is not NodePhase.GONE]
     gone = [n for n in status.nodes if n.phase is NodePhase.GONE]

@@ -4,7 +4,6 @@ import asyncio
 import gc
 import logging
 import os
-import resource
 import signal
 import socket
 import ssl
@@ -22,6 +21,7 @@ from dlrover_py.master.store import Store
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.names import MASTER_NAME
 from dlrover_py.rpc import watch_silence
+from dlrover_py.web import raise_file_limit
 
 log = logging.getLogger("master")
 
@@ -93,12 +93,6 @@ async def serve(
     for task, outcome in zip(tasks, ended, strict=True):
         if task in done and isinstance(outcome, BaseException):
             raise outcome
-
-
-def raise_file_limit() -> None:
-    """Each agent, and each silent connection, holds a descriptor: the usual 1,024 are few."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def collect_seldom() -> None:
@@ -181,17 +175,25 @@ def read_token(path: Path) -> str:
     """The job's token.
 
     Raises:
-        ConfigError: missing, empty, or readable by others.
+        ConfigError: missing, empty, readable by others, or written by others.
     """
     try:
-        token = path.read_text().strip()
-        mode = path.stat().st_mode & 0o077
+        with path.open() as file:
+            token = file.read().strip()
+            found = os.fstat(file.fileno())
     except OSError as error:
         raise ConfigError(f"token file {path}: {error.strerror}") from error
     if len(token) < 16:
         raise ConfigError(f"token file {path}: expected at least 16 characters")
-    if mode & 0o007:
+    if found.st_mode & 0o007:
         raise ConfigError(f"token file {path}: others may read it; expected mode 0600")
+    if found.st_mode & 0o020:  # a mounted Secret is for its group to read: 0440, and root's
+        raise ConfigError(f"token file {path}: its group may write to it; expected mode 0600")
+    if found.st_uid not in (os.getuid(), 0):
+        raise ConfigError(
+            f"token file {path}: it belongs to user {found.st_uid}; expected user {os.getuid()}, "
+            "as whom this runs, or root"
+        )
     return token
 
 

@@ -4,7 +4,6 @@ Two ports: the job's (token on every path) and one for health and metrics (no to
 """
 
 import asyncio
-import contextlib
 import functools
 import hashlib
 import hmac
@@ -14,16 +13,14 @@ import ssl
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-import uvicorn
 from fastapi import FastAPI, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from dlrover_py import __version__
+from dlrover_py import __version__, web
 from dlrover_py.master.exchange import NODE, Exchanges, error_body, no_whole_body
 from dlrover_py.master.loop import Loop, Passive
 from dlrover_py.protocol.agents import AgentReport, Assignment, Candidates, ErrorReply, Holders
@@ -325,85 +322,34 @@ def health_app(loop: Loop, registry: CollectorRegistry, *, dead_s: float = 30.0)
     return app
 
 
-def _patient_for(header_s: float, exchanges: Exchanges | None) -> type[asyncio.Protocol]:
-    """uvicorn's protocol, with two differences.
-
-    A connection that says nothing is closed: uvicorn's waits for ever. And where exchanges are
-    given, those that are plain take their direct road.
-    """
-
-    class Impatient(HttpToolsProtocol):
-        _patience: asyncio.TimerHandle | None = None
-
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            self._opened_at = self.loop.time()
-            self._wait_for_head()
-
-        def on_message_begin(self) -> None:
-            super().on_message_begin()
-            if self._patience is None:  # not the first request of this connection
-                self._wait_for_head()
-
-        def on_headers_complete(self) -> None:
-            self._wait_no_more()
-            if exchanges is not None and (self.cycle is None or self.cycle.response_complete):
-                held = exchanges.accept(self, self._opened_at)
-                if held is not None:
-                    self.cycle = held  # type: ignore[assignment]
-                    self.scope = self.headers = None  # type: ignore[assignment]
-                    return
-            super().on_headers_complete()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._wait_no_more()
-            super().connection_lost(exc)
-            # They refer to each other and to us: with that broken, no collector is needed.
-            self.cycle = self.scope = self.headers = None  # type: ignore[assignment]
-
-        def _wait_for_head(self) -> None:
-            self._patience = self.loop.call_later(header_s, self.transport.close)
-
-        def _wait_no_more(self) -> None:
-            if self._patience is not None:
-                self._patience.cancel()
-                self._patience = None
-
-    return Impatient
-
-
-class Server(uvicorn.Server):
-    """uvicorn as a part of our program, which keeps the signals for itself."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave the signals alone."""
-        yield
-
-
 def server(
     app: ASGIApp,
     *,
     header_s: float,
     exchanges: Exchanges | None = None,
     tls: ssl.SSLContext | None = None,
-) -> Server:
+) -> web.Server:
     """A server that is ready to be run on a socket of ours."""
-    options: dict[str, Any] = {
-        "http": _patient_for(header_s, exchanges),
-        "ws": "none",
-        "lifespan": "off",
-        "log_config": None,
-        "access_log": False,
-        "log_level": logging.WARNING,
-        "server_header": False,
-        "proxy_headers": False,
-        "backlog": 4096,
-        # An agent's connection is idle only between two exchanges.
-        "timeout_keep_alive": 75,
-        "timeout_graceful_shutdown": 1,
-    }
-    config = uvicorn.Config(app, **options)
-    config.load()
-    config.ssl = tls  # it takes file names only
-    return Server(config)
+    protocol = web.Impatient if exchanges is None else _direct(exchanges)
+    return web.server(app, header_s=header_s, protocol=protocol, tls=tls)
+
+
+def _direct(exchanges: Exchanges) -> type[web.Impatient]:
+    """A protocol in which exchanges that are plain take their direct road."""
+
+    class Direct(web.Impatient):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._opened_at = self.loop.time()
+
+        def on_headers_complete(self) -> None:
+            if self.cycle is None or self.cycle.response_complete:
+                held = exchanges.accept(self, self._opened_at)
+                if held is not None:
+                    self._wait_no_more()
+                    self.cycle = held  # type: ignore[assignment]
+                    self.scope = self.headers = None  # type: ignore[assignment]
+                    return
+            super().on_headers_complete()
+
+    return Direct

@@ -7,6 +7,8 @@ Files are checked strictly: an unknown field is an error with its path. Objects 
 read leniently (:meth:`ElasticJob.read`): the server has checked them, maybe by a newer schema.
 """
 
+import hashlib
+import json
 import re
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Final, Literal, Self
@@ -185,6 +187,12 @@ class ReplicaSpec(Role):
         except ValidationError as error:
             raise ConfigError(explain(error, prefix=where)) from error
 
+    @property
+    def template_hash(self) -> str:
+        """What tells a Pod of this template from one of another."""
+        text = json.dumps(self.template, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
     def main_container(self) -> int:
         """Index of that container.
 
@@ -276,8 +284,9 @@ class CheckpointSpec(_Strict):
     """Which of them stay there."""
     replicas: Annotated[int, Field(ge=0, le=1)] = 1
     """Copies of each node's state in the memory of another node; a job of one node has none."""
-    bandwidth: Annotated[int, Field(ge=1, le=2**53)] | None = None
-    """Bytes per second that a node takes for such copies at most; no bound if absent."""
+    bandwidth: Annotated[int, Field(ge=1_000_000, le=2**53)] | None = None
+    """Bytes per second that a node takes for such copies at most; no bound if absent. With less
+    than 1 MB/s no copy would ever be whole."""
     save_at_breakpoint: bool = False
     """After a failure of a worker the newest state goes to ``dir``."""
 

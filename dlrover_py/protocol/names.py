@@ -101,7 +101,8 @@ JOB_ENV: Final = (
 )
 """All that makes a process a part of a job."""
 
-# --- what is kept from the workers: a script must not be able to speak for its agent ---
+# --- what is kept from the workers, so that no script speaks for its agent unasked; one that looks
+# for the token in its Pod, or as its user, finds it ---
 PRIVATE_ENV: Final = (ENV_TOKEN_FILE, ENV_LIFELINE_FD)
 
 # --- the master ---
@@ -114,6 +115,8 @@ MASTER_NAME: Final = "dlrover-master"
 LABEL_JOB: Final = "elasticjob.dlrover/name"
 LABEL_ROLE: Final = "elasticjob.dlrover/replica-type"
 LABEL_INDEX: Final = "elasticjob.dlrover/replica-index"
+NOTE_TEMPLATE: Final = "elasticjob.dlrover/template"
+"""Annotation of a node's Pod: of which template it was made."""
 LABEL_APP: Final = "app"
 APP: Final = "dlrover"
 ROLE_WORKER: Final = "worker"

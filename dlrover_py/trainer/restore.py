@@ -48,7 +48,10 @@ ASK_S = 120.0
 """The agent is asked so long for what memory holds, if its master is away."""
 AGAIN_S = 0.5
 STORE_S = 20.0
-"""Where memory has a checkpoint, storage is waited for so long to tell of its own."""
+"""Where memory has a checkpoint, storage is waited for so long to tell of its own; where it has
+none, so long without a word."""
+SAY_S = 60.0
+"""How often it is said that storage is waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,7 +421,7 @@ def load(
 
     def manifest(folder: str) -> tuple[Store, Manifest] | None:
         if store is not None and folder not in manifests:
-            manifests.update((m.folder, m) for m in store.checkpoints())
+            manifests.update((m.folder, m) for m in _listed(store, None, log))
         return (store, manifests[folder]) if store is not None and folder in manifests else None
 
     tried: list[str] = []
@@ -593,7 +596,7 @@ def _candidates(
     stored: list[Found] = []
     if store is not None:
         try:
-            for m in _listed(store, STORE_S if memory else None):
+            for m in _listed(store, STORE_S if memory else None, log):
                 manifests[m.folder] = m
                 stored.append(Found(m.step, m.round, m.lap, m.world, m.job, False, m.folder))
             claimed = claimed or bool(stored)
@@ -608,19 +611,26 @@ def _candidates(
                     f"{store.place.url}/{name} is damaged ({why}), and there is no other "
                     "checkpoint: bring it back, or remove it to begin anew"
                 )
+            if store.unread:  # it may be the newest
+                name = min(store.unread)
+                blind = f"{store.place.url}/{name} is left out: {store.damaged[name]}"
     if blind:
         log.warning("not all checkpoints are known: %s", blind)
     return merge(memory, stored, job), claimed, blind
 
 
-def _listed(store: Store, within_s: float | None) -> list[Manifest]:
+def _listed(store: Store, within_s: float | None, log: logging.Logger) -> list[Manifest]:
     """What is in storage.
+
+    Args:
+        store: which.
+        within_s: for so long it is waited for; None: until it answers, for to go on without what
+            it may have would be to lose that.
+        log: where it is said that it is waited for.
 
     Raises:
         TimeoutError: it did not answer: a network's file system, whose server is gone, never does.
     """
-    if within_s is None:
-        return store.checkpoints()
     found: Future[list[Manifest]] = Future()
 
     def look() -> None:
@@ -630,12 +640,23 @@ def _listed(store: Store, within_s: float | None) -> list[Manifest]:
             found.set_exception(error)
 
     threading.Thread(target=look, name="dlrover-store", daemon=True).start()
-    try:
-        return found.result(within_s)
-    except TimeoutError as error:
-        if found.done():
-            raise
-        raise TimeoutError(f"it did not answer for {within_s:g} s") from error
+    waited = 0.0
+    while True:
+        wait_s = within_s or (SAY_S if waited else STORE_S)
+        try:
+            return found.result(wait_s)
+        except TimeoutError as error:
+            if found.done():  # by now, or with this very error
+                return found.result()
+            waited += wait_s
+            if within_s is not None:
+                raise TimeoutError(f"it did not answer for {within_s:g} s") from error
+        log.warning(
+            "%s has not told of its checkpoints for %.0f s; load() waits, for it may have the "
+            "newest: see whether `ls` of it answers, and bring its server back or end the job",
+            store.place.url,
+            waited,
+        )
 
 
 def merge(memory: Sequence[Found], stored: Sequence[Found], job: str) -> list[Found]:

@@ -15,6 +15,7 @@ from dlrover_operator.settings import Settings
 from dlrover_py.kube import Kube
 from dlrover_py.protocol.errors import DLRoverError
 from dlrover_py.telemetry import setup
+from dlrover_py.web import raise_file_limit, server
 
 log = logging.getLogger("operator")
 
@@ -37,16 +38,17 @@ async def _run(settings: Settings) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    raise_file_limit()
     pages = health.listen(settings.health)
     async with await Kube.connect() as api:
         operator = Operator(api, settings.masters, settings.namespaces)
-        server = health.server(operator)
+        serving = server(health.app(operator))
         port = pages.getsockname()[1]
         where = ",".join(settings.namespaces) or "everywhere"
         log.info("started", extra={"namespaces": where, "health_port": port})
         tasks = [
             asyncio.create_task(operator.run()),
-            asyncio.create_task(server.serve([pages])),
+            asyncio.create_task(serving.serve([pages])),
             asyncio.create_task(stop.wait()),
         ]
         done, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,11 +1,7 @@
 """Health, readiness and metrics of the operator, on one port."""
 
-import contextlib
-import logging
 import socket
-from collections.abc import Iterator
 
-import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -50,28 +46,3 @@ def listen(address: str) -> socket.socket:
     except (OSError, OverflowError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "the port is no number"
         raise ConfigError(f"--health {address}: {why}; expected a free host:port") from error
-
-
-class Server(uvicorn.Server):
-    """uvicorn as a part of our program, which keeps the signals for itself."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave the signals alone."""
-        yield
-
-
-def server(operator: Operator) -> Server:
-    """What serves them on a socket of ours."""
-    return Server(
-        uvicorn.Config(
-            app(operator),
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            log_level=logging.WARNING,
-            server_header=False,
-            timeout_graceful_shutdown=1,
-        )
-    )

@@ -1,6 +1,7 @@
 """What a user can get wrong: it is said where and what, nothing is started, and the code is 2."""
 
 import json
+import os
 import socket
 import subprocess
 from pathlib import Path
@@ -226,6 +227,68 @@ def test_a_folder_that_cannot_be_made_is_named(desk: Desk, monkeypatch: pytest.M
             (line,) = desk.refuse("job", "run", str(desk.file))
             assert line.startswith(f"dlrover: {desk.file}")
             assert "Not a directory" in line
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["job", "run", "job.yaml"],
+        ["job", "list"],
+        ["job", "get", "job"],
+        ["job", "describe"],
+        ["job", "logs", "job"],
+        ["job", "stop", "job"],
+        ["node", "kill", "n0"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("theirs", ["written to", "owned", "a link"])
+def test_a_folder_that_is_somebody_elses_as_well_is_not_used(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: Any, theirs: str, argv: list[str]
+) -> None:
+    other = tmp_path_factory.mktemp("other")
+    root = other / "run"
+    root.mkdir(mode=0o755)
+    if theirs == "written to":
+        root.chmod(0o777)
+        words = "others can write to it (mode 0777)"
+    elif os.getuid() != 0:
+        pytest.skip("only root can give a folder away")
+    elif theirs == "owned":
+        os.chown(root, 54322, 54322)
+        words = "it belongs to user 54322"
+    else:
+        root.rename(other / "mine")
+        root.symlink_to(other / "mine")
+        os.lchown(root, 54322, 54322)
+        words = "it belongs to user 54322"
+    desk.file.write_text(GOOD)
+    monkeypatch.chdir(desk.folder)
+    monkeypatch.setenv("DLROVER_RUNTIME_DIR", str(root))
+    with monkeypatch.context() as quiet, socket.socket(socket.AF_UNIX) as stranger:
+        quiet.chdir(root)  # the path is long
+        Path("job").mkdir()
+        stranger.bind("job/cluster.sock")
+        stranger.listen()
+        stranger.setblocking(False)
+        quiet.chdir(desk.folder)
+        (line,) = desk.refuse(*argv)
+        with pytest.raises(BlockingIOError):
+            stranger.accept()
+    assert line.startswith(f"dlrover: {root}: {words}; expected a folder of your own")
+    assert "set DLROVER_RUNTIME_DIR to another" in line
+    assert {p.name for p in root.iterdir()} == {"job"}
+
+
+def test_a_folder_that_others_can_only_read_is_used(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: Any
+) -> None:
+    root = tmp_path_factory.mktemp("run")
+    root.chmod(0o755)
+    (root.parent / "link").symlink_to(root)
+    for path in (root, root.parent / "link", root / "not-yet"):
+        monkeypatch.setenv("DLROVER_RUNTIME_DIR", str(path))
+        assert "no job runs" in desk.refuse("node", "kill", "n0")[0]
 
 
 def test_a_path_that_is_too_long_for_a_socket_is_named(

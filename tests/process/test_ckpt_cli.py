@@ -196,6 +196,56 @@ def test_export_for_torch_load(
     assert torch.equal(loaded["model.w"], W + 7)
 
 
+@pytest.mark.parametrize("form", ["safetensors", "torch"])
+def test_an_export_that_fails_leaves_nothing(
+    store: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    manifest = Store(store).checkpoints()[0]
+    at = next(w for w in manifest.pieces if w.piece.key == "optimizer.state.w.exp_avg")
+    path = Path(store, manifest.folder, at.file)
+    whole = path.read_bytes()
+    data = bytearray(whole)
+    data[at.position + 9] ^= 16
+    path.write_bytes(data)
+    folder = tmp_path / "exports"
+    argv = ("export", store, str(folder / "out"), "--format", form, "--shard-gb", "0.0000003")
+    code, out, err = call(capsys, *argv)
+    assert (code, out, "are not those that were written" in err) == (1, "", True)
+    assert list(folder.iterdir()) == [], "neither a shard without its index nor a part"
+    path.write_bytes(whole)
+    left = folder / ".out.part"
+    left.mkdir()  # by one that was killed
+    assert call(capsys, *argv)[0] == 0
+    assert [path.name for path in folder.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("file/out", "file: File exists"),
+        ("file/out.safetensors", "file: File exists"),
+        ("x" * 250, f".{'x' * 250}.part: File name too long"),
+        ("x" * 300, f"{'x' * 300}: File name too long"),
+    ],
+    ids=["folder", "file", "part", "name"],
+)
+def test_an_export_that_cannot_be_written_is_told_in_a_line(
+    written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, why: str
+) -> None:
+    (tmp_path / "file").touch()
+    code, _, err = call(capsys, "export", str(written), str(tmp_path / name))
+    assert (code, err) == (1, f"dlrover: {tmp_path}/{why}\n")
+
+
+def test_a_prefix_that_is_a_whole_key_leaves_no_name(
+    written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "half.safetensors"
+    code, _, err = call(capsys, "export", str(written), str(out), "--keys", "model.half")
+    assert (code, out.exists()) == (2, False)
+    assert "'model.half' is a whole key" in err
+
+
 def test_rm(store: str, capsys: pytest.CaptureFixture[str]) -> None:
     def steps() -> list[int]:
         return [m.step for m in Store(store).checkpoints()]
@@ -214,6 +264,20 @@ def test_rm(store: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert not Path(store, "step-6.c6").exists()
     assert call(capsys, "rm", store, "step-7.c7", "5", "--newest-too", "--yes")[0] == 0
     assert steps() == []
+
+
+def test_rm_of_what_is_damaged(store: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in ("step-7.c7", "step-6.c6"):
+        Path(store, f"{folder}.json").write_bytes(b"torn")
+    code, _, err = call(capsys, "rm", store, "7", "--yes")
+    assert (code, "no checkpoint '7'" in err) == (2, True), "by its step one may mean another"
+    code, _, err = call(capsys, "rm", store, "step-7.c7")
+    assert (code, "this removes 0 of 1" in err, "its manifest: step-7.c7: say" in err) == (2, 1, 1)
+    code, out, _ = call(capsys, "rm", store, "step-7.c7", "--yes")
+    assert (code, out) == (0, f"removed {store}/step-7.c7\n")
+    assert list(Path(store).glob("step-7*")) == []
+    code, _, _ = call(capsys, "rm", store, "5", "step-6.c6", "--newest-too", "--yes")
+    assert (code, list(Path(store).glob("step-*"))) == (0, [])
 
 
 def test_looking_does_without_torch(written: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import stat
 
 from tests.process.harness import Place, eventually, job, members
 
@@ -88,6 +89,40 @@ def test_the_second_terminal(place: Place) -> None:
     assert "JobStopped" in place.call("dlrover", "job", "events").stdout
     nothing = place.call("dlrover", "job", "scale", "2")
     assert (nothing.returncode, "no job runs" in nothing.stderr) == (2, True)
+
+
+def test_what_a_job_has_written_is_for_its_user_alone(place: Place) -> None:
+    state = place.folder / "state"
+    with job(place, script="raise RuntimeError('the password is x')", replicas=1) as run:
+        assert run.wait() == 1
+    assert stat.S_IMODE(state.stat().st_mode) == 0o700
+    state.chmod(0o755)  # as it is where somebody else has made it
+    with job(place, script="print('x')", replicas=1) as run:
+        assert run.wait() == 0
+    assert stat.S_IMODE(state.stat().st_mode) == 0o755
+    folders = list(state.iterdir())
+    assert [stat.S_IMODE(folder.stat().st_mode) for folder in folders] == [0o700, 0o700]
+    assert all((folder / "status.json").exists() for folder in folders)
+
+
+def test_a_script_says_nothing_to_the_terminal_of_who_looks(place: Place) -> None:
+    words = "\x1b]0;mine\x07\x1b[2Jall is well"
+    script = f"""
+        import sys
+        print({words!r}, file=sys.stderr)
+        raise RuntimeError({words!r})
+    """
+    with job(place, script=script, replicas=1, restartCount=0) as run:
+        assert run.wait() == 1
+    shown = {verb: run.cli("job", verb) for verb in ("describe", "why", "events", "list")}
+    shown["run"] = place.call("dlrover", "job", "run", "--plain", "job.yaml").stdout
+    for verb, text in shown.items():
+        assert all(c.isprintable() or c in "\n\t" for c in text), verb
+    for verb in ("describe", "events", "run"):
+        assert r"RuntimeError: \x1b]0;mine\x07\x1b[2Jall is well" in shown[verb]
+    failure = json.loads(run.cli("job", "describe", "--json"))["status"]["lastFailure"]
+    assert words in failure["worker"]["message"]
+    assert words in run.cli("job", "logs")  # what a worker has written itself
 
 
 def test_logs_are_followed_to_the_end(place: Place) -> None:

@@ -439,6 +439,7 @@ async def test_what_cannot_be_done_is_one_sentence_each(terminal: Terminal, tmp_
 async def test_a_job_that_runs_here_comes_first(terminal: Terminal) -> None:
     run = terminal.place.folder / "run" / "x"
     run.mkdir(parents=True)
+    run.parent.chmod(0o700)
     put_job(terminal.cluster, phase="Running", training=training())
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

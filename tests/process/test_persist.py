@@ -21,9 +21,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrover_py.arena import Slot, digest, scan
-from dlrover_py.persist import NotWhole, Plan, Share, make_plan
+from dlrover_py.persist import Attempt, NotWhole, Plan, Share, make_plan
 from dlrover_py.protocol.checkpoint import (
     ITEM_BYTES,
+    Answer,
     Cancel,
     Grant,
     Keep,
@@ -31,7 +32,7 @@ from dlrover_py.protocol.checkpoint import (
     Phase,
     Piece,
 )
-from dlrover_py.storage import CLAIM, Store, folder_of
+from dlrover_py.storage import CLAIM, Folder, Sink, Store, folder_of
 from tests.slots import (
     JOB,
     Persister,
@@ -121,6 +122,28 @@ def test_plain_torch_reads_what_was_staged(persister: Persister, tmp_path: Path)
     assert nested["epoch"] == {"at": 4}
 
 
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
+def test_a_store_is_told_about_how_large_a_file_becomes(tmp_path: Path) -> None:
+    told: dict[str, int] = {}
+
+    class Measuring(Folder):
+        def sink(self, name: str, nbytes: int = 0) -> Sink:
+            told[name] = nbytes
+            return super().sink(name, nbytes)
+
+    size = 1 << 18
+    tensors = [(full("w", (size,)), bytes(4 * size)), (full("v", (size,)), bytes(4 * size))]
+    stage(tmp_path / "arena/0.0", tensors, {"epoch": bytes(1 << 16)})
+    store = Store(tmp_path)
+    store.place = Measuring(tmp_path)
+    attempt = Attempt(order(tmp_path / "arena", tmp_path, "w1"), lambda _: store, print, None)
+    attempt.start()
+    attempt.thread.join()
+    ((name, nbytes),) = told.items()
+    assert nbytes == 8 * size + (1 << 16)
+    assert nbytes < (tmp_path / name).stat().st_size < 1.05 * nbytes
+
+
 def test_three_nodes_write_one_checkpoint(trio: list[Persister], tmp_path: Path) -> None:
     """Shards of one tensor, copies of another, private values, all in one."""
     copied = torch.randn(1 << 18)
@@ -182,6 +205,19 @@ def test_three_nodes_write_one_checkpoint(trio: list[Persister], tmp_path: Path)
     assert loaded["rank/2/rng"].tolist() == [2, 2, 2]
 
 
+def test_the_metric_is_the_lowest_ranks(trio: list[Persister], tmp_path: Path) -> None:
+    """Whatever node that is on: after a replacement nodes and ranks are in no order."""
+    for rank, node in ((1, 0), (0, 1)):
+        arena = tmp_path / f"arena{node}"
+        simple(arena / "0.0", rank=rank, world=2, metric=(0.25, 99.0)[rank])
+        mine = order(arena, tmp_path / "ckpt", "m3", world=2, ranks=(rank,), node=f"n{node}")
+        trio[node].send(replace(mine, writers=("n0", "n1") if rank == 0 else ()))
+    ends = [one.end("m3") for one in trio[:2]]
+    assert [e.phase for e in ends] == [Phase.DONE] * 2, ends
+    (manifest,) = Store(tmp_path / "ckpt").checkpoints()
+    assert manifest.metric == 0.25
+
+
 def test_replicas_stand_in_for_a_lost_node(persister: Persister, tmp_path: Path) -> None:
     """Of rank 1 only a peer's copy is left, without the bytes that rank 0 has as well."""
     arena = tmp_path / "arena"
@@ -235,6 +271,20 @@ def test_retention_follows_each_commit(persister: Persister, tmp_path: Path) -> 
 
 
 # --- what is refused ---
+
+
+def test_a_leftover_that_cannot_be_removed_is_a_note(persister: Persister, tmp_path: Path) -> None:
+    simple(tmp_path / "arena/0.0")
+    store = Store(tmp_path / "ckpt")
+    left = folder_of(3, DRAWN)
+    for name in ("parts", "__0_0.distcp"):  # that is no file, to unlink it fails
+        (tmp_path / "ckpt" / left / name).mkdir(parents=True)
+    persister.send(order(tmp_path / "arena", tmp_path / "ckpt", "l1"))
+    answer = persister.end("l1")
+    assert answer.phase is Phase.DONE, answer
+    assert answer.notes == (
+        f"{store.place.url}/{left} is left over, and not removed: Is a directory",
+    )
 
 
 def test_a_flipped_bit_does_not_reach_storage(persister: Persister, tmp_path: Path) -> None:
@@ -360,6 +410,29 @@ def test_a_cancelled_order_frees_its_slots(persister: Persister, tmp_path: Path)
         wait_for(lambda: slot.lock(shared=False), "the lock")
     assert Store(tmp_path / "ckpt").checkpoints() == []
     wait_for(lambda: not (tmp_path / "ckpt/step-7.c1").exists(), "nothing to be left")
+
+
+def test_a_cancel_while_slots_are_let_go_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in range(2):
+        simple(tmp_path / f"arena/{rank}.0", rank=rank, world=2)
+    said: list[Answer] = []
+    close = Slot.close
+
+    def closed(slot: Slot) -> None:
+        close(slot)
+        attempt.give_up("called off")
+
+    def gone(_: str) -> Store:
+        monkeypatch.setattr(Slot, "close", closed)
+        raise OSError("the store is gone")
+
+    mine = order(tmp_path / "arena", tmp_path / "ckpt", "c3", world=2, ranks=(0, 1))
+    attempt = Attempt(mine, gone, said.append, None)
+    attempt.start()
+    attempt.thread.join()
+    assert [a.phase for a in said] == [Phase.WRITING, Phase.FAILED]
 
 
 def test_a_newer_order_calls_the_older_one_off(persister: Persister, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 
 from dlrover_py.protocol.checkpoint import Answer, Keep, Manifest, Owner, Phase
 from dlrover_py.protocol.errors import Superseded
-from dlrover_py.storage import Claimed, Store, folder_of
+from dlrover_py.storage import PART, Claimed, Store, folder_of
 from tests.flash import OPEN
 from tests.process.harness import Place, eventually, members
 from tests.process.test_flash import training
@@ -95,6 +96,27 @@ def test_claims_tombstones_and_retention_are_those_of_a_folder(url: str) -> None
         f"{folder_of(3, DRAWN)}.json",
     ]
     store.release()
+
+
+def test_of_an_upload_that_is_called_off_nothing_stays(url: str, server: Server) -> None:
+    def sent() -> int:
+        """Files of the size of a part that the server has, wherever."""
+        files = 0
+        for path in server.folder.rglob("*"):
+            with suppress(FileNotFoundError):
+                files += path.stat().st_size == PART
+        return files
+
+    assert sent() == 0
+    sink = Store(url).place.sink(f"{folder_of(7, DRAWN)}/__0_0.distcp")
+    for _ in range(4):
+        sink.write(bytes(PART))
+    eventually(lambda: sent() >= 3, "parts are there")
+    sink.abandon()
+    sink.abandon()
+    eventually(lambda: sent() == 0, "they are gone")
+    Store(url).place.sink("run-2/__0_0.distcp").abandon()  # before it has begun
+    assert Store(url).place.names() == []
 
 
 def test_two_nodes_write_into_a_bucket_and_torch_reads_it(

@@ -493,6 +493,25 @@ def test_a_connection_without_a_whole_head_is_closed(master: Master) -> None:
             assert closed(sock)
 
 
+def test_a_caller_that_is_answered_and_says_no_more_than_a_byte_is_left(master: Master) -> None:
+    """uvicorn's own patience after an answer ends with any byte, whatever it belongs to."""
+    early = b"POST /healthz HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n"
+    with contextlib.ExitStack() as stack:
+        held = []
+        for port in (master.job, master.health):
+            for said, more in ((early, b"x"), (request("GET", "/healthz", auth=None), b"\r\n")):
+                held.append(stack.enter_context(master.connect(port)))
+                held[-1].sendall(said)
+                assert read_reply(held[-1]).status in (200, 401, 405)
+                held[-1].sendall(more)
+        kept = stack.enter_context(master.connect())
+        kept.sendall(request("GET", "/v1/job", auth=f"Bearer {TOKEN}"))
+        assert read_reply(kept).status == 200
+        for sock in held:
+            assert closed(sock)
+        assert not readable(kept), "an agent's connection is kept between two exchanges"
+
+
 def test_half_a_body_is_waited_for_only_so_long(master: Master) -> None:
     data = json.dumps(report()).encode()
     whole = request("POST", "/v1/nodes/half/exchange", data, auth=f"Bearer {TOKEN}")
@@ -572,6 +591,8 @@ def test_an_address_that_makes_no_sense(address: str) -> None:
     [
         ("abc", 0o600, "expected at least 16 characters"),
         (TOKEN, 0o644, "others may read it; expected mode 0600"),
+        (TOKEN, 0o602, "others may read it; expected mode 0600"),
+        (TOKEN, 0o660, "its group may write to it; expected mode 0600"),
         (None, 0, "No such file"),
     ],
 )
@@ -583,6 +604,18 @@ def test_a_token_file_that_is_no_secret(
         path.write_text(text)
         path.chmod(mode)
     with pytest.raises(ConfigError, match=words):
+        read_token(path)
+
+
+def test_a_token_file_of_another_user(tmp_path: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can give a file away")
+    path = tmp_path / "token"
+    path.write_text(TOKEN)
+    path.chmod(0o440)  # as a Secret is mounted
+    assert read_token(path) == TOKEN
+    os.chown(path, 54322, 0)
+    with pytest.raises(ConfigError, match="it belongs to user 54322; expected user 0, as whom"):
         read_token(path)
 
 

@@ -284,6 +284,8 @@ def test_the_store_of_a_round_is_fresh_and_outlives_rank_0(place: Place) -> None
         for node in ("n0", "n1"):
             until_ready(run, node)
         (old,) = stores(run)
+        listens = [c for c in old.net_connections("tcp") if c.status == "LISTEN"]
+        assert [c.laddr.ip for c in listens] == ["127.0.0.1"], "all nodes are on this machine"
         kill_worker(run, 1)
         assert run.wait() == 0
         assert starts(run, 2, "n0") + starts(run, 2, "n1") == ["1", "1"], "no key of round 1"

@@ -147,22 +147,27 @@ def test_memory_that_does_not_suffice_is_refused_before_any_is_taken(slot: Slot)
     assert slot.size == 0
 
 
+@pytest.mark.parametrize("where", ["", "user.slice/job_7.scope", "user.slice"])
 @pytest.mark.parametrize("version", [1, 2])
-def test_the_containers_limit_counts_as_well(tmp_path: Path, version: int) -> None:
-    """As the kernel writes them: docs of cgroup-v1/memory and cgroup-v2."""
-    limit, used, idle, folder = {
-        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "memory"),
-        2: ("memory.max", "memory.current", "inactive_file", "."),
-    }[version]
-    at = tmp_path / folder
-    at.mkdir(exist_ok=True)
-    before = arena.headroom(tmp_path, tmp_path)
+def test_limits_of_our_cgroups_count_as_well(tmp_path: Path, version: int, where: str) -> None:
+    """As the kernel writes them: docs of cgroup-v1/memory and cgroup-v2. The root is that of a
+    container, the others of a job on a bare host."""
+    limit, used, idle, folder, ours = {
+        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "memory",
+            "2:cpu:/a:b\n4:hugetlb,memory:/user.slice/job_7.scope\n0::/\n"),
+        2: ("memory.max", "memory.current", "inactive_file", ".",
+            "0::/user.slice/job_7.scope\n"),
+    }[version]  # fmt: skip
+    (tmp_path / "ours").write_text(ours)
+    at = tmp_path / folder / where
+    at.mkdir(exist_ok=True, parents=True)
+    before = arena.headroom(tmp_path, tmp_path, tmp_path / "ours")
     (at / limit).write_text("100000\n")
     (at / used).write_text("60000\n")
     (at / "memory.stat").write_text(f"cache 50000\n{idle} 20000\n")
-    assert arena.headroom(tmp_path, tmp_path) == 60_000
+    assert arena.headroom(tmp_path, tmp_path, tmp_path / "ours") == 60_000
     (at / limit).write_text("9223372036854771712\n" if version == 1 else "max\n")
-    assert arena.headroom(tmp_path, tmp_path) >= before // 2
+    assert arena.headroom(tmp_path, tmp_path, tmp_path / "ours") >= before // 2
 
 
 def test_a_reader_keeps_the_writer_out_and_the_other_way_round(slot: Slot) -> None:
@@ -270,3 +275,60 @@ def test_what_the_dead_left_is_removed_but_not_at_once(tmp_path: Path) -> None:
     assert not dead.path.exists()
     assert living.path.exists(), "its owner lives, whatever the clock says"
     living.remove()
+
+
+def aged(folder: Path) -> float:
+    """Nothing was written there for longer than a stale one has; now, by the files' clock."""
+    now = folder.stat().st_mtime
+    for path in (folder, *folder.iterdir()):
+        os.utime(path, (now - 2 * arena.STALE_S,) * 2)
+    return now
+
+
+def test_what_the_dead_left_without_an_owner_is_removed_too(tmp_path: Path) -> None:
+    """Its removal was cut short."""
+    dead = Arena(tmp_path, "u1", "n0", now=0.0)
+    dead.close()
+    (dead.path / "0.0").write_bytes(b"left")
+    (dead.path / arena.OWNER).unlink()
+    Arena(tmp_path, "u2", "n0", now=dead.path.stat().st_mtime).remove()
+    assert dead.path.exists(), "somebody may be about to take it"
+    Arena(tmp_path, "u2", "n0", now=aged(dead.path)).remove()
+    assert not dead.path.exists()
+
+
+def test_what_is_removed_is_held_to_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Arena(tmp_path, "u1", "n0", now=0.0)
+    for number in range(9):
+        (one.path / f"{number}.0").write_bytes(b"kept")
+    gone: list[str] = []
+    unlink = os.unlink
+
+    def seen(path: Path | str, **more: int) -> None:
+        gone.append(Path(path).name)
+        unlink(path, **more)
+
+    monkeypatch.setattr(os, "unlink", seen)
+    one.remove()
+    assert len(gone) == 10
+    assert gone[-1] == arena.OWNER
+    assert not one.path.exists()
+
+
+@pytest.mark.parametrize("how", ["says so", "takes it"])
+def test_who_has_just_died_is_not_long_dead_though_its_last_save_is_old(
+    tmp_path: Path, how: str
+) -> None:
+    dead = Arena(tmp_path, "u1", "n0", now=0.0)
+    (dead.path / "0.0").write_bytes(b"the newest")
+    now = aged(dead.path)
+    if how == "says so":
+        dead.alive()
+    else:
+        dead.close()
+        dead = Arena(tmp_path, "u1", "n0", now=now)
+    dead.close()
+    Arena(tmp_path, "u2", "n0", now=now).remove()
+    assert (dead.path / "0.0").read_bytes() == b"the newest"

@@ -1,6 +1,7 @@
 """What is whole in memory, who keeps copies of whom, and what is stored."""
 
 from collections.abc import Iterable
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -562,6 +563,50 @@ def test_another_host_keeps_the_copy_where_that_can_be(hosts: list[str]) -> None
     together = sum(place[k] == place[s] for k, s in peers(members, {}).items())
     if most <= len(hosts) // 2:
         assert together == 0
+
+
+PLACED = st.dictionaries(
+    st.sampled_from([NodeId(f"n{i}") for i in range(8)]), st.just(None), min_size=2, max_size=5
+)
+"""Nodes of a round, in the order of their ranks."""
+
+
+@given(st.lists(st.sampled_from(["h1", "h2", "h3", ""]), min_size=8, max_size=8), PLACED, PLACED)
+def test_the_best_that_can_be_is_had_by_changing_as_few_pairs_as_can_be(
+    hosts: list[str], before: dict[NodeId, None], after: dict[NodeId, None]
+) -> None:
+    place = {NodeId(f"n{i}"): (host,) if host else () for i, host in enumerate(hosts)}
+    old = peers([(n, place[n]) for n in before], {})
+    members = [(n, place[n]) for n in after]
+
+    def worth(pairs: dict[NodeId, NodeId]) -> tuple[int, int]:
+        together = sum(place[k] == place[s] != () for k, s in pairs.items())
+        return together, sum(old.get(k) != s for k, s in pairs.items())
+
+    every = (dict(zip(after, sources, strict=True)) for sources in permutations(after))
+    best = min(worth(one) for one in every if all(k != s for k, s in one.items()))
+    found = peers(members, old)
+    assert found.keys() == set(found.values()) == after.keys()
+    assert all(keeper != source for keeper, source in found.items())
+    assert worth(found) == best
+    assert worth(peers(members, {}))[0] == best[0]
+    assert peers(members, found) == found, "nothing has changed"
+
+
+def test_a_second_node_of_a_host_keeps_another_hosts_copies() -> None:
+    members = [(NodeId(n), (n[0],)) for n in ("a1", "b1", "c1")]
+    old = peers(members, {})
+    found = peers([*members, (NodeId("a2"), ("a",))], old)
+    assert all(keeper[0] != source[0] for keeper, source in found.items())
+    assert sum(found[k] != old[k] for k in old) == 1, "somebody has to make room"
+
+
+def test_a_new_host_whose_nodes_have_but_each_other_takes_part_in_old_pairs() -> None:
+    members = [(NodeId(n), (n[0],)) for n in ("b1", "b2", "c1", "c2")]
+    old = peers(members, {})
+    found = peers([*members, (NodeId("a1"), ("a",)), (NodeId("a2"), ("a",))], old)
+    assert all(keeper[0] != source[0] for keeper, source in found.items())
+    assert sum(found[k] == old[k] for k in old) == 2
 
 
 def test_another_zone_comes_before_another_host() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from dlrover_agent.contact import LENGTH, Contact
+from dlrover_agent.contact import LENGTH, Contact, bound
 from dlrover_agent.loop import Reserved
 
 HERE = "127.0.0.1"
@@ -36,13 +36,14 @@ class Node:
 
 
 @contextmanager
-def node(round_number: int = 7, token: str = "secret") -> Iterator[Node]:
+def node(round_number: int = 7, token: str = "secret", addr: str = HERE) -> Iterator[Node]:
     """A node with its offer's port, of which the round's store has the TCP side."""
     found: list[Node] = []
-    reserved = Reserved(HERE, listen=True)
+    reserved = Reserved(addr, listen=True)
     port = reserved.offer.port
     contact = Contact(
         round_number,
+        addr,
         port,
         token,
         stands=lambda: found[0].there,
@@ -71,11 +72,14 @@ async def taken(wire: socket.socket) -> tuple[bytes, tuple[str, int]]:
         return data, sender
 
 
-@pytest.mark.parametrize("addr", [HERE, "localhost", "::1"])
-async def test_both_sides_learn_of_each_other(addr: str) -> None:
+@pytest.mark.parametrize(
+    ("offered", "addr"),
+    [(HERE, HERE), ("::1", "::1"), *(("here", a) for a in (HERE, "localhost", "::1"))],
+)
+async def test_both_sides_learn_of_each_other(offered: str, addr: str) -> None:
     if addr == "::1" and not socket.has_dualstack_ipv6():
         pytest.skip("this machine has no IPv6")
-    with node() as first, node() as second:
+    with node(addr=offered) as first, node(addr=offered) as second:
         second.contact.ask(addr, first.port)
         await first.has_met(1)
         await second.has_met(1)
@@ -122,3 +126,22 @@ async def test_an_answer_is_one_to_our_question_and_good_once() -> None:
         third.contact.ask(HERE, second.port)  # behind all of them
         await third.has_met(1)
         assert second.times == 2, "rank 0's answer, and the third node"
+
+
+@pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_DGRAM])
+def test_a_port_on_the_loopback_device_is_there_alone(kind: socket.SocketKind) -> None:
+    for addr in (HERE, "127.0.1.1"):
+        with bound(addr, 0, kind) as ours:
+            assert ours.getsockname()[0] == addr
+    for addr in ("192.0.2.1", "node0.example", "localhost"):  # a name may mean more elsewhere
+        with bound(addr, 0, kind) as ours:
+            assert ours.getsockname()[0] in ("::", "0.0.0.0")
+
+
+def test_the_store_of_a_job_on_this_machine_is_for_this_machine() -> None:
+    reserved = Reserved(HERE, listen=True)
+    with socket.create_connection((HERE, reserved.offer.port)):
+        pass
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", reserved.offer.port))
+    reserved.close()

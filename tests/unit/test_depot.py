@@ -5,7 +5,9 @@ import contextlib
 import hashlib
 import json
 import os
+import resource
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +86,10 @@ class Running:
     def dial(self, token: str = TOKEN) -> Link:
         return dial(HERE, self.port, token)
 
+    @property
+    def where(self) -> str:
+        return f"{HERE}:{self.port}"
+
     def raw(self) -> socket.socket:
         return socket.create_connection((HERE, self.port), timeout=20)
 
@@ -108,7 +114,7 @@ async def serving(base: Path, token: str = TOKEN) -> AsyncIterator[Running]:
         base / "depot.sock",
         candidates=candidates,
         holders=holders,
-        bind=HERE,
+        addr=HERE,
     )
     task = asyncio.create_task(depot.run())
     try:
@@ -257,11 +263,37 @@ async def test_an_agent_of_another_job_gets_nothing(depot: Running) -> None:
         with depot.raw() as stream, stream.makefile("rb") as lines:
             stream.sendall(line(HELLO))
             answered = bytes.fromhex(json.loads(lines.readline())["nonce"])
-            mine = proof("the token of another job", "client", bytes(NONCE), answered)
+            mine = proof("of another job", "client", depot.where, bytes(NONCE), answered)
             stream.sendall(line({"proof": mine}) + line({"op": "list"}))
             stream.shutdown(socket.SHUT_WR)
             with contextlib.suppress(ConnectionResetError):
                 assert lines.read() == b""
+
+    await doing(work)
+
+
+async def test_a_handshake_that_is_handed_on_opens_nothing(depot: Running) -> None:
+    """Somebody has the address of a depot that was there before, and hands on what is said."""
+
+    def hand_on(strange: socket.socket, told: list[bytes]) -> None:
+        with contextlib.ExitStack() as stack:
+            peer = stack.enter_context(strange.accept()[0])
+            there = stack.enter_context(depot.raw())
+            asks, answers = (stack.enter_context(s.makefile("rb")) for s in (peer, there))
+            there.sendall(asks.readline())
+            peer.sendall(answers.readline())
+            there.sendall(asks.readline() or line({"proof": "0" * 64}))
+            told.append(answers.readline())
+
+    def work() -> None:
+        told: list[bytes] = []
+        with socket.create_server((HERE, 0)) as strange:
+            between = threading.Thread(target=hand_on, args=(strange, told))
+            between.start()
+            with pytest.raises(Unauthorized, match="or is another's"):
+                dial(HERE, strange.getsockname()[1], TOKEN)
+            between.join()
+        assert told == [b""]
 
     await doing(work)
 
@@ -274,7 +306,8 @@ async def test_a_recorded_handshake_opens_nothing(depot: Running) -> None:
         with depot.raw() as stream, stream.makefile("rb") as lines:
             stream.sendall(line({"hello": asked.hex()}))
             answer = json.loads(lines.readline())
-            right = proof(TOKEN, "client", asked, bytes.fromhex(answer["nonce"]))
+            answered = bytes.fromhex(answer["nonce"])
+            right = proof(TOKEN, "client", depot.where, asked, answered)
             stream.sendall(line({"proof": right}))
             assert json.loads(lines.readline()) == {"ok": True}
         for made in (lambda said: right, lambda said: said["proof"]):
@@ -477,6 +510,28 @@ async def test_a_flood_of_strangers_keeps_no_peer_out(depot: Running) -> None:
                 again[-1].recv(1)
 
     await doing(work)
+
+
+async def test_guests_leave_the_agent_half_of_its_descriptors(tmp_path: Path) -> None:
+    def work() -> None:
+        with contextlib.ExitStack() as stack:
+            guests = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(121)]
+            for guest in guests:
+                guest.settimeout(20)
+                guest.connect(str(depot.path))
+            assert guests[-1].recv(1) == b"", "one more is let go"
+            for guest in guests[:-1]:
+                guest.sendall(line({"op": "list"}))
+            assert all(guest.recv(1) for guest in guests[:-1])
+
+    async with contextlib.AsyncExitStack() as serves:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (240, hard))
+        try:
+            depot = await serves.enter_async_context(serving(tmp_path))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        await doing(work)
 
 
 async def test_who_does_not_prove_itself_in_time_goes(

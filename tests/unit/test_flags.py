@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dlrover_agent import flags
 from dlrover_agent.cli import count_gpus, main
-from dlrover_agent.endpoint import Endpoint
+from dlrover_agent.endpoint import Endpoint, OwnMaster
 from dlrover_py.protocol.errors import ConfigError, Unreachable
 
 
@@ -257,6 +257,29 @@ def test_token_differs_by_run_and_says_nothing_of_it(tmp_path: Path) -> None:
     assert len(a.token) == 64
 
 
+@pytest.mark.parametrize(
+    ("flags", "secret", "warned"),
+    [
+        (["--rdzv-endpoint=192.0.2.1:0"], "", True),
+        (["--rdzv-endpoint=192.0.2.1:0", "--rdzv-id=none"], "", True),
+        (["--rdzv-endpoint=192.0.2.1:0", "--rdzv-id=run7"], "", False),
+        (["--rdzv-endpoint=192.0.2.1:0"], "s" * 16, False),
+        (["--rdzv-endpoint=localhost:0"], "", False),
+        (["--rdzv-endpoint=127.0.1.1:0"], "", False),
+        (["--standalone"], "", False),
+    ],
+)
+def test_a_port_for_everybody_is_warned_of(
+    caplog: pytest.LogCaptureFixture, flags: list[str], secret: str, warned: bool
+) -> None:
+    own = OwnMaster(Endpoint.of(parse("--rdzv-backend=c10d", *flags, "t")), secret)
+    with own._listen() as listening:
+        port = listening.getsockname()[1]
+    said = [record for record in caplog.records if record.getMessage() == "no_secret"]
+    assert [vars(record)["port"] for record in said] == ([port] if warned else [])
+    assert all("--rdzv-id" in vars(record)["instead"] for record in said)
+
+
 def test_endpoint_that_is_this_machine() -> None:
     def here(host: str) -> bool:
         return Endpoint(run_id="x", host=host).is_here()
@@ -276,6 +299,7 @@ def test_address_of_a_node_is_the_one_that_the_endpoint_sees() -> None:
         return Endpoint(run_id="x", host=host, **more).advertised(lambda _: None)
 
     assert at("") == "127.0.0.1"
+    assert at("localhost") == "127.0.0.1"
     assert at("127.0.1.1") == "127.0.1.1"  # its own name, whatever that means elsewhere
     assert at("192.0.2.1", hosts=True) == "192.0.2.1"
     assert at("192.0.2.1", local_addr="10.1.1.1") == "10.1.1.1"

@@ -1,6 +1,7 @@
 """One story each; the bench checks every step of each of them (tests/builders.py)."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -1394,6 +1395,28 @@ def test_who_could_not_start_is_made_anew_of_a_new_template() -> None:
     assert bench.members == [*before, "n3"]
     bench.step(pending("n3"))  # what is late
     assert bench.members == [*before, "n3"]
+
+
+@pytest.mark.parametrize("another_master", [False, True])
+def test_who_turns_out_not_to_start_is_made_anew_if_it_is_of_an_older_template(
+    another_master: bool,
+) -> None:
+    """Kubernetes tries an image for some seconds before it says so: by then it may be mended."""
+    bench = Bench(elastic_job(3, 2), capacity=2)
+    bench.step()
+    bench.settle()
+    if another_master:
+        bench.restart_master()
+    late = replace(pending("n2", "main: Back-off pulling image"), made_of="another")
+    bench.step(replace(late, made_of=bench.spec.worker.template_hash))
+    assert NodeId("n3") not in bench.avoided, "another would be no better"
+    bench.step(replace(late, near=True), NodeSeen(NodeId("n0"), True, made_of="another"))
+    assert NodeId("n3") not in bench.avoided, "who trains or starts is left alone"
+    bench.step(late)
+    assert NodeId("n3") in bench.avoided
+    bench.step(late)
+    assert NodeId("n4") not in bench.avoided
+    assert bench.reasons().count("NodeMadeAnew") == 1
 
 
 def test_numbers_that_were_used_before_a_journal_was_lost_are_not_used_again() -> None:

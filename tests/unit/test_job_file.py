@@ -55,6 +55,7 @@ def test_a_good_file_is_read_with_its_defaults() -> None:
         ("spec.replicaSpecs", ..., ["spec.replicaSpecs", "missing"]),
         ("spec.suspend", "perhaps", ["spec.suspend", "text 'perhaps'", "boolean"]),
         ("spec.distributionStrategy", "X", ["spec.distributionStrategy", "AllreduceStrategy"]),
+        ("spec.checkpoint", {"bandwidth": 100}, ["spec.checkpoint.bandwidth", "1000000"]),
         ("metadata.name", "Bad_Name", ["metadata.name", "text 'Bad_Name'", "pattern"]),
         ("metadata.name", "x" * 38, ["metadata.name", "37"]),
         ("kind", "Job", ["kind", "text 'Job'", "'ElasticJob'"]),

@@ -11,7 +11,7 @@ from dlrover_py.master.core.events import NodeEnded, NodeSeen
 from dlrover_py.master.platform.pods import Site, fact, node_of, pod, view
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import ElasticJob
-from dlrover_py.protocol.names import NodeId, pod_of
+from dlrover_py.protocol.names import NOTE_TEMPLATE, NodeId, pod_of
 from tests.builders import job_file
 
 N7 = NodeId("n7")
@@ -56,7 +56,11 @@ def test_the_template_is_kept_as_written_but_for_what_is_listed() -> None:
     for key in ("nodeSelector", "terminationGracePeriodSeconds", "invented", "initContainers"):
         assert out["spec"][key] == given["spec"][key]
     assert out["metadata"]["labels"]["team"] == "a"
-    assert out["metadata"]["annotations"] == {"k": "v"}
+    notes = dict(out["metadata"]["annotations"])
+    assert notes.pop(NOTE_TEMPLATE) == job(given).worker.template_hash
+    assert notes == {"k": "v"}
+    assert isinstance(seen := fact(N7, view(out)), NodeSeen)
+    assert seen.made_of == job(given).worker.template_hash
     added = set(out["spec"]) - set(given["spec"])
     assert added == {"restartPolicy", "automountServiceAccountToken", "volumes"}
     assert set(out["spec"]["containers"][0]) == {"name", "image", "env", "volumeMounts"}

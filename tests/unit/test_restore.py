@@ -804,6 +804,22 @@ def test_a_damaged_manifest_that_may_be_the_only_one_is_no_reason_either(tmp_pat
     assert there is not None, "memory has one"
 
 
+def test_what_cannot_be_read_is_named_where_another_is_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (3, 4):
+        stage(tmp_path / f"{step}" / "0.0", trained(1), step=step)
+        store = persist(tmp_path / "store", tmp_path / f"{step}" / "0.0")
+    newest = tmp_path / "store" / "step-4.a.json"
+    newest.unlink()
+    newest.symlink_to(newest.name)  # no user can read it
+    found = load(fresh(2), tmp_path / "none", store=Store(store.place.url))
+    assert found is not None
+    assert found.step == 3
+    assert "not all checkpoints are known" in caplog.text
+    assert "step-4.a.json is left out: it cannot be read: Too many levels" in caplog.text
+
+
 class Broken(Store):
     """A storage that does not answer."""
 
@@ -837,6 +853,43 @@ def test_a_storage_that_hangs_holds_up_nobody_whose_memory_has_one(
     assert (found.step, found.memory) == (3, True)
 
 
+class Late(logging.Handler, Store):
+    """A file system that answers once it was said twice that it does not."""
+
+    def __init__(self, folder: Path) -> None:
+        logging.Handler.__init__(self)
+        Store.__init__(self, folder)
+        self.said: list[str] = []
+        self.back = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+        if len(self.said) == 2:
+            self.back.set()
+
+    def checkpoints(self) -> list[Manifest]:
+        self.back.wait(20)
+        return super().checkpoints()
+
+
+def test_a_storage_that_may_have_the_only_one_is_waited_for_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restore, "STORE_S", 0.01)
+    monkeypatch.setattr(restore, "SAY_S", 0.01)
+    stage(tmp_path / "0.0", trained(1), step=3)
+    persist(tmp_path / "store", tmp_path / "0.0")
+    store = Late(tmp_path / "store")
+    log = logging.getLogger("test.late")
+    log.addHandler(store)
+    found = load(fresh(2), tmp_path / "none", store=store, log=log)
+    log.removeHandler(store)
+    assert found is not None
+    assert found.step == 3
+    assert len(store.said) >= 2
+    assert f"{tmp_path}/store has not told of its checkpoints" in store.said[0]
+
+
 @contextlib.contextmanager
 def depots(
     folders: dict[str, Path], rows: list[tuple[str, Summary]], base: Path
@@ -859,7 +912,7 @@ def depots(
         for node, folder in folders.items():
             served[node] = Depot(
                 folder, "", "token", base / f"{node}.sock",
-                candidates=candidates, holders=holders, bind="127.0.0.1",
+                candidates=candidates, holders=holders, addr="127.0.0.1",
             )  # fmt: skip
         ready.set()
         await asyncio.gather(*(one.run() for one in served.values()))

@@ -1,6 +1,7 @@
 """What an agent says of its memory, and how it gets on with its persister."""
 
 import asyncio
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -11,11 +12,11 @@ import pytest
 
 from dlrover_agent.replicas import BURST_S
 from dlrover_agent.saver import Persister, Saver, Site, held
-from dlrover_py.arena import Slot
+from dlrover_py.arena import OWNER, Slot
 from dlrover_py.protocol.agents import Assignment, Directive, Peer, PersistOrder, PersistPhase
 from dlrover_py.protocol.checkpoint import Answer, Cancel, Keep, Order, Phase
 from dlrover_py.protocol.workers import Store
-from tests.slots import JOB, full, stage
+from tests.slots import JOB, full, no_more_files, stage
 
 FACTS = {"term": 1, "version": 1, "incarnation": 1, "directive": Directive.RUN, "reason": ""}
 
@@ -111,6 +112,17 @@ async def test_a_flagged_set_is_told_at_once_when_all_workers_have_it(tmp_path: 
     assert list(desk.root.iterdir()) == []
 
 
+async def test_each_report_says_that_the_memory_has_an_owner(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, addr="127.0.0.1")
+    assert desk.saver.path is not None
+    owner = desk.saver.path / OWNER
+    os.utime(owner, (1.0, 1.0))
+    desk.saver.facts()
+    assert owner.stat().st_mtime > 1.0
+    await desk.saver.close()
+    desk.saver.facts()
+
+
 async def test_what_a_worker_cannot_save_is_told_until_it_can(tmp_path: Path) -> None:
     desk = Desk(tmp_path, addr="127.0.0.1")
     desk.saver.unsaved(1, "")
@@ -140,6 +152,20 @@ async def test_without_memory_training_goes_on(tmp_path: Path) -> None:
     desk.saver.assigned(Assignment(**FACTS, persist=order))
     told = desk.saver.facts()["persisting"]
     assert (told.phase, told.attempt) == (PersistPhase.FAILED, "a1")
+    await desk.saver.close()
+
+
+async def test_memory_that_cannot_be_looked_at_is_told_as_it_was(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, addr="127.0.0.1")
+    assert desk.saver.path is not None
+    slot(desk.saver.path, "0.0", 0, 6, persist=True)
+    before = desk.saver.facts()
+    with no_more_files():
+        desk.saver.staged(0, 6)
+        facts = desk.saver.facts()
+    assert [held.step for held in facts["memory"]] == [6]
+    assert "Too many open files" in facts["checkpoint_trouble"]
+    assert desk.saver.facts() == before, "it is over"
     await desk.saver.close()
 
 
@@ -259,6 +285,31 @@ async def test_a_peers_memory_is_copied_no_faster_than_the_job_allows(tmp_path: 
         while not any(one.replica for one in held(keeper.saver.path, JOB)):
             await asyncio.sleep(0.02)
     assert time.monotonic() - began > size / 8e6 - BURST_S
+    for desk in (source, keeper):
+        await desk.saver.close()
+
+
+async def test_a_bandwidth_that_is_changed_holds_for_copies_that_are_kept_already(
+    tmp_path: Path,
+) -> None:
+    source, keeper = (
+        Desk(tmp_path / node, addr="127.0.0.1", node=node, name=node) for node in ("n0", "n1")
+    )
+    assert source.saver.path is not None
+    assert source.saver._depot is not None
+    assert keeper.saver.path is not None
+    stage(source.saver.path / "0.0", [(full("w", (4000,), "uint8"), bytes(4000))])
+    absent = Peer(node="n0", addr="127.0.0.1", port=0)
+    there = Peer(node="n0", addr="127.0.0.1", port=source.saver._depot.port)
+    keeper.saver.assigned(Assignment(**FACTS, checkpoint='{"bandwidth": 1}', peer=absent))
+    assert keeper.saver._replicas is not None
+    slow = keeper.saver._replicas._bucket
+    keeper.saver.assigned(Assignment(**FACTS, checkpoint='{"bandwidth": 1}', peer=absent))
+    assert keeper.saver._replicas._bucket is slow, "the same one gives no new burst"
+    keeper.saver.assigned(Assignment(**FACTS, checkpoint='{"bandwidth": 500000000}', peer=there))
+    async with asyncio.timeout(60):  # an hour at the old one
+        while not any(one.replica for one in held(keeper.saver.path, JOB)):
+            await asyncio.sleep(0.02)
     for desk in (source, keeper):
         await desk.saver.close()
 

@@ -1,11 +1,10 @@
 """The copying thread and the fence, with leaves made by hand."""
 
 import os
-import resource
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from dlrover_py.arena import NoRoom, Slot
 from dlrover_py.protocol.checkpoint import Piece, Summary, private_key
 from dlrover_py.trainer import staging
 from dlrover_py.trainer.staging import Place, Stager, Staging, choose
+from tests.slots import no_more_files
 
 DEADLINE_S = 30.0
 PLACE = Place(job="u1", round=2, world=1, rank=0)
@@ -400,17 +400,6 @@ def test_an_error_opens_the_fence(
     assert stager.wait(DEADLINE_S)
     assert after is not None
     assert after.summary is not None, "the thread goes on"
-
-
-@contextmanager
-def no_more_files() -> Iterator[None]:
-    """No further file can be opened, nor mapped."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_memory_that_cannot_be_mapped_costs_the_save_that_needs_it(

@@ -1,5 +1,6 @@
 """A directory of checkpoints: what exists, who writes, what stays."""
 
+import errno
 import json
 import os
 import shutil
@@ -32,7 +33,17 @@ from dlrover_py.protocol.checkpoint import (
     read_line,
 )
 from dlrover_py.protocol.errors import ConfigError, Superseded
-from dlrover_py.storage import BEAT_S, CLAIM, LAPSE_S, Claimed, Folder, Store, folder_of, kept
+from dlrover_py.storage import (
+    BEAT_S,
+    CLAIM,
+    LAPSE_S,
+    Claimed,
+    Folder,
+    Store,
+    folder_of,
+    kept,
+    parts,
+)
 
 ONE, OTHER = Owner("u1", "gpt"), Owner("u2", "bert")
 
@@ -206,6 +217,43 @@ def test_without_links_it_is_exclusive_too(store: Store, monkeypatch: pytest.Mon
     assert Store(store.place.url).checkpoints() == [done]
 
 
+def test_a_commit_whose_answer_was_lost_is_one(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = os.link
+
+    def asked_again(source: Path, target: Path) -> None:
+        link(source, target)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", asked_again)  # as an NFS client without an answer does
+    done = store.commit(manifest())
+    assert Store(store.place.url).checkpoints() == [done]
+    with pytest.raises(Superseded):
+        Store(store.place.url).commit(manifest())
+
+
+@pytest.mark.parametrize(("times", "read"), [(2, True), (3, False)])
+def test_what_is_replaced_while_it_is_read_is_read_again(
+    store: Store, monkeypatch: pytest.MonkeyPatch, times: int, read: bool
+) -> None:
+    store.claim(ONE, drawn(7))
+    stale = [OSError(errno.ESTALE, os.strerror(errno.ESTALE))] * times
+    read_bytes = Path.read_bytes
+
+    def from_a_server(path: Path) -> bytes:
+        if path.name == CLAIM and stale:
+            raise stale.pop()
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", from_a_server)  # as an NFS client has it
+    if read:
+        assert store.commit(manifest()).number == 1
+    else:
+        with pytest.raises(OSError, match=r"[Ss]tale"):
+            store.commit(manifest())
+
+
 def test_a_lower_term_does_not_commit(store: Store) -> None:
     store.commit(manifest(1, term=4))
     with pytest.raises(Superseded, match=r"term 3, and a checkpoint of term 4"):
@@ -251,6 +299,93 @@ def test_a_damaged_manifest_is_named_and_left_out(
     assert len([r for r in caplog.records if " is damaged: " in r.getMessage()]) == 2, "told once"
     fresh.sweep(now=0.0)
     assert Path(store.where(manifest(2))).exists(), "its bytes may be good: that is for people"
+
+
+class Refusing(Folder):
+    """Some files cannot be read: a bad sector, another user's."""
+
+    def __init__(self, path: Path, *bad: str) -> None:
+        super().__init__(path)
+        self.bad = set(bad)
+
+    def read(self, name: str) -> bytes:
+        if name in self.bad:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(self.path / name))
+        return super().read(name)
+
+
+def refusing(store: Store, *steps: int) -> Store:
+    """A fresh look at it, by whom these cannot be read."""
+    fresh = Store(store.place.url)
+    fresh.place = Refusing(Path(store.place.url), *(f"{named(step)}.json" for step in steps))
+    return fresh
+
+
+def test_a_manifest_that_cannot_be_read_hides_no_other(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2, 3):
+        write(store, store.commit(manifest(step, term=1)))
+    fresh = refusing(store, 2)
+    assert [m.step for m in fresh.checkpoints()] == [3, 1]
+    assert fresh.unread == {f"{named(2)}.json"}
+    assert fresh.damaged == {f"{named(2)}.json": "it cannot be read: Input/output error"}
+    assert f"{named(2)}.json is damaged: it cannot be read" in caplog.text
+    assert fresh.sweep(now=0.0) == []
+    assert fresh.retain(Keep(newest=1)) == [named(1)]
+    fresh.place = store.place
+    assert [m.step for m in fresh.checkpoints()] == [3, 2]
+    assert not fresh.unread
+    assert Path(store.where(manifest(2))).exists()
+
+
+def test_a_store_that_refuses_all_is_no_empty_one(store: Store) -> None:
+    store.commit(manifest(1))
+    with pytest.raises(OSError, match="Input/output error"):
+        refusing(store, 1).checkpoints()
+    away = Store(store.place.url)
+
+    def read(_: str) -> bytes:
+        raise OSError("the server is away")
+
+    store.commit(manifest(2))
+    away.checkpoints()
+    store.commit(manifest(3))
+    away.place.read = read  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="is away"):
+        away.checkpoints()
+
+
+@given(steps=st.lists(st.integers(1, 9), min_size=1, max_size=6), data=st.data())
+def test_what_is_committed_beside_what_cannot_be_read_is_newer(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[int], data: st.DataObject
+) -> None:
+    store = Store(tmp_path_factory.mktemp("ckpt"))
+    step = 0
+    for more in steps:
+        step += more
+        bad = data.draw(st.sets(st.sampled_from([m.step for m in store.checkpoints()] or [0])))
+        blind = refusing(store, *bad)
+        if len(bad) < len(store.checkpoints()) or not bad - {0}:
+            blind.commit(manifest(step, term=1))
+            assert store.checkpoints()[0].step == step
+            assert len({m.number for m in store.checkpoints()}) == len(store.checkpoints())
+
+
+def test_what_was_committed_so_and_cannot_be_read_either_is_older(store: Store) -> None:
+    for step, bad in ((1, ()), (2, ()), (3, ()), (4, (2, 3)), (5, (4,))):
+        refusing(store, *bad).commit(manifest(step, term=1))
+    assert [m.step for m in store.checkpoints()] == [5, 4, 3, 2, 1]
+
+
+@pytest.mark.parametrize("step", [2, 3])
+def test_what_cannot_be_read_may_be_what_was_saved_later(store: Store, step: int) -> None:
+    store.commit(manifest(1, term=1))
+    store.commit(manifest(3, term=1))
+    late = replace(manifest(step, term=1, round=9), folder=f"step-{step}.b", attempt="b")
+    with pytest.raises(Superseded, match=f"{named(3)}.json may be a later one, and it cannot be"):
+        refusing(store, 3).commit(late)
+    assert store.commit(late).number == 3, "the job has gone back"
 
 
 # --- sweep ---
@@ -343,7 +478,7 @@ def test_a_removal_that_was_killed_is_finished_by_a_sweep(store: Store) -> None:
     shutil.rmtree(folder / "parts")
     store.place = Dying(Path(store.place.url))
     with pytest.raises(Killed):
-        store.remove(done)
+        store.remove(done.folder)
     after = Store(store.place.url)
     assert after.checkpoints() == []
     assert after.sweep(now=0.0) == [folder.name]
@@ -376,16 +511,42 @@ def test_a_sweep_that_was_killed_is_finished_by_the_next(store: Store) -> None:
     assert not folder.exists()
 
 
+class Keeping(Folder):
+    """Some things in it are not ours to remove."""
+
+    def __init__(self, path: Path, *stuck: str) -> None:
+        super().__init__(path)
+        self.stuck = stuck
+
+    def remove(self, name: str) -> None:
+        if name.startswith(self.stuck):
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(self.path / name))
+        super().remove(name)
+
+
+def test_what_cannot_be_removed_is_named_and_the_sweep_goes_on(store: Store) -> None:
+    for step in (1, 2):
+        write(store, manifest(step))
+    torn = f".{named(1)}.json.0123abcd.tmp"
+    store.place.put(torn, b"torn")
+    whole, store.place = store.place, Keeping(Path(store.place.url), named(1), torn)
+    assert store.sweep(now=0.0) == [named(2)]
+    assert store.stuck == dict.fromkeys((named(1), torn), "Permission denied")
+    store.place = whole
+    assert store.sweep(now=0.0) == [named(1)]
+    assert store.stuck == {}
+
+
 # --- retention ---
 
 
 def test_removal_begins_with_the_manifest(store: Store) -> None:
     done = store.commit(manifest())
     folder = write(store, done)
-    store.remove(done)
+    store.remove(done.folder)
     assert not folder.exists()
     assert store.checkpoints() == []
-    store.remove(done)  # again is no harm
+    store.remove(done.folder)  # again is no harm
 
 
 @given(
@@ -633,9 +794,36 @@ class Halting(Folder):
         self.halt()
         return super().create(name, data)
 
+    def remove(self, name: str) -> None:
+        self.halt()
+        super().remove(name)
 
-CALLS = 5
-"""Of who renews its claim and commits: two for the claim, and three."""
+
+CALLS = 6
+"""Of who renews its claim and commits: three for the claim, and three."""
+
+
+def test_who_renews_late_does_not_undo_a_newer_attempts_claim(tmp_path: Path) -> None:
+    old, new = Store(tmp_path), Store(tmp_path)
+    old.claim(ONE, drawn(7), shared=True)
+    old.place = Halting(tmp_path, [(1, lambda: new.claim(ONE, drawn(8), shared=True))])
+    assert not old.renew()
+    assert new.commit(manifest(8)).number == 1
+
+
+def test_of_two_jobs_that_wait_for_a_lapsed_claim_one_has_it(tmp_path: Path) -> None:
+    clock = Clock()
+    elsewhere(Store(tmp_path), 1)
+    fast, slow = Store(tmp_path, clock=clock), Store(tmp_path, clock=clock)
+    third = Owner("u3", "t5")
+    for one, owner in ((fast, ONE), (slow, third)):
+        with pytest.raises(Claimed):
+            one.claim(owner)
+    clock.now += LAPSE_S + 1
+    slow.place = Halting(tmp_path, [(1, lambda: fast.claim(ONE, drawn(7)))])
+    with pytest.raises(Claimed, match="another job, gpt"):
+        slow.claim(third)
+    assert fast.commit(manifest(7)).number == 1
 
 
 @pytest.mark.parametrize("when", list(combinations_with_replacement(range(CALLS + 1), 3)))
@@ -770,10 +958,19 @@ def test_any_file_system_of_fsspec_will_do() -> None:
     store.place.put(f"{named(11)}/parts/n0.layout.json", b"[]")
     assert store.sweep(now=0.0) == [named(11)]
     store.place.remove(f"{named(11)}.json")
-    store.remove(done)
+    store.remove(done.folder)
     assert store.checkpoints() == []
     store.release()
     assert store.place.names() == []
+
+
+@given(nbytes=st.integers(0, 5 << 40), more=st.floats(1.0, 1.05))
+def test_a_file_of_any_size_has_parts_enough(nbytes: int, more: float) -> None:
+    """Its zips need more than what was expected."""
+    part, at_once = parts(nbytes)
+    assert nbytes * more / part < 10_000, "more S3 does not take"
+    assert part * at_once <= max(120 << 20, 2 * part)
+    assert at_once >= 2
 
 
 def test_what_speaks_no_known_protocol_is_refused() -> None:

@@ -1,5 +1,6 @@
 """What people see, from documents made by hand."""
 
+import io
 import time
 from dataclasses import replace
 from typing import Literal
@@ -8,11 +9,12 @@ from rich.console import Console
 
 from dlrover_py.cli import view
 from dlrover_py.local import expand
-from dlrover_py.protocol.agents import Progress
+from dlrover_py.protocol.agents import FailureKind, Progress, WorkerFailure
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.local import Snapshot
 from dlrover_py.protocol.status import (
     Condition,
+    Failure,
     JobEvent,
     JobPhase,
     JobStatus,
@@ -142,6 +144,70 @@ def test_the_live_view_shows_what_matters() -> None:
     assert "[red]not markup" in text
     assert "because [of] that" in drawn(snapshot(status(JobPhase.FORMING)))
     assert "the master is starting" in drawn(snapshot(None))
+
+
+def hostile(words: str) -> view.Picture:
+    """A job of which each word that a script or a worker can choose is this one."""
+    said = status(JobPhase.FAILED)
+    node = said.nodes[0].model_copy(update={"message": words, "host": words})
+    worker = WorkerFailure(
+        kind=FailureKind.EXCEPTION,
+        local_rank=0,
+        rank=0,
+        pid=1,
+        exit_code=1,
+        message=words,
+        traceback=f"{words}\n\t{words}",
+    )
+    failed = Condition(
+        type="Failed", status="True", reason=words, message=words, last_transition_time=0
+    )
+    event = STORY[0].model_copy(update={"message": words})
+    progress = Progress(step=1, started_at_step=0, first_step_after_s=1.0, metrics={words: 1.0})
+    said = said.model_copy(
+        update={
+            "reason": words,
+            "nodes": [node],
+            "last_failure": Failure(node="n0", round=1, at=1000.0, worker=worker),
+            "conditions": [failed],
+            "events": [event],
+            "progress": progress,
+        }
+    )
+    return view.Picture(
+        name="demo",
+        heads=[words],
+        phase="Failed",
+        reason=words,
+        status=said,
+        conditions=[failed],
+        events=[event],
+        document={},
+        pods={"n0": words, "n1": words},
+        notes=[words],
+    )
+
+
+def test_a_terminal_shows_control_characters_and_does_not_obey_them() -> None:
+    words = "\x1b]0;a\x07\x1b[2J\x9b1;1H\x7f[red]ok"
+    picture = hostile(words)
+    status = picture.status
+    assert status is not None
+    out = io.StringIO()
+    console = Console(file=out, width=500)
+    for part in (*view.description(picture), view.live("demo", status, "here")):
+        console.print(part)
+    forming = status.model_copy(update={"phase": JobPhase.FORMING})
+    console.print(view.live("demo", forming, "here"), view.live("demo", None, words))
+    row = replace(view.Row.of(status), progress=words)
+    lines = [*view.farewell(status), view.event_line(picture.events[0]), view.summary(status)]
+    lines += [view.trouble_line(status.conditions[0])]
+    lines += [view.JobTable([row], namespaces=False).line(row)]
+    shown = out.getvalue() + "\n".join(lines)
+    assert {c for c in shown if not c.isprintable()} <= {"\n", "\t"}
+    spelled = r"\x1b]0;a\x07\x1b[2J\x9b1;1H\x7f[red]ok"
+    assert all(spelled in line for line in lines), lines
+    assert view.plain("a\r\n\tb – ü · 漢") == "a\\x0d\n\tb – ü · 漢"
 
 
 def condition(kind: str, state: Literal["True", "False"], reason: str = "Because") -> Condition:

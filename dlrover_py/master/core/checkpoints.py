@@ -8,8 +8,10 @@ not what other nodes hold.
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from dlrover_py.protocol.agents import (
     AgentReport,
@@ -734,19 +736,17 @@ def peers(
 ) -> dict[NodeId, NodeId]:
     """By each member: the other one whose memory it keeps a copy of; each is kept once.
 
+    As few share a host as can be, and most pairs stay: a changed one costs a whole copy.
+
     Args:
         members: in the order of their ranks; topology has the outermost (zone, rack, host) first.
-        old: as it was. A pair on two hosts stays.
+        old: as it was.
     """
     if len(members) < 2:
         return {}
     topology = dict(members)
     order = {node: (place, index) for index, (node, place) in enumerate(members)}
-    pairs = {
-        keeper: source
-        for keeper, source in old.items()
-        if keeper in order and source in order and _apart(topology[keeper], topology[source])
-    }
+    pairs = {k: source for k, source in old.items() if k in order and source in order}
     taken = set(pairs.values())
     keepers = sorted((n for n in order if n not in pairs), key=order.__getitem__)
     sources = sorted((n for n in order if n not in taken), key=order.__getitem__)
@@ -767,11 +767,40 @@ def peers(
         shift = min(dict.fromkeys([*sizes, count // 2, 1, 0]), key=cost)
         for index, keeper in enumerate(keepers):
             pairs[keeper] = sources[(index + shift) % count]
-    for node in [n for n, source in pairs.items() if n == source]:  # it swaps with another one
-        if pairs[node] == node:
-            other = next(n for n in pairs if n != node)
-            pairs[node], pairs[other] = pairs[other], pairs[node]
+    _set_apart(pairs, topology, old)
     return pairs
+
+
+def _set_apart(
+    pairs: dict[NodeId, NodeId],
+    topology: Mapping[NodeId, Topology],
+    old: Mapping[NodeId, NodeId],
+) -> None:
+    """Swap sources until nobody keeps its own, and no more than must be are on one host."""
+    hosts = Counter(place for place in topology.values() if place)
+    # Of a host that has more than half of the nodes, not all find another one elsewhere.
+    must = max(0, 2 * max(hosts.values(), default=0) - len(pairs))
+    together = sum(not _apart(topology[k], topology[source]) for k, source in pairs.items())
+
+    def weight(keeper: NodeId, source: NodeId) -> tuple[int, int, int, int]:
+        one, other = topology[keeper], topology[source]
+        changed = old.get(keeper) != source
+        return keeper == source, not _apart(one, other), changed, _common(one, other)
+
+    def gain(keeper: NodeId, other: NodeId) -> tuple[int, ...]:
+        """Less is better."""
+        now = zip(weight(keeper, pairs[keeper]), weight(other, pairs[other]), strict=True)
+        then = zip(weight(keeper, pairs[other]), weight(other, pairs[keeper]), strict=True)
+        return tuple(sum(b) - sum(a) for a, b in zip(now, then, strict=True))
+
+    for selves in (True, False):
+        for keeper in topology:
+            source = pairs[keeper]
+            shared = together > must and not _apart(topology[keeper], topology[source])
+            if keeper == source or (shared and not selves):
+                other = min((n for n in topology if n != keeper), key=partial(gain, keeper))
+                together += gain(keeper, other)[1]
+                pairs[keeper], pairs[other] = pairs[other], source
 
 
 def _largest(nodes: Iterable[NodeId], topology: Mapping[NodeId, Topology], depth: int) -> int:

@@ -128,6 +128,8 @@ class NodeSeen:
     """False: the platform only says why it could not create it yet."""
     cut_off: bool = False
     """It runs, as far as was heard of its host, and the platform does not hear of that any more."""
+    made_of: str = ""
+    """Hash of the template that it is of; empty where that is not known."""
 
 
 @dataclass(frozen=True, slots=True)

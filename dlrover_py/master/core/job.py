@@ -670,18 +670,16 @@ class Job:
         if self.opening is None or self.opening.kind in HEALTHY:
             self._cause[Round(self.round + 1)] = (event, self._now)
         if job.worker.template != old.worker.template:
-            self._make_anew(event)
+            for node in [n for n in self.nodes if n.stuck]:
+                self._make_anew(node, event)
 
-    def _make_anew(self, cause: int) -> None:
+    def _make_anew(self, node: Node, cause: int | None) -> None:
         """Who cannot start, for want of an image or of room, would stay so for ever: what it was
         made of is not what is wished any more."""
-        for node in list(self.nodes):
-            if node.pending_since == math.inf or node.incarnation or node.standing is Standing.OUT:
-                continue
-            words = f"{node.id} could not start ({node.message}), and the template has changed"
-            self._record("NodeMadeAnew", words, node=node.id, cause=cause)
-            self.vacancies.append(Vacancy(relaunches=node.relaunches, not_before=self._now))
-            self._dismiss(node, words, ExitCode.OK)
+        words = f"{node.id} could not start ({node.message}), and the template has changed"
+        self._record("NodeMadeAnew", words, node=node.id, cause=cause)
+        self.vacancies.append(Vacancy(relaunches=node.relaunches, not_before=self._now))
+        self._dismiss(node, words, ExitCode.OK)
 
     def _suspend_or_resume(self) -> None:
         """Do as ``spec.suspend`` says."""
@@ -731,6 +729,8 @@ class Job:
         node.grace_s = seen.grace_s
         if seen.leaving and not node.leaving:
             self._node_leaving(node, seen.leaving)
+        elif node.stuck and seen.made_of not in ("", self.job.worker.template_hash):
+            self._make_anew(node, None)  # that it cannot start came to light after the change
 
     def _skip(self, node_id: NodeId) -> None:
         """An id that is in use, though no journal knows of it, is not given to another node."""

@@ -105,6 +105,12 @@ class Node:
         return Standing.READY if self.acknowledged >= self.told else Standing.BUSY
 
     @property
+    def stuck(self) -> bool:
+        """It has never spoken, and cannot start as it is."""
+        never = self.pending_since < math.inf and not self.incarnation
+        return never and self.standing is not Standing.OUT
+
+    @property
     def alive(self) -> bool:
         """It has spoken, and was not given up."""
         return self.phase in (NodePhase.LIVE, NodePhase.SUSPECT)

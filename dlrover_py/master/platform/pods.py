@@ -69,7 +69,10 @@ def pod(job: ElasticJob, node: NodeId, site: Site, avoid: Iterable[str] = ()) ->
     meta = {
         "name": names.pod_of(job.metadata.name, node),
         "namespace": job.metadata.namespace,
-        "annotations": given.get("annotations") or {},
+        "annotations": {
+            **(given.get("annotations") or {}),
+            names.NOTE_TEMPLATE: job.worker.template_hash,
+        },
         "labels": {
             **(given.get("labels") or {}),
             names.LABEL_APP: names.APP,
@@ -193,6 +196,8 @@ class PodView:
     done: bool
     """All of its containers have ended."""
     created_at: str
+    made_of: str
+    """Hash of its template; empty if a master has made it that did not say."""
 
 
 def view(obj: Obj) -> PodView:
@@ -233,6 +238,7 @@ def view(obj: Obj) -> PodView:
         speaker=speaker,
         done=_all_ended(spec, status),
         created_at=meta.get("creationTimestamp") or "",
+        made_of=(meta.get("annotations") or {}).get(names.NOTE_TEMPLATE, ""),
     )
 
 
@@ -327,4 +333,5 @@ def fact(node: NodeId, seen: PodView, output: str = "") -> Event:
         runs=seen.runs,
         grace_s=seen.grace_s,
         cut_off=seen.cut_off,
+        made_of=seen.made_of,
     )

@@ -24,11 +24,14 @@ class Kind(StrEnum):
     MASTER_FORCED = "master deleted by force"
     MASTER_TWICE = "master deleted by force, twice"
     OPERATOR_KILLED = "operator killed"
+    OPERATOR_AWAY = "operator away"
     HOST_CUT = "host cut off"
     HOST_CRASHED = "host crashed"
     HEAD_CUT = "host of master and rank 0 cut off"
+    KUBELET_HUNG = "kubelet hangs"
     API_STOPPED = "API server hangs"
     API_KILLED = "API server killed"
+    API_FORGOT = "API server killed, its history compacted"
     ETCD_STOPPED = "etcd hangs"
     API_BROKEN = "masters' writes fail"
     API_FORBIDS = "master's rights taken away"
@@ -37,6 +40,7 @@ class Kind(StrEnum):
     CORDONED = "host cordoned, its Pod deleted"
     EVICTED = "Pod evicted"
     QUOTA = "Pod deleted by force under a quota"
+    BAD_IMAGE = "Pod deleted by force, its image not to be had"
     SCALED = "scaled"
     FLAPPED = "scaled, and back at once"
     SUSPENDED = "suspended and resumed"
@@ -45,12 +49,14 @@ class Kind(StrEnum):
 
 OF_NODES = (
     Kind.AGENT_KILLED, Kind.POD_DELETED, Kind.POD_FORCED, Kind.EVICTED, Kind.QUOTA,
+    Kind.BAD_IMAGE,
 )  # fmt: skip
 """Of one Pod of a job, which may be a standby's."""
 OF_MASTERS = (Kind.MASTER_KILLED, Kind.MASTER_DELETED, Kind.MASTER_FORCED, Kind.MASTER_TWICE)
-OF_HOSTS = (Kind.HOST_CUT, Kind.HOST_CRASHED, Kind.HEAD_CUT)
+OF_HOSTS = (Kind.HOST_CUT, Kind.HOST_CRASHED, Kind.HEAD_CUT, Kind.KUBELET_HUNG)
 OF_API = (
-    Kind.API_STOPPED, Kind.API_KILLED, Kind.ETCD_STOPPED, Kind.API_BROKEN, Kind.API_FORBIDS,
+    Kind.API_STOPPED, Kind.API_KILLED, Kind.API_FORGOT, Kind.ETCD_STOPPED, Kind.API_BROKEN,
+    Kind.API_FORBIDS, Kind.OPERATOR_AWAY,
 )  # fmt: skip
 QUICK = (
     Kind.WORKER_KILLED, Kind.AGENT_KILLED, Kind.POD_DELETED, Kind.POD_FORCED, Kind.EVICTED,
@@ -60,10 +66,12 @@ QUICK = (
 WEIGHTS = {
     Kind.WORKER_KILLED: 4, Kind.AGENT_KILLED: 3, Kind.POD_DELETED: 2, Kind.POD_FORCED: 3,
     Kind.MASTER_KILLED: 2, Kind.MASTER_DELETED: 1, Kind.MASTER_FORCED: 2, Kind.MASTER_TWICE: 1,
-    Kind.OPERATOR_KILLED: 1, Kind.HOST_CUT: 3, Kind.HOST_CRASHED: 2, Kind.HEAD_CUT: 2,
-    Kind.API_STOPPED: 2, Kind.API_KILLED: 1, Kind.ETCD_STOPPED: 1, Kind.API_BROKEN: 2,
-    Kind.API_FORBIDS: 2, Kind.DRAINED: 2, Kind.TAINTED: 2, Kind.CORDONED: 1, Kind.EVICTED: 2,
-    Kind.QUOTA: 2, Kind.SCALED: 3, Kind.FLAPPED: 1, Kind.SUSPENDED: 1, Kind.PAIR: 6,
+    Kind.OPERATOR_KILLED: 1, Kind.OPERATOR_AWAY: 1, Kind.HOST_CUT: 3, Kind.HOST_CRASHED: 2,
+    Kind.HEAD_CUT: 2, Kind.KUBELET_HUNG: 2, Kind.API_STOPPED: 2, Kind.API_KILLED: 1,
+    Kind.API_FORGOT: 1, Kind.ETCD_STOPPED: 1, Kind.API_BROKEN: 2, Kind.API_FORBIDS: 2,
+    Kind.DRAINED: 2, Kind.TAINTED: 2, Kind.CORDONED: 1, Kind.EVICTED: 2,
+    Kind.QUOTA: 2, Kind.BAD_IMAGE: 2, Kind.SCALED: 3, Kind.FLAPPED: 1, Kind.SUSPENDED: 1,
+    Kind.PAIR: 6,
 }  # fmt: skip
 STANDBY = -1
 """In the place of a rank."""
@@ -156,7 +164,9 @@ def _fault(draw: random.Random, kind: Kind, sizes: list[int]) -> Fault:
         hold_s = draw.choice((3.0, 8.0, 16.0, 30.0))
     elif kind in OF_API:
         hold_s = draw.choice((2.0, 5.0, 12.0))
-    elif kind in (Kind.DRAINED, Kind.TAINTED, Kind.CORDONED, Kind.QUOTA, Kind.SUSPENDED):
+    elif kind in (
+        Kind.DRAINED, Kind.TAINTED, Kind.CORDONED, Kind.QUOTA, Kind.BAD_IMAGE, Kind.SUSPENDED,
+    ):  # fmt: skip
         hold_s = draw.choice((2.0, 6.0))
     wished: tuple[int, ...] = ()
     if kind is Kind.SCALED:

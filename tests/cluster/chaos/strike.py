@@ -7,8 +7,8 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -68,7 +68,9 @@ class Striker:
                 return self._master(job, kind)
             case Kind.OPERATOR_KILLED:
                 return Strike("operator", self._kill_operators)
-            case Kind.HOST_CUT | Kind.HOST_CRASHED:
+            case Kind.OPERATOR_AWAY:
+                return Strike("operator", partial(self._operators, 0), partial(self._operators, 1))
+            case Kind.HOST_CUT | Kind.HOST_CRASHED | Kind.KUBELET_HUNG:
                 return self._host(job, kind, self._host_of(job, self._node(job, fault.rank)))
             case Kind.HEAD_CUT:
                 return self._host(job, kind, self._bring_master_to_rank_0(job))
@@ -76,7 +78,9 @@ class Striker:
                 return self._emptied(job, fault)
             case Kind.QUOTA:
                 return self._without_room(job, fault)
-            case Kind.API_STOPPED | Kind.API_KILLED | Kind.ETCD_STOPPED:
+            case Kind.BAD_IMAGE:
+                return self._without_image(job, fault)
+            case Kind.API_STOPPED | Kind.API_KILLED | Kind.API_FORGOT | Kind.ETCD_STOPPED:
                 return self._api(kind)
             case Kind.API_BROKEN:
                 return self._broken(job)
@@ -209,6 +213,10 @@ class Striker:
             with suppress(LabError):
                 self.cluster.delete_pod(name, self.operator, force=True)
 
+    def _operators(self, number: int) -> None:
+        scale = ("scale", "deploy/dlrover-operator", "-n", self.operator)
+        self.cluster.kubectl(*scale, f"--replicas={number}")
+
     # --- hosts ---
 
     def _host_of(self, job: Job, node: NodeStatus) -> str:
@@ -216,14 +224,18 @@ class Striker:
 
     def _host(self, job: Job, kind: Kind, host: str) -> Strike:
         stack, cluster = ExitStack(), self.cluster
-        fault = cluster.crashed if kind is Kind.HOST_CRASHED else cluster.cut_off
+        fault = {
+            Kind.HOST_CRASHED: cluster.crashed,
+            Kind.KUBELET_HUNG: cluster.hung,
+        }.get(kind, cluster.cut_off)
         lost = {job.name: self._parted(job, host) for job in self.jobs}
         names = frozenset(name for name, count in lost.items() if count)
+        charged = {} if kind is Kind.KUBELET_HUNG else lost
         return Strike(
             host,
             lambda: stack.enter_context(fault(host)),
             stack.close,
-            blame={name: Blame(losses=count) for name, count in lost.items()},
+            blame={name: Blame(losses=count) for name, count in charged.items()},
             breaks=self._train_on(host) if kind is Kind.HOST_CRASHED else frozenset(),
             holds=names,
         )
@@ -300,6 +312,22 @@ class Striker:
 
         return replace(lost, hit=hit, mend=partial(self._remove, quota))
 
+    def _without_image(self, job: Job, fault: Fault) -> Strike:
+        """A Pod is lost, and the one in its place is of a template that is no good for a time."""
+        lost = self._pod(job, replace(fault, kind=Kind.POD_FORCED))
+        good = job.obj["spec"]["replicaSpecs"]["worker"]["template"]["spec"]["containers"]
+        bad = [{**container, "image": "dlrover.test/no-such:1"} for container in good]
+
+        def wish(containers: list[Obj]) -> None:
+            spec = {"template": {"spec": {"containers": containers}}}
+            job.patch({"replicaSpecs": {"worker": spec}})
+
+        def hit() -> None:
+            wish(bad)
+            lost.hit()
+
+        return replace(lost, hit=hit, mend=partial(wish, good))
+
     def _train_on(self, host: str) -> frozenset[str]:
         """Jobs that have a member of their round there."""
         return frozenset(
@@ -318,9 +346,16 @@ class Striker:
         fault = {
             Kind.API_STOPPED: cluster.api_server_stopped,
             Kind.API_KILLED: cluster.api_server_killed,
+            Kind.API_FORGOT: self._api_server_forgets,
             Kind.ETCD_STOPPED: cluster.etcd_stopped,
         }[kind]
         return Strike(kind.value, lambda: stack.enter_context(fault()), stack.close)
+
+    @contextmanager
+    def _api_server_forgets(self) -> Iterator[None]:
+        with self.cluster.api_server_killed():
+            yield
+            self.cluster.compact()
 
     def _broken(self, job: Job) -> Strike:
         """All that masters write goes by a webhook that is not there: 500."""

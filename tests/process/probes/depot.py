@@ -58,7 +58,7 @@ async def serve(folder: Path, job: str, token: str) -> None:
         return []
 
     path = folder.parent / f"{folder.name}-{os.getpid()}.sock"
-    depot = Depot(folder, job, token, path, candidates=nothing, holders=nothing, bind="127.0.0.1")
+    depot = Depot(folder, job, token, path, candidates=nothing, holders=nothing, addr="127.0.0.1")
     print(depot.port, flush=True)
     await depot.run()
 
