@@ -296,15 +296,15 @@ def serve(base: Path) -> None:
     asyncio.run(run())
 
 
-def restore(nbytes: int, shm: Path, times: int) -> Samples:
+def restore(nbytes: int, disk: Path, shm: Path, times: int) -> Samples:
     """``Checkpointer.load`` from the node's own memory and from a peer, memcpy, ``torch.load``."""
     found: Samples = {}
-    with folder(shm) as base:
+    with folder(shm) as base, folder(disk) as path:
         for name in ("own", "peer"):
             (base / name).mkdir()
         warm = build(nbytes)
         stage(base / "peer" / "0.0", warm, step=7, round=1, job=JOB)
-        torch.save(plain(warm), base / "file")
+        torch.save(plain(warm), path / "file")
         model = warm["model"]
         cold = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
         script = [sys.executable, __file__, "--serve", str(base)]
@@ -321,7 +321,7 @@ def restore(nbytes: int, shm: Path, times: int) -> Samples:
             return took
 
         def theirs() -> None:
-            loaded = torch.load(base / "file", weights_only=True)
+            loaded = torch.load(path / "file", weights_only=True)
             for key, value in warm.items():
                 value.load_state_dict(loaded[key])
 
@@ -349,7 +349,7 @@ def restore(nbytes: int, shm: Path, times: int) -> Samples:
                     if turn:
                         found.setdefault(name, []).append(took)
                         found.setdefault(f"{name}: processor", []).append(cpu)
-            right = torch.load(base / "file", weights_only=True)
+            right = torch.load(path / "file", weights_only=True)
             for state, node in ((warm, "peer"), (warm, "own"), (cold, "peer")):
                 anew()
                 load(state, node)
@@ -461,16 +461,24 @@ def member(
     with Checkpointer(settings=place, rng=False) as ours:
         for _ in range(times if number else 0):
             other = theirs(*make(number + 10))
-            dist.barrier()
-            one = timed(lambda: (ours.load(state), dist.barrier()))
-            two = timed(
-                lambda o=other: (dcp.load(o, checkpoint_id=path / f"{number}"), dist.barrier())
-            )
+            stored = path / f"{number}"
+
+            def with_torch(of: dict[str, Any] = other, at: Path = stored) -> object:
+                return dcp.load(of, checkpoint_id=at)
+
+            for way, do in (
+                ("ours", lambda: ours.load(state)),
+                ("dcp.load, cached", with_torch),
+                ("dcp.load", with_torch),
+            ):
+                if way == "dcp.load" and not rank:
+                    forget(stored)
+                dist.barrier()
+                took = timed(lambda do=do: (do(), dist.barrier()))
+                if not rank:
+                    said.put((f"{name}: {way}", took))
             equal(theirs(model, optimizer), other)
-            if not rank:
-                said.put((f"{name}: ours", one))
-                said.put((f"{name}: dcp.load", two))
-            del other
+            del other, with_torch
         ours.save(number + 1, state, force=True)
         dcp.save(theirs(model, optimizer), checkpoint_id=path / f"{number + 1}")
         dist.barrier()
@@ -480,6 +488,15 @@ def member(
                     slot.unlink()
         dist.barrier()
     dist.destroy_process_group()
+
+
+def forget(folder: Path) -> None:
+    """Have the files read from the disk again."""
+    for file in folder.iterdir():
+        fd = os.open(file, os.O_RDONLY)
+        os.fsync(fd)  # what is not written stays
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
 
 
 # --- memory ---
@@ -590,7 +607,10 @@ def tables(found: dict[str, Samples]) -> list[str]:
     for name, samples in found.get("reshard", {}).items():
         if name.endswith("ours"):
             base = found["reshard"][name.replace("ours", "dcp.load")]
-            made.add(f"{name.removesuffix(': ours')}, dcp.load from disk", base, base, "dcp.load")
+            cached = found["reshard"][name.replace("ours", "dcp.load, cached")]
+            what = name.removesuffix(": ours")
+            made.add(f"{what}, dcp.load from disk", base, base, "dcp.load")
+            made.add(f"{what}, dcp.load from the page cache", cached, base, "dcp.load")
             made.add(f"{name}, from memory", samples, base, "dcp.load", 1.0)
     lines = made.lines if len(made.lines) > 2 else []
     if room := found.get("memory"):
@@ -621,7 +641,7 @@ def part(name: str, nbytes: int, args: argparse.Namespace) -> Samples:
     if name == "persist":
         return persist(nbytes, args.dir, args.shm, args.times)
     if name == "restore":
-        return restore(nbytes, args.shm, args.times)
+        return restore(nbytes, args.dir, args.shm, args.times)
     if name == "memory":
         return memory(nbytes, args.dir)
     nbytes = args.reshard_mb << 20

@@ -495,7 +495,7 @@ def _bucket(protocol: str) -> Any:
     of the Kubernetes client. Credentials and endpoint are those of the environment (AWS_…).
     """
     from obstore import open_writer
-    from obstore.exceptions import AlreadyExistsError
+    from obstore.exceptions import AlreadyExistsError, PermissionDeniedError
     from obstore.fsspec import FsspecStore
 
     class Bucket(FsspecStore):
@@ -504,6 +504,12 @@ def _bucket(protocol: str) -> Any:
             bucket, key = self._split_path(path)
             store = self._construct_store(bucket)
             return open_writer(store, key, buffer_size=part, max_concurrency=at_once)
+
+        async def _cat_file(self, path: str, *args: Any, **kwargs: Any) -> bytes:
+            try:
+                return await super()._cat_file(path, *args, **kwargs)
+            except PermissionDeniedError as error:  # perhaps of this object alone
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path) from error
 
         async def _pipe_file(
             self, path: str, value: Any, mode: str = "overwrite", **_: Any

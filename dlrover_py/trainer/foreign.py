@@ -24,15 +24,12 @@ from dlrover_py.trainer.catalog import TROUBLE, Catalog, Found, Place
 from dlrover_py.trainer.reshard import copy_leaves
 from dlrover_py.trainer.restore import (
     Fit,
-    KeysDiffer,
     Ranks,
     agree,
-    compare,
     finish,
     first_of,
     fit_state,
     some,
-    together,
 )
 from dlrover_py.trainer.state import targets
 
@@ -100,41 +97,32 @@ def load_dcp(
     """
     ranks = Ranks(rank, world)
     found = Found(0, 0, 0, world, "", False, str(url))
-    error: CheckpointError | None = None
     fit: Fit | None = None
+    trouble: Exception | None = None
     try:
-        target = targets(state, rank=rank)
         catalog = _foreign(str(url))
-        fit = fit_state(target, catalog, rank)
-    except KeysDiffer as differs:
-        error = KeysDiffer(f"{url} is of another state: {differs}")
-    except TROUBLE as trouble:
-        error = CheckpointError(f"{url} cannot be read: {trouble}")
-    together(ranks, error, "", type(error) if error is not None else CheckpointError)
-    assert fit is not None
-    agree(fit, target, ranks)
-    try:
-        compare(fit, strict=strict)
+        fit = fit_state(targets(state, rank=rank), catalog, rank)
         gaps = catalog.gaps(leaf.piece.key for leaf in fit.leaves if 0 not in leaf.piece.shape)
         if gaps:
             raise CheckpointError(f"parts of {some(gaps)} are not there")
-    except KeysDiffer as differs:
-        error = KeysDiffer(f"{url} is of another state: {differs}")
-    except CheckpointError as trouble:
-        error = CheckpointError(f"{url} cannot be read: {trouble}")
-    together(ranks, error, "", type(error) if error is not None else CheckpointError)
+    except TROUBLE as error:
+        trouble = error
+    if why := agree(ranks, url, fit, trouble, strict=strict):
+        raise CheckpointError(f"{url} cannot be read: {why}")
+    assert fit is not None
     values: list[tuple[Any, object]] = []
     nbytes: dict[str, int] = {}
     try:
         nbytes = copy_leaves(catalog, fit.leaves, log)
         values = [(put, read()) for _, put, read in fit.objects]
-    except TROUBLE as trouble:
-        error = CheckpointError(
-            f"{url} cannot be read: {trouble}. Tensors of the state have been written: do not "
-            "train on with them"
+    except TROUBLE as error:
+        why = str(error) or type(error).__name__
+    if why := ranks.first(why):
+        raise CheckpointError(
+            f"{url} cannot be read: {why}. Tensors of the state have been written: do not train "
+            "on with them"
         )
-    together(ranks, error, "")
-    finish(found, target, fit, values, nbytes, log)
+    finish(found, fit, values, nbytes, log)
 
 
 def _foreign(url: str) -> Catalog:

@@ -93,19 +93,13 @@ class KeysDiffer(CheckpointError):
 
 
 @dataclass
-class Fit:
-    """How a catalog is put into a state."""
+class Keys:
+    """In what a state and a checkpoint differ, at one rank."""
 
-    leaves: list[Leaf]
-    objects: list[tuple[str, Callable[[object], None], Callable[[], object]]]
-    """Key, what sets it, what reads it."""
-    missing: list[str]
-    unexpected: list[str]
-    wrong: list[str]
-    private: list[str]
-    """Of this rank alone, and not there: left as they are."""
-    own: list[Leaf]
-    """Of the leaves, those that are the state's own memory, and not put into it at the end."""
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    """Shapes that differ, in words."""
     unclear: list[str] = field(default_factory=list)
     """What may be one thing or another, in words: it is left as it is."""
     grown: list[str] = field(default_factory=list)
@@ -114,18 +108,38 @@ class Fit:
     """Of the unexpected, those that an object might take."""
     adrift: list[str] = field(default_factory=list)
     """DTensors, of which nobody knows where they are to be."""
+    nothing: bool = False
+    """Both have none of the other's."""
+
+
+@dataclass
+class Fit:
+    """How a catalog is put into a state."""
+
+    target: Targets
+    leaves: list[Leaf] = field(default_factory=list)
+    objects: list[tuple[str, Callable[[object], None], Callable[[], object]]] = field(
+        default_factory=list
+    )
+    """Key, what sets it, what reads it."""
+    private: list[str] = field(default_factory=list)
+    """Of this rank alone, and not there: left as they are."""
+    own: list[Leaf] = field(default_factory=list)
+    """Of the leaves, those that are the state's own memory, and not put into it at the end."""
+    keys: Keys = field(default_factory=Keys)
 
 
 def fit_state(target: Targets, catalog: Catalog, rank: int) -> Fit:
     """Compare the keys, and find each its place; allocates optimizers' state, copies nothing."""
-    fit = Fit([], [], [], [], [], [], [])
+    fit = Fit(target)
+    keys = fit.keys
     used: set[str] = set()
     _fit_structures(catalog, target)
     own = private_key(rank, "")
     for leaf in target.leaves:
         key = leaf.piece.key
         if key not in catalog.boxes:
-            (fit.private if leaf.piece.private else fit.missing).append(key)
+            (fit.private if leaf.piece.private else keys.missing).append(key)
             continue
         used.add(key)
         saved = catalog.piece(key)
@@ -133,7 +147,7 @@ def fit_state(target: Targets, catalog: Catalog, rank: int) -> Fit:
         if saved.whole != leaf.piece.whole:
             renewed = target.renewed(key, saved.dtype, saved.whole)
             if renewed is None:
-                fit.wrong.append(f"{key} has the shape {saved.whole}, and {leaf.piece.whole} here")
+                keys.wrong.append(f"{key} has the shape {saved.whole}, and {leaf.piece.whole} here")
         fit.leaves.append(renewed or leaf)
         if renewed is None:
             fit.own.append(leaf)
@@ -181,28 +195,18 @@ def fit_state(target: Targets, catalog: Catalog, rank: int) -> Fit:
         elif renewed is not None:
             fit.leaves.append(renewed)
         elif target.adrift(key):
-            fit.adrift.append(key)
+            keys.adrift.append(key)
             continue
         else:
             if target.unplaced(key):
-                fit.unplaced.append(key)
+                keys.unplaced.append(key)
             if not is_private(key):
-                fit.unexpected.append(key)
+                keys.unexpected.append(key)
             continue
         if not is_private(key):
-            fit.grown.append(key)
+            keys.grown.append(key)
+    keys.nothing = not (fit.leaves or fit.objects)
     return fit
-
-
-def agree(fit: Fit, target: Targets, ranks: "Ranks") -> None:
-    """What one rank has a place for is no other's: stages of a pipeline have each its own."""
-    fit.unexpected = ranks.common(fit.unexpected)
-    fit.adrift = ranks.common(fit.adrift)
-    others = set(fit.grown).difference(ranks.common(fit.grown))
-    if others:
-        fit.leaves = [leaf for leaf in fit.leaves if leaf.piece.key not in others]
-        fit.objects = [one for one in fit.objects if one[0] not in others]
-        target.drop(others)
 
 
 def _fit_structures(catalog: Catalog, target: Targets) -> None:
@@ -232,7 +236,7 @@ def _fit_groups(fit: Fit, catalog: Catalog, used: set[str], optimizer: Optimizer
         where = ", ".join(
             f"{some([n for n in members if n in names[j]], 3)} in group {j}" for j in others
         )
-        fit.unclear.append(
+        fit.keys.unclear.append(
             f"{optimizer.groups}.{number} has {some(members, 3)}, and the checkpoint has {where}, "
             "not with the same others: give each group the parameters that it had, or its "
             "hyperparameters stay as they are here"
@@ -278,7 +282,7 @@ def _fit_object(
 
 
 def _absent(fit: Fit, key: str) -> None:
-    (fit.private if is_private(key) else fit.missing).append(key)
+    (fit.private if is_private(key) else fit.keys.missing).append(key)
 
 
 def first_of(key: str, places: Sequence[Callable[[], bytes]]) -> object:
@@ -296,58 +300,99 @@ def first_of(key: str, places: Sequence[Callable[[], bytes]]) -> object:
     raise CheckpointError(f"{key} cannot be read: {why}")
 
 
-def compare(fit: Fit, *, strict: bool) -> None:
-    """Refuse a state that is another one.
-
-    Raises:
-        KeysDiffer: says which keys.
-    """
+def difference(keys: Keys, *, strict: bool) -> str:
+    """Why this is the checkpoint of another state; empty if it is not."""
     words = []
-    if fit.wrong:
-        words.append("shapes differ: " + some(fit.wrong))
-    if fit.adrift:
+    if keys.wrong:
+        words.append("shapes differ: " + some(keys.wrong))
+    if keys.adrift:
         words.append(
-            f"{some(fit.adrift)} were DTensors, and no other of such a shape beside them tells "
+            f"{some(keys.adrift)} were DTensors, and no other of such a shape beside them tells "
             "where they are to be: have the object make its own first, as get_state_dict does, or "
             "give the optimizer itself"
         )
     if strict:
-        words += fit.unclear
-        if unplaced := [key for key in fit.unplaced if key in fit.unexpected]:
+        words += keys.unclear
+        if unplaced := [key for key in keys.unplaced if key in keys.unexpected]:
             words.append(
                 f"how {some(unplaced)} are nested is not in the checkpoint, which torch or an "
                 "earlier version has written: fill an object that has them already"
             )
-    if strict and fit.missing:
-        words.append("the checkpoint does not have " + some(fit.missing))
-    if strict and fit.unexpected:
-        words.append("the state has no place for " + some(fit.unexpected))
-    nothing = not (strict or fit.leaves or fit.objects) and fit.missing and fit.unexpected
+    if strict and keys.missing:
+        words.append("the checkpoint does not have " + some(keys.missing))
+    if strict and keys.unexpected:
+        words.append("the state has no place for " + some(keys.unexpected))
+    nothing = not strict and keys.nothing and keys.missing and keys.unexpected
     if nothing:
         words.append(
-            f"they have nothing in common: it has {some(fit.unexpected, 3)}, and the state "
-            + some(fit.missing, 3)
+            f"they have nothing in common: it has {some(keys.unexpected, 3)}, and the state "
+            + some(keys.missing, 3)
         )
-    if words:
-        hint = "" if fit.wrong or fit.adrift or nothing else "; strict=False loads what both have"
-        raise KeysDiffer("; ".join(words) + hint)
+    hint = "" if keys.wrong or keys.adrift or nothing else "; strict=False loads what both have"
+    return "; ".join(words) + hint if words else ""
 
 
-def spoiled_by(written: Sequence[Leaf], target: Targets, fit: Fit) -> list[str]:
+def agree(
+    ranks: "Ranks", name: object, fit: Fit | None, trouble: Exception | None, *, strict: bool
+) -> str:
+    """Have all ranks put the same into their states, or none. Each speaks once: what they wait for
+    one another is most of what a small checkpoint costs.
+
+    Args:
+        ranks: all.
+        name: of the checkpoint.
+        fit: this rank's; what only others have a place for is no more unexpected here.
+        trouble: why there is no fit.
+        strict: keys that only one side has are an error.
+
+    Returns:
+        Why it cannot be had, at the first rank that says so; empty: all can have it.
+
+    Raises:
+        KeysDiffer: it is of another state than some rank's.
+    """
+    differs = isinstance(trouble, KeysDiffer)
+    why = "" if trouble is None else str(trouble) or type(trouble).__name__
+    said: list[tuple[bool, str, Keys]] = ranks.all((differs, why, fit.keys if fit else Keys()))
+    other = f"{name} is of another state: "
+    ranks.refuse([other + words if differs else "" for differs, words, _ in said], KeysDiffer)
+    if why := ranks.words([words for _, words, _ in said]):
+        return why
+    assert fit is not None
+    # What one rank has a place for is no other's: stages of a pipeline have each its own.
+    unexpected, adrift, grown = (
+        sorted(set.intersection(*(set(getattr(keys, of)) for _, _, keys in said)))
+        for of in ("unexpected", "adrift", "grown")
+    )
+    found = []
+    for _, _, keys in said:
+        keys.unexpected, keys.adrift = unexpected, adrift
+        words = difference(keys, strict=strict)
+        found.append(other + words if words else "")
+    ranks.refuse(found, KeysDiffer)
+    fit.keys = said[ranks.rank][2]
+    if others := set(fit.keys.grown).difference(grown):
+        fit.leaves = [leaf for leaf in fit.leaves if leaf.piece.key not in others]
+        fit.objects = [one for one in fit.objects if one[0] not in others]
+        fit.target.drop(others)
+    return ""
+
+
+def spoiled_by(written: Sequence[Leaf], fit: Fit) -> list[str]:
     """Keys of tensors that would keep what was written into them, for nothing comes in its place.
 
     Args:
         written: where candidates that have failed have left their bytes.
-        target, fit: the state, and what it is to have.
+        fit: what the state is to have.
     """
-    replaced = tuple(o.prefix for o in target.optimizers if o.loaded)
+    replaced = tuple(o.prefix for o in fit.target.optimizers if o.loaded)
     # What an object has made for its state_dict() is another one by now, and no part of it.
-    there = {_memory(leaf) for leaf in target.leaves}
+    there = {_memory(leaf) for leaf in fit.target.leaves}
     stays = [
         leaf
         for leaf in written
         if _memory(leaf) in there
-        or any(leaf.piece.key.startswith(o.prefix) for o in target.optimizers)
+        or any(leaf.piece.key.startswith(o.prefix) for o in fit.target.optimizers)
     ]
     renewed = {_memory(leaf) for leaf in fit.leaves}
     keys = {leaf.piece.key for leaf in stays if _memory(leaf) not in renewed}
@@ -414,8 +459,12 @@ def load(
     except DLRoverError as error:
         refused = error
     newest = next(iter(manifests.values()), None)
-    found, claimed, blind = ranks.hear((found, claimed, blind))
-    together(ranks, refused, "the state cannot be loaded")
+    said = ranks.all((found, claimed, blind, "" if refused is None else str(refused)))
+    if refused is not None:
+        raise refused
+    words = "the state cannot be loaded: "
+    ranks.refuse([words + one[3] if one[3] else "" for one in said])
+    found, claimed, blind, _ = said[0]
     if not found and blind:
         raise CheckpointError(f"{blind}; so nobody knows whether there is a checkpoint: try again")
 
@@ -430,7 +479,9 @@ def load(
     for one in found:
         candidate = Candidate(one, rank=rank, arena=arena, agent=agent, manifest=manifest, log=log)
         try:
-            loaded, why, touched = _try(state, candidate, ranks, written, strict=strict, log=log)
+            loaded, why, touched = _try(
+                state, candidate, ranks, written, spoiled=spoiled, strict=strict, log=log
+            )
         except KeysDiffer as error:
             if not spoiled:
                 raise
@@ -457,6 +508,7 @@ def _try(
     ranks: "Ranks",
     written: list[Leaf],
     *,
+    spoiled: bool,
     strict: bool,
     log: logging.Logger,
 ) -> tuple[Loaded | None, str, bool]:
@@ -464,30 +516,20 @@ def _try(
 
     Those that have been are added to what others before it have written.
     """
-    target = targets(state, rank=ranks.rank)
     fit: Fit | None = None
-    differs: KeysDiffer | None = None
-    why = ""
+    trouble: Exception | None = None
     try:
-        fit = _ready(candidate, target, ranks.rank)
-    except KeysDiffer as error:
-        differs = KeysDiffer(f"{candidate.found} is of another state: {error}")
+        fit = _ready(candidate, targets(state, rank=ranks.rank), ranks.rank)
     except TROUBLE as error:
-        why = str(error) or type(error).__name__
-    together(ranks, differs, "", KeysDiffer)
-    if why := ranks.first(why):
+        trouble = error
+    if why := agree(ranks, candidate.found, fit, trouble, strict=strict):
         return None, why, False
     assert fit is not None
-    agree(fit, target, ranks)
-    try:
-        compare(fit, strict=strict)
-        if left := spoiled_by(written, target, fit):
+    if spoiled:
+        if left := spoiled_by(written, fit):
             why = f"it has nothing for {some(left)}, into which a damaged one was copied"
-    except KeysDiffer as error:
-        differs = KeysDiffer(f"{candidate.found} is of another state: {error}")
-    together(ranks, differs, "", KeysDiffer)
-    if why := ranks.first(why):
-        return None, why, False
+        if why := ranks.first(why):
+            return None, why, False
     values: list[tuple[Any, object]] = []
     nbytes: dict[str, int] = {}
     try:
@@ -498,12 +540,11 @@ def _try(
     if why := ranks.first(why):
         written += [leaf for leaf in fit.own if leaf.tensor.nbytes]
         return None, why, True
-    return finish(candidate.found, target, fit, values, nbytes, log), "", True
+    return finish(candidate.found, fit, values, nbytes, log), "", True
 
 
 def finish(
     found: Found,
-    target: Targets,
     fit: Fit,
     values: list[tuple[Any, object]],
     nbytes: dict[str, int],
@@ -513,19 +554,19 @@ def finish(
     with torch.no_grad():
         for put, value in values:
             put(value)
-        for optimizer in target.optimizers:
+        for optimizer in fit.target.optimizers:
             optimizer.finish()
-        target.finish()
+        fit.target.finish()
     if fit.private:
         log.warning("checkpoint of %s has nothing of this rank's own: %s", found, some(fit.private))
-    for words in fit.unclear:
+    for words in fit.keys.unclear:
         log.warning("checkpoint of %s: %s", found, words)
-    if fit.missing or fit.unexpected:
+    if fit.keys.missing or fit.keys.unexpected:
         log.warning(
             "checkpoint of %s and this state differ: it does not have [%s], and it alone has [%s]",
             found,
-            some(fit.missing),
-            some(fit.unexpected),
+            some(fit.keys.missing),
+            some(fit.keys.unexpected),
         )
     kinds = {"memory": "its own memory", "peer": "peers' memory", "storage": "storage"}
     where = ", ".join(kinds[kind] for kind in kinds if nbytes.get(kind)) or (
@@ -540,8 +581,8 @@ def finish(
         found.memory,
         found.folder,
         nbytes,
-        tuple(sorted((*fit.missing, *fit.private))),
-        tuple(sorted(fit.unexpected)),
+        tuple(sorted((*fit.keys.missing, *fit.private))),
+        tuple(sorted(fit.keys.unexpected)),
     )
 
 
@@ -715,13 +756,6 @@ class Ranks:
                 "torch.distributed.init_process_group before it"
             )
 
-    def hear(self, said: Any) -> Any:
-        """What rank 0 says."""
-        box = [said]
-        if self.world > 1:
-            dist.broadcast_object_list(box)
-        return box[0]
-
     def all(self, said: T) -> list[T]:
         """What each says, by rank."""
         answers: list[Any] = [said] * self.world
@@ -729,31 +763,18 @@ class Ranks:
             dist.all_gather_object(answers, said)
         return answers
 
-    def common(self, keys: list[str]) -> list[str]:
-        """Those that all have: stages of a pipeline have each its own."""
-        return sorted(set.intersection(*map(set, self.all(keys))))
-
     def first(self, why: str) -> str:
         """What is wrong, at the first rank where something is; empty if nothing is anywhere."""
-        for rank, words in enumerate(self.all(why)):
+        return self.words(self.all(why))
+
+    def words(self, said: Sequence[str]) -> str:
+        """The same of what all are known to have said."""
+        for rank, words in enumerate(said):
             if words:
                 return words if self.world == 1 else f"rank {rank}: {words}"
         return ""
 
-
-def together(
-    ranks: Ranks,
-    error: Exception | None,
-    words: str,
-    kind: type[CheckpointError] = CheckpointError,
-) -> None:
-    """Raise on all ranks if one has to.
-
-    Raises:
-        CheckpointError: of the kind, or this rank's own error.
-    """
-    first = ranks.first(str(error) if error is not None else "")
-    if error is not None:
-        raise error
-    if first:
-        raise kind(f"{words}: {first}" if words else first)
+    def refuse(self, said: Sequence[str], kind: type[CheckpointError] = CheckpointError) -> None:
+        """Raise on all ranks if one has said something; each its own, if it has one."""
+        if words := said[self.rank] or self.words(said):
+            raise kind(words)

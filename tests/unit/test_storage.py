@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import combinations_with_replacement
 from pathlib import Path
 
@@ -976,3 +977,27 @@ def test_a_file_of_any_size_has_parts_enough(nbytes: int, more: float) -> None:
 def test_what_speaks_no_known_protocol_is_refused() -> None:
     with pytest.raises(ConfigError, match="gopher://x"):
         Store("gopher://x")
+
+
+def test_a_bucket_that_refuses_an_object_says_so_of_this_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Refusing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(403)
+            self.end_headers()
+            self.wfile.write(b"<Error><Code>AccessDenied</Code></Error>")
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
+            monkeypatch.setenv(name, "tests")
+        try:
+            with pytest.raises(PermissionError, match=r"denied: 'bucket/runs/some\.json'"):
+                storage.open_place("s3://bucket/runs").read("some.json")
+        finally:
+            server.shutdown()
