@@ -18,15 +18,12 @@ from typing import Protocol, runtime_checkable
 import torch
 import xxhash
 
-from dlrover_py.arena import Damaged
+from dlrover_py.arena import NEAR, Damaged
 from dlrover_py.protocol.checkpoint import Piece
 from dlrover_py.protocol.errors import CheckpointError
 from dlrover_py.trainer.catalog import TROUBLE, Catalog, Peer, Place
 from dlrover_py.trainer.state import Leaf, decode_object
 
-CHUNK = 1 << 20
-"""Bytes that are read and summed at once: what is summed is still in the cache of its core; and few
-enough turns that threads do not stand in line for the GIL."""
 THREADS = 2
 """That read and sum; the GIL is held for neither."""
 
@@ -170,10 +167,10 @@ def _around(target: memoryview, start: int, nbytes: int) -> Iterator[memoryview]
     The others are only summed, so that one small memory, which stays in the cache, does for them.
     """
     end = start + len(target)
-    aside = memoryview(bytearray(min(CHUNK, nbytes - len(target))))
-    yield from (aside[: start - at] for at in range(0, start, CHUNK))
+    aside = memoryview(bytearray(min(NEAR, nbytes - len(target))))
+    yield from (aside[: start - at] for at in range(0, start, NEAR))
     yield target
-    yield from (aside[: nbytes - at] for at in range(end, nbytes, CHUNK))
+    yield from (aside[: nbytes - at] for at in range(end, nbytes, NEAR))
 
 
 class _Sums:
@@ -201,7 +198,7 @@ def _fill(place: Place, targets: Iterable[memoryview]) -> None:
     """
     sums, position = xxhash.xxh3_64(), place.position
     for target in targets:
-        step = CHUNK if place.source.kind == "memory" else max(CHUNK, len(target))
+        step = NEAR if place.source.kind == "memory" else max(NEAR, len(target))
         for start in range(0, len(target), step):
             part = target[start : start + step]
             place.source.read(place.file, position, part)

@@ -142,6 +142,8 @@ class Staging:
     """The slot may be written."""
     fenced: bool = False
     """The training's streams wait for these events: versions may count on."""
+    awaited: bool = False
+    """The training does nothing else now."""
     captured: threading.Event = field(default_factory=threading.Event)
     """What is not deferrable is safe."""
     opened: threading.Event = field(default_factory=threading.Event)
@@ -188,7 +190,7 @@ class Stager:
         extra: Path | None = None,
         told: Callable[[Summary], None] = lambda _: None,
         failed: Callable[[str], None] = lambda _: None,
-        copy: Callable[[int, memoryview], int] = arena.copy_summed,
+        copy: Callable[[int, memoryview, int], int] = arena.copy_summed,
     ) -> None:
         """Open the slots; the fence stands until :meth:`close`.
 
@@ -198,7 +200,7 @@ class Stager:
             extra: a further slot, for :meth:`grow`.
             told: called by the thread with each slot that was sealed.
             failed: called by it with why one could not be.
-            copy: from an address into memory; gives the XXH3.
+            copy: from an address into memory, in chunks of so many bytes; gives the XXH3.
 
         Raises:
             OSError: the folder cannot be written.
@@ -318,8 +320,10 @@ class Stager:
         self._saves += 1
         self._put(job)
         if waits:
+            job.awaited = True
             self._help(job, job.left[:1])
             _outlast(job.captured, self._thread)
+            job.awaited = False
         if self.synchronous:
             _outlast(job.done, self._thread)
         return job
@@ -398,6 +402,7 @@ class Stager:
             job.fenced = True
         for device, event in job.events:
             torch.cuda.current_stream(device).wait_event(event)
+        job.awaited = True
         self._help(job, job.left)
         _outlast(job.opened, self._thread)
         self.waited_s += time.perf_counter() - began
@@ -626,7 +631,8 @@ class Stager:
         """Copy what is left, beside whoever else does."""
         while (item := _taken(items)) is not None:
             target = job.slot.view()[item.at : item.at + item.nbytes]
-            job.sums[item.number] = self._copy(item.address, target)
+            chunk = arena.NEAR if job.awaited else arena.CHUNK
+            job.sums[item.number] = self._copy(item.address, target, chunk)
             for at, bytes_then in item.peeks:
                 if target[at : at + len(bytes_then)] != bytes_then:
                     job.moved = job.moved or item.leaf.piece.key

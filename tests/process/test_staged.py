@@ -93,9 +93,9 @@ def slowly(checkpointer: Checkpointer) -> None:
     """Have each tensor's copy take a while, so that what is not fenced would be torn."""
     pause = threading.Event()
 
-    def copy(source: int, target: memoryview) -> int:
+    def copy(source: int, target: memoryview, chunk: int) -> int:
         pause.wait(0.002)
-        return arena.copy_summed(source, target)
+        return arena.copy_summed(source, target, chunk)
 
     checkpointer._site().stager._copy = copy
 
@@ -521,9 +521,9 @@ def test_what_one_rank_lacks_waits_for_no_storage_and_the_next_one_goes_there(
             assert all(reader.lock(shared=True) for reader in readers)
         if step == 4 and rank == 0:
             gate = threading.Event()
-            def copy(source, target):
+            def copy(source, target, chunk):
                 assert gate.wait(60)
-                return arena.copy_summed(source, target)
+                return arena.copy_summed(source, target, chunk)
             stager._copy = copy
         checkpointer.save(step, state)
         if step == 5 and rank == 0:

@@ -250,9 +250,9 @@ def test_auto_counts_the_time_for_which_an_optimizer_has_waited(
     stager = checkpointer._site().stager
     copy, go_on = stager._copy, threading.Event()
 
-    def when_told(address: int, target: memoryview) -> int:
+    def when_told(address: int, target: memoryview, chunk: int) -> int:
         assert go_on.wait(DEADLINE_S)
-        return copy(address, target)
+        return copy(address, target, chunk)
 
     stager._copy = when_told
     assert checkpointer.save(1, state)

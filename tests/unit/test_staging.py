@@ -44,12 +44,12 @@ class Gate:
         self.reached = threading.Event()
         self.error: BaseException | None = None
 
-    def __call__(self, source: int, target: memoryview) -> int:
+    def __call__(self, source: int, target: memoryview, chunk: int) -> int:
         self.reached.set()
         assert self.open.wait(DEADLINE_S)
         if self.error is not None:
             raise self.error
-        return arena.copy_summed(source, target)
+        return arena.copy_summed(source, target, chunk)
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ class Shared:
         self.error: BaseException | None = None
         """What who helps meets."""
 
-    def __call__(self, source: int, target: memoryview) -> int:
+    def __call__(self, source: int, target: memoryview, chunk: int) -> int:
         me = threading.current_thread().name
         self.by.append(me)
         if me == "dlrover-staging":
@@ -196,7 +196,7 @@ class Shared:
             self.helped.set()
             if self.error is not None:
                 raise self.error
-        return arena.copy_summed(source, target)
+        return arena.copy_summed(source, target, chunk)
 
 
 def test_who_waits_at_the_fence_helps(make: Callable[..., Stager]) -> None:
@@ -328,6 +328,23 @@ def test_an_edit_before_the_copy_is_noticed(
     assert read(after.slot.path)[1]["model.1"].unique().tolist() == [1.0]
 
 
+@pytest.mark.parametrize("edit", [edit_data, edit_in_place])
+def test_an_edit_before_a_copy_for_which_the_training_waits_is_noticed(
+    make: Callable[..., Stager], edit: Callable[[torch.nn.Parameter], None], tmp_path: Path
+) -> None:
+    copy, work = Shared(), Work()
+    stager = make(copy=copy)
+    work.step()
+    job = stager.stage(1, work.leaves())
+    assert copy.reached.wait(DEADLINE_S)
+    edit(work.parameters[2])
+    work.step()
+    assert stager.wait(DEADLINE_S)
+    assert job is not None
+    assert job.moved == "model.2"
+    assert sealed(tmp_path) == {}
+
+
 def test_what_a_parameter_had_is_saved_though_it_is_given_other_memory(
     make: Callable[..., Stager], gate: Gate
 ) -> None:
@@ -352,9 +369,9 @@ def test_an_edit_between_copy_and_step_is_noticed(
     work.step()
     copies = 0
 
-    def copy(source: int, target: memoryview) -> int:
+    def copy(source: int, target: memoryview, chunk: int) -> int:
         nonlocal copies
-        digest = arena.copy_summed(source, target)
+        digest = arena.copy_summed(source, target, chunk)
         copies += 1
         if copies == 2:  # the first has been copied: what changes now is not in the slot
             edit_late(work.parameters[0])
