@@ -40,8 +40,8 @@ CHUNK = 1 << 22
 """Bytes that are summed and then copied at once: they are still in the cache, which saves a sixth
 of what 16 MB cost; and not fewer, since the GIL is taken between two."""
 NEAR = 1 << 19
-"""The same where nobody else wants the GIL: a core's own cache holds them, and the sum costs hardly
-more than the copy alone."""
+"""The same where the training waits, and so wants no GIL: a core's own cache holds them, and the
+sum costs hardly more than the copy alone."""
 _CGROUPS = {
     "": ("memory.max", "memory.current", "inactive_file"),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),

@@ -46,9 +46,9 @@ STAND_IN_S = 2 * BEAT_S
 """One that has not changed for so long is renewed by others of its job: well before it lapses."""
 TOMBSTONE_S = 86400.0
 """So long, by our own clock, a tombstone stays after its folder has gone: no order lives longer."""
-UNREAD = 1 << 32
-"""A commit beside manifests that cannot be read is numbered by its step times this, to be above
-them: more than any directory sees commits. (Steps below 2**31 keep it within 64 bits.)"""
+LEAP = 1 << 20
+"""A commit beside manifests that cannot be read is numbered by so much more than all that is known,
+to be above theirs: no directory sees as many commits between two such ones."""
 STALE_LOOKS = 2
 """So often a file that was replaced while it was read is read again."""
 BLOCK = 1 << 25
@@ -68,7 +68,11 @@ _ATTEMPT = re.compile(r"step-[0-9]+\.([0-9a-f]{12}|[0-9a-f]{16})")
 """As masters draw them, and runs without one."""
 _WRITES = re.compile(rf"{PARTS}|__\d+_0\.distcp|\.metadata|\.\.metadata\.[0-9a-f]{{8}}\.tmp")
 """What an attempt has in its folder."""
-_TORN = re.compile(rf"\.({_FOLDER.pattern}\.json|{re.escape(CLAIM)})\.[0-9a-f]{{8}}\.tmp")
+_LEAP = ".number."
+"""What the name of a file begins with that tells the number of a commit."""
+_TORN = re.compile(
+    rf"\.({_FOLDER.pattern}\.json|{re.escape(CLAIM)}|{re.escape(_LEAP)}\d+)\.[0-9a-f]{{8}}\.tmp"
+)
 """A document that was not finished."""
 _MARK = re.compile(r"\.look\.[0-9a-f]{8}")
 """Of `Folder.refresh`."""
@@ -866,7 +870,8 @@ class Store:
                     f"{self.place.url}: another attempt has begun since; "
                     f"{manifest.folder} is given up"
                 )
-        others = self._manifests(self._names())
+        names = self._names()
+        others = self._manifests(names)
         newest = max((m.term for m in others.values() if m.job == manifest.job), default=0)
         if manifest.term < newest:
             raise Superseded(
@@ -878,16 +883,19 @@ class Store:
         later = [m for m in later if (m.round, m.lap, m.step) > saved]
         if manifest.term and later:  # without a master each run counts its rounds anew
             raise Superseded(f"{manifest.folder}: a later one is there, {later[0].folder}")
-        hidden = sorted(n for n in self.unread if _step_of(n) >= manifest.step)
+        hidden = sorted(n for n in self.unread if int(n[5 : n.index(".")]) >= manifest.step)
         if manifest.term and hidden:
             raise Superseded(
                 f"{manifest.folder}: {self.place.url}/{hidden[0]} may be a later one, and "
                 f"{self.damaged[hidden[0]]}; have it readable again, or remove it"
             )
-        number = 1 + max((m.number for m in others.values()), default=0)
-        if self.unread:  # theirs is of their step at most, in such leaps: all that their names say
-            last = max(_step_of(name) for name in self.unread)
-            number = max(number, UNREAD * max(manifest.step, last + 1))
+        number = 1 + max([m.number for m in others.values()] + _leaps(names), default=0)
+        if self.unread:  # the name is there to be seen even if nothing else can be
+            number += LEAP
+            self.place.put(f"{_LEAP}{number}", b"")
+            self.place.settle("")
+            for older in _leaps(names):
+                self.place.remove(f"{_LEAP}{older}")
         manifest = replace(manifest, number=number)
         name, data = f"{manifest.folder}.json", manifest.encode()
         if not self.place.create(name, data) and not self._is_there(name, data):
@@ -999,9 +1007,10 @@ class Store:
         return ours and all(_WRITES.fullmatch(name) for name in found)
 
 
-def _step_of(name: str) -> int:
-    """Of which step a checkpoint is, by the name of its folder or its manifest."""
-    return int(name.split(".", 1)[0].removeprefix("step-"))
+def _leaps(names: Sequence[str]) -> list[int]:
+    """The numbers that were leapt to, by the names of their files."""
+    found = (name.removeprefix(_LEAP) for name in names if name.startswith(_LEAP))
+    return [int(number) for number in found if number.isdecimal()]
 
 
 def _age(manifest: Manifest) -> tuple[int, float, str]:

@@ -100,8 +100,9 @@ def load_dcp(
     fit: Fit | None = None
     trouble: Exception | None = None
     try:
+        target = targets(state, rank=rank)  # first: an object's state_dict() may be collective
         catalog = _foreign(str(url))
-        fit = fit_state(targets(state, rank=rank), catalog, rank)
+        fit = fit_state(target, catalog, rank)
         gaps = catalog.gaps(leaf.piece.key for leaf in fit.leaves if 0 not in leaf.piece.shape)
         if gaps:
             raise CheckpointError(f"parts of {some(gaps)} are not there")

@@ -14,7 +14,7 @@ its bytes in tensors: an older one is loaded only if it has something else for e
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from dlrover_py import arena, depot
 from dlrover_py.protocol.checkpoint import Id, Manifest, is_private, private_key
-from dlrover_py.protocol.errors import CheckpointError, DLRoverError, TransientError
+from dlrover_py.protocol.errors import CheckpointError, TransientError
 from dlrover_py.storage import Store
 from dlrover_py.trainer.catalog import TROUBLE, Candidate, Catalog, Found
 from dlrover_py.trainer.reshard import copy_leaves
@@ -109,7 +109,7 @@ class Keys:
     adrift: list[str] = field(default_factory=list)
     """DTensors, of which nobody knows where they are to be."""
     nothing: bool = False
-    """Both have none of the other's."""
+    """Both have none of the other's, but for what has grown."""
 
 
 @dataclass
@@ -205,7 +205,8 @@ def fit_state(target: Targets, catalog: Catalog, rank: int) -> Fit:
             continue
         if not is_private(key):
             keys.grown.append(key)
-    keys.nothing = not (fit.leaves or fit.objects)
+    fitted = {leaf.piece.key for leaf in fit.leaves} | {key for key, _, _ in fit.objects}
+    keys.nothing = fitted <= set(keys.grown)
     return fit
 
 
@@ -313,7 +314,7 @@ def difference(keys: Keys, *, strict: bool) -> str:
         )
     if strict:
         words += keys.unclear
-        if unplaced := [key for key in keys.unplaced if key in keys.unexpected]:
+        if unplaced := set(keys.unplaced).intersection(keys.unexpected):
             words.append(
                 f"how {some(unplaced)} are nested is not in the checkpoint, which torch or an "
                 "earlier version has written: fill an object that has them already"
@@ -351,26 +352,23 @@ def agree(
     Raises:
         KeysDiffer: it is of another state than some rank's.
     """
-    differs = isinstance(trouble, KeysDiffer)
     why = "" if trouble is None else str(trouble) or type(trouble).__name__
-    said: list[tuple[bool, str, Keys]] = ranks.all((differs, why, fit.keys if fit else Keys()))
-    other = f"{name} is of another state: "
-    ranks.refuse([other + words if differs else "" for differs, words, _ in said], KeysDiffer)
-    if why := ranks.words([words for _, words, _ in said]):
+    said: list[tuple[str, Keys]] = ranks.all((why, Keys() if fit is None else fit.keys))
+    if why := ranks.words([words for words, _ in said]):
         return why
     assert fit is not None
     # What one rank has a place for is no other's: stages of a pipeline have each its own.
     unexpected, adrift, grown = (
-        sorted(set.intersection(*(set(getattr(keys, of)) for _, _, keys in said)))
+        sorted(set.intersection(*(set(getattr(keys, of)) for _, keys in said)))
         for of in ("unexpected", "adrift", "grown")
     )
     found = []
-    for _, _, keys in said:
-        keys.unexpected, keys.adrift = unexpected, adrift
+    for _, keys in said:
+        keys.unexpected, keys.adrift, keys.nothing = unexpected, adrift, keys.nothing and not grown
         words = difference(keys, strict=strict)
-        found.append(other + words if words else "")
+        found.append(f"{name} is of another state: {words}" if words else "")
     ranks.refuse(found, KeysDiffer)
-    fit.keys = said[ranks.rank][2]
+    fit.keys = said[ranks.rank][1]
     if others := set(fit.keys.grown).difference(grown):
         fit.leaves = [leaf for leaf in fit.leaves if leaf.piece.key not in others]
         fit.objects = [one for one in fit.objects if one[0] not in others]
@@ -403,7 +401,7 @@ def _memory(leaf: Leaf) -> tuple[int, int]:
     return leaf.tensor.data_ptr(), leaf.tensor.nbytes
 
 
-def some(keys: Sequence[str], limit: int = 8) -> str:
+def some(keys: Collection[str], limit: int = 8) -> str:
     """The first of them, in words."""
     more = len(keys) - limit
     return ", ".join(sorted(keys)[:limit]) + (f" and {more} more" if more > 0 else "")
@@ -456,14 +454,14 @@ def load(
         targets(state, rank=rank)
         if rank == 0:
             found, claimed, blind = _candidates(arena, agent, store, manifests, round, job, log)
-    except DLRoverError as error:
+    except TROUBLE as error:
         refused = error
     newest = next(iter(manifests.values()), None)
-    said = ranks.all((found, claimed, blind, "" if refused is None else str(refused)))
+    why = "" if refused is None else str(refused) or type(refused).__name__
+    said = ranks.all((found, claimed, blind, why))
     if refused is not None:
         raise refused
-    words = "the state cannot be loaded: "
-    ranks.refuse([words + one[3] if one[3] else "" for one in said])
+    ranks.refuse([f"the state cannot be loaded: {one[3]}" if one[3] else "" for one in said])
     found, claimed, blind, _ = said[0]
     if not found and blind:
         raise CheckpointError(f"{blind}; so nobody knows whether there is a checkpoint: try again")

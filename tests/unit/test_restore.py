@@ -37,8 +37,8 @@ from dlrover_py.trainer import reshard, restore
 from dlrover_py.trainer.catalog import Catalog, Found, Place
 from dlrover_py.trainer.foreign import load_dcp
 from dlrover_py.trainer.reshard import copy_leaves
-from dlrover_py.trainer.restore import KeysDiffer, Loaded, merge
-from dlrover_py.trainer.state import Leaf, PerRank, Random
+from dlrover_py.trainer.restore import Keys, KeysDiffer, Loaded, merge
+from dlrover_py.trainer.state import Leaf, PerRank, Random, targets
 from tests.staged import stage
 
 LOG = logging.getLogger("test")
@@ -646,7 +646,7 @@ def test_any_boxes_are_read_out_of_any_others(data: st.DataObject) -> None:
         box = Box(0, found, at, size)
         leaves.append(Leaf(box.piece, box.tensor, False))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reshard, "CHUNK", data.draw(st.sampled_from([8, reshard.CHUNK])))
+        patch.setattr(reshard, "NEAR", data.draw(st.sampled_from([8, reshard.NEAR])))
         for leaf in leaves:
             copy_leaves(catalog, [leaf], LOG)
     assert torch.equal(found, whole)
@@ -954,3 +954,20 @@ def test_a_node_without_memory_reads_its_peers(tmp_path: Path, damaged: bool) ->
     assert found is not None
     assert (found.step, found.round, set(found.nbytes)) == (1, 4, {"peer"})
     assert same(dicts(state), dicts(saved))
+
+
+def test_what_only_some_ranks_have_grown_makes_nothing_common(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each would drop its own, and nothing would be loaded."""
+    fit = restore.Fit(targets({}, rank=0))
+    fit.keys = Keys(missing=["net.w"], unexpected=["model.w"], grown=["a.x"], nothing=True)
+    other = copy.deepcopy(fit.keys)
+    other.grown = ["b.y"]
+    ranks = restore.Ranks(0, 1)
+    monkeypatch.setattr(ranks, "all", lambda said: [said, ("", other)])
+    with pytest.raises(KeysDiffer, match=r"nothing in common: it has model\.w"):
+        restore.agree(ranks, "step 7", fit, None, strict=False)
+    other.grown = ["a.x"]
+    fit.keys.nothing = other.nothing = True
+    assert restore.agree(ranks, "step 7", fit, None, strict=False) == ""

@@ -315,10 +315,10 @@ class Refusing(Folder):
         return super().read(name)
 
 
-def refusing(store: Store, *steps: int) -> Store:
+def refusing(store: Store, *folders: str) -> Store:
     """A fresh look at it, by whom these cannot be read."""
     fresh = Store(store.place.url)
-    fresh.place = Refusing(Path(store.place.url), *(f"{named(step)}.json" for step in steps))
+    fresh.place = Refusing(Path(store.place.url), *(f"{folder}.json" for folder in folders))
     return fresh
 
 
@@ -327,7 +327,7 @@ def test_a_manifest_that_cannot_be_read_hides_no_other(
 ) -> None:
     for step in (1, 2, 3):
         write(store, store.commit(manifest(step, term=1)))
-    fresh = refusing(store, 2)
+    fresh = refusing(store, named(2))
     assert [m.step for m in fresh.checkpoints()] == [3, 1]
     assert fresh.unread == {f"{named(2)}.json"}
     assert fresh.damaged == {f"{named(2)}.json": "it cannot be read: Input/output error"}
@@ -343,7 +343,7 @@ def test_a_manifest_that_cannot_be_read_hides_no_other(
 def test_a_store_that_refuses_all_is_no_empty_one(store: Store) -> None:
     store.commit(manifest(1))
     with pytest.raises(OSError, match="Input/output error"):
-        refusing(store, 1).checkpoints()
+        refusing(store, named(1)).checkpoints()
     away = Store(store.place.url)
 
     def read(_: str) -> bytes:
@@ -357,25 +357,39 @@ def test_a_store_that_refuses_all_is_no_empty_one(store: Store) -> None:
         away.checkpoints()
 
 
-@given(steps=st.lists(st.integers(1, 9), min_size=1, max_size=6), data=st.data())
+@given(data=st.data())
 def test_what_is_committed_beside_what_cannot_be_read_is_newer(
-    tmp_path_factory: pytest.TempPathFactory, steps: list[int], data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
+    """Also if the job has gone back, if checkpoints are removed, and whoever looks sees others."""
     store = Store(tmp_path_factory.mktemp("ckpt"))
-    step = 0
-    for more in steps:
-        step += more
-        bad = data.draw(st.sets(st.sampled_from([m.step for m in store.checkpoints()] or [0])))
-        blind = refusing(store, *bad)
-        if len(bad) < len(store.checkpoints()) or not bad - {0}:
-            blind.commit(manifest(step, term=1))
-            assert store.checkpoints()[0].step == step
-            assert len({m.number for m in store.checkpoints()}) == len(store.checkpoints())
+    round, step = 1, 0
+    for count in range(data.draw(st.integers(1, 8))):
+        there = store.checkpoints()
+        bad = data.draw(st.sets(st.sampled_from([m.folder for m in there] or [""])))
+        round, step = data.draw(
+            st.one_of(
+                st.tuples(st.just(round), st.integers(step + 1, step + 3)),
+                st.tuples(st.just(round + 1), st.integers(1, 9)),
+            )
+        )
+        one = manifest(step, term=1, round=round, attempt=f"a{count}")
+        with suppress(Superseded, OSError):  # it may be a later one, or it is all that there is
+            refusing(store, *bad).commit(one)
+            assert store.checkpoints()[0].folder == one.folder
+        numbers = [m.number for m in store.checkpoints()]
+        assert len(set(numbers)) == len(numbers)
+        assert max(numbers) < 2**53, "what a message may tell"
+        if there and data.draw(st.booleans()):
+            store.remove(data.draw(st.sampled_from(there)).folder)
+    leaps = [p.name for p in Path(store.place.url).iterdir() if p.name.startswith(".number.")]
+    assert len(leaps) <= 1, "the newest tells enough"
 
 
 def test_what_was_committed_so_and_cannot_be_read_either_is_older(store: Store) -> None:
     for step, bad in ((1, ()), (2, ()), (3, ()), (4, (2, 3)), (5, (4,))):
-        refusing(store, *bad).commit(manifest(step, term=1))
+        folders = (named(other) for other in bad)
+        refusing(store, *folders).commit(manifest(step, term=1))
     assert [m.step for m in store.checkpoints()] == [5, 4, 3, 2, 1]
 
 
@@ -385,7 +399,7 @@ def test_what_cannot_be_read_may_be_what_was_saved_later(store: Store, step: int
     store.commit(manifest(3, term=1))
     late = replace(manifest(step, term=1, round=9), folder=f"step-{step}.b", attempt="b")
     with pytest.raises(Superseded, match=f"{named(3)}.json may be a later one, and it cannot be"):
-        refusing(store, 3).commit(late)
+        refusing(store, named(3)).commit(late)
     assert store.commit(late).number == 3, "the job has gone back"
 
 
