@@ -68,10 +68,10 @@ _ATTEMPT = re.compile(r"step-[0-9]+\.([0-9a-f]{12}|[0-9a-f]{16})")
 """As masters draw them, and runs without one."""
 _WRITES = re.compile(rf"{PARTS}|__\d+_0\.distcp|\.metadata|\.\.metadata\.[0-9a-f]{{8}}\.tmp")
 """What an attempt has in its folder."""
-_LEAP = ".number."
+_NUMBER = ".number."
 """What the name of a file begins with that tells the number of a commit."""
 _TORN = re.compile(
-    rf"\.({_FOLDER.pattern}\.json|{re.escape(CLAIM)}|{re.escape(_LEAP)}\d+)\.[0-9a-f]{{8}}\.tmp"
+    rf"\.({_FOLDER.pattern}\.json|{re.escape(CLAIM)}|{re.escape(_NUMBER)}\d+)\.[0-9a-f]{{8}}\.tmp"
 )
 """A document that was not finished."""
 _MARK = re.compile(r"\.look\.[0-9a-f]{8}")
@@ -889,13 +889,14 @@ class Store:
                 f"{manifest.folder}: {self.place.url}/{hidden[0]} may be a later one, and "
                 f"{self.damaged[hidden[0]]}; have it readable again, or remove it"
             )
-        number = 1 + max([m.number for m in others.values()] + _leaps(names), default=0)
+        leaps = _leaps(names)
+        number = 1 + max([m.number for m in others.values()] + leaps, default=0)
         if self.unread:  # the name is there to be seen even if nothing else can be
             number += LEAP
-            self.place.put(f"{_LEAP}{number}", b"")
+            self.place.put(f"{_NUMBER}{number}", b"")
             self.place.settle("")
-            for older in _leaps(names):
-                self.place.remove(f"{_LEAP}{older}")
+            for older in leaps:
+                self.place.remove(f"{_NUMBER}{older}")
         manifest = replace(manifest, number=number)
         name, data = f"{manifest.folder}.json", manifest.encode()
         if not self.place.create(name, data) and not self._is_there(name, data):
@@ -1009,7 +1010,7 @@ class Store:
 
 def _leaps(names: Sequence[str]) -> list[int]:
     """The numbers that were leapt to, by the names of their files."""
-    found = (name.removeprefix(_LEAP) for name in names if name.startswith(_LEAP))
+    found = (name.removeprefix(_NUMBER) for name in names if name.startswith(_NUMBER))
     return [int(number) for number in found if number.isdecimal()]
 
 
