@@ -21,14 +21,14 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from dlrover_py.protocol.checkpoint import LARGEST, Piece
 from dlrover_py.protocol.errors import CheckpointError
 from dlrover_py.trainer.catalog import TROUBLE, Catalog, Found, Place
-from dlrover_py.trainer.reshard import copy_leaves
 from dlrover_py.trainer.restore import (
     Fit,
     Ranks,
     agree,
-    finish,
+    fill,
     first_of,
     fit_state,
+    gaps_of,
     some,
 )
 from dlrover_py.trainer.state import targets
@@ -103,27 +103,19 @@ def load_dcp(
         target = targets(state, rank=rank)  # first: an object's state_dict() may be collective
         catalog = _foreign(str(url))
         fit = fit_state(target, catalog, rank)
-        gaps = catalog.gaps(leaf.piece.key for leaf in fit.leaves if 0 not in leaf.piece.shape)
-        if gaps:
+        if gaps := gaps_of(catalog, fit):
             raise CheckpointError(f"parts of {some(gaps)} are not there")
     except TROUBLE as error:
         trouble = error
     if why := agree(ranks, url, fit, trouble, strict=strict):
         raise CheckpointError(f"{url} cannot be read: {why}")
     assert fit is not None
-    values: list[tuple[Any, object]] = []
-    nbytes: dict[str, int] = {}
-    try:
-        nbytes = copy_leaves(catalog, fit.leaves, log)
-        values = [(put, read()) for _, put, read in fit.objects]
-    except TROUBLE as error:
-        why = str(error) or type(error).__name__
-    if why := ranks.first(why):
+    _, why = fill(ranks, found, catalog, fit, log)
+    if why:
         raise CheckpointError(
             f"{url} cannot be read: {why}. Tensors of the state have been written: do not train "
             "on with them"
         )
-    finish(found, fit, values, nbytes, log)
 
 
 def _foreign(url: str) -> Catalog:

@@ -301,6 +301,11 @@ def first_of(key: str, places: Sequence[Callable[[], bytes]]) -> object:
     raise CheckpointError(f"{key} cannot be read: {why}")
 
 
+def gaps_of(catalog: Catalog, fit: Fit) -> list[str]:
+    """Keys of which parts are nowhere."""
+    return catalog.gaps(leaf.piece.key for leaf in fit.leaves if 0 not in leaf.piece.shape)
+
+
 def difference(keys: Keys, *, strict: bool) -> str:
     """Why this is the checkpoint of another state; empty if it is not."""
     words = []
@@ -528,27 +533,30 @@ def _try(
             why = f"it has nothing for {some(left)}, into which a damaged one was copied"
         if why := ranks.first(why):
             return None, why, False
+    loaded, why = fill(ranks, candidate.found, candidate.catalog, fit, log)
+    if loaded is None:
+        written += [leaf for leaf in fit.own if leaf.tensor.nbytes]
+    return loaded, why, True
+
+
+def fill(
+    ranks: "Ranks", found: Found, catalog: Catalog, fit: Fit, log: logging.Logger
+) -> tuple[Loaded | None, str]:
+    """Copy all tensors; once they are right, everywhere, set the rest.
+
+    Returns:
+        What was loaded, or why not, at the first rank that says so: tensors have been written.
+    """
+    why = ""
     values: list[tuple[Any, object]] = []
     nbytes: dict[str, int] = {}
     try:
-        nbytes = copy_leaves(candidate.catalog, fit.leaves, log)
+        nbytes = copy_leaves(catalog, fit.leaves, log)
         values = [(put, read()) for _, put, read in fit.objects]
     except TROUBLE as error:
         why = str(error) or type(error).__name__
     if why := ranks.first(why):
-        written += [leaf for leaf in fit.own if leaf.tensor.nbytes]
-        return None, why, True
-    return finish(candidate.found, fit, values, nbytes, log), "", True
-
-
-def finish(
-    found: Found,
-    fit: Fit,
-    values: list[tuple[Any, object]],
-    nbytes: dict[str, int],
-    log: logging.Logger,
-) -> Loaded:
-    """All tensors are right, everywhere: set the rest."""
+        return None, why
     with torch.no_grad():
         for put, value in values:
             put(value)
@@ -570,7 +578,7 @@ def finish(
     where = ", ".join(kinds[kind] for kind in kinds if nbytes.get(kind)) or (
         "memory" if found.memory else "storage"
     )
-    return Loaded(
+    loaded = Loaded(
         found.step,
         found.round,
         found.lap,
@@ -582,6 +590,7 @@ def finish(
         tuple(sorted((*fit.keys.missing, *fit.private))),
         tuple(sorted(fit.keys.unexpected)),
     )
+    return loaded, ""
 
 
 def _ready(candidate: Candidate, target: Targets, rank: int) -> Fit:
@@ -596,9 +605,7 @@ def _ready(candidate: Candidate, target: Targets, rank: int) -> Fit:
         raise CheckpointError("not all of its parts can be had here")
     while True:
         fit = fit_state(target, candidate.catalog, rank)
-        gaps = candidate.catalog.gaps(
-            leaf.piece.key for leaf in fit.leaves if 0 not in leaf.piece.shape
-        )
+        gaps = gaps_of(candidate.catalog, fit)
         if not gaps:
             return fit
         if not candidate.more():
