@@ -312,11 +312,12 @@ class OwnMaster:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._alone:  # nobody is to be told, and what must last is in its journal
+            self._process.kill()
         os.close(self._write)  # the end of its lifeline: it tells the other nodes, and ends
         self._write = -1
         try:
-            # Alone there is nobody to be told, and what must last is in its journal.
-            self._process.wait(0 if self._alone else FAREWELL_S)
+            self._process.wait(FAREWELL_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
