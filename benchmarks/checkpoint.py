@@ -679,6 +679,8 @@ def main() -> None:
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if not all(0 < n < math.inf for n in (*args.gb, args.reshard_mb, args.times)):
+        parser.error("--gb, --reshard-mb and --times are positive numbers")
     if args.serve:
         serve(args.serve)
         return
