@@ -86,7 +86,7 @@ class Bench:
     def job(self, name: str, *, replicas: int, **worker: Any) -> Job:
         """Submit a job, and wait until all of its nodes can start warm."""
         doc = document(name, self.image, ["elastic-run", "/scripts/train.py"], replicas=replicas,
-                       **worker)  # fmt: skip
+                       lease_s=5.0, **worker)  # fmt: skip
         template = doc["spec"]["replicaSpecs"]["worker"]["template"]
         template["spec"]["volumes"] = [{"name": "scripts", "configMap": {"name": "scripts"}}]
         main = template["spec"]["containers"][0]

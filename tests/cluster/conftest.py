@@ -60,8 +60,11 @@ def operator_image(cluster: Cluster) -> str:
 
 @pytest.fixture
 def operator(cluster: Cluster, operator_image: str, master_image: str) -> str:
-    """The operator, installed from the chart; its namespace."""
-    return installed(cluster, operator_image, master_image)
+    """The operator, installed from the chart, and running; its namespace."""
+    release = installed(cluster, operator_image, master_image)
+    ready = ("rollout", "status", "deploy/dlrover-operator", "--timeout=110s")
+    cluster.kubectl(*ready, "-n", release)  # what went before may have moved it
+    return release
 
 
 @pytest.fixture

@@ -11,9 +11,10 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ import yaml
 from tests.cluster.lab import images, parts, settings
 from tests.cluster.lab.between import Between
 from tests.cluster.lab.cluster import FAKE, Lab
-from tests.cluster.lab.daemons import command, started
+from tests.cluster.lab.daemons import command, environment, started
 from tests.cluster.lab.images import base_name
 from tests.cluster.lab.node import Node
 from tests.cluster.lab.shell import LabError, run
@@ -105,6 +106,22 @@ class Cluster:
             return self.kubectl("logs", pod, "-n", namespace, *chosen)
         return ""
 
+    @contextmanager
+    def following(self, pod: str, namespace: str) -> Iterator[Callable[[], str]]:
+        """Read what a Pod says while the block runs; the call waits until it has ended.
+
+        A Pod that is deleted takes its log with it.
+        """
+        argv = ["logs", "-f", pod, "-n", namespace]
+        program = shutil.which("kubectl", path=self.env["PATH"]) or "kubectl"
+        with subprocess.Popen(
+            [program, *argv], env=self.env, stdout=subprocess.PIPE, text=True
+        ) as log:
+            try:
+                yield lambda: log.communicate(timeout=120)[0]
+            finally:
+                log.kill()
+
     def node_of(self, pod: str, namespace: str) -> str:
         """Where a Pod runs."""
         return str((self.get("pod", pod, namespace) or {}).get("spec", {}).get("nodeName", ""))
@@ -147,8 +164,13 @@ class Cluster:
 
     # Faults of processes and Pods.
 
-    def processes(self, pod: str, namespace: str, *, container: str = "") -> dict[int, str]:
-        """Processes of a Pod's (only, or named) container: pid on this machine, command line."""
+    def processes(
+        self, pod: str, namespace: str, *, container: str = "", having: str = ""
+    ) -> dict[int, str]:
+        """Processes of a Pod's (only, or named) container: pid on this machine, command line.
+
+        Perhaps only those that have this ``NAME=value`` in their environment.
+        """
         found = self.get("pod", pod, namespace)
         if found is None:
             raise LabError(f"there is no Pod {namespace}/{pod}")
@@ -156,7 +178,11 @@ class Cluster:
             if container in ("", status["name"]) and status.get("containerID"):
                 ident = status["containerID"].rpartition("/")[2]
                 pids = self._node(found["spec"]["nodeName"]).processes(ident)
-                return {p: said for p in pids if (said := command(p))}
+                return {
+                    pid: said
+                    for pid in pids
+                    if (said := command(pid)) and (not having or having in environment(pid))
+                }
         return {}
 
     def in_pods(self) -> dict[int, str]:
@@ -171,6 +197,7 @@ class Cluster:
         pattern: str = "",
         *,
         container: str = "",
+        having: str = "",
         number: signal.Signals = signal.SIGKILL,
     ) -> "list[int]":
         """Signal a Pod's processes whose command line has the pattern; pids, at least one.
@@ -182,13 +209,15 @@ class Cluster:
         def look() -> dict[int, str]:
             return {
                 pid: started(pid)
-                for pid, said in self.processes(pod, namespace, container=container).items()
+                for pid, said in self.processes(
+                    pod, namespace, container=container, having=having
+                ).items()
                 if re.search(pattern, said)
             }
 
         words = f"a process of {namespace}/{pod} has {pattern!r} in its command line"
         try:
-            pids = until(look, words, within_s=5 if pattern else 0)
+            pids = until(look, words, within_s=15 if pattern else 0)
         except AssertionError as error:
             raise LabError(str(error)) from None
         for pid in pids:
@@ -319,7 +348,7 @@ class Cluster:
             mend(node)
             self._hurts[name] -= 1
             if not self._hurts[name]:
-                until(lambda: self.node_ready(name), f"{name} is Ready again", within_s=60)
+                until(lambda: self.node_ready(name), f"{name} is Ready again", within_s=120)
 
     def _load(self) -> dict[str, str]:
         if self._lab is not None:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,11 +13,18 @@ from typing import Any, TypeVar
 import yaml
 
 from dlrover_py.kube import ELASTICJOBS, PODS, Changed, Gone, Kind, Kube, Listed
+from dlrover_py.master.store import HOLDER
 from dlrover_py.protocol.job import ElasticJob
+from dlrover_py.protocol.names import ENV_ROUND, journal_of
 from dlrover_py.protocol.status import JobPhase, NodeRole, Training
 from tests.cluster.harness import Cluster, Obj
 
 T = TypeVar("T")
+WORKER = r"^\S*python3 -c"
+"""Command line of a worker of ``steps()``; its agent's has the script too, further behind."""
+LEASE_S = 10.0
+"""Of these jobs' masters. The product's 5 s are too short for agents that share two busy cores with
+a whole cluster; a host is NotReady only after 12."""
 
 STEPS = """
 import sys, time
@@ -41,17 +49,21 @@ def document(
     replicas: int = 2,
     spec: Obj | None = None,
     pod: Obj | None = None,
+    lease_s: float = LEASE_S,
     **worker: Any,
 ) -> Obj:
     """An ElasticJob; ``worker`` are fields of its replica spec, ``pod`` of its template's spec."""
     main = {"name": "main", "image": image, "command": command}
-    template = {"spec": {"containers": [main], "terminationGracePeriodSeconds": 5, **(pod or {})}}
+    # Short, but a kubelet that is late must be able to say that a Pod has ended by itself.
+    template = {"spec": {"containers": [main], "terminationGracePeriodSeconds": 15, **(pod or {})}}
     role = {"replicas": replicas, "template": template, **worker}
+    env = [{"name": "DLROVER_MASTER_LEASE_S", "value": str(lease_s)}]
+    master = {"template": {"spec": {"containers": [{"name": "main", "env": env}]}}}
     return {
         "apiVersion": "elastic.iml.github.io/v1alpha1",
         "kind": "ElasticJob",
         "metadata": {"name": name},
-        "spec": {"replicaSpecs": {"worker": role}, **(spec or {})},
+        "spec": {"replicaSpecs": {"worker": role, "dlrover-master": master}, **(spec or {})},
     }
 
 
@@ -240,7 +252,7 @@ class Job:
                 and any(
                     e.reason == "TrainingResumed" and e.round == seen.round for e in seen.events
                 )
-                and all(n.pids for n in seen.nodes if n.role is NodeRole.MEMBER)
+                and all(n.pids and all(n.pids) for n in seen.nodes if n.role is NodeRole.MEMBER)
             )
             return seen if good else None
 
@@ -256,6 +268,25 @@ class Job:
             return next((e.message for e in found), "")
 
         return self.until(look, f"round {number}", within_s=within_s)
+
+    @property
+    def holder(self) -> str:
+        """The master's Pod that has written the journal last."""
+        journal = self.cluster.get("secret", journal_of(self.name), self.namespace)
+        assert journal is not None
+        notes: dict[str, str] = journal["metadata"]["annotations"]
+        return str(json.loads(notes[HOLDER])["pod"])
+
+    def workers(self, node: str) -> set[int]:
+        """The node's workers of the present round; none while it is about to start them."""
+        pod, mark = f"{self.name}-{node}", f"{ENV_ROUND}={self.training.round}"
+        found = self.cluster.processes(pod, self.namespace, having=mark)
+        return {pid for pid, said in found.items() if re.search(WORKER, said)}
+
+    def kill_worker(self, node: str) -> None:
+        """Kill the node's worker of the present round, once it runs."""
+        mark = f"{ENV_ROUND}={self.training.round}"
+        self.cluster.kill(f"{self.name}-{node}", self.namespace, WORKER, having=mark)
 
     def ends(self, phase: str, *, within_s: float = 90.0) -> Obj:
         """Wait until it has ended so."""

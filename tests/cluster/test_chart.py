@@ -58,7 +58,9 @@ def helm(cluster: Cluster, namespace: str, tmp_path: Path) -> Iterator[Installed
         cluster.helm("uninstall", release["name"], "-n", namespace)
     if cluster.get("crd", CRD) is not None:
         cluster.kubectl("delete", "elasticjobs", "--all", "-n", namespace)
-    if not had:
+    if had:  # as it was, also if the test has left an older one
+        define(cluster)
+    else:
         cluster.kubectl("delete", "crd", CRD, "--ignore-not-found")
         cluster.kubectl("delete", "clusterrole", *USERS, "--ignore-not-found")
 
@@ -84,6 +86,13 @@ def job(name: str, image: str, *command: str, **worker: Any) -> Obj:
             "replicaSpecs": {"worker": {"replicas": 1, "template": {"spec": pod}} | worker},
         },
     }
+
+
+def define(cluster: Cluster, *more: str) -> None:
+    """What the chart defines for the whole cluster, without a release."""
+    only = [arg for name in ("crd", *more) for arg in ("--show-only", f"templates/{name}.yaml")]
+    made = cluster.helm("template", "dlrover", str(CHART), *only, "--kube-version", "1.34.0")
+    cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=made)
 
 
 def phase(cluster: Cluster, name: str, namespace: str) -> str:
@@ -159,6 +168,7 @@ def test_jobs_outlive_the_release(
         cluster.apply(wrong, namespace=namespace)
     cluster.apply(job("long", agent_image, *FOREVER), namespace=namespace)
     until(lambda: phase(cluster, "long", namespace) == "Running", "the job runs", within_s=120)
+    until(lambda: len(of_job(cluster, "long", namespace)) == 2, "its kubelets have said so")
     pods = of_job(cluster, "long", namespace)
     assert len(pods) == 2, "a master and a worker"
 
@@ -179,8 +189,14 @@ def test_jobs_outlive_the_release(
     }
     helm("upgrade", "first", values=more)
     assert "Why" in columns(cluster)
-    operators = cluster.list("pods", namespace, "app.kubernetes.io/name=dlrover-operator")
-    assert len([p for p in operators if "deletionTimestamp" not in p["metadata"]]) == 2
+    until(
+        lambda: len([
+            pod
+            for pod in cluster.list("pods", namespace, "app.kubernetes.io/name=dlrover-operator")
+            if "deletionTimestamp" not in pod["metadata"]
+        ]) == 2,
+        "two operators, and the former one is told to go",
+    )  # fmt: skip
     budget = cluster.get("pdb", "first-dlrover-operator", namespace) or {}
     assert budget["spec"]["maxUnavailable"] == 1
     untouched()
@@ -207,7 +223,7 @@ def test_jobs_outlive_the_release(
     # What only an operator does: it knows the job, and takes its master away.
     suspend = '{"spec":{"suspend":true}}'
     cluster.kubectl("patch", "ej", "long", "-n", namespace, "--type=merge", "-p", suspend)
-    until(lambda: phase(cluster, "long", namespace) == "Suspended", "it is suspended", within_s=90)
+    until(lambda: phase(cluster, "long", namespace) == "Suspended", "it is suspended", within_s=120)
     until(lambda: not of_job(cluster, "long", namespace), "no Pod of it is left", within_s=60)
     cluster.kubectl("delete", "ej", "long", "-n", namespace)
     until(
@@ -225,10 +241,7 @@ def test_an_admin_of_one_namespace_installs_an_operator_for_it(
     cluster: Cluster, namespace: str, helm: Installed
 ) -> None:
     """The cluster's administrator gives the definition and users' roles, and nothing else."""
-    shared = ("crd", "userroles")
-    only = [arg for name in shared for arg in ("--show-only", f"templates/{name}.yaml")]
-    made = cluster.helm("template", "dlrover", str(CHART), *only, "--kube-version", "1.34.0")
-    cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=made)
+    define(cluster, "userroles")
     for user, role in (("ada", "admin"), ("edith", "edit"), ("victor", "view")):
         bind(cluster, user, role, namespace)
     for user, verb, what in (

@@ -337,7 +337,7 @@ def test_clocks_that_jump_change_nothing(there: Watched, agent_image: str, tmp_p
         now = its.run.training
         assert (now.round, now.term) == (before.round, before.term), "nobody is taken for lost"
         assert {e.reason for e in now.events}.isdisjoint({"CheckpointFailed", "NodeRefused"})
-        its.kill(nodes[1])
+        its.kill(members(now)[1])
         after, at = its.goes_on(2, after=now.round)
         assert at >= least
         assert all(0 <= e.took_s < 300 for e in after.events if e.took_s is not None)

@@ -5,11 +5,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 import yaml
 
-from tests.cluster.harness import Cluster
+from tests.cluster.harness import Cluster, until
 from tests.cluster.jobs import STEPS, Job, Watched, document, steps, watching
 
 pytestmark = pytest.mark.timeout(400)
@@ -27,7 +28,7 @@ class Terminal:
             "DLROVER_STATE_DIR": str(folder / "state"),
         }
 
-    def start(self, *argv: str) -> "subprocess.Popen[str]":
+    def start(self, *argv: str, out: IO[str] | None = None) -> "subprocess.Popen[str]":
         pipe = subprocess.PIPE
         return subprocess.Popen(
             [str(DLROVER), "job", *argv, "-n", self.namespace],
@@ -35,7 +36,7 @@ class Terminal:
             cwd=self.folder,
             text=True,
             stdin=subprocess.DEVNULL,
-            stdout=pipe,
+            stdout=out or pipe,
             stderr=pipe,
         )
 
@@ -63,7 +64,7 @@ def test_a_job_is_submitted_looked_at_changed_and_deleted(
     there: Watched, terminal: Terminal, agent_image: str
 ) -> None:
     command = [*steps()[:-3], TALKER, *steps()[-2:]]
-    wish = document("job", agent_image, command, minReplicas=1, maxReplicas=3)
+    wish = document("job", agent_image, command, minReplicas=2, maxReplicas=3)
     (terminal.folder / "job.yaml").write_text(yaml.safe_dump(wish))
     assert "would be submitted" in terminal.call("submit", "--dry-run", "job.yaml")
     assert "job submitted" in terminal.call("submit", "job.yaml")
@@ -72,6 +73,7 @@ def test_a_job_is_submitted_looked_at_changed_and_deleted(
     run = Job(there.cluster, there, "job")
     first = run.runs(2)
 
+    run.until(lambda: run.phase == "Running", "the operator has seen it")
     (row,) = terminal.call("get").splitlines()[1:]
     assert row.split()[1:3] == ["Running", "2/2"]
     described = terminal.call("describe", "job")
@@ -86,7 +88,10 @@ def test_a_job_is_submitted_looked_at_changed_and_deleted(
     assert "now wishes 3 nodes" in terminal.call("scale", "3", "--job", "job")
     second = run.runs(3, after=first.round)
     assert "maxReplicas is 3" in terminal.call("scale", "4", "--job", "job", code=2)
-    follower = terminal.start("logs", "job", "-f")
+    lines = terminal.folder / "followed"
+    with lines.open("w") as out:
+        follower = terminal.start("logs", "job", "-f", out=out)
+    until(lambda: lines.read_text().count("hello\n") >= 3, "it follows all three nodes")
     terminal.call("suspend", "job")
     run.until(lambda: run.phase == "Suspended", "it is suspended")
     assert "Suspended" in terminal.call("get", "job")
@@ -94,7 +99,8 @@ def test_a_job_is_submitted_looked_at_changed_and_deleted(
     run.runs(3, after=second.round, within_s=120)
     terminal.call("delete", "job", "--yes", "--wait")
     there.until(lambda: not run.obj, "it is gone")
-    said, _ = follower.communicate(timeout=60)
+    follower.communicate(timeout=60)
+    said = lines.read_text()
     assert said.count("[n0] hello\n") == 2, "once for each of its rounds"
     assert len(said.splitlines()) >= 6, "of the nodes after the resume, too"
     assert "is not in namespace" in terminal.call("describe", "job", code=2)

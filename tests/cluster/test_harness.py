@@ -84,6 +84,10 @@ def test_admission_is_that_of_a_real_cluster(cluster: Cluster, namespace: str) -
         cluster.apply(sleeper(cluster), namespace=namespace)
     cluster.kubectl("label", "namespace", namespace, "pod-security.kubernetes.io/enforce-")
     cluster.kubectl("create", "quota", "none", "--hard=pods=0", "-n", namespace)
+    until(
+        lambda: (cluster.get("quota", "none", namespace) or {})["status"].get("hard"),
+        "the quota is known",
+    )
     with pytest.raises(LabError, match="exceeded quota"):
         cluster.apply(sleeper(cluster), namespace=namespace)
     with pytest.raises(LabError, match="forbidden"):
@@ -116,7 +120,7 @@ def test_a_pod_is_deleted_also_by_force(cluster: Cluster, namespace: str) -> Non
     cluster.delete_pod("polite", namespace)
     cluster.delete_pod("forced", namespace, force=True)
     assert cluster.get("pod", "forced", namespace) is None
-    until(lambda: cluster.get("pod", "polite", namespace) is None, "it is gone", within_s=20)
+    until(lambda: cluster.get("pod", "polite", namespace) is None, "it is gone")
 
 
 def test_a_node_is_cut_off_and_comes_back(cluster: Cluster, namespace: str) -> None:
@@ -148,7 +152,7 @@ def test_the_api_server_hangs_and_is_killed(cluster: Cluster, namespace: str) ->
     assert cluster.nodes
     with cluster.api_server_killed(), pytest.raises(LabError, match="refused"):
         cluster.kubectl("get", "nodes")
-    assert cluster.pod_ready("sleeper", namespace)
+    until(lambda: cluster.pod_ready("sleeper", namespace), "its host was heard of again")
 
 
 def test_a_node_is_cordoned_and_drained(cluster: Cluster, namespace: str) -> None:
@@ -166,7 +170,7 @@ def test_a_node_is_cordoned_and_drained(cluster: Cluster, namespace: str) -> Non
         "the budget has counted",
     )
     with pytest.raises(LabError, match="disruption budget"):
-        cluster.drain(node, within_s=3)
+        cluster.drain(node, within_s=15)
     cluster.kubectl("delete", "pdb", "all", "-n", namespace)
     cluster.drain(node)
     assert cluster.get("pod", "sleeper", namespace) is None
@@ -220,12 +224,12 @@ def test_the_masters_image_starts_its_program(
 
 
 def test_a_name_that_nobody_knows_is_refused_at_once(cluster: Cluster, namespace: str) -> None:
-    """There is no name server; each lookup of torch's would take 5 s."""
+    """There is no name server; each of four lookups would take 5 s, as torch's would."""
     ask = (
         "import contextlib, socket, time\nbegan = time.monotonic()\n"
         "for _ in range(4):\n    with contextlib.suppress(OSError):\n"
         "        socket.getnameinfo(('10.1.2.3', 80), 0)\n"
-        "print('asked', 'at once' if time.monotonic() - began < 4 else 'slowly')"
+        "print('asked', 'at once' if time.monotonic() - began < 15 else 'slowly')"
     )
     cluster.apply(pod(cluster.base_image, "asks", "python3", "-c", ask), namespace=namespace)
     said = until(lambda: cluster.logs("asks", namespace), "an answer")

@@ -9,11 +9,9 @@ import yaml
 
 from dlrover_py.protocol.status import JobPhase, NodeStatus
 from tests.cluster.harness import Cluster, Obj, until
-from tests.cluster.jobs import Job, Watched, document, spread, steps, submit
+from tests.cluster.jobs import WORKER, Job, Watched, document, spread, steps, submit
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-WORKER = r"^\S*python3 -c"
-"""Command line of a worker; its agent's has the script too, further behind."""
 pytestmark = pytest.mark.timeout(400)
 
 
@@ -45,12 +43,13 @@ def test_a_job_runs_to_its_end_and_its_master_goes(there: Watched, agent_image: 
 def test_the_columns_tell_the_story(there: Watched, agent_image: str) -> None:
     run = job(there, agent_image, replicas=2)
     run.runs(2)
+    run.until(lambda: run.phase == "Running", "the operator has seen it")
     head, line = run.kubectl("get", "ej", "job").splitlines()
     assert head.split() == ["NAME", "PHASE", "READY", "PROGRESS", "RESTARTS", "GOODPUT", "AGE"]
     assert line.split()[1:3] == ["Running", "2/2"]
-    events = run.kubectl("get", "events", "--field-selector=involvedObject.kind=ElasticJob")
-    assert "RoundFormed" in events
-    assert "TrainingResumed" in events
+    about = ("get", "events", "--field-selector=involvedObject.kind=ElasticJob")
+    for reason in ("RoundFormed", "TrainingResumed"):
+        until(lambda r=reason: r in run.kubectl(*about), reason)  # type: ignore[misc]
 
 
 def test_dlrovers_own_kind_of_manifest_runs(there: Watched, agent_image: str) -> None:
@@ -91,7 +90,7 @@ def test_a_parameter_server_job_is_told_that_it_is_not_run_yet(
     cluster = there.cluster
     cluster.kubectl("create", "-f", "-", "-n", there.namespace, stdin=json.dumps(doc))
     run = Job(cluster, there, "job")
-    told = run.until(lambda: run.condition("Accepted"), "a condition", within_s=10)
+    told = run.until(lambda: run.condition("Accepted"), "a condition", within_s=30)
     assert (told["status"], told["reason"]) == ("False", "Unsupported")
     assert run.kubectl("get", "ej", "job", "-owide").splitlines()[1].split()[1] == "Refused"
     assert "Unsupported" in run.kubectl("get", "ej", "job", "-owide")
@@ -104,7 +103,7 @@ def test_a_parameter_server_job_is_told_that_it_is_not_run_yet(
 def test_a_worker_that_is_killed_is_restarted_in_its_pod(there: Watched, agent_image: str) -> None:
     run = job(there, agent_image, replicas=2)
     before = run.runs(2)
-    there.cluster.kill("job-n0", there.namespace, WORKER)
+    run.kill_worker("n0")
     after = run.runs(2, after=before.round)
     assert after.restarts == {"failure": 1}
     assert after.last_failure is not None
@@ -143,23 +142,24 @@ def test_a_pod_that_is_deleted_may_save_first(there: Watched, agent_image: str) 
         there, agent_image, replicas=2, minReplicas=1, pod={"terminationGracePeriodSeconds": 20}
     )
     run.runs(2)
-    run.kubectl("delete", "pod", "job-n1", "--wait=false")
-    until(
-        lambda: "asked to stop" in there.cluster.logs("job-n1", there.namespace),
-        "the script has heard of it",
-        every_s=0.05,
-    )
+    run.until(lambda: all(n.step for n in members(run)), "both can be told: they take steps")
+    with there.cluster.following("job-n1", there.namespace) as said:
+        run.kubectl("delete", "pod", "job-n1", "--wait=false")
+        assert "asked to stop" in said()
     run.until(lambda: "NodeLeaving" in reasons(run), "the event")
-    assert run.training.restarts.get("drain") == 1
+    run.until(lambda: run.training.restarts.get("drain") == 1, "the round without it")
 
 
 def test_a_node_that_is_drained_loses_its_pods_without_blame(
     there: Watched, agent_image: str
 ) -> None:
     cluster = there.cluster
-    run = job(there, agent_image, replicas=3, minReplicas=1)
+    run = job(there, agent_image, replicas=3, minReplicas=1, pod=spread())
     before = run.runs(3)
-    host = cluster.node_of("job-n0", there.namespace)
+    # A master that has to go too may not live to write down that they leave.
+    near = cluster.node_of(run.holder, there.namespace)
+    where = {cluster.node_of(f"job-{node}", there.namespace) for node in run.pods}
+    host = min(where - {near})
     cluster.drain(host)
     run.until(
         lambda: all(n.host != host for n in members(run)) and len(members(run)) == 3,
@@ -177,12 +177,13 @@ def members(run: Job) -> list[NodeStatus]:
 
 def test_the_api_server_may_go_and_come_back(there: Watched, agent_image: str) -> None:
     run = job(there, agent_image, replicas=2)
-    before = run.runs(2)
+    before, master = run.runs(2), run.holder
     with there.cluster.api_server_killed():
         pass  # it takes its time to come back
-    there.cluster.kill("job-n0", there.namespace, WORKER)
+    run.kill_worker("n0")
     after = run.runs(2, after=before.round)
-    assert after.term == before.term
+    # Kubernetes may have heard of no host for too long, and moved the master.
+    assert after.term == before.term or run.holder != master
     assert after.restarts == {"failure": 1}
 
 
@@ -249,7 +250,7 @@ def test_a_host_that_is_cut_off_is_survived_and_kept_out(there: Watched, agent_i
 
 
 def cluster_is_well(cluster: Cluster, host: str) -> None:
-    until(lambda: cluster.node_ready(host), f"{host} is Ready", within_s=60)
+    until(lambda: cluster.node_ready(host), f"{host} is Ready", within_s=120)
 
 
 def test_a_master_that_is_deleted_is_replaced_and_the_workers_do_not_notice(
@@ -263,7 +264,7 @@ def test_a_master_that_is_deleted_is_replaced_and_the_workers_do_not_notice(
     after = run.until(lambda: all(n.pids for n in run.training.nodes) and run.training, "pids")
     assert after.round == before.round
     assert {n.pids[0] for n in after.nodes} == {n.pids[0] for n in before.nodes}
-    there.cluster.kill("job-n0", there.namespace, WORKER)
+    run.kill_worker("n0")
     run.runs(2, after=before.round)
 
 
@@ -275,12 +276,13 @@ def test_running_jobs_do_not_notice_the_operator(
     before = run.runs(2)
     cluster.kubectl("scale", "deploy/dlrover-operator", "-n", operator, "--replicas=0")
     try:
-        cluster.kill("job-n0", there.namespace, WORKER)
+        run.kill_worker("n0")
         middle = run.runs(2, after=before.round)
     finally:
         cluster.kubectl("scale", "deploy/dlrover-operator", "-n", operator, "--replicas=1")
     run.patch({"suspend": True})
-    run.until(lambda: run.holds("Suspended"), "suspended by the operator that came back")
+    what = "suspended by the operator that came back"
+    run.until(lambda: run.holds("Suspended"), what, within_s=120)
     assert run.training.round == middle.round
 
 
@@ -398,13 +400,13 @@ def test_a_job_of_the_same_name_starts_anew(there: Watched, agent_image: str) ->
     there.until(lambda: "job" not in there.all("ElasticJob"), "it is gone")
     second = job(there, agent_image, replicas=1, command=steps(30, 0.05))
     assert second.until(lambda: second.obj, "it")["metadata"]["uid"] != uid
-    second.ends("Succeeded")
+    second.ends("Succeeded", within_s=180)
 
 
 # --- what cannot be had ---
 
 
-def trouble(run: Job, kind: str, within_s: float = 25.0) -> str:
+def trouble(run: Job, kind: str, within_s: float = 60.0) -> str:
     return str(run.until(lambda: run.holds(kind) and run.condition(kind)["message"], kind,
                          within_s=within_s))  # fmt: skip
 
@@ -417,7 +419,7 @@ def test_what_a_pod_lacks_is_a_condition(there: Watched, agent_image: str) -> No
         {"name": "a", "valueFrom": {"nothing": {}}}
     ]
     bad = submit_unchecked(there, wrong)
-    assert "no-such:1" in trouble(image, "ImagePullBackOff", 40)
+    assert "no-such:1" in trouble(image, "ImagePullBackOff", 90)
     assert "node affinity/selector" in trouble(room, "Unschedulable")
     assert trouble(bad, "InvalidTemplate")
     for run, why in (
@@ -444,7 +446,7 @@ def test_a_job_keeps_its_size_under_what_cannot_be_had_and_grows_once_it_can(
         ("InvalidTemplate", {"containers": port}),
     ):
         run.patch({"replicaSpecs": {"worker": {"replicas": 2, "template": {"spec": bad}}}})
-        trouble(run, kind, 60)
+        trouble(run, kind)
         assert run.training.round == one.round
         mended = good | ({"nodeSelector": None} if "nodeSelector" in bad else {})
         run.patch({"replicaSpecs": {"worker": {"template": {"spec": mended}}}})

@@ -24,6 +24,7 @@ def there(cluster: Cluster, operator: str, namespace: str) -> Iterator[Watched]:
     """A namespace that is watched, of a cluster with the operator and fake nodes in it."""
     with cluster.fake_nodes(4), watching(cluster, namespace) as watched:
         yield watched
+        cluster.kubectl("delete", "namespace", namespace)  # while somebody speaks for its Pods
 
 
 def test_a_large_job_costs_the_api_server_little(there: Watched) -> None:

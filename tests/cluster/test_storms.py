@@ -16,10 +16,10 @@ import pytest
 from dlrover_py.protocol.names import journal_of, master_of
 from tests.cluster.conftest import installed
 from tests.cluster.harness import Cluster, Obj, until
-from tests.cluster.jobs import Job, document, submit, watching
+from tests.cluster.jobs import WORKER, Job, document, submit, watching
 from tests.cluster.lab.between import Between, Call
 from tests.cluster.many import MASTER, Asked
-from tests.cluster.test_worst import STORY, WORKER, members, pids, starts, steady, step, trainers
+from tests.cluster.test_worst import STORY, members, pids, starts, steady, step, trainers
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -52,7 +52,7 @@ def run(
 def trains(workers: set[int], more: int = 60) -> None:
     """See them make so many steps."""
     now = step(workers)
-    until(lambda: step(workers) > now + more, f"{more} steps", within_s=60)
+    until(lambda: step(workers) > now + more, f"{more} steps", within_s=60 + more / 5)
 
 
 def masters(run: Job) -> dict[str, int]:
@@ -82,7 +82,7 @@ def test_watches_that_are_always_too_old_are_no_hot_loop(run: Job, between: Betw
         lists = [c for c in between.calls(account, began) if c.verb == "list"]
         lasted = time.monotonic() - began
     assert 2 <= len(lists) <= 2 * (4 + lasted / 4), "rarer and rarer, of each of two kinds"
-    run.cluster.kill(f"job-{members(before)[0].id}", run.namespace, WORKER)
+    run.kill_worker(members(before)[0].id)
     assert run.runs(2, after=before.round).term == before.term
 
 
@@ -146,7 +146,7 @@ def test_a_master_that_is_refused_everything_asks_seldom_and_goes_on(
     account = f"{run.namespace}:{master_of('job')}"
     with between.refuses(code, reason, retry_after=retry_after):
         began = time.monotonic()
-        run.cluster.kill(f"job-{first.id}", run.namespace, WORKER)
+        run.kill_worker(first.id)
         until(lambda: len(asked_in_vain(between, account, code, began)) > 8, "it asks again")
         trains(working)
         asked = asked_in_vain(between, account, code, began)
@@ -160,7 +160,7 @@ def test_a_master_that_is_refused_everything_asks_seldom_and_goes_on(
         assert min(gaps(asked)) > 0.99 * retry_after, "not before it was told to"
     writes = [c for c in asked if c.verb == "put"]
     assert len(writes) < 10 + lasted, "each second, once it is clear that it lasts"
-    assert len({round(gap, 2) for gap in gaps(writes)}) > 1, "spread"
+    assert max(gaps(writes)) - min(gaps(writes)) > 0.005, "spread"
 
 
 def asked_in_vain(between: Between, account: str, code: int, since: float) -> list[Call]:
@@ -178,7 +178,7 @@ def test_a_journal_that_may_not_be_written_is_a_condition_and_no_round(run: Job)
     (secret,) = (rule for rule in fewer["rules"] if rule["resources"] == ["secrets"])
     secret["verbs"].remove("update")
     replace(run, fewer)
-    run.cluster.kill(f"job-{first.id}", run.namespace, WORKER)
+    run.kill_worker(first.id)
     try:
         told = run.until(
             lambda: (
@@ -188,7 +188,7 @@ def test_a_journal_that_may_not_be_written_is_a_condition_and_no_round(run: Job)
             "JournalWritable=False",
         )
         assert "cannot update resource" in told["message"]
-        trains(working)
+        trains(working, more=20)  # after half a minute the operator puts the Role back
         assert run.training.round == before.round
         assert working == pids(run, second.id, WORKER)
     finally:
@@ -222,7 +222,7 @@ def test_garbage_in_the_journal_is_written_over_by_its_holder(run: Job) -> None:
     before = steady(run)
     garbage = json.dumps({"data": {"journal.json.gz": "Z2FyYmFnZQ==", "more": "eA=="}})
     run.kubectl("patch", "secret", journal_of("job"), "--type=merge", "-p", garbage)
-    run.cluster.kill(f"job-{members(before)[0].id}", run.namespace, WORKER)
+    run.kill_worker(members(before)[0].id)
     after = run.runs(2, after=before.round)
     assert (after.term, after.round) == (before.term, before.round + 1)
     (master,) = masters(run)

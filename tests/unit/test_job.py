@@ -274,6 +274,19 @@ def test_a_master_that_stood_still_has_heard_of_nobody_meanwhile() -> None:
     assert not any(n.restarts for n in bench.job.nodes)
 
 
+def test_who_has_hung_up_on_a_master_that_stood_still_has_a_lease_to_come_back() -> None:
+    bench = running(elastic_job(2, 1))
+    lease_s, agent = bench.job.pace.lease_s, bench.agent("n1")
+    bench.now += 2 * lease_s
+    bench.step(Stalled(2 * lease_s))
+    bench.step(Disconnected(N1, agent.boot, agent.seq))
+    bench.now += lease_s - 0.1
+    bench.step()
+    assert "NodeLost" not in bench.reasons()
+    bench.exchange()
+    assert bench.job.round == 1, "it is back"
+
+
 def test_a_master_that_takes_over_before_the_first_step_of_a_round_tells_of_it() -> None:
     bench = running(elastic_job(3, 2))
     for round_ in (1, 2):

@@ -176,6 +176,8 @@ class Nodes:
         """Had spoken to an earlier term, and have not reported to this one."""
         self._cut_off: set[NodeId] = set()
         """Had spoken to an earlier term, and the platform does not hear of their hosts."""
+        self._back_until = -math.inf
+        """Who has hung up on a master that stood still has until then to come back."""
         self.members = 0
         """Grows when a node is added or forgotten."""
         # Lazy: re-pushed when it turns out too early; `hear` costs no push. An entry that is not
@@ -335,14 +337,18 @@ class Nodes:
         self._next_life(node, "")
 
     def stalled(self, now: float) -> None:
-        """The master itself stood still: nobody is to blame, and all have their time anew."""
+        """The master itself stood still: nobody is to blame, and all have their time anew.
+
+        So have those of whom only now is heard that they hung up on it meanwhile.
+        """
+        self._back_until = now + self.lease_s
         for node in self:
             if node.alive:
                 # Not shorter: who is to return to a new master has longer than a lease.
                 node.lease_until = max(node.lease_until, now + self.lease_s)
                 self._look_at(node, node.lease_until)
                 if node.phase is NodePhase.SUSPECT:
-                    node.suspect_until = now + self.suspect_s
+                    node.suspect_until = self._back_until
 
     def disconnected(self, node_id: NodeId, boot_id: str, seq: int, now: float) -> bool:
         """The connection of a report closed before its answer; true if the node is now suspect.
@@ -437,7 +443,7 @@ class Nodes:
 
     def _suspect(self, node: Node, now: float) -> None:
         node.phase = NodePhase.SUSPECT
-        node.suspect_until = now + self.suspect_s
+        node.suspect_until = max(now + self.suspect_s, self._back_until)
         self._look_at(node, node.suspect_until)
         self._index(node)
 

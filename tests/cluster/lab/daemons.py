@@ -37,6 +37,14 @@ def command(pid: int) -> str:
         return ""
 
 
+def environment(pid: int) -> list[str]:
+    """What a process was started with, as ``NAME=value``; nothing if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
 @dataclass(frozen=True, slots=True)
 class Daemon:
     """One program of a cluster, by its record's file."""
