@@ -44,7 +44,7 @@ from dlrover_py.protocol.status import JobStatus
 log = logging.getLogger("cluster")
 
 MASTER_PAUSE_S = (0.0, 0.1, 0.5, 1.0, 2.0, 5.0)
-MASTER_STOPS_S = 1.0
+MASTER_STOPS_S = 5.0
 """The master is told of the job's end first; it may be dead."""
 THAWED_S = 5.0
 """A node that was given up while it was frozen has so long to hear of it and to end by itself."""

@@ -27,6 +27,8 @@ log = logging.getLogger("master")
 
 FAREWELL_S = 6.0
 """Where nodes come by themselves nobody but their master can tell them of its end."""
+LAST_WORDS_S = 1.0
+"""To publish what a job's end has left unsaid; its journal has it anyway."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,8 @@ async def serve(
     stopped.cancel()
     if not done & set(tasks) and not platform.can_create:
         await loop.farewell("the node that runs the job's master has ended", FAREWELL_S)
+    if tasks[0] not in done:
+        await loop.last_words(LAST_WORDS_S)
     jobs.should_exit = health.should_exit = True
     tasks[0].cancel()
     ended = await asyncio.gather(*tasks, return_exceptions=True)

@@ -184,6 +184,7 @@ class Loop:
         self._awake = asyncio.Event()
         self._changed = asyncio.Event()
         self._left = asyncio.Event()
+        self._publishing = asyncio.Lock()
         self._desks: dict[NodeId, _Desk] = {}
         self._questions: dict[int, asyncio.Future[Candidates]] = {}
         self._asked = 0
@@ -425,6 +426,7 @@ class Loop:
             self._perform(effect, news)
         for desk in news.values():
             desk.ring()
+        self._left.set()  # somebody may have been given up who was waited for
 
     def _perform(self, effect: Effect, news: dict[NodeId, _Desk]) -> None:
         match effect:
@@ -526,12 +528,13 @@ class Loop:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            began = self._clock.now()
+            began = time.thread_time()  # not of the clock: to be held up is not to be busy
             status = self.status()
-            wait_s = max(self._publish_s, PUBLISH_SHARE * (self._clock.now() - began))
+            wait_s = max(self._publish_s, PUBLISH_SHARE * (time.thread_time() - began))
             if status is not None:
                 try:
-                    await self._platform.publish(status)
+                    async with self._publishing:
+                        await self._platform.publish(status)
                     tries = 0
                 except TransientError as error:
                     log.warning("publish_failed", extra={"why": str(error)})
@@ -539,6 +542,14 @@ class Loop:
                     wait_s += pause_s(tries, error)
                     tries += 1
             await asyncio.sleep(wait_s)
+
+    async def last_words(self, within_s: float) -> None:
+        """Publish what was not published yet, if that can be done so soon."""
+        with contextlib.suppress(TimeoutError, TransientError, Superseded):
+            async with asyncio.timeout(within_s), self._publishing:
+                if self._changed.is_set() and (status := self.status()) is not None:
+                    self._changed.clear()
+                    await self._platform.publish(status)
 
     async def _until_works(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
         tries = 0

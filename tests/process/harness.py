@@ -7,6 +7,7 @@ if it leaves a process behind.
 import asyncio
 import json
 import os
+import random
 import re
 import secrets
 import shutil
@@ -19,7 +20,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,9 +56,14 @@ def eventually(look: Callable[[], T], what: str, *, within_s: float = 60.0) -> T
 
 
 def free_port() -> int:
-    """A port of the loopback device that nobody had a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    """A port of the loopback device that nobody had a moment ago, and which none is given who asks
+    the kernel for any (``ip_local_port_range`` begins at 32768)."""
+    while True:
+        with (
+            suppress(OSError),
+            socket.create_server(("127.0.0.1", random.randrange(15000, 32000))) as s,
+        ):
+            return int(s.getsockname()[1])
 
 
 def alive(pid: int) -> bool:
@@ -121,13 +127,13 @@ class Place:
             text=True,
             cwd=self.folder,
             capture_output=True,
-            timeout=options.pop("timeout", 60),
+            timeout=options.pop("timeout", 150),
             check=False,
         )
 
     def close(self) -> None:
         """Fail if a process is left; clean up in any case."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         pause = threading.Event()
         while (left := carrying(self.mark)) and time.monotonic() < deadline:
             pause.wait(0.02)
@@ -178,7 +184,7 @@ class Job:
         return status
 
     def until(
-        self, good: Callable[[JobStatus], Any], what: str, *, within_s: float = 60.0
+        self, good: Callable[[JobStatus], Any], what: str, *, within_s: float = 120.0
     ) -> JobStatus:
         """Wait for a status that fits."""
 
@@ -192,7 +198,7 @@ class Job:
         except AssertionError as error:
             raise AssertionError(f"{error}\n{''.join(self.output)}") from error
 
-    def running(self, nodes: int, *, round_after: int = 0, within_s: float = 60.0) -> JobStatus:
+    def running(self, nodes: int, *, round_after: int = 0, within_s: float = 120.0) -> JobStatus:
         """Wait until a round of so many nodes runs, newer than a given one, with all its workers
         started."""
 
@@ -233,7 +239,7 @@ class Job:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    def wait(self, *, within_s: float = 60.0) -> int:
+    def wait(self, *, within_s: float = 120.0) -> int:
         """Wait for the end of the command; return its exit code."""
         code = self.process.wait(timeout=within_s)
         self._reader.join(timeout=10)

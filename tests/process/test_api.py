@@ -22,7 +22,7 @@ from tests.process.test_server import TOKEN, Master, running_master
 
 EXAMPLES = 25
 """Of each call: an exchange is held for a moment, unless it is refused."""
-SETTINGS = {"exchange_s": "0.01", "lease_s": "60", "memory_wait_s": "0.01"}
+SETTINGS = {"exchange_s": "0.1", "lease_s": "60", "memory_wait_s": "0.01"}
 METHODS = ("GET", "PUT", "POST", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE")
 
 

@@ -106,7 +106,7 @@ def test_while_the_disk_is_full_training_goes_on_and_afterwards_all_is_handled(
         os.kill(run.snapshot().master_pid, signal.SIGKILL)
         run.until(lambda s: s.term == before.term + 1 and unwritable(s), "another master")
         reached = Path(f"{steps}0")
-        at = int(reached.read_text())
+        at = int(eventually(lambda: reached.exists() and reached.read_text(), "steps"))
         eventually(lambda: int(reached.read_text()) > at + 5, "more steps")
         assert alive(survivor.pids[0])
         assert run.status().round == before.round
@@ -256,10 +256,12 @@ def test_an_exception_that_comes_again_at_the_same_place_ends_the_job(
         assert "ValueError: loss of process" in failed.message
         assert status.last_failure is not None
         assert status.last_failure.worker.step == (5 if reports else None)
-        # One restart showed that restarts do not help; the other four are not burnt.
-        assert status.restarts == {"failure": 1}
+        # One restart showed that restarts do not help; the other four are not burnt. (Without
+        # steps a run that is held up is not alike, and takes another one.)
+        restarts = status.restarts["failure"]
+        assert restarts == 1 if reports else restarts < 5
         assert [n.id for n in status.nodes] == ["n0", "n1"], "no node was replaced"
-        assert len(lines(run, "n0", "start")) == 2
+        assert len(lines(run, "n0", "start")) == restarts + 1
 
 
 def test_different_exceptions_use_up_the_budgets_of_node_and_place(place: Place) -> None:
@@ -349,11 +351,14 @@ def at_once(place: Place, pid: int) -> bool:
 
 
 def never_began(done: "subprocess.CompletedProcess[str]", number: int) -> bool:
-    """The signal ended Python itself; a Ctrl-C while it starts is an error to it (CPython)."""
+    """The signal ended Python itself; a Ctrl-C while it starts is an error to it (CPython). Or it
+    was quicker than the signal."""
     return done.returncode in (-number, 128 + number) or (
-        number == signal.SIGINT
-        and done.returncode == 1
-        and done.stdout.startswith("Fatal Python error: init_")
+        done.returncode == 1
+        and (
+            (number == signal.SIGINT and done.stdout.startswith("Fatal Python error: init_"))
+            or f"elastic-run: the agent received {signal.Signals(number).name}" in done.stdout
+        )
     )
 
 
@@ -412,9 +417,8 @@ def test_elastic_run_alone_ends_at_every_stage(place: Place, stage: Stage, numbe
     assert done.returncode == 1
     *before, last = done.stdout.splitlines()
     assert last == f"elastic-run: the agent received {signal.Signals(number).name}"
-    if stage is not WORKERS_RUN:  # there the worker may have had something to say
-        # A master that was just being forked has had the signal too.
-        assert [line for line in before if "master_ended" not in line] == []
+    # A master that was just being forked has had the signal too; and the worker may run by then.
+    assert [x for x in before if "master_ended" not in x and not x.startswith("start ")] == []
 
 
 @SIGNALS
@@ -535,7 +539,7 @@ def test_a_second_ctrl_c_ends_a_job_at_once(place: Place, number: int) -> None:
         )
         assert run.process.poll() is None, "it gives them time"
         run.process.send_signal(number)
-        assert run.wait(within_s=10) == 128 + number
+        assert run.wait(within_s=25) == 128 + number
 
 
 def test_two_signals_at_the_same_moment(place: Place) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import stat
 
@@ -64,12 +65,16 @@ def test_the_second_terminal(place: Place) -> None:
         for word in ("wish", "2 nodes", "n0", "PodsReady", "RoundFormed"):
             assert word in described
         assert json.loads(run.cli("job", "describe", "--json"))["status"]["round"] == 1
-        assert "start 0 2" in run.cli("job", "logs", "job", "--node", members(before)[0].id)
+        node = members(before)[0].id
+        eventually(
+            lambda: "start 0 2" in run.cli("job", "logs", "job", "--node", node), "it has begun"
+        )
         assert "workers_start" in run.cli("job", "logs", "--agents")
         assert "are gone" in run.cli("node", "kill", "n1")
         run.running(1, round_after=before.round)
         why = run.cli("job", "why")
-        assert "n1 is lost: host-1 was killed" in why
+        # On a busy machine the master is the first to notice.
+        assert re.search(r"n1 is lost: (host-1 was killed|its connection closed)", why)
         assert "RoundFormed" in why
         assert "the job starts" in run.cli("job", "why", "--round", "1")
         chain = json.loads(run.cli("job", "why", "--json"))

@@ -16,7 +16,7 @@ from dlrover_py.cli.jobfile import load
 from tests.process.harness import Job, Place, eventually, lines, members
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def test_01_digits_survives_a_killed_worker(place: Place) -> None:
         run.running(2)
         ckpt = place.folder / "01-digits" / "ckpt"
         eventually(lambda: ckpt.exists() and any(ckpt.iterdir()), "a checkpoint", within_s=120)
-        status = run.status()
+        status = run.running(2)
         os.kill(members(status)[1].pids[0], signal.SIGKILL)
         run.running(2, round_after=status.round)
         assert run.wait(within_s=200) == 0
@@ -101,12 +101,13 @@ def test_02_gpt_ends_with_the_same_bytes_after_a_killed_worker(place: Place) -> 
     results = []
     for name in ("undisturbed", "killed"):
         out = place.folder / f"{name}.json"
-        more = ("--steps=40", f"--ckpt={place.folder}/{name}", f"--out={out}")
+        more = ("--steps=40", "--step-delay=0.1", f"--ckpt={place.folder}/{name}", f"--out={out}")
         with example(place, "02-gpt", 2, *more) as run:
             before = run.until(
                 lambda s: s.progress is not None and s.progress.step >= 10, "step 10", within_s=120
             )
             if name == "killed":
+                before = run.running(2)
                 os.kill(members(before)[1].pids[0], signal.SIGKILL)
                 run.until(lambda s: s.round > before.round, "another round")  # noqa: B023
             assert run.wait(within_s=200) == 0

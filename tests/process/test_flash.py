@@ -95,14 +95,25 @@ class Training:
         for rank in ranks:
             eventually(lambda r=rank: self.keepers(r, step), f"a copy of rank {rank}")  # type: ignore[misc]
 
+    def known(self, step: int) -> None:
+        """Wait until each node has heard that its part is copied: a newer one may be then."""
+
+        def all_know() -> bool:
+            own = [s for folder in self.shm.iterdir() for path, s in scan(folder)
+                   if s.step == step and not path.name.startswith("peer-")]  # fmt: skip
+            return bool(own) and all(s.copied for s in own)
+
+        eventually(all_know, f"that step {step} is copied is known")
+
     def whole(self, nodes: Iterable[str]) -> int:
         """The newest step that these nodes hold whole; 0 if there is none."""
         return max(self._whole(nodes), default=(0, 0, 0))[2]
 
-    def loadable(self, nodes: Iterable[str]) -> int:
-        """The newest step, if only these nodes and the storage are left."""
+    def loadable(self, nodes: Iterable[str], number: int) -> int:
+        """The newest step of rounds up to this one, if these nodes and the storage are left."""
         there = [(m.round, m.lap, m.step) for m in Store(self.folder / "store").checkpoints()]
-        return max([*self._whole(nodes), *there], default=(0, 0, 0))[2]
+        found = [one for one in (*self._whole(nodes), *there) if one[0] <= number]
+        return max(found, default=(0, 0, 0))[2]
 
     def _whole(self, nodes: Iterable[str]) -> list[tuple[int, int, int]]:
         """Round, lap, step: what is newer is told by all three, for a job may go back."""
@@ -235,6 +246,7 @@ def test_shards_survive_workers_nodes_and_other_sizes(place: Place, shm: Path) -
         assert its.loaded(second) == 5, "from their own memory"
         its.reach(6)
         its.copied(6, range(3))
+        its.known(6)
         its.reach(8)  # in 7 they hear that; until then 6 is kept, and nothing else is copied
         its.copied(8, range(3))
         its.run.hurt(members(second)[1].id, "kill")
@@ -386,6 +398,7 @@ def test_who_is_asked_to_go_stores_what_is_newest(place: Place, shm: Path) -> No
         second = its.run.running(1, round_after=first.round, within_s=60)
         at = its.loaded(second)
         assert at >= least
+        eventually(lambda: not alive(members(first)[1].agent_pid), "its node goes")
         assert at in its.stored, "before the node went"
         eventually(lambda: its.at() > at + 20, "more steps")
         least = its.whole(["n0"])
@@ -418,7 +431,17 @@ def test_a_change_that_is_planned_repeats_no_step(place: Place, shm: Path) -> No
             eventually(lambda at=at: its.at() > at + 20, "some steps", within_s=60)  # type: ignore[misc]
             its.run.cli(*change)
             status = its.run.running(size, round_after=former.round, within_s=60)
-            at, ended = its.loaded(status), its.lines(f"^stopped {former.round} ")
+            at = its.loaded(status)
+            ended = eventually(  # who has left may be the last to say so
+                lambda f=former: (
+                    (  # type: ignore[misc]
+                        found := its.lines(f"^stopped {f.round} ")
+                    )
+                    and len(found) >= f.world_size
+                    and found
+                ),
+                "all have ended",
+            )
             assert len(ended) == former.world_size, (change, ended)
             assert {int(line.split()[3]) for line in ended} == {at}, (change, ended)
 
@@ -526,7 +549,7 @@ def halt(process: psutil.Process) -> None:
 def test_a_coordinator_that_was_given_up_commits_nothing(place: Place, shm: Path) -> None:
     """It is frozen with everything written, its grant arrives, and others go on without it."""
     rules: dict[str, object] = {"persistEvery": 4}
-    quick = {"lease_s": "3", "exchange_s": "0.5"}
+    quick = {"lease_s": "6", "exchange_s": "0.5"}
     with training(place, "sharded", replicas=2, hosts=3, checkpoint=rules, settings=quick) as its:
         before = its.reach(3)
         victim, other = members(before)
@@ -543,7 +566,13 @@ def test_a_coordinator_that_was_given_up_commits_nothing(place: Place, shm: Path
         os.kill(master, signal.SIGSTOP)  # so nobody grants
         try:
             writer.resume()
-            eventually((folder / ".metadata").exists, "all but the manifest", within_s=60)
+            eventually(
+                lambda: any(e["step"] == 4 and e["phase"] == "ready"
+                            for e in its.agents("checkpoint_persists")),
+                "all but the manifest, and its agent has heard so",
+                within_s=60,
+            )  # fmt: skip
+            assert (folder / ".metadata").exists()
             halt(coordinator)
         finally:
             os.kill(master, signal.SIGCONT)
@@ -617,9 +646,10 @@ def test_what_outlives_any_node_never_goes_back(place: Place, shm: Path) -> None
         watcher.start()
         try:
             for turn in range(3):
+                least = best[2]
                 os.kill(members(status)[turn].pids[0], signal.SIGKILL)
                 status = its.run.running(3, round_after=status.round)
-                assert its.loaded(status) >= best[2]
+                assert its.loaded(status) >= least
                 eventually(
                     lambda s=status: best[0] == s.round,  # type: ignore[misc]
                     "one of the new round, copied everywhere",
@@ -651,7 +681,7 @@ def test_at_random_times(place: Place, shm: Path) -> None:
             nodes = training_nodes(status)
             victim, how = dice.choice(nodes), dice.choice(["worker", "worker", "agent", "node"])
             left = [n.id for n in nodes if how == "worker" or n is not victim]
-            before = its.loadable(left)
+            before = its.loadable(left, status.round)
             if how == "worker":
                 with suppress(ProcessLookupError):  # it has been told to stop: a round is forming
                     os.kill(victim.pids[0], signal.SIGKILL)
@@ -660,7 +690,7 @@ def test_at_random_times(place: Place, shm: Path) -> None:
             else:
                 its.run.hurt(victim.id, "kill")
                 its.run.api("POST", "/v1/hosts?count=1")
-            least = max(before, its.loadable(left))
+            least = max(before, its.loadable(left, status.round))
             said = f"turn {turn}: {how} of {victim.id} in round {status.round}"
             number, at = eventually(
                 lambda r=status.round: next_load(its, r),  # type: ignore[misc]

@@ -513,6 +513,26 @@ async def test_a_status_that_is_refused_waits_as_long_as_it_is_told(
         await running
 
 
+async def test_what_was_not_published_yet_is_the_last_word_of_a_master(
+    scene: Scene, tmp_path: Path
+) -> None:
+    platform = KubernetesPlatform(scene.kube, "default", "x", Site(scene.uid, "a:1"))
+    loop = Loop(platform, FileStore(tmp_path / "journal"), Rules(), publish_s=3600.0)
+    running = asyncio.create_task(loop.run())
+    await scene.until(lambda: writes(scene))
+    loop.tell([JobStopped()])
+    async with asyncio.timeout(WITHIN_S):
+        while (status := loop.status()) is None or not status.phase.ended:
+            await asyncio.sleep(0.001)
+    assert writes(scene) == 1
+    for _ in range(2):
+        await loop.last_words(WITHIN_S)
+        assert writes(scene) == 2
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+
+
 def test_masters_that_fail_together_do_not_come_back_together() -> None:
     waits = [pause_s(3) for _ in range(100)]
     assert RETRY_S[3] / 2 <= min(waits) < max(waits) <= RETRY_S[3]
