@@ -139,7 +139,7 @@ class Persister:
         self.process.stdin.write(message.encode())
         self.process.stdin.flush()
 
-    def next(self, *phases: Phase, attempt: str, timeout: float = 60) -> Answer:
+    def next(self, *phases: Phase, attempt: str, timeout: float = 150) -> Answer:
         """The next answer of one of these phases; others of the attempt are passed over."""
         deadline = time.monotonic() + timeout
         while True:
@@ -147,7 +147,7 @@ class Persister:
             if answer.attempt == attempt and answer.phase in phases:
                 return answer
 
-    def end(self, attempt: str, timeout: float = 60) -> Answer:
+    def end(self, attempt: str, timeout: float = 150) -> Answer:
         """How an attempt has ended."""
         return self.next(Phase.DONE, Phase.FAILED, attempt=attempt, timeout=timeout)
 

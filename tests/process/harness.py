@@ -346,7 +346,7 @@ def job(
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
             try:
-                process.wait(timeout=40)
+                process.wait(timeout=90)
             except subprocess.TimeoutExpired:
                 process.kill()
         running.wait()

@@ -171,7 +171,7 @@ def test_a_server_that_is_gone_is_told_in_time(
     stage(tmp_path / "arena/0.0", [(full("w", (4,)), bytes(16))])
     one = Persister()
     try:
-        one.send(order(tmp_path / "arena", url, "g1", deadline_s=2.0))
+        one.send(order(tmp_path / "arena", url, "g1", deadline_s=6.0))
         answer = one.end("g1")
     finally:
         one.close()

@@ -74,6 +74,7 @@ def training(
 ) -> Iterator[Job]:
     """A job of which each worker has staged these steps (``7p``: to be stored)."""
     spec = {"checkpoint": {"dir": str(place.folder / "store"), **(checkpoint or {})}}
+    more["settings"] = {"replacement_wait_s": "60"}  # both stage in round 1
     with job(place, script=WORKER, args=steps, spec=spec, **more) as run:  # type: ignore[arg-type]
         yield run
 
@@ -209,7 +210,14 @@ def test_a_disk_that_is_full_costs_no_step_and_is_used_again_when_it_has_room(
             with (small / "full").open("wb", buffering=0) as full, suppress(OSError):
                 while full.write(bytes(4096)):
                     pass
-            run.until(lambda s: condition(s)[0] == "True", "the condition")
+
+            def fails(status: JobStatus) -> bool:
+                with (small / "full").open("ab", buffering=0) as full, suppress(OSError):
+                    while full.write(bytes(4096)):  # what a commit has just removed
+                        pass
+                return condition(status)[0] == "True"
+
+            run.until(fails, "the condition")
             words = condition(run.status())[1]
             assert "No space left on device" in words or "the disk is full" in words
             assert run.metric("dlrover_checkpoint_failing") == 1

@@ -9,6 +9,7 @@ import select
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -477,6 +478,7 @@ def test_what_is_not_http_is_refused_and_hung_up_on(master: Master, data: bytes)
 
 def test_a_connection_without_a_whole_head_is_closed(master: Master) -> None:
     whole = request("GET", "/v1/job", auth=f"Bearer {TOKEN}")
+    began = time.monotonic()
     with contextlib.ExitStack() as stack:
         silent = []
         for port in (master.job, master.health):
@@ -487,7 +489,7 @@ def test_a_connection_without_a_whole_head_is_closed(master: Master) -> None:
         second.sendall(whole)
         assert read_reply(second).status == 200
         second.sendall(whole[:30])  # half a head after a good request
-        for sock in [*silent, second]:
+        for sock in [*silent, second] if time.monotonic() - began < HEADER_S / 2 else ():
             assert not readable(sock), "it is given some time"
         for sock in [*silent, second]:
             assert closed(sock)
@@ -725,7 +727,9 @@ async def test_an_agent_that_is_told_to_go_says_when_its_workers_have_ended(
     try:
         agent = place.popen("elastic-run", str(place.script(SLEEPER)), env=env)
         assert await asyncio.to_thread(agent.wait, 60) == 0
-        assert (loop.last.follows, loop.last.memory_round) == (1, 2)
+        async with asyncio.timeout(10):
+            while (loop.last.follows, loop.last.memory_round) != (1, 2):
+                await asyncio.sleep(0.01)  # what it has sent last may not have been read yet
     finally:
         serving.should_exit = True
         tasks[0].cancel()

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import textwrap
 import threading
+import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -384,10 +385,12 @@ def said(ranks: list[subprocess.Popen[str]], timeout: float = 100) -> list[Any]:
 
 
 BEGIN = """
-    import json, os, threading, time
+    import atexit, json, os, threading, time
     import torch, torch.distributed as dist
     from dlrover_py.trainer import Checkpointer, session
     dist.init_process_group("gloo")
+    # Else a thread of gloo may still let go of a tensor when there is no Python any more.
+    atexit.register(dist.destroy_process_group)
     rank = dist.get_rank()
     w = torch.zeros(1 << 16)
     state = {"w": w}
@@ -589,7 +592,9 @@ def test_at_any_time_all_ranks_have_one_step(folder: Path) -> None:
                 break
             pause.wait(0.05)
         newest, gaps = 0, set()
-        for _ in range(150):
+        deadline, turns = time.monotonic() + 60, 0
+        while turns < 150 or (newest <= 50 and time.monotonic() < deadline):
+            turns += 1
             pause.wait(chance.random() * 0.02)
             chosen = chance.sample(ranks, 2)
             for rank in chosen:

@@ -127,10 +127,15 @@ def test_a_spare_takes_the_place_of_a_lost_node(group: Torchruns) -> None:
 
 
 FAILS = """
-    import os, signal, sys
-    print("start", os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
-    if os.environ["RANK"] == "1":
+    import os, pathlib, signal, sys
+    count, begun = os.environ["TORCHELASTIC_RESTART_COUNT"], pathlib.Path("begun")
+    print("start", os.environ["RANK"], count, flush=True)
+    if os.environ["RANK"] == "1":  # once the other one has said so too
+        while not begun.exists() or len(begun.read_text()) <= int(count):
+            signal.sigtimedwait([], 0.05)
         sys.exit(1)
+    with begun.open("a") as file:
+        file.write("x")
     signal.pause()
 """
 
@@ -159,8 +164,8 @@ def test_end_of_the_masters_node_ends_the_others(group: Torchruns) -> None:
 
 def test_too_few_nodes_for_too_long(group: Torchruns) -> None:
     script = str(group.place.script(PLACE))
-    only = group.node("--nnodes=2:3", script, conf="join_timeout=1")
+    only = group.node("--nnodes=2:3", script, conf="join_timeout=5")
     assert group.wait(only) == 1
     told = "".join(group.lines[only])
     assert "RendezvousTimeoutError" in told
-    assert "1 of at least 2 nodes are there, after 1 s" in told
+    assert "1 of at least 2 nodes are there, after 5 s" in told

@@ -41,14 +41,14 @@ def test_a_real_ddp_scripts_exceptions_are_told_apart(place: Place) -> None:
 
 
 def test_a_node_that_was_given_up_is_killed_before_it_can_write_again(place: Place) -> None:
-    quick = {"lease_s": "2", "exchange_s": "0.5"}
+    quick = {"lease_s": "5", "exchange_s": "0.5"}
     with job(place, replicas=1, standbyReplicas=1, hosts=2, settings=quick) as run:
         run.until(lambda s: s.standby == 1, "a standby")
         before = run.running(1)
         old = members(before)[0]
         os.kill(old.agent_pid, signal.SIGSTOP)  # its worker goes on
         run.running(1, round_after=before.round)
-        eventually(lambda: not alive(old.pids[0]), "the old rank 0 is gone", within_s=5)
+        eventually(lambda: not alive(old.pids[0]), "the old rank 0 is gone")
 
 
 def test_children_in_sessions_of_their_own_end_with_their_round(place: Place) -> None:
@@ -112,7 +112,9 @@ def test_a_variable_that_no_process_can_have_is_refused(place: Place) -> None:
 
 def test_a_repeated_exception_stops_standalone_without_log_files_too(place: Place) -> None:
     place.script("""
+        from dlrover_py.trainer import session
         open("runs", "a").write("x")
+        session.report_step(1)
         raise ValueError("again " + "long " * 10000)
     """)
     done = place.call("elastic-run", "--standalone", "--max-restarts=10", "train.py")
@@ -189,7 +191,7 @@ def test_closed_streams_and_nohup(place: Place) -> None:
     run.send_signal(signal.SIGHUP)
     (place.folder / "go").touch()
     assert run.wait(timeout=30) == 0
-    assert not carrying(place.mark)
+    eventually(lambda: not carrying(place.mark), "nothing is left")
 
 
 HEADLESS = """

@@ -199,11 +199,14 @@ def test_what_is_imported_later_is_told_to_nodes_that_join_as_well(
     place: Place, library: Library
 ) -> None:
     library.write("later", "VERSION = 2")
-    script = SCRIPT.replace("signal.pause()", "signal.sigtimedwait([], 5); import later")
+    wait = f"while not os.path.exists({str(place.folder / 'now')!r}): signal.sigtimedwait([], 0.1)"
+    script = SCRIPT.replace("signal.pause()", f"{wait}\n    import later")
     script += "    signal.pause()\n"
     with job(place, script=script, replicas=2, minReplicas=1, hosts=1, env=library.env) as run:
         run.running(1)
-        eventually(lambda: len(said(run, "recipe_told")) == 2, "both recipes", within_s=60)
+        eventually(lambda: said(run, "recipe_told"), "the first recipe")
+        (place.folder / "now").touch()
+        eventually(lambda: len(said(run, "recipe_told")) == 2, "both recipes")
         place.call("dlrover", "node", "add", "--job", run.name)
         run.running(2, within_s=60)
         assert said(run, "recipe_learnt", "n1")[0]["id"] == said(run, "recipe_told")[-1]["id"]

@@ -274,6 +274,25 @@ def test_a_master_that_stood_still_has_heard_of_nobody_meanwhile() -> None:
     assert not any(n.restarts for n in bench.job.nodes)
 
 
+def test_workers_of_the_round_before_are_not_shown_as_this_ones() -> None:
+    bench = running(elastic_job(2, 2))
+    survivor = bench.agent("n1")
+    survivor.cut = True
+    bench.agent("n0").fail(crash())
+    bench.exchange()
+    bench.exchange()
+    assert bench.job.round == 2
+
+    def shown() -> WorkerPhase:
+        (node,) = (n for n in bench.job.status(bench.now, 0.0).nodes if n.id == N1)
+        return node.workers
+
+    assert shown() is WorkerPhase.STOPPING
+    survivor.cut = False
+    bench.settle()
+    assert shown() is WorkerPhase.RUNNING
+
+
 def test_who_has_hung_up_on_a_master_that_stood_still_has_a_lease_to_come_back() -> None:
     bench = running(elastic_job(2, 1))
     lease_s, agent = bench.job.pace.lease_s, bench.agent("n1")

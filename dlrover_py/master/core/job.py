@@ -1434,6 +1434,11 @@ class Job:
             return False
         return node.report is None or node.report.follows < self.world.round
 
+    def _is_behind(self, node: Node) -> bool:
+        """Whether what this member has said last is of the round before."""
+        assert self.world is not None
+        return node.report is not None and node.report.follows < self.world.round
+
     def _assign(self, node: Node, directive: Directive, reason: str, *, exit_code: int = 0) -> None:
         if node.report is None:
             return  # who has not spoken to this master yet is told when it does
@@ -1744,6 +1749,7 @@ class Job:
             node.message,
             node.topology,
             node.held,
+            behind := rank is not None and self._is_behind(node),
         )
         kept = self._shown.get(node.id)
         if kept is not None and kept[0] == made_from:
@@ -1761,8 +1767,15 @@ class Job:
             nproc=report.nproc if report else 1,
             host=_host(node),
             agent_pid=report.agent_pid if report else 0,
-            pids=report.pids if report else [],
-            workers=report.phase if report else WorkerPhase.IDLE,
+            # Of the round before: they are being stopped, or it has not heard of this round yet.
+            pids=report.pids if report and not behind else [],
+            workers=(
+                WorkerPhase.IDLE
+                if not report
+                else WorkerPhase.STOPPING
+                if behind and report.phase is WorkerPhase.RUNNING
+                else report.phase
+            ),
             warm=report is not None and report.warm,
             step=report.progress.step if report and report.progress else None,
             restarts=node.restarts,
