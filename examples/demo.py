@@ -113,8 +113,22 @@ def warm(status: JobStatus) -> bool:
 
 
 def at_step(step: int, *, round_after: int = 0) -> Callable[[JobStatus], bool]:
-    """The training has come so far, in a round after this one."""
-    return lambda s: s.round > round_after and s.progress is not None and s.progress.step >= step
+    """The training has come so far, in a round after this one, and all its workers are known."""
+
+    def good(s: JobStatus) -> bool:
+        return (
+            s.round > round_after
+            and s.progress is not None
+            and s.progress.step >= step
+            and known(s)
+        )
+
+    return good
+
+
+def known(status: JobStatus) -> bool:
+    """Each member has told which processes its workers are."""
+    return all(pids and all(pids) for pids in worker_pids(status))
 
 
 def trained(status: JobStatus, more: int) -> int:
@@ -168,7 +182,9 @@ def show(run: Run, steps: int) -> int:
     console.print(f"\n[bold]kill -9[/] the master (pid {snapshot.master_pid})")
     os.kill(snapshot.master_pid, signal.SIGKILL)
     term = status_of(snapshot).term
-    status = status_of(run.until(lambda s: s.term > term and s.ready >= 4, "a new master"))
+    status = status_of(
+        run.until(lambda s: s.term > term and s.ready >= 4 and known(s), "a new master")
+    )
     untouched = worker_pids(status) == pids
 
     status = status_of(run.until(lambda s: s.phase.ended, "the end"))

@@ -64,8 +64,8 @@ def zygote(run: Job, node: int = 0) -> psutil.Process:
 
 def kill_worker(run: Job, node: int = 0, rank: int = 0) -> None:
     def running() -> int:  # the status comes a moment later; and 0 is our own process group
-        pid = members(run.status())[node].pids[rank]
-        return pid if pid and alive(pid) else 0
+        pids = members(run.status())[node].pids
+        return pids[rank] if pids and alive(pids[rank]) else 0
 
     os.kill(eventually(running, "a worker that runs"), signal.SIGKILL)
 
