@@ -246,6 +246,7 @@ class Cluster:
             )
             self.changed.set()
             code = await _end_of(self.master)
+            self.changed.set()
             if self.stopping:
                 return
             if code == ExitCode.USAGE:  # it would say the same again
@@ -256,12 +257,15 @@ class Cluster:
             await asyncio.sleep(MASTER_PAUSE_S[min(pause, len(MASTER_PAUSE_S) - 1)])
             pause += 1
 
+    def _master_runs(self) -> bool:
+        return self.master is not None and self.master.poll() is None
+
     async def shut_down(self, grace_s: float) -> None:
         """End everything: nodes with notice, then by force; the master last."""
         self._tell(Seen(kind="stopped"))
         with contextlib.suppress(TimeoutError):  # so that no new round is formed on the way down
             async with asyncio.timeout(min(grace_s, MASTER_STOPS_S)):
-                while self.status is None or not self.status.phase.ended:
+                while self._master_runs() and (self.status is None or not self.status.phase.ended):
                     self.changed.clear()
                     await self.changed.wait()
         self.stopping = True
@@ -279,7 +283,7 @@ class Cluster:
                     await self.changed.wait()
         for node in living:
             signal_marked(node.mark, signal.SIGKILL)
-        if self.master is not None and self.master.poll() is None:
+        if self.master is not None and self._master_runs():
             _signal(self.master, signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(5):
@@ -424,7 +428,7 @@ class Cluster:
             ],
             hosts=self.hosts,
             cluster_pid=os.getpid(),
-            master_pid=self.master.pid if self.master and self.master.poll() is None else 0,
+            master_pid=self.master.pid if self.master and self._master_runs() else 0,
             master_addr=self.master_addr,
             health_addr=self.health_addr,
             token_file=str(self.paths.token),

@@ -127,8 +127,9 @@ def at_step(step: int, *, round_after: int = 0) -> Callable[[JobStatus], bool]:
 
 
 def known(status: JobStatus) -> bool:
-    """Each member has told which processes its workers are."""
-    return all(pids and all(pids) for pids in worker_pids(status))
+    """Each member has told which processes its workers are in this round."""
+    members = [n for n in status.nodes if n.node_rank is not None]
+    return all(n.pids and all(n.pids) and n.workers != "stopping" for n in members)
 
 
 def trained(status: JobStatus, more: int) -> int:

@@ -182,6 +182,7 @@ class SimAgent:
             nproc=self.nproc,
             role=self.role,
             offer=self.offer,
+            pids=[1000 * self.follows + n + 1 for n in range(self.nproc)] if self.running else [],
             max_restarts=self.max_restarts,
             failure=self.failure,
             progress=self.progress,

@@ -223,8 +223,9 @@ class Core:
     _taken_up_at: float = 0.0
     _stepped_at: float = 0.0
     _missed_at: float | None = None
+    """Since when the master has not answered, or has been adrift."""
     _adrift: bool = False
-    """Since when the master has not answered."""
+    """It answers, and has itself lost touch with its platform."""
     _met_at: float | None = None
     """When another node of the round was there last; None if that has never been seen."""
 

@@ -89,7 +89,7 @@ async def serve(
     stopped.cancel()
     if not done & set(tasks) and not platform.can_create:
         await loop.farewell("the node that runs the job's master has ended", FAREWELL_S)
-    if tasks[0] not in done:
+    if not tasks[0].done():
         await loop.last_words(LAST_WORDS_S)
     jobs.should_exit = health.should_exit = True
     tasks[0].cancel()

@@ -47,6 +47,8 @@ log = logging.getLogger("master.loop")
 
 T = TypeVar("T")
 
+REST_S = 5.0
+"""Turns come so often at least: to show life, and to see a master that stood still."""
 STALL_S = 0.25
 """Later than this, a turn is not a late lease but a master that stood still."""
 STORM_SAVE_S = 0.01
@@ -368,6 +370,7 @@ class Loop:
     async def _turn_forever(self, job: Job) -> None:
         wake_at = self._clock.now()
         while True:
+            wake_at = min(wake_at, self._clock.now() + REST_S)
             await self._rest(wake_at)
             await self._gather()
             now = self._clock.now()
@@ -391,8 +394,8 @@ class Loop:
                 self._changed.set()
 
     async def _rest(self, wake_at: float) -> None:
-        """Until there is mail, or it is time; at least every few seconds, to show life."""
-        left = min(wake_at - self._clock.now(), 5.0)
+        """Until there is mail, or it is time."""
+        left = wake_at - self._clock.now()
         if not self._awake.is_set() and left > 0:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left):
@@ -544,10 +547,14 @@ class Loop:
             await asyncio.sleep(wait_s)
 
     async def last_words(self, within_s: float) -> None:
-        """Publish what was not published yet, if that can be done so soon."""
+        """Publish the job's end if that is not done yet, and can be done so soon.
+
+        Nothing else: of a job that goes on another master may be speaking already.
+        """
         with contextlib.suppress(TimeoutError, TransientError, Superseded):
             async with asyncio.timeout(within_s), self._publishing:
-                if self._changed.is_set() and (status := self.status()) is not None:
+                status = self.status()
+                if status is not None and status.phase.ended and self._changed.is_set():
                     self._changed.clear()
                     await self._platform.publish(status)
 

@@ -14,6 +14,7 @@ import yaml
 
 from dlrover_py.kube import ELASTICJOBS, PODS, Changed, Gone, Kind, Kube, Listed
 from dlrover_py.master.store import HOLDER
+from dlrover_py.protocol.agents import WorkerPhase
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import ENV_ROUND, journal_of
 from dlrover_py.protocol.status import JobPhase, NodeRole, Training
@@ -252,7 +253,11 @@ class Job:
                 and any(
                     e.reason == "TrainingResumed" and e.round == seen.round for e in seen.events
                 )
-                and all(n.pids and all(n.pids) for n in seen.nodes if n.role is NodeRole.MEMBER)
+                and all(
+                    n.pids and all(n.pids) and n.workers is not WorkerPhase.STOPPING
+                    for n in seen.nodes
+                    if n.role is NodeRole.MEMBER
+                )
             )
             return seen if good else None
 

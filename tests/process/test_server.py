@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry, Counter
 from dlrover_py.master.app import listen, read_token
 from dlrover_py.master.core.events import Event, NodeSeen, Rules
 from dlrover_py.master.exchange import Exchanges
-from dlrover_py.master.loop import ADRIFT_S, Loop, Told
+from dlrover_py.master.loop import ADRIFT_S, Clock, Loop, Told
 from dlrover_py.master.platform.static import StaticPlatform
 from dlrover_py.master.server import job_app, server
 from dlrover_py.master.settings import Settings
@@ -734,6 +734,49 @@ async def test_an_agent_that_is_told_to_go_says_when_its_workers_have_ended(
         serving.should_exit = True
         tasks[0].cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_farewell_does_not_wait_for_a_node_that_is_given_up_meanwhile(
+    tmp_path: Path,
+) -> None:
+    platform = StaticPlatform(ElasticJob.parse(document(["true"], name="alone")))
+    loop = Loop(platform, FileStore(tmp_path / "journal"), Rules(can_create=False))
+    running = asyncio.create_task(loop.run())
+    async with asyncio.timeout(60):
+        while not loop.ready:
+            await asyncio.sleep(0.001)
+        said = AgentReport.model_validate(report(seq=1))
+        leave = loop.exchange(NodeId("n0"), said, lambda _: None)
+        while not (status := loop.status()) or not status.nodes:
+            await asyncio.sleep(0.001)
+        leave()
+        await loop.farewell("its host ends", 3600)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_master_sees_that_it_stood_still_while_nothing_was_due(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a long lease nothing is for a long time, and agents have hung up by then."""
+    paused_s = 0.0
+    clock = Clock(now=lambda: time.monotonic() + paused_s)
+    platform = StaticPlatform(ElasticJob.parse(document(["true"], name="alone")))
+    rules = Rules(can_create=False, lease_s=600.0)
+    loop = Loop(platform, FileStore(tmp_path / "journal"), rules, clock=clock)
+    running = asyncio.create_task(loop.run())
+    async with asyncio.timeout(60):
+        while not loop.ready:
+            await asyncio.sleep(0.001)
+        loop.exchange(NodeId("n0"), AgentReport.model_validate(report(seq=1)), lambda _: None)
+        while not (status := loop.status()) or not status.nodes:
+            await asyncio.sleep(0.001)
+        paused_s = 60.0
+        while "master_stood_still" not in caplog.text:
+            loop.tell([])
+            await asyncio.sleep(0.001)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
 
 
 class Adrift(StaticPlatform):

@@ -283,17 +283,17 @@ def test_workers_of_the_round_before_are_not_shown_as_this_ones() -> None:
     bench.exchange()
     assert bench.job.round == 2
 
-    def shown() -> WorkerPhase:
+    def shown() -> tuple[WorkerPhase, list[int]]:
         (node,) = (n for n in bench.job.status(bench.now, 0.0).nodes if n.id == N1)
-        return node.workers
+        return node.workers, node.pids
 
-    assert shown() is WorkerPhase.STOPPING
+    assert shown() == (WorkerPhase.STOPPING, [])
     survivor.cut = False
     bench.settle()
-    assert shown() is WorkerPhase.RUNNING
+    assert shown() == (WorkerPhase.RUNNING, [2001])
 
 
-def test_who_has_hung_up_on_a_master_that_stood_still_has_a_lease_to_come_back() -> None:
+def test_who_has_hung_up_on_a_master_that_stood_still_is_given_time_to_come_back() -> None:
     bench = running(elastic_job(2, 1))
     lease_s, agent = bench.job.pace.lease_s, bench.agent("n1")
     bench.now += 2 * lease_s

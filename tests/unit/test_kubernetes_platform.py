@@ -513,13 +513,19 @@ async def test_a_status_that_is_refused_waits_as_long_as_it_is_told(
         await running
 
 
-async def test_what_was_not_published_yet_is_the_last_word_of_a_master(
+async def test_an_end_that_was_not_published_yet_is_the_last_word_of_a_master(
     scene: Scene, tmp_path: Path
 ) -> None:
     platform = KubernetesPlatform(scene.kube, "default", "x", Site(scene.uid, "a:1"))
     loop = Loop(platform, FileStore(tmp_path / "journal"), Rules(), publish_s=3600.0)
     running = asyncio.create_task(loop.run())
     await scene.until(lambda: writes(scene))
+    loop.tell([NodeSeen(N0, near=True, message="something new")])
+    async with asyncio.timeout(WITHIN_S):
+        while (status := loop.status()) is None or status.nodes[0].message != "something new":
+            await asyncio.sleep(0.001)
+    await loop.last_words(WITHIN_S)
+    assert writes(scene) == 1, "the job goes on, and another master may be speaking of it already"
     loop.tell([JobStopped()])
     async with asyncio.timeout(WITHIN_S):
         while (status := loop.status()) is None or not status.phase.ended:

@@ -223,9 +223,29 @@ def test_a_recalled_member_has_one_lease_and_is_busy(nodes: Nodes) -> None:
 
 def test_a_stalled_master_blames_nobody(nodes: Nodes) -> None:
     hear(nodes, report(1))
-    nodes.stalled(10.0)
+    nodes.stalled(10.0, 5.0)
     assert lost(nodes, 14.75) == []
     assert len(lost(nodes, 15.0)) == 1
+
+
+def test_who_hung_up_on_a_master_has_as_long_to_come_back_as_it_stood_still(nodes: Nodes) -> None:
+    for stood_s, back_s in ((0.3, 1.0), (3.0, 3.0), (60.0, 5.0)):
+        nodes = Nodes(lease_s=5.0, suspect_s=1.0)
+        nodes.plan(N)
+        hear(nodes, report(1))
+        nodes.stalled(10.0, stood_s)
+        nodes.disconnected(N, "boot-a--", 1, 10.0)
+        assert lost(nodes, 10.0 + back_s - 0.25) == []
+        assert len(lost(nodes, 10.0 + back_s)) == 1
+
+
+def test_short_stalls_do_not_keep_a_lost_node_for_long(nodes: Nodes) -> None:
+    hear(nodes, report(1))
+    nodes.disconnected(N, "boot-a--", 1, 0.0)
+    nodes.stalled(1.5, 0.5)  # in the turn that was to give it up
+    assert lost(nodes, 2.25) == []
+    nodes.stalled(3.0, 0.5)
+    assert len(lost(nodes, 4.0)) == 1
 
 
 def test_the_platform_says_how_near_a_node_is(nodes: Nodes) -> None:
@@ -274,6 +294,6 @@ def test_a_master_that_stands_still_does_not_shorten_the_time_to_return() -> Non
     nodes = Nodes(lease_s=5.0, suspect_s=1.0)
     nodes.plan(NodeId("n0"))
     nodes.recall(NodeId("n0"), Incarnation(1), "boot-000", 0.0, return_s=93.0)
-    nodes.stalled(1.0)
+    nodes.stalled(1.0, 1.0)
     assert not nodes.expire(92.0)
     assert [x.why for x in nodes.expire(93.0)] == ["it did not report to the new master"]

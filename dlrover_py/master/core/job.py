@@ -400,8 +400,8 @@ class Job:
                     self._end(JobPhase.FAILED, reason, why)
                 elif not self.phase.ended:
                     self._end(JobPhase.STOPPED, "JobStopped", "the job was ended by its user")
-            case Stalled():
-                self.nodes.stalled(self._now)
+            case Stalled(seconds):
+                self.nodes.stalled(self._now, seconds)
                 if self.opening is not None and self.opening.hold_until is not None:
                     # Who is to blame is to be seen from what comes in now.
                     self.opening.hold_until = max(self.opening.hold_until, self._now)

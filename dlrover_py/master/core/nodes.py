@@ -336,19 +336,21 @@ class Nodes:
         node.leaving = ""
         self._next_life(node, "")
 
-    def stalled(self, now: float) -> None:
+    def stalled(self, now: float, stood_s: float) -> None:
         """The master itself stood still: nobody is to blame, and all have their time anew.
 
-        So have those of whom only now is heard that they hung up on it meanwhile.
+        Who has hung up on it meanwhile, as is heard only now, has as long as that to come back, a
+        lease at most. Short stalls are no reason to: after them a closed connection means the same
+        as ever.
         """
-        self._back_until = now + self.lease_s
+        self._back_until = now + min(stood_s, self.lease_s)
         for node in self:
             if node.alive:
                 # Not shorter: who is to return to a new master has longer than a lease.
                 node.lease_until = max(node.lease_until, now + self.lease_s)
                 self._look_at(node, node.lease_until)
                 if node.phase is NodePhase.SUSPECT:
-                    node.suspect_until = self._back_until
+                    node.suspect_until = max(now + self.suspect_s, self._back_until)
 
     def disconnected(self, node_id: NodeId, boot_id: str, seq: int, now: float) -> bool:
         """The connection of a report closed before its answer; true if the node is now suspect.
