@@ -130,6 +130,10 @@ class NameConflict(KubeError):
     """An object that is not ours has this name."""
 
 
+class Leftover(NameConflict):
+    """It is of an object of the same name as ours that was deleted, and is about to go."""
+
+
 class Conflict(KubeError):
     """The object is no longer as it was when it was read."""
 
@@ -357,12 +361,13 @@ class Kube:
 
         Raises:
             NameConflict: what is there is somebody else's.
+            Leftover: it is what a deleted owner of the same name has left.
         """
         name, namespace = obj["metadata"]["name"], _meta(obj).get("namespace", "")
         with contextlib.suppress(AlreadyExists):
             return await self.create(kind, obj)
         try:
-            return _owned(kind, await self.get(kind, name, namespace), owner_uid)
+            return _owned(kind, await self.get(kind, name, namespace), obj, owner_uid)
         except NotFound:  # it went in between
             return await self.create(kind, obj)
 
@@ -1003,11 +1008,15 @@ def _config_words(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _owned(kind: Kind, obj: Obj, owner_uid: str) -> Obj:
-    meta = _meta(obj)
-    if any(owner.get("uid") == owner_uid for owner in meta.get("ownerReferences") or ()):
-        return obj
+def _owned(kind: Kind, found: Obj, wish: Obj, owner_uid: str) -> Obj:
+    meta = _meta(found)
+    owners = meta.get("ownerReferences") or ()
+    if any(owner.get("uid") == owner_uid for owner in owners):
+        return found
     words = f"{kind.name} {meta.get('namespace', '')}/{meta.get('name')} is there already"
+    ours = {(o.get("kind"), o.get("name")) for o in _meta(wish).get("ownerReferences") or ()}
+    if any((owner.get("kind"), owner.get("name")) in ours for owner in owners):
+        raise Leftover(f"{words}: what a deleted one of the owner's name has left is not gone yet")
     raise NameConflict(f"{words}, and is not owned by {owner_uid}; delete or rename one of the two")
 
 

@@ -257,11 +257,11 @@ class Loop:
             told(Passive("this master is not ready yet: it takes over the job"))
             return lambda: None
         self.exchanges += 1
-        desk = self._desk(node_id)
         if self._is_of_the_next_job(node_id, report):
             # An agent of the next job at this endpoint: its master will take our place.
             told(Passive("the job of this master has ended; ask again"))
             return lambda: None
+        desk = self._desk(node_id)
         key = (node_id, report.boot_id)
         earlier = self._mail.get(key)
         if earlier is None or earlier.seq < report.seq:
@@ -414,7 +414,7 @@ class Loop:
     def _address(self, job: Job, node_id: NodeId, report: AgentReport) -> None:
         """Whom the node's assignment is for, now that its report was taken in."""
         node = job.nodes.get(node_id)
-        desk = self._desks[node_id]
+        desk = self._desk(node_id)
         if node is not None and node.boot_id == report.boot_id and desk.boot_id != report.boot_id:
             if desk.boot_id:
                 desk.assignment = None  # it was for the agent that was here before
@@ -427,8 +427,11 @@ class Loop:
         news: dict[NodeId, _Desk] = {}
         for effect in step.effects:
             self._perform(effect, news)
-        for desk in news.values():
+        for node_id, desk in news.items():
             desk.ring()
+            desk.refused.clear()
+            if not desk.waiting and self._job is not None and not self._job.nodes.get(node_id):
+                self._desks.pop(node_id, None)  # callers may go by any name
         self._left.set()  # somebody may have been given up who was waited for
 
     def _perform(self, effect: Effect, news: dict[NodeId, _Desk]) -> None:

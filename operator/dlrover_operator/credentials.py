@@ -18,13 +18,18 @@ LASTS = timedelta(days=3650)
 SKEW = timedelta(hours=1)
 
 
-def issue() -> Credentials:
-    """Make a certificate (ECDSA P-256)."""
+def issue(wall: float) -> Credentials:
+    """Make a certificate (ECDSA P-256).
+
+    Args:
+        wall: Unix seconds as the API server has them: this machine's clock may be another.
+    """
+    now = datetime.fromtimestamp(wall, UTC)
     authority_key = ec.generate_private_key(ec.SECP256R1())
     key = ec.generate_private_key(ec.SECP256R1())
     authority = _name("dlrover job")
     root = (
-        _begun(authority, authority, authority_key)
+        _begun(authority, authority, authority_key, now)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_usage(signs=True), critical=True)
         .add_extension(_id_of(authority_key), critical=False)
@@ -32,7 +37,7 @@ def issue() -> Credentials:
     )
     by = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
     leaf = (
-        _begun(_name(names.MASTER_NAME), authority, key)
+        _begun(_name(names.MASTER_NAME), authority, key, now)
         .add_extension(
             x509.SubjectAlternativeName([x509.DNSName(names.MASTER_NAME)]), critical=False
         )
@@ -68,9 +73,8 @@ def _name(common: str) -> x509.Name:
 
 
 def _begun(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, now: datetime
 ) -> x509.CertificateBuilder:
-    now = datetime.now(UTC)
     return (
         x509.CertificateBuilder()
         .subject_name(subject)

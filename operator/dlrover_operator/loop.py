@@ -98,6 +98,7 @@ class Operator:
         self._failures: dict[Key, int] = {}
         self._trouble: dict[Key, Trouble] = {}
         self._made_at: dict[Key, float] = {}
+        self._rights_at: dict[Key, float] = {}
         self._metrics = _Metrics(self)
 
     # --- life ---
@@ -194,6 +195,10 @@ class Operator:
             service=one(MASTER_SERVICES, master),
             pods=tuple(item.view for item in pods),
             made_at=self._made_at.get(key, 0.0),
+            # After a start of ours the jobs are spread: each turn asks four things of each.
+            rights_at=self._rights_at.setdefault(
+                key, self._api.wall() + random.uniform(0, plan.RIGHTS_S)
+            ),
         )
 
     # --- doing ---
@@ -217,6 +222,7 @@ class Operator:
             self._failures.pop(key, None)
             self._trouble.pop(key, None)
             self._made_at.pop(key, None)
+            self._rights_at.pop(key, None)
             self._queue.forget(key)
             return "gone"
         now = self._api.wall()
@@ -286,6 +292,8 @@ class Operator:
                 there = await api.create_or_own(KINDS[what], obj, uid)
                 if any(there.get(part) != obj[part] for part in FOLLOWS.get(what, ())):
                     await api.replace(KINDS[what], obj | {"metadata": there["metadata"]})
+                if what == "RoleBinding":
+                    self._rights_at[key] = api.wall()
             case plan.MakeCredentials(elastic_job):
                 await self._make_credentials(elastic_job)
                 self._made_at[key] = api.wall()
@@ -317,7 +325,7 @@ class Operator:
 
     async def _make_credentials(self, job: Any) -> None:
         """Whoever makes the certificate first has said the authority: the token's follows."""
-        fresh = credentials.issue()
+        fresh = credentials.issue(self._api.wall())
         uid = job.metadata.uid
         tls = await self._api.create_or_own(kube.SECRETS, manifests.tls_secret(job, fresh), uid)
         ca, wanted = credentials.decoded(tls, names.SECRET_CA), _token_of(job, tls)
@@ -438,6 +446,8 @@ def _token_of(job: Any, tls: Obj) -> Obj:
 
 
 def _reason(error: KubeError) -> str:
+    if isinstance(error, kube.Leftover):
+        return "Waiting"
     if isinstance(error, (kube.NameConflict, kube.AlreadyExists)):
         return "NameConflict"
     if isinstance(error, kube.Forbidden):

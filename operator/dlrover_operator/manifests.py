@@ -168,9 +168,9 @@ def deployment(job: ElasticJob, cluster_ip: str, options: Options) -> Obj:
         ],
     }
     labels = _dict(meta.get("labels")) | _labels(job) | _selector(job)
-    pod_meta: Obj = {"labels": labels}
-    if meta.get("annotations"):
-        pod_meta["annotations"] = meta["annotations"]
+    # What is in its /tmp may go: else Cluster Autoscaler would keep its host for it.
+    evictable = {"cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes": "tmp"}
+    pod_meta: Obj = {"labels": labels, "annotations": evictable | _dict(meta.get("annotations"))}
     return {
         "metadata": _master_meta(job),
         "spec": {

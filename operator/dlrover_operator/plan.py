@@ -17,6 +17,7 @@ ended            the Deployment goes to 0; after ``ttlSecondsAfterFinished`` the
 ===============  ==================================================================================
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Self
@@ -32,6 +33,8 @@ Obj = dict[str, Any]
 
 LEAVE_S = 90.0
 """After a job's end its nodes have so long to go; longer than a Pod's usual grace, twice."""
+RIGHTS_S = 300.0
+"""A master's rights are looked after so seldom: one that may not write its status cannot tell."""
 HEAL_S = 30.0
 """With no master for so long, what it needs is made again where it was deleted."""
 MASTERLESS_S = 60.0
@@ -40,6 +43,7 @@ OLD_S = 1.0
 """Objects of a deleted job of the same name go soon; until then this is the pace of looking."""
 ENDED = tuple(phase.value for phase in JobPhase if phase.ended)
 GOING = (JobPhase.PENDING, JobPhase.RUNNING, JobPhase.FORMING)
+SUSPENDING = "Suspending"
 REFUSED = "Refused"
 """Phase of a job that is not run: see its condition ``Accepted``."""
 MESSAGE = 1024
@@ -143,6 +147,8 @@ class Seen:
     trouble: Trouble | None = None
     made_at: float = 0.0
     """When this operator last made what a master needs."""
+    rights_at: float = math.inf
+    """When it last looked after the master's rights."""
 
 
 # --- what is to be done, in this order; a refusal ends it ---
@@ -410,7 +416,11 @@ class _Planner:
                 yield from self._scale_to_zero()
             else:
                 yield from self._keep_service()
-                yield from self._stop_masterless()
+                if self._waits_in_vain():
+                    yield DeletePods()
+                    yield from self._scale_to_zero()
+                else:
+                    yield from self._stop_masterless()
         elif self.job is not None and not self.foreign:
             yield from self._run(self.job)
 
@@ -457,6 +467,23 @@ class _Planner:
             and all(node.get("phase") == NodePhase.GONE for node in nodes)
         )
 
+    def _waits_in_vain(self) -> bool:
+        """Whether all that is left of a job to be suspended are nodes that have never spoken and
+        do not go: their hosts are lost."""
+        told = self.training
+        phases = {node.get("phase") for node in told.get("nodes") or ()}
+        silent = phases <= {NodePhase.PENDING, NodePhase.STARTING, NodePhase.GONE}
+        suspending = self._since("Suspended", "False")
+        return bool(
+            told.get("phase") == JobPhase.SUSPENDED
+            and told.get("generation") == self.meta.get("generation")
+            and silent
+            and not told.get("leftOut")
+            and self.conditions.get("Suspended", {}).get("reason") == SUSPENDING
+            and suspending is not None
+            and self._past(suspending + LEAVE_S)
+        )
+
     def _keep_service(self) -> Iterator[Action]:
         """Agents that have lost their connection must find the master to hear of the end."""
         up = self.deployment is not None and self.deployment.replicas
@@ -486,11 +513,12 @@ class _Planner:
     def _heal(self, job: ElasticJob) -> Iterator[Action]:
         masterless = self._masterless_for(HEAL_S)
         lacks = masterless or self._lacks()
-        if not (lacks or self._is_short()) or not self._past(self.seen.made_at + HEAL_S):
-            return
-        if lacks:
+        if (lacks or self._is_short()) and self._past(self.seen.made_at + HEAL_S):
+            if lacks:
+                yield from _needed_to_act(job)
+            yield MakeCredentials(job) if masterless else KeepToken(job)
+        elif self._past(self.seen.rights_at + RIGHTS_S):
             yield from _rights(job)
-        yield MakeCredentials(job) if masterless else KeepToken(job)
 
     def _is_short(self) -> bool:
         """Whether nodes are missing. Their kubelets alone say that they miss a Secret."""
@@ -556,7 +584,7 @@ class _Planner:
             if self.resting:
                 yield "Suspended", True, "Suspended", words, "Normal"
             else:
-                yield "Suspended", False, "Suspending", "the master stops its nodes", ""
+                yield "Suspended", False, SUSPENDING, "the master stops its nodes", ""
         elif "Suspended" in self.conditions:
             if self.ended:
                 yield "Suspended", False, "Finished", "the job is over", ""
@@ -590,7 +618,8 @@ class _Planner:
             return "MasterReady", False, "Suspended", "", ""
         trouble = self.seen.trouble
         if trouble is not None and trouble.reason != "NameConflict":
-            return "MasterReady", False, trouble.reason, trouble.message, "Warning"
+            loud: Loud = "" if trouble.reason == "Waiting" else "Warning"
+            return "MasterReady", False, trouble.reason, trouble.message, loud
         if self.old:
             words = "what a deleted job of this name has left is not gone yet"
             return "MasterReady", False, "Waiting", words, ""
@@ -613,7 +642,8 @@ class _Planner:
         status = "True" if true else "False"
         old = self.conditions.get(kind, {})
         same = old.get("status") == status
-        at = old.get("lastTransitionTime") if same else None
+        began = reason == SUSPENDING and old.get("reason") != reason  # since when is asked for
+        at = old.get("lastTransitionTime") if same and not began else None
         condition: Obj = {
             "type": kind,
             "status": status,
@@ -627,17 +657,21 @@ class _Planner:
 
 def _needs(job: ElasticJob) -> Iterator[Action]:
     """What a master needs before it is there; that nobody watches: it is made again by a POST."""
-    yield from _rights(job)
+    yield from _needed_to_act(job)
     yield MakeCredentials(job)
 
 
-def _rights(job: ElasticJob) -> Iterator[Action]:
+def _needed_to_act(job: ElasticJob) -> Iterator[Action]:
     """What can be made again under a master that runs, too."""
     yield Create("ServiceAccount", manifests.service_account(job))
-    yield Create("Role", manifests.role(job))
-    yield Create("RoleBinding", manifests.role_binding(job))
+    yield from _rights(job)
     yield Create("NetworkPolicy", manifests.network_policy(job))
     yield Create("Secret", manifests.journal_secret(job))
+
+
+def _rights(job: ElasticJob) -> Iterator[Action]:
+    yield Create("Role", manifests.role(job))
+    yield Create("RoleBinding", manifests.role_binding(job))
 
 
 def _bare(obj: Obj) -> ElasticJob | None:

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from dlrover_operator import manifests
+from dlrover_operator import manifests, plan
 from dlrover_operator.loop import WATCHES, Operator
 from dlrover_operator.manifests import Options
 from dlrover_py.kube import (
@@ -204,6 +204,36 @@ async def test_a_strangers_secret_is_not_touched(bed: Bed) -> None:
         await until(lambda: condition(cluster, "Accepted").get("reason") == "NameConflict", "it")
     assert cluster.one(SECRETS, names.journal_of("x")) == before
     assert cluster.one(DEPLOYMENTS, MASTER) is None
+
+
+async def test_what_a_deleted_job_of_the_same_name_has_left_is_waited_for(bed: Bed) -> None:
+    """The garbage collector takes its Deployment first, and its account later."""
+    cluster, kube = bed
+    theirs = {"metadata": {"name": MASTER, "ownerReferences": [names.owner("x", "another")]}}
+    cluster.put(SERVICE_ACCOUNTS, theirs)
+    async with operator(kube):
+        await kube.create(ELASTICJOBS, job())
+        await until(lambda: condition(cluster, "MasterReady").get("reason") == "Waiting", "it")
+        assert condition(cluster, "Accepted")["status"] == "True"
+        await kube.delete(SERVICE_ACCOUNTS, MASTER, "default")
+        await until(lambda: cluster.one(DEPLOYMENTS, MASTER), "a Deployment")
+
+
+async def test_a_masters_rights_are_made_again_though_it_cannot_say_that_it_lacks_them(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, kube = bed
+    monkeypatch.setattr(plan, "RIGHTS_S", 0.2)
+    async with operator(kube):
+        await kube.create(ELASTICJOBS, job())
+        await until(lambda: cluster.one(DEPLOYMENTS, MASTER), "a Deployment")
+        available(cluster)
+        master_says(cluster, "Running")
+        role = cluster.one(ROLES, MASTER) or {}
+        cluster.put(ROLES, role | {"rules": []})
+        await kube.delete(ROLE_BINDINGS, MASTER, "default")
+        await until(lambda: (cluster.one(ROLES, MASTER) or {})["rules"] == role["rules"], "rules")
+        await until(lambda: cluster.one(ROLE_BINDINGS, MASTER), "its binding")
 
 
 async def test_with_no_master_its_running_pods_are_deleted_and_no_others(bed: Bed) -> None:

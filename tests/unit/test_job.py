@@ -22,7 +22,7 @@ from dlrover_py.master.core.events import (
     Rules,
     Stalled,
 )
-from dlrover_py.master.core.job import Job
+from dlrover_py.master.core.job import REFUSALS_TOLD, Job
 from dlrover_py.protocol.agents import (
     Directive,
     FailureKind,
@@ -272,6 +272,18 @@ def test_a_master_that_stood_still_has_heard_of_nobody_meanwhile() -> None:
     bench.settle()
     assert bench.job.restarts["loss"] == 1
     assert not any(n.restarts for n in bench.job.nodes)
+
+
+def test_callers_by_ever_new_names_do_not_drive_all_else_from_the_events() -> None:
+    bench = running(elastic_job(2, 1))
+    for minute in (1, 2):
+        for number in range(1000):
+            stranger = SimAgent(NodeId(f"stranger{number}"), boot=f"boot-{minute}-{number:04}")
+            bench.step(Reported(stranger.node, stranger.report()))
+        assert bench.reasons().count("NodeRefused") == minute * REFUSALS_TOLD
+        assert "RoundFormed" in bench.reasons()
+        bench.now += 60.0
+        bench.exchange()
 
 
 def test_workers_of_the_round_before_are_not_shown_as_this_ones() -> None:

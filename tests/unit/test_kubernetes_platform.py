@@ -36,7 +36,7 @@ from dlrover_py.protocol.status import (
     NodeRole,
     NodeStatus,
 )
-from tests.builders import job_file
+from tests.builders import SimAgent, job_file
 from tests.fakes_kube import FakeCluster, fake_cluster
 
 pytestmark = pytest.mark.timeout(30)
@@ -228,6 +228,70 @@ async def test_a_refusal_is_a_condition_in_the_servers_words(
     await asyncio.wait_for(asked, WITHIN_S)
     await scene.platform.publish(status())
     assert scene.conditions()[condition]["status"] == "False"
+
+
+async def test_a_template_that_was_refused_is_accepted_once_a_pod_is_made(scene: Scene) -> None:
+    """Nobody touches the job: an account, say, was missing that its template names."""
+    words = "error looking up service account default/a"
+    scene.cluster.fail(403, "Forbidden", words, method="POST", path="/pods", times=1)
+    platform = KubernetesPlatform(scene.kube, "default", "x", Site(scene.uid, "a:1"))
+    await platform.get_job()
+    await scene.until(lambda: platform._template)
+    await platform.publish(status())
+    assert scene.conditions()["PodsForbidden"]["status"] == "True"
+    await platform.create_node(N0)
+    await platform.publish(status())
+    assert scene.conditions()["PodsForbidden"]["status"] == "False"
+
+
+async def test_a_template_that_was_refused_is_tried_again(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where no Pod is needed."""
+    monkeypatch.setattr("dlrover_py.master.platform.kubernetes.TRY_S", 0.01)
+    scene.cluster.fail(403, "Forbidden", "no such account", method="POST", path="/pods", times=3)
+    platform = KubernetesPlatform(scene.kube, "default", "x", Site(scene.uid, "a:1"))
+    await platform.get_job()
+    await scene.until(lambda: platform._template)
+    await scene.until(lambda: platform._template is None)
+    await platform.publish(status())
+    assert "PodsForbidden" not in scene.conditions()
+
+
+async def test_a_deletion_that_is_not_needed_any_more_is_denied_no_more(scene: Scene) -> None:
+    await scene.platform.create_node(N0)
+    scene.runs(N0)
+    await scene.hears(lambda e: isinstance(e, NodeSeen) and e.runs)
+    words = 'pods "x-n0" is forbidden: User "m" cannot delete resource "pods"'
+    scene.cluster.fail(403, "Forbidden", words, method="DELETE", path="/pods", times=1)
+    with pytest.raises(TransientError):
+        await scene.platform.delete_node(N0, 0.01)
+    await scene.platform.publish(status())
+    assert scene.conditions()["PermissionDenied"]["status"] == "True"
+    scene.ends(N0, 0, "Succeeded")
+    await scene.hears_of(NodeEnded, N0)
+    await scene.platform.delete_node(N0, 0.01)
+    await scene.platform.publish(status())
+    assert scene.conditions()["PermissionDenied"]["status"] == "False"
+
+
+async def test_a_flood_of_events_is_told_slowly(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dlrover_py.master.platform.kubernetes.EVENTS_AT_ONCE", 3)
+    monkeypatch.setattr("dlrover_py.master.platform.kubernetes.EVENTS_PER_S", 1e-9)
+    platform = KubernetesPlatform(scene.kube, "default", "x", Site(scene.uid, "a:1"))
+
+    def told() -> int:
+        return sum(c.method == "POST" and c.path.endswith("/events") for c in scene.cluster.calls)
+
+    for newest in (1, 5, 40):
+        events = [JobEvent(id=n, at=1e9, reason="R", message="m") for n in range(1, newest + 1)]
+        await platform.publish(status(events=events, restarts={"failure": newest}))
+    await scene.until(lambda: told() == 3)
+    await scene.kube.list(PODS, "default")
+    assert told() == 3
+    monkeypatch.setattr(platform, "_tellable", 1000.0)
 
 
 async def test_what_pods_lack_is_a_condition(scene: Scene) -> None:
@@ -513,6 +577,25 @@ async def test_a_status_that_is_refused_waits_as_long_as_it_is_told(
         await running
 
 
+async def test_callers_by_ever_new_names_leave_nothing_in_the_master(
+    scene: Scene, tmp_path: Path
+) -> None:
+    platform = KubernetesPlatform(scene.kube, "default", "x", Site(scene.uid, "a:1"))
+    loop = Loop(platform, FileStore(tmp_path / "journal"), Rules())
+    running = asyncio.create_task(loop.run())
+    await scene.until(lambda: loop.ready)
+    refused: list[object] = []
+    for number in range(100):
+        stranger = SimAgent(NodeId(f"stranger{number}"))
+        loop.exchange(stranger.node, stranger.report(), refused.append)
+    await scene.until(lambda: len(refused) == 100)
+    assert {type(answer) for answer in refused} == {Superseded}
+    assert not [node for node in loop._desks if node.startswith("stranger")]
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+
+
 async def test_an_end_that_was_not_published_yet_is_the_last_word_of_a_master(
     scene: Scene, tmp_path: Path
 ) -> None:
@@ -520,9 +603,10 @@ async def test_an_end_that_was_not_published_yet_is_the_last_word_of_a_master(
     loop = Loop(platform, FileStore(tmp_path / "journal"), Rules(), publish_s=3600.0)
     running = asyncio.create_task(loop.run())
     await scene.until(lambda: writes(scene))
-    loop.tell([NodeSeen(N0, near=True, message="something new")])
     async with asyncio.timeout(WITHIN_S):
         while (status := loop.status()) is None or status.nodes[0].message != "something new":
+            # Again and again: its Pod is seen meanwhile, and nothing is wrong with that.
+            loop.tell([NodeSeen(N0, near=True, message="something new")])
             await asyncio.sleep(0.001)
     await loop.last_words(WITHIN_S)
     assert writes(scene) == 1, "the job goes on, and another master may be speaking of it already"

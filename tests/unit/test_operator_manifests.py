@@ -1,6 +1,7 @@
 """What the operator makes for a job."""
 
 import ssl
+import time
 from typing import Any
 
 import pytest
@@ -116,7 +117,7 @@ def test_the_template_schedules_the_master_and_does_not_say_what_it_runs() -> No
     pod = made["spec"]
     assert made["metadata"]["labels"]["team"] == "a"
     assert made["metadata"]["labels"][names.LABEL_JOB] == "x"
-    assert made["metadata"]["annotations"] == {"k": "v"}
+    assert made["metadata"]["annotations"]["k"] == "v"
     assert pod["nodeSelector"] == {"a": "b"}
     assert pod["tolerations"][0] == {"key": "gpu", "operator": "Exists"}
     assert {t["tolerationSeconds"] for t in pod["tolerations"][1:]} == {10}
@@ -146,11 +147,14 @@ def test_only_the_jobs_pods_reach_the_agents_port_but_on_the_hosts_network_anyon
 
 
 def test_the_certificate_is_the_masters_by_an_authority_of_its_own(tmp_path: Any) -> None:
-    one, other = credentials.issue(), credentials.issue()
+    one, other = credentials.issue(time.time()), credentials.issue(time.time())
     assert credentials.token(one.key) == credentials.token(one.key)
     assert credentials.token(one.key) != credentials.token(other.key)
     assert len(credentials.token(one.key)) >= 32
     cert = x509.load_pem_x509_certificate(one.cert)
+    years = 86400.0 * 3000
+    old = x509.load_pem_x509_certificate(credentials.issue(time.time() - years).cert)
+    assert (cert.not_valid_before_utc - old.not_valid_before_utc).days == 3000, "not by our clock"
     key = cert.public_key()
     assert isinstance(key, ec.EllipticCurvePublicKey)
     assert key.curve.name == "secp256r1"

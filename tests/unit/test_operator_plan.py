@@ -1,6 +1,7 @@
 """The operator's plans, carried out on a small world: level-triggered, harmless when repeated."""
 
 import copy
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +37,7 @@ class World:
     pods: tuple[MasterPod, ...] = ()
     trouble: Trouble | None = None
     made_at: float = 0.0
+    rights_at: float = math.inf
     done: list[Action] = field(default_factory=list)
     exists: bool = True
     version: int = 1
@@ -86,7 +88,15 @@ class World:
 
     def seen(self) -> Seen:
         job = copy.deepcopy(self.job)
-        return Seen(job, self.deployment, self.service, self.pods, self.trouble, self.made_at)
+        return Seen(
+            job,
+            self.deployment,
+            self.service,
+            self.pods,
+            self.trouble,
+            self.made_at,
+            self.rights_at,
+        )
 
     def plan(self) -> p.Plan:
         return plan(self.seen(), self.now, OPTIONS)
@@ -581,6 +591,41 @@ def test_what_a_living_master_lacks_is_made_again(kind: str, state: str) -> None
     did = {_word(a) for a in world.step()}
     assert {"CreateRole", "CreateSecret", "KeepToken"} <= did
     assert "MakeCredentials" not in did, "the one that runs holds what was made"
+
+
+@pytest.mark.parametrize("others", ["gone", "live"])
+def test_suspending_ends_though_a_node_that_never_spoke_is_on_a_lost_host(others: str) -> None:
+    """Its Pod is terminating until its host is deleted."""
+    world = running()
+    world.now += 1000
+    suspended(world)
+    world.edit(suspend=False)  # the condition is False from here on, and says nothing of what comes
+    world.settle()
+    world.comes_up()
+    world.now += 1000
+    world.edit(suspend=True)
+    world.settle()
+    world.master_says("Suspended", nodes=[{"phase": "starting"}, {"phase": others}])
+    world.now += p.LEAVE_S - 1
+    world.settle()
+    assert world.deployment is not None
+    assert world.deployment.replicas == 1
+    world.now += 1
+    done = world.settle()
+    assert world.deployment.replicas == (0 if others == "gone" else 1), "who lives is waited for"
+    assert ("DeletePods" in done) == (others == "gone")
+    assert world.said("Suspended")[0] == ("True" if others == "gone" else "False")
+
+
+def test_a_masters_rights_are_looked_after_though_it_says_nothing() -> None:
+    """Where it may not even write its status."""
+    world = running()
+    world.rights_at = world.now
+    world.now += p.RIGHTS_S - 1
+    assert not world.step()
+    assert world.plan().wake_at == world.now + 1
+    world.now += 1
+    assert [_word(a) for a in world.step()] == ["CreateRole", "CreateRoleBinding"]
 
 
 def test_suspending_without_a_master_leaves_no_pods() -> None:

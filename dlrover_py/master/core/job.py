@@ -85,6 +85,8 @@ from dlrover_py.protocol.status import (
 )
 
 EVENTS_KEPT = 200
+REFUSALS_TOLD = 32
+"""In a minute: who calls by ever new names must not drive all else from the events."""
 DOUBTS = 2
 """Early deaths of forked workers that are blamed on the fork; after them all starts are cold."""
 GONE_KEPT = 64
@@ -187,6 +189,7 @@ class Job:
         self._dirty = True
         self._last_loss = ""
         self._refusals: deque[str] = deque(maxlen=EVENTS_KEPT)
+        self._refused_at: deque[float] = deque(maxlen=REFUSALS_TOLD)
         self._record("JobStarted", f"job {job.metadata.name} wishes {self._wish()}")
 
     @property
@@ -431,7 +434,7 @@ class Job:
             why = "it was given up" if node else "it is not a node of this job"
             if node is not None and node.alive and not self.rules.can_create:
                 why = "another agent has come in its place; is --node-rank the same on two nodes?"
-            if report.boot_id not in self._refusals:
+            if report.boot_id not in self._refusals and self._may_tell_of_a_refusal():
                 self._refusals.append(report.boot_id)
                 words = f"a report of {node_id} was refused: {why}"
                 self._record("NodeRefused", words, node=node_id)
@@ -1632,6 +1635,13 @@ class Job:
         if before - after:
             parts.append("out: " + _joined(before - after))
         return f" ({'; '.join(parts)})" if parts else ""
+
+    def _may_tell_of_a_refusal(self) -> bool:
+        told = self._refused_at
+        if len(told) == REFUSALS_TOLD and self._now - told[0] < 60.0:
+            return False
+        told.append(self._now)
+        return True
 
     def _record(
         self,

@@ -62,6 +62,11 @@ LINGER_S = 2.0
 kept. Whoever is frozen does no harm meanwhile."""
 KILL_S = 1
 """A Pod that is to end at once: not 0, which would forget it before its kubelet has ended it."""
+TRY_S = 60.0
+"""A template that was refused is tried again: a policy or an account is mended without the job."""
+EVENTS_AT_ONCE, EVENTS_PER_S = 100, 1.0
+"""More of Kubernetes' events than these wait, and the oldest are left out: whoever holds a job's
+token can make its master tell of as many refusals as it likes."""
 ENDED_KEPT = 32
 """Pods that have ended are kept for their logs, the newest ones."""
 PROGRESS_S = 10.0
@@ -123,6 +128,8 @@ class KubernetesPlatform:
         self._newest_event = 0
         self._telling = False
         self._to_tell: Sequence[JobEvent] = ()
+        self._tellable, self._tellable_at = float(EVENTS_AT_ONCE), 0.0
+        """So many events may be told at once, as of then."""
         self._orphaned = False
         self._known = False
         """No Pod has gone since the job was last known to be there."""
@@ -264,18 +271,30 @@ class KubernetesPlatform:
 
     async def _try_template(self, job: ElasticJob) -> None:
         """Ask before a Pod is needed: a bad edit must not be found at the next failure."""
-        self._template = problem = None
-        try:
-            wish = pods.pod(job, TRIAL, self._site)
-            await self._kube.create(PODS, wish, dry_run=True)
-        except (ConfigError, Invalid) as error:
-            problem = Problem("InvalidTemplate", str(error))
-        except Forbidden as error:
-            why = _why_forbidden(error)
-            if why == "PodsForbidden":  # a quota may have room when it matters
-                problem = Problem(why, str(error))
-        if self._job is job:  # else a later edit has been tried meanwhile
-            self._template = problem
+        self._template = None
+        while True:
+            problem = None
+            try:
+                wish = pods.pod(job, TRIAL, self._site)
+                await self._kube.create(PODS, wish, dry_run=True)
+            except (ConfigError, Invalid) as error:
+                problem = Problem("InvalidTemplate", str(error))
+            except Forbidden as error:
+                why = _why_forbidden(error)
+                if why == "PodsForbidden":  # a quota may have room when it matters
+                    problem = Problem(why, str(error))
+            except TransientError:
+                problem = self._template
+            if self._job is not job:
+                return  # a later edit is tried
+            self._judge(problem)
+            if problem is None:
+                return
+            await asyncio.sleep(TRY_S * random.uniform(0.8, 1.0))
+
+    def _judge(self, template: Problem | None) -> None:
+        if template != self._template:
+            self._template = template
             self._facts.put_nowait([])
 
     async def _watch_pods(self) -> None:
@@ -419,8 +438,9 @@ class KubernetesPlatform:
                 await self._look_after_job()
             if self._orphaned or self._job is None:
                 return Problem(GONE, "its ElasticJob was deleted: no more Pods are made")
+            job = self._job
             try:
-                wish = pods.pod(self._job, node, self._site, avoid)
+                wish = pods.pod(job, node, self._site, avoid)
                 with _transient(ConfigError, AlreadyExists, Invalid, Forbidden, NotFound):
                     made = await self._kube.create(PODS, wish)
             except AlreadyExists:
@@ -431,6 +451,8 @@ class KubernetesPlatform:
                 return Problem(_why_forbidden(error), str(error))
             except NotFound as error:  # the namespace
                 return Problem("PodsForbidden", str(error))
+        if self._job is job:
+            self._judge(None)
         log.info("pod_created", extra={"node": node, "pod": made["metadata"]["name"]})
         if not self._sweeping and sum(p.done for p in self._pods.values()) > ENDED_KEPT:
             self._sweeping = True
@@ -478,11 +500,14 @@ class KubernetesPlatform:
         self._refusals.pop(node, None)
         if (post := self._posts.get(node)) is not None:
             await asyncio.wait([post])
+        name = names.pod_of(self._name, node)
+        right = f"deletion of Pod {name}"
         if await self._ends_by_itself(node, grace_s or LINGER_S):
+            self._allow(right)
             return
         async with self._turn():
-            with self._permitted("deletion of Pods"):
-                found = await self._get(names.pod_of(self._name, node))
+            with self._permitted(right):
+                found = await self._get(name)
                 if found is None or not self._is_ours(found):
                     self._facts.put_nowait([NodeEnded(node, "it has no Pod", free=True)])
                 elif not (found.done or self._orphaned or (found.leaving and grace_s > 0)):
@@ -499,6 +524,10 @@ class KubernetesPlatform:
         except Forbidden as error:
             self._on_trouble(what, error)
             raise TransientError(str(error)) from error
+        self._allow(what)
+
+    def _allow(self, what: str) -> None:
+        """It was allowed, or is not needed any more."""
         if what in self._denied:
             self._on_trouble(what, None)
 
@@ -591,11 +620,23 @@ class KubernetesPlatform:
         """As Kubernetes' own events: a name that grows with the job's, so that none comes twice."""
         try:
             while fresh := [e for e in self._to_tell if e.id > self._newest_event]:
+                if (wait_s := self._events_wait_s()) > 0:
+                    await asyncio.sleep(wait_s)
+                    continue  # the oldest may be forgotten by now
+                self._tellable -= 1
                 with contextlib.suppress(AlreadyExists):
                     await self._kube.create(EVENTS, self._event(fresh[0]))
                 self._newest_event = fresh[0].id
         finally:
             self._telling = False
+
+    def _events_wait_s(self) -> float:
+        """Until one may be told (a token bucket, as client-go's recorders have)."""
+        now = asyncio.get_running_loop().time()
+        more = (now - self._tellable_at) * EVENTS_PER_S
+        self._tellable = min(EVENTS_AT_ONCE, self._tellable + more)
+        self._tellable_at = now
+        return max(0.0, 1 - self._tellable) / EVENTS_PER_S
 
     def _event(self, event: JobEvent) -> Obj:
         stamp = rfc3339(event.at)
