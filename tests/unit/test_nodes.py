@@ -142,9 +142,10 @@ def test_what_an_earlier_master_told_is_not_an_acknowledgement(nodes: Nodes) -> 
 def returning(*cut_off: int) -> Nodes:
     """Three that had spoken to an earlier term; the hosts of some are not heard of."""
     nodes = Nodes(lease_s=5.0, suspect_s=1.0)
+    waits = {"unreached_s": 60.0, "unrouted_s": 300.0}
     for number in range(3):
         nodes.plan(node := NodeId(f"n{number}"))
-        nodes.recall(node, Incarnation(1), "boot-a--", 0.0, return_s=10.0, unreached_s=60.0)
+        nodes.recall(node, Incarnation(1), "boot-a--", 0.0, return_s=10.0, **waits)
     for number in cut_off:
         unheard_host(nodes, number, 0.0)
     return nodes
@@ -204,6 +205,22 @@ def test_a_host_that_is_heard_again_gives_its_node_the_time_of_the_others() -> N
 
 def test_cut_off_or_not_nobody_is_given_up_as_long_as_the_master_is_not_reached() -> None:
     assert not returning(0, 1, 2).expire(59.0)
+
+
+def test_nodes_that_run_are_not_given_up_for_a_master_that_nobody_finds() -> None:
+    """Campaign, seed 11, fault 160: after the API server was killed the Service of the new master
+    had no endpoints for two minutes."""
+    nodes = returning(2)
+    lost = {}
+    for quarter in range(4 * 301):
+        lost |= {x.node.id: (quarter / 4, x.free) for x in nodes.expire(quarter / 4)}
+    assert lost == {"n2": (60.0, False), "n0": (300.0, True), "n1": (300.0, True)}
+    nodes = returning(2)
+    for quarter in range(4 * 120):
+        nodes.expire(quarter / 4)
+    back(nodes, 0, 120.0)
+    assert not nodes.expire(124.75)
+    assert [(x.node.id, x.free) for x in nodes.expire(125.0)][-1] == ("n1", False)
 
 
 def test_a_suspect_member_is_waited_for_and_a_suspect_standby_is_near(nodes: Nodes) -> None:

@@ -65,6 +65,9 @@ class Rules:
     unreached_s: float = 60.0
     """And so long as none of them has reported to it, where they have to be routed to it anew:
     without the API server nobody tells their hosts where it is."""
+    unrouted_s: float = 300.0
+    """And so long for those whose hosts the platform hears of: they train on, and what tells hosts
+    where a Service is (kube-controller-manager, kube-proxy) may be behind by minutes."""
 
 
 # --- events -------------------------------------------------------------------------------------

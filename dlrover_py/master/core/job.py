@@ -212,8 +212,9 @@ class Job:
             self._take(event)
         self._tell_of_joined()
         for lost in self.nodes.expire(now):
-            self._keep_out(lost.node)
-            self._node_lost(lost.node, lost.why, free=False)
+            if not lost.free:
+                self._keep_out(lost.node)
+            self._node_lost(lost.node, lost.why, free=lost.free)
         self._suspend_or_resume()
         self._find_culprit()
         self._forgive()
@@ -299,6 +300,7 @@ class Job:
                     member=member,
                     return_s=self.pace.return_s + self.rules.routed_s,
                     unreached_s=self.rules.unreached_s if self.rules.routed_s else 0.0,
+                    unrouted_s=self.rules.unrouted_s if self.rules.routed_s else 0.0,
                 )
                 self.checkpoints.recall(record.id)
             if record.leaving:

@@ -154,6 +154,8 @@ class Lost:
 
     node: Node
     why: str
+    free: bool = False
+    """Neither it nor its host is to blame."""
 
 
 _Facets = tuple[Standing, bool, bool, bool]
@@ -172,6 +174,8 @@ class Nodes:
         self._count: Counter[_Facets] = Counter()
         self._unreached = False
         """Whether nobody at all has reported to this term yet, though some could."""
+        self._unrouted_until = -math.inf
+        """Nobody whose host is heard of is given up before, as long as nobody at all reports."""
         self._awaited: set[NodeId] = set()
         """Had spoken to an earlier term, and have not reported to this one."""
         self._cut_off: set[NodeId] = set()
@@ -234,11 +238,13 @@ class Nodes:
         member: bool = False,
         return_s: float | None = None,
         unreached_s: float = 0.0,
+        unrouted_s: float = 0.0,
     ) -> None:
         """Take up a node that had spoken to an earlier term: it has so long to report again.
 
         As long as nobody at all reports it is rather the master who cannot be reached: it has
-        ``unreached_s``. The first thing that a member is told in this term is binding.
+        ``unreached_s``, and where the platform hears of its host ``unrouted_s``. The first thing
+        that a member is told in this term is binding.
         """
         node = self.by_id[node_id]
         self._awaited.add(node_id)
@@ -249,6 +255,7 @@ class Nodes:
         node.return_until = now + (self.lease_s if return_s is None else return_s)
         node.lease_until = max(node.return_until, now + unreached_s)
         self._unreached |= node.lease_until > node.return_until
+        self._unrouted_until = now + unrouted_s
         self._look_at(node, node.lease_until)
         self._index(node)
 
@@ -410,6 +417,9 @@ class Nodes:
             if not node.alive:
                 continue
             due = min(node.lease_until, node.suspect_until)
+            unrouted = self._unreached and node.recalled and node.id not in self._cut_off
+            if due <= now < self._unrouted_until and unrouted:
+                due = node.lease_until = min(now + self.lease_s, self._unrouted_until)
             if due > now:
                 self._look_at(node, due)
                 continue
@@ -420,7 +430,7 @@ class Nodes:
             elif node.suspect_until <= now:
                 why = "its connection closed and it did not come back"
             self.give_up(node)
-            lost.append(Lost(node, why))
+            lost.append(Lost(node, why, free=unrouted))
         return lost
 
     @property
