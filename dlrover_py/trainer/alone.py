@@ -29,6 +29,10 @@ from dlrover_py.protocol.checkpoint import Answer, Id, Order, Phase, Summary, re
 
 log = logging.getLogger(__name__)
 
+OVERTAKEN = "a newer one took its place before it was begun: they come faster than they are written"
+PATIENCE_S = 3600.0
+"""A write that has taken so long is not waited for any more, and called off for a newer one."""
+
 _GUARD = 'read -r line; rm -rf -- "$1"'
 """Removes the folder at a line, or once nobody holds the other end of its standard input."""
 
@@ -128,12 +132,31 @@ class Persister:
         self._told, self._argv = told, argv
         self._process: subprocess.Popen[bytes] | None = None
         self._open: set[str] = set()
+        self._since = 0.0
+        self._next: Order | None = None
         self._changed = threading.Condition()
 
-    def order(self, order: Order) -> None:
-        """Have a checkpoint written; what goes wrong is an answer as well."""
+    def order(self, order: Order, *, queue: bool = False) -> None:
+        """Have a checkpoint written; what goes wrong is an answer as well.
+
+        Args:
+            order: what to write.
+            queue: as long as another one is written this one waits, and a newer one takes its
+                place: else of many that come fast none would ever be finished. Not where other
+                nodes have parts, which would not wait for the same.
+        """
         with self._changed:
-            self._open.add(order.attempt)
+            overtaken, self._next = self._next, None
+            if queue and self._open and time.monotonic() - self._since < PATIENCE_S:
+                self._next = order
+            else:
+                self._begin(order)
+        if overtaken is not None:
+            self._answer(Answer(overtaken.attempt, Phase.FAILED, why=OVERTAKEN))
+
+    def _begin(self, order: Order) -> None:
+        self._open.add(order.attempt)
+        self._since = time.monotonic()
         try:
             if self._process is None or self._process.poll() is not None:
                 self._start()
@@ -147,12 +170,14 @@ class Persister:
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until all orders have been answered; False if that takes too long."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._open, timeout_s)
+            return self._changed.wait_for(lambda: not (self._open or self._next), timeout_s)
 
-    def close(self) -> None:
-        """Wait for what is under way, and end it."""
-        self.wait()
+    def close(self, timeout_s: float | None = None) -> None:
+        """Wait for what is under way, for so long at most, and end it."""
+        done = self.wait(timeout_s)
         if self._process is not None:
+            if not done:
+                self._process.kill()
             _end(self._process)
 
     def _start(self) -> None:
@@ -191,6 +216,9 @@ class Persister:
             if answer.phase in (Phase.DONE, Phase.FAILED):
                 with self._changed:
                     self._open.discard(answer.attempt)
+                    if self._next is not None and not self._open:
+                        order, self._next = self._next, None
+                        self._begin(order)
                     self._changed.notify_all()
 
 

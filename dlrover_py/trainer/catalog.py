@@ -208,6 +208,7 @@ class Candidate:
         """Whose bytes are in the catalog."""
         self._ranks: set[int] = set()
         """Whose private pieces are."""
+        self._stored = False
         self.whole = False
         """All parts of the set are known, so that a key that is missing does not exist."""
         self._stages = iter(self._look())
@@ -215,6 +216,16 @@ class Candidate:
     def more(self) -> bool:
         """Look at the next sources; False: there are none."""
         return next(self._stages, None) is not None
+
+    def look_in_storage(self) -> bool:
+        """Look there, whatever is to be looked at before; False: it has nothing more."""
+        held = None if self._stored or not self.found.folder else self._manifest(self.found.folder)
+        self._stored = True
+        if held is None:
+            return False
+        _add_manifest(self.catalog, *held)
+        self.whole = True
+        return True
 
     def close(self) -> None:
         """Let go of slots and connections."""
@@ -226,12 +237,8 @@ class Candidate:
             yield "own memory"
             if self._agent is not None:
                 yield from self._peers(self._agent)
-        if self.found.folder:
-            held = self._manifest(self.found.folder)
-            if held is not None:
-                _add_manifest(self.catalog, *held)
-                self.whole = True
-                yield "storage"
+        if self.look_in_storage():
+            yield "storage"
 
     def _is_it(self, summary: Summary) -> bool:
         return summary.id == self.found.id and self.found.job in ("", summary.job)

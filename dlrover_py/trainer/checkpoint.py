@@ -43,6 +43,7 @@ import logging
 import os
 import re
 import secrets
+import sys
 import threading
 import time
 from collections import ChainMap, deque
@@ -63,7 +64,7 @@ from dlrover_py.arena import NoRoom
 from dlrover_py.protocol.checkpoint import Age, Answer, Id, Keep, Order, Phase, Summary, age_of
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.trainer import session
-from dlrover_py.trainer.alone import Memory, Persister, amend, host, unflag
+from dlrover_py.trainer.alone import OVERTAKEN, PATIENCE_S, Memory, Persister, amend, host, unflag
 from dlrover_py.trainer.settings import Settings
 from dlrover_py.trainer.staging import Place, Stager, Staging
 from dlrover_py.trainer.state import PerRank, Random, encode_object, flatten
@@ -77,9 +78,6 @@ EVERY = 1
 PERSIST_EVERY = "5m"
 PRIOR_S = 6 * 3600.0
 """One failure in so long is assumed before anything is known."""
-PATIENCE_S = 3600.0
-"""A persister that has been busy for so long, and for four intervals, is not waited for any more.
-A newer order then calls its own off: a store that is slower than that would never be written."""
 DRAIN_S = 30.0
 """``close`` waits so long for the last vote: other ranks may be gone."""
 LAST_TRIES, TRY_S = 100, 0.02
@@ -366,13 +364,17 @@ class Checkpointer:
             ConfigError: the state has something that cannot be saved; or the process group of a
                 larger world has not been initialised.
         """
-        if os.getpid() != self._pid or self._closed:
+        if os.getpid() != self._pid:
+            return False
+        if self._closed:
+            self._say_once("save() after close() saves nothing: close it once all is saved")
             return False
         if type(step) is not int or not 0 <= step <= session.MAX_COUNT:
             raise ValueError(f"step is {step!r}: expected an int from 0 to 2**53")
         if isinstance(metric, torch.Tensor):
             metric = metric.detach()  # a loss that has a graph
         worth = None if metric is None else float(metric)
+        _see_whether_it_has_keys(state)
         began = time.perf_counter()
         site = self._site()
         waited, site.fenced_s = site.stager.waited_s - site.fenced_s, site.stager.waited_s
@@ -411,6 +413,7 @@ class Checkpointer:
         from dlrover_py.storage import Store
         from dlrover_py.trainer import restore
 
+        _see_whether_it_has_keys(state)
         site = self._site()
         self._settle(site)
         agent = depot.Link.local(self.settings.depot) if self.settings.depot else None
@@ -529,7 +532,7 @@ class Checkpointer:
         if kind is None:
             self.close()
         else:
-            self._at_exit()  # the other ranks may not come
+            self._let_go(failed=True)  # the other ranks may not come
 
     # --- one save ---
 
@@ -555,7 +558,7 @@ class Checkpointer:
             return False
         if force or last:
             self._hear(site)
-        begun = self._stage(site, attempt, state, metric, tries=LAST_TRIES if last else 1)
+        begun = self._stage(site, attempt, state, metric, tries=LAST_TRIES if force or last else 1)
         if force or last:
             site.stager.wait()
             self._ask(site)
@@ -874,7 +877,8 @@ class Checkpointer:
                 grant=0,
                 keep=self.keep,
                 spare=(self._loaded,) if self._loaded else (),
-            )
+            ),
+            queue=len(site.nodes) == 1,
         )
 
     def _answered(self, answer: Answer) -> None:
@@ -884,7 +888,10 @@ class Checkpointer:
         site = self._open_at
         if answer.phase is Phase.FAILED:
             self.stats.why = answer.why
-            log.warning("a checkpoint was not written to %s: %s", self.dir, answer.why)
+            if answer.why != OVERTAKEN:
+                log.warning("a checkpoint was not written to %s: %s", self.dir, answer.why)
+            else:
+                self._say_once(f"some are not written to {self.dir}: {answer.why}")
         if site is not None and answer.phase in (Phase.DONE, Phase.FAILED):
             for _, summary in arena.scan(site.folder):  # it does so itself, unless it has died
                 if summary.persist and _attempt_of(site, summary.id) == answer.attempt:
@@ -952,14 +959,16 @@ class Checkpointer:
 
     def _at_exit(self) -> None:
         """Let go without the other ranks, which may be gone."""
-        if not self._closed and os.getpid() == self._pid:
-            self._let_go()
+        if os.getpid() == self._pid:
+            self._let_go(failed=hasattr(sys, "last_value"))
 
-    def _let_go(self) -> None:
+    def _let_go(self, *, failed: bool = False) -> None:
+        if self._closed:
+            return
         self._closed = True
         atexit.unregister(self._at_exit)
         if self._open_at is not None:
-            self._open_at.close()
+            self._open_at.close(failed=failed)
 
 
 _places: dict[tuple[str, int | None, int], Checkpointer] = {}
@@ -1133,13 +1142,26 @@ class _Site:
                 if found is None or not found.persist:
                     path.unlink()
 
-    def close(self) -> None:
-        """Let go; waits for the persister."""
+    def close(self, *, failed: bool) -> None:
+        """Let go; waits for the persister.
+
+        Args:
+            failed: the script has; parts of other nodes may not come, and those who would start it
+                again wait for its end.
+        """
         self.stager.close()
         if self.persister is not None:
-            self.persister.close()
+            self.persister.close(DRAIN_S if failed and len(self.nodes) > 1 else None)
         if self.memory is not None:
             self.memory.close()
+
+
+def _see_whether_it_has_keys(state: object) -> None:
+    if not isinstance(state, Mapping):
+        raise ConfigError(
+            f"checkpoint: the state is a {type(state).__name__}: expected a dict, such as "
+            '{"model": model, "optimizer": optimizer}'
+        )
 
 
 def _tell(summary: Summary) -> None:

@@ -14,12 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-import fsspec
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from dlrover_py.protocol.checkpoint import LARGEST, Piece
 from dlrover_py.protocol.errors import CheckpointError
+from dlrover_py.storage import BLOCK, open_place
 from dlrover_py.trainer.catalog import TROUBLE, Catalog, Found, Place
 from dlrover_py.trainer.restore import (
     Fit,
@@ -39,8 +39,9 @@ class _Files:
 
     kind = "storage"
 
-    def __init__(self, fs: Any, folder: str) -> None:
-        self._fs, self.where = fs, folder
+    def __init__(self, url: str) -> None:
+        self._place = open_place(url)
+        self.where = self._place.url
         self.lengths: dict[tuple[str, int], int] = {}
 
     def place(self, info: Any) -> Place:
@@ -62,10 +63,16 @@ class _Files:
     def entry(self, file: str, position: int) -> bytes:
         """The bytes of an entry."""
         length = self.lengths[file, position]
-        data = bytes(self._fs.cat_file(f"{self.where}/{file}", position, position + length))
-        if len(data) != length:
-            raise CheckpointError(f"{self.where}/{file} ends before byte {position + length}")
-        return data
+        data = bytearray()
+        while len(data) < length:  # what it says may be wrong: memory for what is there
+            block = bytearray(min(BLOCK, length - len(data)))
+            self._place.read_into(file, position + len(data), memoryview(block))
+            data += block
+        return bytes(data)
+
+    def metadata(self) -> bytes:
+        """The pickle."""
+        return self._place.read(".metadata")
 
     def read(self, file: str, position: int, target: memoryview) -> None:
         """Nothing: there are no raw bytes that could be found."""
@@ -124,9 +131,8 @@ def _foreign(url: str) -> Catalog:
     Raises:
         CheckpointError: its metadata are not what torch writes.
     """
-    fs, folder = fsspec.core.url_to_fs(url)
-    source = _Files(fs, folder.rstrip("/"))
-    metadata = _read(fs.cat_file(f"{source.where}/.metadata"))
+    source = _Files(url)
+    metadata = _read(source.metadata())
     catalog = Catalog()
     paths: dict[str, tuple[str | int, ...]] = {}
     for key, saved in metadata.state_dict_metadata.items():

@@ -522,7 +522,7 @@ def _try(
     fit: Fit | None = None
     trouble: Exception | None = None
     try:
-        fit = _ready(candidate, targets(state, rank=ranks.rank), ranks.rank)
+        fit = _ready(candidate, targets(state, rank=ranks.rank), ranks.rank, log)
     except TROUBLE as error:
         trouble = error
     if why := agree(ranks, candidate.found, fit, trouble, strict=strict):
@@ -593,7 +593,7 @@ def fill(
     return loaded, ""
 
 
-def _ready(candidate: Candidate, target: Targets, rank: int) -> Fit:
+def _ready(candidate: Candidate, target: Targets, rank: int, log: logging.Logger) -> Fit:
     """Look at sources until all that is needed can be had.
 
     Raises:
@@ -606,10 +606,20 @@ def _ready(candidate: Candidate, target: Targets, rank: int) -> Fit:
     while True:
         fit = fit_state(target, candidate.catalog, rank)
         gaps = gaps_of(candidate.catalog, fit)
-        if not gaps:
+        if not gaps and not (fit.private and _is_stored(candidate, rank, log)):
             return fit
-        if not candidate.more():
+        if gaps and not candidate.more():
             raise CheckpointError(f"parts of {some(gaps)} are nowhere")
+
+
+def _is_stored(candidate: Candidate, rank: int, log: logging.Logger) -> bool:
+    """Whether storage has the same set, and more of it: what is a rank's own has gone with its
+    node's memory."""
+    try:
+        return rank < candidate.found.world and candidate.look_in_storage()
+    except TROUBLE as error:
+        log.warning("checkpoint of %s is not looked for in storage: %s", candidate.found, error)
+        return False
 
 
 def _candidates(

@@ -562,6 +562,11 @@ class _Walk:
                 raise ConfigError(f"checkpoint: {key} is PerRank within PerRank: expected it once")
             self._value(private_key(self.rank, key), value.value, found, vars(value), "value")
         elif isinstance(value, Mapping):
+            if not self._within and value.keys() == {"state", "param_groups"}:
+                self.flat.notes.append(
+                    f"{key} is an optimizer's state_dict(), and load() fills that dict, not the "
+                    "optimizer: give the optimizer itself"
+                )
             self._mapping(f"{key}.", value, found)
         elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
             self._stateful(key, value, found)
@@ -890,10 +895,12 @@ def _refuse(key: str, module: nn.Module) -> None:
 
 
 def _terminal(values: list[object]) -> bool:
-    """Whether a list is one object: DCP takes those apart that have tensors or mappings in them."""
+    """Whether a list is one object: DCP takes those apart that have tensors or mappings in them.
+    So are lists of modules, optimizers and the like."""
     return _SAFE.issuperset(map(type, values)) or not any(
         isinstance(value, torch.Tensor | Mapping)
         or (isinstance(value, list) and not _terminal(value))
+        or _own(value)
         for value in values
     )
 

@@ -1,6 +1,8 @@
 """Checkpoints in a bucket: a real S3 server."""
 
+import logging
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -10,10 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from dlrover_py.protocol.checkpoint import Answer, Keep, Manifest, Owner, Phase
-from dlrover_py.protocol.errors import Superseded
+from dlrover_py.protocol.errors import CheckpointError, Superseded
 from dlrover_py.storage import PART, Claimed, Store, folder_of
+from dlrover_py.trainer.foreign import load_dcp
 from tests.flash import OPEN
 from tests.process.harness import Place, eventually, members
 from tests.process.test_flash import training
@@ -162,6 +166,22 @@ def test_two_nodes_write_into_a_bucket_and_torch_reads_it(
     folder = server.bucket / store.where(found).removeprefix(f"s3://{BUCKET}/")
     loaded = load_with_torch(str(folder), {"model.w": ((8, 1 << 20), "float32")})
     assert torch.equal(loaded["model.w"], values)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_torch_has_saved_is_read_from_a_bucket(
+    url: str, server: Server, tmp_path: Path
+) -> None:
+    saved = {"w": torch.arange(1000.0), "epoch": 7}
+    dcp.save(saved, checkpoint_id=str(tmp_path / "theirs"), no_dist=True)
+    where = url.removeprefix(f"s3://{BUCKET}").strip("/")
+    shutil.copytree(tmp_path / "theirs", server.bucket / where / "theirs")
+    state = {"w": torch.zeros(1000), "epoch": 0}
+    load_dcp(state, f"{url}/theirs", rank=0, world=1, log=logging.getLogger("test"))
+    assert torch.equal(state["w"], saved["w"])  # type: ignore[arg-type]
+    assert state["epoch"] == 7
+    with pytest.raises(CheckpointError, match="nothing"):
+        load_dcp(state, f"{url}/nothing", rank=0, world=1, log=logging.getLogger("test"))
 
 
 def test_a_server_that_is_gone_is_told_in_time(

@@ -11,7 +11,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,11 @@ import torch.distributed.checkpoint as dcp
 
 from dlrover_py import arena
 from dlrover_py.arena import Slot
-from dlrover_py.protocol.checkpoint import Keep, Manifest, Summary
+from dlrover_py.protocol.checkpoint import Keep, Manifest, Order, Summary
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.storage import Store, folder_of
 from dlrover_py.trainer import session
+from dlrover_py.trainer.alone import OVERTAKEN, Persister
 from dlrover_py.trainer.checkpoint import Checkpointer, Every, Marks, copied_by_all, optimum_s
 from dlrover_py.trainer.settings import Settings
 
@@ -73,8 +74,6 @@ def held(tmp_path: Path) -> dict[int, Summary]:
 
 def done_with(tmp_path: Path, step: int) -> None:
     """As the agent's persister says it."""
-    from dataclasses import replace
-
     for path, summary in arena.scan(tmp_path / "arena"):
         if summary.step == step:
             with Slot(path, write=True) as slot:
@@ -299,6 +298,124 @@ def test_force(make: Callable[..., Checkpointer], tmp_path: Path) -> None:
     assert checkpointer.save(2, STATE, force=True, metric=0.25)
     assert held(tmp_path)[2].persist, "it is sealed when save() returns, and goes to storage"
     assert held(tmp_path)[2].metric == 0.25
+
+
+def test_a_forced_save_waits_for_who_reads_the_slots(
+    make: Callable[..., Checkpointer], tmp_path: Path
+) -> None:
+    checkpointer = make(tmp_path / "dir")
+    saved(checkpointer, range(1, 4))
+    readers = [Slot(path) for path, _ in arena.scan(tmp_path / "arena")]
+    assert len(readers) == 3
+    for reader in readers:
+        assert reader.lock(shared=True)
+    assert not checkpointer.save(4, STATE)
+    timer = threading.Timer(0.2, lambda: [reader.close() for reader in readers])
+    timer.start()
+    assert checkpointer.save(5, STATE, force=True)
+    timer.join()
+
+
+def test_who_gives_the_state_of_an_optimizer_is_told_to_give_the_optimizer(
+    make: Callable[..., Checkpointer], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpointer = make()
+    checkpointer.save(1, {"model": model, "optim": optimizer})
+    assert "state_dict()" not in caplog.text
+    checkpointer.save(2, {"model": model, "optim": optimizer.state_dict()})
+    assert "optim is an optimizer's state_dict(), and load() fills that dict" in caplog.text
+
+
+def test_what_is_no_dict_is_refused_in_words(make: Callable[..., Checkpointer]) -> None:
+    checkpointer = make()
+    for wrong in (torch.nn.Linear(1, 1), [1]):
+        for call in (lambda s: checkpointer.save(1, s), checkpointer.load):
+            with pytest.raises(ConfigError, match="expected a dict, such as"):
+                call(wrong)
+
+
+def test_a_save_after_the_end_is_told_of(
+    make: Callable[..., Checkpointer], caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpointer = make()
+    checkpointer.close()
+    for step in (1, 2):
+        assert not checkpointer.save(step, STATE)
+    assert caplog.text.count("save() after close() saves nothing") == 1
+
+
+SLOW = """
+import os, sys, time
+from dlrover_py.protocol.checkpoint import Answer, Order, Phase, read_line
+for line in sys.stdin.buffer:
+    if line.strip():
+        said = read_line(line)
+        assert isinstance(said, Order)
+        while not os.path.exists(f"{sys.argv[1]}/{said.attempt}"):
+            time.sleep(0.01)
+        sys.stdout.buffer.write(Answer(said.attempt, Phase.DONE).encode())
+        sys.stdout.flush()
+"""
+
+
+def test_of_orders_that_come_faster_than_they_are_written_each_begun_is_finished(
+    tmp_path: Path,
+) -> None:
+    told: list[tuple[str, str]] = []
+    one = Persister(
+        lambda answer: told.append((answer.attempt, answer.why)),
+        (sys.executable, "-c", SLOW, str(tmp_path)),
+    )
+    made = Order("1", 7, 1, 0, 1, (0,), "/nowhere", "/nowhere", "j", "n0", ("n0",), 0)
+    one.order(made, queue=True)
+    one.order(replace(made, attempt="2"), queue=True)
+    one.order(replace(made, attempt="3"), queue=True)
+    assert told == [("2", OVERTAKEN)]
+    assert not one.wait(0.01)
+    for attempt in ("1", "3"):
+        (tmp_path / attempt).touch()
+    one.close()
+    assert told == [("2", OVERTAKEN), ("1", ""), ("3", "")]
+
+
+def test_a_script_that_fails_does_not_wait_for_what_cannot_be_finished(tmp_path: Path) -> None:
+    """Parts of another node, say, which is gone."""
+    told: list[str] = []
+    one = Persister(
+        lambda answer: told.append(answer.why), (sys.executable, "-c", SLOW, str(tmp_path))
+    )
+    one.order(Order("1", 7, 1, 0, 1, (0,), "/nowhere", "/nowhere", "j", "n0", ("n0", "n1"), 0))
+    one.close(0.1)
+    assert one.wait(DEADLINE_S)
+    assert told == ["its persister has ended with code -9"]
+
+
+def test_forced_saves_in_a_row_reach_storage_while_it_goes_on(tmp_path: Path) -> None:
+    done = script(
+        """
+        import os, torch
+        from pathlib import Path
+        from dlrover_py.trainer import Checkpointer
+        where = Path(os.environ["WHERE"])
+        state = {"w": torch.zeros(1 << 21)}
+        with Checkpointer(where, keep=1000) as checkpointer:
+            for step in range(1, 1000):
+                checkpointer.save(step, state, force=True)
+                if len(list(where.glob("step-*.json"))) > 2:
+                    break
+        print(step)
+        """,
+        WHERE=str(tmp_path / "ckpt"),
+        DLROVER_SHM_DIR=str(tmp_path),
+    )
+    assert done.returncode == 0, done.stderr
+    last = int(done.stdout)
+    assert last < 999
+    kept = [m.step for m in Store(tmp_path / "ckpt").checkpoints()]
+    assert max(kept) == last, "and what was newest at the end is there"
+    assert len(kept) > 2
 
 
 def test_one_goes_to_storage_when_that_is_due_and_the_persister_is_free(

@@ -98,6 +98,16 @@ def test_a_state_is_restored_into_new_objects(tmp_path: Path) -> None:
     assert found.nbytes.keys() == {"memory"}
 
 
+def test_lists_of_modules_and_optimizers_are_restored(tmp_path: Path) -> None:
+    def listed(state: dict[str, Any]) -> dict[str, Any]:
+        return {"models": [state["model"]], "rest": [state["optim"], state["sched"], 7]}
+
+    saved, state = trained(1), fresh(2)
+    stage(tmp_path / "0.0", listed(saved), step=3)
+    assert load(listed(state), tmp_path) is not None
+    assert same({**dicts(state), "epoch": 3}, dicts(saved))
+
+
 def test_an_optimizer_that_had_no_state_has_none_again(tmp_path: Path) -> None:
     stage(tmp_path / "0.0", fresh(1), step=0)
     state = trained(2)
@@ -766,6 +776,22 @@ def test_a_new_job_starts_from_storage(tmp_path: Path) -> None:
     assert found is not None
     assert (found.step, found.folder, set(found.nbytes)) == (3, "step-3.a", {"storage"})
     assert same(dicts(state), dicts(saved))
+
+
+def test_a_ranks_own_is_read_from_storage_where_memory_has_lost_it(tmp_path: Path) -> None:
+    """It went with its node; all else is in the others' memory."""
+    (folder := tmp_path / "arena").mkdir()
+    everything = {"w": torch.ones(2), "x": PerRank(7)}
+    stage(tmp_path / "0.0", everything, rank=0, world=2)
+    store = persist(tmp_path / "store", tmp_path / "0.0")
+    stage(folder / "0.0", {"w": torch.ones(2)}, rank=0, world=2)
+    stage(folder / "1.0", {"w": torch.ones(2), "x": PerRank(8)}, rank=1, world=2)
+    state = {"w": torch.zeros(2), "x": PerRank(-1)}
+    found = load(state, folder, store=store)
+    assert found is not None
+    assert (state["x"].value, found.missing) == (7, ())
+    assert found.memory
+    assert set(found.nbytes) == {"memory"}
 
 
 def test_only_what_memory_has_lost_is_read_from_storage(tmp_path: Path) -> None:
