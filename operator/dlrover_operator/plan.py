@@ -43,7 +43,7 @@ OLD_S = 1.0
 """Objects of a deleted job of the same name go soon; until then this is the pace of looking."""
 ENDED = tuple(phase.value for phase in JobPhase if phase.ended)
 GOING = (JobPhase.PENDING, JobPhase.RUNNING, JobPhase.FORMING)
-SUSPENDING = "Suspending"
+
 REFUSED = "Refused"
 """Phase of a job that is not run: see its condition ``Accepted``."""
 MESSAGE = 1024
@@ -479,7 +479,7 @@ class _Planner:
             and told.get("generation") == self.meta.get("generation")
             and silent
             and not told.get("leftOut")
-            and self.conditions.get("Suspended", {}).get("reason") == SUSPENDING
+            and self.conditions.get("Suspended", {}).get("reason") == "Suspending"
             and suspending is not None
             and self._past(suspending + LEAVE_S)
         )
@@ -584,7 +584,7 @@ class _Planner:
             if self.resting:
                 yield "Suspended", True, "Suspended", words, "Normal"
             else:
-                yield "Suspended", False, SUSPENDING, "the master stops its nodes", ""
+                yield "Suspended", False, "Suspending", "the master stops its nodes", ""
         elif "Suspended" in self.conditions:
             if self.ended:
                 yield "Suspended", False, "Finished", "the job is over", ""
@@ -642,7 +642,7 @@ class _Planner:
         status = "True" if true else "False"
         old = self.conditions.get(kind, {})
         same = old.get("status") == status
-        began = reason == SUSPENDING and old.get("reason") != reason  # since when is asked for
+        began = reason == "Suspending" and old.get("reason") != reason  # since when is asked for
         at = old.get("lastTransitionTime") if same and not began else None
         condition: Obj = {
             "type": kind,
