@@ -86,7 +86,7 @@ class Site:
     def tidy(self) -> None:
         pass
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         pass
 
     def gather(self, mine: Marks) -> list[Marks]:
