@@ -257,15 +257,17 @@ class Cluster:
             await asyncio.sleep(MASTER_PAUSE_S[min(pause, len(MASTER_PAUSE_S) - 1)])
             pause += 1
 
-    def _master_runs(self) -> bool:
-        return self.master is not None and self.master.poll() is None
+    def _living_master(self) -> "subprocess.Popen[bytes] | None":
+        return self.master if self.master is not None and self.master.poll() is None else None
 
     async def shut_down(self, grace_s: float) -> None:
         """End everything: nodes with notice, then by force; the master last."""
         self._tell(Seen(kind="stopped"))
         with contextlib.suppress(TimeoutError):  # so that no new round is formed on the way down
             async with asyncio.timeout(min(grace_s, MASTER_STOPS_S)):
-                while self._master_runs() and (self.status is None or not self.status.phase.ended):
+                while self._living_master() and (
+                    self.status is None or not self.status.phase.ended
+                ):
                     self.changed.clear()
                     await self.changed.wait()
         self.stopping = True
@@ -283,13 +285,13 @@ class Cluster:
                     await self.changed.wait()
         for node in living:
             signal_marked(node.mark, signal.SIGKILL)
-        if self.master is not None and self._master_runs():
-            _signal(self.master, signal.SIGTERM)
+        if (master := self._living_master()) is not None:
+            _signal(master, signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(5):
-                    await _end_of(self.master)
-            _signal(self.master, signal.SIGKILL)
-            self.master.wait()
+                    await _end_of(master)
+            _signal(master, signal.SIGKILL)
+            master.wait()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -428,7 +430,7 @@ class Cluster:
             ],
             hosts=self.hosts,
             cluster_pid=os.getpid(),
-            master_pid=self.master.pid if self.master and self._master_runs() else 0,
+            master_pid=master.pid if (master := self._living_master()) else 0,
             master_addr=self.master_addr,
             health_addr=self.health_addr,
             token_file=str(self.paths.token),

@@ -128,8 +128,7 @@ def at_step(step: int, *, round_after: int = 0) -> Callable[[JobStatus], bool]:
 
 def known(status: JobStatus) -> bool:
     """Each member has told which processes its workers are in this round."""
-    members = [n for n in status.nodes if n.node_rank is not None]
-    return all(n.pids and all(n.pids) and n.workers != "stopping" for n in members)
+    return all(n.pids and all(n.pids) and n.workers != "stopping" for n in members(status))
 
 
 def trained(status: JobStatus, more: int) -> int:
@@ -263,8 +262,13 @@ def member(status: JobStatus, rank: int) -> NodeStatus:
 
 def worker_pids(status: JobStatus) -> list[list[int]]:
     """Of the members, by rank."""
+    return [n.pids for n in members(status)]
+
+
+def members(status: JobStatus) -> list[NodeStatus]:
+    """Of the round, by rank."""
     found = [n for n in status.nodes if n.node_rank is not None]
-    return [n.pids for n in sorted(found, key=lambda n: n.node_rank or 0)]
+    return sorted(found, key=lambda n: n.node_rank or 0)
 
 
 if __name__ == "__main__":

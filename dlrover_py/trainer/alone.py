@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 
 OVERTAKEN = "a newer one took its place before it was begun: they come faster than they are written"
 PATIENCE_S = 3600.0
-"""A write that has taken so long is not waited for any more, and called off for a newer one."""
+"""A write that has taken so long, and by policy four of its intervals, is not waited for any more:
+a newer one calls it off, or a store that is slower than that would never be written."""
 
 _GUARD = 'read -r line; rm -rf -- "$1"'
 """Removes the folder at a line, or once nobody holds the other end of its standard input."""

@@ -959,11 +959,10 @@ class Checkpointer:
 
     def _at_exit(self) -> None:
         """Let go without the other ranks, which may be gone."""
-        if os.getpid() == self._pid:
-            self._let_go(failed=hasattr(sys, "last_value"))
+        self._let_go(failed=hasattr(sys, "last_value"))
 
     def _let_go(self, *, failed: bool = False) -> None:
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
         atexit.unregister(self._at_exit)

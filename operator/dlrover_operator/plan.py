@@ -43,7 +43,6 @@ OLD_S = 1.0
 """Objects of a deleted job of the same name go soon; until then this is the pace of looking."""
 ENDED = tuple(phase.value for phase in JobPhase if phase.ended)
 GOING = (JobPhase.PENDING, JobPhase.RUNNING, JobPhase.FORMING)
-
 REFUSED = "Refused"
 """Phase of a job that is not run: see its condition ``Accepted``."""
 MESSAGE = 1024
@@ -459,13 +458,16 @@ class _Planner:
         left."""
         told = self.training
         nodes, phase = told.get("nodes") or (), told.get("phase")
-        suspended = phase == JobPhase.SUSPENDED
         return bool(
-            (phase in ENDED or suspended)
-            and (not suspended or told.get("generation") == self.meta.get("generation"))
+            (phase in ENDED or self._has_suspended())
             and (nodes or not told.get("leftOut"))  # those that are gone are shown last
             and all(node.get("phase") == NodePhase.GONE for node in nodes)
         )
+
+    def _has_suspended(self) -> bool:
+        told = self.training
+        fits = told.get("generation") == self.meta.get("generation")
+        return fits and told.get("phase") == JobPhase.SUSPENDED
 
     def _waits_in_vain(self) -> bool:
         """Whether all that is left of a job to be suspended are nodes that have never spoken and
@@ -475,8 +477,7 @@ class _Planner:
         silent = phases <= {NodePhase.PENDING, NodePhase.STARTING, NodePhase.GONE}
         suspending = self._since("Suspended", "False")
         return bool(
-            told.get("phase") == JobPhase.SUSPENDED
-            and told.get("generation") == self.meta.get("generation")
+            self._has_suspended()
             and silent
             and not told.get("leftOut")
             and self.conditions.get("Suspended", {}).get("reason") == "Suspending"

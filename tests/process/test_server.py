@@ -39,6 +39,7 @@ from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import NodeId
 from dlrover_py.protocol.status import JobStatus
 from dlrover_py.rpc import Client
+from tests.loops import working
 from tests.process.harness import SLEEPER, Place, alive, document, eventually
 
 TOKEN = "correct-horse-battery-staple"
@@ -741,18 +742,16 @@ async def test_a_farewell_does_not_wait_for_a_node_that_is_given_up_meanwhile(
 ) -> None:
     platform = StaticPlatform(ElasticJob.parse(document(["true"], name="alone")))
     loop = Loop(platform, FileStore(tmp_path / "journal"), Rules(can_create=False))
-    running = asyncio.create_task(loop.run())
-    async with asyncio.timeout(60):
-        while not loop.ready:
-            await asyncio.sleep(0.001)
-        said = AgentReport.model_validate(report(seq=1))
-        leave = loop.exchange(NodeId("n0"), said, lambda _: None)
-        while not (status := loop.status()) or not status.nodes:
-            await asyncio.sleep(0.001)
-        leave()
-        await loop.farewell("its host ends", 3600)
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
+    async with working(loop):
+        async with asyncio.timeout(60):
+            while not loop.ready:
+                await asyncio.sleep(0.001)
+            said = AgentReport.model_validate(report(seq=1))
+            leave = loop.exchange(NodeId("n0"), said, lambda _: None)
+            while not (status := loop.status()) or not status.nodes:
+                await asyncio.sleep(0.001)
+            leave()
+            await loop.farewell("its host ends", 3600)
 
 
 async def test_a_master_sees_that_it_stood_still_while_nothing_was_due(
@@ -764,19 +763,17 @@ async def test_a_master_sees_that_it_stood_still_while_nothing_was_due(
     platform = StaticPlatform(ElasticJob.parse(document(["true"], name="alone")))
     rules = Rules(can_create=False, lease_s=600.0)
     loop = Loop(platform, FileStore(tmp_path / "journal"), rules, clock=clock)
-    running = asyncio.create_task(loop.run())
-    async with asyncio.timeout(60):
-        while not loop.ready:
-            await asyncio.sleep(0.001)
-        loop.exchange(NodeId("n0"), AgentReport.model_validate(report(seq=1)), lambda _: None)
-        while not (status := loop.status()) or not status.nodes:
-            await asyncio.sleep(0.001)
-        paused_s = 60.0
-        while "master_stood_still" not in caplog.text:
-            loop.tell([])
-            await asyncio.sleep(0.001)
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
+    async with working(loop):
+        async with asyncio.timeout(60):
+            while not loop.ready:
+                await asyncio.sleep(0.001)
+            loop.exchange(NodeId("n0"), AgentReport.model_validate(report(seq=1)), lambda _: None)
+            while not (status := loop.status()) or not status.nodes:
+                await asyncio.sleep(0.001)
+            paused_s = 60.0
+            while "master_stood_still" not in caplog.text:
+                loop.tell([])
+                await asyncio.sleep(0.001)
 
 
 class Adrift(StaticPlatform):

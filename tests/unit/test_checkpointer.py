@@ -392,6 +392,29 @@ def test_a_script_that_fails_does_not_wait_for_what_cannot_be_finished(tmp_path:
     assert told == ["its persister has ended with code -9"]
 
 
+def test_a_forked_child_that_fails_lets_go_of_nothing(tmp_path: Path) -> None:
+    done = script(
+        """
+        import os, torch
+        from dlrover_py.trainer import Checkpointer
+        pid = 0
+        try:
+            with Checkpointer(os.environ["WHERE"]) as checkpointer:
+                checkpointer.save(1, {"w": torch.ones(2)}, force=True)
+                pid = os.fork()
+                if not pid:
+                    raise ValueError
+                assert os.waitpid(pid, 0)[1] == 0
+                print(checkpointer.save(2, {"w": torch.ones(2)}, force=True))
+        except ValueError:
+            os._exit(0)
+        """,
+        WHERE=str(tmp_path / "ckpt"),
+        DLROVER_SHM_DIR=str(tmp_path),
+    )
+    assert done.stdout == "True\n", done.stderr
+
+
 def test_forced_saves_in_a_row_reach_storage_while_it_goes_on(tmp_path: Path) -> None:
     done = script(
         """

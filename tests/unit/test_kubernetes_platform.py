@@ -38,6 +38,7 @@ from dlrover_py.protocol.status import (
 )
 from tests.builders import SimAgent, job_file
 from tests.fakes_kube import FakeCluster, fake_cluster
+from tests.loops import working
 
 pytestmark = pytest.mark.timeout(30)
 N0, N1 = NodeId("n0"), NodeId("n1")
@@ -433,14 +434,9 @@ async def runs(scene: Scene, tmp_path: Path, until: Callable[[Loop], object]) ->
     """A master's whole life, up to this."""
     platform = KubernetesPlatform(scene.kube, "default", "x", Site(scene.uid, "a:1"))
     loop = Loop(platform, FileStore(tmp_path / "journal"), Rules())
-    running = asyncio.create_task(loop.run())
-    try:
+    async with working(loop) as running:
         await scene.until(lambda: running.done() or until(loop))
         assert not running.done()
-    finally:
-        running.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await running
     return loop
 
 
@@ -566,15 +562,12 @@ async def test_a_status_that_is_refused_waits_as_long_as_it_is_told(
     scene.cluster.fail(429, "TooManyRequests", path="/status", times=1000, retry_after=600)
     platform = KubernetesPlatform(scene.kube, "default", "x", Site(scene.uid, "a:1"))
     loop = Loop(platform, FileStore(tmp_path / "journal"), Rules(), publish_s=0.01)
-    running = asyncio.create_task(loop.run())
-    await scene.until(lambda: writes(scene))
-    for number in range(100):
-        loop.tell([NodeSeen(NodeId("n0"), near=True, message=f"{number}")])
-        await scene.kube.get(ELASTICJOBS, "x", "default")
-    assert writes(scene) == 1
-    running.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await running
+    async with working(loop):
+        await scene.until(lambda: writes(scene))
+        for number in range(100):
+            loop.tell([NodeSeen(NodeId("n0"), near=True, message=f"{number}")])
+            await scene.kube.get(ELASTICJOBS, "x", "default")
+        assert writes(scene) == 1
 
 
 async def test_callers_by_ever_new_names_leave_nothing_in_the_master(
@@ -582,18 +575,15 @@ async def test_callers_by_ever_new_names_leave_nothing_in_the_master(
 ) -> None:
     platform = KubernetesPlatform(scene.kube, "default", "x", Site(scene.uid, "a:1"))
     loop = Loop(platform, FileStore(tmp_path / "journal"), Rules())
-    running = asyncio.create_task(loop.run())
-    await scene.until(lambda: loop.ready)
-    refused: list[object] = []
-    for number in range(100):
-        stranger = SimAgent(NodeId(f"stranger{number}"))
-        loop.exchange(stranger.node, stranger.report(), refused.append)
-    await scene.until(lambda: len(refused) == 100)
-    assert {type(answer) for answer in refused} == {Superseded}
-    assert not [node for node in loop._desks if node.startswith("stranger")]
-    running.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await running
+    async with working(loop):
+        await scene.until(lambda: loop.ready)
+        refused: list[object] = []
+        for number in range(100):
+            stranger = SimAgent(NodeId(f"stranger{number}"))
+            loop.exchange(stranger.node, stranger.report(), refused.append)
+        await scene.until(lambda: len(refused) == 100)
+        assert {type(answer) for answer in refused} == {Superseded}
+        assert not [node for node in loop._desks if node.startswith("stranger")]
 
 
 async def test_an_end_that_was_not_published_yet_is_the_last_word_of_a_master(
@@ -601,26 +591,25 @@ async def test_an_end_that_was_not_published_yet_is_the_last_word_of_a_master(
 ) -> None:
     platform = KubernetesPlatform(scene.kube, "default", "x", Site(scene.uid, "a:1"))
     loop = Loop(platform, FileStore(tmp_path / "journal"), Rules(), publish_s=3600.0)
-    running = asyncio.create_task(loop.run())
-    await scene.until(lambda: writes(scene))
-    async with asyncio.timeout(WITHIN_S):
-        while (status := loop.status()) is None or status.nodes[0].message != "something new":
-            # Again and again: its Pod is seen meanwhile, and nothing is wrong with that.
-            loop.tell([NodeSeen(N0, near=True, message="something new")])
-            await asyncio.sleep(0.001)
-    await loop.last_words(WITHIN_S)
-    assert writes(scene) == 1, "the job goes on, and another master may be speaking of it already"
-    loop.tell([JobStopped()])
-    async with asyncio.timeout(WITHIN_S):
-        while (status := loop.status()) is None or not status.phase.ended:
-            await asyncio.sleep(0.001)
-    assert writes(scene) == 1
-    for _ in range(2):
+    async with working(loop):
+        await scene.until(lambda: writes(scene))
+        async with asyncio.timeout(WITHIN_S):
+            while (status := loop.status()) is None or status.nodes[0].message != "something new":
+                # Again and again: its Pod is seen meanwhile, and nothing is wrong with that.
+                loop.tell([NodeSeen(N0, near=True, message="something new")])
+                await asyncio.sleep(0.001)
         await loop.last_words(WITHIN_S)
-        assert writes(scene) == 2
-    running.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await running
+        assert writes(scene) == 1, (
+            "the job goes on, and another master may be speaking of it already"
+        )
+        loop.tell([JobStopped()])
+        async with asyncio.timeout(WITHIN_S):
+            while (status := loop.status()) is None or not status.phase.ended:
+                await asyncio.sleep(0.001)
+        assert writes(scene) == 1
+        for _ in range(2):
+            await loop.last_words(WITHIN_S)
+            assert writes(scene) == 2
 
 
 def test_masters_that_fail_together_do_not_come_back_together() -> None:

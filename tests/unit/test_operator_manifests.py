@@ -117,7 +117,8 @@ def test_the_template_schedules_the_master_and_does_not_say_what_it_runs() -> No
     pod = made["spec"]
     assert made["metadata"]["labels"]["team"] == "a"
     assert made["metadata"]["labels"][names.LABEL_JOB] == "x"
-    assert made["metadata"]["annotations"]["k"] == "v"
+    evictable = {"cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes": "tmp"}
+    assert made["metadata"]["annotations"] == {"k": "v"} | evictable
     assert pod["nodeSelector"] == {"a": "b"}
     assert pod["tolerations"][0] == {"key": "gpu", "operator": "Exists"}
     assert {t["tolerationSeconds"] for t in pod["tolerations"][1:]} == {10}

@@ -285,6 +285,10 @@ class Job:
             fresh = {"since": now, "hold_until": None, "suspected": None}
             self.opening = journal.opening.model_copy(update=fresh)
             self._outage = (self.opening.kind, now)
+        rules = self.rules
+        unreached_s, unrouted_s = (
+            (rules.unreached_s, rules.unrouted_s) if rules.routed_s else (0.0, 0.0)
+        )
         for record in journal.nodes:
             node = self.nodes.plan(record.id, record.relaunches, record.restarts)
             node.avoid = record.avoid
@@ -298,9 +302,9 @@ class Job:
                     record.boot_id,
                     now,
                     member=member,
-                    return_s=self.pace.return_s + self.rules.routed_s,
-                    unreached_s=self.rules.unreached_s if self.rules.routed_s else 0.0,
-                    unrouted_s=self.rules.unrouted_s if self.rules.routed_s else 0.0,
+                    return_s=self.pace.return_s + rules.routed_s,
+                    unreached_s=unreached_s,
+                    unrouted_s=unrouted_s,
                 )
                 self.checkpoints.recall(record.id)
             if record.leaving:
