@@ -4,7 +4,7 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -46,11 +46,29 @@ def line(process: "subprocess.Popen[str]") -> str:
     return process.stdout.readline().strip()
 
 
+def until(process: "subprocess.Popen[str]", good: Callable[[str], object]) -> str:
+    """Read on until it says so: a busy peer that answers late is told of as well."""
+    while not good(said := line(process)):
+        assert said, "it has ended"
+    return said
+
+
+def taken(process: "subprocess.Popen[str]", folder: Path, step: int) -> dict[str, int]:
+    """Wait until a copy of this step is held; what is held then. That a trouble is over is told in
+    the same words."""
+    until(process, lambda said: said == "held" and step in copies(folder).values())
+    return check(folder)
+
+
 def folders(place: Place) -> tuple[Path, Path]:
     source, copy = place.folder / "source", place.folder / "copy"
     source.mkdir()
     copy.mkdir()
     return source, copy
+
+
+def copies(folder: Path) -> dict[str, int]:
+    return {path.name: s.step for path, s in arena.scan(folder) if path.name.startswith("peer-")}
 
 
 def check(folder: Path) -> dict[str, int]:
@@ -90,9 +108,11 @@ def test_what_is_sealed_is_whole_whoever_is_killed(place: Place) -> None:
                     pause.wait(random.uniform(0.0, 0.02))
         steps = check(copy)
         assert set(steps) <= {"peer-1.0", "peer-1.1"}
-        # One of the two is always whole, and no older than what was before.
-        assert max(steps.values()) >= best, f"turn {turn}: {steps}"
-        best = max(steps.values())
+        # One of the two is always whole, and no older than what was before. The first turns may
+        # have none: "held" is also what is said once a peer that was slow to answer has done so.
+        newest = max(steps.values(), default=0)
+        assert newest >= best, f"turn {turn}: {steps}"
+        best = newest
     assert best > 0
 
 
@@ -103,9 +123,9 @@ def test_a_flipped_bit_at_the_source_is_found_and_told(place: Place) -> None:
         probe(place, "depot", source, JOB, TOKEN) as depot,
         probe(place, "replicas", copy, JOB, TOKEN, line(depot)) as replicas,
     ):
-        assert line(replicas) == "held"
+        taken(replicas, copy, 1)
         stage(source, JOB, 1, 2, 1 << 20, "p")
-        assert line(replicas) == "held"
+        taken(replicas, copy, 2)
     with Slot(source / "0.2", write=True) as slot:
         view = slot.view()
         view[(1 << 20) - 3] ^= 16
@@ -116,13 +136,12 @@ def test_a_flipped_bit_at_the_source_is_found_and_told(place: Place) -> None:
         probe(place, "depot", source, JOB, TOKEN) as depot,
         probe(place, "replicas", other, JOB, TOKEN, line(depot)) as replicas,
     ):
-        said = line(replicas)
+        said = until(replicas, lambda said: "model.a" in said or copies(other))
         assert "model.a" in said
         assert "not what was written" in said
         assert check(other) == {}
         stage(source, JOB, 1, 3, 1 << 20, "p")  # the next one is good: tried again, and taken
-        assert line(replicas) == "held"
-        assert set(check(other).values()) == {3}
+        assert set(taken(replicas, other, 3).values()) == {3}
 
 
 def test_what_is_hollow_is_whole_with_the_own_part(place: Place) -> None:
@@ -134,8 +153,7 @@ def test_what_is_hollow_is_whole_with_the_own_part(place: Place) -> None:
         probe(place, "depot", source, JOB, TOKEN) as depot,
         probe(place, "replicas", copy, JOB, TOKEN, line(depot)) as replicas,
     ):
-        assert line(replicas) == "held"
-        assert check(copy) == {"0.1": 1, "peer-1.0": 1}
+        assert taken(replicas, copy, 1) == {"0.1": 1, "peer-1.0": 1}
         path = copy / "peer-1.0"
         assert path.stat().st_blocks * 512 < nbytes // 2  # the rest takes no memory
         with Slot(path) as hollow, Slot(copy / "0.1") as own, Slot(source / "0.1") as true:
@@ -151,8 +169,7 @@ def test_what_is_hollow_is_whole_with_the_own_part(place: Place) -> None:
         # A full one is in its place once the own memory has gone on.
         for step in (2, 3):
             stage(source, JOB, 1, step, nbytes, "all")
-            assert line(replicas) == "held"
-            assert step in check(copy).values()
+            taken(replicas, copy, step)
         assert all(not s.hollow for _, s in arena.scan(copy) if s.step == 3)
 
 
@@ -163,7 +180,7 @@ def test_a_peer_that_comes_later_is_followed(place: Place) -> None:
     with probe(place, "depot", source, JOB, "another") as depot:
         port = line(depot)
         with probe(place, "replicas", copy, JOB, TOKEN, port) as replicas:
-            assert "another token" in line(replicas)
+            until(replicas, lambda said: "another token" in said or copies(copy))
             assert check(copy) == {}
-        with dial("127.0.0.1", int(port), "another") as link:  # it is still well
+        with dial("127.0.0.1", int(port), "another", deadline_s=30) as link:  # it is still well
             assert len(link.slots()) == 1

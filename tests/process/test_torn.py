@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from dlrover_agent import guardian
-from tests.process.harness import Place, alive, carrying, eventually, job, lines, members
+from tests.process.harness import CALM, Place, alive, carrying, eventually, job, lines, members
 
 DDP = """
-    import os, pathlib, sys
+    import os, sys, threading
     import torch.distributed as dist
     dist.init_process_group("gloo")
     rank, turn = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -21,6 +21,9 @@ DDP = """
         raise OSError("first")
     if rank == 1 and turn == 1:
         raise ConnectionError("second")
+    # A broken barrier could be told of before what broke it; and the end waits to be looked at.
+    while turn < 2 or not os.path.exists(sys.argv[1]):
+        threading.Event().wait(0.05)
     dist.barrier()
     print("done", flush=True)
 """
@@ -29,7 +32,8 @@ DDP = """
 @pytest.mark.timeout(240)
 def test_a_real_ddp_scripts_exceptions_are_told_apart(place: Place) -> None:
     # torch.distributed puts "[rank1]: " before each line of a traceback.
-    with job(place, script=DDP, replicas=2, restartCount=5) as run:
+    go = place.folder / "go"
+    with job(place, script=DDP, args=(str(go),), replicas=2, restartCount=5, settings=CALM) as run:
         run.until(lambda s: s.restarts == {"failure": 2}, "two restarts", within_s=150)
         failed = [e for e in run.status().events if e.reason == "WorkerFailed"]
         assert [("OSError: first" in e.message, e.node) for e in failed] == [
@@ -37,6 +41,7 @@ def test_a_real_ddp_scripts_exceptions_are_told_apart(place: Place) -> None:
             (False, failed[0].node),
         ]
         assert "ConnectionError: second" in failed[1].message
+        go.touch()
         assert run.wait(within_s=120) == 0
 
 
@@ -60,7 +65,7 @@ def test_children_in_sessions_of_their_own_end_with_their_round(place: Place) ->
         print("child", child.pid, flush=True)
         signal.pause()
     """
-    with job(place, script=script, replicas=1) as run:
+    with job(place, script=script, replicas=1, settings=CALM) as run:
         before = run.running(1)
         node = members(before)[0]
         first = int(eventually(lambda: lines(run, node.id, "child"), "a child")[0].split()[1])
@@ -73,24 +78,49 @@ def test_children_in_sessions_of_their_own_end_with_their_round(place: Place) ->
         eventually(lambda: not alive(second), "it is gone as well")
 
 
-def test_a_killed_guardian_is_replaced(place: Place) -> None:
-    with job(place, replicas=1) as run:
-        node = members(run.running(1))[0]
+def test_a_killed_guardian_is_replaced(place: Place, shm: Path) -> None:
+    """Without a platform: that would end what an agent leaves behind, too."""
+    place.script("""
+        import os, subprocess, sys, threading
+        from pathlib import Path
+        from dlrover_py.depot import Link
 
-        def guardians() -> list[int]:
-            found = subprocess.run(
-                ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(node.agent_pid)],
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            return [int(x.split()[0]) for x in found.stdout.splitlines() if "guardian.py" in x]
+        # It does not die with the agent, as a worker does.
+        child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+        Path("child.new").write_text(str(child.pid))
+        Path("child.new").rename("child")
+        while not Path("go").exists():
+            threading.Event().wait(0.05)
+        with Link.local(os.environ["DLROVER_DEPOT"]) as link:
+            link.candidates(int(os.environ["DLROVER_ROUND"]))
+        Path("answered").touch()
+        threading.Event().wait()
+    """)
+    agent = place.popen("elastic-run", "--standalone", "train.py")
 
+    def guardians() -> list[int]:
+        found = subprocess.run(
+            ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(agent.pid)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return [int(x.split()[0]) for x in found.stdout.splitlines() if "guardian.py" in x]
+
+    try:
+        eventually((place.folder / "child").exists, "the worker's child")
+        child = int((place.folder / "child").read_text())
         (first,) = guardians()
         os.kill(first, signal.SIGKILL)
         eventually(lambda: guardians() not in ([], [first]), "another guardian")
-        os.kill(node.agent_pid, signal.SIGKILL)
-        eventually(lambda: not alive(node.pids[0]), "the worker ends with its agent")
+        # The agent does one thing after another: when it answers, that one knows whom to end.
+        (place.folder / "go").touch()
+        eventually((place.folder / "answered").exists, "the agent has answered since")
+        assert alive(child)
+    finally:
+        agent.kill()
+        agent.wait()
+    eventually(lambda: not alive(child), "what the worker had started ends with the agent")
 
 
 def test_settings_that_cannot_be_used_end_the_command(place: Place) -> None:
@@ -117,7 +147,8 @@ def test_a_repeated_exception_stops_standalone_without_log_files_too(place: Plac
         session.report_step(1)
         raise ValueError("again " + "long " * 10000)
     """)
-    done = place.call("elastic-run", "--standalone", "--max-restarts=10", "train.py")
+    calm = {"DLROVER_MASTER_LEASE_S": CALM["lease_s"]}
+    done = place.call("elastic-run", "--standalone", "--max-restarts=10", "train.py", env=calm)
     assert done.returncode == 1
     assert (place.folder / "runs").read_text() == "xx"
     assert "the same exception came again" in done.stderr
@@ -142,7 +173,7 @@ def test_a_reader_that_does_not_read_stops_nobody(place: Place) -> None:
         stderr=subprocess.STDOUT,
     )
     eventually(lambda: (place.folder / "done").exists(), "the script ends")
-    assert held.wait(timeout=30) == 0
+    assert held.wait(timeout=120) == 0
     assert held.stdout is not None
     held.stdout.close()
 
@@ -162,7 +193,7 @@ def test_a_paused_terminal_costs_no_restart(place: Place) -> None:
     )
     run.send_signal(signal.SIGCONT)
     (place.folder / "go").touch()
-    assert run.wait(timeout=30) == 0
+    assert run.wait(timeout=120) == 0
     assert (place.folder / "runs").read_text() == "x"
 
 
@@ -172,7 +203,7 @@ def test_closed_streams_and_nohup(place: Place) -> None:
         ["sh", "-c", "elastic-run --standalone train.py <&- >&- 2>&-"],
         cwd=place.folder,
         env=place.env,
-        timeout=60,
+        timeout=150,
         check=False,
     )
     assert shell.returncode == 0
@@ -190,7 +221,7 @@ def test_closed_streams_and_nohup(place: Place) -> None:
     eventually(lambda: (place.folder / "up").exists(), "it runs")
     run.send_signal(signal.SIGHUP)
     (place.folder / "go").touch()
-    assert run.wait(timeout=30) == 0
+    assert run.wait(timeout=120) == 0
     eventually(lambda: not carrying(place.mark), "nothing is left")
 
 
