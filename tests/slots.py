@@ -153,14 +153,14 @@ class Persister:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(30)
+        self.process.wait(60)
 
     def close(self) -> None:
         """End it as its owner does: by closing its input."""
         if self.process.stdin is not None and not self.process.stdin.closed:
             self.process.stdin.close()
         try:
-            self.process.wait(30)
+            self.process.wait(90)
         finally:
             if self.process.poll() is None:
                 self.kill()
@@ -187,7 +187,7 @@ def order(arena_: Path, store: Path | str, attempt: str, **more: Any) -> Order:
         node="n0",
         writers=("n0",),
         grant=0,
-        deadline_s=60.0,
+        deadline_s=120.0,
     )
     return replace(made, **more)
 
@@ -213,7 +213,7 @@ def load_with_torch(where: str, shapes: Mapping[str, tuple[Sequence[int], str]])
     subprocess.run(
         [sys.executable, "-c", LOADER, where, json.dumps(shapes)],
         check=True,
-        timeout=120,
+        timeout=240,
         cwd="/",
     )
     loaded: dict[str, Any] = torch.load(where + ".loaded", weights_only=True)

@@ -17,7 +17,18 @@ from dlrover_agent.saver import held
 from dlrover_py.arena import PREFIX
 from dlrover_py.protocol.status import JobStatus
 from dlrover_py.storage import Store
-from tests.process.harness import Job, Place, eventually, free_port, job, last, lines, members
+from tests.process.harness import (
+    CALM,
+    Job,
+    Place,
+    carrying,
+    eventually,
+    free_port,
+    job,
+    last,
+    lines,
+    members,
+)
 from tests.slots import verify
 
 pytestmark = pytest.mark.process
@@ -68,13 +79,22 @@ WORKER = """
 """
 
 
+PATIENT = {
+    **CALM,
+    "replacement_wait_s": "60",  # all stage in round 1
+    "memory_wait_s": "40",
+    "drain_grace_s": "120",  # a persister has to start
+}
+"""Whoever is slow is waited for: each test says what is in memory, and nothing of how fast."""
+
+
 @contextmanager
 def training(
     place: Place, *steps: str, checkpoint: dict[str, object] | None = None, **more: object
 ) -> Iterator[Job]:
     """A job of which each worker has staged these steps (``7p``: to be stored)."""
     spec = {"checkpoint": {"dir": str(place.folder / "store"), **(checkpoint or {})}}
-    more["settings"] = {"replacement_wait_s": "60"}  # both stage in round 1
+    more["settings"] = PATIENT
     with job(place, script=WORKER, args=steps, spec=spec, **more) as run:  # type: ignore[arg-type]
         yield run
 
@@ -88,12 +108,13 @@ def stored(place: Place) -> list[int]:
 
 
 def condition(status: JobStatus) -> tuple[str, str]:
-    return next((c.status, c.message) for c in status.conditions if c.type == "CheckpointFailing")
+    found = ((c.status, c.message) for c in status.conditions if c.type == "CheckpointFailing")
+    return next(found, ("", ""))
 
 
 def test_what_is_flagged_goes_to_storage(place: Place, shm: Path) -> None:
     with training(place, "5", "6p", replicas=2) as run:
-        status = run.until(lambda s: last(s) == (6, "storage"), "step 6 in storage", within_s=60)
+        status = run.until(lambda s: last(s) == (6, "storage"), "step 6 in storage")
         assert stored(place) == [6]
         assert condition(status)[0] == "False"
         assert status.last_checkpoint is not None
@@ -121,7 +142,7 @@ def test_a_drained_node_waits_until_its_state_is_stored(place: Place, shm: Path)
     with training(place, "7", replicas=2, minReplicas=1) as run:
         run.until(lambda s: last(s) == (7, "memory"), "step 7 in memory")
         run.hurt("n1", "drain")
-        run.until(lambda s: last(s) == (7, "storage"), "step 7 in storage", within_s=60)
+        run.until(lambda s: last(s) == (7, "storage"), "step 7 in storage")
         assert stored(place) == [7]
         run.running(1, round_after=1)
         assert "CheckpointOrdered" in run.event_reasons()
@@ -136,8 +157,8 @@ def test_a_killed_host_takes_its_memory_with_it(place: Place, shm: Path) -> None
         run.running(1, round_after=1)
         eventually(lambda: lines(run, "n0", "staged 2"), "the second round")
         assert lines(run, "n0", "candidates 2") == ["candidates 2 []"]
-        assert [p.name[-2:] for p in shm.iterdir()] == ["n0"]
-        assert run.status().last_checkpoint is None
+        eventually(lambda: [p.name[-2:] for p in shm.iterdir()] == ["n0"], "its memory is gone")
+        run.until(lambda s: s.last_checkpoint is None, "no checkpoint in the status")
 
 
 def test_what_a_killed_host_held_is_found_with_its_peer(place: Place, shm: Path) -> None:
@@ -166,17 +187,17 @@ def test_after_a_failure_the_newest_state_is_stored_if_wished(
     with training(place, "3", "4", replicas=2, checkpoint=wish, flags=flags) as run:
         run.until(lambda s: last(s) == (4, "memory"), "step 4 in memory")
         os.kill(members(run.running(2))[0].pids[0], signal.SIGKILL)
-        run.until(lambda s: last(s) == (4, "storage"), "step 4 in storage", within_s=60)
+        run.until(lambda s: last(s) == (4, "storage"), "step 4 in storage")
         assert stored(place) == [4]
 
 
 def test_a_store_that_fails_is_told_and_training_goes_on(place: Place, shm: Path) -> None:
     (place.folder / "store").write_text("a file")
     with training(place, "5p", replicas=1) as run:
-        run.until(lambda s: condition(s)[0] == "True", "the condition", within_s=60)
-        assert "step 5" in condition(run.status())[1]
-        assert run.status().phase == "Running"
-        assert last(run.status()) == (5, "memory")
+        status = run.until(lambda s: condition(s)[0] == "True", "the condition")
+        assert "step 5" in condition(status)[1]
+        assert status.phase == "Running"
+        assert last(status) == (5, "memory")
 
 
 STEPS = """
@@ -205,7 +226,7 @@ def test_a_disk_that_is_full_costs_no_step_and_is_used_again_when_it_has_room(
         pytest.skip("a small file system can be mounted by root only")
     try:
         spec = {"checkpoint": {"dir": str(small / "store"), "persistEvery": 5, "keep": {"last": 1}}}
-        with job(place, script=STEPS, spec=spec, replicas=1) as run:
+        with job(place, script=STEPS, spec=spec, replicas=1, settings=PATIENT) as run:
             run.until(lambda s: s.checkpoints_stored, "something in storage")
             with (small / "full").open("wb", buffering=0) as full, suppress(OSError):
                 while full.write(bytes(4096)):
@@ -217,8 +238,7 @@ def test_a_disk_that_is_full_costs_no_step_and_is_used_again_when_it_has_room(
                         pass
                 return condition(status)[0] == "True"
 
-            run.until(fails, "the condition")
-            words = condition(run.status())[1]
+            words = condition(run.until(fails, "the condition"))[1]
             assert "No space left on device" in words or "the disk is full" in words
             assert run.metric("dlrover_checkpoint_failing") == 1
             assert run.metric("dlrover_checkpoint_failures_total") >= 1
@@ -228,9 +248,13 @@ def test_a_disk_that_is_full_costs_no_step_and_is_used_again_when_it_has_room(
             verify(Store(small / "store"), before)
             (small / "full").unlink()
             run.until(lambda s: condition(s)[0] == "False", "the end of the condition")
-            assert Store(small / "store").checkpoints()[0].step > before.step
+            eventually(  # what is listed may be removed before it is read: there is a newer one
+                lambda: [m for m in Store(small / "store").checkpoints() if m.step > before.step],
+                "a newer one in storage",
+            )
             assert run.metric("dlrover_checkpoint_failing") == 0
     finally:
+        eventually(lambda: not carrying(place.mark), "nobody has a file open there")
         subprocess.run(["umount", str(small)], check=True)
 
 
@@ -243,9 +267,15 @@ def progress(status: JobStatus) -> int:
 
 def agent(place: Place, *flags: str) -> "subprocess.Popen[str]":
     out = (place.folder / f"{flags[-1] if flags else 'alone'}.log").open("a")
+    settings = {f"DLROVER_MASTER_{key.upper()}": value for key, value in PATIENT.items()}
     with out:
         return place.popen(
-            "elastic-run", *flags, "train.py", "5", "6", stdout=out, stderr=subprocess.STDOUT
+            "elastic-run",
+            *flags,
+            *("train.py", "5", "6"),
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=settings,
         )
 
 
@@ -273,11 +303,11 @@ def test_the_same_node_finds_what_its_killed_agent_held(place: Place, shm: Path)
         second.kill()
         second.wait()
         second = agent(place, *static, "--node-rank=1")
-        eventually(lambda: len(said(place, "staged [2-9]")) >= 2, "a second round")
+        eventually(lambda: len(said(place, "staged [2-9]")) >= 2, "a second round", within_s=120)
         found = said(place, r"candidates [2-9] (\[.*\])")
         assert set(found) == {"[(6, 1, 2), (5, 1, 2)]"}
     finally:
         for one in (first, second):
             one.terminate()
         for one in (first, second):
-            one.wait(30)
+            one.wait(90)
