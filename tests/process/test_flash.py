@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -21,10 +22,12 @@ import pytest
 from dlrover_agent.saver import held
 from dlrover_py.arena import PREFIX, Slot, scan
 from dlrover_py.protocol.agents import Held
+from dlrover_py.protocol.checkpoint import Summary
 from dlrover_py.protocol.status import JobStatus, NodeStatus
 from dlrover_py.storage import Store
 from tests.flash import OPEN, WORKER, doubled, permit
 from tests.process.harness import (
+    CALM,
     Job,
     Place,
     alive,
@@ -38,8 +41,15 @@ from tests.process.harness import (
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(480)]
 
-LOOKS = 5
-"""At all nodes' memory, which is changing."""
+LOOKS, LOOKS_S = 5, 1.0
+"""At all nodes' memory, which is changing: what is copied stays for so long at least."""
+PATIENT = {
+    **CALM,
+    "replacement_wait_s": "60",
+    "memory_wait_s": "40",  # what is told without a slow node's memory is something older
+    "drain_grace_s": "120",  # a persister has to start
+}
+"""Whoever is slow is waited for."""
 FAULTS = int(os.environ.get("DLROVER_TEST_FAULTS", "6"))
 """At random times, in one job."""
 
@@ -99,14 +109,15 @@ class Training:
         """Wait until each node has heard that its part is copied: a newer one may be then."""
 
         def all_know() -> bool:
-            own = [s for folder in self.shm.iterdir() for path, s in scan(folder)
-                   if s.step == step and not path.name.startswith("peer-")]  # fmt: skip
-            return bool(own) and all(s.copied for s in own)
+            nodes = list(self.shm.iterdir())
+            found = own(self.shm, step)
+            return len(found) == len(nodes) > 0 and all(s.copied for s in found)
 
         eventually(all_know, f"that step {step} is copied is known")
 
-    def agreed(self) -> None:
-        """Wait for a first set that all ranks know to be copied: what follows keeps to that.
+    def agreed(self, number: int = 0) -> None:
+        """Wait for a first set, of this round or a later one, that all ranks know to be copied:
+        what follows keeps to that.
 
         Before its first saves are settled a job does not know that its ranks have different parts.
         Until then peers copy what is newest, and nobody promises to keep it.
@@ -115,9 +126,10 @@ class Training:
         def copied() -> set[tuple[int, int, int]]:
             nodes = ([s for path, s in scan(folder) if not path.name.startswith("peer-")]
                      for folder in self.shm.iterdir())  # fmt: skip
-            return set.intersection(*({s.age for s in own if s.copied} for own in nodes))
+            found = set.intersection(*({s.age for s in one if s.copied} for one in nodes))
+            return {age for age in found if age[0] >= number}
 
-        eventually(copied, "one that all have copied")
+        eventually(copied, "one that all have copied", within_s=120)
 
     def whole(self, nodes: Iterable[str]) -> int:
         """The newest step that these nodes hold whole; 0 if there is none."""
@@ -164,7 +176,7 @@ class Training:
         found = eventually(
             lambda: self._loads(status.round, status.world_size),
             f"what {status.world_size} workers of round {status.round} have loaded",
-            within_s=90,
+            within_s=120,
         )
         assert all(line.endswith(" ok") for line in found), found
         steps = {int(line.split()[4]) for line in found}
@@ -184,7 +196,8 @@ class Training:
         """Of all agents' logs."""
         found = []
         for path in self.run.logs.glob("n*/agent.log"):
-            found += [json.loads(t) for t in path.read_text().splitlines() if f'"{event}"' in t]
+            whole = path.read_text().rpartition("\n")[0]  # the last line may be half written
+            found += [json.loads(t) for t in whole.splitlines() if f'"{event}"' in t]
         return [line for line in found if line.get("event") == event]
 
     def errors(self, pattern: str) -> list[str]:
@@ -201,6 +214,12 @@ class Training:
         return "\n".join([*said, "--- events", *events, "--- shown", *self.run.output[-40:]])
 
 
+def own(shm: Path, step: int) -> list[Summary]:
+    """What the nodes' memory has of a step that is no copy."""
+    found = ((path, s) for folder in shm.iterdir() for path, s in scan(folder))
+    return [s for path, s in found if s.step == step and not path.name.startswith("peer-")]
+
+
 def stored(folder: Path) -> list[int]:
     return sorted(m.step for m in Store(folder / "store").checkpoints())
 
@@ -212,10 +231,12 @@ def training(
     *,
     gate: int = 0,
     checkpoint: dict[str, object] | None = None,
+    settings: dict[str, str] | None = None,
     **more: Any,
 ) -> Iterator[Training]:
     """A job of such workers, stopped in the end."""
     permit(place.folder, gate)
+    more["settings"] = PATIENT | (settings or {})
     policy = {"dir": str(place.folder / "store"), "persistEvery": 1 << 30, **(checkpoint or {})}
     args = (kind, str(place.folder / "gate"), str(place.folder))
     with job(place, script=WORKER, args=args, spec={"checkpoint": policy}, **more) as run:
@@ -233,7 +254,7 @@ def training(
 def flip(path: Path, step: int) -> None:
     """One bit of the largest tensor, in a slot that holds this step."""
     with Slot(path, write=True) as slot:
-        summary = slot.summary()
+        summary = eventually(slot.summary, "a first page that nobody writes anew")
         assert summary is not None
         assert summary.step == step
         view = slot.view()
@@ -241,8 +262,13 @@ def flip(path: Path, step: int) -> None:
         view.release()
 
 
-def slots(folder: Path, step: int, prefix: str = "") -> list[Path]:
+def slots(folder: Path, step: int, prefix: str) -> list[Path]:
     return [p for p, s in scan(folder) if s.step == step and p.name.startswith(prefix)]
+
+
+def slot(folder: Path, step: int, prefix: str) -> Path:
+    """One that holds this step; who looks while its first page is written anew misses it."""
+    return eventually(lambda: slots(folder, step, prefix), f"{prefix} of step {step}")[0]
 
 
 def shout(run: Job) -> str:
@@ -254,8 +280,9 @@ def shout(run: Job) -> str:
 
 def test_shards_survive_workers_nodes_and_other_sizes(place: Place, shm: Path) -> None:
     with training(place, "sharded", replicas=3, minReplicas=2, maxReplicas=3, hosts=3) as its:
-        first = its.reach(5)
-        os.kill(members(its.run.running(3))[1].pids[0], signal.SIGKILL)
+        its.reach(5)
+        first = its.run.running(3)
+        os.kill(members(first)[1].pids[0], signal.SIGKILL)
         second = its.run.running(3, round_after=first.round)
         assert its.loaded(second) == 5, "from their own memory"
         its.reach(6)
@@ -272,17 +299,17 @@ def test_shards_survive_workers_nodes_and_other_sizes(place: Place, shm: Path) -
         assert its.loaded(big) >= 10, "by three, one of which is new"
         assert its.stored == []
         its.allow(OPEN)
-        eventually(lambda: its.at() > 20, "some steps")
+        eventually(lambda: its.at() > 20, "some steps", within_s=120)
         least = its.whole(n.id for n in members(big))
         its.run.cli("job", "scale", "2")
         scaled = its.run.running(2, round_after=big.round)
         assert its.loaded(scaled) >= least
         stay = [n.id for n in members(scaled)]
         (leaver,) = [n for n in members(big) if n.id not in stay]
-        eventually(lambda: not alive(leaver.agent_pid), "its node goes")
+        eventually(lambda: not alive(leaver.agent_pid), "its node goes", within_s=150)
         assert max(its.stored) >= least, "before the node went"
         its.run.cli("job", "scale", "3")
-        again = its.run.running(3, round_after=scaled.round, within_s=120)
+        again = its.run.running(3, round_after=scaled.round)
         its.loaded(again)
         assert its.agents("checkpoint_odd") == []
 
@@ -291,17 +318,20 @@ def test_a_flipped_bit_is_found_and_the_next_source_is_used(place: Place, shm: P
     rules: dict[str, object] = {"persistEvery": 4}
     with training(place, "sharded", replicas=2, checkpoint=rules, restartCount=9) as its:
         its.reach(4, "storage")
-        first = its.reach(6)
+        its.agreed()  # in 5 they hear that; until then an older one is copied, and 6 is not
+        its.reach(6)
         its.copied(6, range(2))
-        kill, at = members(its.run.running(2))[0], first.round
+        its.known(6)
+        first = its.run.running(2)
+        kill, at = members(first)[0], first.round
         for sources, step in (("own", 6), ("copy", 6), ("older", 5), ("storage", 4)):
             if sources == "own":
-                flip(slots(its.arena("n0"), 6, "0.")[0], 6)
+                flip(slot(its.arena("n0"), 6, "0."), 6)
             elif sources == "older":  # its peer's copy too: of step 5 each has its own
                 its.allow(5)
-                flip(slots(its.arena("n1"), 6, "peer-0.")[0], 6)
+                flip(slot(its.arena("n1"), 6, "peer-0."), 6)
             elif sources == "storage":
-                flip(slots(its.arena("n0"), 5, "0.")[0], 5)
+                flip(slot(its.arena("n0"), 5, "0."), 5)
                 for path in slots(its.arena("n1"), 5, "peer-0."):
                     flip(path, 5)
             os.kill(kill.pids[0], signal.SIGKILL)
@@ -309,8 +339,9 @@ def test_a_flipped_bit_is_found_and_the_next_source_is_used(place: Place, shm: P
             at, kill = status.round, members(status)[0]
             assert its.loaded(status) == step, sources
         # Whoever reads the log is told which tensor it was, and no more than once for each fault.
-        told = its.errors(r"large\S* in .* is not used: .*the bytes are not those")
-        assert 4 <= len(told) <= 12, told
+        wrong = r"large\S* in .* is not used: .*the bytes are not those"
+        eventually(lambda: len(its.errors(wrong)) >= 4, "a line for each fault")
+        assert len(its.errors(wrong)) <= 12
 
 
 def test_a_node_and_its_peer_are_restored_from_storage(place: Place, shm: Path) -> None:
@@ -345,7 +376,10 @@ def test_a_node_and_its_peer_are_restored_from_storage(place: Place, shm: Path) 
         data[len(data) // 2] ^= 1
         file.write_bytes(data)
         assert its.loaded(lose_two()) == 4
-        assert 1 <= len(its.errors("checkpoint of step 8 .* is not loaded")) <= 3
+        told = eventually(
+            lambda: its.errors("checkpoint of step 8 .* is not loaded"), "a word of it"
+        )
+        assert len(told) <= 3
 
 
 # --- how jobs end, and which write where ---
@@ -377,14 +411,12 @@ def test_two_jobs_in_one_directory(place: Place, shm: Path) -> None:
             status = other.run.running(1)
             assert other.loaded(status) == 6, "to read what is there needs no claim"
             other.allow(8)
-            told = other.run.until(
-                lambda s: condition(s)[0] == "True", "the condition", within_s=60
-            )
+            told = other.run.until(lambda s: condition(s)[0] == "True", "the condition")
             assert "written by another job, job (" in condition(told)[1]
             assert other.run.status().phase == "Running"
-            its.reach(8, "storage")
+            mine = its.reach(8, "storage")
             assert stored(place.folder) == [4, 6, 8]
-            assert condition(its.run.status())[0] == "False"
+            assert condition(mine)[0] == "False"
             first.close()
             other.run.until(
                 lambda s: (
@@ -406,18 +438,19 @@ def condition(status: JobStatus) -> tuple[str, str]:
 def test_who_is_asked_to_go_stores_what_is_newest(place: Place, shm: Path) -> None:
     with training(place, "sharded", gate=OPEN, replicas=2, minReplicas=1, hosts=2) as its:
         first = its.run.running(2)
-        eventually(lambda: its.at() > 20, "some steps", within_s=60)
+        eventually(lambda: its.at() > 20, "some steps", within_s=120)
         least = its.whole(["n0", "n1"])
         its.run.cli("node", "drain", members(first)[1].id)
-        second = its.run.running(1, round_after=first.round, within_s=60)
+        second = its.run.running(1, round_after=first.round)
         at = its.loaded(second)
         assert at >= least
-        eventually(lambda: not alive(members(first)[1].agent_pid), "its node goes")
+        gone = members(first)[1].agent_pid
+        eventually(lambda: not alive(gone), "its node goes", within_s=150)
         assert at in its.stored, "before the node went"
-        eventually(lambda: its.at() > at + 20, "more steps")
+        eventually(lambda: its.at() > at + 20, "more steps", within_s=120)
         least = its.whole(["n0"])
         its.run.process.send_signal(signal.SIGTERM)
-        assert its.run.wait() == 143
+        assert its.run.wait(within_s=170) == 143
         at = max(its.stored)
         assert at >= least
         assert f"step {at} is in storage" in shout(its.run)
@@ -442,9 +475,9 @@ def test_a_change_that_is_planned_repeats_no_step(place: Place, shm: Path) -> No
         changes = [("node", "drain", victim), ("job", "scale", "1"), ("job", "scale", "2")]
         for change, size in zip(changes, (2, 1, 2), strict=True):
             at, former = its.at(), status
-            eventually(lambda at=at: its.at() > at + 20, "some steps", within_s=60)  # type: ignore[misc]
+            eventually(lambda at=at: its.at() > at + 20, "some steps", within_s=120)  # type: ignore[misc]
             its.run.cli(*change)
-            status = its.run.running(size, round_after=former.round, within_s=60)
+            status = its.run.running(size, round_after=former.round)
             at = its.loaded(status)
             ended = eventually(  # who has left may be the last to say so
                 lambda f=former: (
@@ -481,7 +514,8 @@ FINISHES = """
 
 def test_the_last_step_of_a_job_that_succeeds_is_stored(place: Place, shm: Path) -> None:
     policy = {"dir": str(place.folder / "store"), "persistEvery": 1 << 30}
-    with job(place, script=FINISHES, replicas=2, spec={"checkpoint": policy}) as run:
+    spec = {"checkpoint": policy}
+    with job(place, script=FINISHES, replicas=2, spec=spec, settings=PATIENT) as run:
         assert run.wait() == 0, run.output
     assert stored(place.folder) == [20], "".join(run.output)
 
@@ -494,6 +528,7 @@ def test_an_agent_that_comes_again_has_what_was_staged(place: Place, shm: Path) 
     permit(place.folder, 5)
     port = free_port()
     args = ("train.py", "sharded", str(place.folder / "gate"), str(place.folder))
+    settings = {f"DLROVER_MASTER_{key.upper()}": value for key, value in PATIENT.items()}
 
     def agent(rank: int) -> "subprocess.Popen[str]":
         with (place.folder / f"{rank}.log").open("a") as out:
@@ -505,6 +540,7 @@ def test_an_agent_that_comes_again_has_what_was_staged(place: Place, shm: Path) 
                 *args,
                 stdout=out,
                 stderr=subprocess.STDOUT,
+                env=settings,
             )
 
     def said(pattern: str) -> list[str]:
@@ -513,26 +549,20 @@ def test_an_agent_that_comes_again_has_what_was_staged(place: Place, shm: Path) 
 
     both = [agent(0), agent(1)]
     try:
-        eventually(
-            lambda: (
-                all((place.folder / f"at-{n}").exists() for n in (0, 1))
-                and all((place.folder / f"at-{n}").read_text() == f"{5:09d}" for n in (0, 1))
-            ),
-            "five steps",
-            within_s=60,
-        )
+        # Sealed, and not only finished: an agent's worker dies with it.
+        eventually(lambda: len(own(shm, 5)) == 2, "five steps", within_s=120)
         both[1].kill()
         both[1].wait()
         both[1] = agent(1)
         second = r"loaded [2-9] \d 2 .*(?:ok|wrong .*})"
-        eventually(lambda: len(said(second)) >= 2, "a second round", within_s=60)
+        eventually(lambda: len(said(second)) >= 2, "a second round", within_s=120)
         assert {line.split(maxsplit=4)[4] for line in said(second)} == {"5 ok"}
     finally:
         permit(place.folder, OPEN)
         for one in both:
             one.terminate()
         for one in both:
-            one.wait(40)
+            one.wait(90)
 
 
 # --- who comes too late ---
@@ -542,8 +572,11 @@ def persister(node: NodeStatus) -> psutil.Process:
     """The process that writes a node's parts to storage."""
 
     def look() -> psutil.Process | None:
-        children = psutil.Process(node.agent_pid).children()
-        return next((p for p in children if "dlrover_py.persist" in p.cmdline()), None)
+        for child in psutil.Process(node.agent_pid).children():
+            with suppress(psutil.Error):  # it has ended since
+                if "dlrover_py.persist" in child.cmdline():
+                    return child
+        return None
 
     return eventually(look, f"the persister of {node.id}")  # type: ignore[return-value]
 
@@ -563,25 +596,25 @@ def halt(process: psutil.Process) -> None:
 def test_a_coordinator_that_was_given_up_commits_nothing(place: Place, shm: Path) -> None:
     """It is frozen with everything written, its grant arrives, and others go on without it."""
     rules: dict[str, object] = {"persistEvery": 4}
-    quick = {"lease_s": "6", "exchange_s": "0.5"}
+    quick = {"lease_s": "15", "exchange_s": "0.5"}
     with training(place, "sharded", replicas=2, hosts=3, checkpoint=rules, settings=quick) as its:
-        before = its.reach(3)
+        before = its.reach(4, "storage")  # each persister has begun long since
         victim, other = members(before)
         coordinator, writer = persister(victim), persister(other)
         master = its.run.snapshot().master_pid
         writer.suspend()  # so the coordinator has to wait
-        its.allow(4)
+        its.allow(8)
         store = place.folder / "store"
         (layout,) = eventually(
-            lambda: [*store.glob("step-4.*/parts/n0.layout.json")], "an order", within_s=60
+            lambda: [*store.glob(f"step-8.*/parts/{victim.id}.layout.json")], "an order"
         )
         folder = layout.parent.parent
-        its.reach(6)  # by now the other one has been told too
+        its.reach(10)  # by now the other one has been told too
         os.kill(master, signal.SIGSTOP)  # so nobody grants
         try:
             writer.resume()
             eventually(
-                lambda: any(e["step"] == 4 and e["phase"] == "ready"
+                lambda: any(e["step"] == 8 and e["phase"] == "ready"
                             for e in its.agents("checkpoint_persists")),
                 "all but the manifest, and its agent has heard so",
                 within_s=60,
@@ -592,17 +625,19 @@ def test_a_coordinator_that_was_given_up_commits_nothing(place: Place, shm: Path
             os.kill(master, signal.SIGCONT)
         its.allow(OPEN)
         its.run.until(  # by now its agent has been given the grant
-            lambda s: (found := last(s)) and found[0] > 6, "newer steps", within_s=60
+            lambda s: (found := last(s)) and found[0] > 10, "newer steps"
         )
         its.run.hurt(victim.id, "freeze")
-        after = its.run.running(2, round_after=before.round, within_s=60)
+        after = its.run.running(2, round_after=before.round)
         its.loaded(after)
-        eventually(lambda: max(its.stored, default=0) > 4, "a newer one in storage", within_s=60)
+        eventually(lambda: max(its.stored, default=0) > 8, "a newer one in storage")
+
+        def reads() -> list[str]:
+            return [f.path for f in coordinator.open_files() if f.path.startswith(str(shm))]
+
+        assert reads(), "it was about to commit"
         coordinator.resume()
-        eventually(
-            lambda: not [f for f in coordinator.open_files() if f.path.startswith(str(shm))],
-            "it lets go of its slots, for it is done",
-        )
+        eventually(lambda: not reads(), "it lets go of its slots, for it is done")
         assert folder.name not in {m.folder for m in Store(store).checkpoints()}
         its.run.hurt(victim.id, "thaw")
         its.run.until(lambda s: "NodeRefused" in [e.reason for e in s.events], "a refusal")
@@ -621,11 +656,12 @@ def test_a_killed_node_of_a_job_that_runs_freely_loses_next_to_nothing(
     with training(place, "sharded", gate=OPEN, replicas=3, minReplicas=2, hosts=3) as its:
         its.run.running(3)
         eventually(lambda: its.at() > 100, "some steps", within_s=120)
+        its.agreed()
         first = eventually(lambda: doubled(its.memory(), range(3)), "one step, copied everywhere")
         second = eventually(
             lambda: (step := doubled(its.memory(), range(3))) > first and step, "a newer one"
         )
-        before = its.run.status()
+        before = its.run.running(3)
         its.run.hurt(members(before)[1].id, "kill")
         after = its.run.running(2, round_after=before.round)
         assert its.loaded(after) >= second
@@ -650,9 +686,11 @@ def test_what_outlives_any_node_never_goes_back(place: Place, shm: Path) -> None
         def watch() -> None:
             nonlocal best
             while not ended.is_set():
-                # Nodes are looked at one after another, so what is there is missed now and then.
+                # Nodes are looked at one after another, so what is there is missed now and then,
+                # and may have been replaced twice when this process gets its turn again.
+                began = time.monotonic()
                 seen = max(outlives() for _ in range(LOOKS))
-                if seen < best:
+                if seen < best and time.monotonic() < began + LOOKS_S:
                     drops.append(f"{seen} after {best}")
                 best = max(best, seen)
                 pause.wait(0.002)
@@ -668,8 +706,9 @@ def test_what_outlives_any_node_never_goes_back(place: Place, shm: Path) -> None
                 eventually(
                     lambda s=status: best[0] == s.round,  # type: ignore[misc]
                     "one of the new round, copied everywhere",
-                    within_s=60,
+                    within_s=120,
                 )
+                its.agreed(status.round)  # until all know that, they go on with what was before
         finally:
             ended.set()
             watcher.join()
@@ -679,7 +718,7 @@ def test_what_outlives_any_node_never_goes_back(place: Place, shm: Path) -> None
 # --- at any time ---
 
 
-@pytest.mark.timeout(60 * FAULTS)
+@pytest.mark.timeout(90 * FAULTS)
 def test_at_random_times(place: Place, shm: Path) -> None:
     """Workers, agents and nodes die in any moment of a job that saves and stores all the time."""
     seed = random.randrange(1 << 32)
@@ -711,7 +750,7 @@ def test_at_random_times(place: Place, shm: Path) -> None:
             number, at = eventually(
                 lambda r=status.round: next_load(its, r),  # type: ignore[misc]
                 f"{said}: a load",
-                within_s=90,
+                within_s=150,
             )
             said += f", {before} whole, {least} soon after; {at} loaded in round {number}"
             print(said)

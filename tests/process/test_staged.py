@@ -340,7 +340,7 @@ def test_what_a_killed_writer_leaves_is_whole_and_the_newest(folder: Path) -> No
     )
     lines = done.stdout.splitlines()
     assert lines[-1:], done.stderr
-    assert re.match(r"done 200 ", lines[-1]), done.stdout + done.stderr[-2000:]
+    assert re.match(r"done \d+ ", lines[-1]), done.stdout + done.stderr[-2000:]
     assert lines[:-1] == []
     assert int(lines[-1].split()[3]) > 10, "few were killed while a slot was being filled"
 
