@@ -34,7 +34,7 @@ def namespace(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[str]
     """A namespace for one test; afterwards it is deleted, and nodes are uncordoned."""
     words = re.sub(r"[^a-z0-9]+", "-", request.node.name.removeprefix("test_").lower())
     name = f"{words[:40].strip('-')}-{secrets.token_hex(3)}"
-    cluster.kubectl("create", "namespace", name)
+    cluster.make_namespace(name)
     yield name
     cluster.heal()
     cluster.kubectl("delete", "namespace", name, "--wait=false", "--ignore-not-found")
@@ -62,8 +62,7 @@ def operator_image(cluster: Cluster) -> str:
 def operator(cluster: Cluster, operator_image: str, master_image: str) -> str:
     """The operator, installed from the chart, and running; its namespace."""
     release = installed(cluster, operator_image, master_image)
-    ready = ("rollout", "status", "deploy/dlrover-operator", "--timeout=110s")
-    cluster.kubectl(*ready, "-n", release)  # what went before may have moved it
+    rolled_out(cluster, release)  # what went before may have moved it
     return release
 
 
@@ -72,6 +71,12 @@ def there(cluster: Cluster, operator: str, namespace: str) -> Iterator[Watched]:
     """A namespace that is watched, of a cluster with the operator in it."""
     with watching(cluster, namespace) as watched:
         yield watched
+
+
+def rolled_out(cluster: Cluster, release: str) -> None:
+    """Wait until as many operators as are wished are ready."""
+    ready = ("rollout", "status", "deploy/dlrover-operator", "--timeout=230s")
+    cluster.kubectl(*ready, "-n", release, within_s=240)
 
 
 def installed(cluster: Cluster, operator_image: str, master_image: str) -> str:
@@ -90,6 +95,6 @@ def installed(cluster: Cluster, operator_image: str, master_image: str) -> str:
         return str(release["namespace"])
     cluster.helm(
         *("upgrade", "--install", "dlrover", str(CHART), "-n", SYSTEM, "--create-namespace"),
-        *("--take-ownership", "--set", ",".join(values), "--wait", "--timeout=120s"),
+        *("--take-ownership", "--set", ",".join(values), "--wait", "--timeout=240s"),
     )
     return SYSTEM

@@ -13,8 +13,9 @@ import shutil
 import signal
 import subprocess
 import sysconfig
+import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from tests.cluster.lab.node import Node
 from tests.cluster.lab.shell import LabError, run
 from tests.cluster.lab.waiting import until
 
-__all__ = ["Cluster", "LabError", "Obj", "on_fakes", "until"]
+__all__ = ["Cluster", "LabError", "Obj", "on_fakes", "send", "until"]
 Obj = dict[str, Any]
 LIBRARIES = "/opt/libraries"  # where our images take libraries from (Dockerfile)
 
@@ -39,6 +40,13 @@ LIBRARIES = "/opt/libraries"  # where our images take libraries from (Dockerfile
 def inside(pid: int, path: str) -> Path:
     """A file as that process sees it, from outside of its container."""
     return Path("/proc", str(pid), "root") / path.lstrip("/")
+
+
+def send(number: signal.Signals, pids: Iterable[int]) -> None:
+    """Signal processes; some may have just gone."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 class Cluster:
@@ -77,6 +85,11 @@ class Cluster:
         body = yaml.safe_dump_all(objects)
         self.kubectl("apply", "--server-side", "-f", "-", *_of(namespace), stdin=body)
 
+    def make_namespace(self, name: str) -> None:
+        """Create one; when this returns Pods can be made in it: it has its account."""
+        self.kubectl("create", "namespace", name)
+        until(lambda: self.get("serviceaccount", "default", name), f"the account of {name}")
+
     # What can be seen.
 
     @property
@@ -110,15 +123,24 @@ class Cluster:
     def following(self, pod: str, namespace: str) -> Iterator[Callable[[], str]]:
         """Read what a Pod says while the block runs; the call waits until it has ended.
 
-        A Pod that is deleted takes its log with it.
+        A Pod that is deleted takes its log with it: the block begins once something was read.
         """
         argv = ["logs", "-f", pod, "-n", namespace]
         program = shutil.which("kubectl", path=self.env["PATH"]) or "kubectl"
-        with subprocess.Popen(
-            [program, *argv], env=self.env, stdout=subprocess.PIPE, text=True
-        ) as log:
+        until(lambda: self.logs(pod, namespace), f"{namespace}/{pod} says something")
+        with (
+            tempfile.NamedTemporaryFile() as file,
+            subprocess.Popen([program, *argv], env=self.env, stdout=file) as log,
+        ):
+            read = Path(file.name).read_text
+
+            def whole() -> str:
+                log.wait(timeout=300)
+                return read()
+
             try:
-                yield lambda: log.communicate(timeout=120)[0]
+                until(lambda: read() or log.poll() is not None, "the first of it is read")
+                yield whole
             finally:
                 log.kill()
 
@@ -199,6 +221,7 @@ class Cluster:
         container: str = "",
         having: str = "",
         number: signal.Signals = signal.SIGKILL,
+        within_s: float = 60,
     ) -> "list[int]":
         """Signal a Pod's processes whose command line has the pattern; pids, at least one.
 
@@ -217,17 +240,15 @@ class Cluster:
 
         words = f"a process of {namespace}/{pod} has {pattern!r} in its command line"
         try:
-            pids = until(look, words, within_s=15 if pattern else 0)
+            pids = until(look, words, within_s=within_s if pattern else 0)
         except AssertionError as error:
             raise LabError(str(error)) from None
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
+        send(number, pids)
         if number == signal.SIGKILL:
             until(
                 lambda: not any(since and started(pid) == since for pid, since in pids.items()),
                 f"{sorted(pids)} are gone",
-                within_s=10,
+                within_s=30,
                 every_s=0.01,
             )
         return sorted(pids)
@@ -263,10 +284,10 @@ class Cluster:
         """New Pods again."""
         self.kubectl("uncordon", node)
 
-    def drain(self, node: str, *, within_s: float = 60) -> None:
+    def drain(self, node: str, *, within_s: float = 180) -> None:
         """Evict all Pods of the node by the eviction API, which heeds disruption budgets."""
         self.kubectl("drain", node, "--ignore-daemonsets", "--delete-emptydir-data", "--force",
-                     f"--timeout={within_s:g}s", within_s=within_s + 10)  # fmt: skip
+                     f"--timeout={within_s:g}s", within_s=within_s + 60)  # fmt: skip
 
     # Faults of the control plane.
 
@@ -280,10 +301,11 @@ class Cluster:
 
         Afterwards Kubernetes may hold hosts for lost until it has heard of them again.
         """
-        with self._needs_lab("stop etcd").etcd_stopped():
+        lab = self._needs_lab("stop etcd")
+        with lab.etcd_stopped():
             yield
-        for node in self.nodes:
-            until(lambda n=node: self.node_ready(n), f"{node} is Ready again", within_s=60)
+        for node in lab.nodes:
+            until(lambda n=node: self._is_back(n), f"{node} is Ready again")
 
     def api_server_killed(self) -> AbstractContextManager[None]:
         """It is gone while the block runs: connections are refused (SIGKILL)."""
@@ -348,7 +370,12 @@ class Cluster:
             mend(node)
             self._hurts[name] -= 1
             if not self._hurts[name]:
-                until(lambda: self.node_ready(name), f"{name} is Ready again", within_s=120)
+                until(lambda: self._is_back(name), f"{name} is Ready again")
+
+    def _is_back(self, node: str) -> bool:
+        with suppress(LabError):  # who was hurt may answer, and not for a moment more
+            return self.node_ready(node)
+        return False
 
     def _load(self) -> dict[str, str]:
         if self._lab is not None:

@@ -16,11 +16,12 @@ from dlrover_py.kube import ELASTICJOBS, PODS, Changed, Gone, Kind, Kube, Listed
 from dlrover_py.master.store import HOLDER
 from dlrover_py.protocol.agents import WorkerPhase
 from dlrover_py.protocol.job import ElasticJob
-from dlrover_py.protocol.names import ENV_ROUND, journal_of
+from dlrover_py.protocol.names import ENV_ROUND, journal_of, master_of
 from dlrover_py.protocol.status import JobPhase, NodeRole, Training
-from tests.cluster.harness import Cluster, Obj
+from tests.cluster.harness import Cluster, Obj, until
 
 T = TypeVar("T")
+OPERATOR = "app.kubernetes.io/name=dlrover-operator"
 WORKER = r"^\S*python3 -c"
 """Command line of a worker of ``steps()``; its agent's has the script too, further behind."""
 LEASE_S = 10.0
@@ -58,14 +59,21 @@ def document(
     # Short, but a kubelet that is late must be able to say that a Pod has ended by itself.
     template = {"spec": {"containers": [main], "terminationGracePeriodSeconds": 15, **(pod or {})}}
     role = {"replicas": replicas, "template": template, **worker}
-    env = [{"name": "DLROVER_MASTER_LEASE_S", "value": str(lease_s)}]
-    master = {"template": {"spec": {"containers": [{"name": "main", "env": env}]}}}
     return {
         "apiVersion": "elastic.iml.github.io/v1alpha1",
         "kind": "ElasticJob",
         "metadata": {"name": name},
-        "spec": {"replicaSpecs": {"worker": role, "dlrover-master": master}, **(spec or {})},
+        "spec": {
+            "replicaSpecs": {"worker": role, "dlrover-master": patient(lease_s)},
+            **(spec or {}),
+        },
     }
+
+
+def patient(lease_s: float = LEASE_S) -> Obj:
+    """A master's replica spec, with that lease."""
+    env = [{"name": "DLROVER_MASTER_LEASE_S", "value": str(lease_s)}]
+    return {"template": {"spec": {"containers": [{"name": "main", "env": env}]}}}
 
 
 def steps(total: int = 100_000, pause: float = 0.05) -> list[str]:
@@ -143,7 +151,7 @@ class Watched:
         with self._news:
             return dict(self._found[kind])
 
-    def until(self, look: Callable[[], T], what: str, *, within_s: float = 60.0) -> T:
+    def until(self, look: Callable[[], T], what: str, *, within_s: float = 120.0) -> T:
         """Wait until there is something (truthy), and return it."""
         deadline = time.monotonic() + within_s
         with self._news:
@@ -151,7 +159,7 @@ class Watched:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise AssertionError(f"not within {within_s:g} s: {what}\n{self.story()}")
-                self._news.wait(left)
+                self._news.wait(min(left, 1.0))  # not all that is looked at is watched
             return seen
 
     def close(self) -> None:
@@ -235,11 +243,11 @@ class Job:
             and pod["metadata"]["labels"].get("elasticjob.dlrover/name") == self.name
         }
 
-    def until(self, look: Callable[[], T], what: str, *, within_s: float = 60.0) -> T:
+    def until(self, look: Callable[[], T], what: str, *, within_s: float = 120.0) -> T:
         """Wait until there is something (truthy)."""
         return self.watched.until(look, f"{self.name}: {what}", within_s=within_s)
 
-    def runs(self, nodes: int, *, after: int = 0, within_s: float = 90.0) -> Training:
+    def runs(self, nodes: int, *, after: int = 0, within_s: float = 180.0) -> Training:
         """Wait for a round of so many nodes, later than that one, that has made a step and of
         whose nodes each has said what it runs: the first step may be another node's."""
 
@@ -263,7 +271,7 @@ class Job:
 
         return self.until(look, f"a round of {nodes} nodes after {after}", within_s=within_s)
 
-    def formed(self, number: int, *, within_s: float = 60.0) -> str:
+    def formed(self, number: int, *, within_s: float = 120.0) -> str:
         """Wait for a round; what was said of it. It may be over already: the status of one that
         lasts for a moment is never written."""
 
@@ -276,11 +284,15 @@ class Job:
 
     @property
     def holder(self) -> str:
-        """The master's Pod that has written the journal last."""
-        journal = self.cluster.get("secret", journal_of(self.name), self.namespace)
-        assert journal is not None
-        notes: dict[str, str] = journal["metadata"]["annotations"]
-        return str(json.loads(notes[HOLDER])["pod"])
+        """The master's Pod that has written the journal last; "" once it has let go of it."""
+        journal = self.cluster.get("secret", journal_of(self.name), self.namespace) or {}
+        notes: dict[str, str] = journal.get("metadata", {}).get("annotations") or {}
+        return str(json.loads(notes[HOLDER])["pod"]) if notes.get(HOLDER) else ""
+
+    @property
+    def account(self) -> str:
+        """Who its master is to the API server."""
+        return f"system:serviceaccount:{self.namespace}:{master_of(self.name)}"
 
     def workers(self, node: str) -> set[int]:
         """The node's workers of the present round; none while it is about to start them."""
@@ -290,10 +302,15 @@ class Job:
 
     def kill_worker(self, node: str) -> None:
         """Kill the node's worker of the present round, once it runs."""
-        mark = f"{ENV_ROUND}={self.training.round}"
+
+        def look() -> int:
+            number = self.training.round
+            return number if self.workers(node) else 0
+
+        mark = f"{ENV_ROUND}={self.until(look, f'the worker of {node} runs')}"
         self.cluster.kill(f"{self.name}-{node}", self.namespace, WORKER, having=mark)
 
-    def ends(self, phase: str, *, within_s: float = 90.0) -> Obj:
+    def ends(self, phase: str, *, within_s: float = 180.0) -> Obj:
         """Wait until it has ended so."""
         self.until(lambda: self.phase == phase, f"phase {phase}", within_s=within_s)
         return self.status
@@ -325,3 +342,16 @@ def watching(cluster: Cluster, namespace: str) -> Iterator[Watched]:
         yield watched
     finally:
         watched.close()
+
+
+@contextmanager
+def no_operator(cluster: Cluster, release: str) -> Iterator[None]:
+    """Nobody mends what the block breaks, nor does what it wishes: the operator comes back after
+    it."""
+    scale = ("scale", "deploy/dlrover-operator", "-n", release)
+    cluster.kubectl(*scale, "--replicas=0")
+    try:
+        until(lambda: not cluster.list("pods", release, OPERATOR), "there is no operator")
+        yield
+    finally:
+        cluster.kubectl(*scale, "--replicas=1")

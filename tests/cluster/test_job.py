@@ -1,18 +1,21 @@
 """An ElasticJob on a real cluster: submitted, hurt, resized, ended."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from dlrover_py.protocol.names import master_of
 from dlrover_py.protocol.status import JobPhase, NodeStatus
 from tests.cluster.harness import Cluster, Obj, until
-from tests.cluster.jobs import WORKER, Job, Watched, document, spread, steps, submit
+from tests.cluster.jobs import WORKER, Job, Watched, document, no_operator, spread, steps, submit
+from tests.cluster.test_chart import may
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 
 def job(there: Watched, image: str, name: str = "job", **more: Any) -> Job:
@@ -44,9 +47,13 @@ def test_the_columns_tell_the_story(there: Watched, agent_image: str) -> None:
     run = job(there, agent_image, replicas=2)
     run.runs(2)
     run.until(lambda: run.phase == "Running", "the operator has seen it")
-    head, line = run.kubectl("get", "ej", "job").splitlines()
+    head, _ = run.kubectl("get", "ej", "job").splitlines()
     assert head.split() == ["NAME", "PHASE", "READY", "PROGRESS", "RESTARTS", "GOODPUT", "AGE"]
-    assert line.split()[1:3] == ["Running", "2/2"]
+    # An agent that is late for a moment is not ready.
+    until(
+        lambda: run.kubectl("get", "ej", "job").splitlines()[1].split()[1:3] == ["Running", "2/2"],
+        "both are ready",
+    )
     about = ("get", "events", "--field-selector=involvedObject.kind=ElasticJob")
     for reason in ("RoundFormed", "TrainingResumed"):
         until(lambda r=reason: r in run.kubectl(*about), reason)  # type: ignore[misc]
@@ -76,7 +83,7 @@ def test_dlrovers_own_kind_of_manifest_runs(there: Watched, agent_image: str) ->
     worker = doc["spec"]["replicaSpecs"]["worker"]
     worker["template"] = there.cluster.with_torch(worker["template"])  # the check needs it
     run = submit(there.cluster, there, doc)
-    run.ends("Succeeded", within_s=240)
+    run.ends("Succeeded", within_s=400)
     assert run.training.minimum == 3, "of --nnodes"
     assert "NodesChecked" in reasons(run)
 
@@ -90,7 +97,7 @@ def test_a_parameter_server_job_is_told_that_it_is_not_run_yet(
     cluster = there.cluster
     cluster.kubectl("create", "-f", "-", "-n", there.namespace, stdin=json.dumps(doc))
     run = Job(cluster, there, "job")
-    told = run.until(lambda: run.condition("Accepted"), "a condition", within_s=30)
+    told = run.until(lambda: run.condition("Accepted"), "a condition")
     assert (told["status"], told["reason"]) == ("False", "Unsupported")
     assert run.kubectl("get", "ej", "job", "-owide").splitlines()[1].split()[1] == "Refused"
     assert "Unsupported" in run.kubectl("get", "ej", "job", "-owide")
@@ -130,7 +137,7 @@ def test_a_standby_takes_the_lost_ones_place(there: Watched, agent_image: str) -
     run = job(there, agent_image, replicas=2, standbyReplicas=1)
     before = run.runs(2)
     run.until(lambda: run.training.standby == 1, "a standby")
-    assert run.status["replicas"] == 2, "standbys are not counted"
+    run.until(lambda: run.status["replicas"] == 2, "standbys are not counted")
     roles = {n.role.value: n.id for n in run.training.nodes}
     there.cluster.delete_pod(f"job-{roles['member']}", there.namespace, force=True)
     after = run.runs(2, after=before.round)
@@ -164,7 +171,7 @@ def test_a_node_that_is_drained_loses_its_pods_without_blame(
     run.until(
         lambda: all(n.host != host for n in members(run)) and len(members(run)) == 3,
         "all train elsewhere",
-        within_s=120,
+        within_s=240,
     )
     run.formed(before.round + 1)  # of less than a second, perhaps: in no status
     assert all(n.relaunches == n.restarts == 0 for n in run.training.nodes)
@@ -192,10 +199,13 @@ def test_a_job_that_is_deleted_without_its_pods_trains_on(there: Watched, agent_
     run.runs(1)
     run.kubectl("delete", "ej", "job", "--cascade=orphan")
     there.until(lambda: "job" not in there.all("ElasticJob"), "it is gone")
-    lines = len(there.cluster.logs("job-n0", there.namespace).splitlines())
     there.cluster.kill("job-n0", there.namespace, WORKER)
     until(
-        lambda: len(there.cluster.logs("job-n0", there.namespace).splitlines()) > lines,
+        lambda: [
+            said
+            for said in there.cluster.processes("job-n0", there.namespace).values()
+            if re.search(WORKER, said)
+        ],
         "its agent has started another worker",
     )
     assert run.pods["n0"]["status"]["phase"] == "Running"
@@ -227,8 +237,9 @@ def test_the_first_example_runs(there: Watched, cluster: Cluster) -> None:
     main["image"] = cluster.image("examples")
     main["command"] += ["--epochs=3", "--step-delay=0.05"]
     run = submit(cluster, there, doc)
-    run.ends("Succeeded", within_s=240)
-    assert "accuracy 0." in "".join(cluster.logs(f"digits-{n}", there.namespace) for n in run.pods)
+    run.ends("Succeeded", within_s=400)
+    logs = [until(lambda n=n: cluster.logs(f"digits-{n}", there.namespace), n) for n in run.pods]  # type: ignore[misc]
+    assert "accuracy 0." in "".join(logs)
 
 
 def test_a_host_that_is_cut_off_is_survived_and_kept_out(there: Watched, agent_image: str) -> None:
@@ -241,7 +252,7 @@ def test_a_host_that_is_cut_off_is_survived_and_kept_out(there: Watched, agent_i
     host = run.pods[victim]["spec"]["nodeName"]
     with cluster.cut_off(host):
         assert f"1 nodes, 1 workers (out: {victim})" in run.formed(before.round + 1)
-        again = run.runs(2, after=before.round + 1, within_s=90)
+        again = run.runs(2, after=before.round + 1)
         assert host not in {n.host for n in again.nodes if n.role.value == "member"}
     new = next(n for n in again.nodes if n.role.value == "member" and n.id not in ("n0", "n1"))
     affinity = json.dumps(run.pods[new.id]["spec"]["affinity"])
@@ -250,7 +261,7 @@ def test_a_host_that_is_cut_off_is_survived_and_kept_out(there: Watched, agent_i
 
 
 def cluster_is_well(cluster: Cluster, host: str) -> None:
-    until(lambda: cluster.node_ready(host), f"{host} is Ready", within_s=120)
+    until(lambda: cluster.node_ready(host), f"{host} is Ready")
 
 
 def test_a_master_that_is_deleted_is_replaced_and_the_workers_do_not_notice(
@@ -274,15 +285,12 @@ def test_running_jobs_do_not_notice_the_operator(
     cluster = there.cluster
     run = job(there, agent_image, replicas=2)
     before = run.runs(2)
-    cluster.kubectl("scale", "deploy/dlrover-operator", "-n", operator, "--replicas=0")
-    try:
+    with no_operator(cluster, operator):
         run.kill_worker("n0")
         middle = run.runs(2, after=before.round)
-    finally:
-        cluster.kubectl("scale", "deploy/dlrover-operator", "-n", operator, "--replicas=1")
     run.patch({"suspend": True})
     what = "suspended by the operator that came back"
-    run.until(lambda: run.holds("Suspended"), what, within_s=120)
+    run.until(lambda: run.holds("Suspended"), what, within_s=240)
     assert run.training.round == middle.round
 
 
@@ -400,13 +408,13 @@ def test_a_job_of_the_same_name_starts_anew(there: Watched, agent_image: str) ->
     there.until(lambda: "job" not in there.all("ElasticJob"), "it is gone")
     second = job(there, agent_image, replicas=1, command=steps(30, 0.05))
     assert second.until(lambda: second.obj, "it")["metadata"]["uid"] != uid
-    second.ends("Succeeded", within_s=180)
+    second.ends("Succeeded", within_s=240)
 
 
 # --- what cannot be had ---
 
 
-def trouble(run: Job, kind: str, within_s: float = 60.0) -> str:
+def trouble(run: Job, kind: str, within_s: float = 180.0) -> str:
     return str(run.until(lambda: run.holds(kind) and run.condition(kind)["message"], kind,
                          within_s=within_s))  # fmt: skip
 
@@ -419,7 +427,7 @@ def test_what_a_pod_lacks_is_a_condition(there: Watched, agent_image: str) -> No
         {"name": "a", "valueFrom": {"nothing": {}}}
     ]
     bad = submit_unchecked(there, wrong)
-    assert "no-such:1" in trouble(image, "ImagePullBackOff", 90)
+    assert "no-such:1" in trouble(image, "ImagePullBackOff")
     assert "node affinity/selector" in trouble(room, "Unschedulable")
     assert trouble(bad, "InvalidTemplate")
     for run, why in (
@@ -428,7 +436,11 @@ def test_what_a_pod_lacks_is_a_condition(there: Watched, agent_image: str) -> No
         (bad, "InvalidTemplate"),
     ):
         run.until(lambda r=run, w=why: r.training.reason.startswith(w), f"{why} in the column")
-        assert f"{why}: " in run.kubectl("get", "ej", run.name, "-owide")
+        # Kubelets say by turns that they try and that they wait.
+        until(
+            lambda r=run, w=why: f"{w}: " in r.kubectl("get", "ej", r.name, "-owide"),  # type: ignore[misc]
+            f"{why} in the column, as people see it",
+        )
 
 
 def test_a_job_keeps_its_size_under_what_cannot_be_had_and_grows_once_it_can(
@@ -471,6 +483,10 @@ def test_a_quota_is_a_condition_and_more_of_it_is_enough(there: Watched, agent_i
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "q"},
              "spec": {"hard": {"pods": "2"}}}  # fmt: skip
     cluster.apply(quota, namespace=there.namespace)
+    until(
+        lambda: (cluster.get("quota", "q", there.namespace) or {}).get("status", {}).get("hard"),
+        "the quota is heeded",
+    )
     run = job(there, agent_image, replicas=2, minReplicas=1)
     small = run.runs(1)
     assert "exceeded quota" in trouble(run, "QuotaExceeded")
@@ -498,21 +514,25 @@ def test_a_name_that_is_taken_is_a_condition(there: Watched, agent_image: str) -
     assert run.runs(1).term == 1, "without a new master"
 
 
-def test_a_right_that_is_taken_away_is_a_condition(there: Watched, agent_image: str) -> None:
+def test_a_right_that_is_taken_away_is_a_condition(
+    there: Watched, agent_image: str, operator: str
+) -> None:
     run = job(there, agent_image, replicas=1, maxReplicas=2)
     before = run.runs(1)
-    role = "elasticjob-job-dlrover-master"
-    rules = run.kubectl("get", "role", role, "-ojson")
+    rules = run.kubectl("get", "role", master_of("job"), "-ojson")
     fewer = json.loads(rules)
     fewer["rules"][0]["verbs"].remove("create")
-    replace(there, fewer)
-    run.kubectl("scale", "ej/job", "--replicas=2")
-    assert "cannot create resource" in trouble(run, "PermissionDenied")
-    assert run.training.phase is JobPhase.RUNNING
-    whole = json.loads(rules)
-    del whole["metadata"]["resourceVersion"]
-    replace(there, whole)
-    assert run.runs(2, after=before.round).term == before.term, "without a new master"
+    with no_operator(there.cluster, operator):  # which would give it back
+        replace(there, fewer)
+        until(
+            lambda: not may(there.cluster, run.account, "create", "pods", there.namespace),
+            "the API server has heard of it",
+        )
+        run.kubectl("scale", "ej/job", "--replicas=2")
+        assert "cannot create resource" in trouble(run, "PermissionDenied")
+        assert run.training.phase is JobPhase.RUNNING
+        replace(there, json.loads(rules))
+        assert run.runs(2, after=before.round).term == before.term, "without a new master"
 
 
 def replace(there: Watched, obj: Obj) -> None:

@@ -14,7 +14,7 @@ from tests.cluster.harness import Cluster, until
 from tests.cluster.jobs import Watched, watching
 from tests.cluster.many import Asked, agents_of, many, running
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 PODS_OF_A_JOB = 100
 LOGGED = "what is watched has been logged too"
 
@@ -24,21 +24,23 @@ def there(cluster: Cluster, operator: str, namespace: str) -> Iterator[Watched]:
     """A namespace that is watched, of a cluster with the operator and fake nodes in it."""
     with cluster.fake_nodes(4), watching(cluster, namespace) as watched:
         yield watched
-        cluster.kubectl("delete", "namespace", namespace)  # while somebody speaks for its Pods
+        # While somebody speaks for its Pods.
+        cluster.kubectl("delete", "namespace", namespace, within_s=300)
 
 
 def test_a_large_job_costs_the_api_server_little(there: Watched) -> None:
     run = many(there, "large", PODS_OF_A_JOB)
-    run.until(lambda: running(run) == PODS_OF_A_JOB, "all run", within_s=120)
+    run.until(lambda: running(run) == PODS_OF_A_JOB, "all run", within_s=240)
     run.patch({"suspend": True})
-    run.until(lambda: run.holds("Suspended") and not run.pods, "none is left", within_s=120)
+    run.until(lambda: run.holds("Suspended") and not run.pods, "none is left", within_s=240)
     until(lambda: len(Asked(run).of("delete", "pods", 200)) >= PODS_OF_A_JOB, LOGGED)
     asked = Asked(run)
     assert len(asked.of("create", "pods", 201)) == PODS_OF_A_JOB
     assert len(asked.of("delete", "pods", 200)) == PODS_OF_A_JOB
-    assert asked.writes.total() <= 4 * PODS_OF_A_JOB, asked.writes
+    status = "patch", "elasticjobs/status"  # one a second, however long it takes
+    assert asked.writes.total() - asked.writes[status] <= 4 * PODS_OF_A_JOB, asked.writes
     assert asked.writes["update", "secrets"] <= PODS_OF_A_JOB / 2, "decisions share a journal"
-    assert asked.closest("patch", "elasticjobs/status") > 0.9, "one a second"
+    assert asked.closest(*status) > 0.9
     assert len(asked.of("list", "pods")) == len(asked.of("list", "elasticjobs")) == 1
 
 

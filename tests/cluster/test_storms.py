@@ -4,7 +4,6 @@ One job goes through all of it; what a test finds of it runs, and so does what i
 """
 
 import json
-import os
 import secrets
 import signal
 import time
@@ -15,13 +14,14 @@ import pytest
 
 from dlrover_py.protocol.names import journal_of, master_of
 from tests.cluster.conftest import installed
-from tests.cluster.harness import Cluster, Obj, until
-from tests.cluster.jobs import WORKER, Job, document, submit, watching
+from tests.cluster.harness import Cluster, Obj, send, until
+from tests.cluster.jobs import WORKER, Job, document, no_operator, submit, watching
 from tests.cluster.lab.between import Between, Call
 from tests.cluster.many import MASTER, Asked
+from tests.cluster.test_chart import may
 from tests.cluster.test_worst import STORY, members, pids, starts, steady, step, trainers
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def run(
     """A job of two nodes that all tests of this module may hurt."""
     installed(cluster, operator_image, master_image)
     namespace = f"storms-{secrets.token_hex(3)}"
-    cluster.kubectl("create", "namespace", namespace)
+    cluster.make_namespace(namespace)
     with watching(cluster, namespace) as there:
         command = ["elastic-run", "--no-python", "python3", "-c", STORY]
         job = submit(
@@ -52,13 +52,15 @@ def run(
 def trains(workers: set[int], more: int = 60) -> None:
     """See them make so many steps."""
     now = step(workers)
-    until(lambda: step(workers) > now + more, f"{more} steps", within_s=60 + more / 5)
+    until(lambda: step(workers) > now + more, f"{more} steps", within_s=120 + more / 5)
 
 
 def masters(run: Job) -> dict[str, int]:
     """Pods of the job's masters, and how often their containers were started anew."""
     return {
-        pod["metadata"]["name"]: sum(c["restartCount"] for c in pod["status"]["containerStatuses"])
+        pod["metadata"]["name"]: sum(
+            c["restartCount"] for c in pod["status"].get("containerStatuses", [])
+        )
         for pod in run.cluster.list("pods", run.namespace, MASTER)
     }
 
@@ -70,18 +72,29 @@ def gaps(calls: list[Call]) -> list[float]:
     return [b - a for one in times for a, b in pairwise(one)]
 
 
+def both(between: Between, account: str) -> list[str]:
+    """Paths of the two watches of a master, once it has both."""
+    found = between.watched(account)
+    return found if len(found) == 2 else []
+
+
 def test_watches_that_are_always_too_old_are_no_hot_loop(run: Job, between: Between) -> None:
     run.runs(2)
     before = steady(run)
     working = trainers(run)
     account = f"{run.namespace}:{master_of('job')}"
+    watched = set(until(lambda: both(between, account), "the job and its Pods are watched"))
     with between.refuses(410, "Expired", verbs=("watch",)):
         began = time.monotonic()
         for mine in working.values():
             trains(mine)
-        lists = [c for c in between.calls(account, began) if c.verb == "list"]
-        lasted = time.monotonic() - began
-    assert 2 <= len(lists) <= 2 * (4 + lasted / 4), "rarer and rarer, of each of two kinds"
+
+        def lists() -> list[Call]:
+            return [c for c in between.calls(account, began) if c.verb == "list"]
+
+        until(lambda: {c.path for c in lists()} >= watched, "each of two kinds is listed")
+        listed, lasted = len(lists()), time.monotonic() - began
+    assert listed <= 2 * (4 + lasted / 4), "rarer and rarer, of each of two kinds"
     run.kill_worker(members(before)[0].id)
     assert run.runs(2, after=before.round).term == before.term
 
@@ -91,14 +104,14 @@ def test_a_watch_that_falls_silent_is_left(run: Job, between: Between) -> None:
     run.runs(2)
     before = steady(run)
     account = f"{run.namespace}:{master_of('job')}"
-    until(lambda: len(between.watched(account)) == 2, "the job and its Pods are watched")
+    until(lambda: both(between, account), "the job and its Pods are watched")
     since = time.monotonic()
     with between.silences():
         run.patch({"replicaSpecs": {"worker": {"replicas": 3}}})
         # What it learns from elsewhere meanwhile is not this wish.
         trains(trainers(run)[members(before)[0].id], more=300)
         assert len(run.pods) == 2
-    after = run.runs(3, after=before.round, within_s=150)
+    after = run.runs(3, after=before.round, within_s=300)
     assert after.term == before.term
     calls = [c for c in between.calls(account, since) if "elasticjobs" in c.path]
     assert any(c.verb == "watch" for c in calls), "it watches anew"
@@ -120,15 +133,27 @@ def test_what_is_lost_with_all_history_is_noticed_by_one_list(run: Job) -> None:
         with cluster.api_server_killed():  # its connection has that already, and may have more
             cluster.compact()
     finally:
-        for pid in stopped:
-            os.kill(pid, signal.SIGCONT)
+        send(signal.SIGCONT, stopped)
     after = run.runs(2, after=before.round)
-    assert after.term == before.term
     assert {n.id for n in members(after)} > {left}
     assert lost not in {n.id for n in members(after)}
     asked = Asked(run, since)
-    assert len(asked.of("list", "pods")) == len(asked.of("list", "elasticjobs")) == 1
     assert len(asked.of("create", "pods", 201)) == 1
+    if not given_up(run, master):
+        assert after.term == before.term
+        # An API server that has just started may refuse one.
+        lists = [len(asked.of("list", kind, 200)) for kind in ("pods", "elasticjobs")]
+        assert lists == [1, 1]
+
+
+def given_up(run: Job, pod: str) -> bool:
+    """Whether Kubernetes has ended a master itself: it stood still for longer than its kubelet
+    waits, or nothing was heard of its host, as the API server took so long to come back."""
+    return any(
+        event["involvedObject"].get("name") == pod
+        and event["reason"] in ("Killing", "TaintManagerEviction")
+        for event in run.cluster.list("events", run.namespace)
+    )
 
 
 @pytest.mark.parametrize(
@@ -147,7 +172,7 @@ def test_a_master_that_is_refused_everything_asks_seldom_and_goes_on(
     with between.refuses(code, reason, retry_after=retry_after):
         began = time.monotonic()
         run.kill_worker(first.id)
-        until(lambda: len(asked_in_vain(between, account, code, began)) > 8, "it asks again")
+        until(lambda: len(puts(asked_in_vain(between, account, code, began))) >= 5, "it asks again")
         trains(working)
         asked = asked_in_vain(between, account, code, began)
         lasted = time.monotonic() - began
@@ -158,7 +183,7 @@ def test_a_master_that_is_refused_everything_asks_seldom_and_goes_on(
     assert masters(run) == had
     if retry_after:
         assert min(gaps(asked)) > 0.99 * retry_after, "not before it was told to"
-    writes = [c for c in asked if c.verb == "put"]
+    writes = puts(asked)
     assert len(writes) < 10 + lasted, "each second, once it is clear that it lasts"
     assert max(gaps(writes)) - min(gaps(writes)) > 0.005, "spread"
 
@@ -167,7 +192,14 @@ def asked_in_vain(between: Between, account: str, code: int, since: float) -> li
     return [c for c in between.calls(account, since) if c.status == code]
 
 
-def test_a_journal_that_may_not_be_written_is_a_condition_and_no_round(run: Job) -> None:
+def puts(calls: list[Call]) -> list[Call]:
+    """Those that write the journal."""
+    return [c for c in calls if c.verb == "put"]
+
+
+def test_a_journal_that_may_not_be_written_is_a_condition_and_no_round(
+    run: Job, operator: str
+) -> None:
     run.runs(2)
     before, had = steady(run), masters(run)
     first, second = members(before)
@@ -177,28 +209,36 @@ def test_a_journal_that_may_not_be_written_is_a_condition_and_no_round(run: Job)
     fewer = json.loads(json.dumps(role))
     (secret,) = (rule for rule in fewer["rules"] if rule["resources"] == ["secrets"])
     secret["verbs"].remove("update")
-    replace(run, fewer)
-    run.kill_worker(first.id)
-    try:
-        told = run.until(
-            lambda: (
-                run.condition("JournalWritable").get("status") == "False"
-                and run.condition("JournalWritable")
-            ),
-            "JournalWritable=False",
-        )
-        assert "cannot update resource" in told["message"]
-        trains(working, more=20)  # after half a minute the operator puts the Role back
-        assert run.training.round == before.round
-        assert working == pids(run, second.id, WORKER)
-    finally:
-        replace(run, role)
+    with no_operator(run.cluster, operator):  # which would put the Role back
+        replace(run, fewer)
+        try:
+            until(lambda: not may_write(run), "the API server has heard of it")
+            run.kill_worker(first.id)
+            told = run.until(
+                lambda: (
+                    run.condition("JournalWritable").get("status") == "False"
+                    and run.condition("JournalWritable")
+                ),
+                "JournalWritable=False",
+            )
+            assert "cannot update resource" in told["message"]
+            trains(working, more=20)
+            assert run.training.round == before.round
+            assert working == pids(run, second.id, WORKER)
+        finally:
+            replace(run, role)
     after = run.runs(2, after=before.round)
     assert (after.term, after.round) == (before.term, before.round + 1)
     assert masters(run) == had
     run.until(
         lambda: run.condition("JournalWritable").get("status") != "False", "it can be written"
     )
+
+
+def may_write(run: Job) -> bool:
+    """Whether the API server would let the master write its journal."""
+    what = ("update", "secrets", run.namespace, journal_of(run.name))
+    return may(run.cluster, run.account, *what)
 
 
 def replace(run: Job, obj: Obj) -> None:

@@ -17,14 +17,23 @@ import pytest
 from dlrover_py.kube import ELASTICJOBS, Kube
 from dlrover_py.protocol import names
 from dlrover_py.protocol.status import NodeRole, NodeStatus, Training
-from tests.cluster.conftest import installed
-from tests.cluster.harness import Cluster, LabError, Obj, inside, until
-from tests.cluster.jobs import WORKER, Job, Watched, document, spread, submit, watching
+from tests.cluster.conftest import installed, rolled_out
+from tests.cluster.harness import Cluster, LabError, Obj, inside, send, until
+from tests.cluster.jobs import (
+    OPERATOR,
+    WORKER,
+    Job,
+    Watched,
+    document,
+    no_operator,
+    spread,
+    submit,
+    watching,
+)
 from tests.cluster.lab.daemons import environment
 from tests.cluster.many import MASTER, WRITES, at
 
-pytestmark = pytest.mark.timeout(400)
-OPERATOR = "app.kubernetes.io/name=dlrover-operator"
+pytestmark = pytest.mark.timeout(900)
 AWAY_S = int(os.environ.get("DLROVER_TEST_AWAY_S", "20"))
 """For so long nobody answers: hosts are NotReady by then."""
 PAUSE_S = 0.05
@@ -54,7 +63,7 @@ def shared(
     """
     release = installed(cluster, operator_image, master_image)
     namespace = f"worst-{secrets.token_hex(3)}"
-    cluster.kubectl("create", "namespace", namespace)
+    cluster.make_namespace(namespace)
     with two_operators(cluster, release), watching(cluster, namespace) as there:
         run = job(there, agent_image, 2, minReplicas=1)
         kill_operators(cluster, release)
@@ -68,7 +77,7 @@ def two_operators(cluster: Cluster, release: str) -> Iterator[None]:
     scale = ("scale", "deploy/dlrover-operator", "-n", release)
     cluster.kubectl(*scale, "--replicas=2")
     try:
-        cluster.kubectl("rollout", "status", "deploy/dlrover-operator", "-n", release)
+        rolled_out(cluster, release)
         yield
     finally:
         cluster.kubectl(*scale, "--replicas=1")
@@ -116,7 +125,6 @@ def said(run: Job, node: str, word: str) -> None:
     until(
         lambda: word in run.cluster.logs(f"job-{node}", run.namespace),
         f"{node}: {word}",
-        within_s=60,
     )
 
 
@@ -191,10 +199,10 @@ def test_a_node_that_is_cut_off_stops_its_workers_before_it_is_back(
     with cluster.cut_off_from_api(host):  # so its kubelet, once back, does not end the agent first
         with cluster.cut_off(host):
             assert f"2 nodes, 2 workers (out: {victim.id})" in run.formed(before.round + 1)
-            until(lambda: not any(map(alive, workers)), "its workers are stopped", within_s=60)
+            until(lambda: not any(map(alive, workers)), "its workers are stopped")
             assert any(map(alive, agents)), "by its agent, which goes on asking"
-            until(lambda: not cluster.node_ready(host), "nobody told it to", within_s=120)
-        until(lambda: not any(map(alive, agents)), "it was refused", within_s=60)
+            until(lambda: not cluster.node_ready(host), "nobody told it to")
+        until(lambda: not any(map(alive, agents)), "it was refused")
         until(lambda: "NodeRefused" in {e.reason for e in run.training.events}, "it is told so")
     full = run.runs(3, after=before.round + 1)
     assert victim.id not in {n.id for n in members(full)}
@@ -212,17 +220,21 @@ def test_what_a_cut_off_master_believes_is_never_written(there: Watched, agent_i
         cluster.cordon(other)
     run = job(there, agent_image, 1, pod=spread())
     run.runs(1)
-    cluster.heal()  # else the fixture does
+    cluster.heal()
+    cluster.cordon(host)  # what is lost with it is the master and one node
     run.patch({"replicaSpecs": {"worker": {"replicas": 3, "minReplicas": 2}}})
     before = run.runs(3)
+    cluster.heal()  # else the fixture does
     assert hosts(run, before)[0] == master_host(run) == host
     first, second, third = members(before)
     for node in (second, third):
         said(run, node.id, "contact_made")
     old = master_of(run)["metadata"]["name"]
     with cluster.cut_off(host):
+        # What was on its way when it was cut off may still be written.
+        until(lambda: not cluster.node_ready(host), "it is not heard of")
         cut = time.time()
-        after = run.runs(3, after=before.round, within_s=150)
+        after = run.runs(3, after=before.round, within_s=300)
         assert after.term > before.term
         assert first.id not in {n.id for n in members(after)}
     until(lambda: cluster.get("pod", old, run.namespace) is None, "the old master is gone")
@@ -265,7 +277,7 @@ def test_workers_find_the_new_master_though_the_old_one_still_answers_them(
         after = run.until(
             lambda: run.training.term > before.term and steady(run),
             "a new master that hears of all",
-            within_s=120,
+            within_s=300,
         )
         assert after.round == before.round
     assert {n: pids(run, n, WORKER) for n in workers} == workers
@@ -306,9 +318,10 @@ def test_operators_that_are_killed_double_nothing(shared: Job, operator: str) ->
     assert len(cluster.list("pods", run.namespace, MASTER)) == 1
     run.patch({"suspend": True})
     kill_operators(cluster, operator)
-    run.until(lambda: run.holds("Suspended"), "suspended by who came back", within_s=120)
+    run.until(lambda: run.holds("Suspended"), "suspended by who came back", within_s=240)
+    last = run.training.round
     run.patch({"suspend": False, "replicaSpecs": {"worker": {"replicas": 2}}})
-    run.runs(2, after=run.training.round)
+    run.runs(2, after=last)
 
 
 def test_two_masters_in_a_row_are_deleted_by_force(shared: Job) -> None:
@@ -332,7 +345,10 @@ def test_two_masters_in_a_row_are_deleted_by_force(shared: Job) -> None:
         cluster.delete_pod(name, run.namespace, force=True)
         deleted.add(name)
     run.until(lambda: run.training.term > before.term and run.training.ready == 2, "a new term")
-    until(lambda: run.holder not in deleted, "the third: by its kubelet the second may live on")
+    until(
+        lambda: run.holder not in {"", *deleted},
+        "the third: by its kubelet the second may live on",
+    )
     after = steady(run)
     assert after.round == before.round
     assert [n.pids for n in members(after)] == [n.pids for n in members(before)]
@@ -358,8 +374,7 @@ def test_what_is_deleted_while_the_master_does_not_look_is_noticed(shared: Job) 
             with cluster.api_server_killed():
                 pass
         finally:
-            for pid in pids:
-                os.kill(pid, signal.SIGCONT)
+            send(signal.SIGCONT, pids)
         new = run.until(lambda: set(run.pods) - there - {lost}, "another Pod in its place")
         assert len(new) == 1
         assert steady(run).round == before.round, "nobody who trains was disturbed"
@@ -388,12 +403,11 @@ def test_workers_train_while_nothing_can_be_written(shared: Job, who: str) -> No
     with cluster.etcd_stopped() if who == "etcd" else cluster.api_server_stopped():
         for mine in workers.values():
             now = step(mine)
-            until(lambda m=mine, n=now: step(m) > n + 100, "a hundred steps", within_s=60)
-        for pid in workers.pop(victim):
-            os.kill(pid, signal.SIGKILL)
+            until(lambda m=mine, n=now: step(m) > n + 100, "a hundred steps")
+        send(signal.SIGKILL, workers.pop(victim))
         for mine in workers.values():
             now = step(mine)
-            until(lambda m=mine, n=now: step(m) > n + 100, "a hundred more", within_s=60)
+            until(lambda m=mine, n=now: step(m) > n + 100, "a hundred more")
     after = run.runs(len(members(before)), after=before.round)
     # Who is back has heard of no host for a while: Kubernetes may move the master.
     assert after.term == before.term or run.holder != master
@@ -401,22 +415,23 @@ def test_workers_train_while_nothing_can_be_written(shared: Job, who: str) -> No
     assert after.last_failure.node == victim
 
 
-@pytest.mark.timeout(400 + AWAY_S)
+@pytest.mark.timeout(900 + AWAY_S)
 def test_a_job_outlives_a_long_absence_of_all_who_look_after_it(shared: Job, operator: str) -> None:
     """The API server, whose history is gone when it is back, and the operator."""
     run, cluster = shared, shared.cluster
     before = run.runs(run.obj["spec"]["replicaSpecs"]["worker"]["replicas"])
     workers, master = trainers(run), run.holder
-    scale = ("scale", "deploy/dlrover-operator", "-n", operator)
-    cluster.kubectl(*scale, "--replicas=0")
-    try:
+    with no_operator(cluster, operator):
         with cluster.api_server_killed():
             began, first = time.monotonic(), {n: step(mine) for n, mine in workers.items()}
             time.sleep(AWAY_S)
-            lasted = time.monotonic() - began
-            for node, mine in workers.items():
-                done = step(mine) - first[node]
-                assert done * PAUSE_S > lasted / 4, f"{node}: {done} steps in {lasted:.0f} s"
+
+            def keeps_pace(node: str) -> bool:
+                done = step(workers[node]) - first[node]
+                return done * PAUSE_S > (time.monotonic() - began) / 4
+
+            for node in workers:  # where this machine has stood still they catch up
+                until(lambda n=node: keeps_pace(n), f"{node} trains at its pace")
             cluster.compact()
         assert {n: pids(run, n, WORKER) for n in workers} == workers
         run.kill_worker(min(workers))
@@ -426,10 +441,8 @@ def test_a_job_outlives_a_long_absence_of_all_who_look_after_it(shared: Job, ope
         assert after.term == before.term or run.holder != master, said
         assert after.last_failure is not None, said
         assert after.last_failure.node == min(workers), said
-    finally:
-        cluster.kubectl(*scale, "--replicas=1")
     run.patch({"suspend": True})
-    run.until(lambda: run.holds("Suspended"), "suspended by who is back", within_s=120)
+    run.until(lambda: run.holds("Suspended"), "suspended by who is back", within_s=240)
     run.patch({"suspend": False})
     run.runs(len(workers), after=after.round)
 
@@ -475,7 +488,7 @@ def test_wishes_that_come_at_once_are_one_resize(shared: Job) -> None:
         if apart(run):  # and so it was obeyed
             pytest.skip("this machine is too busy for two wishes in one second")
     now = step(workers)
-    until(lambda: step(workers) > now + 60, "three seconds' steps", within_s=60)
+    until(lambda: step(workers) > now + 60, "three seconds' steps")
     assert run.training.round == before
     assert at_work(run) == there
     run.patch({"replicaSpecs": {"worker": {"replicas": 2}}})
@@ -509,7 +522,7 @@ def obeyed(run: Job) -> bool:
 def apart(run: Job) -> bool:
     """Whether the master heard of the last two wishes too far apart to take them for one."""
     heard = [e.at for e in run.training.events if e.reason == "SpecChanged"]
-    return heard[-1] - heard[-2] > 0.9
+    return len(heard) > 1 and heard[-1] - heard[-2] > 0.9
 
 
 # --- deleted ---
@@ -523,13 +536,7 @@ def test_jobs_are_deleted_while_there_is_no_operator(
         jobs[how] = job(there, agent_image, 1, name=how)
     for run in jobs.values():
         run.runs(1)
-    scale = ("scale", "deploy/dlrover-operator", "-n", operator)
-    cluster.kubectl(*scale, "--replicas=0")
-    try:
-        until(
-            lambda: not cluster.list("pods", operator, OPERATOR),
-            "there is no operator",
-        )
+    with no_operator(cluster, operator):
         kept = set(jobs["orphan"].pods)
         for how, run in jobs.items():
             run.kubectl("delete", "ej", how, f"--cascade={how}", "--wait=false")
@@ -537,11 +544,9 @@ def test_jobs_are_deleted_while_there_is_no_operator(
         there.until(
             lambda: not jobs["foreground"].pods and not jobs["background"].pods,
             "their Pods go",
-            within_s=120,
+            within_s=240,
         )
-    finally:
-        cluster.kubectl(*scale, "--replicas=1")
-    cluster.kubectl("rollout", "status", "deploy/dlrover-operator", "-n", operator)
+    rolled_out(cluster, operator)
     orphan = jobs["orphan"]
     assert set(orphan.pods) == kept
     for node in kept:
@@ -559,10 +564,7 @@ def test_jobs_are_deleted_while_there_is_no_operator(
     )
     last = job(there, agent_image, 1, name="last")
     last.runs(1)
-    cluster.kubectl(*scale, "--replicas=0")
-    try:
+    with no_operator(cluster, operator):
         cluster.kubectl("delete", "namespace", there.namespace, "--wait=false")
         until(lambda: cluster.get("namespace", there.namespace) is None, "all of it is gone",
-              within_s=120)  # fmt: skip
-    finally:
-        cluster.kubectl(*scale, "--replicas=1")
+              within_s=240)  # fmt: skip

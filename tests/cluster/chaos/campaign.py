@@ -554,7 +554,7 @@ def _in_memory(pods: Sequence[str]) -> list[str]:
 def campaign(cluster: Cluster, operator: str, **options: Any) -> Iterator[Campaign]:
     """A campaign in a namespace of its own, which goes away with all that is in it."""
     namespace = f"chaos-{os.getpid()}"
-    cluster.kubectl("create", "namespace", namespace)
+    cluster.make_namespace(namespace)
     try:
         with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as temp:
             folder = Path(temp)

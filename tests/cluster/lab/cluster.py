@@ -154,7 +154,7 @@ class Lab:
         """It is gone (SIGKILL): connections are refused, watches end."""
         daemon = self._daemon("apiserver")
         daemon.signal(signal.SIGKILL)
-        until(lambda: not daemon.pid, "the API server is gone", within_s=10)
+        until(lambda: not daemon.pid, "the API server is gone", within_s=30)
         try:
             yield
         finally:
@@ -398,7 +398,7 @@ class Lab:
             return try_run(self.bin / "kubectl", "--kubeconfig", self.kubeconfig,
                            "--request-timeout=3s", "get", "--raw", "/readyz")  # fmt: skip
 
-        until(ready, "the API server is ready", within_s=90)
+        until(ready, "the API server is ready", within_s=180)
 
     def _all_ready(self) -> bool:
         for node in self.nodes.values():
@@ -453,7 +453,7 @@ class Lab:
 def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
     """A call to etcd's own API, as JSON."""
     asked = urllib.request.Request(url, json.dumps(body).encode())
-    with urllib.request.urlopen(asked, timeout=10) as reply:
+    with urllib.request.urlopen(asked, timeout=60) as reply:
         return dict(json.load(reply))
 
 

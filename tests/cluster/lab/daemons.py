@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,6 +87,7 @@ class Daemon:
     def signal(self, number: signal.Signals) -> bool:
         """Send it a signal; False if it does not run."""
         pid = self.pid
-        if pid:
-            os.kill(pid, number)
+        with suppress(ProcessLookupError):  # it may have just gone
+            if pid:
+                os.kill(pid, number)
         return bool(pid)

@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def until(
-    condition: Callable[[], T], what: str, *, within_s: float = 60.0, every_s: float = 0.1
+    condition: Callable[[], T], what: str, *, within_s: float = 120.0, every_s: float = 0.1
 ) -> T:
     """Look until there is something (truthy), and return it; fail with what was seen last."""
     deadline = time.monotonic() + within_s
