@@ -46,7 +46,7 @@ from tests.slots import (
     verify,
 )
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 DRAWN = "0123456789ab"
 """An attempt, as a master draws its name."""
@@ -347,7 +347,7 @@ def test_a_folder_that_is_not_shared_is_told_in_words(
                 ranks=(rank,),
                 node=f"n{rank}",
                 writers=("n0", "n1") if rank == 0 else (),
-                deadline_s=8.0,
+                deadline_s=30.0,  # within it the store has answered each, however slowly
             )
         )
     coordinator, other = (one.end("w1") for one in trio[:2])
@@ -572,13 +572,13 @@ def test_a_store_that_hangs_is_told_and_the_trainer_goes_on(tmp_path: Path) -> N
         simple(tmp_path / "arena/0.0")
         (tmp_path / "dead").mkdir()
         os.mkfifo(tmp_path / "dead" / CLAIM)
-        one.send(order(tmp_path / "arena", tmp_path / "dead", "h1", deadline_s=3.0))
+        one.send(order(tmp_path / "arena", tmp_path / "dead", "h1", deadline_s=10.0))
         answer = one.end("h1")
         assert answer.phase is Phase.FAILED
         assert answer.why.startswith(f"{tmp_path}/dead has not answered for ")
         with Slot(tmp_path / "arena/0.0", write=True) as slot:
             assert slot.lock(shared=False), "the trainer may fill it anew"
-        one.send(order(tmp_path / "arena", tmp_path / "ckpt", "h2", deadline_s=3.0))
+        one.send(order(tmp_path / "arena", tmp_path / "ckpt", "h2", deadline_s=10.0))
         assert "has not answered to the attempt before" in one.end("h2").why
     finally:
         one.close()
@@ -588,7 +588,7 @@ def test_a_store_that_hangs_is_told_and_the_trainer_goes_on(tmp_path: Path) -> N
 # --- the process ---
 
 
-def wait_for(look: Callable[[], object], what: str, within_s: float = 20.0) -> None:
+def wait_for(look: Callable[[], object], what: str, within_s: float = 60.0) -> None:
     deadline = time.monotonic() + within_s
     pause = threading.Event()
     while not look():
@@ -629,7 +629,7 @@ def test_it_ends_with_its_parent(tmp_path: Path) -> None:
     try:
         parent.kill()
         parent.wait()
-        assert select.select([child], [], [], 20)[0], "it outlived its parent, with its input open"
+        assert select.select([child], [], [], 60)[0], "it outlived its parent, with its input open"
     finally:
         os.close(child)
         parent.stdin.close()
@@ -676,9 +676,13 @@ def attempt(step, victim, after):
     for rank in (1, 0):
         os.write(children[rank][1], order(
             root / f"arena{rank}", root / "ckpt", f"{step:012x}", step=step, world=2, ranks=(rank,),
-            node=f"n{rank}", writers=("n0", "n1") if rank == 0 else (), deadline_s=30.0).encode())
+            node=f"n{rank}", writers=("n0", "n1") if rank == 0 else (), deadline_s=120.0).encode())
     if victim is not None:
-        select.select([], [], [], after)
+        while after is None and read_line(children[0][2].readline()).phase not in (
+            Phase.DONE, Phase.FAILED
+        ):
+            pass
+        select.select([], [], [], after or 0)
         os.kill(children[victim][0], signal.SIGKILL)
         children[victim][2].read()
     said, took = None, 0.0
@@ -700,7 +704,9 @@ step = 4
 for kill in range(kills):
     step += 1
     longer = 1.5 if kill % 4 else 6.0  # the machine may be slower by now
-    attempt(step, random.choice((0, 0, 1)), random.random() * took * longer)
+    after = random.random() * took * longer
+    # That some have committed by then is not left to how fast the machine is now.
+    attempt(step, random.choice((0, 0, 1)), after if kill % 20 else None)
     print(json.dumps({"step": step}), flush=True)
     sys.stdin.readline()
 step += 1
