@@ -26,6 +26,7 @@ from aiohttp import web
 
 from dlrover_py import kube
 from dlrover_py.kube import Kind, Obj
+from tests.process.harness import free_port
 
 KINDS = [value for value in vars(kube).values() if isinstance(value, Kind)]
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.:]*[a-z0-9])?")
@@ -161,15 +162,15 @@ class FakeCluster:
         await self.stop()
 
     async def start(self) -> None:
-        """Listen, at the same port as before."""
+        """Listen, at the same port as before: nobody has been given that meanwhile."""
         app = web.Application(client_max_size=8 * 2**20)
         app.router.add_route("*", "/{path:.*}", self._answer)
         app.on_response_prepare.append(self._dated)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0)
         await self._runner.setup()
+        self._port = self._port or free_port()
         site = web.TCPSite(self._runner, "127.0.0.1", self._port, ssl_context=self._tls)
         await site.start()
-        self._port = self._runner.addresses[0][1]
         self.url = f"{'https' if self._tls else 'http'}://127.0.0.1:{self._port}"
 
     async def stop(self) -> None:

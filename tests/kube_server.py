@@ -77,7 +77,7 @@ def api_server(folder: Path, server: Path, etcd: Path) -> Iterator[Path]:
         for number, command in enumerate(commands):
             with (folder / f"{number}.log").open("wb") as out:
                 running.append(subprocess.Popen(command, stdout=out, stderr=out))
-        eventually(lambda: _ready(port, running, folder), "a ready API server", within_s=90)
+        eventually(lambda: _ready(port, running, folder), "a ready API server", within_s=180)
         yield write_kubeconfig(
             folder / "kubeconfig",
             {"server": f"https://127.0.0.1:{port}", "insecure-skip-tls-verify": True},

@@ -191,14 +191,14 @@ async def test_submit_waits_for_the_end_and_exits_with_it(terminal: Terminal) ->
     ):
         process = await terminal.start("submit", terminal.file(document()), "--wait")
         assert process.stdout is not None
-        assert b"submitted" in await asyncio.wait_for(process.stdout.readline(), 60)
+        assert b"submitted" in await asyncio.wait_for(process.stdout.readline(), 90)
         job = cluster.all(ELASTICJOBS)[0]
         cluster.put(ELASTICJOBS, job | {"status": {"phase": "Running", "training": training()}})
         while b"RoundFormed" not in (line := await process.stdout.readline()):
             assert line
         ended = training(phase, reason="so it ends", endedAt=1100.0)
         cluster.put(ELASTICJOBS, job | {"status": {"phase": phase, "training": ended}})
-        out, err = await asyncio.wait_for(process.communicate(), 60)
+        out, err = await asyncio.wait_for(process.communicate(), 90)
         assert (process.returncode, err) == (code, b"")
         assert f"{words} 1 min 40 s: so it ends" in out.decode()
         cluster.remove(ELASTICJOBS, "x")
@@ -207,11 +207,11 @@ async def test_submit_waits_for_the_end_and_exits_with_it(terminal: Terminal) ->
 async def test_who_waits_no_longer_leaves_the_job_running(terminal: Terminal) -> None:
     process = await terminal.start("submit", terminal.file(document()), "--wait")
     assert process.stdout is not None
-    await asyncio.wait_for(process.stdout.readline(), 60)
+    await asyncio.wait_for(process.stdout.readline(), 90)
     while not any(call.watch for call in terminal.cluster.calls):
         await asyncio.wait({asyncio.create_task(process.wait())}, timeout=0.02)
     process.send_signal(signal.SIGINT)
-    _, err = await asyncio.wait_for(process.communicate(), 60)
+    _, err = await asyncio.wait_for(process.communicate(), 90)
     said = f"x goes on in namespace default of {terminal.cluster.url}"
     assert (process.returncode, err.decode().strip()) == (130, said)
     assert terminal.cluster.one(ELASTICJOBS, "x") is not None
@@ -246,11 +246,11 @@ async def test_the_table_of_jobs_and_its_changes(terminal: Terminal) -> None:
     lines = [await process.stdout.readline() for _ in range(2)]
     assert b"Running" in lines[1]
     put_job(cluster, phase="Succeeded", training=training())
-    assert b"Succeeded" in await asyncio.wait_for(process.stdout.readline(), 30)
+    assert b"Succeeded" in await asyncio.wait_for(process.stdout.readline(), 90)
     cluster.remove(ELASTICJOBS, "x")
-    assert b"Deleted" in await asyncio.wait_for(process.stdout.readline(), 30)
+    assert b"Deleted" in await asyncio.wait_for(process.stdout.readline(), 90)
     process.send_signal(signal.SIGINT)
-    _, err = await asyncio.wait_for(process.communicate(), 30)
+    _, err = await asyncio.wait_for(process.communicate(), 90)
     assert process.returncode == 130
     assert b"Traceback" not in err
 
@@ -348,7 +348,7 @@ async def test_logs_are_followed_over_a_broken_line_to_the_end_of_the_job(
 
     async def line() -> str:
         assert process.stdout is not None
-        return (await asyncio.wait_for(process.stdout.readline(), 60)).decode()
+        return (await asyncio.wait_for(process.stdout.readline(), 90)).decode()
 
     assert await line() == "[n0] one\n"
     put_pod(cluster, job, "n3", "Pending")
@@ -362,7 +362,7 @@ async def test_logs_are_followed_over_a_broken_line_to_the_end_of_the_job(
     for node in ("n0", "n3"):
         put_pod(cluster, job, node, "Succeeded")
     put_job(cluster, phase="Succeeded", training=training("Succeeded"))
-    out, err = await asyncio.wait_for(process.communicate(), 60)
+    out, err = await asyncio.wait_for(process.communicate(), 90)
     assert out.decode() == "[n0] last, without an end\n"
     assert process.returncode == 0, err
 
@@ -400,12 +400,12 @@ async def test_delete_asks_and_waits(terminal: Terminal) -> None:
     assert cluster.one(ELASTICJOBS, "x") is not None
     process = await terminal.start("delete", "x", "--yes", "--wait")
     assert process.stderr is not None
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(90):
         while not any(c.watch and "/pods" in c.path for c in cluster.calls):
             await asyncio.wait({asyncio.create_task(process.wait())}, timeout=0.02)
     assert process.returncode is None, "its Pod is still there"
     cluster.remove(PODS, "x-n0")
-    out, _ = await asyncio.wait_for(process.communicate(), 60)
+    out, _ = await asyncio.wait_for(process.communicate(), 90)
     assert (process.returncode, out) == (0, b"x is deleted\n")
     assert cluster.one(ELASTICJOBS, "x") is None
     (call,) = [c for c in cluster.calls if c.method == "DELETE"]
