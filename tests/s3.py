@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.lab.settings import CACHE, REQUIRED
+from tests.process.harness import free_port
 
 VERSION = "v1.8.0"
 MODULE = f"github.com/versity/versitygw/cmd/versitygw@{VERSION}"
@@ -69,8 +70,7 @@ def serving(folder: Path) -> Iterator[Server]:
     """Serve the folder, until the end of the block."""
     program = server_program()
     (folder / BUCKET).mkdir(parents=True)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     env = {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
         "AWS_ACCESS_KEY_ID": "tests",
@@ -85,7 +85,7 @@ def serving(folder: Path) -> Iterator[Server]:
             stderr=log,
         )
     try:
-        deadline, pause = time.monotonic() + 30, threading.Event()
+        deadline, pause = time.monotonic() + 120, threading.Event()
         while True:
             try:
                 socket.create_connection(("127.0.0.1", port), 1).close()

@@ -9,6 +9,7 @@ import pytest
 
 from tests.unit.test_parsers import TARGETS
 
+pytestmark = pytest.mark.timeout(600)
 pytest.importorskip("atheris", reason="atheris has wheels for Linux on x86-64 only")
 
 
@@ -18,7 +19,7 @@ def test_every_parser_is_fuzzed() -> None:
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=570,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -18,10 +18,10 @@ from dlrover_py.protocol.errors import ConfigError, Unauthorized, Unreachable
 from dlrover_py.protocol.status import JobStatus
 from dlrover_py.rpc import Client
 from tests.certificates import Certificates, issue
-from tests.process.harness import Place, document, eventually
+from tests.process.harness import CALM, Place, document, eventually
 
 TOKEN = "correct-horse-battery-staple"
-SOON = 20.0
+SOON = 60.0
 
 
 @pytest.fixture
@@ -47,7 +47,13 @@ def master(place: Place, tls: Certificates | None, nodes: int = 1) -> Iterator[t
     argv += ["--state-dir", str(place.folder / "state")]
     if tls is not None:
         argv += ["--tls-cert", str(tls.cert), "--tls-key", str(tls.key)]
-    process = place.popen("python", *argv, pass_fds=[write], stderr=subprocess.DEVNULL)
+    process = place.popen(
+        "python",
+        *argv,
+        pass_fds=[write],
+        stderr=subprocess.DEVNULL,
+        env={f"DLROVER_MASTER_{k.upper()}": v for k, v in CALM.items()},
+    )
     os.close(write)
     try:
         with os.fdopen(read) as pipe:
@@ -152,7 +158,7 @@ def test_a_job_runs_over_tls(place: Place, ours: Certificates) -> None:
             place.popen("elastic-run", str(script), env=env | {names.ENV_NODE_ID: f"n{i}"})
             for i in range(2)
         ]
-        assert [agent.wait(timeout=60) for agent in agents] == [0, 0]
+        assert [agent.wait(timeout=120) for agent in agents] == [0, 0]
     found = eventually(lambda: sorted(out.iterdir()), "what the workers wrote")
     assert [path.read_text() for path in found] == ["2", "2"]
 
