@@ -159,6 +159,8 @@ class FakeCluster:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        for gate, *_rest in self._gates:  # of a test that has failed meanwhile
+            gate.set()
         await self.stop()
 
     async def start(self) -> None:

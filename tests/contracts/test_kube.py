@@ -44,9 +44,9 @@ from dlrover_py.protocol.errors import TransientError, Unreachable
 from tests.fakes_kube import FakeCluster, fake_cluster, write_kubeconfig
 from tests.kube_server import api_server, programs
 
-SOON = 20.0
+SOON = 60.0
 QUICK = Times(
-    call_s=10, first_wait_s=0.02, longest_wait_s=0.2, denied_s=0.1, stall_s=30, steady_s=0.05
+    call_s=60, first_wait_s=0.02, longest_wait_s=0.2, denied_s=0.1, stall_s=60, steady_s=0.05
 )
 
 
@@ -455,7 +455,7 @@ async def test_a_watch_ends_at_once_when_it_is_cancelled(bed: Bed) -> None:
     async with watching(bed.kube, PODS, bed.namespace) as w:
         await until(lambda: w.said, "a list")
         ended = asyncio.get_running_loop().time()
-    assert asyncio.get_running_loop().time() - ended < 5, "the server would end it after minutes"
+    assert asyncio.get_running_loop().time() - ended < SOON, "the server would end it after minutes"
     assert threads_of_requests() == []
 
 
@@ -601,7 +601,8 @@ async def test_a_stalled_watch_is_left(fake: Fake) -> None:
         cluster.put(SECRETS, secret("a", "default"))
         await until(lambda: "a" in w.there, "a")
         cluster.stalled = True
-        await until(lambda: asked(cluster, watch=True) == 2, "another watch")
+        there = asked(cluster, watch=True)  # more than one, if this machine stood still
+        await until(lambda: asked(cluster, watch=True) > there, "another watch")
         cluster.stalled = False
         assert cluster.calls[-1].query["resourceVersion"] != before
         assert w.lists == 1
@@ -610,7 +611,7 @@ async def test_a_stalled_watch_is_left(fake: Fake) -> None:
 
 async def test_bookmarks_keep_a_quiet_watch_and_carry_its_version(fake: Fake) -> None:
     cluster, kube = fake
-    kube.times = Times(stall_s=1.0, steady_s=0.05, first_wait_s=0.02)
+    kube.times = Times(stall_s=6.0, steady_s=0.05, first_wait_s=0.02)
     cluster.bookmark_s = 0.05
     async with watching(kube, SECRETS, "default") as w:
         await until(lambda: cluster.watches, "a watch")
@@ -618,7 +619,7 @@ async def test_bookmarks_keep_a_quiet_watch_and_carry_its_version(fake: Fake) ->
         for number in range(5):
             cluster.put(PODS, pod(f"p{number}", "default"))  # of another kind: only versions move
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(1.5):
+            async with asyncio.timeout(8.0):
                 await asyncio.Event().wait()
         assert asked(cluster, watch=True) == 1
         cluster.cut()

@@ -371,7 +371,10 @@ def machines(draw: st.DrawFn) -> tuple[Machine, set[int]]:
 
 # Each example is up to some hundred files: in memory, where there is a place for that.
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+UNHURRIED = settings(
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 
 
 @UNHURRIED

@@ -29,7 +29,7 @@ class Node:
         self.met.set()
 
     async def has_met(self, times: int) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while self.times < times:
                 self.met.clear()
                 await self.met.wait()
@@ -67,7 +67,7 @@ def between() -> Iterator[socket.socket]:
 
 
 async def taken(wire: socket.socket) -> tuple[bytes, tuple[str, int]]:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         data, sender = await asyncio.get_running_loop().sock_recvfrom(wire, LENGTH + 1)
         return data, sender
 

@@ -91,7 +91,7 @@ class Running:
         return f"{HERE}:{self.port}"
 
     def raw(self) -> socket.socket:
-        return socket.create_connection((HERE, self.port), timeout=20)
+        return socket.create_connection((HERE, self.port), timeout=60)
 
 
 @contextlib.asynccontextmanager
@@ -132,7 +132,7 @@ async def depot(tmp_path: Path) -> AsyncIterator[Running]:
 
 async def doing(work: Callable[[], T]) -> T:
     """Blocking work, while the loop serves; a deadline makes of a hang a failure."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         return await asyncio.to_thread(work)
 
 
@@ -438,7 +438,7 @@ async def test_of_a_hollow_slot_only_what_is_there_is_given(depot: Running) -> N
 @settings(
     max_examples=40,
     deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(
     sent=st.one_of(
@@ -477,7 +477,7 @@ def test_garbage_is_refused_in_one_line(
         else:
             stream = depot.raw()
         with stream:
-            stream.settimeout(20)
+            stream.settimeout(60)
             with contextlib.suppress(OSError):
                 stream.sendall(sent)
                 stream.shutdown(socket.SHUT_WR)
@@ -494,7 +494,10 @@ def test_garbage_is_refused_in_one_line(
     assert not [record for record in caplog.records if record.exc_info]
 
 
-async def test_a_flood_of_strangers_keeps_no_peer_out(depot: Running) -> None:
+async def test_a_flood_of_strangers_keeps_no_peer_out(
+    depot: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "SHAKE_S", 300.0)  # nobody goes for the time that this takes
     stage(depot.folder)
 
     def work() -> None:
@@ -517,7 +520,7 @@ async def test_guests_leave_the_agent_half_of_its_descriptors(tmp_path: Path) ->
         with contextlib.ExitStack() as stack:
             guests = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(121)]
             for guest in guests:
-                guest.settimeout(20)
+                guest.settimeout(60)
                 guest.connect(str(depot.path))
             assert guests[-1].recv(1) == b"", "one more is let go"
             for guest in guests[:-1]:
@@ -571,14 +574,14 @@ async def test_a_reader_that_stops_reading_costs_nobody_else(
     def given_up() -> None:
         with depot.dial() as link:
             link.say({**ask})
-            seen = asyncio.run_coroutine_threadsafe(alone(), loop).result(30)
+            seen = asyncio.run_coroutine_threadsafe(alone(), loop).result(90)
             assert seen
 
     loop = asyncio.get_running_loop()
 
     async def alone() -> bool:
         """Until the stuck connection's task is gone; the link is still open here."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while any("_serve" in repr(task.get_coro()) for task in asyncio.all_tasks()):
                 await asyncio.sleep(0.01)
         return True

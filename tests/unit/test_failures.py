@@ -59,7 +59,7 @@ def ran(script: str, folder: Path, **env: str) -> "subprocess.CompletedProcess[s
         capture_output=True,
         text=True,
         env=os.environ | env,
-        timeout=60,
+        timeout=150,
         check=False,
     )
 
@@ -327,7 +327,7 @@ def test_a_fingerprint_is_the_same_for_the_same_place_and_another_for_others(
 
     def fingerprint(function: str, number: int) -> str:
         argv = [sys.executable, str(path), function, str(number)]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=150, check=False)
         return death(last_words=done.stderr, pid=number, step=number).fingerprint
 
     first = fingerprint("first", 12)

@@ -326,8 +326,9 @@ async def test_the_time_is_not_that_of_a_refusal(
             await kube.list(PODS)
         assert kube.wall() - time.monotonic() == pytest.approx(before)
         fault.times = 0
-        await kube.list(PODS)
-        assert kube.wall() == pytest.approx(time.time() - 3600, abs=3)
+        while kube.wall() > time.time() - 1800:  # an answer that took long is not believed
+            await kube.list(PODS)
+        assert kube.wall() == pytest.approx(time.time() - 3600, abs=60)
 
 
 async def test_a_token_file_is_read_again(home: Path, cluster: FakeCluster) -> None:

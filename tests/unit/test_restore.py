@@ -894,7 +894,7 @@ class Late(logging.Handler, Store):
             self.back.set()
 
     def checkpoints(self) -> list[Manifest]:
-        self.back.wait(20)
+        self.back.wait(60)
         return super().checkpoints()
 
 
@@ -948,12 +948,12 @@ def depots(
     thread = threading.Thread(target=lambda: loop.run_until_complete(wait(task)))
     thread.start()
     try:
-        assert ready.wait(10)
+        assert ready.wait(60)
         with depot.Link.local(base / f"{next(iter(folders))}.sock") as link:
             yield link
     finally:
         loop.call_soon_threadsafe(task.cancel)
-        thread.join(10)
+        thread.join(60)
         loop.close()
 
 

