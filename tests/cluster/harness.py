@@ -85,6 +85,16 @@ class Cluster:
         body = yaml.safe_dump_all(objects)
         self.kubectl("apply", "--server-side", "-f", "-", *_of(namespace), stdin=body)
 
+    def refusal(self, obj: Obj, namespace: str) -> str:
+        """Why it may not be created; "" if it may. Who admits it may hear of what was changed
+        just now a little later."""
+        try:
+            self.kubectl("create", "--dry-run=server", "-f", "-", "-n", namespace,
+                         stdin=json.dumps(obj))  # fmt: skip
+        except LabError as error:
+            return str(error)
+        return ""
+
     def make_namespace(self, name: str) -> None:
         """Create one; when this returns Pods can be made in it: it has its account."""
         self.kubectl("create", "namespace", name)

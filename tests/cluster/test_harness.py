@@ -90,18 +90,11 @@ def test_admission_is_that_of_a_real_cluster(cluster: Cluster, namespace: str) -
 
 
 def refused(cluster: Cluster, namespace: str, words: str) -> None:
-    """See a Pod refused, in these words: who admits it may hear of what has changed a little
-    later."""
-
-    def look() -> str:
-        try:
-            body = json.dumps(sleeper(cluster))
-            cluster.kubectl("create", "--dry-run=server", "-f", "-", "-n", namespace, stdin=body)
-        except LabError as error:
-            return str(error)
-        return ""
-
-    until(lambda: words in look(), f"a Pod is refused: {words}")
+    """See a Pod refused, in these words."""
+    until(
+        lambda: words in cluster.refusal(sleeper(cluster), namespace),
+        f"a Pod is refused: {words}",
+    )
     with pytest.raises(LabError, match=words):
         cluster.apply(sleeper(cluster), namespace=namespace)
 

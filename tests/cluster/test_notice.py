@@ -142,4 +142,5 @@ def preempt(run: Job, node: str, host: str) -> None:
         },
     }  # fmt: skip
     run.cluster.apply(important)
+    until(lambda: not run.cluster.refusal(greedy, run.namespace), "its priority is known")
     run.cluster.apply(greedy, namespace=run.namespace)

@@ -124,6 +124,7 @@ def box(text: str, script: Path) -> str:
     lines = text[start : text.rindex("=" * 50)].splitlines()
     lines = [" ".join(x.split()) for x in lines if not x.startswith(("  time", "  host", "==="))]
     kept = "\n".join(x for x in lines if x)
+    kept = re.sub(r"-{4,}", "----", kept)  # as long as the longest line, and some pids are longer
     return re.sub(r"/\S*/attempt", "attempt", re.sub(r"(pid:|PID) \d+", "pid", kept))
 
 

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PROBES = Path(__file__).parent / "probes"
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 
 def probe(name: str, *args: str) -> None:
@@ -20,7 +20,7 @@ def probe(name: str, *args: str) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=380,
+        timeout=570,
     )
     assert ended.returncode == 0, ended.stderr[-4000:]
     assert ended.stdout.split() == ["ok"]

@@ -74,7 +74,7 @@ class Between:
 
     def __enter__(self) -> "Between":
         self._thread.start()
-        if not self._up.wait(10):
+        if not self._up.wait(60):
             raise RuntimeError("the proxy did not start")
         return self
 
