@@ -354,7 +354,8 @@ class Loop:
             term = Term(max(known.term, journal.term if journal else 0) + 1)
             if journal is None:
                 self._job = Job(job, self._rules, term=term, now=now, wall=wall)
-                self._job.skip(known.node, known.event)
+                if known.term:
+                    self._job.skip(known.round, known.node, known.event)
             else:
                 self._job = Job.resume(job, self._rules, journal, term=term, now=now, wall=wall)
             bind(job=job.metadata.name, term=self._job.term)

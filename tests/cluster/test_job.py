@@ -427,13 +427,17 @@ def test_what_a_pod_lacks_is_a_condition(there: Watched, agent_image: str) -> No
         {"name": "a", "valueFrom": {"nothing": {}}}
     ]
     bad = submit_unchecked(there, wrong)
+    missing = [{"name": "v", "configMap": {"name": "no-such"}}]
+    volume = job(there, agent_image, "volume", replicas=1, pod={"volumes": missing})
     assert "no-such:1" in trouble(image, "ImagePullBackOff")
     assert "node affinity/selector" in trouble(room, "Unschedulable")
     assert trouble(bad, "InvalidTemplate")
+    assert "kubectl describe pod volume-n0" in trouble(volume, "PodNotStarting")
     for run, why in (
         (image, "ImagePullBackOff"),
         (room, "Unschedulable"),
         (bad, "InvalidTemplate"),
+        (volume, "PodNotStarting"),
     ):
         run.until(lambda r=run, w=why: r.training.reason.startswith(w), f"{why} in the column")
         # Kubelets say by turns that they try and that they wait.
@@ -456,11 +460,12 @@ def test_a_job_keeps_its_size_under_what_cannot_be_had_and_grows_once_it_can(
         ("ImagePullBackOff", {"containers": [main | {"image": "dlrover.test/no-such:1"}]}),
         ("Unschedulable", {"nodeSelector": {"no": "such"}}),
         ("InvalidTemplate", {"containers": port}),
+        ("PodNotStarting", {"volumes": [{"name": "v", "secret": {"secretName": "no-such"}}]}),
     ):
         run.patch({"replicaSpecs": {"worker": {"replicas": 2, "template": {"spec": bad}}}})
         trouble(run, kind)
         assert run.training.round == one.round
-        mended = good | ({"nodeSelector": None} if "nodeSelector" in bad else {})
+        mended = {**dict.fromkeys(bad), **good}
         run.patch({"replicaSpecs": {"worker": {"template": {"spec": mended}}}})
         two = run.runs(2, after=one.round)
         run.until(lambda k=kind: not run.holds(k), "it is over")

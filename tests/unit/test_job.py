@@ -762,6 +762,18 @@ def test_suspending_ends_all_nodes_and_resuming_brings_new_ones() -> None:
     assert bench.members == ["n2", "n3"]
 
 
+def test_places_that_were_given_up_are_filled_again_after_a_suspension() -> None:
+    bench = running(elastic_job(3, 1, restarts=0))
+    bench.kill(NodeId("n1"))
+    bench.settle()
+    assert (len(bench.members), bench.job.exhausted) == (2, 1)
+    bench.change(bench.spec.suspended(True))
+    bench.settle()
+    bench.change(bench.spec.suspended(False))
+    bench.settle()
+    assert len(bench.members) == 3
+
+
 def test_a_job_that_begins_suspended_creates_nothing() -> None:
     bench = Bench(elastic_job(2, suspend=True))
     assert not bench.step().effects
@@ -1441,6 +1453,19 @@ def test_who_could_not_start_is_made_anew_of_a_new_template() -> None:
     assert bench.members == [*before, "n3"]
 
 
+def test_who_waits_for_a_volume_is_made_anew_of_a_new_template() -> None:
+    """Its platform cannot know that it will not come."""
+    bench = Bench(elastic_job(2, 2), capacity=1)
+    bench.step()
+    waits = replace(pending("n1", "no volumes yet"), near=True, runs=False)
+    bench.step(replace(waits, made_of=bench.spec.worker.template_hash))
+    assert NodeId("n2") not in bench.avoided
+    bench.step(replace(waits, message="", made_of="another"))
+    assert NodeId("n2") not in bench.avoided, "it pulls its image"
+    bench.step(replace(waits, made_of="another"))
+    assert NodeId("n2") in bench.avoided
+
+
 @pytest.mark.parametrize("another_master", [False, True])
 def test_who_turns_out_not_to_start_is_made_anew_if_it_is_of_an_older_template(
     another_master: bool,
@@ -1464,11 +1489,18 @@ def test_who_turns_out_not_to_start_is_made_anew_if_it_is_of_an_older_template(
 
 
 def test_numbers_that_were_used_before_a_journal_was_lost_are_not_used_again() -> None:
+    """The status tells of 64 nodes at most: what else there is is seen once all are listed."""
     bench = Bench(elastic_job(2, 1))
-    bench.job.skip(7, 41)
-    out = bench.job.step([], 0.0, 1e6)
-    assert [e.node for e in out.effects if isinstance(e, CreateNode)] == ["n8", "n9"]
+    bench.job.skip(12, 7, 41)
+    assert not bench.job.step([NodeSeen(NodeId("n7"), True)], 0.0, 1e6).effects[1:], "not yet"
+    there = NodesListed(frozenset({NodeId("n7"), NodeId("n99")}), free=True)
+    out = bench.job.step([there], 0.1, 1e6)
+    created = [e.node for e in out.effects if isinstance(e, CreateNode)]
+    assert created == ["n100", "n101"], "n99 has ended, and its Pod is there"
     assert bench.job.next_event >= 42
+    reports = [Reported(node, SimAgent(node).report()) for node in created]
+    bench.job.step(reports, 0.2, 1e6)
+    assert bench.job.round == 13, "what is stored under it is newer than what was"
 
 
 def test_workers_are_told_how_old_their_job_was_when_the_round_began() -> None:
@@ -1548,3 +1580,18 @@ def test_a_smaller_wish_that_is_taken_back_at_once_costs_no_round() -> None:
     bench.pass_time(1.1)
     bench.settle()
     assert bench.members == ["n0", "n1"]
+
+
+def test_a_smaller_wish_that_is_taken_back_at_once_costs_no_standby() -> None:
+    bench = running(elastic_job(4, 2, standby=1), Rules(settle_s=1.0))
+    assert "n4" in bench.pods
+    for wish in (2, 4):
+        bench.change(bench.spec.scaled(wish))
+        bench.pass_time(0.2)
+    bench.pass_time(3.0)
+    bench.settle()
+    assert sorted(bench.pods) == ["n0", "n1", "n2", "n3", "n4"]
+    bench.change(bench.spec.scaled(2))
+    bench.pass_time(2.0)
+    bench.settle()
+    assert len(bench.pods) == 3, "two and a standby"

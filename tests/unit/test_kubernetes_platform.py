@@ -311,6 +311,40 @@ async def test_what_pods_lack_is_a_condition(scene: Scene) -> None:
     assert over["status"] == "False", "the next master knows that it was there"
 
 
+async def test_a_pod_whose_volume_is_missing_is_a_condition(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kubelet says so in events alone, which masters do not read."""
+    monkeypatch.setattr(kubernetes, "PREPARED_S", 0.1)
+
+    def creating(ready: str, **more: Any) -> None:
+        conditions = [{"type": "PodReadyToStartContainers", "status": ready}]
+        state = {"waiting": {"reason": "ContainerCreating"}}
+        obj = scene.pod()
+        obj["spec"]["nodeName"] = "h1"
+        containers = [{"name": "main", "state": state}]
+        obj["status"] = {"conditions": conditions, "containerStatuses": containers, **more}
+        scene.cluster.put(PODS, obj)
+
+    await scene.platform.create_node(N0)
+    await scene.hears_of(NodeSeen, N0)
+    creating("False", phase="Pending")
+    told = await scene.hears(lambda e: isinstance(e, NodeSeen) and e.message != "")
+    assert isinstance(told, NodeSeen)
+    assert (told.near, told.runs) == (True, False), "it may start any moment"
+    await scene.platform.publish(status())
+    words = scene.conditions()["PodNotStarting"]["message"]
+    assert words.startswith("n0: no volumes or no network on h1 yet; kubectl describe pod x-n0")
+    scene.said.clear()
+    creating("False", phase="Pending", hostIP="10.0.0.1")
+    assert (await scene.hears_of(NodeSeen, N0)).message, "what else is told of it changes nothing"
+    scene.said.clear()
+    creating("True", phase="Pending")
+    assert not (await scene.hears_of(NodeSeen, N0)).message
+    await scene.platform.publish(status(reason="another"))
+    assert scene.conditions()["PodNotStarting"]["status"] == "False"
+
+
 async def test_the_column_why_names_what_holds_the_job_up(scene: Scene) -> None:
     def why() -> str:
         return str(scene.job()["status"]["training"]["reason"])
@@ -461,10 +495,26 @@ async def test_a_spec_that_cannot_be_used_does_not_end_a_master_that_starts(scen
 async def test_what_earlier_masters_used_is_remembered(scene: Scene) -> None:
     nodes = [NodeStatus(id="n7", phase=NodePhase.LIVE, role=NodeRole.MEMBER, incarnation=1)]
     events = [JobEvent(id=41, at=1e9, reason="R", message="m")]
-    await scene.platform.publish(status(term=5, nodes=nodes, events=events))
+    await scene.platform.publish(status(term=5, round=12, nodes=nodes, events=events))
     later = KubernetesPlatform(scene.kube, "default", "x", Site(scene.uid, "a:1"))
     await later.get_job()
-    assert later.known == Known(term=5, node=7, event=41)
+    assert later.known == Known(term=5, round=12, node=7, event=41)
+
+
+async def test_what_was_told_before_is_not_told_again(scene: Scene) -> None:
+    """Kubernetes forgets its events after an hour; alerts would go off anew with each master."""
+    events = [JobEvent(id=n, at=1e9, reason="NodeLost", message="m") for n in range(1, 4)]
+    await scene.platform.publish(status(term=5, events=events))
+    await scene.until(lambda: len(scene.cluster.all(EVENTS)) == 3)
+    for event in scene.cluster.all(EVENTS):
+        scene.cluster.remove(EVENTS, event["metadata"]["name"])
+    later = KubernetesPlatform(scene.kube, "default", "x", Site(scene.uid, "a:1"))
+    await later.get_job()
+    events += [JobEvent(id=4, at=1e9, reason="MasterStarted", message="m")]
+    await later.publish(status(term=6, events=events))
+    await scene.until(lambda: not later._background)
+    told = [event["reason"] for event in scene.cluster.all(EVENTS)]
+    assert told == ["MasterStarted"]
 
 
 async def test_an_api_server_that_is_away_is_for_the_caller_to_wait_for(scene: Scene) -> None:

@@ -182,6 +182,9 @@ def main_is(state: dict[str, Any], phase: str = "Running", **more: Any) -> dict[
     return {"phase": phase, "containerStatuses": [{"name": "main", "state": state}], **more}
 
 
+NO_VOLUME = {"type": "PodReadyToStartContainers", "status": "False"}
+
+
 def waiting(reason: str) -> dict[str, Any]:
     return main_is({"waiting": {"reason": reason, "message": "the words"}}, "Pending")
 
@@ -210,6 +213,23 @@ def test_an_image_that_is_not_to_be_had(reason: str) -> None:
     assert view(there(waiting(reason))).trouble == "ImagePullBackOff"
     told = seen(there(waiting(reason)))
     assert (told.near, told.message) == (False, "main: the words")
+
+
+@pytest.mark.parametrize(
+    ("status", "prepared"),
+    [
+        ({}, False),  # its kubelet has not begun
+        (waiting("ContainerCreating"), True),
+        (waiting("ContainerCreating") | {"conditions": [NO_VOLUME]}, False),
+        (waiting("ContainerCreating") | {"conditions": [NO_VOLUME | {"status": "True"}]}, True),
+        (main_is({"running": {}}), True),
+    ],
+)
+def test_a_pod_waits_for_its_volumes(status: dict[str, Any], prepared: bool) -> None:
+    obj = there(status)
+    assert view(obj).prepared is prepared
+    del obj["spec"]["nodeName"]
+    assert view(obj).prepared, "the scheduler says what is the matter then"
 
 
 def test_no_room() -> None:

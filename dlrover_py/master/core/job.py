@@ -137,6 +137,8 @@ class Job:
         self.checkpoints = Checkpoints()
         self._age_s = 0
         self._take_checkpoint_spec()
+        self._unlisted = False
+        """Which nodes there are is not known yet, from no journal and no list."""
         self._kept_off: set[NodeId] = set()
         """Nodes that were asked for on some hosts only, and have not spoken yet."""
         self.vacancies: list[Vacancy] = []
@@ -200,10 +202,16 @@ class Job:
 
     # --- the way in ---
 
-    def skip(self, node: int, event: int) -> None:
-        """These numbers, and all below, were used by masters whose journal is lost."""
+    def skip(self, number: int, node: int, event: int) -> None:
+        """This round, node and event, and all below, were used by masters whose journal is lost.
+
+        There may be more nodes than those masters could tell of: none is asked for before the
+        platform has listed them.
+        """
+        self.round = Round(number)
         self.next_node = max(self.next_node, node + 1)
         self.next_event = max(self.next_event, event + 1)
+        self._unlisted = self.rules.can_create
 
     def step(self, events: Iterable[Event], now: float, wall: float) -> Step:
         """Take in events, decide, and say what has to be done."""
@@ -701,6 +709,7 @@ class Job:
         self.phase, self.reason = JobPhase.PENDING, "waiting for nodes"
         self.suspended_s += self._steady - (self.suspended_at or self._steady)
         self.suspended_at = None
+        self.exhausted = 0  # all places are filled anew
         event = self._record("Resumed", f"resumed with {self._wish()}")
         self._open("start", "resumed", event)
 
@@ -745,7 +754,7 @@ class Job:
         """An id that is in use, though no journal knows of it, is not given to another node."""
         number = node_id.removeprefix("n")
         if number.isdigit() and int(number) >= self.next_node:
-            self.skip(int(number), 0)
+            self.next_node = int(number) + 1
             self._dirty = True
 
     def _node_leaving(self, node: Node, why: str) -> None:
@@ -823,6 +832,10 @@ class Job:
         )
 
     def _listed(self, listed: frozenset[NodeId], *, free: bool) -> None:
+        if self._unlisted:
+            self._unlisted = False
+            for node_id in listed:  # also of those that have ended
+                self._skip(node_id)
         for node in list(self.nodes):
             if node.phase is NodePhase.GONE or node.id in listed:
                 continue
@@ -1106,6 +1119,8 @@ class Job:
         """Ask for nodes that are missing, dismiss those that are too many."""
         if not self.rules.can_create or self.phase.ended or self.phase is JobPhase.SUSPENDED:
             return
+        if self._unlisted:
+            return
         worker = self.job.worker
         wanted = max(0, worker.replicas + worker.standby_replicas - self.exhausted)
         finishing = self.succeeded and self.opening is None
@@ -1119,7 +1134,11 @@ class Job:
             return
         missing = wanted - self.nodes.present
         if missing < 0:
-            self._trim(-missing)
+            _, since = self._cause.get(Round(self.round + 1), (0, -math.inf))
+            if self._now < (settled := since + self.rules.settle_s):
+                self._wake([settled])  # a smaller wish may be taken back at once
+            else:
+                self._trim(-missing)
         if missing <= 0:
             self.vacancies.clear()
             return

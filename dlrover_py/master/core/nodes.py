@@ -107,8 +107,8 @@ class Node:
     @property
     def stuck(self) -> bool:
         """It has never spoken, and cannot start as it is."""
-        never = self.pending_since < math.inf and not self.incarnation
-        return never and self.standing is not Standing.OUT
+        held = self.pending_since < math.inf or (bool(self.message) and not self.runs)
+        return held and not self.incarnation and self.standing is not Standing.OUT
 
     @property
     def alive(self) -> bool:

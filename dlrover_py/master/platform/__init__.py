@@ -16,6 +16,7 @@ class Known:
     must not be used again."""
 
     term: int = 0
+    round: int = 0
     node: int = -1
     event: int = 0
 

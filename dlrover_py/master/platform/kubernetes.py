@@ -6,7 +6,7 @@ import logging
 import math
 import random
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dlrover_py.kube import (
@@ -62,6 +62,8 @@ LINGER_S = 2.0
 kept. Whoever is frozen does no harm meanwhile."""
 KILL_S = 1
 """A Pod that is to end at once: not 0, which would forget it before its kubelet has ended it."""
+PREPARED_S = 10.0
+"""A Pod has its volumes and its network after so long, or it is told of."""
 TRY_S = 60.0
 """A template that was refused is tried again: a policy or an account is mended without the job."""
 EVENTS_AT_ONCE, EVENTS_PER_S = 100, 1.0
@@ -77,7 +79,7 @@ than ``PROGRESS_S``, so that a job that takes steps never asks."""
 TRIAL = NodeId("trial")
 GONE = "JobGone"
 PROBLEMS = (
-    *("ImagePullBackOff", "Unschedulable", "InvalidTemplate", "QuotaExceeded"),
+    *("ImagePullBackOff", "Unschedulable", "InvalidTemplate", "QuotaExceeded", "PodNotStarting"),
     *("PodsForbidden", "NameConflict", "PermissionDenied", GONE),
 )
 """Conditions that are ours: True as long as it is so."""
@@ -154,6 +156,7 @@ class KubernetesPlatform:
                 self._past.setdefault(kind, _read_condition(condition))
         self._known = True
         self.known = _remembered((obj.get("status") or {}).get("training") or {})
+        self._newest_event = self.known.event  # Kubernetes has forgotten the older ones by now
         try:
             return self._read(obj, accepted)
         except ConfigError as error:
@@ -330,6 +333,11 @@ class KubernetesPlatform:
 
     async def _seen(self, node: NodeId, seen: PodView, *, listed: bool = False) -> Event:
         before = self._pods.get(node)
+        if not seen.prepared and not seen.ended:
+            if before is None or before.prepared or before.uid != seen.uid:
+                self._chore(self._not_starting(node, seen.uid))
+            elif before.trouble == "PodNotStarting":
+                seen = replace(seen, trouble=before.trouble, message=before.message)
         self._pods[node] = seen
         self._known &= not seen.leaving
         self._refusals.pop(node, None)
@@ -339,6 +347,17 @@ class KubernetesPlatform:
         if fresh and seen.exit_code and not seen.words and not listed:  # a list is not held up
             output = await self._last_words(seen)
         return pods.fact(node, seen, output)
+
+    async def _not_starting(self, node: NodeId, uid: str) -> None:
+        """Only its kubelet knows what the Pod waits for, and says so in events alone."""
+        await asyncio.sleep(PREPARED_S)
+        seen = self._pods.get(node)
+        if seen is None or seen.uid != uid or seen.prepared or seen.ended or seen.trouble:
+            return
+        more = f"kubectl describe pod {seen.name} has more"
+        why = f"no volumes or no network on {seen.host} yet; {more}"
+        seen = self._pods[node] = replace(seen, trouble="PodNotStarting", message=why)
+        self._facts.put_nowait([pods.fact(node, seen)])
 
     async def _last_words(self, seen: PodView) -> str:
         """Other Pods' news wait meanwhile: for a tenth of the time at most."""
@@ -700,7 +719,8 @@ def _remembered(training: Obj) -> Known:
     ids = [str(node.get("id", "")).removeprefix("n") for node in training.get("nodes") or []]
     numbers = [int(number) for number in ids if number.isdigit()]
     events = [int(event.get("id") or 0) for event in training.get("events") or []]
-    return Known(int(training.get("term") or 0), max(numbers, default=-1), max(events, default=0))
+    term, number = (int(training.get(what) or 0) for what in ("term", "round"))
+    return Known(term, number, max(numbers, default=-1), max(events, default=0))
 
 
 def _why_forbidden(error: Forbidden) -> str:

@@ -182,6 +182,8 @@ class PodView:
     near: bool
     runs: bool
     """Its container has started."""
+    prepared: bool
+    """No container of it waits any more for the Pod's volumes and its network."""
     cut_off: bool
     """Its kubelet, that called it ready, is not heard of any more."""
     grace_s: float
@@ -230,6 +232,7 @@ def view(obj: Obj) -> PodView:
         free=bool(disrupted or meta.get("deletionTimestamp") or status.get("reason") in FREE),
         near=not trouble,
         runs="running" in ((_main_status(spec, status)).get("state") or {}),
+        prepared=not spec.get("nodeName") or _prepared(status, conditions),
         cut_off=not ended and not spec.get("readinessGates") and _unheard(conditions),
         grace_s=float(meta.get("deletionGracePeriodSeconds", math.inf)),
         trouble=trouble,
@@ -268,6 +271,14 @@ def _unheard(conditions: Mapping[str, Obj]) -> bool:
     """
     containers, pod = (conditions.get(kind) or {} for kind in ("ContainersReady", "Ready"))
     return (containers.get("status"), pod.get("status")) == ("True", "False")
+
+
+def _prepared(status: Obj, conditions: Mapping[str, Obj]) -> bool:
+    """What its kubelet says (Kubernetes: ``PodReadyToStartContainers``, on since 1.29); one that
+    says nothing of any container has not begun."""
+    said = (conditions.get("PodReadyToStartContainers") or {}).get("status")
+    begun = status.get("initContainerStatuses") or status.get("containerStatuses")
+    return said != "False" and bool(begun or status.get("phase") not in (None, "Pending"))
 
 
 def _all_ended(spec: Obj, status: Obj) -> bool:
