@@ -425,13 +425,15 @@ class Attempt:
         self._committing = False
         self._term = order.grant
         self._doing = ("it has not begun", "")
-        self._since = self._began
+        self._moved = self._began
+        """When something has gone on last."""
+        self._patient = False
+        """It has written its part and waits for others, who have limits of their own."""
         self._held: list[_Held] = []
         self._files: list[str] = []
         self._nbytes = 0
         self._made = False
-        self._deadline = threading.Timer(order.deadline_s, self._too_late)
-        self._deadline.daemon = True
+        self._deadline = self._timer(order.deadline_s)
         self.thread = threading.Thread(target=self._run, name=order.attempt, daemon=True)
         self.folder = folder_of(order.step, order.attempt)
 
@@ -460,9 +462,26 @@ class Attempt:
         self._deadline.cancel()
         self._answer(Phase.FAILED, why=why)
 
+    def _timer(self, seconds: float) -> threading.Timer:
+        timer = threading.Timer(seconds, self._look)
+        timer.daemon = True
+        return timer
+
+    def _look(self) -> None:
+        """Whether it stands still."""
+        limit = self.order.deadline_s
+        left = limit if self._patient else self._moved + limit - time.monotonic()
+        if left <= 0:
+            self._too_late()
+            return
+        with self._lock:
+            if not self._stopped:
+                self._deadline = self._timer(left)
+                self._deadline.start()
+
     def _too_late(self) -> None:
         words, hint = self._doing
-        waited = time.monotonic() - self._since
+        waited = time.monotonic() - self._moved
         hint = f": {hint}" if hint else ""
         self.give_up(f"{words} for {waited:.0f} s{hint}", force=True)
 
@@ -498,7 +517,12 @@ class Attempt:
     def _now(self, doing: str, hint: str = "") -> None:
         """What it is at, for who asks why it takes so long."""
         if self._doing[0] != doing:
-            self._doing, self._since = (doing, hint), time.monotonic()
+            self._doing, self._moved = (doing, hint), time.monotonic()
+
+    def _ends(self) -> bool:
+        """Asked at each chunk: whether it was called off."""
+        self._moved = time.monotonic()
+        return self._stopped
 
     def _write(self) -> tuple[tuple[int, int, int, str, float, int] | None, tuple[str, ...]]:
         order = self.order
@@ -736,7 +760,7 @@ class Attempt:
             wanted += sum(len(held.found.objects[key]) for key in keys)
             sink = store.place.sink(path, wanted)
             try:
-                stream = _Stream(sink, lambda: self._stopped)
+                stream = _Stream(sink, self._ends)
                 pieces += [[rank, i, *self._write_piece(held, i, stream)] for i in mine]
                 sums = {key: xxh3 for key, _, xxh3 in held.share.objects}
                 for key in keys:
@@ -781,7 +805,9 @@ class Attempt:
         self, store: Store, plan: Plan, layouts: dict[str, list[Share]]
     ) -> tuple[tuple[int, int, int, str, float, int], tuple[str, ...]]:
         order = self.order
+        self._patient = True
         done = self._gather(store, "done")
+        self._patient = False
         shares = {(node, s.rank): s for node, shares in layouts.items() for s in shares}
         extents: dict[tuple[Any, ...], tuple[int, int]] = {}
         pieces: list[Written] = []

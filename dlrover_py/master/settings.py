@@ -60,8 +60,8 @@ class Settings(BaseModel):
     memory_wait_s: Seconds = 10.0
     """What could be restored from memory is told after so long at the latest, whichever node of
     the round has not said yet what it holds."""
-    persist_s: Seconds = 1800.0
-    """A checkpoint that is not in storage by then has failed."""
+    persist_s: Seconds = 6 * 3600.0
+    """A checkpoint that is not in storage by then has failed; much earlier if nothing goes on."""
     settle_s: Annotated[float, Field(ge=0)] = 1.0
     """A smaller wish is obeyed once it has stood so long."""
     max_body_bytes: Annotated[int, Field(ge=1024)] = 1 << 18

@@ -517,8 +517,9 @@ class Order:
     keep: Keep = Keep()
     spare: tuple[str, ...] = ()
     """Folders that retention leaves alone: the one that was loaded."""
-    deadline_s: float = 1800.0
-    """From when the order arrives; a failure then."""
+    deadline_s: float = 600.0
+    """Nothing has gone on for so long, not a chunk was written: a failure. How long all of it takes
+    is another matter: a large state on a slow store takes hours."""
     name: str = ""
     """What people call the job."""
 

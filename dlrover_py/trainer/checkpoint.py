@@ -67,7 +67,7 @@ from dlrover_py.trainer import session
 from dlrover_py.trainer.alone import OVERTAKEN, PATIENCE_S, Memory, Persister, amend, host, unflag
 from dlrover_py.trainer.settings import Settings
 from dlrover_py.trainer.staging import Place, Stager, Staging
-from dlrover_py.trainer.state import PerRank, Random, encode_object, flatten
+from dlrover_py.trainer.state import PerRank, Random, flatten
 
 if TYPE_CHECKING:
     from dlrover_py.trainer.restore import Loaded
@@ -86,8 +86,8 @@ LEAST_SLOWDOWN = 0.01
 """A busy persister is taken to cost at least so much of the training."""
 AMENDS, AMEND_S = 100, 0.01
 """So often, and after such pauses, a slot is written that somebody else is writing."""
-RNG = "rng"
-"""Key of the random generators' state, for each rank."""
+RNG = "dlrover.rng"
+"""Key of the random generators' state, for each rank: one that no script has."""
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -607,7 +607,7 @@ class Checkpointer:
         step, _, lap = attempt.id
         attempt.missed = True
         flat = flatten(self._whole_state(state), rank=site.rank)
-        objects = [(key, encode_object(key, value)) for key, value in flat.objects.items()]
+        objects = flat.encoded()
         for note in flat.notes:
             self._say_once(note)
         # What all ranks are known to have, until they are known to have the one after it; and what
@@ -667,7 +667,7 @@ class Checkpointer:
             log.warning("checkpoint of step %d is skipped: %s", step, why)
 
     def _whole_state(self, state: Mapping[str, object]) -> Mapping[str, object]:
-        if not self.rng or RNG in state:
+        if not self.rng:
             return state
         own: MutableMapping[str, object] = {RNG: PerRank(Random())}
         return ChainMap(cast(MutableMapping[str, object], state), own)  # load() writes into state

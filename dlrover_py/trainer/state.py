@@ -19,19 +19,22 @@ anything with ``state_dict``  ``sched.last_epoch``: one for each entry; ``sched/
 An optimizer's state is named by the parameters' names, in the first module of the state that has
 them (with the module's own key before it where two of the optimizer's would be called the same), or
 ``<group>.<index>`` where no module does. That is the form of ``get_state_dict`` in
-torch/distributed/checkpoint/state_dict.py, without its casts and collectives.
+torch/distributed/checkpoint/state_dict.py, without its casts and collectives. An optimizer whose
+``state_dict`` is not torch's has more than that shows, and is taken by that instead.
 """
 
 import copy
 import io
+import marshal
 import random
 import re
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -49,6 +52,8 @@ with suppress(ImportError):  # torch.save imports it, the first time: the first 
 
 DEFER_BYTES = 64 << 10
 """Smaller tensors are copied at once: waiting for them costs more than they do."""
+SLOW_S = 0.05
+"""What takes longer to encode, at each save, is told of."""
 NOTE_BYTES = 1 << 20
 """What is copied at once for one reason, and is less than this, is nothing to write home about."""
 
@@ -79,6 +84,23 @@ class Flat:
     """What is no tensor: the user's own objects, to be encoded before they change."""
     notes: list[str] = field(default_factory=list)
     """Why something large has to be copied at once: a line for each reason."""
+
+    def encoded(self) -> list[tuple[str, bytes]]:
+        """The objects as they are stored. Notes which of them hold the training up.
+
+        Raises:
+            ConfigError: one could not be read back.
+        """
+        found = []
+        for key, value in self.objects.items():
+            began = time.perf_counter()
+            found.append((key, encode_object(key, value)))
+            if (took := time.perf_counter() - began) > SLOW_S:
+                self.notes.append(
+                    f"{key} took {took:.2f} s to encode, which the training waits for: in a tensor "
+                    "it would be copied in no time"
+                )
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,17 +190,20 @@ def encode_object(key: str, value: object) -> bytes:
     Raises:
         ConfigError: it could not be read back with ``weights_only=True``.
     """
-    lasting = type(value) in _SAFE or isinstance(value, Structure)
-    if lasting:
-        known = _encoded.get(key)
-        same = known is not None and known[0] == value and type(known[0]) is type(value)
-        if known is not None and same and (value != 0 or str(value) == str(known[0])):
-            return known[1]  # (0.0 equals -0.0)
+    value = value.tree if isinstance(value, Structure) else value
+    kinds = _kinds(value)
+    plain = b""
+    if kinds <= _ENCODED_ONCE:
+        with suppress(ValueError):  # nested too deeply
+            plain = marshal.dumps(cast(Any, value), 2)  # a hundredth of what torch.save takes
+    known = _encoded.get(key)
+    if plain and known is not None and known[0] == plain:
+        return known[1]
     buffer = io.BytesIO()
     try:
-        torch.save(value.tree if isinstance(value, Structure) else value, buffer)
+        torch.save(value, buffer)
         data = buffer.getvalue()
-        if not lasting and not (kinds := _kinds(value)) <= _read_back.get(key, set()):
+        if not plain and not kinds <= _read_back.get(key, set()):
             decode_object(data)  # it takes longer than all else of a save: not at each of them
             _read_back[key] = kinds
     except Exception as error:
@@ -188,8 +213,8 @@ def encode_object(key: str, value: object) -> bytes:
             "these; leave it out, convert it, or allow its class with "
             f"torch.serialization.add_safe_globals ({str(error).strip().splitlines()[0]})"
         ) from error
-    if lasting:
-        _encoded[key] = (value, data)
+    if plain:
+        _encoded[key] = plain, data
     return data
 
 
@@ -201,8 +226,10 @@ def decode_object(data: bytes) -> object:
 _SAFE = frozenset({int, float, bool, str, bytes, type(None)})
 _LEAVES = _SAFE | _PLAIN
 _CONTAINERS = frozenset({dict, list, tuple})
-_encoded: dict[str, tuple[object, bytes]] = {}
-"""Values that were encoded before: most stay as they are for the whole of a run."""
+_ENCODED_ONCE = _SAFE | _CONTAINERS
+_encoded: dict[str, tuple[bytes, bytes]] = {}
+"""By key, what was encoded before, as marshal has it and as torch has: most stays as it is for the
+whole of a run. Nothing of marshal's is written anywhere."""
 _read_back: dict[str, set[type]] = {}
 """Of which types the value was, all that was in it too, that was read back well; by key."""
 
@@ -556,7 +583,15 @@ class _Walk:
             _refuse(key, value)
             self.modules.append((key, value, value.state_dict(keep_vars=True)))
         elif isinstance(value, Optimizer):
-            found.append((key, value))
+            if _says_more(value):
+                kind = type(value).__qualname__
+                self.flat.notes.append(
+                    f"{key} is a {kind} whose state_dict is not torch's own: what that says is "
+                    "saved, and parameters are copied at once"
+                )
+                self._stateful(key, value, found)
+            else:
+                found.append((key, value))
         elif isinstance(value, PerRank):
             if key.startswith(f"{PRIVATE}/"):
                 raise ConfigError(f"checkpoint: {key} is PerRank within PerRank: expected it once")
@@ -579,6 +614,9 @@ class _Walk:
     def _object(self, key: str, value: object, holder: Any, name: object) -> None:
         if key in self.flat.objects:
             raise ConfigError(f"checkpoint: two values of the state have the key {key}")
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(value, numpy.number | numpy.bool_):
+            value = value.item()  # torch.load would not read it: the mean of some losses, say
         self.flat.objects[key] = value
         if self.load:
             if not hasattr(holder, "__setitem__"):
@@ -840,6 +878,19 @@ def _inner(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
+def _says_more(optimizer: Optimizer) -> bool:
+    """Whether its state is not (only) in ``state`` and ``param_groups``: it wraps another one, say,
+    or counts something of its own."""
+    said = (Optimizer.state_dict, Optimizer.load_state_dict)
+    if _inner(optimizer) is not optimizer:  # ZeroRedundancyOptimizer gathers by its own
+        return False
+    kind, own = type(optimizer), vars(optimizer)
+    hooks = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+    return (kind.state_dict, kind.load_state_dict) != said or any(
+        own.get(f"_optimizer_{hook}_hooks") for hook in hooks
+    )
+
+
 def _changes_unseen(optimizer: Optimizer) -> str:
     """Why the hook before ``step()`` does not see each change of the optimizer's parameters."""
     kind = type(optimizer)
@@ -960,9 +1011,8 @@ def _has_tensors(value: object) -> bool:
 def _inside(value: object) -> Iterator[object]:
     if isinstance(value, torch.Tensor | nn.Module | Optimizer):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _inside(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _inside(item)
+    elif isinstance(value, Mapping | list):
+        items = list(value.values()) if isinstance(value, Mapping) else value
+        if not _SAFE.issuperset(map(type, items)):  # there may be millions
+            for item in items:
+                yield from _inside(item)

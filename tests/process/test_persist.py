@@ -20,6 +20,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dlrover_py import persist
 from dlrover_py.arena import Slot, digest, scan
 from dlrover_py.persist import Attempt, NotWhole, Plan, Share, make_plan
 from dlrover_py.protocol.checkpoint import (
@@ -583,6 +584,58 @@ def test_a_store_that_hangs_is_told_and_the_trainer_goes_on(tmp_path: Path) -> N
     finally:
         one.close()
     assert one.process.returncode == 0
+
+
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
+def test_a_write_may_take_as_long_as_it_goes_on(tmp_path: Path, monkeypatch: Any) -> None:
+    """A large state on a slow store takes hours; the other node waits for its part."""
+    monkeypatch.setattr(persist, "CHUNK", 1 << 16)
+    limit_s, pause = 3.0, threading.Event()
+
+    class Slow(Folder):
+        def sink(self, name: str, nbytes: int = 0) -> Sink:
+            made = super().sink(name, nbytes)
+            write = made.write
+
+            def slowly(data: bytes | memoryview) -> None:
+                pause.wait(0.25)
+                write(data)
+
+            if name.endswith("__1_0.distcp"):
+                monkeypatch.setattr(made, "write", slowly, raising=False)
+            return made
+
+    stage(tmp_path / "arena/0.0", [(full("a", (4,)), bytes(16))], world=2)
+    stage(tmp_path / "arena/1.0", [(full("b", (1 << 18,)), bytes(1 << 20))], rank=1, world=2)
+    said = list[Answer]()
+
+    def slow(where: str) -> Store:
+        store = Store(where)
+        store.place = Slow(Path(where))
+        store.prepare()
+        return store
+
+    began = time.monotonic()
+    attempts = []
+    for node in range(2):
+        mine = order(
+            tmp_path / "arena",
+            tmp_path / "ckpt",
+            "s1",
+            world=2,
+            ranks=(node,),
+            node=f"n{node}",
+            writers=("n0", "n1") if node == 0 else (),
+            deadline_s=limit_s,
+        )
+        attempts.append(Attempt(mine, slow, said.append, None))
+    for attempt in attempts:
+        attempt.start()
+    for attempt in attempts:
+        attempt.thread.join()
+    assert time.monotonic() - began > limit_s, "the test has shown nothing"
+    assert [a.why for a in said if a.phase is Phase.FAILED] == []
+    assert [m.step for m in Store(tmp_path / "ckpt").checkpoints()] == [7]
 
 
 # --- the process ---

@@ -692,6 +692,17 @@ def test_what_goes_on_from_a_checkpoint_is_the_same_to_the_last_bit(
     assert again["scaler"].state_dict()["scale"] > 65536
 
 
+def test_a_key_of_the_scripts_named_rng_hides_no_random_numbers(
+    make: Callable[..., Checkpointer],
+) -> None:
+    state = {"rng": torch.ones(2)}
+    with make() as first:
+        first.save(1, state)
+    drawn = random.random(), float(torch.rand(()))
+    assert make().load(state) == 1
+    assert (random.random(), float(torch.rand(()))) == drawn
+
+
 @pytest.mark.parametrize("metric", [torch.tensor(0.5, requires_grad=True), 0.5])
 def test_a_metric_may_be_a_tensor(
     make: Callable[..., Checkpointer], tmp_path: Path, metric: Any

@@ -10,7 +10,8 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from dlrover_py.trainer.catalog import Catalog, Found, Place
 from dlrover_py.trainer.foreign import load_dcp
 from dlrover_py.trainer.reshard import copy_leaves
 from dlrover_py.trainer.restore import Keys, KeysDiffer, Loaded, merge
-from dlrover_py.trainer.state import Leaf, PerRank, Random, targets
+from dlrover_py.trainer.state import Leaf, PerRank, Random, flatten, targets
 from tests.staged import stage
 
 LOG = logging.getLogger("test")
@@ -346,6 +347,82 @@ def test_an_optimizer_within_an_object_comes_back(tmp_path: Path) -> None:
     assert (found.missing, found.unexpected) == ((), ())
     assert same(state.taken, saved.state_dict())
     assert same(state.train().state_dict(), saved.train().state_dict())
+
+
+class Wrapping(torch.optim.Optimizer):
+    """As timm's Lookahead does it: the state is another one's, and its own has none."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base, self.param_groups, self.defaults = base, base.param_groups, base.defaults
+        self.state = defaultdict(dict)
+
+    def step(self, closure: Any = None) -> None:
+        self.base.step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.base.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.base.load_state_dict(state)
+        self.param_groups = self.base.param_groups
+
+
+class Counting(torch.optim.SGD):
+    """It has something of its own."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state.pop("steps")
+        super().load_state_dict(state)
+
+
+def hooked(parameters: Any) -> torch.optim.Optimizer:
+    made = torch.optim.Adam(parameters)
+
+    def renamed(old: str, new: str) -> Callable[..., dict[str, Any]]:
+        return lambda _, state: {new if k == old else k: v for k, v in state.items()}
+
+    made.register_state_dict_post_hook(renamed("state", "moments"))
+    made.register_load_state_dict_pre_hook(renamed("moments", "state"))
+    return made
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda ps: Wrapping(torch.optim.Adam(ps)),
+        lambda ps: Counting(ps, lr=0.1, momentum=0.9),
+        hooked,
+    ],
+)
+def test_an_optimizer_that_says_more_than_torchs_is_taken_at_its_word(
+    make: Callable[[Any], torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    def begin(seed: int, steps: int) -> dict[str, Any]:
+        model = net(seed)
+        optimizer = make(model.parameters())
+        for _ in range(steps):
+            model(torch.ones(5, 8)).square().mean().backward()
+            optimizer.step()
+        return {"model": model, "optim": optimizer}
+
+    saved, state = begin(1, 3), begin(2, 0)
+    stage(tmp_path / "0.0", saved)
+    flat = flatten(saved, rank=0)
+    assert any("state_dict is not torch's own" in note for note in flat.notes), flat.notes
+    assert not any(leaf.deferrable for leaf in flat.leaves)
+    found = load(state, tmp_path)
+    assert found is not None
+    assert (found.missing, found.unexpected) == ((), ())
+    assert same(dicts(state), dicts(saved))
 
 
 FULL: dict[str, Any] = {

@@ -325,6 +325,32 @@ def test_what_a_container_gets_later_is_looked_at_too() -> None:
         encode_object("history", history)
 
 
+def test_what_stays_as_it_is_is_encoded_once() -> None:
+    order = {"perm": list(range(100)), "at": (1, None, "x", b"y", 0.5)}
+    before = encode_object("order", order)
+    assert encode_object("order", copy.deepcopy(order)) is before
+    order["perm"][7] = True
+    after = encode_object("order", order)
+    assert str(decode_object(after)) == str(order)
+    order["perm"] = torch.arange(100)
+    assert str(decode_object(encode_object("order", order))) == str(order)
+
+
+def test_what_takes_long_to_encode_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dlrover_py.trainer.state.SLOW_S", -1.0)
+    flat = flatten({"perm": [1, 2]}, rank=0)
+    assert flat.encoded() == [("perm", encode_object("perm", [1, 2]))]
+    assert flat.notes[0].startswith("perm took 0.")
+
+
+def test_a_number_of_numpys_is_a_number() -> None:
+    numpy = pytest.importorskip("numpy")
+    flat = flatten(
+        {"best": numpy.float32(0.5), "n": numpy.int64(3), "t": numpy.bool_(True)}, rank=0
+    )
+    assert [type(value) for value in flat.objects.values()] == [float, int, bool]
+
+
 def test_a_container_may_hold_itself() -> None:
     value: list[object] = [1]
     value.append(value)

@@ -48,7 +48,7 @@ class Rules:
     """A step of checks has failed where it takes longer, imports included."""
     memory_wait_s: float = 10.0
     """What could be restored is told after so long, whoever has not said yet what it holds."""
-    persist_s: float = 1800.0
+    persist_s: float = 6 * 3600.0
     """A checkpoint that is not in storage by then has failed."""
     settle_s: float = 0.0
     """A smaller wish is obeyed once it has stood so long: who takes it back at once (a user beside
