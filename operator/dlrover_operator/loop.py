@@ -49,8 +49,9 @@ KINDS: dict[str, Kind] = {
     "Service": kube.SERVICES,
     "Deployment": kube.DEPLOYMENTS,
 }
-FOLLOWS = {"Role": ("rules",), "NetworkPolicy": ("spec",)}
-"""What another version of the operator, or another template, may want otherwise than it is."""
+FOLLOWS = {"Role": ("rules",), "RoleBinding": ("subjects",), "NetworkPolicy": ("spec",)}
+"""What another version of the operator, another template, or somebody who edits it may want
+otherwise than it is."""
 
 
 @dataclass(frozen=True, slots=True)

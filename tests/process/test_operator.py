@@ -231,9 +231,17 @@ async def test_a_masters_rights_are_made_again_though_it_cannot_say_that_it_lack
         master_says(cluster, "Running")
         role = cluster.one(ROLES, MASTER) or {}
         cluster.put(ROLES, role | {"rules": []})
-        await kube.delete(ROLE_BINDINGS, MASTER, "default")
         await until(lambda: (cluster.one(ROLES, MASTER) or {})["rules"] == role["rules"], "rules")
-        await until(lambda: cluster.one(ROLE_BINDINGS, MASTER), "its binding")
+        binding = cluster.one(ROLE_BINDINGS, MASTER) or {}
+        theirs = [{"kind": "Group", "name": "g"}]
+        cluster.put(ROLE_BINDINGS, binding | {"subjects": theirs})
+
+        def subjects() -> object:
+            return (cluster.one(ROLE_BINDINGS, MASTER) or {}).get("subjects")
+
+        await until(lambda: subjects() == binding["subjects"], "its account is bound again")
+        await kube.delete(ROLE_BINDINGS, MASTER, "default")
+        await until(lambda: subjects() == binding["subjects"], "its binding")
 
 
 async def test_with_no_master_its_running_pods_are_deleted_and_no_others(bed: Bed) -> None:
