@@ -25,7 +25,7 @@ from dlrover_py import kube
 from dlrover_py.kube import Kind, Kube, KubeError, Obj
 from dlrover_py.protocol import names
 from dlrover_py.protocol.errors import TransientError
-from dlrover_py.protocol.status import rfc3339
+from dlrover_py.protocol.status import rfc3339, unix_seconds
 
 log = logging.getLogger("operator")
 
@@ -100,6 +100,7 @@ class Operator:
         self._trouble: dict[Key, Trouble] = {}
         self._made_at: dict[Key, float] = {}
         self._rights_at: dict[Key, float] = {}
+        self._account_at: dict[Key, float] = {}
         self._metrics = _Metrics(self)
 
     # --- life ---
@@ -196,7 +197,8 @@ class Operator:
             service=one(MASTER_SERVICES, master),
             pods=tuple(item.view for item in pods),
             made_at=self._made_at.get(key, 0.0),
-            # After a start of ours the jobs are spread: each turn asks four things of each.
+            account_at=self._account_at.get(key, 0.0),
+            # After a start of ours the jobs are spread: each turn asks six things of each.
             rights_at=self._rights_at.setdefault(
                 key, self._api.wall() + random.uniform(0, plan.RIGHTS_S)
             ),
@@ -224,6 +226,7 @@ class Operator:
             self._trouble.pop(key, None)
             self._made_at.pop(key, None)
             self._rights_at.pop(key, None)
+            self._account_at.pop(key, None)
             self._queue.forget(key)
             return "gone"
         now = self._api.wall()
@@ -293,6 +296,8 @@ class Operator:
                 there = await api.create_or_own(KINDS[what], obj, uid)
                 if any(there.get(part) != obj[part] for part in FOLLOWS.get(what, ())):
                     await api.replace(KINDS[what], obj | {"metadata": there["metadata"]})
+                if what == "ServiceAccount":
+                    self._see_account(key, there)
                 if what == "RoleBinding":
                     self._rights_at[key] = api.wall()
             case plan.MakeCredentials(elastic_job):
@@ -309,6 +314,8 @@ class Operator:
                 await api.patch(kube.DEPLOYMENTS, what, patch, namespace)
             case plan.DeleteService(what, its):
                 await api.delete(kube.SERVICES, what, namespace, uid=its)
+            case plan.DeleteMasterPod(what, its):
+                await api.delete(kube.PODS, what, namespace, uid=its)
             case plan.DeletePods():
                 await self._delete_pods(key, uid)
             case plan.DeleteJob(its):
@@ -323,6 +330,12 @@ class Operator:
                 )
             case plan.Tell(loud, reason, message):
                 await self._tell(key, job, loud, reason, message)
+
+    def _see_account(self, key: Key, account: Obj) -> None:
+        made_at = unix_seconds(account["metadata"].get("creationTimestamp")) or 0.0
+        if self._account_at.get(key) != made_at:
+            self._account_at[key] = made_at
+            self._queue.add(key)  # what was planned did not know of it
 
     async def _make_credentials(self, job: Any) -> None:
         """Whoever makes the certificate first has said the authority: the token's follows."""

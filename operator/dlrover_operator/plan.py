@@ -34,7 +34,10 @@ Obj = dict[str, Any]
 LEAVE_S = 90.0
 """After a job's end its nodes have so long to go; longer than a Pod's usual grace, twice."""
 RIGHTS_S = 300.0
-"""A master's rights are looked after so seldom: one that may not write its status cannot tell."""
+"""A master's account and rights are looked after so seldom: one that may not write its status
+cannot tell."""
+SKEW_S = 5.0
+"""Two API servers may stamp what they make by clocks that differ by so much."""
 HEAL_S = 30.0
 """With no master for so long, what it needs is made again where it was deleted."""
 MASTERLESS_S = 60.0
@@ -107,10 +110,16 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class MasterPod:
-    """Why a master's Pod does not run yet."""
+    """Why a master's Pod does not run yet, and what it was made with."""
 
     reason: str = ""
     message: str = ""
+    name: str = ""
+    uid: str = ""
+    made_at: float = 0.0
+    made_by: str = ""
+    """The ReplicaSet that it is of."""
+    leaving: bool = False
 
     @classmethod
     def of(cls, obj: Obj) -> Self:
@@ -124,7 +133,17 @@ class MasterPod:
             waiting = (container.get("state") or {}).get("waiting") or {}
             if waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
                 reason, message = waiting["reason"], waiting.get("message", "")
-        return cls(reason=reason, message=message)
+        meta = obj["metadata"]
+        makers = [o for o in meta.get("ownerReferences") or () if o.get("kind") == "ReplicaSet"]
+        return cls(
+            reason=reason,
+            message=message,
+            name=meta["name"],
+            uid=meta["uid"],
+            made_at=unix_seconds(meta.get("creationTimestamp")) or 0.0,
+            made_by=makers[0].get("name", "") if makers else "",
+            leaving="deletionTimestamp" in meta,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +167,8 @@ class Seen:
     """When this operator last made what a master needs."""
     rights_at: float = math.inf
     """When it last looked after the master's rights."""
+    account_at: float = 0.0
+    """When the master's account was made, as this operator last saw it."""
 
 
 # --- what is to be done, in this order; a refusal ends it ---
@@ -203,6 +224,14 @@ class DeleteService:
 
 
 @dataclass(frozen=True, slots=True)
+class DeleteMasterPod:
+    """Its Deployment makes another."""
+
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True, slots=True)
 class DeletePods:
     """Delete the job's worker Pods that run: there is no master to do it."""
 
@@ -237,6 +266,7 @@ Action = (
     | Replan
     | ScaleToZero
     | DeleteService
+    | DeleteMasterPod
     | DeletePods
     | DeleteJob
     | SetStatus
@@ -407,6 +437,7 @@ class _Planner:
         if self.ended:
             yield from self._end()
         elif self.too_late:
+            yield from self._keep_rights()
             yield from self._stop_masterless()
         elif self.suspend:
             if self.resting:
@@ -415,6 +446,7 @@ class _Planner:
                 yield from self._scale_to_zero()
             else:
                 yield from self._keep_service()
+                yield from self._keep_rights()
                 if self._waits_in_vain():
                     yield DeletePods()
                     yield from self._scale_to_zero()
@@ -491,6 +523,22 @@ class _Planner:
         if up and self.service is None and self.job is not None and self.deployment is not None:
             yield Create("Service", manifests.service(self.job, self.deployment.told))
 
+    def _keep_rights(self) -> Iterator[Action]:
+        """A master that is to end its nodes must hear of it, and tell."""
+        if self.job is not None and self.deployment is not None and self.deployment.replicas:
+            yield from self._renew()
+            if self._past(self.seen.rights_at + RIGHTS_S):
+                yield from _rights(self.job)
+
+    def _renew(self) -> Iterator[Action]:
+        """A token is good for the account that it was asked for, and for no later one of its name:
+        all that this master asks for is refused, and a new container would have the same token for
+        most of an hour. A new Pod has its own."""
+        for pod in self.seen.pods:
+            ours = pod.made_by.startswith(f"{self.name}-")
+            if ours and not pod.leaving and pod.made_at + SKEW_S < self.seen.account_at:
+                yield DeleteMasterPod(pod.name, pod.uid)
+
     def _run(self, job: ElasticJob) -> Iterator[Action]:
         deployment, service = self.deployment, self.service
         if service is None:
@@ -512,6 +560,7 @@ class _Planner:
             yield from self._heal(job)
 
     def _heal(self, job: ElasticJob) -> Iterator[Action]:
+        yield from self._renew()
         masterless = self._masterless_for(HEAL_S)
         lacks = masterless or self._lacks()
         if (lacks or self._is_short()) and self._past(self.seen.made_at + HEAL_S):
@@ -664,13 +713,13 @@ def _needs(job: ElasticJob) -> Iterator[Action]:
 
 def _needed_to_act(job: ElasticJob) -> Iterator[Action]:
     """What can be made again under a master that runs, too."""
-    yield Create("ServiceAccount", manifests.service_account(job))
     yield from _rights(job)
     yield Create("NetworkPolicy", manifests.network_policy(job))
     yield Create("Secret", manifests.journal_secret(job))
 
 
 def _rights(job: ElasticJob) -> Iterator[Action]:
+    yield Create("ServiceAccount", manifests.service_account(job))
     yield Create("Role", manifests.role(job))
     yield Create("RoleBinding", manifests.role_binding(job))
 

@@ -224,24 +224,51 @@ async def test_a_masters_rights_are_made_again_though_it_cannot_say_that_it_lack
 ) -> None:
     cluster, kube = bed
     monkeypatch.setattr(plan, "RIGHTS_S", 0.2)
-    async with operator(kube):
+    async with operator(kube) as one:
         await kube.create(ELASTICJOBS, job())
         await until(lambda: cluster.one(DEPLOYMENTS, MASTER), "a Deployment")
         available(cluster)
         master_says(cluster, "Running")
         role = cluster.one(ROLES, MASTER) or {}
         cluster.put(ROLES, role | {"rules": []})
+        one._queue.add(("default", "x"))
         await until(lambda: (cluster.one(ROLES, MASTER) or {})["rules"] == role["rules"], "rules")
         binding = cluster.one(ROLE_BINDINGS, MASTER) or {}
         theirs = [{"kind": "Group", "name": "g"}]
         cluster.put(ROLE_BINDINGS, binding | {"subjects": theirs})
+        one._queue.add(("default", "x"))
 
         def subjects() -> object:
             return (cluster.one(ROLE_BINDINGS, MASTER) or {}).get("subjects")
 
         await until(lambda: subjects() == binding["subjects"], "its account is bound again")
         await kube.delete(ROLE_BINDINGS, MASTER, "default")
+        one._queue.add(("default", "x"))
         await until(lambda: subjects() == binding["subjects"], "its binding")
+
+
+async def test_a_master_whose_account_was_deleted_gets_it_and_a_pod_that_has_its_token(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, kube = bed
+    monkeypatch.setattr(plan, "RIGHTS_S", 0.2)
+    async with operator(kube) as one:
+        await kube.create(ELASTICJOBS, job())
+        await until(lambda: cluster.one(DEPLOYMENTS, MASTER), "a Deployment")
+        labels = {names.LABEL_JOB: "x", names.LABEL_ROLE: names.ROLE_MASTER}
+        by = {"kind": "ReplicaSet", "name": f"{MASTER}-5f", "uid": "r", "controller": True}
+        meta = {"name": f"{MASTER}-5f-a", "labels": labels, "ownerReferences": [by]}
+        cluster.put(PODS, {"metadata": meta})
+        available(cluster)
+        master_says(cluster, "Running")
+        await until(lambda: status(cluster).get("phase") == "Running", "phase Running")
+        await rest(one)
+        assert cluster.one(PODS, meta["name"])
+        cluster.ahead_s = 30.0
+        await kube.delete(SERVICE_ACCOUNTS, MASTER, "default")
+        one._queue.add(("default", "x"))
+        await until(lambda: cluster.one(SERVICE_ACCOUNTS, MASTER), "its account")
+        await until(lambda: cluster.one(PODS, meta["name"]) is None, "the old Pod goes")
 
 
 async def test_with_no_master_its_running_pods_are_deleted_and_no_others(bed: Bed) -> None:

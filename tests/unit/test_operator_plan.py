@@ -3,7 +3,7 @@
 import copy
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -38,6 +38,7 @@ class World:
     trouble: Trouble | None = None
     made_at: float = 0.0
     rights_at: float = math.inf
+    account_at: float = 0.0
     done: list[Action] = field(default_factory=list)
     exists: bool = True
     version: int = 1
@@ -96,6 +97,7 @@ class World:
             self.trouble,
             self.made_at,
             self.rights_at,
+            self.account_at,
         )
 
     def plan(self) -> p.Plan:
@@ -625,7 +627,32 @@ def test_a_masters_rights_are_looked_after_though_it_says_nothing() -> None:
     assert not world.step()
     assert world.plan().wake_at == world.now + 1
     world.now += 1
-    assert [_word(a) for a in world.step()] == ["CreateRole", "CreateRoleBinding"]
+    made = ["CreateServiceAccount", "CreateRole", "CreateRoleBinding"]
+    assert [_word(a) for a in world.step()] == made
+
+
+@pytest.mark.parametrize("wish", ["to run", "to rest", "too late"])
+def test_a_master_whose_account_was_made_again_gets_a_pod_that_has_its_token(wish: str) -> None:
+    """All that it asks for is refused, and it can tell nobody; it hears of no wish either."""
+    world = running(activeDeadlineSeconds=900)
+    mine = MasterPod(name="m-1", uid="p1", made_at=world.now, made_by=f"{NAME}-5f")
+    theirs = MasterPod(name="m", uid="p0", made_at=world.now, made_by="m")
+    world.pods = (mine, theirs)
+    world.now += 900 if wish == "too late" else 100
+    world.edit(suspend=wish == "to rest")
+    world.settle()
+    world.rights_at = world.now - p.RIGHTS_S
+    assert "CreateServiceAccount" in {_word(a) for a in world.step()}
+    world.rights_at = math.inf
+    world.account_at = START + p.SKEW_S  # two servers' clocks: it was made before the Pod
+    assert not world.step()
+    world.account_at = world.now
+    assert world.step() == [p.DeleteMasterPod("m-1", "p1")]
+    world.pods = (replace(mine, leaving=True), theirs)
+    assert not world.step()
+    again = replace(mine, name="m-2", uid="p2", made_at=world.now + 1)
+    world.pods = (again, theirs)
+    assert not world.step()
 
 
 def test_suspending_without_a_master_leaves_no_pods() -> None:
