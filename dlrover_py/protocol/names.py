@@ -152,6 +152,11 @@ def master_of(job: str) -> str:
     return f"elasticjob-{job}-dlrover-master"
 
 
+def workers_policy_of(job: str) -> str:
+    """Name of the NetworkPolicy of a job's worker Pods."""
+    return f"elasticjob-{job}-worker"
+
+
 def token_of(job: str, uid: str) -> str:
     """Secret with the job's token and the authority that its master's certificate is by.
 

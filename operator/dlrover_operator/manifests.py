@@ -33,6 +33,8 @@ class Options:
             "limits": {"memory": "1Gi"},
         }
     )
+    workers_policy: bool = True
+    """Whether a job's worker Pods get a NetworkPolicy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +85,7 @@ def network_policy(job: ElasticJob) -> Obj:
     """Agents' port for the job's Pods only; health and metrics for anyone in the cluster."""
     agents: Obj = {"ports": [{"protocol": "TCP", "port": names.MASTER_PORT}]}
     if not _spec(job.worker.template).get("hostNetwork"):  # such Pods have no address of their own
-        of_job = {"podSelector": {"matchLabels": {names.LABEL_JOB: job.metadata.name}}}
-        agents["from"] = [of_job]
+        agents["from"] = [_of_job(job)]
     health = {"ports": [{"protocol": "TCP", "port": names.HEALTH_PORT}]}
     spec = {
         "podSelector": {"matchLabels": _selector(job)},
@@ -92,6 +93,18 @@ def network_policy(job: ElasticJob) -> Obj:
         "ingress": [agents, health],
     }
     return {"metadata": _master_meta(job), "spec": spec}
+
+
+def workers_network_policy(job: ElasticJob) -> Obj:
+    """Workers' ports for the job's Pods only: the store that they meet at, gloo and NCCL ask for no
+    password."""
+    on_host = _spec(job.worker.template).get("hostNetwork")  # nothing can tell such Pods apart
+    spec = {
+        "podSelector": {"matchLabels": _selector(job, names.ROLE_WORKER)},
+        "policyTypes": ["Ingress"],
+        "ingress": [{} if on_host else {"from": [_of_job(job)]}],
+    }
+    return {"metadata": _meta(job, names.workers_policy_of(job.metadata.name)), "spec": spec}
 
 
 def service(job: ElasticJob, cluster_ip: str = "") -> Obj:
@@ -268,8 +281,12 @@ def _labels(job: ElasticJob) -> dict[str, str]:
     return {names.LABEL_APP: names.APP, names.LABEL_JOB: job.metadata.name}
 
 
-def _selector(job: ElasticJob) -> dict[str, str]:
-    return {names.LABEL_JOB: job.metadata.name, names.LABEL_ROLE: names.ROLE_MASTER}
+def _selector(job: ElasticJob, role: str = names.ROLE_MASTER) -> dict[str, str]:
+    return {names.LABEL_JOB: job.metadata.name, names.LABEL_ROLE: role}
+
+
+def _of_job(job: ElasticJob) -> Obj:
+    return {"podSelector": {"matchLabels": {names.LABEL_JOB: job.metadata.name}}}
 
 
 def _host(cluster_ip: str) -> str:

@@ -543,14 +543,14 @@ class _Planner:
         deployment, service = self.deployment, self.service
         if service is None:
             if deployment is None:
-                yield from _needs(job)
+                yield from self._needs(job)
             told = deployment.told if deployment is not None and deployment.replicas else ""
             yield Create("Service", manifests.service(job, told))
             return  # the Deployment is told an address that is seen
         if deployment is None:
             yield Create("Deployment", manifests.deployment(job, service.address, self.options))
         elif deployment.replicas == 0:
-            yield from _needs(job)
+            yield from self._needs(job)
             obj = manifests.deployment(job, service.address, self.options)
             seen = {"uid": deployment.uid, "resourceVersion": deployment.version}
             yield Replan(obj | {"metadata": obj["metadata"] | seen})
@@ -565,10 +565,24 @@ class _Planner:
         lacks = masterless or self._lacks()
         if (lacks or self._is_short()) and self._past(self.seen.made_at + HEAL_S):
             if lacks:
-                yield from _needed_to_act(job)
+                yield from self._needed_to_act(job)
             yield MakeCredentials(job) if masterless else KeepToken(job)
         elif self._past(self.seen.rights_at + RIGHTS_S):
             yield from _rights(job)
+
+    def _needs(self, job: ElasticJob) -> Iterator[Action]:
+        """What a master needs before it is there; that nobody watches: it is made again by a
+        POST."""
+        yield from self._needed_to_act(job)
+        yield MakeCredentials(job)
+
+    def _needed_to_act(self, job: ElasticJob) -> Iterator[Action]:
+        """What can be made again under a master that runs, too."""
+        yield from _rights(job)
+        yield Create("NetworkPolicy", manifests.network_policy(job))
+        if self.options.workers_policy:
+            yield Create("NetworkPolicy", manifests.workers_network_policy(job))
+        yield Create("Secret", manifests.journal_secret(job))
 
     def _is_short(self) -> bool:
         """Whether nodes are missing. Their kubelets alone say that they miss a Secret."""
@@ -703,19 +717,6 @@ class _Planner:
         }
         news = not same or old.get("reason") != reason
         return condition, loud if news else ""
-
-
-def _needs(job: ElasticJob) -> Iterator[Action]:
-    """What a master needs before it is there; that nobody watches: it is made again by a POST."""
-    yield from _needed_to_act(job)
-    yield MakeCredentials(job)
-
-
-def _needed_to_act(job: ElasticJob) -> Iterator[Action]:
-    """What can be made again under a master that runs, too."""
-    yield from _rights(job)
-    yield Create("NetworkPolicy", manifests.network_policy(job))
-    yield Create("Secret", manifests.journal_secret(job))
 
 
 def _rights(job: ElasticJob) -> Iterator[Action]:

@@ -3,7 +3,7 @@
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dlrover_operator.manifests import Options
 from dlrover_py.protocol.errors import ConfigError
@@ -33,12 +33,10 @@ class Settings:
             image=args.master_image,
             pull_policy=args.image_pull_policy,
             pull_secrets=tuple(args.image_pull_secret),
+            workers_policy=args.workers_network_policy,
         )
         if args.master_resources:
-            resources = _resources(args.master_resources)
-            options = Options(
-                options.image, options.pull_policy, options.pull_secrets, resources=resources
-            )
+            options = replace(options, resources=_resources(args.master_resources))
         namespaces = tuple(dict.fromkeys(args.namespace))
         return cls(options, namespaces, args.health, args.log_level)
 
@@ -89,6 +87,12 @@ def _parser() -> argparse.ArgumentParser:
         default="",
         metavar="JSON",
         help="requests and limits of a master whose job has none of its own",
+    )
+    p.add_argument(
+        "--workers-network-policy",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="let nobody but the job's Pods reach its workers",
     )
     p.add_argument("--log-level", default="INFO", choices=LEVELS)
     return p

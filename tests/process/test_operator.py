@@ -497,14 +497,16 @@ async def test_a_resumed_jobs_master_may_do_what_its_version_needs(bed: Bed) -> 
         for kind, made, part in (
             (ROLES, manifests.role(read), "rules"),
             (NETWORK_POLICIES, manifests.network_policy(read), "spec"),
+            (NETWORK_POLICIES, manifests.workers_network_policy(read), "spec"),
         ):
             old = made | {part: made[part][:1] if part == "rules" else {"podSelector": {}}}
             cluster.put(kind, old)
         await kube.patch(ELASTICJOBS, "x", {"spec": {"suspend": False}}, "default")
         await until(lambda: cluster.one(DEPLOYMENTS, MASTER), "a Deployment")
         assert (cluster.one(ROLES, MASTER) or {})["rules"] == manifests.role(read)["rules"]
-        policy = cluster.one(NETWORK_POLICIES, MASTER) or {}
-        assert policy["spec"] == manifests.network_policy(read)["spec"]
+        for wish in (manifests.network_policy(read), manifests.workers_network_policy(read)):
+            policy = cluster.one(NETWORK_POLICIES, wish["metadata"]["name"]) or {}
+            assert policy["spec"] == wish["spec"]
 
 
 async def test_a_verdict_is_not_passed_on_what_is_not_heard_any_more(bed: Bed) -> None:

@@ -36,6 +36,7 @@ FULL: Obj = {
         "imagePullSecrets": [{"name": "m1"}, {"name": "m2"}],
         "resources": {"requests": {"cpu": "1"}, "limits": {"memory": "2Gi"}},
     },
+    "worker": {"networkPolicy": {"enabled": False}},
     "replicas": 2,
     "logLevel": "DEBUG",
     "extraArgs": ["--health=0.0.0.0:8080"],
@@ -242,7 +243,9 @@ def test_the_operator_understands_its_arguments() -> None:
         pull_policy="Never",
         pull_secrets=("m1", "m2"),
         resources=FULL["master"]["resources"],
+        workers_policy=False,
     )
+    assert default.masters.workers_policy
     assert full.log_level == "DEBUG"
     assert namespaced.namespaces == ("a", "b")
     assert default.health.rpartition(":")[2] == "8080", "what probes and Service say"

@@ -44,6 +44,7 @@ def test_everything_is_the_jobs() -> None:
         manifests.role(made),
         manifests.role_binding(made),
         manifests.network_policy(made),
+        manifests.workers_network_policy(made),
         manifests.service(made),
         manifests.deployment(made, "10.0.0.1", OPTIONS),
         manifests.journal_secret(made),
@@ -145,6 +146,20 @@ def test_only_the_jobs_pods_reach_the_agents_port_but_on_the_hosts_network_anyon
     assert "from" not in health
     agents, _ = manifests.network_policy(job(hostNetwork=True))["spec"]["ingress"]
     assert "from" not in agents
+
+
+def test_only_the_jobs_pods_reach_its_workers_whose_ports_ask_for_no_password() -> None:
+    policy = manifests.workers_network_policy(job())
+    assert policy["spec"]["podSelector"]["matchLabels"] == {
+        names.LABEL_JOB: "x",
+        names.LABEL_ROLE: names.ROLE_WORKER,
+    }
+    assert policy["spec"]["policyTypes"] == ["Ingress"]
+    of_job = {"podSelector": {"matchLabels": {names.LABEL_JOB: "x"}}}
+    assert policy["spec"]["ingress"] == [{"from": [of_job]}], "any port: they change"
+    assert policy["metadata"]["name"] != manifests.network_policy(job())["metadata"]["name"]
+    on_host = manifests.workers_network_policy(job(hostNetwork=True))
+    assert on_host["spec"]["ingress"] == [{}], "a policy cannot name those Pods"
 
 
 def test_the_certificate_is_the_masters_by_an_authority_of_its_own(tmp_path: Any) -> None:

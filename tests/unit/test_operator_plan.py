@@ -203,6 +203,7 @@ def test_a_job_gets_its_master_and_then_rest() -> None:
         *("CreateServiceAccount", "CreateRole", "CreateRoleBinding", "CreateNetworkPolicy"),
         *("CreateSecret", "CreateService", "CreateDeployment"),
     }
+    assert done["CreateNetworkPolicy"] == 2, "the master's, and its workers'"
     assert done["MakeCredentials"] == 1
     assert world.deployment is not None
     assert world.service is not None
@@ -288,6 +289,13 @@ def test_suspending_waits_for_the_master_and_a_resume_plans_it_anew() -> None:
     assert world.said("Suspended") == ("False", "Resumed")
     assert world.status["startTime"] == at(500)
     assert world.status["phase"] == "Pending"  # what is published is of before
+
+
+def test_workers_have_no_policy_where_the_administrator_has_none() -> None:
+    world = World.of()
+    made = plan(world.seen(), world.now, Options(image="master:1", workers_policy=False)).actions
+    policies = [a.obj for a in made if isinstance(a, p.Create) and a.what == "NetworkPolicy"]
+    assert [obj["metadata"]["name"] for obj in policies] == [NAME]
 
 
 def test_an_upgrade_of_the_operator_changes_nothing_of_a_running_job() -> None:
