@@ -4,6 +4,8 @@ Nothing here looks at the cluster. What is random (the token, the certificate) i
 """
 
 import base64
+import hashlib
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -184,15 +186,18 @@ def deployment(job: ElasticJob, cluster_ip: str, options: Options) -> Obj:
     # What is in its /tmp may go: else Cluster Autoscaler would keep its host for it.
     evictable = {"cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes": "tmp"}
     pod_meta: Obj = {"labels": labels, "annotations": evictable | _dict(meta.get("annotations"))}
+    spec: Obj = {
+        "replicas": 1,
+        "revisionHistoryLimit": 1,
+        "strategy": {"type": "Recreate"},
+        "selector": {"matchLabels": _selector(job)},
+        "template": {"metadata": pod_meta, "spec": pod},
+    }
+    # What a server stores has its defaults too: by this it is told whether another was planned.
+    planned = hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:16]
     return {
-        "metadata": _master_meta(job),
-        "spec": {
-            "replicas": 1,
-            "revisionHistoryLimit": 1,
-            "strategy": {"type": "Recreate"},
-            "selector": {"matchLabels": _selector(job)},
-            "template": {"metadata": pod_meta, "spec": pod},
-        },
+        "metadata": _master_meta(job) | {"annotations": {names.NOTE_PLAN: planned}},
+        "spec": spec,
     }
 
 
@@ -227,6 +232,7 @@ def _container(job: ElasticJob, cluster_ip: str, options: Options, main: Obj) ->
             {"name": names.HEALTH_PORT_NAME, "containerPort": names.HEALTH_PORT},
         ],
         "resources": main.get("resources") or options.resources,
+        "terminationMessagePolicy": "FallbackToLogsOnError",
         "livenessProbe": {
             "httpGet": {"path": "/healthz", "port": names.HEALTH_PORT_NAME},
             "initialDelaySeconds": 10,

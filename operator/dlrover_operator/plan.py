@@ -68,6 +68,8 @@ class Deployment:
     """The Service's address that it was given."""
     trouble: str = ""
     """Why no Pod could be made, in the server's words."""
+    planned: str = ""
+    """The sum of what it was made from."""
 
     @classmethod
     def of(cls, obj: Obj) -> Self:
@@ -89,6 +91,7 @@ class Deployment:
             available=(status.get("availableReplicas") or 0) > 0,
             told=told.rpartition(":")[0].strip("[]"),
             trouble=trouble[0] if trouble else "",
+            planned=(meta.get("annotations") or {}).get(names.NOTE_PLAN, ""),
         )
 
 
@@ -133,6 +136,9 @@ class MasterPod:
             waiting = (container.get("state") or {}).get("waiting") or {}
             if waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
                 reason, message = waiting["reason"], waiting.get("message", "")
+                ended = (container.get("lastState") or {}).get("terminated")
+                if ended:
+                    message = f"{_last_words(ended)}; {message}"
         meta = obj["metadata"]
         makers = [o for o in meta.get("ownerReferences") or () if o.get("kind") == "ReplicaSet"]
         return cls(
@@ -548,18 +554,23 @@ class _Planner:
             yield Create("Service", manifests.service(job, told))
             return  # the Deployment is told an address that is seen
         if deployment is None:
-            yield Create("Deployment", manifests.deployment(job, service.address, self.options))
+            yield Create("Deployment", self._deployment(job, service))
         elif deployment.replicas == 0:
             yield from self._needs(job)
-            obj = manifests.deployment(job, service.address, self.options)
-            seen = {"uid": deployment.uid, "resourceVersion": deployment.version}
-            yield Replan(obj | {"metadata": obj["metadata"] | seen})
+            yield self._replan(deployment, self._deployment(job, service))
         elif deployment.told and deployment.told != service.address:
             yield DeleteService(self.name, service.uid)
         else:
-            yield from self._heal(job)
+            yield from self._heal(job, deployment, service)
 
-    def _heal(self, job: ElasticJob) -> Iterator[Action]:
+    def _deployment(self, job: ElasticJob, service: Service) -> Obj:
+        return manifests.deployment(job, service.address, self.options)
+
+    def _replan(self, deployment: Deployment, wish: Obj) -> Replan:
+        seen = {"uid": deployment.uid, "resourceVersion": deployment.version}
+        return Replan(wish | {"metadata": wish["metadata"] | seen})
+
+    def _heal(self, job: ElasticJob, deployment: Deployment, service: Service) -> Iterator[Action]:
         yield from self._renew()
         masterless = self._masterless_for(HEAL_S)
         lacks = masterless or self._lacks()
@@ -567,8 +578,21 @@ class _Planner:
             if lacks:
                 yield from self._needed_to_act(job)
             yield MakeCredentials(job) if masterless else KeepToken(job)
+            wish = self._deployment(job, service)
+            planned = wish["metadata"]["annotations"][names.NOTE_PLAN]
+            if masterless and self._can_never_start() and deployment.planned != planned:
+                yield self._replan(deployment, wish)
         elif self._past(self.seen.rights_at + RIGHTS_S):
             yield from _rights(job)
+
+    def _can_never_start(self) -> bool:
+        """No master has ever spoken, or none since the resume, and its Pod has trouble: what it was
+        made from may have been a mistake that is mended by now. One that only takes its time is
+        left alone: two operators of different versions would take it from each other."""
+        trouble = self.deployment is not None and self.deployment.trouble
+        stuck = trouble or any(pod.reason for pod in self.seen.pods)
+        spoken = self.training.get("phase") not in (None, JobPhase.SUSPENDED)
+        return bool(stuck) and not spoken and self.refused is None
 
     def _needs(self, job: ElasticJob) -> Iterator[Action]:
         """What a master needs before it is there; that nobody watches: it is made again by a
@@ -740,6 +764,11 @@ def _bare(obj: Obj) -> ElasticJob | None:
         except ConfigError:
             continue
     return None  # its name is none that an object can have
+
+
+def _last_words(ended: Obj) -> str:
+    code = f"it ended with code {ended.get('exitCode')}, {ended.get('reason') or 'without a word'}"
+    return (ended.get("message") or "").strip() or code
 
 
 def _owner(meta: Obj) -> str:

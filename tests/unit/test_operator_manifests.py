@@ -83,6 +83,7 @@ def test_the_master_gets_what_it_is_promised() -> None:
         "POD_UID": "metadata.uid",
     }
     assert container["imagePullPolicy"] == "Never"
+    assert container["terminationMessagePolicy"] == "FallbackToLogsOnError", "why it has crashed"
     told = pod_of(job(), "fd00::1")["containers"][0]["env"][1]["value"]
     assert told == "[fd00::1]:50001"
 

@@ -439,6 +439,66 @@ def test_why_a_master_does_not_come_up_is_told() -> None:
     assert world.said("MasterReady") == ("False", "ImagePullBackOff")
 
 
+def test_why_a_master_crashes_is_told_in_its_last_words() -> None:
+    crashed = {
+        "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 40s"}},
+        "lastState": {"terminated": {"exitCode": 2, "message": "DLROVER_MASTER_LEASE_S is x\n"}},
+    }
+    pod = {"metadata": {"name": "m", "uid": "p"}, "status": {"containerStatuses": [crashed]}}
+    said = MasterPod.of(pod)
+    assert said.reason == "CrashLoopBackOff"
+    assert said.message == "DLROVER_MASTER_LEASE_S is x; back-off 40s"
+    silent = {"exitCode": 137, "reason": "OOMKilled"}
+    pod["status"]["containerStatuses"][0]["lastState"]["terminated"] = silent  # type: ignore[index]
+    assert MasterPod.of(pod).message == "it ended with code 137, OOMKilled; back-off 40s"
+
+
+STUCK = (MasterPod("ImagePullBackOff", "no such image"),)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_master_that_could_never_start_is_planned_anew_once_the_mistake_is_mended(
+    resumed: bool,
+) -> None:
+    world = suspended(running()) if resumed else World.of()
+    world.edit(suspend=False)
+    world.settle()
+    world.done.clear()
+    world.pods = STUCK
+    world.settle()
+    template = {"spec": {"nodeSelector": {"pool": "good"}}}
+    specs = world.job["spec"]["replicaSpecs"] | {"dlrover-master": {"template": template}}
+    world.edit(replicaSpecs=specs)
+    assert "Replan" not in world.settle(), "somebody else may have another wish: it is not hasty"
+    world.now += p.HEAL_S
+    assert world.settle()["Replan"] == 1
+    replanned = next(a for a in world.done if isinstance(a, p.Replan))
+    assert replanned.obj["spec"]["template"]["spec"]["nodeSelector"] == {"pool": "good"}
+    world.now += 86400
+    assert "Replan" not in world.settle(), "it is as it should be"
+    mended = plan(replace(world.seen(), made_at=0.0), world.now, Options(image="master:2"))
+    assert [a.obj["metadata"]["uid"] for a in mended.actions if isinstance(a, p.Replan)] == ["d1"]
+    assert mended.grave
+
+
+@pytest.mark.parametrize("why", ["it has run", "it may start yet", "it is there", "a bad spec"])
+def test_another_master_is_not_planned_under_one_that(why: str) -> None:
+    world = World.of()
+    world.settle()
+    if why != "it may start yet":
+        world.pods = STUCK
+    if why == "it has run":
+        world.master_says("Pending")
+    if why == "it is there":
+        world.comes_up()
+    if why == "a bad spec":
+        world.edit(replicaSpecs=BAD_EDITS[2])
+    world.settle()
+    world.now += 86400
+    made = plan(world.seen(), world.now, Options(image="master:2")).actions
+    assert not any(isinstance(a, p.Replan) for a in made)
+
+
 # --- deadlines ---
 
 
