@@ -42,6 +42,9 @@ HEAL_S = 30.0
 """With no master for so long, what it needs is made again where it was deleted."""
 MASTERLESS_S = 60.0
 """With no master for so long, a job that is to stop is stopped without it."""
+ADDRESS_S = 120.0
+"""An address that is refused for so long belongs to another Service by now: a server may take a
+moment to free that of a Service that was deleted."""
 OLD_S = 1.0
 """Objects of a deleted job of the same name go soon; until then this is the pace of looking."""
 ENDED = tuple(phase.value for phase in JobPhase if phase.ended)
@@ -175,6 +178,8 @@ class Seen:
     """When it last looked after the master's rights."""
     account_at: float = 0.0
     """When the master's account was made, as this operator last saw it."""
+    refused: str = ""
+    """What the API server said to the plan before, if it has refused some of it."""
 
 
 # --- what is to be done, in this order; a refusal ends it ---
@@ -526,6 +531,8 @@ class _Planner:
     def _keep_service(self) -> Iterator[Action]:
         """Agents that have lost their connection must find the master to hear of the end."""
         up = self.deployment is not None and self.deployment.replicas
+        if up and self._address_is_lost():
+            return
         if up and self.service is None and self.job is not None and self.deployment is not None:
             yield Create("Service", manifests.service(self.job, self.deployment.told))
 
@@ -551,6 +558,9 @@ class _Planner:
             if deployment is None:
                 yield from self._needs(job)
             told = deployment.told if deployment is not None and deployment.replicas else ""
+            if told and self._address_is_lost():  # its nodes cannot find it: they are made anew
+                yield from self._scale_to_zero()
+                return
             yield Create("Service", manifests.service(job, told))
             return  # the Deployment is told an address that is seen
         if deployment is None:
@@ -562,6 +572,12 @@ class _Planner:
             yield DeleteService(self.name, service.uid)
         else:
             yield from self._heal(job, deployment, service)
+
+    def _address_is_lost(self) -> bool:
+        """Whether the Service cannot have the address again that was told."""
+        since = self._since("MasterReady", "False")
+        refused = self.service is None and "spec.clusterIP" in self.seen.refused
+        return refused and since is not None and self._past(since + ADDRESS_S)
 
     def _deployment(self, job: ElasticJob, service: Service) -> Obj:
         return manifests.deployment(job, service.address, self.options)

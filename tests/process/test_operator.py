@@ -324,6 +324,35 @@ async def test_a_broken_watch_and_a_deleted_deployment(bed: Bed) -> None:
         )
 
 
+async def test_a_master_whose_address_another_service_has_gets_another(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, kube = bed
+    monkeypatch.setattr(plan, "ADDRESS_S", 0.2)
+    async with operator(kube):
+        await kube.create(ELASTICJOBS, job())
+        await until(lambda: cluster.one(DEPLOYMENTS, MASTER), "a Deployment")
+        available(cluster)
+        master_says(cluster, "Running")
+        await until(lambda: status(cluster).get("phase") == "Running", "phase Running")
+        address = (cluster.one(SERVICES, MASTER) or {})["spec"]["clusterIP"]
+        words = f"spec.clusterIPs: Invalid value: [{address}]: provided IP is already allocated"
+        fault = cluster.fail(422, "Invalid", words, times=10**6, method="POST", path="/services")
+        theirs = {"metadata": {"name": "theirs"}, "spec": {"clusterIP": address}}
+        cluster.put(SERVICES, theirs)
+        cluster.remove(SERVICES, MASTER)
+
+        def master() -> Obj:
+            return dict((cluster.one(DEPLOYMENTS, MASTER) or {})["spec"])
+
+        await until(lambda: master()["replicas"] == 0, "the address is given up")
+        fault.times = 0
+        await until(lambda: master()["replicas"] == 1, "another master")
+        fresh = (cluster.one(SERVICES, MASTER) or {})["spec"]["clusterIP"]
+        assert fresh != address
+        assert f"{fresh}:50001" in str(master()["template"])
+
+
 @pytest.mark.parametrize(
     ("code", "reason", "retry_after"),
     [(429, "TooManyRequests", 1), (500, "InternalError", None), (403, "Forbidden", None)],

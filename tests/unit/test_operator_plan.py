@@ -39,6 +39,7 @@ class World:
     made_at: float = 0.0
     rights_at: float = math.inf
     account_at: float = 0.0
+    refused: str = ""
     done: list[Action] = field(default_factory=list)
     exists: bool = True
     version: int = 1
@@ -98,6 +99,7 @@ class World:
             self.made_at,
             self.rights_at,
             self.account_at,
+            self.refused,
         )
 
     def plan(self) -> p.Plan:
@@ -621,6 +623,57 @@ def test_a_deleted_deployment_comes_again_and_a_deleted_service_with_its_address
     assert world.settle()["DeleteService"] == 1
     assert world.service is not None
     assert world.service.address == address
+
+
+TAKEN = "spec.clusterIPs: Invalid value: [10.0.0.1]: failed to allocate IP: already allocated"
+
+
+def test_an_address_that_has_gone_to_another_service_is_given_up() -> None:
+    """After a while: a server may take a moment to free that of a Service that was deleted."""
+    world = running()
+    world.now += 1000
+    world.service = None
+    world.refused = TAKEN
+    world.trouble = Trouble("Refused", TAKEN)
+    world.carry_out(p.Plan(status=world.plan().status))
+    world.trouble = None
+    world.now += p.ADDRESS_S - 1
+    wish = world.plan()
+    (asked,) = (a for a in wish.actions if isinstance(a, p.Create))
+    assert asked.obj["spec"]["clusterIP"] == "10.0.0.1"
+    assert wish.wake_at == world.now + 1
+    world.now += 1
+    assert [_word(a) for a in world.plan().actions] == ["ScaleToZero"]
+    world.step()
+    world.refused = ""
+    assert world.settle()["Replan"] == 1
+    assert world.deployment is not None
+    assert world.service is not None
+    assert world.deployment.told == world.service.address != "10.0.0.1"
+
+
+@pytest.mark.parametrize("words", ["", 'admission webhook "w" denied the request: no label'])
+def test_an_address_is_kept_whatever_else_is_refused(words: str) -> None:
+    world = running()
+    world.service = None
+    world.goes_down()
+    world.refused = words
+    world.carry_out(p.Plan(status=world.plan().status))
+    world.now += 86400
+    assert "ScaleToZero" not in {_word(a) for a in world.plan().actions}
+
+
+def test_an_address_that_is_lost_does_not_hold_up_a_suspension() -> None:
+    world = running()
+    world.edit(suspend=True)
+    world.settle()
+    world.service = None
+    world.goes_down()
+    world.settle()
+    world.service = None
+    world.refused = TAKEN
+    world.now += p.ADDRESS_S
+    assert {_word(a) for a in world.plan().actions} == {"DeletePods", "ScaleToZero"}
 
 
 def test_with_no_master_for_long_what_it_needs_is_made_again() -> None:
