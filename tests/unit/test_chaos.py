@@ -5,8 +5,26 @@ from typing import Any
 
 import pytest
 
-from dlrover_py.protocol.status import JobEvent, JobPhase, LastCheckpoint, Summary, Training
-from tests.cluster.chaos.check import Blame, Checker, Committed, Journaled, Told
+from dlrover_py.protocol.status import (
+    JobEvent,
+    JobPhase,
+    LastCheckpoint,
+    NodePhase,
+    NodeRole,
+    NodeStatus,
+    Summary,
+    Training,
+)
+from tests.cluster.chaos.check import (
+    Blame,
+    Checker,
+    Committed,
+    Journaled,
+    Parted,
+    Pod,
+    Told,
+    unlike,
+)
 from tests.cluster.chaos.plan import LEAST, MOST, OF_API, Kind, plan
 from tests.cluster.chaos.score import ceiling, rows, stall_s, useful_s
 
@@ -69,6 +87,26 @@ def told(what: str, at: float, rank: int = 0, *values: float, **more: Any) -> To
     return Told(what, at, rank=rank, values=values, **fields)
 
 
+def place(name: str, **more: Any) -> NodeStatus:
+    fields = {"phase": NodePhase.LIVE, "role": NodeRole.MEMBER, "incarnation": 1, "host": "h1"}
+    return NodeStatus(id=name, **(fields | more))
+
+
+def hurt(*nodes: str, **more: Any) -> Blame:
+    return Blame(**({"losses": 1, "nodes": frozenset(nodes)} | more))
+
+
+def stepped(
+    checker: Checker, begin: float, end: float, step: int, number: int, name: str = "n0"
+) -> int:
+    """Rank 0 makes a step each second; the last one."""
+    at = begin
+    while at < end:
+        checker.told("job", told("step", at, 0, step, node=name, round=number))
+        at, step = at + 1.0, step + 1
+    return step - 1
+
+
 def in_order(checker: Checker) -> None:
     """A job that starts, stores a step, loses a node, and goes on by another master."""
     for rank in range(3):
@@ -77,11 +115,14 @@ def in_order(checker: Checker) -> None:
     checker.journaled("job", 1.0, Journaled("a", 1, 1, 3))
     checker.seen("job", 1.0, seen())
     checker.seen("job", 5.0, seen(last_checkpoint=stored(40)))
-    checker.struck("job", 6.0, Blame(failures=1, losses=1), for_s=60.0)
+    stepped(checker, 2.0, 6.0, 1, 1)
+    checker.struck("job", 6.0, hurt("n1", failures=1), for_s=60.0)
     lost = event(3, "NodeLost", type="Warning", node="n1")
     events = [event(1, "JobStarted"), formed(2, 1), lost, formed(4, 2)]
     checker.journaled("job", 6.5, Journaled("a", 1, 2, 5))
-    checker.seen("job", 7.0, seen(round=2, events=events, last_checkpoint=stored(40)))
+    nodes = [place("n0"), place("n2"), place("n3", relaunches=1)]
+    news: dict[str, Any] = {"round": 2, "restarts": {"loss": 1}, "nodes": nodes}
+    checker.seen("job", 7.0, seen(**news, events=events, last_checkpoint=stored(40)))
     for rank in (0, 2, 1):
         node = f"n{rank}" if rank != 1 else "n3"
         checker.told("job", told("started", 8.0, rank, node=node, round=2))
@@ -89,7 +130,8 @@ def in_order(checker: Checker) -> None:
     checker.journaled("job", 9.0, Journaled("b", 1, 2, 5))
     checker.journaled("job", 9.1, Journaled("b", 2, 2, 6))
     events = [*events[1:], event(5, "MasterStarted")]
-    checker.seen("job", 10.0, seen(round=2, term=2, events=events, last_checkpoint=stored(60)))
+    stepped(checker, 9.0, 11.0, 44, 2)
+    checker.seen("job", 10.0, seen(**news, term=2, events=events, last_checkpoint=stored(60)))
     checker.committed("job", 10.0, [Committed(2, 2, 60), Committed(1, 1, 40)])
     checker.committed("job", 10.5, [Committed(3, 2, 65), Committed(2, 2, 60)])
 
@@ -105,7 +147,34 @@ def late(*events: JobEvent, **more: Any) -> Training:
     return seen(**({"round": 2, "term": 2, "events": list(events)} | more))
 
 
-Plant = Callable[[Checker], None]
+def after(*events: JobEvent, **more: Any) -> Training:
+    return late(*events, **({"round": 3} | more))
+
+
+def charges(reason: str, *nodes: str) -> list[JobEvent]:
+    return [event(6 + n, reason, type="Warning", node=name) for n, name in enumerate(nodes)]
+
+
+def killed(checker: Checker) -> None:
+    """A worker is, and one that it was connected to has told."""
+    checker.struck("job", 12.0, Blame(failures=1, nodes=frozenset({"n2"}), owed=True), for_s=60.0)
+    lost = event(6, "PeerLost", type="Warning", node="n0")
+    checker.seen("job", 13.0, late(lost))
+
+
+def cut(wait_s: float, *nodes: str, sure: bool = True) -> Parted:
+    return Parted(frozenset(nodes or {"n0"}), wait_s, sure)
+
+
+def next_round(checker: Checker) -> None:
+    """The second one trains on, and is followed by a third on other nodes."""
+    stepped(checker, 11.0, 31.0, 46, 2)
+    checker.told("job", told("started", 32.0, 0, node="n4", round=3))
+    checker.told("job", told("loaded", 32.5, 0, 65, 32.1, node="n4", round=3))
+    stepped(checker, 33.0, 80.0, 66, 3, "n4")
+
+
+Plant = Callable[[Checker], object]
 PLANTS: dict[str, tuple[str, Plant]] = {
     "another size": (
         "one world per round",
@@ -186,12 +255,130 @@ PLANTS: dict[str, tuple[str, Plant]] = {
     "charged for another's failure": (
         "only who is to blame is charged",
         lambda c: (
-            c.seen("job", 11.0, late(event(6, "NodeLost", type="Warning", node="n2")))
+            c.seen("job", 11.0, late(event(6, "WorkerFailed", type="Warning", node="n2")))
         ),
     ),
     "charged too late": (
         "only who is to blame is charged",
-        lambda c: c.seen("job", 67.0, late(event(6, "WorkerFailed", type="Warning"))),
+        lambda c: c.seen("job", 67.0, late(event(6, "WorkerFailed", type="Warning", node="n1"))),
+    ),
+    "who was drained is charged beside one that was deleted by force": (
+        "only who is to blame is charged",
+        lambda c: (
+            c.struck("job", 12.0, hurt("n2"), for_s=60.0),
+            c.struck("job", 20.0, Blame(), for_s=60.0),
+            c.seen("job", 21.0, late(event(6, "NodeLost", type="Warning", node="n0"))),
+        ),
+    ),
+    "charged twice for one fault": (
+        "only who is to blame is charged",
+        lambda c: (
+            c.struck("job", 12.0, hurt("n2"), for_s=60.0),
+            c.seen("job", 13.0, late(*charges("NodeLost", "n2", "n2"))),
+        ),
+    ),
+    "a host is cut off, and a node elsewhere is charged": (
+        "only who is to blame is charged",
+        lambda c: (
+            c.struck("job", 12.0, hurt("n2", losses=3, hosts=frozenset({"h2"})), for_s=60.0),
+            c.seen(
+                "job", 13.0, late(*charges("NodeLost", "n3"), nodes=[place("n3", relaunches=1)])
+            ),
+        ),
+    ),
+    "charged without a word": (
+        "only who is to blame is charged",
+        lambda c: c.seen("job", 11.0, late(nodes=[place("n0", restarts=1)])),
+    ),
+    "replaced without a word": (
+        "only who is to blame is charged",
+        lambda c: c.seen("job", 11.0, late(nodes=[place("n3", relaunches=2)])),
+    ),
+    "charged still after all was forgiven": (
+        "only who is to blame is charged",
+        lambda c: c.seen(
+            "job", 11.0, late(event(6, "BudgetForgiven"), nodes=[place("n3", relaunches=1)])
+        ),
+    ),
+    "a worker is killed, and nobody is charged": (
+        "who is to blame is charged",
+        lambda c: (killed(c), c.seen("job", 14.0, after(formed(7, 3, cause=6)))),
+    ),
+    "a decision without words": (
+        "every decision is explained",
+        lambda c: c.seen("job", 11.0, late(event(6, "NodeJoined", message=" "))),
+    ),
+    "a place is given up without a cause": (
+        "every decision is explained",
+        lambda c: c.seen("job", 11.0, late(event(6, "ReplacementsExhausted", node="n1"))),
+    ),
+    "a node is replaced without a cause": (
+        "every decision is explained",
+        lambda c: c.seen("job", 11.0, late(event(6, "RestartsExhausted", node="n1"))),
+    ),
+    "a cause that there is not": (
+        "every decision is explained",
+        lambda c: c.seen("job", 11.0, late(event(6, "TrainingResumed", cause=7))),
+    ),
+    "a round is counted that there is not": (
+        "every round is explained",
+        lambda c: c.seen("job", 11.0, late(restarts={"loss": 1, "drain": 1})),
+    ),
+    "two rounds train": (
+        "no older round trains on",
+        lambda c: stepped(c, 6.0, 40.0, 5, 1),
+    ),
+    "who is cut off trains on for longer than it waits": (
+        "no older round trains on",
+        lambda c: (c.parted("job", 30.0, cut(30.0)), next_round(c), stepped(c, 31.0, 62.0, 66, 2)),
+    ),
+    "another one trains on beside who is cut off": (
+        "no older round trains on",
+        lambda c: (
+            c.parted("job", 30.0, cut(30.0, "n2")),
+            next_round(c),
+            stepped(c, 31.0, 52.0, 66, 2),
+        ),
+    ),
+    "who was cut off trains on once it is back": (
+        "no older round trains on",
+        lambda c: (
+            c.parted("job", 30.0, cut(5.0, sure=False)),
+            c.back("job", 33.0),
+            c.back("job", 60.0),  # of another fault
+            next_round(c),
+            stepped(c, 31.0, 65.0, 66, 2),
+        ),
+    ),
+    "a worker begins behind what it has loaded": (
+        "steps go on from the last one",
+        lambda c: (
+            c.told("job", told("started", 11.0, 0, round=3)),
+            c.told("job", told("loaded", 11.2, 0, 66, 11.1, round=3)),
+            c.told("job", told("step", 12.0, 0, 66, round=3)),
+        ),
+    ),
+    "a worker begins beyond what it has loaded": (
+        "steps go on from the last one",
+        lambda c: (
+            c.told("job", told("loaded", 11.2, 0, 66, 11.1, round=3)),
+            c.told("job", told("step", 12.0, 0, 68, round=3)),
+        ),
+    ),
+    "a worker that has loaded nothing begins behind what is stored": (
+        "steps go on from the last one",
+        lambda c: (
+            c.told("job", told("started", 11.0, 0, round=3)),
+            c.told("job", told("step", 12.0, 0, 1, round=3)),
+        ),
+    ),
+    "a step again": (
+        "steps go on from the last one",
+        lambda c: c.told("job", told("step", 11.0, 0, 45, round=2)),
+    ),
+    "a step is left out": (
+        "steps go on from the last one",
+        lambda c: c.told("job", told("step", 11.0, 0, 47, round=2)),
     ),
     "a round without an event": (
         "every round is explained",
@@ -218,19 +405,117 @@ def test_what_must_not_be_is_found(name: str) -> None:
     assert {v.rule for v in checker.violations} == {rule}, checker.violations
 
 
-def test_what_is_no_violation() -> None:
+def test_a_round_that_trains_on_is_told_of_once() -> None:
     checker = Checker()
     in_order(checker)
-    # What was stored when a worker had begun to load already.
-    checker.told("job", told("loaded", 11.0, 0, 43, 9.0, round=3))
-    # A failure that one of the faults accounts for.
-    checker.seen("job", 11.0, late(event(6, "WorkerFailed", type="Warning")))
-    # Rounds whose events have made room for newer ones.
-    checker.seen("job", 12.0, late(event(50), formed(51, 9), round=9))
-    # Of a list it is not known who wrote what came before.
-    checker.journaled("job", 12.0, Journaled("c", 2, 2, 8, gap=True))
-    checker.left("job", 13.0, [])
+    stepped(checker, 6.0, 60.0, 5, 1)
+    assert len(checker.violations) == 1
+
+
+HARMLESS: dict[str, Plant] = {
+    "it was stored when a worker had begun to load already": lambda c: (
+        c.told("job", told("loaded", 11.0, 0, 43, 9.0, round=3))
+    ),
+    "a failure that one of the faults accounts for": lambda c: (
+        c.seen("job", 11.0, late(event(6, "WorkerFailed", type="Warning", node="n1")))
+    ),
+    "rounds whose events have made room for newer ones": lambda c: (
+        c.seen("job", 12.0, late(event(50), formed(51, 9), round=9, restarts={"loss": 8}))
+    ),
+    "what was charged meanwhile was not seen": lambda c: (
+        c.seen("job", 12.0, late(event(50), nodes=[place("n0", restarts=2, relaunches=3)]))
+    ),
+    "a cause that has made room": lambda c: (
+        c.seen("job", 12.0, late(event(50, cause=48), event(51, cause=50)))
+    ),
+    "of a list it is not known who wrote what came before": lambda c: (
+        c.journaled("job", 12.0, Journaled("c", 2, 2, 8, gap=True))
+    ),
+    "nothing is left": lambda c: c.left("job", 13.0, []),
+    "nobody is to blame": lambda c: c.seen("job", 11.0, late(event(6, "NodeLost", node="n2"))),
+    "a node that came to a host that is cut off": lambda c: (
+        c.struck("job", 12.0, hurt("n2", losses=3, hosts=frozenset({"h2"})), for_s=60.0),
+        c.seen(
+            "job", 13.0, late(*charges("NodeLost", "n5"), nodes=[place("n5", host="h2")])
+        ),
+    ),
+    "two faults, two charges": lambda c: (
+        c.struck("job", 12.0, hurt("n2"), for_s=60.0),
+        c.struck("job", 12.5, hurt("n3"), for_s=60.0),
+        c.seen(
+            "job", 13.0,
+            late(*charges("NodeLost", "n3", "n2"), nodes=[place("n4", relaunches=3)]),
+        ),
+    ),
+    "all is forgiven": lambda c: c.seen("job", 11.0, late(event(6, "BudgetForgiven"))),
+    "a worker is killed, and its node charged": lambda c: (
+        killed(c),
+        c.seen(
+            "job", 14.0,
+            after(event(7, "WorkerFailed", type="Warning", node="n2", cause=6),
+                  formed(8, 3, cause=7), nodes=[place("n2", restarts=1)]),
+        ),
+    ),
+    "a worker is killed as its node leaves": lambda c: (
+        killed(c),
+        c.seen("job", 14.0, after(event(7, "NodeLeaving", node="n2"), formed(8, 3, cause=7))),
+    ),
+    "a worker is killed of a round that is over already": lambda c: (
+        c.seen("job", 11.0, late(event(6, "RoomToGrow"))),
+        c.struck("job", 12.0, Blame(failures=1, nodes=frozenset({"n2"}), owed=True), for_s=60.0),
+        c.seen("job", 14.0, after(formed(7, 3, cause=6))),
+    ),
+    "the job ends for want of nodes": lambda c: (
+        c.seen("job", 11.0, late(event(6, "ReplacementsExhausted", type="Warning")))
+    ),
+    "who is replaced finishes its step": lambda c: (next_round(c), stepped(c, 31.0, 47.0, 66, 2)),
+    "who is cut off trains on for as long as it waits": lambda c: (
+        c.parted("job", 30.0, cut(30.0)), next_round(c), stepped(c, 31.0, 60.0, 66, 2),
+    ),
+    "who is cut off beside another one trains on until it is back": lambda c: (
+        c.parted("job", 30.0, cut(5.0, sure=False)),
+        c.back("job", 50.0),
+        next_round(c),
+        stepped(c, 31.0, 79.0, 66, 2),
+    ),
+    "who is cut off in a young round has met nobody": lambda c: (
+        c.parted("job", 12.0, cut(5.0)), next_round(c), stepped(c, 31.0, 79.0, 66, 2),
+    ),
+    "a line comes late": lambda c: (
+        next_round(c), c.told("job", told("step", 46.0, 0, 66, round=2)),
+    ),
+    "another worker of the node and round": lambda c: (
+        c.told("job", told("step", 11.0, 1, 66, node="n0", round=2))
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_is_no_violation(name: str) -> None:
+    checker = Checker()
+    in_order(checker)
+    HARMLESS[name](checker)
     assert checker.violations == []
+
+
+def test_pods_are_those_that_are_known() -> None:
+    gone = place("n0", phase=NodePhase.GONE)
+    told_of = {"job": ("u1", seen(nodes=[gone, place("n1"), place("n2", phase=NodePhase.PENDING)]))}
+    master = Pod("elasticjob-job-dlrover-master-x", "rs", "job", master=True)
+    there = [Pod(f"job-{n}", "u1", "job", master=False) for n in ("n1", "n2")]
+    assert unlike(told_of, [master, *there]) == []
+    assert unlike(told_of, [master, there[0]]) == ["job-n2 is known as a node, and has no Pod"]
+    for pod, words in (
+        (Pod("job-n0", "u1", "job", master=False), "job-n0 is no node that is known"),
+        (Pod("job-n9", "u1", "job", master=False), "job-n9 is no node that is known"),
+        (Pod("job-n1", "u0", "job", master=False), "job-n1 is of an earlier job"),
+        (Pod("other-n1", "u0", "other", master=False), "other-n1 is of no job that there is"),
+        (Pod("probe", "", "", master=False), "probe is of no job that there is"),
+        (master._replace(name="elasticjob-job-dlrover-master-y"), "job has 2 masters"),
+    ):
+        (found,) = unlike(told_of, [master, *there, pod])
+        assert found.startswith(words)
+    assert unlike(told_of, there) == ["job has 0 masters"]
 
 
 def test_lines_are_read_as_they_are_written() -> None:

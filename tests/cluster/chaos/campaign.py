@@ -25,10 +25,20 @@ from dlrover_py.kube import SECRETS
 from dlrover_py.master.store import HOLDER, JOURNAL_KEY
 from dlrover_py.protocol.status import JobPhase, Training
 from dlrover_py.storage import Store
-from tests.cluster.chaos.check import Blame, Checker, Committed, Journaled, Told, Violation
+from tests.cluster.chaos.check import (
+    Blame,
+    Checker,
+    Committed,
+    Journaled,
+    Parted,
+    Pod,
+    Told,
+    Violation,
+    unlike,
+)
 from tests.cluster.chaos.plan import OF_API, OF_HOSTS, Kind, Step
 from tests.cluster.chaos.score import ceiling, stall_s, useful_s
-from tests.cluster.chaos.strike import WORKER, Strike, Striker
+from tests.cluster.chaos.strike import NAME, ROLE, WORKER, Strike, Striker
 from tests.cluster.harness import Cluster, LabError, Obj, until
 from tests.cluster.jobs import Job, Watched, document, submit
 
@@ -46,6 +56,8 @@ comes after 40 s, and then counts who is there."""
 REST = 10
 """After so many faults the job is waited for until it is whole."""
 WHOLE_S = 300.0
+LIKE_S = 90.0
+"""Pods that go have their grace; and kubelets that were away come back to them late."""
 LIMITS_S = {
     Kind.WORKER_KILLED: 90.0, Kind.MASTER_KILLED: 60.0, Kind.OPERATOR_KILLED: 60.0,
     Kind.SCALED: 240.0, Kind.SUSPENDED: 240.0, Kind.DRAINED: 180.0, Kind.TAINTED: 180.0,
@@ -220,6 +232,18 @@ class Shared:
             for name, allowed in blame.items():
                 self.checker.struck(name, time.monotonic(), allowed, for_s=for_s)
 
+    def parted(self, parted: dict[str, Parted]) -> None:
+        """These nodes are cut off from now on."""
+        with self._lock:
+            for name, what in parted.items():
+                self.checker.parted(name, time.monotonic(), what)
+
+    def back(self, parted: dict[str, Parted]) -> None:
+        """They are so no longer."""
+        with self._lock:
+            for name in parted:
+                self.checker.back(name, time.monotonic())
+
     def committed(self, name: str, store: Path) -> None:
         """Look what is in storage."""
         found = [Committed(m.number, m.term, m.step) for m in Store(store).checkpoints()]
@@ -334,6 +358,7 @@ class Campaign:
                 if step.number % REST == 0 or step is plan[-1]:
                     self._look(report, keep_going, lambda: self._whole(WHOLE_S))
                     self._look(report, keep_going, self._orphans)
+                    self._look(report, keep_going, self._as_told)
         except (Broken, KeyboardInterrupt):
             pass  # what was found so far is told
         self._count(report, began)
@@ -362,7 +387,11 @@ class Campaign:
         last = {name: tale.last for name, tale in self.tales.items()}
         hold_s = max(fault.hold_s for fault in step.faults)
         for strike in strikes:
-            self.shared.struck(strike.blame, hold_s + CHARGED_S)
+            blame = strike.blame
+            if len(strikes) > 1:  # the other one may end the round, and then nobody is to blame
+                blame = {name: b._replace(owed=False) for name, b in blame.items()}
+            self.shared.struck(blame, hold_s + CHARGED_S)
+            self.shared.parted(strike.parted)
         began = time.monotonic()
         try:
             strikes[0].hit()
@@ -374,6 +403,7 @@ class Campaign:
         finally:
             for strike in reversed(strikes):
                 strike.mend()
+                self.shared.back(strike.parted)
         calm_at = time.monotonic()
         took = paused = 0.0
         for job in self.jobs:
@@ -483,9 +513,49 @@ class Campaign:
         except AssertionError:
             self.shared.wrong("all jobs", "no worker without its agent", str(strays()))
 
+    def _as_told(self) -> None:
+        """The Pods that there are are those that the masters know, and a master for each job."""
+
+        def differences() -> list[str]:
+            jobs = {job.name: (job.obj["metadata"]["uid"], job.training) for job in self.jobs}
+            return unlike(jobs, self._pods())
+
+        try:
+            until(lambda: not differences(), "", within_s=LIKE_S, every_s=1)
+        except AssertionError:
+            self.shared.wrong("all jobs", "Pods are as is told", "; ".join(differences()))
+
+    def _pods(self) -> list[Pod]:
+        """Those of the namespace that have not ended."""
+        found = []
+        for name, pod in self.watched.all("Pod").items():
+            meta = pod["metadata"]
+            labels, owners = meta.get("labels") or {}, meta.get("ownerReferences") or []
+            if pod["status"].get("phase") not in ("Succeeded", "Failed"):
+                owner = next((o["uid"] for o in owners if o.get("controller")), "")
+                master = labels.get(ROLE) == "dlrover-master"
+                found.append(Pod(name, owner, labels.get(NAME, ""), master))
+        return found
+
+    def _suspend(self) -> None:
+        """What is not needed they end themselves; once they are deleted Kubernetes would."""
+        for job in self.jobs:
+            job.patch({"suspend": True})
+
+        def there() -> list[str]:
+            found = [job.name for job in self.jobs if not job.holds("Suspended")]
+            found += [pod.name for pod in self._pods()]
+            return found + [f"process {pid}: {said}" for pid, said in self._workers().items()]
+
+        try:
+            until(lambda: not there(), "", within_s=WHOLE_S, every_s=1)
+        except AssertionError:
+            self.shared.left("all jobs, suspended", there())
+
     def finish(self) -> None:
-        """Delete the jobs: nothing is left of them."""
+        """Suspend the jobs, and delete them: nothing is left of them."""
         uids = [pod["metadata"]["uid"] for pod in self.watched.all("Pod").values()]
+        self._suspend()
         kinds = ("pods,secrets,deployments,services,roles,rolebindings,serviceaccounts,"
                  "networkpolicies,elasticjobs")  # fmt: skip
         for job in self.jobs:

@@ -7,12 +7,21 @@ other way round: nothing here depends on the order of the two.
 
 import json
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 from dlrover_py.cli.view import story
-from dlrover_py.protocol.status import JobEvent, Training
+from dlrover_py.protocol.status import JobEvent, NodePhase, Training
+
+AFTER_S = 15.0
+"""Who trains in an older round has stopped so soon after the first step of a newer one: it is told
+to at its next exchange, and has its grace."""
+AFRESH_S = 15.0
+"""In a round that is younger, who is cut off may not have made contact with the others yet."""
+BACK_S = 30.0
+"""Who was cut off has heard that it was given up so soon after the network is back."""
 
 
 class Violation(NamedTuple):
@@ -72,20 +81,72 @@ class Blame(NamedTuple):
     """Of workers."""
     losses: int = 0
     """Of nodes, without notice."""
+    nodes: frozenset[str] = frozenset()
+    """Whom it hurts: nobody else may be charged."""
+    hosts: frozenset[str] = frozenset()
+    """And who is there, be it a node that came only after the fault began."""
+    owed: bool = False
+    """One of them has to be charged, before a round is formed for it."""
 
-    def __add__(self, other: object) -> "Blame":  # of two faults at once
-        assert isinstance(other, Blame)
-        return Blame(self.failures + other.failures, self.losses + other.losses)
+
+class Parted(NamedTuple):
+    """Nodes that do not hear all of the others, and may not know that these go on without them."""
+
+    nodes: frozenset[str]
+    wait_s: float
+    """They stop by themselves so soon."""
+    sure: bool
+    """For there is none beside them with whom they could go on meanwhile."""
+
+
+class Pod(NamedTuple):
+    """What is asked of a Pod."""
+
+    name: str
+    owner: str
+    """Uid of its controller."""
+    job: str
+    """By its label; empty for none."""
+    master: bool
 
 
 CHARGES = {"WorkerFailed": "failures", "NodeLost": "losses"}
 """Events of type Warning that are charged to a node, and as what."""
+RESTARTS = ("WorkerFailed", "NodeRestarted")
+"""What a node's ``restarts`` count."""
+REPLACED = ("NodeLost", "NodeExcluded", "RestartsExhausted")
+"""What ``relaunches`` count."""
+OTHER_ENDS = (
+    "NodeLost", "NodeLeaving", "NodeCutOff", "NodeRestarted", "NodeRefused", "NodeExcluded",
+    "SpecChanged", "RoomToGrow", "Suspended", "Resumed", "MasterStarted", "JournalBehind",
+    "WorkerFailed",
+)  # fmt: skip
+"""After these a round may be over for another reason than the worker that was killed."""
+CAUSED = ("RestartsExhausted", "NonRetryable")
+"""Decisions that always follow from another event; places that are given up do too."""
 
 
 @dataclass
 class _Allowance:
+    at: float
     until: float
     left: dict[str, int]
+    nodes: frozenset[str]
+    hosts: frozenset[str]
+
+
+@dataclass
+class _Apart:
+    at: float
+    what: Parted
+    back_at: float = float("inf")
+
+    def until(self, first_step_at: float) -> float:
+        """When who trained on has stopped, in a round that had made its first step then."""
+        stops = self.at + self.what.wait_s
+        if self.what.sure and first_step_at < self.at - AFRESH_S:
+            return stops
+        return max(stops, self.back_at + BACK_S)
 
 
 @dataclass
@@ -99,6 +160,17 @@ class _Job:
     """Newest one of each node's workers."""
     loaded: dict[int, int] = field(default_factory=dict)
     """Step by round."""
+    base: dict[tuple[int, str, int], int] = field(default_factory=dict)
+    """Step from which each worker goes on: what it loaded, or has to have loaded at least."""
+    sure: set[tuple[int, str, int]] = field(default_factory=set)
+    """Workers of whom that is known exactly."""
+    stepped: dict[tuple[int, str, int], int] = field(default_factory=dict)
+    """Newest step of each worker that tells of its steps."""
+    first_steps: dict[int, float] = field(default_factory=dict)
+    """When a round made its first one."""
+    stale: set[tuple[int, str]] = field(default_factory=set)
+    """Round and node of those that were found."""
+    apart: list[_Apart] = field(default_factory=list)
     stored_at: list[float] = field(default_factory=list)
     stored: list[int] = field(default_factory=list)
     """Newest step in storage by the status, and when that was seen first."""
@@ -115,6 +187,14 @@ class _Job:
     owners: dict[int, str] = field(default_factory=dict)
     """Masters by term."""
     allowances: list[_Allowance] = field(default_factory=list)
+    owed: dict[str, int] = field(default_factory=dict)
+    """Nodes that have to be charged, and the newest event when they were hurt."""
+    unbroken: int = 1
+    """All events from this one on were seen."""
+    restarts: Counter[str] = field(default_factory=Counter)
+    """Charged to each node since budgets were forgiven."""
+    relaunches: int = 0
+    """Nodes that were lost since then."""
 
 
 class Checker:
@@ -142,6 +222,8 @@ class Checker:
             self._started(name, job, line)
         elif line.what == "loaded":
             self._loaded(name, job, line)
+        elif line.what == "step":
+            self._stepped(name, job, line)
 
     def _started(self, name: str, job: _Job, line: Told) -> None:
         where = f"round {line.round}, rank {line.rank} on {line.node}"
@@ -161,13 +243,18 @@ class Checker:
             words = f"{where}: this node has had workers in round {last}"
             self._wrong(line.at, name, "rounds only grow", words)
         job.last_round[line.node] = max(last, line.round)
+        job.base[line.round, line.node, line.rank] = self._in_storage(job, line.at)
+
+    def _in_storage(self, job: _Job, at: float) -> int:
+        """The newest step of which it was known by then."""
+        known = job.stored[: bisect_right(job.stored_at, at)][-1:]
+        there = job.committed[: bisect_right(job.committed_at, at)][-1:]
+        return max([*known, *(one.step for one in there)], default=0)
 
     def _loaded(self, name: str, job: _Job, line: Told) -> None:
         step, began = int(line.values[0]), line.values[1]
         where = f"round {line.round}, rank {line.rank} on {line.node} goes on from step {step}"
-        known = job.stored[: bisect_right(job.stored_at, began)][-1:]
-        there = job.committed[: bisect_right(job.committed_at, began)][-1:]
-        newest = max([*known, *(one.step for one in there)], default=0)
+        newest = self._in_storage(job, began)
         if step < newest:
             words = f"{where}, but step {newest} was in storage before"
             self._wrong(line.at, name, "no step before a stored one", words)
@@ -175,6 +262,32 @@ class Checker:
         if same != step:
             words = f"{where}, another worker of the round from {same}"
             self._wrong(line.at, name, "one step for all", words)
+        worker = (line.round, line.node, line.rank)
+        job.base[worker] = step
+        job.sure.add(worker)
+
+    def _stepped(self, name: str, job: _Job, line: Told) -> None:
+        """Each step is told."""
+        step, worker = int(line.values[0]), (line.round, line.node, line.rank)
+        where = f"round {line.round}, rank {line.rank} on {line.node} makes step {step}"
+        last, base = job.stepped.get(worker), job.base.get(worker, 0)
+        job.stepped[worker] = step
+        if last is not None and step != last + 1:
+            words = f"{where} after {last}"
+            self._wrong(line.at, name, "steps go on from the last one", words)
+        elif last is None and (step != base + 1 if worker in job.sure else step <= base):
+            words = f"{where} first, and goes on from step {base}"
+            self._wrong(line.at, name, "steps go on from the last one", words)
+        first_at = job.first_steps.setdefault(line.round, line.at)
+        newer = [at for number, at in job.first_steps.items() if number > line.round]
+        if not newer or (line.round, line.node) in job.stale:
+            return
+        parted = [a for a in job.apart if line.node in a.what.nodes and a.at <= line.at]
+        until = max([min(newer) + AFTER_S, *(a.until(first_at) for a in parted)])
+        if line.at > until:
+            words = f"{where} {line.at - min(newer):.1f} s after the first one of a newer round"
+            self._wrong(line.at, name, "no older round trains on", words)
+            job.stale.add((line.round, line.node))
 
     # --- what the API server tells ---
 
@@ -192,6 +305,9 @@ class Checker:
             words = f"the status tells of round {new.round} after {old.round}"
             self._wrong(at, name, "rounds only grow", words)
         self._events(name, job, at, new)
+        if (formed := sum(new.restarts.values())) > max(0, new.round - 1):
+            words = f"{formed} rounds after the first are counted, and it is round {new.round}"
+            self._wrong(at, name, "every round is explained", words)
         if new.phase.value == "Running" and job.sizes.get(new.round, new.world_size) != (
             new.world_size
         ):
@@ -210,31 +326,89 @@ class Checker:
     def _events(self, name: str, job: _Job, at: float, new: Training) -> None:
         last = max(job.events, default=0)
         gap = bool(new.events) and new.events[0].id > last + 1
+        if gap:
+            job.unbroken = new.events[0].id
+            job.owed.clear()
+        hosts = {node.id: node.host for node in new.nodes}
         for event in new.events:
             known = job.events.setdefault(event.id, event)
             if (known.reason, known.message) != (event.reason, event.message):
                 words = f"event {event.id} was “{known.message}” and is “{event.message}”"
                 self._wrong(at, name, "no stale master writes", words)
             if event.id > last:
-                self._new_event(name, job, at, event)
+                self._new_event(name, job, at, event, hosts)
+        self._counters(name, job, at, new, gap=gap)
         first = (job.seen.round if job.seen else 0) + 1
         for number in range(first, new.round + 1):
             self._explained(name, job, at, number, new, gap=gap)
 
-    def _new_event(self, name: str, job: _Job, at: float, event: JobEvent) -> None:
+    def _new_event(
+        self, name: str, job: _Job, at: float, event: JobEvent, hosts: Mapping[str, str]
+    ) -> None:
+        self._worded(name, job, at, event)
+        if event.reason == "BudgetForgiven":
+            job.restarts.clear()
+            job.relaunches = 0
+        if event.reason in RESTARTS and event.type == "Warning":
+            job.restarts[event.node or ""] += 1
+        if event.reason in REPLACED and event.type == "Warning":
+            job.relaunches += 1
         if event.reason == "RoundFormed" and event.round is not None:
             other = job.formed.setdefault(event.round, event.id)
             if other != event.id:
                 words = f"round {event.round} by the events {other} and {event.id}"
                 self._wrong(at, name, "one world per round", words)
-        charge = CHARGES.get(event.reason)
+        self._owed(name, job, at, event)
+        charge, node = CHARGES.get(event.reason), event.node or ""
         if charge is not None and event.type == "Warning":
             for allowance in job.allowances:
-                if allowance.until >= at and allowance.left[charge]:
+                hurt = node in allowance.nodes or hosts.get(node) in allowance.hosts
+                if allowance.at <= at <= allowance.until and hurt and allowance.left[charge]:
                     allowance.left[charge] -= 1
                     return
             words = f"{event.reason} of {event.node}: {event.message}"
             self._wrong(at, name, "only who is to blame is charged", words)
+
+    def _worded(self, name: str, job: _Job, at: float, event: JobEvent) -> None:
+        """It says what has happened, and from what that follows."""
+        rule, where = "every decision is explained", f"event {event.id}, {event.reason}"
+        if not event.message.strip() or not event.reason:
+            self._wrong(at, name, rule, f"{where}, has no words")
+        given_up = event.reason == "ReplacementsExhausted" and event.node is not None
+        if event.cause is None:
+            if given_up or event.reason in CAUSED:
+                self._wrong(at, name, rule, f"{where}, has no cause: “{event.message}”")
+        elif event.cause >= job.unbroken and event.cause not in job.events:
+            words = f"{where}, follows from event {event.cause}, which nobody has told of"
+            self._wrong(at, name, rule, words)
+
+    def _owed(self, name: str, job: _Job, at: float, event: JobEvent) -> None:
+        """Once a round is formed it is decided who is to blame for the end of the last one."""
+        if event.reason in OTHER_ENDS:
+            job.owed.clear()  # this node was charged, or it cannot be said any more what ended it
+        if event.reason != "RoundFormed":
+            return
+        for node, newest in job.owed.items():
+            if event.cause is None or event.cause > newest:
+                words = f"a worker of {node} was killed, and the next is: {event.message}"
+                self._wrong(at, name, "who is to blame is charged", words)
+        job.owed.clear()
+
+    def _counters(self, name: str, job: _Job, at: float, new: Training, *, gap: bool) -> None:
+        """Budgets are used up by what was told, which :meth:`_new_event` holds against what was
+        done, and by nothing else."""
+        for node in new.nodes:
+            if gap:  # what was charged meanwhile was not seen
+                job.restarts[node.id] = max(job.restarts[node.id], node.restarts)
+                job.relaunches = max(job.relaunches, node.relaunches)
+            if node.restarts > job.restarts[node.id]:
+                words = f"{node.id} has {node.restarts} restarts, {job.restarts[node.id]} were told"
+                self._wrong(at, name, "only who is to blame is charged", words)
+                job.restarts[node.id] = node.restarts
+            if node.relaunches > job.relaunches:
+                words = f"{node.id} has {node.relaunches} relaunches, {job.relaunches} nodes were"
+                self._wrong(at, name, "only who is to blame is charged", f"{words} lost")
+                job.relaunches = node.relaunches
 
     def _explained(
         self, name: str, job: _Job, at: float, number: int, new: Training, *, gap: bool
@@ -249,7 +423,7 @@ class Checker:
         if not because or event.cause is None or event.cause >= event.id:
             words = f"round {number}: “{event.message}”, cause {event.cause}"
             self._wrong(at, name, "every round is explained", words)
-        if number == new.round and not story(new.events, number):
+        if event in new.events and event not in story(new.events, number):
             words = f"`dlrover job why --round {number}` has nothing to say"
             self._wrong(at, name, "every round is explained", words)
 
@@ -301,7 +475,20 @@ class Checker:
         """A fault begins now: so much may be charged for it within this time."""
         job = self._job(name)
         job.allowances = [a for a in job.allowances if a.until >= at]
-        job.allowances.append(_Allowance(at + for_s, blame._asdict()))
+        left = {"failures": blame.failures, "losses": blame.losses}
+        job.allowances.append(_Allowance(at, at + for_s, left, blame.nodes, blame.hosts))
+        job.owed = dict.fromkeys(blame.nodes if blame.owed else (), max(job.events, default=0))
+
+    def parted(self, name: str, at: float, what: Parted) -> None:
+        """From now on these nodes may not know what becomes of the job."""
+        self._job(name).apart.append(_Apart(at, what))
+
+    def back(self, name: str, at: float) -> None:
+        """What kept nodes apart is over."""
+        for apart in self._job(name).apart:
+            apart.back_at = min(apart.back_at, at)
+
+    # --- what is there ---
 
     def left(self, name: str, at: float, things: Iterable[str]) -> None:
         """What there still is of a job that was deleted."""
@@ -309,3 +496,33 @@ class Checker:
         found = sorted(things)
         if found:
             self._wrong(at, name, "nothing is left", ", ".join(found))
+
+
+def unlike(jobs: Mapping[str, tuple[str, Training]], pods: Iterable[Pod]) -> list[str]:
+    """How the Pods of a namespace that have not ended differ from what its jobs know.
+
+    Args:
+        jobs: uid, and what the master tells, by name.
+        pods: all that is in the namespace but what has ended.
+    """
+    found, there, masters = list[str](), set[str](), Counter[str]()
+    for pod in pods:
+        uid = jobs[pod.job][0] if pod.job in jobs else None
+        if uid is None:
+            found.append(f"{pod.name} is of no job that there is")
+        elif pod.master:
+            masters[pod.job] += 1
+        else:
+            there.add(pod.name)
+            if pod.owner != uid:
+                found.append(f"{pod.name} is of an earlier {pod.job}: its owner is {pod.owner}")
+    known = {
+        f"{name}-{node.id}"
+        for name, (_, told) in jobs.items()
+        for node in told.nodes
+        if node.phase is not NodePhase.GONE
+    }
+    found += [f"{name} is no node that is known" for name in sorted(there - known)]
+    found += [f"{name} is known as a node, and has no Pod" for name in sorted(known - there)]
+    found += [f"{name} has {masters[name]} masters" for name in jobs if masters[name] != 1]
+    return found

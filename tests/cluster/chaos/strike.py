@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dlrover_py.protocol.names import master_of
 from dlrover_py.protocol.status import NodePhase, NodeRole, NodeStatus
-from tests.cluster.chaos.check import Blame
+from tests.cluster.chaos.check import Blame, Parted
 from tests.cluster.chaos.plan import STANDBY, Fault, Kind
 from tests.cluster.harness import Cluster, LabError, Obj, until
 from tests.cluster.jobs import Job
@@ -27,6 +27,9 @@ WORKER = r"^\S*python\S* -u \S*/worker\.py "
 SPOT, MARK = "dlrover.test/spot", "dlrover-test-chaos"
 PATIENCE = 2
 """Restarts of a container; after that the kubelet waits too long to be worth it."""
+ALONE_S, BESIDE_S = 30.0, 70.0
+"""Who hears of nobody stops within a lease and 12 s, and beside its master within a minute, which
+is that long for itself (docs/decisions/0004); two busy cores may be late."""
 NOTHING: Callable[[], None] = lambda: None  # noqa: E731
 
 
@@ -39,6 +42,8 @@ class Strike:
     mend: Callable[[], None] = NOTHING
     blame: dict[str, Blame] = field(default_factory=dict)
     """What each job may be charged."""
+    parted: dict[str, Parted] = field(default_factory=dict)
+    """Nodes of each job that may not know what becomes of it until this is mended."""
     breaks: frozenset[str] = frozenset()
     """Jobs whose round is over by it."""
     holds: frozenset[str] = frozenset()
@@ -71,9 +76,9 @@ class Striker:
             case Kind.OPERATOR_AWAY:
                 return Strike("operator", partial(self._operators, 0), partial(self._operators, 1))
             case Kind.HOST_CUT | Kind.HOST_CRASHED | Kind.KUBELET_HUNG:
-                return self._host(job, kind, self._host_of(job, self._node(job, fault.rank)))
+                return self._host(kind, self._host_of(job, self._node(job, fault.rank)))
             case Kind.HEAD_CUT:
-                return self._host(job, kind, self._bring_master_to_rank_0(job))
+                return self._host(kind, self._bring_master_to_rank_0(job))
             case Kind.DRAINED | Kind.TAINTED:
                 return self._emptied(job, fault)
             case Kind.QUOTA:
@@ -105,7 +110,7 @@ class Striker:
         return Strike(
             f"{pod}, pid {pids}",
             partial(_kill, pids),
-            blame={job.name: Blame(failures=1)},
+            blame={job.name: Blame(failures=1, nodes=frozenset({node.id}), owed=True)},
             breaks=frozenset({job.name}),
         )
 
@@ -113,16 +118,16 @@ class Striker:
         node = self._node(job, fault.rank)
         pod, kind = f"{job.name}-{node.id}", fault.kind
         hit: Callable[[], None]
-        blame = Blame()
+        blame, lost = Blame(), Blame(losses=1, nodes=frozenset({node.id}))
         match kind:
             case Kind.AGENT_KILLED:
                 found = self.cluster.processes(pod, job.namespace)
                 first = [pid for pid in found if _is_first(pid)]
                 if not first:
                     raise LabError(f"no agent in {pod}: {found}")
-                hit, blame = partial(_kill, first), Blame(losses=1)
+                hit, blame = partial(_kill, first), lost
             case Kind.POD_FORCED:
-                hit, blame = partial(self._delete, pod, job, force=True), Blame(losses=1)
+                hit, blame = partial(self._delete, pod, job, force=True), lost
             case Kind.EVICTED:
                 hit = partial(self._evict, pod, job)
             case _:
@@ -222,44 +227,52 @@ class Striker:
     def _host_of(self, job: Job, node: NodeStatus) -> str:
         return str(job.pods[node.id]["spec"]["nodeName"])
 
-    def _host(self, job: Job, kind: Kind, host: str) -> Strike:
+    def _host(self, kind: Kind, host: str) -> Strike:
         stack, cluster = ExitStack(), self.cluster
         fault = {
             Kind.HOST_CRASHED: cluster.crashed,
             Kind.KUBELET_HUNG: cluster.hung,
         }.get(kind, cluster.cut_off)
-        lost = {job.name: self._parted(job, host) for job in self.jobs}
-        names = frozenset(name for name, count in lost.items() if count)
-        charged = {} if kind is Kind.KUBELET_HUNG else lost
+        blame, parted = dict[str, Blame](), dict[str, Parted]()
+        for job in self.jobs:
+            mine, every = self._on(job, host), frozenset(job.pods)
+            beside = self._has_master(job, host)
+            if not (mine or beside):
+                continue
+            lost = every if beside else mine  # its master misses all of the others as well
+            if kind is not Kind.KUBELET_HUNG:
+                hosts = frozenset({host})
+                blame[job.name] = Blame(losses=len(every), nodes=lost, hosts=hosts)
+            if kind is not Kind.HOST_CRASHED:  # of which nothing runs on
+                sure = kind is not Kind.KUBELET_HUNG and len(mine) == 1
+                parted[job.name] = Parted(mine, BESIDE_S if beside else ALONE_S, sure)
         return Strike(
             host,
             lambda: stack.enter_context(fault(host)),
             stack.close,
-            blame={name: Blame(losses=count) for name, count in charged.items()},
+            blame=blame,
+            parted=parted,
             breaks=self._train_on(host) if kind is Kind.HOST_CRASHED else frozenset(),
-            holds=names,
+            holds=frozenset(parted) | frozenset(blame),
         )
 
-    def _on(self, host: str) -> dict[str, int]:
-        """How many nodes of each job are there."""
-        return {
-            job.name: sum(
-                pod["spec"].get("nodeName") == host and pod["status"].get("phase") == "Running"
-                for pod in job.pods.values()
-            )
-            for job in self.jobs
-        }
+    def _on(self, job: Job, host: str) -> frozenset[str]:
+        """Nodes of the job that are there."""
+        return frozenset(
+            node
+            for node, pod in job.pods.items()
+            if pod["spec"].get("nodeName") == host
+            and pod["status"].get("phase") in ("Pending", "Running")
+        )
 
-    def _parted(self, job: Job, host: str) -> int:
-        """How many nodes of a job its master does not hear of while the host is cut off."""
-        mine, nodes = self._on(host)[job.name], len(job.pods)
-        there = (
+    def _has_master(self, job: Job, host: str) -> bool:
+        return any(
             pod["spec"].get("nodeName") == host
-            for pod in job.watched.all("Pod").values()
-            if pod["metadata"]["labels"].get(ROLE) == "dlrover-master"
+            and pod["metadata"]["labels"].get(ROLE) == "dlrover-master"
             and pod["metadata"]["labels"].get(NAME) == job.name
+            and pod["status"].get("phase") in ("Pending", "Running")
+            for pod in job.watched.all("Pod").values()
         )
-        return nodes if any(there) else mine
 
     def _bring_master_to_rank_0(self, job: Job) -> str:
         """The host that has both, from now on."""
