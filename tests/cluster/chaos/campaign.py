@@ -60,7 +60,8 @@ LIKE_S = 90.0
 """Pods that go have their grace; and kubelets that were away come back to them late."""
 LIMITS_S = {
     Kind.WORKER_KILLED: 90.0, Kind.MASTER_KILLED: 60.0, Kind.OPERATOR_KILLED: 60.0,
-    Kind.SCALED: 240.0, Kind.SUSPENDED: 240.0, Kind.DRAINED: 180.0, Kind.TAINTED: 180.0,
+    Kind.ALL_FORCED: 240.0, Kind.SCALED: 240.0, Kind.SUSPENDED: 240.0, Kind.DRAINED: 180.0,
+    Kind.TAINTED: 180.0,
 }  # fmt: skip
 USUAL_S, HOSTS_S, API_S = 120.0, 240.0, 120.0
 """Generous: a master may have to move first (12 s until a host is NotReady, 10 s tolerated), a host

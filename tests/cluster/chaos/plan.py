@@ -19,6 +19,7 @@ class Kind(StrEnum):
     AGENT_KILLED = "agent killed"
     POD_DELETED = "Pod deleted"
     POD_FORCED = "Pod deleted by force"
+    ALL_FORCED = "all Pods deleted by force"
     MASTER_KILLED = "master killed"
     MASTER_DELETED = "master deleted"
     MASTER_FORCED = "master deleted by force"
@@ -29,6 +30,7 @@ class Kind(StrEnum):
     HOST_CRASHED = "host crashed"
     HEAD_CUT = "host of master and rank 0 cut off"
     KUBELET_HUNG = "kubelet hangs"
+    API_CUT = "master's host loses the API server"
     API_STOPPED = "API server hangs"
     API_KILLED = "API server killed"
     API_FORGOT = "API server killed, its history compacted"
@@ -53,7 +55,9 @@ OF_NODES = (
 )  # fmt: skip
 """Of one Pod of a job, which may be a standby's."""
 OF_MASTERS = (Kind.MASTER_KILLED, Kind.MASTER_DELETED, Kind.MASTER_FORCED, Kind.MASTER_TWICE)
-OF_HOSTS = (Kind.HOST_CUT, Kind.HOST_CRASHED, Kind.HEAD_CUT, Kind.KUBELET_HUNG)
+OF_HOSTS = (
+    Kind.HOST_CUT, Kind.HOST_CRASHED, Kind.HEAD_CUT, Kind.KUBELET_HUNG, Kind.API_CUT,
+)  # fmt: skip
 OF_API = (
     Kind.API_STOPPED, Kind.API_KILLED, Kind.API_FORGOT, Kind.ETCD_STOPPED, Kind.API_BROKEN,
     Kind.API_FORBIDS, Kind.OPERATOR_AWAY,
@@ -67,8 +71,9 @@ WEIGHTS = {
     Kind.WORKER_KILLED: 4, Kind.AGENT_KILLED: 3, Kind.POD_DELETED: 2, Kind.POD_FORCED: 3,
     Kind.MASTER_KILLED: 2, Kind.MASTER_DELETED: 1, Kind.MASTER_FORCED: 2, Kind.MASTER_TWICE: 1,
     Kind.OPERATOR_KILLED: 1, Kind.OPERATOR_AWAY: 1, Kind.HOST_CUT: 3, Kind.HOST_CRASHED: 2,
-    Kind.HEAD_CUT: 2, Kind.KUBELET_HUNG: 2, Kind.API_STOPPED: 2, Kind.API_KILLED: 1,
-    Kind.API_FORGOT: 1, Kind.ETCD_STOPPED: 1, Kind.API_BROKEN: 2, Kind.API_FORBIDS: 2,
+    Kind.HEAD_CUT: 2, Kind.KUBELET_HUNG: 2, Kind.API_CUT: 2, Kind.ALL_FORCED: 1,
+    Kind.API_STOPPED: 2, Kind.API_KILLED: 1, Kind.API_FORGOT: 1, Kind.ETCD_STOPPED: 1,
+    Kind.API_BROKEN: 2, Kind.API_FORBIDS: 2,
     Kind.DRAINED: 2, Kind.TAINTED: 2, Kind.CORDONED: 1, Kind.EVICTED: 2,
     Kind.QUOTA: 2, Kind.BAD_IMAGE: 2, Kind.SCALED: 3, Kind.FLAPPED: 1, Kind.SUSPENDED: 1,
     Kind.PAIR: 6,
@@ -93,13 +98,13 @@ class Fault:
     @property
     def whom(self) -> str:
         """The target by its role."""
-        if self.kind in (*OF_MASTERS, Kind.HEAD_CUT):
+        if self.kind in (*OF_MASTERS, Kind.HEAD_CUT, Kind.API_CUT):
             return f"job {self.job}: master"
         if self.kind in OF_API or self.kind is Kind.OPERATOR_KILLED:
             return "control plane"
         if self.sizes:
             return f"job {self.job}: {'→'.join(map(str, self.sizes))}"
-        if self.kind is Kind.SUSPENDED:
+        if self.kind in (Kind.SUSPENDED, Kind.ALL_FORCED):
             return f"job {self.job}"
         return f"job {self.job}: {'standby' if self.rank == STANDBY else f'rank {self.rank}'}"
 

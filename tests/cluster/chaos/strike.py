@@ -79,6 +79,10 @@ class Striker:
                 return self._host(kind, self._host_of(job, self._node(job, fault.rank)))
             case Kind.HEAD_CUT:
                 return self._host(kind, self._bring_master_to_rank_0(job))
+            case Kind.API_CUT:
+                return self._host(kind, str(self._running_master(job)["spec"]["nodeName"]))
+            case Kind.ALL_FORCED:
+                return self._all_forced(job)
             case Kind.DRAINED | Kind.TAINTED:
                 return self._emptied(job, fault)
             case Kind.QUOTA:
@@ -133,6 +137,22 @@ class Striker:
             case _:
                 hit = partial(self._delete, pod, job)
         return Strike(pod, hit, blame={job.name: blame}, breaks=_of(job, node))
+
+    def _all_forced(self, job: Job) -> Strike:
+        """Nothing is left in memory either."""
+        labels = f"{NAME}={job.name},{ROLE}=worker"
+        how = ("--force", "--grace-period=0", "--wait=false")
+        every = frozenset(n.id for n in job.training.nodes if n.phase is not NodePhase.GONE)
+
+        def hit() -> None:
+            job.kubectl("delete", "pods", "-l", labels, *how)
+
+        return Strike(
+            f"{len(every)} Pods of {job.name}",
+            hit,
+            blame={job.name: Blame(losses=len(every), nodes=every)},
+            breaks=frozenset({job.name}),
+        )
 
     def _cordoned(self, job: Job, fault: Fault) -> Strike:
         node = self._node(job, fault.rank)
@@ -232,6 +252,7 @@ class Striker:
         fault = {
             Kind.HOST_CRASHED: cluster.crashed,
             Kind.KUBELET_HUNG: cluster.hung,
+            Kind.API_CUT: cluster.cut_off_from_api,
         }.get(kind, cluster.cut_off)
         blame, parted = dict[str, Blame](), dict[str, Parted]()
         for job in self.jobs:
@@ -239,13 +260,15 @@ class Striker:
             beside = self._has_master(job, host)
             if not (mine or beside):
                 continue
-            lost = every if beside else mine  # its master misses all of the others as well
+            # Its master may miss all of the others as well, unless these still reach it.
+            lost = every if beside and kind is not Kind.API_CUT else mine
             if kind is not Kind.KUBELET_HUNG:
                 hosts = frozenset({host})
                 blame[job.name] = Blame(losses=len(every), nodes=lost, hosts=hosts)
             if kind is not Kind.HOST_CRASHED:  # of which nothing runs on
-                sure = kind is not Kind.KUBELET_HUNG and len(mine) == 1
-                parted[job.name] = Parted(mine, BESIDE_S if beside else ALONE_S, sure)
+                cut = kind in (Kind.HOST_CUT, Kind.HEAD_CUT)
+                wait_s = BESIDE_S if beside else ALONE_S
+                parted[job.name] = Parted(mine, wait_s, sure=cut and len(mine) == 1)
         return Strike(
             host,
             lambda: stack.enter_context(fault(host)),
