@@ -992,6 +992,7 @@ def main() -> int:
                 rest = rest[os.write(answers, rest) :]
 
     persister = Persister(say)
+    log.info("persister_ready")
     for line in sys.stdin.buffer:
         if line == b"\n":
             break  # the end of the input need not come: see dlrover_py/trainer/alone.py

@@ -124,6 +124,16 @@ class Saving:
             within_s=240,
         )
 
+    def can_store(self, status: Training) -> None:
+        """Wait until each node's persister is there: it has torch to import before."""
+        ready = '"event": "persister_ready"'
+        for node in members(status):
+            until(
+                lambda n=node: ready in self.cluster.logs(f"job-{n.id}", self.run.namespace),  # type: ignore[misc]
+                f"the persister of {node.id}",
+                within_s=240,
+            )
+
     @property
     def stored(self) -> list[int]:
         """Steps in storage."""
@@ -242,6 +252,7 @@ def test_what_goes_with_notice_is_stored_first(
         first, at = its.trains(50)
         for number, take in enumerate((drain, preempt, spot), 1):
             victim = far_from_the_master(there, first)
+            its.can_store(first)
             permit(tmp_path, at + 1000)  # it trains while it is told to go
             with given_back(its.run):
                 take(its.run, victim.id, victim.host)
