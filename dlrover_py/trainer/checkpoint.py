@@ -48,9 +48,11 @@ import threading
 import time
 from collections import ChainMap, deque
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import IntEnum
+from functools import partial
 from math import inf, sqrt
 from pathlib import Path
 from types import TracebackType
@@ -61,8 +63,18 @@ import torch.distributed as dist
 
 from dlrover_py import arena
 from dlrover_py.arena import NoRoom
-from dlrover_py.protocol.checkpoint import Age, Answer, Id, Keep, Order, Phase, Summary, age_of
-from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.checkpoint import (
+    Age,
+    Answer,
+    Id,
+    Keep,
+    Manifest,
+    Order,
+    Phase,
+    Summary,
+    age_of,
+)
+from dlrover_py.protocol.errors import ConfigError, DLRoverError
 from dlrover_py.trainer import session
 from dlrover_py.trainer.alone import OVERTAKEN, PATIENCE_S, Memory, Persister, amend, host, unflag
 from dlrover_py.trainer.settings import Settings
@@ -86,6 +98,8 @@ LEAST_SLOWDOWN = 0.01
 """A busy persister is taken to cost at least so much of the training."""
 AMENDS, AMEND_S = 100, 0.01
 """So often, and after such pauses, a slot is written that somebody else is writing."""
+SOUGHT_S = 0.5
+"""How often storage is looked at for what others still write there."""
 RNG = "dlrover.rng"
 """Key of the random generators' state, for each rank: one that no script has."""
 
@@ -149,8 +163,9 @@ class Stats:
     cost_s: float = 0.0
     """The part of it that is the saves' own: calls that save nothing cost a little too."""
     persisted: int = 0
+    """Known to be in storage; rank 0 counts them."""
     persist_s: float = 0.0
-    """What the last one took."""
+    """What the last one of these took."""
     why: str = ""
     """Why the last one that was skipped or has failed was."""
 
@@ -330,6 +345,12 @@ class Checkpointer:
         self._saved_at = self._flagged_at = clock()
         self._busy: Id | None = None
         self._busy_since = 0.0
+        self._ordered: Id | None = None
+        """What was last on its way to storage."""
+        self._stored: Future[bool] | None = None
+        """Whether that is there; None: it is on its way, or nobody has asked."""
+        self._finished = ""
+        """The last attempt that this rank's persister has brought to a good end."""
         self._steps = _StepTimes(clock)
         self._told: set[str] = set()
         atexit.register(self._at_exit)
@@ -436,6 +457,7 @@ class Checkpointer:
         self._lap, self._attempted = self._lap + 1, -1
         self._attempts.clear()
         self._whole, self._again = None, False
+        self._ordered = None
         self._go_on_with_copies(site, found.id if found is not None and found.memory else None)
         self._flagged_step = self._previous = None
         self._saved_at = self._clock()
@@ -481,7 +503,8 @@ class Checkpointer:
             timeout_s: for so long at most.
 
         Returns:
-            False: it has taken too long.
+            False: it has taken too long; or what was to go to storage is not there, and the log or
+            the job's condition says why.
         """
         site = self._open_at
         if site is None or os.getpid() != self._pid:
@@ -498,7 +521,15 @@ class Checkpointer:
             if site.persister is not None:
                 site.persister.wait(left)
             pause.wait(left)  # the agent's persister says by the slot that it is done
-        return True
+        if self._again or self._ordered is None:  # some rank has missed it, or there was none
+            return not self._again
+        if self._stored is None:
+            self._stored = self._is_stored(site, self._ordered)
+        left = PATIENCE_S if end is None else max(0.0, end - self._clock())
+        try:
+            return self._stored.result(left)
+        except TimeoutError:
+            return False
 
     def close(self) -> None:
         """Wait for what is under way, and let go of everything. Call it on all ranks, or on none.
@@ -845,6 +876,7 @@ class Checkpointer:
             site.tidy()
             if one.flagged:
                 self._busy, self._busy_since = one.id, one.began
+                self._ordered, self._stored = one.id, None
                 if site.persister is not None:
                     self._order(site, site.persister, one.id)
             return
@@ -886,6 +918,8 @@ class Checkpointer:
         for note in answer.notes:
             log.warning("checkpoint %s: %s", answer.attempt, note)
         site = self._open_at
+        if answer.phase is Phase.DONE:
+            self._finished = answer.attempt
         if answer.phase is Phase.FAILED:
             self.stats.why = answer.why
             if answer.why != OVERTAKEN:
@@ -906,9 +940,59 @@ class Checkpointer:
         held = (s for s in site.stager.found() if s is not None and s.id == self._busy)
         if any(summary.persist for summary in held):
             return True
-        self.stats.persisted += 1
-        self.stats.persist_s = self._clock() - self._busy_since
+        if site.persister is not None and not site.persister.wait(0):
+            return True  # how it went is said in a moment
+        if site.rank == 0:  # the slot says that it is over, and not how it went
+            took_s = self._clock() - self._busy_since
+            self._stored = self._is_stored(site, self._busy)
+            self._stored.add_done_callback(partial(self._count, took_s))
         self._busy = None
+        return False
+
+    def _count(self, took_s: float, stored: "Future[bool]") -> None:
+        if stored.result():
+            self.stats.persisted += 1
+            self.stats.persist_s = took_s
+
+    def _is_stored(self, site: "_Site", one: Id) -> "Future[bool]":
+        """Whether storage has a set that was to go there.
+
+        Without an agent rank 0 has the persister that commits. The others look for the manifest, in
+        a thread: a store may hang.
+        """
+        found: Future[bool] = Future()
+        if site.persister is not None and site.rank == 0:
+            found.set_result(self._finished == _attempt_of(site, one))
+        else:
+            threading.Thread(
+                target=lambda: found.set_result(self._seek(site, one)),
+                name="dlrover-store",
+                daemon=True,
+            ).start()
+        return found
+
+    def _seek(self, site: "_Site", one: Id) -> bool:
+        """Look for a set in storage, for as long as other nodes still write their parts of it."""
+        from dlrover_py.storage import PARTS, Store
+
+        assert self.dir is not None
+        pause, end = threading.Event(), time.monotonic() + PATIENCE_S
+        try:
+            place = Store(self.dir).place
+            while time.monotonic() < end:
+                place.refresh("")
+                names = {n for n in place.names() if n.startswith(f"step-{one[0]}.")}
+                for name in names:
+                    if name.endswith(".json"):
+                        m = Manifest.decode(place.read(name))
+                        if (m.job, m.step, m.round, m.lap) == (site.job, *one) and not m.void:
+                            return True
+                begun = (n for n in names if not n.endswith(".json") and f"{n}.json" not in names)
+                if not any(place.names(f"{name}/{PARTS}") for name in begun):
+                    return False
+                pause.wait(SOUGHT_S)
+        except (OSError, ValueError, DLRoverError) as error:
+            log.warning("whether step %d is in %s is not known: %s", one[0], self.dir, error)
         return False
 
     # --- beginning and end ---

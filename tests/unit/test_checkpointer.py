@@ -72,8 +72,12 @@ def held(tmp_path: Path) -> dict[int, Summary]:
     return {summary.step: summary for _, summary in arena.scan(tmp_path / "arena")}
 
 
-def done_with(tmp_path: Path, step: int) -> None:
+def done_with(tmp_path: Path, step: int, *, well: bool = True) -> None:
     """As the agent's persister says it."""
+    if well:
+        store = Store(tmp_path / "dir")
+        store.prepare()
+        store.commit(Manifest(step, "a1", "u1", 3, 0, 1, folder_of(step, "a1"), time.time()))
     for path, summary in arena.scan(tmp_path / "arena"):
         if summary.step == step:
             with Slot(path, write=True) as slot:
@@ -283,6 +287,7 @@ def test_auto_stores_as_often_as_what_that_costs_makes_worth_it(
             stored.append(clock.now)
         if flagged and clock.now - stored[-1] >= 100:
             done_with(tmp_path, flagged[0])
+            assert checkpointer.wait(persisted=True)
         if len(stored) == 3:
             break
     first, second, third = stored
@@ -454,10 +459,44 @@ def test_one_goes_to_storage_when_that_is_due_and_the_persister_is_free(
         flagged += [s for s, summary in held(tmp_path).items() if summary.persist]
         if step == 8:
             done_with(tmp_path, 3)
+            assert checkpointer.wait(persisted=True)
     assert flagged[:6] == [3] * 6, "spared until it is done"
     assert flagged[6:] == [9, 9, 9]
     assert checkpointer.stats.persisted == 1
-    assert checkpointer.stats.persist_s > 100
+    assert checkpointer.stats.persist_s == 100
+
+
+def test_what_has_failed_counts_for_nothing(
+    make: Callable[..., Checkpointer], tmp_path: Path, clock: Clock
+) -> None:
+    """Its slot is let go of all the same, which is all that its worker sees of it."""
+    checkpointer = make(tmp_path / "dir", persist_every="auto")
+    for step, well in ((1, False), (2, True), (3, False)):
+        assert checkpointer.save(step, STATE, force=True)
+        clock.now += 10 * step
+        assert not checkpointer.wait(persisted=True, timeout_s=0), "it is under way"
+        done_with(tmp_path, step, well=well)
+        assert checkpointer.wait(persisted=True) == well
+        assert checkpointer.stats.persisted == (step > 1)
+        assert checkpointer.stats.persist_s == (20 if step > 1 else 0)
+
+
+def test_alone_it_says_that_storage_has_failed(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = script(
+        """
+        import os, torch
+        from dlrover_py.trainer import Checkpointer
+        with Checkpointer(os.environ["WHERE"]) as checkpointer:
+            checkpointer.save(1, {"w": torch.ones(2)}, force=True)
+            print(checkpointer.wait(persisted=True), checkpointer.stats.persisted)
+            print(checkpointer.stats.persist_s)
+        """,
+        WHERE=str(tmp_path / "file" / "run"),
+        DLROVER_SHM_DIR=str(tmp_path),
+    )
+    assert done.stdout.split() == ["False", "0", "0.0"], done.stderr
+    assert "Not a directory" in done.stderr
 
 
 HOUR = 3600.0
