@@ -248,9 +248,10 @@ class _Attempt:
     flagged: bool
     began: float
     """By the clock."""
+    forced: bool = False
     staging: Staging | None = None
     missed: bool = False
-    """On this rank: not begun, for want of a slot or of memory."""
+    """On this rank: not begun, for want of a slot or of memory, or the state cannot be saved."""
 
     @property
     def fate(self) -> Fate:
@@ -326,6 +327,10 @@ class Checkpointer:
         """The greatest step of this lap."""
         self._whole: Id | None = None
         """The newest set that is known to be sealed on all ranks."""
+        self._unstored: Id | None = None
+        """The newest that all ranks have, if nothing newer has gone to storage."""
+        self._accepted = False
+        """The state could be saved, once."""
         self._again = False
         """A set that was to go to storage was missed: the next one is to."""
         self._sharded = False
@@ -382,8 +387,8 @@ class Checkpointer:
             Whether this rank has begun to save it.
 
         Raises:
-            ConfigError: the state has something that cannot be saved; or the process group of a
-                larger world has not been initialised.
+            ConfigError: the first state has something that cannot be saved, which in a later one
+                costs that save; or the process group of a larger world has not been initialised.
         """
         if os.getpid() != self._pid:
             return False
@@ -457,7 +462,7 @@ class Checkpointer:
         self._lap, self._attempted = self._lap + 1, -1
         self._attempts.clear()
         self._whole, self._again = None, False
-        self._ordered = None
+        self._ordered = self._unstored = None
         self._go_on_with_copies(site, found.id if found is not None and found.memory else None)
         self._flagged_step = self._previous = None
         self._saved_at = self._clock()
@@ -540,13 +545,14 @@ class Checkpointer:
             site = self._open_at
             if site is not None:
                 self._settle(site)
-                flagged = -1 if self._flagged_step is None else self._flagged_step
-                lost = self.dir and not self._stop and self._attempted > flagged
-                if site.rank == 0 and lost and not self.settings.arena:  # else the job stores it
+                unheard = (one.id for one in reversed(self._attempts) if one.fate is Fate.SEALED)
+                lost = next(unheard, self._unstored)
+                told = self.dir is None or self._stop or self.settings.arena  # the job stores it
+                if site.rank == 0 and lost is not None and not told:
                     log.warning(
                         "step %d is in memory only, and goes with it: save(step, state, "
                         "force=True) before close() has it written to %s",
-                        self._attempted,
+                        lost[0],
                         self.dir,
                     )
             self._let_go()
@@ -583,7 +589,7 @@ class Checkpointer:
         attempt: _Attempt | None = None
         if due:
             site.stager.wait()  # so that this vote settles the save before
-            attempt = self._begin(site, step, flagged=persist)
+            attempt = self._begin(site, step, flagged=persist, forced=force)
         self._ask(site)
         if attempt is None:
             return False
@@ -596,7 +602,7 @@ class Checkpointer:
             self._hear(site)
         return begun
 
-    def _begin(self, site: "_Site", step: int, *, flagged: bool) -> _Attempt:
+    def _begin(self, site: "_Site", step: int, *, flagged: bool, forced: bool) -> _Attempt:
         """A save is due: the same on all ranks, whatever becomes of it on this one."""
         if step <= self._attempted:  # gone back, or the same once more: another set
             self._lap += 1
@@ -604,7 +610,7 @@ class Checkpointer:
         now = self._saved_at = self._clock()
         if flagged:
             self._flagged_at, self._flagged_step, self._again = now, step, False
-        attempt = _Attempt((step, site.round, self._lap), flagged, now)
+        attempt = _Attempt((step, site.round, self._lap), flagged, now, forced)
         self._attempts.append(attempt)
         return attempt
 
@@ -637,8 +643,16 @@ class Checkpointer:
         began = time.perf_counter()
         step, _, lap = attempt.id
         attempt.missed = True
-        flat = flatten(self._whole_state(state), rank=site.rank)
-        objects = flat.encoded()
+        try:
+            flat = flatten(self._whole_state(state), rank=site.rank)
+            objects = flat.encoded()
+        except ConfigError as error:
+            if not self._accepted:
+                raise
+            self._missed(step, str(error))  # the other ranks go on, and wait for this one's votes
+            session.report_unsaved(str(error))
+            return False
+        self._accepted = True
         for note in flat.notes:
             self._say_once(note)
         # What all ranks are known to have, until they are known to have the one after it; and what
@@ -872,7 +886,7 @@ class Checkpointer:
                 self.stats.failed += 1
                 self.stats.why = one.staging.why
         if whole:
-            self._whole = one.id
+            self._whole, self._unstored = one.id, None if one.flagged else one.id
             site.tidy()
             if one.flagged:
                 self._busy, self._busy_since = one.id, one.began
@@ -880,6 +894,13 @@ class Checkpointer:
                 if site.persister is not None:
                     self._order(site, site.persister, one.id)
             return
+        if site.rank == 0 and (one.forced or one.flagged):
+            log.warning(
+                "checkpoint of step %d is nobody's: some rank has not got it, and its log says "
+                "why%s",
+                one.id[0],
+                "; the next one goes to storage in its place" if one.flagged else "",
+            )
         if one.id == self._copying:  # copies of it would be of no use
             self._copying = None
             self._unmark(site)

@@ -567,6 +567,41 @@ def test_what_one_rank_lacks_waits_for_no_storage_and_the_next_one_goes_there(
     assert "step-8" in stored
 
 
+def test_what_one_rank_cannot_save_any_more_is_a_line_of_the_first(
+    folder: Path, tmp_path: Path
+) -> None:
+    text = (
+        BEGIN
+        + """
+    import logging
+    lines = []
+    class Kept(logging.Handler):
+        def emit(self, record):
+            lines.append(record.getMessage())
+    logging.getLogger("dlrover_py").addHandler(Kept())
+    checkpointer = Checkpointer(os.environ["WHERE"])
+    for step in range(1, 5):
+        bad = rank == 1 and step in (2, 3)
+        state["best"] = threading.Lock() if bad else 0.5
+        begun = checkpointer.save(step, state, force=step >= 3)
+        assert begun != bad
+        if step >= 3:
+            assert checkpointer.wait(persisted=True, timeout_s=150) == (step == 4)
+    print(json.dumps(lines))
+    checkpointer.close()
+    """
+    )
+    os.environ["WHERE"] = str(tmp_path)
+    try:
+        first, second = said(world(text, folder))
+    finally:
+        del os.environ["WHERE"]
+    (line,) = first
+    assert "step 3 is nobody's: some rank has not got it, and its log says why" in line
+    (line,) = second
+    assert "step 2 is skipped: checkpoint: best is a lock" in line
+
+
 @pytest.mark.timeout(480)
 def test_at_any_time_all_ranks_have_one_step(folder: Path) -> None:
     """Stopped at random times, as a kill would, one after the other."""

@@ -652,6 +652,30 @@ def test_a_state_that_cannot_be_saved_is_refused_by_name(
         make().save(1, {"it": {"lock": threading.Lock()}})
 
 
+def test_what_cannot_be_saved_any_more_costs_its_saves_and_one_line(
+    make: Callable[..., Checkpointer],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(session, "report_unsaved", told.append)
+    checkpointer = make(tmp_path / "dir")
+    assert checkpointer.save(1, {**STATE, "best": None})
+    for step in (2, 3):
+        assert not checkpointer.save(step, {**STATE, "best": threading.Lock()})
+    assert told == 2 * [checkpointer.stats.why]
+    assert caplog.text.count("checkpoint of step 2 is skipped: checkpoint: best is a lock") == 1
+    assert "step 3" not in caplog.text
+    assert not checkpointer.save(4, {**STATE, "best": threading.Lock()}, force=True)
+    assert "checkpoint of step 4 is nobody's" in caplog.text
+    assert not checkpointer.wait(persisted=True)
+    assert checkpointer.save(5, {**STATE, "best": 0.5})
+    assert checkpointer.stats.skipped == 3
+    checkpointer.wait()
+    assert held(tmp_path)[5].persist, "in place of what was to go to storage"
+
+
 def test_what_is_saved_is_loaded(make: Callable[..., Checkpointer], clock: Clock) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(300, 100), torch.nn.BatchNorm1d(100))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -941,6 +965,7 @@ def test_alone_it_writes_to_storage(tmp_path: Path) -> None:
         with Checkpointer(where) as checkpointer:
             print(checkpointer.load({"w": w}), w.tolist())
             checkpointer.save(3, {"w": w})
+            checkpointer.save(4, {"w": object()})
         """,
         DLROVER_SHM_DIR="/dev/shm",
         WHERE=str(tmp_path / "ckpt"),
@@ -950,7 +975,7 @@ def test_alone_it_writes_to_storage(tmp_path: Path) -> None:
     (tmp_path / "other" / manifest.stem / "parts").mkdir(parents=True)
     left = Store(tmp_path / "other").sweep(now=0.0)
     assert left == [manifest.stem], "by its name a sweep knows an attempt"
-    assert "step 3 is in memory only" in done.stderr
+    assert "step 3 is in memory only" in done.stderr, "and nothing has step 4"
     assert "step 2 is in memory only" not in done.stderr
 
 
