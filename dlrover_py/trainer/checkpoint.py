@@ -47,7 +47,7 @@ import sys
 import threading
 import time
 from collections import ChainMap, deque
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -314,6 +314,8 @@ class Checkpointer:
         """Of the job, when this round began."""
         self._began = clock()
         self._closed = False
+        self._inside: int | None = None
+        """The thread that is in the midst of a call."""
         self._stop = False
         self._asks = False
         """The script has asked whether to stop."""
@@ -384,7 +386,9 @@ class Checkpointer:
                 ranks have it in memory. For all ranks, or none.
 
         Returns:
-            Whether this rank has begun to save it.
+            Whether this rank has begun to save it. False in the handler of a signal that has come
+            in the midst of another call, or while an optimizer waits for a copy: neither can go on
+            before the handler is over.
 
         Raises:
             ConfigError: the first state has something that cannot be saved, which in a later one
@@ -395,6 +399,8 @@ class Checkpointer:
         if self._closed:
             self._say_once("save() after close() saves nothing: close it once all is saved")
             return False
+        if self._interrupts("save()"):
+            return False
         if type(step) is not int or not 0 <= step <= session.MAX_COUNT:
             raise ValueError(f"step is {step!r}: expected an int from 0 to 2**53")
         if isinstance(metric, torch.Tensor):
@@ -402,17 +408,18 @@ class Checkpointer:
         worth = None if metric is None else float(metric)
         _see_whether_it_has_keys(state)
         began = time.perf_counter()
-        site = self._site()
-        waited, site.fenced_s = site.stager.waited_s - site.fenced_s, site.stager.waited_s
-        self.stats.blocked_s += waited
-        self.stats.cost_s += waited
-        self.stats.calls += 1
-        self._steps.tick(busy=self._busy is not None)
-        try:
-            return self._save(site, step, state, worth, force)
-        finally:
-            self.stats.blocked_s += time.perf_counter() - began
-            self._previous = step
+        with self._call():
+            site = self._site()
+            waited, site.fenced_s = site.stager.waited_s - site.fenced_s, site.stager.waited_s
+            self.stats.blocked_s += waited
+            self.stats.cost_s += waited
+            self.stats.calls += 1
+            self._steps.tick(busy=self._busy is not None)
+            try:
+                return self._save(site, step, state, worth, force)
+            finally:
+                self.stats.blocked_s += time.perf_counter() - began
+                self._previous = step
 
     def load(
         self, state: Mapping[str, object], *, init: str | os.PathLike[str] | None = None
@@ -435,11 +442,15 @@ class Checkpointer:
                 touched.
             ConfigError: as ``save``; or ``dir`` is a checkpoint by itself.
         """
+        _see_whether_it_has_keys(state)
+        with self._call():
+            return self._load(state, init)
+
+    def _load(self, state: Mapping[str, object], init: str | os.PathLike[str] | None) -> int | None:
         from dlrover_py import depot
         from dlrover_py.storage import Store
         from dlrover_py.trainer import restore
 
-        _see_whether_it_has_keys(state)
         site = self._site()
         self._settle(site)
         agent = depot.Link.local(self.settings.depot) if self.settings.depot else None
@@ -514,6 +525,12 @@ class Checkpointer:
         site = self._open_at
         if site is None or os.getpid() != self._pid:
             return True
+        if self._interrupts("wait()"):
+            return False
+        with self._call():
+            return self._wait(site, persisted, timeout_s)
+
+    def _wait(self, site: "_Site", persisted: bool, timeout_s: float | None) -> bool:
         end = None if timeout_s is None else self._clock() + timeout_s
         if not persisted:
             return site.stager.wait(timeout_s)
@@ -541,7 +558,9 @@ class Checkpointer:
 
         Without an agent that includes what is being written to storage.
         """
-        if not self._closed and os.getpid() == self._pid:
+        if self._closed or os.getpid() != self._pid or self._interrupts("close()"):
+            return
+        with self._call():
             site = self._open_at
             if site is not None:
                 self._settle(site)
@@ -570,6 +589,27 @@ class Checkpointer:
             self.close()
         else:
             self._let_go(failed=True)  # the other ranks may not come
+
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[None]:
+        self._inside = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._inside = None
+
+    def _interrupts(self, what: str) -> bool:
+        """Whether this thread is in the midst of another call, or waits at the fence: then this is
+        a signal's handler, and what it would wait for, or take away, is held below it."""
+        here, site = threading.get_ident(), self._open_at
+        if here not in (self._inside, None if site is None else site.stager.waiter):
+            return False
+        self._say_once(
+            f"{what} does nothing in the handler of a signal that has come in the midst of another "
+            "call of the Checkpointer, or while an optimizer waits for a copy: have the handler "
+            "set a flag, and the loop save and end where it finds that"
+        )
+        return True
 
     # --- one save ---
 

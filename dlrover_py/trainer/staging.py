@@ -210,6 +210,8 @@ class Stager:
         """Why nothing is deferred any more; empty while it is."""
         self.waited_s = 0.0
         """What the fence has cost, all in all."""
+        self.waiter: int | None = None
+        """The thread that is at the fence."""
         self._slots = [Slot(path, write=True) for path in paths]
         self._prepared: list[int] = []
         """Bytes of each slot that are mapped; empty before a state is known: a load is faster."""
@@ -316,9 +318,9 @@ class Stager:
         except BaseException:
             slot.unlock()
             raise
-        self._job = job
         self._saves += 1
         self._put(job)
+        self._job = job  # not before: a signal's handler may end it here, and close() waits for it
         if waits:
             job.awaited = True
             self._help(job, job.left[:1])
@@ -393,6 +395,13 @@ class Stager:
 
     def fence(self) -> None:
         """Wait for what must be copied before an optimizer steps."""
+        self.waiter = threading.get_ident()
+        try:
+            self._await()
+        finally:
+            self.waiter = None
+
+    def _await(self) -> None:
         job = self._job
         if job is None or job.done.is_set() or not self._mine():
             return

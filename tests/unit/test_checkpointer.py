@@ -5,6 +5,7 @@ import logging
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -349,6 +350,86 @@ def test_a_save_after_the_end_is_told_of(
     for step in (1, 2):
         assert not checkpointer.save(step, STATE)
     assert caplog.text.count("save() after close() saves nothing") == 1
+
+
+@pytest.fixture
+def on_signal() -> Iterator[Callable[[Callable[[], None]], None]]:
+    before = signal.getsignal(signal.SIGUSR1)
+
+    def use(call: Callable[[], None]) -> None:
+        signal.signal(signal.SIGUSR1, lambda *_: call())
+
+    yield use
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.timeout(60)
+def test_a_signal_handler_that_saves_while_an_optimizer_waits_is_refused(
+    make: Callable[..., Checkpointer],
+    on_signal: Callable[[Callable[[], None]], None],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The optimizer's thread copies what is left, and the handler would wait for that copy."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = {"model": model, "optimizer": optimizer}
+    checkpointer = make(tmp_path / "dir")
+    stager = checkpointer._site().stager
+    copy, helps = stager._copy, threading.Event()
+    said: list[bool] = []
+
+    def handle() -> None:
+        said.append(checkpointer.save(2, state, force=True))
+        said.append(checkpointer.wait(persisted=True))
+        checkpointer.close()
+
+    def interrupted(address: int, target: memoryview, chunk: int) -> int:
+        if threading.current_thread() is not threading.main_thread():
+            assert helps.wait(DEADLINE_S)
+        elif not helps.is_set():
+            helps.set()
+            signal.raise_signal(signal.SIGUSR1)
+        return copy(address, target, chunk)
+
+    on_signal(handle)
+    stager._copy = interrupted
+    model(torch.ones(256)).sum().backward()
+    assert checkpointer.save(1, state)
+    optimizer.step()
+    assert said == [False, False]
+    assert checkpointer.wait()
+    assert list(held(tmp_path)) == [1]
+    for what in ("save()", "wait()", "close()"):
+        assert caplog.text.count(f"{what} does nothing in the handler of a signal") == 1
+    assert checkpointer.save(2, state, force=True), "it is not closed"
+
+
+@pytest.mark.timeout(60)
+def test_a_signal_handler_that_ends_a_script_within_a_save_takes_no_slot_away(
+    make: Callable[..., Checkpointer],
+    on_signal: Callable[[Callable[[], None]], None],
+    tmp_path: Path,
+) -> None:
+    class Signalled(Position):
+        def state_dict(self) -> dict[str, int]:
+            if not self.at:
+                self.at = 1
+                signal.raise_signal(signal.SIGUSR1)
+            return super().state_dict()
+
+    def handle() -> None:
+        checkpointer.save(2, state, force=True)
+        checkpointer.close()
+        sys.exit(7)
+
+    state = {**STATE, "data": Signalled()}
+    checkpointer = make()
+    on_signal(handle)
+    with pytest.raises(SystemExit, match="7"):
+        checkpointer.save(1, state)
+    assert checkpointer.save(3, state, force=True)
+    assert list(held(tmp_path)) == [3]
 
 
 SLOW = """
