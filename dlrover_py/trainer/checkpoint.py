@@ -561,19 +561,8 @@ class Checkpointer:
         if self._closed or os.getpid() != self._pid or self._interrupts("close()"):
             return
         with self._call():
-            site = self._open_at
-            if site is not None:
-                self._settle(site)
-                unheard = (one.id for one in reversed(self._attempts) if one.fate is Fate.SEALED)
-                lost = next(unheard, self._unstored)
-                told = self.dir is None or self._stop or self.settings.arena  # the job stores it
-                if site.rank == 0 and lost is not None and not told:
-                    log.warning(
-                        "step %d is in memory only, and goes with it: save(step, state, "
-                        "force=True) before close() has it written to %s",
-                        lost[0],
-                        self.dir,
-                    )
+            if self._open_at is not None:
+                self._settle(self._open_at)
             self._let_go()
 
     def __enter__(self) -> Self:
@@ -1103,16 +1092,35 @@ class Checkpointer:
             session.report_store(self.dir, self.keep.rules, spare)
 
     def _at_exit(self) -> None:
-        """Let go without the other ranks, which may be gone."""
+        """Let go, if the script has not; without the other ranks, which may be gone."""
         self._let_go(failed=hasattr(sys, "last_value"))
 
     def _let_go(self, *, failed: bool = False) -> None:
         if self._closed or os.getpid() != self._pid:
             return
+        site = self._open_at
+        if site is not None:
+            if site.world == 1:  # nobody else need be there for what is due to be written
+                self._settle(site)
+            if not failed:
+                self._tell_what_is_lost(site)
         self._closed = True
         atexit.unregister(self._at_exit)
-        if self._open_at is not None:
-            self._open_at.close(failed=failed)
+        if site is not None:
+            site.close(failed=failed)
+
+    def _tell_what_is_lost(self, site: "_Site") -> None:
+        site.stager.wait()
+        unheard = (one.id for one in reversed(self._attempts) if one.fate is Fate.SEALED)
+        lost = next(unheard, self._unstored)
+        told = self.dir is None or self._stop or self.settings.arena  # the job stores it
+        if site.rank == 0 and lost is not None and not told:
+            log.warning(
+                "step %d is in memory only, and goes with it: save(step, state, force=True), and "
+                "close() on all ranks, have it written to %s",
+                lost[0],
+                self.dir,
+            )
 
 
 _places: dict[tuple[str, int | None, int], Checkpointer] = {}

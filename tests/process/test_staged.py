@@ -734,6 +734,27 @@ def test_who_closes_after_its_process_group_ends_all_the_same(folder: Path, tmp_
         del os.environ["WHERE"]
 
 
+def test_what_is_lost_as_nobody_closes_is_told_of(folder: Path, tmp_path: Path) -> None:
+    text = (
+        BEGIN
+        + """
+    import logging
+    logging.getLogger("dlrover_py").addHandler(logging.FileHandler(f"{os.environ['WHERE']}/{rank}"))
+    checkpointer = Checkpointer(f"{os.environ['WHERE']}/run", persist_every=2)
+    for step in (1, 2):
+        checkpointer.save(step, state)
+    print(json.dumps(0))
+    """
+    )
+    os.environ["WHERE"] = str(tmp_path)
+    try:
+        said(world(text, folder))
+    finally:
+        del os.environ["WHERE"]
+    assert "step 2 is in memory only, and goes with it" in (tmp_path / "0").read_text()
+    assert not (tmp_path / "1").read_text()
+
+
 def test_two_ranks_write_to_storage_and_load(folder: Path, tmp_path: Path) -> None:
     text = (
         BEGIN

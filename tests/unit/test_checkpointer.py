@@ -1000,6 +1000,24 @@ def test_alone_it_ends_though_forked_workers_of_a_data_loader_live(
     assert list((tmp_path / "ckpt").glob("step-1.*.json")), "what was asked for is written"
 
 
+@pytest.mark.parametrize("end", ["pass", "raise KeyError"])
+def test_alone_what_is_due_is_written_though_nobody_closes(tmp_path: Path, end: str) -> None:
+    done = script(
+        f"""
+        import os, torch
+        from dlrover_py.trainer import Checkpointer
+        checkpointer = Checkpointer(os.environ["WHERE"], persist_every=2)
+        for step in (1, 2):
+            checkpointer.save(step, {{"w": torch.ones(2)}})
+        {end}
+        """,
+        WHERE=str(tmp_path / "ckpt"),
+        DLROVER_SHM_DIR=str(tmp_path),
+    )
+    assert [m.step for m in Store(tmp_path / "ckpt").checkpoints()] == [2], done.stderr
+    assert "in memory only" not in done.stderr
+
+
 def test_alone_it_leaves_nothing_behind_when_it_is_killed_and_a_forked_child_lives(
     tmp_path: Path,
 ) -> None:
