@@ -794,8 +794,9 @@ class Attempt:
         if stream.xxh3 != held.share.digests[index]:
             raise Damaged(
                 f"{piece.key} of rank {held.share.rank}: its bytes in {held.slot.path} are not "
-                "those that were staged; nothing of this step is stored. If it happens again, have "
-                "the memory of this node tested"
+                "those that were staged; nothing of this step is stored. If the script edits "
+                "tensors through .data or NumPy after save(), let it do so before; else, if it "
+                "happens again, have the memory of this node tested"
             )
         return start, stream.position - start, stream.payload, stream.xxh3
 

@@ -14,11 +14,13 @@ and all later ones are copied before ``stage`` returns, when one of these has ch
 
 - the tensor's version, which torch counts with each operation in place (but not for those of
   ``.data``, nor in some fused kernels), between ``stage`` and the end of the copy;
-- a few bytes at changing places of each tensor, between ``stage`` and the tensor's copy;
+- a few bytes at changing places of each tensor, between ``stage`` and the tensor's copy, and once
+  more before the fence opens;
 - the sum of a sample of the tensors, between their copy and the opening of the fence: all of them
   in the first two saves, a sixteenth of the bytes afterwards.
 
-An edit of a few elements through ``.data`` in this short time can go unnoticed.
+Through ``.data`` an edit of some elements in this short time can go unnoticed, and one of all that
+is still under way when the fence opens.
 
 On GPUs the copies are enqueued on a stream of their own, into slots that CUDA has registered; the
 fence is then an event which the training's stream waits for. This has not been run on a GPU yet.
@@ -50,7 +52,7 @@ CLONED = 16 << 20
 """What is not deferrable is cloned within ``stage`` if it is at most so many bytes; else the thread
 copies it into the slot first, and ``stage`` waits for that."""
 PEEK = 64
-"""Bytes that are looked at in each of two places of a tensor, before and after its copy."""
+"""Bytes that are looked at in each of two places of a tensor, before, in and after its copy."""
 SAMPLE = 16
 """This part of the deferred bytes is summed a second time."""
 THOROUGH = 2
@@ -620,6 +622,7 @@ class Stager:
             if safe is not None:
                 safe.set()
         job.moved = job.moved or _moved(job.deferred) or self._sampled(job.deferred, job.sums)
+        job.moved = job.moved or _edited(job.deferred)
         job.copied_s = time.perf_counter() - began
         job.opened.set()
         for _, event in job.events:
@@ -814,6 +817,16 @@ def _moved(items: Sequence[_Item]) -> str:
     for item in items:
         if _version(item.source) != item.version:
             return item.leaf.piece.key
+    return ""
+
+
+def _edited(items: Sequence[_Item]) -> str:
+    """The key of one whose bytes are others at the places that were looked at: they may have been
+    copied before they were changed, and the rest of it after that."""
+    for item in items:
+        for at, bytes_then in item.peeks:
+            if ctypes.string_at(item.address + at, len(bytes_then)) != bytes_then:
+                return item.leaf.piece.key
     return ""
 
 

@@ -1,5 +1,6 @@
 """The copying thread and the fence, with leaves made by hand."""
 
+import ctypes
 import os
 import signal
 import threading
@@ -304,6 +305,33 @@ def edit_in_place(p: torch.nn.Parameter) -> None:
 
 def edit_late(p: torch.nn.Parameter) -> None:
     p.data[-70:] = 3.0
+
+
+def test_an_edit_of_a_whole_tensor_within_its_copy_is_noticed(
+    make: Callable[..., Stager], tmp_path: Path
+) -> None:
+    """What was looked at before is copied by then, and the sample is of another tensor."""
+    work = Work()
+
+    def copy(source: int, target: memoryview, chunk: int) -> int:
+        if edited is None or source != edited.data_ptr():
+            return arena.copy_summed(source, target, chunk)
+        cut = len(target) * 3 // 4
+        target[:cut] = ctypes.string_at(source, cut)
+        edited.data.mul_(-1)
+        target[cut:] = ctypes.string_at(source + cut, len(target) - cut)
+        return arena.digest(target)
+
+    edited: torch.nn.Parameter | None = None
+    stager = make(copy=copy)
+    for step in range(1, 4):
+        work.step()
+        edited = work.parameters[2] if step > staging.THOROUGH else None
+        job = stager.stage(step, work.leaves())
+        assert stager.wait(DEADLINE_S)
+        assert job is not None
+        assert job.moved == ("model.2" if step > staging.THOROUGH else "")
+    assert set(sealed(tmp_path)) == {1, 2}
 
 
 @pytest.mark.parametrize("edit", [edit_data, edit_in_place])
