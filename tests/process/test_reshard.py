@@ -17,7 +17,7 @@ def probe(name: str, *args: str) -> None:
     """Run a probe, which prints "ok" if all is well."""
     ended = subprocess.run(
         [sys.executable, str(PROBES / name), *args],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'agent'}", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=570,
@@ -27,13 +27,9 @@ def probe(name: str, *args: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp", "hsdp", "zero", "tp", "object", "rows"])
-def test_each_world_loads_what_another_one_has_staged(mode: str, tmp_path: Path) -> None:
-    probe("reshard.py", mode, str(tmp_path), "memory")
-
-
-@pytest.mark.parametrize("mode", ["fsdp", "zero", "object"])
-def test_each_world_loads_what_another_one_has_stored(mode: str, tmp_path: Path) -> None:
-    probe("reshard.py", mode, str(tmp_path), "storage")
+def test_each_world_loads_what_another_one_has_saved(mode: str, tmp_path: Path) -> None:
+    """From memory, from peers and from storage."""
+    probe("reshard.py", mode, str(tmp_path))
 
 
 def test_what_one_rank_cannot_load_none_does(tmp_path: Path) -> None:

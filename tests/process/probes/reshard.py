@@ -1,12 +1,17 @@
-"""Worlds of 4, 3, 2 and 4 ranks, one after the other: each loads what the last one has staged.
+"""Worlds of 4, 3, 2 and 4 ranks, one after the other: each loads what the last one has saved.
 
-usage: reshard.py MODE FOLDER memory|storage. Each world also loads what the last one has written
-with torch's own dcp.save, into a second model by torch and into a third by us, and compares them
-bit for bit. Prints "ok" if all is well.
+usage: reshard.py MODE FOLDER. What is staged each world loads from the memory of its own node, from
+two peers that have half of the slots each, and from storage, into a model each; what the last one
+has written with torch's own dcp.save it loads into another by torch, and into one more by us. They
+are the same bit for bit, and worlds take turns in which of them they train on with. Prints "ok" if
+all is well.
 """
 
+import asyncio
 import logging
 import multiprocessing
+import os
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -26,17 +31,23 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from dlrover_py.protocol.checkpoint import Phase
+from dlrover_agent.depot import Depot
+from dlrover_py import arena
+from dlrover_py.depot import Candidate, Holder, Link
+from dlrover_py.protocol.checkpoint import Answer, Phase, read_line
 from dlrover_py.storage import Store
 from dlrover_py.trainer import restore
 from dlrover_py.trainer.foreign import load_dcp
 from dlrover_py.trainer.state import PerRank
-from tests.slots import JOB, Persister, order
+from tests.slots import JOB, order
 from tests.staged import stage
 
 LOG = logging.getLogger("probe")
 
 WORLDS = [4, 3, 2, 4]
+SOURCES = ["memory", "peer", "storage"]
+PEERS = ["n1", "n2"]
+HERE = "127.0.0.1"
 
 
 class Net(nn.Module):
@@ -138,31 +149,48 @@ def compare(ours, theirs):
             assert torch.equal(one, other), (key, one, other)
 
 
-def run(mode, folder, source, number, world, rank):
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet{number}", rank=rank, world_size=world
-    )
-    arena = folder / "arena"
+def restored(mode, folder, source, number, rank):
+    """A model and its optimizer, as one source has them."""
+    world = WORLDS[number]
     net, optimizer = build(mode, world, seed=100 + number)
     state = {"model": net, "optim": optimizer}
     if mode == "object":
         state = {"all": Whole(net, optimizer)}
     state |= {"step": 0, "mine": PerRank({"rank": -1})}
-    store = Store(folder / "store") if source == "storage" else None
+    agent = Link.local(folder / "n0.sock") if source == "peer" else None
     found = restore.load(
-        state, rank=rank, world=world, arena=arena, agent=None, store=store, log=LOG, job=JOB
+        state,
+        rank=rank,
+        world=world,
+        arena=None if source == "storage" else folder / ("arena" if source == "memory" else "n0"),
+        agent=agent,
+        store=Store(folder / "store") if source == "storage" else None,
+        log=LOG,
+        job=JOB,
     )
+    if agent is not None:
+        agent.close()
     if number == 0:
         assert found is None
-    else:
-        assert found is not None
-        assert found.step == number == state["step"], found
-        before = WORLDS[number - 1]
-        assert found.world == before
-        assert bool(found.folder) == (source == "storage")
-        assert state["mine"].value["rank"] == (rank if rank < before else -1)
+        return state, net, optimizer
+    assert found is not None
+    assert found.step == number == state["step"], found
+    before = WORLDS[number - 1]
+    assert found.world == before
+    assert found.nbytes.keys() == {source}, found.nbytes
+    assert state["mine"].value["rank"] == (rank if rank < before else -1)
+    return state, net, optimizer
+
+
+def run(mode, folder, number, rank):
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    world = WORLDS[number]
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet{number}", rank=rank, world_size=world
+    )
+    ours = [restored(mode, folder, source, number, rank) for source in SOURCES]
+    if number:
         other, theirs = build(mode, world, seed=200 + number)
         step(other, theirs, rank, mode)  # so that it has state to load into
         target = plain(other, theirs)
@@ -172,55 +200,111 @@ def run(mode, folder, source, number, world, rank):
                 local(
                     other.state_dict()[("module." if mode in ("ddp", "zero") else "") + key]
                 ).copy_(local(value))
-        compare(plain(net, optimizer), target)
+        for _, net, optimizer in ours:
+            compare(plain(net, optimizer), target)
         third, its = build(mode, world, seed=300 + number)
         only = {"model": third}  # the optimizers' keys are another form of torch's
         load_dcp(only, folder / f"dcp{number}", rank=rank, world=world, strict=False, log=LOG)
         compare(plain(third, its)["model"], target["model"])
+    state, net, optimizer = ours[number % len(ours)]
     step(net, optimizer, rank, mode)
     dcp.save(plain(net, optimizer), checkpoint_id=folder / f"dcp{number + 1}")
     state["step"], state["mine"] = number + 1, PerRank({"rank": rank})
+    dist.barrier()  # all have read what is replaced now
+    for node in ("arena", *PEERS) if rank == 0 else ():
+        for old in (folder / node).iterdir():
+            old.unlink()
     dist.barrier()
-    for old in arena.iterdir() if rank == 0 else ():
-        old.unlink()
-    dist.barrier()
-    stage(arena / f"{rank}.0", state, rank=rank, world=world, step=number + 1, round=1, job=JOB)
+    slot = folder / "arena" / f"{rank}.0"
+    stage(slot, state, rank=rank, world=world, step=number + 1, round=1, job=JOB)
+    os.link(slot, folder / PEERS[rank % len(PEERS)] / slot.name)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def persist(folder, step, world):
-    """Have it in storage, and nowhere else."""
-    one, arena = Persister(), folder / "arena"
-    try:
-        ranks = tuple(range(world))
-        one.send(order(arena, folder / "store", f"a{step}", step=step, world=world, ranks=ranks))
-        ended = one.end(f"a{step}")
-    finally:
-        one.close()
-    assert ended.phase is Phase.DONE, ended.why
-    for slot in arena.iterdir():
-        slot.unlink()
+def serve(folder, ready):
+    """Depots of three nodes, the first of which holds nothing; until it is killed."""
 
+    def held():
+        return [(node, s) for node in PEERS for _, s in arena.scan(folder / node)]
 
-def main(mode, folder, source):
-    (folder / "arena").mkdir()
-    processes = multiprocessing.get_context("fork")
-    for number, world in enumerate(WORLDS):
-        ranks = [
-            processes.Process(target=run, args=(mode, folder, source, number, world, rank))
-            for rank in range(world)
+    async def candidates(_):
+        return sorted({Candidate(s.step, s.round, s.lap, s.world) for _, s in held()})
+
+    async def holders(*which):
+        return [
+            Holder(s.rank, node, HERE, depots[node].port, s.part, s.hollow)
+            for node, s in held()
+            if s.id == which
         ]
-        for one in ranks:
-            one.start()
-        for one in ranks:
-            one.join()
-        if any(one.exitcode for one in ranks):
-            sys.exit(f"{mode}: world {number} of {world} ranks failed")
-        if source == "storage":
-            persist(folder, number + 1, world)
+
+    async def run():
+        await asyncio.gather(*(depot.run() for depot in depots.values()))
+
+    depots = {
+        node: Depot(
+            folder / node,
+            JOB,
+            "token",
+            folder / f"{node}.sock",
+            candidates=candidates,
+            holders=holders,
+            addr=HERE,
+        )
+        for node in ("n0", *PEERS)
+    }
+    ready.set()
+    asyncio.run(run())
+
+
+def persist(persister, folder, step, world):
+    """Have it in storage too."""
+    ranks = tuple(range(world))
+    wish = order(
+        folder / "arena", folder / "store", f"a{step}", step=step, world=world, ranks=ranks
+    )
+    persister.stdin.write(wish.encode())
+    persister.stdin.flush()
+    for line in persister.stdout:
+        said = read_line(line)
+        assert isinstance(said, Answer)
+        if said.phase in (Phase.DONE, Phase.FAILED):
+            assert said.phase is Phase.DONE, said.why
+            return
+    raise AssertionError("the persister has ended")
+
+
+def main(mode, folder):
+    for node in ("arena", "n0", *PEERS):
+        (folder / node).mkdir()
+    processes = multiprocessing.get_context("fork")
+    ready = processes.Event()
+    nodes = processes.Process(target=serve, args=(folder, ready), daemon=True)
+    nodes.start()
+    argv = [sys.executable, "-m", "dlrover_py.persist"]
+    persister = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert ready.wait(60), "the depots do not serve"
+        for number, world in enumerate(WORLDS):
+            ranks = [
+                processes.Process(target=run, args=(mode, folder, number, rank))
+                for rank in range(world)
+            ]
+            for one in ranks:
+                one.start()
+            for one in ranks:
+                one.join()
+            if any(one.exitcode for one in ranks):
+                sys.exit(f"{mode}: world {number} of {world} ranks failed")
+            if number + 1 < len(WORLDS):
+                persist(persister, folder, number + 1, world)
+    finally:
+        persister.kill()
+        persister.wait()
+        nodes.kill()
+        nodes.join()
     print("ok")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
+    main(sys.argv[1], Path(sys.argv[2]))
