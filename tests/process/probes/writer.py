@@ -1,5 +1,8 @@
 """Stages steps in children that are killed at random times; says what was found wrong.
 
+Each child loads what the killed one has left, as a worker that is started again does, and goes on
+from there.
+
 A parent that has imported torch forks them: a new interpreter each time would take seconds. It has
 no thread but this one, and never makes a tensor itself: what torch's threads hold at a fork, no
 child gets back. Arguments: a folder, how many children, a seed. There are more of them if few were
@@ -20,6 +23,7 @@ import torch._dynamo  # the first step of an optimizer would import it, in each 
 
 from dlrover_py import arena
 from dlrover_py.arena import Slot
+from dlrover_py.trainer import restore  # noqa: F401  nor what the first load imports
 from dlrover_py.trainer.checkpoint import Checkpointer
 from dlrover_py.trainer.settings import Settings
 
@@ -47,8 +51,17 @@ class Model(torch.nn.Module):
         self.register_buffer("mean", torch.zeros(100))
 
 
+def values(model: Model, optimizer: Stamp) -> dict[str, list[float]]:
+    """All that a step sets: its number, if what was loaded is whole."""
+    found = {name: t.unique().tolist() for name, t in model.state_dict().items()}
+    for number, p in enumerate(model.parameters()):
+        found[f"moment of {number}"] = optimizer.state[p]["moment"].unique().tolist()
+    return found | {"number": [optimizer.param_groups[0]["number"]]}
+
+
 def train(folder: Path, round_: int, go: int, told: int) -> None:
-    """Until it is killed; tells each step of which it knows that it is sealed."""
+    """Until it is killed; tells the step that it has loaded, whether all of it is of that step, and
+    then each step of which it knows that it is sealed."""
     model = Model()
     optimizer = Stamp(model.parameters(), {"number": 0})
     optimizer.step()
@@ -56,7 +69,12 @@ def train(folder: Path, round_: int, go: int, told: int) -> None:
         settings=Settings(arena=str(folder), job="j", round=round_), rng=False
     )
     state = {"model": model, "optimizer": optimizer}
-    step = int.from_bytes(os.read(go, 8), "little")
+    os.read(go, 1)
+    step = checkpointer.load(state) or 0
+    wrong = {name: of for name, of in values(model, optimizer).items() if of != [step]}
+    os.write(told, step.to_bytes(8, "little") + len(wrong).to_bytes(8, "little"))
+    if wrong:
+        print(f"step {step} is loaded with {wrong}", flush=True)
     while True:
         step += 1
         model.mean.fill_(step)
@@ -83,13 +101,20 @@ class Child:
         os.close(go)
         os.close(told)
 
-    def killed(self, start: int, after_s: float) -> tuple[int, int]:
-        """Have it train from a step on, and kill it so long after it has staged the first one.
+    def loaded(self) -> tuple[int, int]:
+        """Have it load and then train: the step, and how many of the values are not of it."""
+        os.write(self.go, b"!")
+        data = b""
+        while len(data) < 16 and (more := os.read(self.ready, 16 - len(data))):
+            data += more
+        return int.from_bytes(data[:8], "little"), int.from_bytes(data[8:], "little")
+
+    def killed(self, after_s: float) -> tuple[int, int]:
+        """Kill it so long after it has staged its first step.
 
         Returns:
             The last step that it has told, and how it has ended.
         """
-        os.write(self.go, start.to_bytes(8, "little"))
         data = os.read(self.ready, 8)
         threading.Event().wait(after_s)
         os.kill(self.pid, signal.SIGKILL)
@@ -128,9 +153,18 @@ def main() -> None:
     gc.disable()
     newest = partial = number = 0
     child = Child(folder, 0)
+
+    def load() -> None:
+        """What the next child gets is whole, and the newest that there is."""
+        step, wrong = child.loaded()
+        if wrong or step != newest:
+            words = f"step {step} was loaded, {wrong} values of other steps"
+            print(f"kill {number}: {words}; {newest} was sealed", flush=True)
+
     while number < kills or (partial < PARTIAL and number < MOST * kills):
         following = Child(folder, number + 1)  # gets ready meanwhile
-        told, status = child.killed(newest, chance.random() * WINDOW_S)
+        load()
+        told, status = child.killed(chance.random() * WINDOW_S)
         child = following
         found = look(folder)
         partial += len(found) < 3
@@ -143,6 +177,7 @@ def main() -> None:
             print(f"kill {number}: {told} was sealed, found {sorted(found)}", flush=True)
         newest = max(found, default=0)
         number += 1
+    load()
     os.kill(child.pid, signal.SIGKILL)
     os.waitpid(child.pid, 0)
     print("done", number, "partial", partial, "steps", newest, flush=True)
