@@ -1,5 +1,6 @@
 """Copies of a peer's memory, between real processes that are killed at any time."""
 
+import logging
 import random
 import subprocess
 import sys
@@ -9,10 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from dlrover_py import arena
 from dlrover_py.arena import Slot
-from dlrover_py.depot import dial
+from dlrover_py.depot import Link, dial
+from dlrover_py.trainer import restore
 from tests.process.harness import Place
 from tests.process.probes.depot import pattern, stage
 
@@ -90,29 +93,71 @@ def check(folder: Path) -> dict[str, int]:
     return steps
 
 
+def loaded(link: Link, nbytes: int) -> int:
+    """What a replacement of the source gets from its peer: the step, of which every byte is; 0 if
+    there is none."""
+    model = {
+        "a": torch.zeros(nbytes, dtype=torch.uint8),
+        "b": torch.zeros(7, dtype=torch.uint8),
+    }
+    found = restore.load(
+        {"model": model},
+        rank=0,
+        world=1,
+        arena=None,
+        agent=link,
+        store=None,
+        strict=False,
+        log=logging.getLogger("test"),
+        job=JOB,
+    )
+    if found is None:
+        return 0
+    assert found.nbytes.keys() == {"peer"}
+    for key, tensor in model.items():
+        right = pattern(found.step, 1, f"model.{key}", tensor.nbytes)
+        assert tensor.numpy().tobytes() == right, f"{key} is not of step {found.step}"
+    return found.step
+
+
+@contextmanager
+def agent_of(place: Place, folder: Path) -> Iterator[Link]:
+    """A worker's line to its agent, by which what the folder holds is a peer's."""
+    with probe(place, "depot", folder, JOB, TOKEN) as depot:
+        line(depot)
+        (path,) = place.folder.glob(f"{folder.name}-*.sock")
+        with Link.local(path) as link:
+            yield link
+
+
 def test_what_is_sealed_is_whole_whoever_is_killed(place: Place) -> None:
-    """Both sides take turns in dying, while one fills slots and the other copies them."""
+    """Both sides take turns in dying, while one fills slots and the other copies them; each time
+    the newest copy is loaded."""
     source, copy = folders(place)
     pause = threading.Event()
     best = 0
-    for turn in range(KILLS // 2):
-        with probe(place, "depot", source, JOB, TOKEN, 1, 8 << 20, 0.1) as depot:
-            port = line(depot)
-            with probe(place, "replicas", copy, JOB, TOKEN, port) as replicas:
-                while line(replicas) != "held":  # it may be told of being overtaken
-                    assert replicas.poll() is None
-                pause.wait(random.uniform(0.0, 0.2))
-                for victim in random.sample((depot, replicas), 2):
-                    victim.kill()
-                    victim.wait()
-                    pause.wait(random.uniform(0.0, 0.02))
-        steps = check(copy)
-        assert set(steps) <= {"peer-1.0", "peer-1.1"}
-        # One of the two is always whole, and no older than what was before. The first turns may
-        # have none: "held" is also what is said once a peer that was slow to answer has done so.
-        newest = max(steps.values(), default=0)
-        assert newest >= best, f"turn {turn}: {steps}"
-        best = newest
+    with agent_of(place, copy) as agent:
+        for turn in range(KILLS // 2):
+            with probe(place, "depot", source, JOB, TOKEN, 1, 8 << 20, 0.1) as depot:
+                port = line(depot)
+                with probe(place, "replicas", copy, JOB, TOKEN, port) as replicas:
+                    while line(replicas) != "held":  # it may be told of being overtaken
+                        assert replicas.poll() is None
+                    pause.wait(random.uniform(0.0, 0.2))
+                    best = max([best, *copies(copy).values()])
+                    for victim in random.sample((depot, replicas), 2):
+                        victim.kill()
+                        victim.wait()
+                        pause.wait(random.uniform(0.0, 0.02))
+            steps = check(copy)
+            assert set(steps) <= {"peer-1.0", "peer-1.1"}
+            # One of the two is always whole, and no older than what was before. The first turns
+            # may have none: "held" is also what is said once a peer that was slow to answer has
+            # done so.
+            newest = max(steps.values(), default=0)
+            assert newest >= best, f"turn {turn}: {steps}"
+            assert loaded(agent, 8 << 20) == newest, f"turn {turn}: {steps}"
+            best = newest
     assert best > 0
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from dlrover_agent.depot import Depot
 from dlrover_py import arena
 from dlrover_py.arena import Slot
+from dlrover_py.depot import Candidate, Holder
 from dlrover_py.protocol.checkpoint import Layout, Piece, encode_objects
 
 
@@ -54,11 +55,19 @@ def stage(folder: Path, job: str, rank: int, step: int, nbytes: int, part: str) 
 
 
 async def serve(folder: Path, job: str, token: str) -> None:
-    async def nothing(*_: int) -> list[tuple[int, int, int, int]]:
-        return []
+    """What it holds is all that there is: it answers for the master too."""
+    here = "127.0.0.1"
+
+    async def candidates(_: int) -> list[Candidate]:
+        found = {Candidate(s.step, s.round, s.lap, s.world) for _, s in arena.scan(folder)}
+        return sorted(found, reverse=True)
+
+    async def holders(*which: int) -> list[Holder]:
+        found = [s for _, s in arena.scan(folder) if s.id == which]
+        return [Holder(s.rank, "n1", here, depot.port, s.part, s.hollow) for s in found]
 
     path = folder.parent / f"{folder.name}-{os.getpid()}.sock"
-    depot = Depot(folder, job, token, path, candidates=nothing, holders=nothing, addr="127.0.0.1")
+    depot = Depot(folder, job, token, path, candidates=candidates, holders=holders, addr=here)
     print(depot.port, flush=True)
     await depot.run()
 
