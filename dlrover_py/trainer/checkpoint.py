@@ -1359,7 +1359,10 @@ def _keep(value: object) -> Keep:
 
 def _expected_bytes(state: Mapping[str, object], rank: int) -> int:
     """What a save will take, with the state that optimizers have after their first step."""
-    size = sum(leaf.piece.nbytes + 512 for leaf in flatten(state, rank=rank).leaves)
+    flat = flatten(state, rank=rank)
+    with contextlib.suppress(ConfigError):  # else said by the save
+        flat.encoded()  # what is new is read back, which the first save need not wait for then
+    size = sum(leaf.piece.nbytes + 512 for leaf in flat.leaves)
     for value in state.values():
         if isinstance(value, torch.optim.Optimizer) and not value.state:
             own = sum(p.nbytes for group in value.param_groups for p in group["params"])

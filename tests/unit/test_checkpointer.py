@@ -836,6 +836,17 @@ def test_what_goes_on_from_a_checkpoint_is_the_same_to_the_last_bit(
     assert again["scaler"].state_dict()["scale"] > 65536
 
 
+def test_the_first_save_reads_nothing_back_that_load_has_seen(
+    make: Callable[..., Checkpointer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took the training three times as long as each later one."""
+    first = make()
+    first.load(STATE)
+    monkeypatch.setattr("dlrover_py.trainer.state.decode_object", pytest.fail)
+    assert first.save(1, STATE)
+    first.close()
+
+
 def test_a_key_of_the_scripts_named_rng_hides_no_random_numbers(
     make: Callable[..., Checkpointer],
 ) -> None:
