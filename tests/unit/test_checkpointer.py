@@ -562,6 +562,25 @@ def test_what_has_failed_counts_for_nothing(
         assert checkpointer.stats.persist_s == (20 if step > 1 else 0)
 
 
+def test_whose_part_is_written_waits_for_those_of_other_nodes(
+    make: Callable[..., Checkpointer], tmp_path: Path
+) -> None:
+    checkpointer = make(tmp_path / "dir")
+    assert checkpointer.save(1, STATE, force=True)
+    parts = tmp_path / "dir" / folder_of(1, "a1") / "parts"
+    parts.mkdir(parents=True)
+    (parts / "n1.layout.json").touch()
+    done_with(tmp_path, 1, well=False)
+    said: list[bool] = []
+    waits = threading.Thread(target=lambda: said.append(checkpointer.wait(persisted=True)))
+    waits.start()
+    waits.join(0.05)
+    assert waits.is_alive(), "it is being written"
+    done_with(tmp_path, 1)
+    waits.join(DEADLINE_S)
+    assert said == [True]
+
+
 def test_alone_it_says_that_storage_has_failed(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = script(
