@@ -419,6 +419,9 @@ def trouble(run: Job, kind: str, within_s: float = 180.0) -> str:
                          within_s=within_s))  # fmt: skip
 
 
+MOUNT = {"name": "v", "mountPath": "/v"}
+
+
 def test_what_a_pod_lacks_is_a_condition(there: Watched, agent_image: str) -> None:
     image = job(there, "dlrover.test/no-such:1", "image", replicas=1)
     room = job(there, agent_image, "room", replicas=1, pod={"nodeSelector": {"no": "such"}})
@@ -427,8 +430,11 @@ def test_what_a_pod_lacks_is_a_condition(there: Watched, agent_image: str) -> No
         {"name": "a", "valueFrom": {"nothing": {}}}
     ]
     bad = submit_unchecked(there, wrong)
-    missing = [{"name": "v", "configMap": {"name": "no-such"}}]
-    volume = job(there, agent_image, "volume", replicas=1, pod={"volumes": missing})
+    missing = document("volume", agent_image, steps(), replicas=1)
+    spec = missing["spec"]["replicaSpecs"]["worker"]["template"]["spec"]
+    spec["volumes"] = [{"name": "v", "configMap": {"name": "no-such"}}]
+    spec["containers"][0]["volumeMounts"] = [MOUNT]
+    volume = submit(there.cluster, there, missing)
     assert "no-such:1" in trouble(image, "ImagePullBackOff")
     assert "node affinity/selector" in trouble(room, "Unschedulable")
     assert trouble(bad, "InvalidTemplate")
@@ -456,11 +462,12 @@ def test_a_job_keeps_its_size_under_what_cannot_be_had_and_grows_once_it_can(
     good = run.obj["spec"]["replicaSpecs"]["worker"]["template"]["spec"]
     main = good["containers"][0]
     port = [{"name": "main", "image": agent_image, "command": ["x"], "ports": [{"name": "x"}]}]
+    secret = {"name": "v", "secret": {"secretName": "no-such"}}
     for kind, bad in (
         ("ImagePullBackOff", {"containers": [main | {"image": "dlrover.test/no-such:1"}]}),
         ("Unschedulable", {"nodeSelector": {"no": "such"}}),
         ("InvalidTemplate", {"containers": port}),
-        ("PodNotStarting", {"volumes": [{"name": "v", "secret": {"secretName": "no-such"}}]}),
+        ("PodNotStarting", {"volumes": [secret], "containers": [main | {"volumeMounts": [MOUNT]}]}),
     ):
         run.patch({"replicaSpecs": {"worker": {"replicas": 2, "template": {"spec": bad}}}})
         trouble(run, kind)
