@@ -515,7 +515,7 @@ def test_a_save_that_one_rank_has_missed_is_nobodys(folder: Path) -> None:
 
 
 def test_what_one_rank_lacks_waits_for_no_storage_and_the_next_one_goes_there(
-    folder: Path, tmp_path: Path
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 has no slot for a save, which rank 0 seals only after the next call has passed."""
     text = (
@@ -551,11 +551,8 @@ def test_what_one_rank_lacks_waits_for_no_storage_and_the_next_one_goes_there(
     checkpointer.close()
     """
     )
-    os.environ["WHERE"] = str(tmp_path)
-    try:
-        first, second = said(world(text, folder))
-    finally:
-        del os.environ["WHERE"]
+    monkeypatch.setenv("WHERE", str(tmp_path))
+    first, second = said(world(text, folder))
     assert (first[1], second[1]) == (0, 1)
     # Sealed by rank 0 when 5 has passed, nobody's when 7 has; the next one is flagged at once.
     assert [steps for steps in first[0] if 4 in steps], "it was flagged at first"
@@ -568,7 +565,7 @@ def test_what_one_rank_lacks_waits_for_no_storage_and_the_next_one_goes_there(
 
 
 def test_what_one_rank_cannot_save_any_more_is_a_line_of_the_first(
-    folder: Path, tmp_path: Path
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = (
         BEGIN
@@ -591,11 +588,8 @@ def test_what_one_rank_cannot_save_any_more_is_a_line_of_the_first(
     checkpointer.close()
     """
     )
-    os.environ["WHERE"] = str(tmp_path)
-    try:
-        first, second = said(world(text, folder))
-    finally:
-        del os.environ["WHERE"]
+    monkeypatch.setenv("WHERE", str(tmp_path))
+    first, second = said(world(text, folder))
     (line,) = first
     assert "step 3 is nobody's: some rank has not got it, and its log says why" in line
     (line,) = second
@@ -691,7 +685,7 @@ def sealed_by(folder: Path) -> dict[int, set[int]]:
 
 
 def test_the_same_step_twice_is_two_sets_and_the_later_one_is_loaded(
-    folder: Path, tmp_path: Path
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = (
         BEGIN
@@ -709,14 +703,13 @@ def test_the_same_step_twice_is_two_sets_and_the_later_one_is_loaded(
     print(json.dumps([ids, step, w[0].item()]))
     """
     )
-    os.environ["WHERE"] = str(tmp_path)
-    try:
-        assert said(world(text, folder)) == [[[0, 1], 2, 2.5]] * 2
-    finally:
-        del os.environ["WHERE"]
+    monkeypatch.setenv("WHERE", str(tmp_path))
+    assert said(world(text, folder)) == [[[0, 1], 2, 2.5]] * 2
 
 
-def test_who_closes_after_its_process_group_ends_all_the_same(folder: Path, tmp_path: Path) -> None:
+def test_who_closes_after_its_process_group_ends_all_the_same(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = (
         BEGIN
         + """
@@ -727,14 +720,13 @@ def test_who_closes_after_its_process_group_ends_all_the_same(folder: Path, tmp_
     print(json.dumps(os.listdir(os.environ["DLROVER_SHM_DIR"])))
     """
     )
-    os.environ["WHERE"] = str(tmp_path)
-    try:
-        said(world(text, folder))
-    finally:
-        del os.environ["WHERE"]
+    monkeypatch.setenv("WHERE", str(tmp_path))
+    said(world(text, folder))
 
 
-def test_what_is_lost_as_nobody_closes_is_told_of(folder: Path, tmp_path: Path) -> None:
+def test_what_is_lost_as_nobody_closes_is_told_of(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = (
         BEGIN
         + """
@@ -746,16 +738,15 @@ def test_what_is_lost_as_nobody_closes_is_told_of(folder: Path, tmp_path: Path) 
     print(json.dumps(0))
     """
     )
-    os.environ["WHERE"] = str(tmp_path)
-    try:
-        said(world(text, folder))
-    finally:
-        del os.environ["WHERE"]
+    monkeypatch.setenv("WHERE", str(tmp_path))
+    said(world(text, folder))
     assert "step 2 is in memory only, and goes with it" in (tmp_path / "0").read_text()
     assert "in memory only" not in (tmp_path / "1").read_text(), "once is enough"
 
 
-def test_two_ranks_write_to_storage_and_load(folder: Path, tmp_path: Path) -> None:
+def test_two_ranks_write_to_storage_and_load(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = (
         BEGIN
         + """
@@ -775,8 +766,5 @@ def test_two_ranks_write_to_storage_and_load(folder: Path, tmp_path: Path) -> No
     print(json.dumps([step, same]))
     """
     )
-    os.environ["WHERE"] = str(tmp_path)
-    try:
-        assert said(world(text, folder)) == [[7, True], [7, True]]
-    finally:
-        del os.environ["WHERE"]
+    monkeypatch.setenv("WHERE", str(tmp_path))
+    assert said(world(text, folder)) == [[7, True], [7, True]]

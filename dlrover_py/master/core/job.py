@@ -1117,9 +1117,8 @@ class Job:
 
     def _plan_nodes(self) -> None:
         """Ask for nodes that are missing, dismiss those that are too many."""
-        if not self.rules.can_create or self.phase.ended or self.phase is JobPhase.SUSPENDED:
-            return
-        if self._unlisted:
+        rests = self.phase.ended or self.phase is JobPhase.SUSPENDED
+        if not self.rules.can_create or self._unlisted or rests:
             return
         worker = self.job.worker
         wanted = max(0, worker.replicas + worker.standby_replicas - self.exhausted)
