@@ -29,6 +29,7 @@ from typing import Protocol
 
 import xxhash
 
+from dlrover_py import cgroups
 from dlrover_py.protocol.checkpoint import PAGE, Layout, Region, Summary, decode_objects
 from dlrover_py.protocol.errors import ConfigError, DLRoverError
 
@@ -42,12 +43,6 @@ of what 16 MB cost; and not fewer, since the GIL is taken between two."""
 NEAR = 1 << 19
 """The same where the training waits, and so wants no GIL: a core's own cache holds them, and the
 sum costs hardly more than the copy alone."""
-_CGROUPS = {
-    "": ("memory.max", "memory.current", "inactive_file"),
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-}
-"""Of version 2 and 1, by controller: files with the limit, what is used, and what of that can be
-given back."""
 STALE_S = 600.0
 """A folder without an owner is removed by others after so long: its own may be starting anew."""
 SPARE = 1 << 16
@@ -72,11 +67,7 @@ class Damaged(DLRoverError):
     """Bytes that are not those that were written."""
 
 
-def headroom(
-    folder: Path,
-    cgroup: Path = Path("/sys/fs/cgroup"),
-    ours: Path = Path("/proc/self/cgroup"),
-) -> int:
+def headroom(folder: Path, root: Path = cgroups.ROOT, ours: Path = cgroups.OURS) -> int:
     """Bytes that may still be taken in the folder: of its file system, and of our cgroups.
 
     tmpfs counts against the memory limit of the container, or of a job of Slurm or systemd, and who
@@ -84,26 +75,8 @@ def headroom(
     """
     disk = os.statvfs(folder)
     room = disk.f_bavail * disk.f_frsize
-    for group, (limit, used, idle) in _groups(cgroup, ours):
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            stat = (group / "memory.stat").read_text().splitlines()
-            taken = int((group / used).read_text()) - int(dict(s.split() for s in stat)[idle])
-            room = min(room, int((group / limit).read_text()) - taken)  # "max" is no number
-    return max(0, room)
-
-
-def _groups(cgroup: Path, ours: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """Where limits of ours may stand: the groups we are in, and all above them. In a container that
-    does not see those, its own is the root."""
-    for controller, names in _CGROUPS.items():
-        parts: list[str] = []
-        with contextlib.suppress(OSError):
-            for line in ours.read_text().splitlines():
-                _, controllers, path = line.split(":", 2)
-                if controller in controllers.split(","):
-                    parts = path.strip("/").split("/")
-        for count in range(len(parts) + 1):
-            yield cgroup.joinpath(controller, *parts[:count]), names
+    free = cgroups.free_bytes(root, ours)
+    return max(0, room if free is None else min(room, free))
 
 
 def check_room(folder: Path, more: int, subject: str) -> str:

@@ -15,6 +15,8 @@ _PEER = re.compile(
     r"|failed to recv|nccl communicator was aborted",
     re.IGNORECASE,
 )
+# torch/utils/data/_utils/signal_handling.py and concurrent/futures/process.py
+_KILLED_CHILD = re.compile(r"killed by signal: Killed|BrokenProcessPool")
 _PEER_TYPES = re.compile(r"^(torch\.distributed\.\w+|RuntimeError|Connection\w+|BrokenPipeError)$")
 _FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+)(?:, in .+)?$', re.MULTILINE)
 # A script that cannot be compiled has no traceback, only the place.
@@ -69,6 +71,8 @@ def _entry(index: int, death: Death, host: str) -> str:
     trace = failure.traceback if failure.kind is FailureKind.EXCEPTION else ""
     if not trace and killed:
         trace = f"Signal {-failure.exit_code}{killed} received by PID {failure.pid}"
+        if failure.out_of_memory:
+            trace += f": {failure.out_of_memory}"
     fields = {
         "time": death.at.replace(tzinfo=None).isoformat(sep="_", timespec="seconds"),
         "host": host,
@@ -114,6 +118,7 @@ def describe(
     step: int | None,
     ran_s: float,
     forked: bool = False,
+    out_of_memory: str = "",
 ) -> WorkerFailure:
     """What the master needs to know of a worker's death.
 
@@ -125,6 +130,8 @@ def describe(
         step: last step that it reported.
         ran_s: from its start to its death.
         forked: it came from a zygote.
+        out_of_memory: what the kernel's out-of-memory killer did in this round, in words; empty if
+            it did nothing.
     """
     trace = _from_error_file(error_file) or _from_words(last_words)
     kind, message, mark = FailureKind.EXIT, f"exited with code {exit_code}", ""
@@ -142,6 +149,10 @@ def describe(
         kind = FailureKind.PEER if peer else FailureKind.EXCEPTION
         message = f"raised {error_type}: {text}" if text else f"raised {error_type}"
         mark = f"{error_type}|{_VARYING.sub('#', text)[:200]}|{where}"
+    if out_of_memory and not (exit_code == -signal.SIGKILL or _KILLED_CHILD.search(message)):
+        out_of_memory = ""  # it was not this worker, nor a process that it waited for
+    if out_of_memory:
+        message = f"{_shortened(message, 600)}: {out_of_memory}"
     return WorkerFailure(
         kind=kind,
         local_rank=local_rank,
@@ -154,6 +165,7 @@ def describe(
         step=step,
         ran_s=ran_s,
         forked=forked,
+        out_of_memory=out_of_memory,
     )
 
 

@@ -31,6 +31,7 @@ from dlrover_agent.logs import LAST_WORDS, Console, Destination, Logs, Pump
 from dlrover_agent.settings import Command
 from dlrover_agent.store import Store
 from dlrover_agent.warm import Birth, Child, Warm
+from dlrover_py import cgroups
 from dlrover_py.protocol import names
 from dlrover_py.protocol.agents import Assignment, Directive, FailureKind, WorkerFailure
 
@@ -141,6 +142,8 @@ class Workers:
         self._assignment: Assignment | None = None
         self._round = 0
         self._checking = False
+        self._oom_kills = cgroups.oom_kills()
+        """As the round began."""
         self._stopped = False
         self._timers: list[asyncio.TimerHandle] = []
         self._sweep: asyncio.Task[None] | None = None
@@ -177,6 +180,7 @@ class Workers:
         self._end_store()
         began = time.monotonic()
         self._checking = assignment.directive is Directive.CHECK
+        self._oom_kills = cgroups.oom_kills()
         self.deaths = []
         ranks = range(self._command.nproc)
         self._envs = [{**self._base, **self._environment(assignment, i)} for i in ranks]
@@ -476,6 +480,7 @@ class Workers:
             last_words=words[-LAST_WORDS:].decode("utf-8", "replace"),
             step=self._last_step(worker.local_rank),
             ran_s=time.monotonic() - worker.started_at,
+            out_of_memory=cgroups.oom_kills().since(self._oom_kills),
         )
 
     def _all_ended(self) -> None:

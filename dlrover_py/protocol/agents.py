@@ -80,6 +80,9 @@ class WorkerFailure(Shown):
     """Time from the start of the worker to its death."""
     forked: bool = False
     """It was a warm start: a fork could be to blame for an early death."""
+    out_of_memory: Line = ""
+    """What the kernel's out-of-memory killer did, with limit and peak; empty if it is not to
+    blame."""
 
 
 class Offer(Wire):

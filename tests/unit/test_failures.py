@@ -426,3 +426,44 @@ def test_the_parent_gets_ours_where_the_worker_said_nothing(said: str) -> None:
     more = {"py_callstack": "T", "timestamp": "9"}
     assert told == {"message": {"message": "why", "extraInfo": more}}
     assert json.loads(for_parent("why", None, at=9))["message"]["message"] == "why"
+
+
+OOM = "out of memory: the limit of its container is 2.0 GB, and it had used 2.0 GB"
+
+
+def test_a_worker_that_the_kernel_killed_for_memory_is_told_as_that() -> None:
+    killed = death(exit_code=-9, out_of_memory=OOM)
+    assert killed.kind is FailureKind.SIGNAL
+    assert killed.message == f"was killed by SIGKILL: {OOM}"
+    assert killed.out_of_memory == OOM
+    box = summary("train.py", [Death(killed, datetime.now(UTC), "", "")], "h")
+    assert f"Signal 9 (SIGKILL) received by PID 4711: {OOM}" in box
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "RuntimeError: DataLoader worker (pid 12) is killed by signal: Killed. ",
+        "concurrent.futures.process.BrokenProcessPool: A process in the process pool was "
+        "terminated abruptly while the future was running or pending.",
+    ],
+)
+def test_a_loader_that_the_kernel_killed_for_memory_is_told_as_that(error: str) -> None:
+    trace = PLAIN.replace("ValueError: loss is nan at step 417", error)
+    failed = death(last_words=trace, out_of_memory=OOM)
+    assert failed.kind is FailureKind.EXCEPTION
+    assert failed.message.endswith(OOM)
+    assert failed.out_of_memory == OOM
+
+
+@pytest.mark.parametrize("given", [{"exit_code": -11}, {"last_words": PLAIN}, {"exit_code": 3}])
+def test_another_failure_is_not_blamed_on_memory(given: dict[str, Any]) -> None:
+    assert not death(**given, out_of_memory=OOM).out_of_memory
+    assert death(**given, out_of_memory=OOM) == death(**given)
+
+
+def test_a_long_message_leaves_room_for_what_happened_to_memory() -> None:
+    trace = f"{PLAIN}RuntimeError: DataLoader worker is killed by signal: Killed {'x' * 5000}"
+    failed = death(last_words=trace.replace("ValueError: loss is nan at step 417\n", ""),
+                   out_of_memory=OOM)  # fmt: skip
+    assert failed.message.endswith(OOM)

@@ -1595,3 +1595,29 @@ def test_a_smaller_wish_that_is_taken_back_at_once_costs_no_standby() -> None:
     bench.pass_time(2.0)
     bench.settle()
     assert len(bench.pods) == 3, "two and a standby"
+
+
+def test_a_failure_for_want_of_memory_is_a_condition_until_training_is_steady() -> None:
+    bench = running(elastic_job(2, 2), Rules(forgive_after_s=20))
+
+    def shown() -> tuple[str, str] | None:
+        found = {c.type: c for c in bench.job.status(bench.now, bench.now).conditions}
+        condition = found.get("OutOfMemory")
+        return (condition.status, condition.message) if condition is not None else None
+
+    bench.agent("n0").fail(crash())
+    bench.settle()
+    assert shown() is None
+    killed = crash().model_copy(update={"message": "was killed by SIGKILL: out of memory",
+                                        "out_of_memory": "out of memory"})  # fmt: skip
+    bench.agent("n1").fail(killed)
+    bench.settle()
+    assert shown() == ("True", "n1: worker 0 (rank 0) was killed by SIGKILL: out of memory")
+    bench.restart_master()
+    bench.settle()
+    assert shown() == ("True", "n1: worker 0 (rank 0) was killed by SIGKILL: out of memory")
+    for agent in bench.living():
+        agent.reach(10)
+    bench.pass_time(25)
+    assert "BudgetForgiven" in bench.reasons()
+    assert shown() == ("False", "no trouble")

@@ -1838,8 +1838,19 @@ class Job:
             trouble = self.checkpoints.trouble
             why = "CheckpointFailed" if trouble else "AsExpected"
             self._set("CheckpointFailing", bool(trouble), why, trouble or "no trouble", wall)
+        self._update_out_of_memory(wall)
         size = "FewerNodes" if degraded else "FullSize" if running else "NotRunning"
         self._set("Degraded", degraded, size, words, wall)
+
+    def _update_out_of_memory(self, wall: float) -> None:
+        """True from a failure for want of memory until training is steady again."""
+        failure = self.last_failure
+        unsteady = self.phase.ended or any(n.restarts or n.relaunches for n in self.nodes)
+        if unsteady and failure is not None and failure.worker.out_of_memory:
+            words = f"{failure.node}: {in_words(failure.worker)}"
+            self._set("OutOfMemory", True, "OutOfMemory", words, wall)
+        elif "OutOfMemory" in self._conditions:
+            self._set("OutOfMemory", False, "Over", "no trouble", wall)
 
     def _conditions_ended(self, phase: JobPhase, reason: str, message: str) -> None:
         failure = self.last_failure

@@ -1,0 +1,58 @@
+"""What control groups say of memory, from files as the kernel writes them."""
+
+from pathlib import Path
+
+import pytest
+
+from dlrover_py import cgroups
+
+V1 = ("memory.limit_in_bytes", "memory.max_usage_in_bytes", "memory.oom_control")
+V2 = ("memory.max", "memory.peak", "memory.events")
+OURS = {
+    1: "4:hugetlb,memory:/user.slice/job_7.scope\n0::/\n",
+    2: "0::/user.slice/job_7.scope\n",
+}
+
+
+def group(root: Path, version: int, where: str, limit: str, peak: int, kills: int) -> None:
+    """One group's files."""
+    folder = root / ("memory" if version == 1 else ".") / where
+    folder.mkdir(parents=True, exist_ok=True)
+    limit_file, peak_file, events = V1 if version == 1 else V2
+    (folder / limit_file).write_text(f"{limit}\n")
+    (folder / peak_file).write_text(f"{peak}\n")
+    (folder / events).write_text(f"under_oom 0\noom_kill {kills}\n")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_kill_is_told_with_the_limit_and_the_peak(tmp_path: Path, version: int) -> None:
+    ours = tmp_path / "ours"
+    ours.write_text(OURS[version])
+    group(tmp_path, version, "user.slice", "2000000000", 1_990_000_000, 0)
+    group(tmp_path, version, "user.slice/job_7.scope", "max", 1_980_000_000, 3)
+    before = cgroups.oom_kills(tmp_path, ours)
+    assert before == cgroups.OomKills(3, 2_000_000_000, 1_990_000_000)
+    assert before.since(before) == ""
+    group(tmp_path, version, "user.slice/job_7.scope", "max", 1_980_000_000, 4)
+    assert cgroups.oom_kills(tmp_path, ours).since(before) == (
+        "out of memory: the limit of its container is 2.0 GB, and it had used 2.0 GB"
+    )
+
+
+@pytest.mark.parametrize(("version", "unlimited"), [(1, "9223372036854771712"), (2, "max")])
+def test_a_group_without_a_limit_blames_the_machine(
+    tmp_path: Path, version: int, unlimited: str
+) -> None:
+    ours = tmp_path / "ours"
+    ours.write_text(OURS[version])
+    group(tmp_path, version, "user.slice/job_7.scope", unlimited, 5, 1)
+    words = cgroups.oom_kills(tmp_path, ours).since(cgroups.OomKills(0, None, None))
+    assert words == "out of memory: the machine had none left (its container has no limit)"
+
+
+def test_files_that_are_missing_or_odd_are_no_kills(tmp_path: Path) -> None:
+    assert cgroups.oom_kills(tmp_path, tmp_path / "no") == cgroups.OomKills(0, None, None)
+    (tmp_path / "memory.events").write_text("oom_kill\noom_kill many\n\n")
+    (tmp_path / "memory.max").write_bytes(b"\xff\n")
+    assert cgroups.oom_kills(tmp_path, tmp_path / "no") == cgroups.OomKills(0, None, None)
+    assert cgroups.free_bytes(tmp_path, tmp_path / "no") is None
