@@ -288,6 +288,9 @@ class ElasticJobStatus(_Doc):
 
     phase: str = ""
     """``Created``, then the words of :class:`JobPhase`. Written by the operator."""
+    reason: str = ""
+    """One word for what keeps the job from running as it should, or for why it has failed; the
+    condition of that name has the message. Empty if all is well. Written by the operator."""
     observed_generation: int | None = None
     """Of the spec that the operator has taken in."""
     start_time: str | None = None

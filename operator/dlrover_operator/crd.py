@@ -122,6 +122,7 @@ def _columns() -> list[Schema]:
     training = ".status.training"
     shown = [
         ("Phase", "string", ".status.phase", 0),
+        ("Reason", "string", ".status.reason", 0),
         ("Ready", "string", f"{training}.summary.ready", 0),
         ("Progress", "string", f"{training}.summary.progress", 0),
         ("Restarts", "integer", f"{training}.summary.restarts", 0),

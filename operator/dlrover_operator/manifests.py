@@ -32,7 +32,7 @@ class Options:
     resources: Obj = field(
         default_factory=lambda: {
             "requests": {"cpu": "100m", "memory": "192Mi"},
-            "limits": {"memory": "1Gi"},
+            "limits": {"cpu": "2", "memory": "1Gi"},
         }
     )
     workers_policy: bool = True

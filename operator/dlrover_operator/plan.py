@@ -52,6 +52,13 @@ GOING = (JobPhase.PENDING, JobPhase.RUNNING, JobPhase.FORMING)
 REFUSED = "Refused"
 """Phase of a job that is not run: see its condition ``Accepted``."""
 MESSAGE = 1024
+STATES = (
+    *("Accepted", "MasterReady", "PodsReady", "Running", "Degraded", "JournalWritable"),
+    *("Suspended", "DeadlineExceeded", "Succeeded", "Failed", "Stopped"),
+)
+"""Conditions that tell where a job stands. Each other one is trouble as long as it is True."""
+UNDER_WAY = ("", "Creating", "Starting", "Waiting", "Suspended", "Finished", "Available")
+"""Reasons of ``MasterReady`` that are no trouble."""
 
 
 # --- what is seen ---
@@ -434,8 +441,33 @@ class _Planner:
         if limit is None or self.pending_since is None:
             return None
         if self._past(max(self.start, self.pending_since) + limit):
-            return "PendingTimeout", f"it had fewer nodes than its minimum for {limit} s"
+            words = f"it had fewer nodes than its minimum for {limit} s"
+            reason, message = self._trouble()
+            if reason:
+                words += f"; {reason}: {message}" if message else f"; {reason}"
+            return "PendingTimeout", words
         return None
+
+    def _trouble(self) -> tuple[str, str]:
+        """Reason and message of what keeps the job from running as it should; empty if nothing
+        does."""
+        for kind, true, reason, message, _ in (self._accepted(), self._master_ready()):
+            if not true and (kind == "Accepted" or reason not in UNDER_WAY):
+                return reason, message
+        for condition in self.conditions.values():
+            if condition["type"] not in STATES and condition.get("status") == "True":
+                return condition["type"], condition.get("message", "")
+        return "", ""
+
+    def _reason(self) -> str:
+        """The column beside the phase: one word for what is wrong, or why the job has failed."""
+        if self.ended == JobPhase.FAILED:
+            by_master = self.training.get("phase") == JobPhase.FAILED
+            kind = "Failed" if by_master or self.too_late is None else "DeadlineExceeded"
+            return str(self.conditions.get(kind, {}).get("reason", "")) or kind
+        if self.ended or (self.suspend and self.resting):
+            return ""
+        return self._trouble()[0]
 
     def _past(self, at: float) -> bool:
         if self.now < at:
@@ -644,6 +676,7 @@ class _Planner:
         status: Obj = {"conditions": [c for c, _ in told]}
         fields: Obj = {
             "phase": self._phase() or None,
+            "reason": self._reason() or None,
             "observedGeneration": self.meta.get("generation"),
             "startTime": None if self.start is None else rfc3339(self.start),
             "pendingSince": None if self.pending_since is None else rfc3339(self.pending_since),

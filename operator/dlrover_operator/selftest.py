@@ -28,7 +28,7 @@ def job(name: str, namespace: str, image: str, pull_secrets: Sequence[str] = ())
         "command": ["elastic-run", "--nproc-per-node=1", "--no-python", "true"],
         "resources": {
             "requests": {"cpu": "50m", "memory": "64Mi"},
-            "limits": {"memory": "512Mi"},
+            "limits": {"cpu": "1", "memory": "512Mi"},
         },
         "securityContext": {
             "allowPrivilegeEscalation": False,

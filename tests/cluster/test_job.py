@@ -48,7 +48,16 @@ def test_the_columns_tell_the_story(there: Watched, agent_image: str) -> None:
     run.runs(2)
     run.until(lambda: run.phase == "Running", "the operator has seen it")
     head, _ = run.kubectl("get", "ej", "job").splitlines()
-    assert head.split() == ["NAME", "PHASE", "READY", "PROGRESS", "RESTARTS", "GOODPUT", "AGE"]
+    assert head.split() == [
+        "NAME",
+        "PHASE",
+        "REASON",
+        "READY",
+        "PROGRESS",
+        "RESTARTS",
+        "GOODPUT",
+        "AGE",
+    ]
     # An agent that is late for a moment is not ready.
     until(
         lambda: run.kubectl("get", "ej", "job").splitlines()[1].split()[1:3] == ["Running", "2/2"],

@@ -905,6 +905,30 @@ async def test_an_old_master_is_over_once_it_hears_of_a_new_one(scene: Scene) ->
     assert scene.job()["status"]["training"]["round"] == 7
 
 
+async def test_what_keeps_a_pod_from_running_is_a_warning_event_once(scene: Scene) -> None:
+    await scene.platform.create_node(N0)
+    words = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
+    no_place = {"type": "PodScheduled", "status": "False", "message": words}
+    scene.change(N0, phase="Pending", conditions=[no_place])
+    await scene.hears(lambda e: isinstance(e, NodeSeen) and not e.near)
+    await scene.platform.publish(status())
+    await scene.until(lambda: scene.cluster.all(EVENTS))
+    (event,) = scene.cluster.all(EVENTS)
+    assert (event["type"], event["reason"]) == ("Warning", "Unschedulable")
+    assert event["message"] == f"n0: {words}"
+    assert event["involvedObject"]["uid"] == scene.uid
+    later = KubernetesPlatform(scene.kube, "default", "x", Site(scene.uid, "a:1"))
+    await later.get_job()
+    later._pods = scene.platform._pods
+    for term, platform in ((3, scene.platform), (4, later)):
+        joined = [JobEvent(id=n, at=1e9, reason="NodeJoined", message="m") for n in range(1, term)]
+        await platform.publish(status(events=joined, term=term))
+        await scene.until(lambda n=term: len(scene.cluster.all(EVENTS)) == n)  # type: ignore[misc]
+    assert scene.conditions()["Unschedulable"]["status"] == "True"
+    told = [e["reason"] for e in scene.cluster.all(EVENTS)]
+    assert told.count("Unschedulable") == 1
+
+
 async def test_events_are_told_once_also_by_the_next_master(scene: Scene) -> None:
     events = [
         JobEvent(id=n, at=1e9, reason="NodeLost", message="m" * 2000, type="Warning")

@@ -74,9 +74,17 @@ class World:
         training = {"phase": phase, "generation": generation, "nodes": []} | more
         self.job.setdefault("status", {})["training"] = training
 
-    def master_condition(self, kind: str, status: str = "True", *, ahead_s: float = 0.0) -> None:
+    def master_condition(
+        self,
+        kind: str,
+        status: str = "True",
+        *,
+        ahead_s: float = 0.0,
+        message: str = "",
+        reason: str = "R",
+    ) -> None:
         others = [c for c in self.status.get("conditions", ()) if c["type"] != kind]
-        mine = {"type": kind, "status": status, "reason": "R", "message": "", "x": 1}
+        mine = {"type": kind, "status": status, "reason": reason, "message": message, "x": 1}
         mine["lastTransitionTime"] = rfc3339(self.now + ahead_s)
         self.job.setdefault("status", {})["conditions"] = [*others, mine]
 
@@ -603,6 +611,60 @@ def test_the_pending_timeout_counts_from_the_start_and_from_each_loss(ahead_s: f
     world.now += 1
     world.settle()
     assert world.said("DeadlineExceeded") == ("True", "PendingTimeout")
+    assert world.condition("DeadlineExceeded")["message"] == (
+        "it had fewer nodes than its minimum for 100 s"
+    )
+
+
+def test_what_kept_a_job_pending_is_in_its_column_and_the_cause_of_its_end() -> None:
+    world = World.of(pendingTimeoutSeconds=100)
+    world.settle()
+    assert "reason" not in world.status
+    world.comes_up()
+    world.master_says("Pending")
+    world.master_condition("PodsReady", "False")
+    world.settle()
+    assert "reason" not in world.status
+    world.master_condition("Unschedulable", message="n0: 0/3 nodes are available")
+    world.settle()
+    assert world.status["reason"] == "Unschedulable"
+    world.now += 100
+    world.settle()
+    assert world.said("DeadlineExceeded") == ("True", "PendingTimeout")
+    words = "fewer nodes than its minimum for 100 s; Unschedulable: n0: 0/3 nodes are available"
+    assert words in world.condition("DeadlineExceeded")["message"]
+    world.master_says("Failed")
+    world.master_condition("Failed", reason="DeadlineExceeded")
+    world.settle()
+    assert world.status["reason"] == "DeadlineExceeded"
+
+
+@pytest.mark.parametrize("phase", ["Running", "Suspended", "Succeeded"])
+def test_a_job_that_is_well_has_no_reason_in_its_column(phase: str) -> None:
+    world = running()
+    world.master_condition("Unschedulable")
+    world.settle()
+    assert world.status["reason"] == "Unschedulable"
+    world.master_condition("Unschedulable", "False")
+    if phase == "Suspended":
+        world = suspended(world)
+    elif phase == "Succeeded":
+        world.master_condition("Succeeded")
+        world.master_says("Succeeded")
+    world.settle()
+    assert "reason" not in world.status
+    assert world.status["phase"] == phase
+
+
+def test_a_refused_job_and_a_master_without_a_place_have_their_reason_in_the_column() -> None:
+    refused = World.of(distributionStrategy="ParameterServerStrategy")
+    refused.settle()
+    assert refused.status["reason"] == "Unsupported"
+    world = World.of()
+    world.settle()
+    world.pods = (MasterPod("ImagePullBackOff", "no such image"),)
+    world.settle()
+    assert world.status["reason"] == "ImagePullBackOff"
 
 
 # --- the master's things are deleted by somebody ---

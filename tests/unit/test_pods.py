@@ -114,6 +114,30 @@ def test_shared_memory_is_given_unless_there_is_some() -> None:
     assert [v["name"] for v in out["spec"]["volumes"]] == ["mine", "dlrover-job"]
 
 
+@pytest.mark.parametrize(
+    ("security", "mounted", "volumes"),
+    [
+        ({"readOnlyRootFilesystem": True}, [], {"dlrover-job-tmp": "/tmp"}),
+        ({"readOnlyRootFilesystem": True}, [{"name": "mine", "mountPath": "/tmp/"}], {}),
+        ({"readOnlyRootFilesystem": False}, [], {}),
+        (None, [], {}),
+    ],
+)
+def test_a_read_only_root_gets_a_tmp_that_can_be_written(
+    security: Any, mounted: list[dict[str, Any]], volumes: dict[str, str]
+) -> None:
+    given = template(volumes=[{"name": "mine", "emptyDir": {}}])
+    given["spec"]["containers"][0] |= {"securityContext": security, "volumeMounts": mounted}
+    spec = made(given)["spec"]
+    ours = {
+        m["name"]: m["mountPath"]
+        for m in spec["containers"][0]["volumeMounts"]
+        if m["name"].endswith("-tmp")
+    }
+    assert ours == volumes
+    assert {v["name"] for v in spec["volumes"]} >= volumes.keys()
+
+
 def test_a_service_account_of_the_template_keeps_its_token() -> None:
     assert made()["spec"]["automountServiceAccountToken"] is False
     assert "automountServiceAccountToken" not in made(template(serviceAccountName="s"))["spec"]

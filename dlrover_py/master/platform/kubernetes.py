@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import math
 import random
@@ -130,6 +131,8 @@ class KubernetesPlatform:
         self._newest_event = 0
         self._telling = False
         self._to_tell: Sequence[JobEvent] = ()
+        self._warnings: dict[str, Obj] = {}
+        """Conditions of trouble, by type, that became True and of which no event was made yet."""
         self._tellable, self._tellable_at = float(EVENTS_AT_ONCE), 0.0
         """So many events may be told at once, as of then."""
         self._orphaned = False
@@ -626,6 +629,10 @@ class KubernetesPlatform:
                 )
             except (NotFound, Conflict) as error:  # it was deleted, or another one has its name
                 log.warning("status_not_written", extra={"why": str(error)})
+        for condition in body["conditions"]:
+            kind, came = condition["type"], condition["status"] == "True"
+            if kind in PROBLEMS and came and self._times.get(kind, ("", ""))[0] != "True":
+                self._warnings[kind] = condition
         self._times = {
             c["type"]: (c["status"], c["lastTransitionTime"]) for c in body["conditions"]
         }
@@ -638,16 +645,29 @@ class KubernetesPlatform:
     async def _tell_events(self) -> None:
         """As Kubernetes' own events: a name that grows with the job's, so that none comes twice."""
         try:
-            while fresh := [e for e in self._to_tell if e.id > self._newest_event]:
+            while self._warnings or self._fresh_events():
                 if (wait_s := self._events_wait_s()) > 0:
                     await asyncio.sleep(wait_s)
                     continue  # the oldest may be forgotten by now
                 self._tellable -= 1
-                with contextlib.suppress(AlreadyExists):
-                    await self._kube.create(EVENTS, self._event(fresh[0]))
-                self._newest_event = fresh[0].id
+                if self._warnings:
+                    kind, condition = next(iter(self._warnings.items()))
+                    await self._post_event(self._warning(condition))
+                    if self._warnings[kind] is condition:
+                        del self._warnings[kind]
+                else:
+                    event = self._fresh_events()[0]
+                    await self._post_event(self._event(event))
+                    self._newest_event = event.id
         finally:
             self._telling = False
+
+    def _fresh_events(self) -> list[JobEvent]:
+        return [e for e in self._to_tell if e.id > self._newest_event]
+
+    async def _post_event(self, event: Obj) -> None:
+        with contextlib.suppress(AlreadyExists):
+            await self._kube.create(EVENTS, event)
 
     def _events_wait_s(self) -> float:
         """Until one may be told (a token bucket, as client-go's recorders have)."""
@@ -658,12 +678,30 @@ class KubernetesPlatform:
         return max(0.0, 1 - self._tellable) / EVENTS_PER_S
 
     def _event(self, event: JobEvent) -> Obj:
-        stamp = rfc3339(event.at)
+        at = rfc3339(event.at)
+        return self._kube_event(str(event.id), event.type, event.reason, event.message, at)
+
+    def _warning(self, condition: Obj) -> Obj:
+        """The event of a condition of trouble that has become True."""
+        kind, since = condition["type"], condition["lastTransitionTime"]
+        mark = hashlib.sha256(f"{kind} {since}".encode()).hexdigest()[:10]
+        return self._kube_event(mark, "Warning", kind, condition["message"], since)
+
+    def _kube_event(self, mark: str, type_: str, reason: str, message: str, at: str) -> Obj:
+        """An event about the ElasticJob.
+
+        Args:
+            mark: tells it from the job's other events; the same event has the same mark.
+            type_: ``Normal`` or ``Warning``.
+            reason: a CamelCase word.
+            message: what people read; cut to 1,024 characters.
+            at: RFC 3339.
+        """
         about = {"namespace": self._namespace}
         return {
             "apiVersion": "v1",
             "kind": "Event",
-            "metadata": {**about, "name": f"{self._name}.{self._site.uid[:8]}.{event.id}"},
+            "metadata": {**about, "name": f"{self._name}.{self._site.uid[:8]}.{mark}"},
             "involvedObject": {
                 **about,
                 "apiVersion": names.API_VERSION,
@@ -671,12 +709,12 @@ class KubernetesPlatform:
                 "name": self._name,
                 "uid": self._site.uid,
             },
-            "type": event.type,
-            "reason": event.reason,
-            "message": event.message[:EVENT_CHARS],
+            "type": type_,
+            "reason": reason,
+            "message": message[:EVENT_CHARS],
             "source": {"component": "dlrover-master"},
-            "firstTimestamp": stamp,
-            "lastTimestamp": stamp,
+            "firstTimestamp": at,
+            "lastTimestamp": at,
             "count": 1,
         }
 

@@ -19,7 +19,7 @@ Obj = dict[str, Any]
 
 LABEL_UID = f"{names.LABEL_JOB.partition('/')[0]}/uid"
 """Tells whose a Pod is once its ElasticJob was deleted without it (``--cascade=orphan``)."""
-SHM = "/dev/shm"
+SHM, TMP = "/dev/shm", "/tmp"
 VOLUME = "dlrover-job"
 OURS = (
     names.ENV_MASTER_ADDR,
@@ -133,6 +133,10 @@ def _equip(spec: Obj, main: Obj, job: ElasticJob, node: NodeId, site: Site) -> N
     if SHM not in places:  # the runtime's is 64 MB, and NCCL and DataLoaders need more
         volumes.append({"name": f"{VOLUME}-shm", "emptyDir": {"medium": "Memory"}})
         mounts.append({"name": f"{VOLUME}-shm", "mountPath": SHM})
+    sealed = (main.get("securityContext") or {}).get("readOnlyRootFilesystem") is True
+    if sealed and TMP not in places:  # agents and workers have their sockets and files there
+        volumes.append({"name": f"{VOLUME}-tmp", "emptyDir": {}})
+        mounts.append({"name": f"{VOLUME}-tmp", "mountPath": TMP})
     spec["volumes"], main["volumeMounts"] = volumes, mounts
 
 
