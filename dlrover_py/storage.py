@@ -372,7 +372,7 @@ class Remote:
             else:
                 self.fs = fsspec.filesystem(protocol, use_listings_cache=False)
         except (ImportError, ValueError) as error:
-            extra = "; pip install 'dlrover-py[s3]'" if protocol in _OBSTORE else ""
+            extra = "; the extra s3 is needed: pip install obstore" if protocol in _OBSTORE else ""
             raise ConfigError(f"{url}: {error}{extra}") from error
         self._base = self.url.split("://", 1)[1] if protocol in _OBSTORE else self.url
 

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -213,6 +214,33 @@ def test_the_first_example_lasts_as_long_as_its_pages_say() -> None:
     assert 9 * 60 <= steps * float(said["step-delay"]) <= 11 * 60
     for page in ("README.md", "docs/kubernetes.md", "examples/01-digits/README.md"):
         assert re.search(r"ten\s+minutes", (ROOT / page).read_text()), page
+
+
+def test_no_page_and_no_message_names_a_package_that_no_index_has() -> None:
+    pages = [*PAGES, *ROOT.glob("examples/*/README.md"), *ROOT.glob("charts/**/*.*")]
+    sources = [
+        p for top in ("dlrover_py", "agent", "operator") for p in ROOT.glob(f"{top}/**/*.py")
+    ]
+    assert len(sources) > 50
+    found = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in (*pages, *sources)
+        for line in path.read_text().splitlines()
+        if re.search(r"pip install\b[^`]*?[\s\"']dlrover-py\b(?!-)", line)
+    ]
+    assert found == []
+
+
+def test_install_names_all_extras_and_the_versions() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    page = (ROOT / "docs/install.md").read_text()
+    section = page.split("## Python")[1].split("## On Kubernetes")[0]
+    told = set(re.findall(r"^\| `([a-z0-9]+)` \|", section, re.MULTILINE))
+    assert told == set(project["optional-dependencies"]) - {"dev"}
+    assert project["requires-python"] == ">=3.11"
+    assert "torch>=2.6" in project["optional-dependencies"]["torch"]
+    assert "| Python | 3.11, 3.12 or 3.13 |" in section
+    assert "| torch | 2.6 or newer" in section
 
 
 def anchors(page: Path) -> set[str]:
