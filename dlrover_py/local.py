@@ -628,6 +628,11 @@ def api(cluster: Cluster) -> FastAPI:
         cluster.change(cluster.job.suspended(on))
         return done(f"{cluster.job.metadata.name} is {'suspended' if on else 'resumed'}")
 
+    @app.post("/v1/restart")
+    async def restart(at: str, rolling: bool) -> Response:
+        cluster.change(cluster.job.restarted(at, rolling=rolling))
+        return done(f"all nodes of {cluster.job.metadata.name} are being replaced")
+
     @app.post("/v1/stop")
     async def stop() -> Response:
         cluster.ended.set()

@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from datetime import UTC, datetime
 from typing import Any, NoReturn, Self, TypeVar
 
 from pydantic import ValidationError
@@ -349,6 +350,13 @@ class ClusterJob:
             raise ConfigError(f"{self.name} has ended; it can be neither suspended nor resumed")
         self._patch({"spec": {"suspend": on}})
         return f"{self.name} is {'suspended' if on else 'resumed'}"
+
+    def restart(self, *, rolling: bool) -> str:  # noqa: D102
+        if _ended(self.obj):
+            raise ConfigError(f"{self.name} has ended; it cannot be restarted. Submit it anew")
+        at = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+        self._patch({"spec": {"restart": {"at": at, "rolling": rolling}}})
+        return f"all nodes of {self.name} are being replaced"
 
     def _patch(self, patch: Obj, subresource: str = "") -> None:
         self._cluster.run(

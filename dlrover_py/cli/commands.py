@@ -423,6 +423,23 @@ def resume(name: str | None, target: Target) -> None:
 
 @job.command()
 @job_name
+@click.option(
+    "--rolling",
+    is_flag=True,
+    help="One unit of nodes after the other, each once the job trains at full size again.",
+)
+@in_cluster
+def restart(name: str | None, rolling: bool, target: Target) -> None:
+    """Replace all nodes by new ones, of the job's present template.
+
+    The newest state is stored first, if the job stores checkpoints. Nobody is charged.
+    """
+    with change(target, name) as job:
+        click.echo(job.restart(rolling=rolling))
+
+
+@job.command()
+@job_name
 @click.option("--wait/--no-wait", default=True, show_default=True, help="Until it has ended.")
 @in_cluster
 def stop(name: str | None, wait: bool, target: Target) -> None:

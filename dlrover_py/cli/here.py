@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 
 from dlrover_py.cli import view
@@ -122,6 +123,10 @@ class RunningJob:
 
     def suspend(self, on: bool) -> str:  # noqa: D102
         return self.ask(f"/v1/suspend?on={'true' if on else 'false'}")
+
+    def restart(self, *, rolling: bool) -> str:  # noqa: D102
+        at = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+        return self.ask(f"/v1/restart?at={at}&rolling={'true' if rolling else 'false'}")
 
     def stop(self, *, wait: bool) -> str:  # noqa: D102
         said = self.ask("/v1/stop")

@@ -254,6 +254,13 @@ def trouble_line(condition: Condition) -> str:
     return plain(f"{words}: {said[0] if said else condition.reason}")
 
 
+def of_old_templates(status: JobStatus) -> int:
+    """Number of living nodes that were made of a template that the job has no more."""
+    if status.updated is None or status.phase.ended:
+        return 0
+    return max(0, status.ready - status.updated)
+
+
 def description(picture: Picture) -> list[RenderableType]:
     """All that is known, what is wrong first."""
     parts: list[RenderableType] = [
@@ -268,6 +275,10 @@ def description(picture: Picture) -> list[RenderableType]:
     if status is not None and status.restarts:
         words = ", ".join(f"{n} by {cause}" for cause, n in status.restarts.items())
         parts.append(_text(f"rounds    {words}"))
+    if status is not None and (old := of_old_templates(status)):
+        subject = "1 node is" if old == 1 else f"{old} nodes are"
+        words = f"{subject} of an older template: `dlrover job restart` replaces all nodes"
+        parts.append(_text(f"template  {words}", "yellow"))
     parts += [_text(f"note      {note}") for note in picture.notes]
     nodes = status.nodes if status is not None else []
     parts += [Text(""), nodes_table(nodes, picture.pods)] if nodes else []

@@ -43,6 +43,9 @@ class LivingJob(Job, Protocol):
     def suspend(self, on: bool) -> str:
         """Stop all nodes, or go on; return what is so now."""
 
+    def restart(self, *, rolling: bool) -> str:
+        """Replace all nodes; return what is so now."""
+
     def stop(self, *, wait: bool) -> str:
         """End it."""
 

@@ -291,6 +291,17 @@ class CheckpointSpec(_Strict):
     """After a failure of a worker the newest state goes to ``dir``."""
 
 
+class RestartSpec(_Strict):
+    """The wish that all nodes be replaced by new ones of the present template."""
+
+    at: Annotated[str, StringConstraints(min_length=1, max_length=64)]
+    """Any text that was not here before, such as the time. Nodes that were made under another one
+    are replaced."""
+    rolling: bool = False
+    """One unit of nodes after the other, each once the round of the one before trains; else all at
+    once."""
+
+
 class JobSpec(_Strict):
     """``spec`` of an ElasticJob."""
 
@@ -302,6 +313,8 @@ class JobSpec(_Strict):
     replica_specs: ReplicaSpecs
     suspend: bool = False
     """All nodes are stopped and none is started while this is true."""
+    restart: RestartSpec | None = None
+    """Replaces all nodes by new ones: ``dlrover job restart`` sets it."""
     ttl_seconds_after_finished: Annotated[
         Annotated[int, Field(ge=0, le=2**31 - 1)] | None, CLUSTER_ONLY
     ] = None
@@ -435,6 +448,18 @@ class ElasticJob(_Strict):
     def suspended(self, suspend: bool) -> Self:
         """This job with ``spec.suspend`` set, one generation later."""
         return self.changed(self.spec.model_copy(update={"suspend": suspend}))
+
+    def restarted(self, at: str, *, rolling: bool) -> Self:
+        """This job with ``spec.restart`` set, one generation later.
+
+        Raises:
+            ConfigError: ``at`` is empty, or longer than 64 characters.
+        """
+        try:
+            restart = RestartSpec(at=at, rolling=rolling)
+        except ValidationError as error:
+            raise ConfigError(explain(error, prefix="spec.restart")) from error
+        return self.changed(self.spec.model_copy(update={"restart": restart}))
 
     def under(self, obj: dict[str, Any]) -> Self:
         """This job going on under an edit that :meth:`read` refuses, of that generation: as it is,

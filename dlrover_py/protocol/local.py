@@ -12,6 +12,7 @@ PUT       /v1/nodes/{id}               create a node, now or when there is a fre
 DELETE    /v1/nodes/{id}?grace_s=      end it
 POST      /v1/scale?replicas=          change the wish
 POST      /v1/suspend?on=              set ``spec.suspend``
+POST      /v1/restart?at=&rolling=     set ``spec.restart``
 POST      /v1/stop                     end the job and the cluster
 POST      /v1/nodes/{id}/{verb}        kill, freeze, thaw or drain it: faults, for people and tests
 POST      /v1/hosts?count=             more hosts

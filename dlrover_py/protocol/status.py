@@ -154,6 +154,8 @@ class JobStatus(_Doc):
     minimum: int
     ready: int
     standby: int
+    updated: int | None = None
+    """Nodes that were made of the present template, standbys too; None if that is not known."""
     progress: Progress | None = None
     restarts: dict[str, int] = Field(default_factory=dict)
     """New rounds by cause: failure, loss, drain, scale, join."""

@@ -393,6 +393,27 @@ async def test_scale_suspend_resume(terminal: Terminal) -> None:
     assert "dlrover job delete" in await terminal.call("stop", "x", code=2)
 
 
+async def test_restart_is_a_wish_in_the_spec(terminal: Terminal) -> None:
+    put_job(terminal.cluster, phase="Running", training=training(updated=0))
+
+    def wish() -> Obj:
+        obj = terminal.cluster.one(ELASTICJOBS, "x")
+        assert obj is not None
+        found: Obj = obj["spec"]["restart"]
+        return found
+
+    said = "2 nodes are of an older template: `dlrover job restart` replaces all nodes"
+    assert said in await terminal.call("describe", "x")
+    assert await terminal.call("restart", "x", "--rolling") == "all nodes of x are being replaced\n"
+    first = wish()
+    assert first["rolling"] is True
+    await terminal.call("restart", "x")
+    assert wish()["rolling"] is False
+    assert wish()["at"] > first["at"], "it is another wish"
+    put_job(terminal.cluster, "y", phase="Failed", training=training("Failed"))
+    assert "it cannot be restarted" in await terminal.call("restart", "y", code=2)
+
+
 async def test_delete_asks_and_waits(terminal: Terminal) -> None:
     cluster = terminal.cluster
     put_pod(cluster, put_job(cluster), "n0")

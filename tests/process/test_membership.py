@@ -110,6 +110,19 @@ def test_scale_down_and_up(place: Place) -> None:
         run.until(lambda s: sum(n.phase == "live" for n in s.nodes) == 1, "the others end")
 
 
+def test_a_restart_replaces_all_nodes_one_after_the_other(place: Place) -> None:
+    with job(place, replicas=2, hosts=2) as run:
+        before = run.running(2)
+        assert "are being replaced" in run.cli("job", "restart", "--rolling")
+        after = run.until(
+            lambda s: {n.id for n in members(s)} == {"n2", "n3"} and s.phase == "Running",
+            "new nodes",
+        )
+        assert after.round == before.round + 2
+        assert after.restarts == {"drain": 2}
+        assert {n.restarts + n.relaunches for n in after.nodes} == {0}
+
+
 def test_suspend_and_resume(place: Place) -> None:
     with job(place, replicas=2) as run:
         before = run.running(2)

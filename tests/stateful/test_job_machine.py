@@ -304,6 +304,10 @@ class JobMachine(RuleBasedStateMachine):
         if suspended or not often:  # rare, for it ends all that went on
             self.change(self.bench.spec.suspended(not suspended), away)
 
+    @rule(at=st.sampled_from("abc"), rolling=st.booleans(), away=st.booleans())
+    def restarts_all_nodes(self, at: str, rolling: bool, away: bool) -> None:
+        self.change(self.bench.spec.restarted(at, rolling=rolling), away)
+
     @rule(often=st.integers(0, 30))
     def ends_the_job(self, often: int) -> None:
         if not often:
@@ -386,6 +390,10 @@ class JobMachine(RuleBasedStateMachine):
             nodes = worker.replicas + worker.standby_replicas - bench.job.exhausted
             assert len(bench.members) == full_size(bench.spec, nodes)
             assert len(bench.pods) == nodes, "neither too many nodes nor too few"
+            restart = bench.spec.spec.restart
+            if restart is not None:
+                at = {n.restart for n in bench.job.nodes if n.id in bench.pods}
+                assert at == {restart.at}, "a restart that was asked for comes to its end"
         round_before = bench.job.round
         for node in bench.members:
             agent = bench.agent(node)

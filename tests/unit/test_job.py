@@ -31,6 +31,7 @@ from dlrover_py.protocol.agents import (
     WorkerPhase,
 )
 from dlrover_py.protocol.errors import Bug
+from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import NodeId, Term
 from dlrover_py.protocol.status import JobPhase, NodePhase
 from tests.builders import Bench, SimAgent, crash, elastic_job, running, user_error
@@ -1621,3 +1622,105 @@ def test_a_failure_for_want_of_memory_is_a_condition_until_training_is_steady() 
     bench.pass_time(25)
     assert "BudgetForgiven" in bench.reasons()
     assert shown() == ("False", "no trouble")
+
+
+# --- a restart of all nodes ---
+
+
+def restarted(bench: Bench, *, rolling: bool, at: str = "now") -> None:
+    bench.change(bench.spec.restarted(at, rolling=rolling))
+
+
+def test_a_restart_replaces_all_nodes_at_once_and_charges_nobody() -> None:
+    bench = running(elastic_job(3, 2, standby=1))
+    restarted(bench, rolling=False)
+    assert {n.id for n in bench.job.nodes if n.leaving} == {"n0", "n1", "n2", "n3"}
+    bench.settle()
+    bench.check_running()
+    assert sorted(bench.pods) == ["n4", "n5", "n6", "n7"]
+    assert bench.job.restarts.keys() <= {"drain", "join"}
+    assert all(node.relaunches == node.restarts == 0 for node in bench.job.nodes)
+    rounds = bench.job.round
+    bench.pass_time(30)
+    bench.restart_master()
+    bench.settle()
+    assert bench.job.round == rounds, "it was done once, for the next master too"
+
+
+def test_a_rolling_restart_takes_one_unit_after_the_other() -> None:
+    bench = running(elastic_job(4, 4, unit=2))
+    restarted(bench, rolling=True)
+    bench.settle()
+    story = [
+        event.node or event.reason
+        for event in bench.job.events
+        if event.reason in ("NodeLeaving", "RoundFormed")
+    ]
+    assert story == ["RoundFormed", "n3", "n2", "RoundFormed", "n1", "n0", "RoundFormed"]
+    assert sorted(bench.pods) == ["n4", "n5", "n6", "n7"]
+    bench.check_running()
+
+
+def test_a_rolling_restart_waits_for_a_step_of_the_new_round() -> None:
+    bench = running(elastic_job(2, 1))
+    for agent in bench.living():
+        agent.reach(5)
+    bench.exchange()
+    restarted(bench, rolling=True)
+    bench.settle()
+    assert len(bench.members) == 2
+    assert sorted(bench.pods) == ["n0", "n2"], "the round trains, but has made no step yet"
+    for agent in bench.living():
+        agent.reach(6)
+    bench.settle()
+    for agent in bench.living():
+        agent.reach(7)
+    bench.settle()
+    assert sorted(bench.pods) == ["n2", "n3"]
+
+
+def test_a_rolling_restart_stops_at_the_first_unit_that_cannot_start() -> None:
+    bench = running(elastic_job(3, 2))
+    bench.set_capacity(2)  # as if no image of the new template could be had
+    restarted(bench, rolling=True)
+    bench.settle()
+    bench.pass_time(120)
+    assert sorted(bench.members) == ["n0", "n1"]
+    assert len(bench.pods) == 3
+
+
+def test_a_restart_under_a_new_master_goes_on() -> None:
+    bench = running(elastic_job(3, 3))
+    restarted(bench, rolling=True)
+    bench.restart_master()
+    bench.settle()
+    bench.settle()
+    bench.settle()
+    assert sorted(bench.pods) == ["n3", "n4", "n5"]
+
+
+def test_a_job_that_begins_with_a_restart_in_its_spec_replaces_nothing() -> None:
+    bench = running(elastic_job(2, 2).restarted("before", rolling=False))
+    bench.settle()
+    assert sorted(bench.pods) == ["n0", "n1"]
+
+
+def test_an_edit_of_the_template_is_told_and_counted_and_changes_no_node_that_runs() -> None:
+    bench = running(elastic_job(2, 2))
+    assert bench.job.status(bench.now, bench.now).updated == 2
+    edited = bench.spec.model_dump(by_alias=True, exclude_unset=True)
+    edited["spec"]["replicaSpecs"]["worker"]["template"]["metadata"] = {"labels": {"a": "b"}}
+    edited["metadata"]["generation"] = 2
+    bench.change(ElasticJob.parse(edited))
+    bench.settle()
+    (event,) = [e for e in bench.job.events if e.reason == "SpecChanged"]
+    assert "its template has changed" in event.message
+    assert "`dlrover job restart`" in event.message
+    assert sorted(bench.pods) == ["n0", "n1"]
+    assert bench.job.status(bench.now, bench.now).updated == 0
+    bench.restart_master()
+    bench.settle()
+    assert bench.job.status(bench.now, bench.now).updated == 0
+    restarted(bench, rolling=False)
+    bench.settle()
+    assert bench.job.status(bench.now, bench.now).updated == 2

@@ -262,6 +262,8 @@ class NodeRecord(_Kept):
     restarts: int
     relaunches: int
     avoid: tuple[str, ...] = ()
+    made_of: str = ""
+    restart: str = ""
 
 
 class Vacancy(_Kept):

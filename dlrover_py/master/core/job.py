@@ -122,6 +122,7 @@ class Job:
     ) -> None:
         self.job = job
         self._accepted = _told(job)
+        self._template = job.worker.template_hash
         self.rules = rules
         self.term = term
         self.pace = self._pace_of(job)
@@ -246,6 +247,7 @@ class Job:
 
     def _go_on(self) -> None:
         self._let_back_in()
+        self._restart_nodes()
         self._plan_nodes()
         if self._form():
             self._plan_nodes()  # who was left out may be one too many
@@ -299,7 +301,7 @@ class Job:
         )
         for record in journal.nodes:
             node = self.nodes.plan(record.id, record.relaunches, record.restarts)
-            node.avoid = record.avoid
+            node.avoid, node.made_of, node.restart = record.avoid, record.made_of, record.restart
             if record.avoid:
                 self._kept_off.add(node.id)
             if record.incarnation:
@@ -383,6 +385,8 @@ class Job:
             node.restarts,
             node.relaunches,
             node.avoid,
+            node.made_of,
+            node.restart,
         )
         kept = self._records.get(node.id)
         if kept is not None and kept[0] == made_from:
@@ -395,6 +399,8 @@ class Job:
             restarts=node.restarts,
             relaunches=node.relaunches,
             avoid=node.avoid,
+            made_of=node.made_of,
+            restart=node.restart,
         )
         self._records[node.id] = made_from, record
         return record
@@ -670,6 +676,7 @@ class Job:
         if job.metadata.generation < self.job.metadata.generation:
             return
         old, self.job = self.job, job
+        self._template = job.worker.template_hash
         self._take_checkpoint_spec()
         wished = self._pace_of(job)
         # Nodes go on at the pace that they were told: their lease must not become shorter.
@@ -683,12 +690,71 @@ class Job:
         if job.spec.suspend != old.spec.suspend:
             return  # seen to below, as the wish may also have changed while no master was there
         self.exhausted = 0  # a new wish is a new start for places that were given up
-        event = self._record("SpecChanged", f"the job now wishes {self._wish()}")
+        event = self._record("SpecChanged", self._change_of_spec(old))
         if self.opening is None or self.opening.kind in HEALTHY:
             self._cause[Round(self.round + 1)] = (event, self._now)
         if job.worker.template != old.worker.template:
             for node in [n for n in self.nodes if n.stuck]:
                 self._make_anew(node, event)
+
+    def _change_of_spec(self, old: ElasticJob) -> str:
+        """What has changed since the old spec, in words."""
+        words = f"the job now wishes {self._wish()}"
+        if self.job.worker.template != old.worker.template:
+            words += (
+                "; its template has changed: new nodes are made of it, and those that run stay as "
+                "they are until `dlrover job restart`"
+            )
+        restart = self.job.spec.restart
+        if restart is not None and restart != old.spec.restart:
+            words += "; all nodes are replaced"
+            words += ", one unit after the other" if restart.rolling else ", all at once"
+        return words
+
+    @property
+    def _restart_at(self) -> str:
+        restart = self.job.spec.restart
+        return "" if restart is None else restart.at
+
+    def _restart_nodes(self) -> None:
+        """Replace the nodes that were made before ``spec.restart`` was written.
+
+        A rolling restart takes one unit at a time. It goes on once the job trains at full size
+        again, so that a template that cannot start costs one unit, and the job trains on.
+        """
+        restart = self.job.spec.restart
+        rests = self.phase.ended or self.phase is JobPhase.SUSPENDED
+        if restart is None or rests or self._unlisted or not self.rules.can_create:
+            return
+        due = [
+            node
+            for node in self.nodes
+            if node.standing is not Standing.OUT and node.restart != restart.at
+        ]
+        if not due:
+            return
+        if restart.rolling:
+            if not self._is_whole():
+                return
+            ranks = self.world.rank_of if self.world is not None else {}
+            due.sort(key=lambda node: ranks.get(node.id, math.inf), reverse=True)  # standbys first
+            del due[self.job.worker.node_unit :]
+        for node in due:
+            self._node_leaving(node, "a restart of all nodes was asked for")
+            grace = self._grace_s() if node.incarnation else 0.0
+            self._out.effects.append(DeleteNode(node.id, grace, node.leaving))
+
+    def _is_whole(self) -> bool:
+        """Whether a round of full size trains, and all nodes that are wished are ready."""
+        if self.phase is not JobPhase.RUNNING or self.opening is not None or self.world is None:
+            return False
+        if not self.resumed and self.max_step is not None:
+            return False  # the script reports its steps, and has made none in this round
+        worker, size = self.job.worker, self._size()
+        wanted = worker.replicas + worker.standby_replicas - self.exhausted
+        ready = self.nodes.count(Standing.READY)
+        full = size.fit(min(size.desired, ready))
+        return ready >= wanted and len(self.world.members) >= full
 
     def _make_anew(self, node: Node, cause: int | None) -> None:
         """Who cannot start, for want of an image or of room, would stay so for ever: what it was
@@ -745,9 +811,11 @@ class Job:
             now=self._now,
         )
         node.grace_s = seen.grace_s
+        if seen.made_of not in ("", node.made_of):
+            node.made_of, self._dirty = seen.made_of, True
         if seen.leaving and not node.leaving:
             self._node_leaving(node, seen.leaving)
-        elif node.stuck and seen.made_of not in ("", self.job.worker.template_hash):
+        elif node.stuck and seen.made_of not in ("", self._template):
             self._make_anew(node, None)  # that it cannot start came to light after the change
 
     def _skip(self, node_id: NodeId) -> None:
@@ -1149,6 +1217,7 @@ class Job:
             node_id = NodeId(f"n{self.next_node}")
             self.next_node += 1
             node = self.nodes.plan(node_id, place.relaunches, unheard=place.unheard)
+            node.made_of, node.restart = self._template, self._restart_at
             self._ask_for(node)
             self._dirty = True
         self.vacancies = later
@@ -1728,6 +1797,7 @@ class Job:
             minimum=worker.minimum,
             ready=ready,
             standby=standby,
+            updated=self._updated(),
             progress=self.progress[1] if self.progress is not None else None,
             restarts=self.restarts,
             goodput=self._goodput(now),
@@ -1743,6 +1813,13 @@ class Job:
             ended_at=self.ended_at,
             published_at=wall,
         )
+
+    def _updated(self) -> int | None:
+        """Nodes that were made of the present template."""
+        if not self.rules.can_create:
+            return None
+        there = (n for n in self.nodes if n.standing is not Standing.OUT)
+        return sum(node.made_of == self._template for node in there)
 
     def _last_checkpoint(self, wall: float) -> LastCheckpoint | None:
         newest, storage = self.checkpoints.newest(wall), self.checkpoints.storage

@@ -86,6 +86,10 @@ class Node:
     """Nodes that were lost before it in the same place since the last steady progress."""
     held: bool = False
     """It is not known yet whether it is fit to train."""
+    made_of: str = ""
+    """Hash of the template that it was made of; empty if that is not known."""
+    restart: str = ""
+    """``spec.restart.at`` when it was made; empty if there was none."""
 
     @property
     def standing(self) -> Standing:
