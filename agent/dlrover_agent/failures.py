@@ -18,11 +18,17 @@ _PEER = re.compile(
 # torch/utils/data/_utils/signal_handling.py and concurrent/futures/process.py
 _KILLED_CHILD = re.compile(r"killed by signal: Killed|BrokenProcessPool")
 _PEER_TYPES = re.compile(r"^(torch\.distributed\.\w+|RuntimeError|Connection\w+|BrokenPipeError)$")
-_FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+)(?:, in .+)?$', re.MULTILINE)
-# A script that cannot be compiled has no traceback, only the place.
+# What is searched is the user's: each expression takes time in proportion to the text.
+_FRAME = re.compile(r'^[ \t]*File "(?P<file>.+)", line (?P<line>\d+)(?:, in .+)?$', re.MULTILINE)
+# A script that cannot be compiled has no traceback, only the place and at most three lines.
 _SYNTAX = re.compile(
-    r'^  File ".+", line \d+\n(?: .*\n)*(?:Syntax|Indentation|Tab)Error: .*$', re.MULTILINE
+    r'^  File ".+", line \d+\n(?: .*\n){0,3}(?:Syntax|Indentation|Tab)Error: .*$', re.MULTILINE
 )
+_SECONDARY = re.compile(
+    r"Exception ignored |Exception in thread |Exception in callback |Error in atexit"
+    r"|Error in sys\.excepthook"
+)
+"""What Python prints before a traceback that is not why a program ends."""
 _MARGIN = re.compile(r"^ +[|+](?: |-.*$)", re.MULTILINE)
 _GROUP = "+ Exception Group Traceback"
 _RAISED = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<text>.*))?$", re.DOTALL)
@@ -30,6 +36,10 @@ _VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+")
 _RANK = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
 _HEAD = "Traceback (most recent call last):"
 _MOST_COLUMNS = 60
+_TEXT = 4096
+"""Characters of an exception's own text that are looked at."""
+_TRACE, _TRACE_END = 6000, 2000
+"""Characters of a traceback that are told: of its frames, and of the exception's text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +125,7 @@ def describe(
     pid: int,
     error_file: str,
     last_words: str,
+    final_words: str = "",
     step: int | None,
     ran_s: float,
     forked: bool = False,
@@ -122,33 +133,46 @@ def describe(
 ) -> WorkerFailure:
     """What the master needs to know of a worker's death.
 
+    The first cause counts: an exception that left the script, and not the signal that killed the
+    process while the interpreter ended. An error file proves it. Without one, a traceback in the
+    final words does.
+
     Args:
         exit_code: or the negative signal number.
         error_file: content of TORCHELASTIC_ERROR_FILE (torch/distributed/elastic/multiprocessing/
             errors), empty if there was none.
         last_words: the end of its standard error.
+        final_words: the part of it that was written in the last seconds.
         step: last step that it reported.
         ran_s: from its start to its death.
         forked: it came from a zygote.
         out_of_memory: what the kernel's out-of-memory killer did in this round, in words; empty if
             it did nothing.
     """
-    trace = _from_error_file(error_file) or _from_words(last_words)
+    killed = f"was killed by {signal_name(-exit_code)}" if exit_code < 0 else ""
+    # A process that was killed may have handled all exceptions that it wrote of long before.
+    words = final_words if killed else last_words
+    if out_of_memory and exit_code == -signal.SIGKILL:
+        words = ""  # that is the first cause, unless the error file knows of an earlier one
+    trace = _from_error_file(error_file) or _from_words(words)
     kind, message, mark = FailureKind.EXIT, f"exited with code {exit_code}", ""
-    if exit_code < 0:
-        kind, message = FailureKind.SIGNAL, f"was killed by {signal_name(-exit_code)}"
-        if exit_code == -signal.SIGABRT and _PEER.search(last_words):
-            kind = FailureKind.PEER  # the watchdog of a collective gave up on another rank
-    elif trace:
+    if trace:
         raised = _RAISED.match(_raised_line(trace))
         error_type = raised["type"] if raised else "Exception"
-        text = (raised["text"] or "") if raised else ""
+        text = ((raised["text"] or "") if raised else "")[:_TEXT]
         frames = list(_FRAME.finditer(trace))
         where = f"{frames[-1]['file']}:{frames[-1]['line']}" if frames else ""
         peer = bool(_PEER_TYPES.match(error_type) and _PEER.search(text))
         kind = FailureKind.PEER if peer else FailureKind.EXCEPTION
-        message = f"raised {error_type}: {text}" if text else f"raised {error_type}"
+        message = f"raised {error_type[:_TEXT]}: {text}" if text else f"raised {error_type[:_TEXT]}"
         mark = f"{error_type}|{_VARYING.sub('#', text)[:200]}|{where}"
+    elif killed:
+        kind, message = FailureKind.SIGNAL, killed
+        if exit_code == -signal.SIGABRT and _PEER.search(last_words):
+            kind = FailureKind.PEER  # the watchdog of a collective gave up on another rank
+    message = " ".join(message.split())
+    if trace and killed:
+        message = f"{_shortened(message, 960)}, and {killed} while it ended"
     if out_of_memory and not (exit_code == -signal.SIGKILL or _KILLED_CHILD.search(message)):
         out_of_memory = ""  # it was not this worker, nor a process that it waited for
     if out_of_memory:
@@ -159,8 +183,8 @@ def describe(
         rank=rank,
         pid=pid,
         exit_code=exit_code,
-        message=_shortened(" ".join(message.split()), 1024),
-        traceback=trace[-8000:] or _plain(last_words)[-2000:],
+        message=_shortened(message, 1024),
+        traceback=_told(trace) or _plain(last_words)[-2000:],
         fingerprint=mark[-500:],
         step=step,
         ran_s=ran_s,
@@ -191,10 +215,12 @@ def _from_error_file(text: str) -> str:
 def _from_words(words: str) -> str:
     """The last traceback, and nothing that was printed after it."""
     words = _plain(words)
-    start = words.rfind(_HEAD)
-    if start < 0:
+    heads = [found.start() for found in re.finditer(re.escape(_HEAD), words)]
+    if not heads:
         found = _SYNTAX.findall(words)
         return str(found[-1]) if found else ""
+    primary = [start for start in heads if not _SECONDARY.match(_line_before(words, start))]
+    start = (primary or heads)[-1]
     lines = words[start:].splitlines()
     kept = [lines[0]]
     for line in lines[1:]:
@@ -202,6 +228,11 @@ def _from_words(words: str) -> str:
         if line and not line[0].isspace():  # "SomeError: text" ends it
             break
     return "\n".join(kept)
+
+
+def _line_before(text: str, at: int) -> str:
+    end = text.rfind("\n", 0, at)
+    return text[text.rfind("\n", 0, max(0, end)) + 1 : end] if end >= 0 else ""
 
 
 def _plain(text: str) -> str:
@@ -219,6 +250,14 @@ def _raised_line(trace: str) -> str:
         if line[:1].isspace() or line == _HEAD:
             return "\n".join(lines[i + 1 :])
     return lines[-1] if lines else ""
+
+
+def _told(trace: str) -> str:
+    """What people are told of a traceback: a long text of the exception hides no frames."""
+    said = _raised_line(trace)
+    frames = trace.rstrip()
+    frames = frames[: len(frames) - len(said)]
+    return frames[-_TRACE:] + _shortened(said, _TRACE_END)
 
 
 def _shortened(text: str, most: int) -> str:

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import fcntl
 import logging
+import math
 import os
 import select
 import tempfile
@@ -305,10 +306,16 @@ class Pump:
         self._words = [word.encode() for word in stream.words]
         self._line = b""
         self._new_line = True
-        self.tail: collections.deque[bytes] = collections.deque()
+        self._tail: collections.deque[tuple[float, bytes]] = collections.deque()
+        """The last that was read, each piece with its time."""
         self._kept = 0
         os.set_blocking(self._fd, False)
         asyncio.get_running_loop().add_reader(self._fd, self.drain)
+
+    def words(self, within_s: float = math.inf) -> bytes:
+        """The end of what was written, as far as it came within the last seconds."""
+        since = time.monotonic() - within_s
+        return b"".join(data for at, data in self._tail if at >= since)[-LAST_WORDS:]
 
     def drain(self) -> None:
         """Take what is there."""
@@ -345,10 +352,10 @@ class Pump:
             raise
 
     def _take(self, data: bytes) -> None:
-        self.tail.append(data[-LAST_WORDS:])
-        self._kept += len(self.tail[-1])
-        while self._kept - len(self.tail[0]) >= LAST_WORDS:
-            self._kept -= len(self.tail.popleft())
+        self._tail.append((time.monotonic(), data[-LAST_WORDS:]))
+        self._kept += len(self._tail[-1][1])
+        while self._kept - len(self._tail[0][1]) >= LAST_WORDS:
+            self._kept -= len(self._tail.popleft()[1])
         for file in self._files:
             file.write(data)
         if self._filtered is not None:

@@ -21,6 +21,8 @@ BOOT = (
 """What ``python -c`` runs; without the empty entry, so that nothing is imported from the cwd."""
 COLD = BOOT.format(module="script")
 _OURS = (os.path.dirname(__file__), "<string>")
+_CALLSTACK = 65_536
+"""Characters of an exception that are written to the error file."""
 _NOT_THE_SETTER = ("os.py", "<frozen os>", "_collections_abc.py", "<frozen _collections_abc>")
 
 
@@ -61,7 +63,8 @@ def become(command: list[str]) -> None:
             exec(_compiled(argv[0], scope), scope)
     except SystemExit:
         raise
-    except BaseException:
+    except BaseException as error:
+        _record(error)
         _hide_our_frames()
         raise
 
@@ -86,6 +89,36 @@ def _compiled(path: str, scope: "dict[str, Any]") -> CodeType:
 
     scope.update(__loader__=SourceFileLoader("__main__", path), __file__=path, __cached__=None)
     return compile(source, path, "exec", dont_inherit=True)
+
+
+def _record(error: BaseException) -> None:
+    """Write the exception that ends the script to the error file, in the form of torch's `record`
+    (torch/distributed/elastic/multiprocessing/errors/error_handler.py).
+
+    What kills the process while the interpreter ends must not hide it. A file that is there
+    already, torch's own, is left as it is.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")  # noqa: TID251 - torch's, of the script
+    if not path or not isinstance(error, Exception):
+        return
+    import json
+    from datetime import UTC, datetime
+    from traceback import format_exception, format_exception_only
+
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
+        trace = trace.tb_next
+    callstack = "".join(format_exception(type(error), error, trace))
+    if len(callstack) > _CALLSTACK:
+        callstack = f"{callstack[: _CALLSTACK // 2]}…{callstack[-_CALLSTACK // 2 :]}"
+    said = "".join(format_exception_only(type(error), error)).strip()[:_CALLSTACK]
+    more = {"py_callstack": callstack, "timestamp": str(int(datetime.now(UTC).timestamp()))}
+    document = json.dumps({"message": {"message": said, "extraInfo": more}})
+    try:
+        with open(path, "x") as file:
+            file.write(document)
+    except OSError:
+        return
 
 
 def _hide_our_frames() -> None:

@@ -27,7 +27,7 @@ from dlrover_agent import store
 from dlrover_agent.core import Emptied, Ended, Event, Stuck
 from dlrover_agent.failures import Death, describe
 from dlrover_agent.guardian import children, members
-from dlrover_agent.logs import LAST_WORDS, Console, Destination, Logs, Pump
+from dlrover_agent.logs import Console, Destination, Logs, Pump
 from dlrover_agent.settings import Command
 from dlrover_agent.store import Store
 from dlrover_agent.warm import Birth, Child, Warm
@@ -42,6 +42,8 @@ TERM_AFTER_POLITE_S = 1.0
 """A script that asks should_stop() is signalled so long before the end of its grace."""
 SURVIVED_KILL_S = 10.0
 UNSTARTED_S = 5.0
+FINAL_S = 5.0
+"""A traceback that a worker wrote so shortly before a signal killed it is why it ended."""
 CHECK = (sys.executable, "-P", "-u", "-m", "dlrover_agent.checks")
 """What workers run when the node is checked, in place of the user's command."""
 PER_RANK = (
@@ -469,7 +471,6 @@ class Workers:
         return Death(failure, at, str(stays) if stays is not None else "", said)
 
     def _failure(self, worker: _Worker, code: int) -> WorkerFailure:
-        words = b"".join(worker.errors.tail)
         return describe(
             exit_code=code,
             forked=worker.child is not None,
@@ -477,7 +478,8 @@ class Workers:
             rank=worker.rank,
             pid=worker.pid,
             error_file=_read(worker.error_file),
-            last_words=words[-LAST_WORDS:].decode("utf-8", "replace"),
+            last_words=worker.errors.words().decode("utf-8", "replace"),
+            final_words=worker.errors.words(FINAL_S).decode("utf-8", "replace"),
             step=self._last_step(worker.local_rank),
             ran_s=time.monotonic() - worker.started_at,
             out_of_memory=cgroups.oom_kills().since(self._oom_kills),

@@ -321,6 +321,27 @@ def test_a_script_alone_that_fails_is_started_again_so_often(
     assert words in last
 
 
+@pytest.mark.parametrize("flag", [(), ("--cold-start",)], ids=["observed", "cold"])
+def test_an_exception_counts_though_its_process_is_aborted_while_it_ends(
+    place: Place, flag: tuple[str, ...]
+) -> None:
+    place.script(
+        """
+        import atexit, os
+        atexit.register(os.abort)
+        with open("runs", "a") as runs:
+            runs.write("x")
+        raise ValueError("a mistake of the user")
+        """
+    )
+    done = place.call("elastic-run", *flag, "--max-restarts=3", "train.py")
+    assert done.returncode == 1
+    assert (place.folder / "runs").read_text() == "xx", "the same exception again ends the job"
+    last = done.stderr.splitlines()[-1]
+    assert "raised ValueError: a mistake of the user, and was killed by SIGABRT" in last
+    assert "traceback : Traceback" in " ".join(done.stderr.split())
+
+
 def test_exit_0_after_an_order_to_stop_is_no_success(place: Place) -> None:
     with job(place, script=POLITE, replicas=2, minReplicas=1, hosts=2) as run:
         before = run.running(2)

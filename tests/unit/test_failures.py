@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dlrover_agent import script
 from dlrover_agent.failures import Death, describe, for_parent, signal_name, summary
 from dlrover_py.protocol.agents import FailureKind, WorkerFailure
 
@@ -217,11 +219,12 @@ def test_text_that_is_no_unicode_still_makes_a_report() -> None:
 
 def test_long_words_are_cut() -> None:
     long = "x" * 20_000
-    trace = PLAIN.partition("\n")[2].replace("nan", long)
+    trace = PLAIN.partition("\n")[2].replace("ValueError: loss is nan", f"ValueError: {long}")
     failure = death(error_file=recorded(trace))
     assert len(failure.message) == 1024
     assert failure.message.endswith("…")
-    assert failure.traceback.endswith("at step 417\n")
+    assert 'File "/job/train.py", line 12, in main' in failure.traceback
+    assert failure.traceback.endswith("…")
     assert len(death(last_words=long).traceback) == 2000
     deep = PLAIN.replace("/job/", f"/{long[:800]}/")
     assert death(last_words=deep).fingerprint.endswith("/train.py:12")
@@ -243,6 +246,123 @@ def objects(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 @settings(max_examples=200, deadline=None)
 def test_whatever_json_stands_in_the_error_file_there_is_a_report(document: object) -> None:
     assert death(error_file=json.dumps(document)).message
+
+
+# --- the first cause ---
+
+
+@pytest.mark.parametrize("number", [6, 9, 11])
+def test_an_exception_that_left_the_script_counts_and_not_the_signal_after_it(number: int) -> None:
+    trace = PLAIN.partition("\n")[2]
+    alone = death(last_words=PLAIN)
+    name = signal_name(number)
+    for left in ({"error_file": recorded(trace)}, {"final_words": PLAIN + "terminate called\n"}):
+        failure = death(exit_code=-number, last_words=PLAIN, **left)
+        assert failure.kind is FailureKind.EXCEPTION
+        assert failure.message == f"{alone.message}, and was killed by {name} while it ended"
+        assert failure.fingerprint == alone.fingerprint, "a repetition is recognised"
+        assert failure.exit_code == -number
+
+
+def test_a_broken_connection_stays_one_when_the_process_is_aborted_after_it() -> None:
+    words = PLAIN.replace("ValueError: loss is nan", "RuntimeError: Connection closed by peer")
+    assert death(exit_code=-6, final_words=words).kind is FailureKind.PEER
+    mine = PLAIN + "terminate called: Connection closed by peer\n"
+    assert death(exit_code=-6, final_words=mine).kind is FailureKind.EXCEPTION
+
+
+def test_what_fails_after_the_exception_while_python_ends_is_not_the_cause(tmp_path: Path) -> None:
+    done = ran(
+        """
+        import atexit, threading
+
+        class Late:
+            def __del__(self):
+                raise OSError("closed already")
+
+        def late():
+            raise KeyError("no such hook")
+
+        late_too = Late()
+        atexit.register(late)
+        thread = threading.Thread(target=late)
+        thread.start()
+        thread.join()
+        raise ValueError("a mistake of the user")
+        """,
+        tmp_path,
+    )
+    assert done.stderr.count("Traceback") == 4
+    assert death(last_words=done.stderr).message == "raised ValueError: a mistake of the user"
+
+
+COLD = ["-u", "-c", script.COLD]
+
+
+@pytest.mark.parametrize("end", ["os.abort()", "os.kill(os.getpid(), 9)", "None"])
+def test_what_becomes_the_script_writes_its_exception_down(tmp_path: Path, end: str) -> None:
+    file, record = tmp_path / "error.json", tmp_path / "record"
+    record.write_bytes(bytes(1 << 16))
+    train = tmp_path / "train.py"
+    train.write_text(
+        f"import atexit, os\natexit.register(lambda: {end})\n"
+        "raise ValueError('cannot use ' + 'x' * 500_000)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, *COLD, str(record), "/nowhere", str(train)],
+        env=os.environ | {"TORCHELASTIC_ERROR_FILE": str(file)},
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert file.stat().st_size < 200_000
+    failure = death(exit_code=done.returncode, error_file=file.read_text())
+    assert failure.message.startswith("raised ValueError: cannot use xxx")
+    assert failure.fingerprint.endswith(f"|{train}:3")
+    assert failure.traceback.startswith("Traceback"), "with its frames"
+
+
+def test_the_error_file_of_torch_is_left_as_it_is(tmp_path: Path) -> None:
+    file, record = tmp_path / "error.json", tmp_path / "record"
+    record.write_bytes(bytes(1 << 16))
+    train = tmp_path / "train.py"
+    train.write_text(f"open({str(file)!r}, 'w').write('by torch')\nraise ValueError\n")
+    subprocess.run(
+        [sys.executable, *COLD, str(record), "/nowhere", str(train)],
+        env=os.environ | {"TORCHELASTIC_ERROR_FILE": str(file)},
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert file.read_text() == "by torch"
+
+
+# --- text of any form takes time in proportion to its length ---
+
+HEAD = "Traceback (most recent call last):\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        HEAD + "\n" * 130_000,
+        '  File "a", line 1\n' * 6_800,
+        HEAD + '  File "' + '", line 1' * 14_000,
+        HEAD + "ValueError: " + "connection " * 11_000,
+        HEAD + " " * 130_000 + "|",
+        HEAD * 3_700,
+    ],
+    ids=["newlines", "places", "one place", "peers", "margin", "heads"],
+)
+def test_no_text_keeps_the_agent_from_its_other_duties(words: str) -> None:
+    def took(text: str) -> float:
+        began = time.process_time()
+        for code in (1, -6):
+            death(exit_code=code, last_words=text, final_words=text, error_file=recorded(text))
+        return time.process_time() - began
+
+    ordinary = min(took(PLAIN * (len(words) // len(PLAIN))) for _ in range(3))
+    assert took(words) < 50 * ordinary
 
 
 # --- peers ---
