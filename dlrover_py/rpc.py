@@ -243,9 +243,11 @@ async def _connect(host: str, port: int) -> socket.socket:
     """
     loop = asyncio.get_running_loop()
     failed: OSError = ConnectionError(f"{host} has no address")
-    for family, kind, protocol, _, address in await loop.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM
-    ):
+    try:
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError as error:  # longer than a name may be, or bytes that are no text
+        raise ConnectionError(f"{host!r} is no host name: {error}") from error
+    for family, kind, protocol, _, address in found:
         sock = socket.socket(family, kind, protocol)
         try:
             sock.setblocking(False)

@@ -247,6 +247,10 @@ def _command(flags: Flags, settings: Settings, *, member: bool) -> Command:
         _not_used("start_method", "workers are new interpreters, or forks of a prepared one")
     if flags.max_restarts < 0:
         raise ConfigError(f"--max-restarts is {flags.max_restarts}: expected a number from 0")
+    if len(flags.role) > 1024 or not flags.role.isprintable():
+        raise ConfigError(
+            f"--role is {flags.role[:60]!r}: expected a name of at most 1024 printable characters"
+        )
     argv, name, cold = _argv(flags, settings)
     nproc = _nproc(flags.nproc_per_node, settings)
     cpus = _cpus(flags, nproc, settings.environ)

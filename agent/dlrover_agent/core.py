@@ -358,8 +358,7 @@ class Core:
         if not why and local_rank not in self._measured:
             why = "ended without a result"
         if why:
-            why = f"worker {local_rank} {why}"[:1000]
-            self.check = CheckResult(passed=False, why=why)
+            self.check = CheckResult(passed=False, why=f"worker {local_rank} {why}")
             return [Report(), *self._stop("the check has failed", 0.0)]
         if self._alive:
             return []

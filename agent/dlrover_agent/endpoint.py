@@ -145,7 +145,8 @@ class Endpoint:
     @property
     def token(self) -> str:
         """What keeps other jobs away where no secret was given: all know the run's id."""
-        return hashlib.sha256(b"dlrover run id\0" + self.run_id.encode()).hexdigest()
+        words = b"dlrover run id\0" + self.run_id.encode(errors="surrogateescape")
+        return hashlib.sha256(words).hexdigest()
 
     @property
     def address(self) -> str:
@@ -154,7 +155,7 @@ class Endpoint:
 
     def is_here(self) -> bool:
         """Whether the endpoint's host is this machine, by its name or an address of it."""
-        if self.host in ("localhost", socket.gethostname(), socket.getfqdn()):
+        if self.host in ("localhost", socket.gethostname(), _full_name()):
             return True  # a cluster's name service may not know us yet
         return any(_is_ours(family, address) for family, address in _resolved(self.host))
 
@@ -209,6 +210,14 @@ class Endpoint:
                 words = f"endpoint {self.host}: no such host within {self.connect_s:g} s"
                 raise Unreachable(f"{words}; see --rdzv-endpoint")
             pause(0.5)
+
+
+def _full_name() -> str:
+    """This machine's name with its domain, as far as the name service knows it."""
+    try:
+        return socket.getfqdn()
+    except UnicodeError:  # a part of 64 letters: the kernel allows it, and DNS does not
+        return socket.gethostname()
 
 
 def _resolved(host: str) -> list[tuple[socket.AddressFamily, str]]:

@@ -71,7 +71,7 @@ class Local:
 
     def order_stop(self, why: str) -> None:
         """Ask the scripts that listen to end by themselves."""
-        body = Order(stop=why[:1000]).model_dump_json().encode()
+        body = Order(stop=why).model_dump_json().encode()
         for address in self._asking.values():
             with contextlib.suppress(OSError):  # gone, or its queue is full of the same
                 self._socket.sendto(body, address)

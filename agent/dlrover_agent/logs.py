@@ -183,7 +183,7 @@ def _nowhere(output: Output) -> bool:
 def _folder(base: Path, run_id: str) -> Path:
     try:
         base.mkdir(parents=True, exist_ok=True)
-        name = run_id.replace("/", "_")
+        name = run_id.replace("/", "_")[:100]
         return Path(tempfile.mkdtemp(prefix=f"{name}_", dir=base))
     except OSError as error:
         raise ConfigError(

@@ -302,10 +302,10 @@ class Replicas:
                     except (Overtaken, _Later) as error:
                         self._overtaken += 1
                         if self._overtaken >= TOO_OFTEN:
-                            trouble = f"no newer replica of {peer.node}: {error}"[:1024]
+                            trouble = f"no newer replica of {peer.node}: {error}"
                     except (DLRoverError, OSError) as error:
                         tries += 1
-                        trouble = f"no newer replica of {peer.node}: {error}"[:1024]
+                        trouble = f"no newer replica of {peer.node}: {error}"
                 same = peer == self._peer  # else what went wrong was our own breaking off
                 if same and trouble != self.trouble:
                     self.trouble = trouble

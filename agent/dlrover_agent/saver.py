@@ -131,7 +131,7 @@ class Saver:
             self._tasks.append(asyncio.create_task(self._depot.run()))
         except (OSError, DLRoverError) as error:
             words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            self.trouble = f"no memory for checkpoints in {site.root}: {words}"[:1000]
+            self.trouble = f"no memory for checkpoints in {site.root}: {words}"
             log.warning("no_flash_checkpoint", extra={"why": self.trouble})
         self._persister = Persister(environ, self._answered, guard=guard, kin=kin)
         self._persisting: Persisting | None = None
@@ -201,7 +201,7 @@ class Saver:
             self._memory, self._unseen = held(self.path, self._site.job), ""
         except OSError as error:  # no more descriptors, say
             words = f"{error.filename or self.path}: {error.strerror}"
-            self._unseen = f"memory cannot be looked at: {words}"[:1000]
+            self._unseen = f"memory cannot be looked at: {words}"
         self.in_use |= bool(self._memory)
         return self._memory
 
@@ -327,16 +327,14 @@ class Saver:
         if answer.stored is not None:
             step, round_, lap, where, at, number = answer.stored
             self._stored = Stored(
-                step=step, round=round_, lap=lap, where=where[:1000], at=at, number=number
+                step=step, round=round_, lap=lap, where=where, at=at, number=number
             )
         for words in answer.notes:
             log.warning("checkpoint_odd", extra={"attempt": answer.attempt, "why": words})
         order = self._order
         if answer.attempt and order is not None and answer.attempt == order.attempt:
             phase = PersistPhase(answer.phase.value)
-            self._persisting = Persisting(
-                attempt=answer.attempt, phase=phase, why=answer.why[:1000]
-            )
+            self._persisting = Persisting(attempt=answer.attempt, phase=phase, why=answer.why)
             said = {"step": order.step, "phase": phase.value, "took_s": round(answer.seconds, 3)}
             failed = phase is PersistPhase.FAILED
             log.log(

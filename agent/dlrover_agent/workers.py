@@ -215,7 +215,7 @@ class Workers:
                     self._adopt(worker, children[i])
                 else:
                     self._start_cold(worker, out, err)
-        except OSError as error:
+        except (OSError, subprocess.SubprocessError) as error:
             for other in self._workers[worker.local_rank + 1 :]:  # those are not started at all
                 other.ended = True
                 self._close_pumps(other)
@@ -367,7 +367,7 @@ class Workers:
         worker.pidfd = os.pidfd_open(pid)
         asyncio.get_running_loop().add_reader(worker.pidfd, self._exited, worker)
 
-    def _unstartable(self, worker: _Worker, error: OSError) -> None:
+    def _unstartable(self, worker: _Worker, error: Exception) -> None:
         """The operating system refuses this worker."""
         worker.ended = True
         self._close_pumps(worker)
@@ -404,7 +404,7 @@ class Workers:
         self._workers[worker.local_rank] = fresh
         try:
             self._start_cold(fresh, out, err)
-        except OSError as error:
+        except (OSError, subprocess.SubprocessError) as error:
             self._unstartable(fresh, error)
         finally:
             os.close(err)
@@ -556,15 +556,19 @@ def _minds(pid: int, number: int) -> bool:
 _MASKS = (b"SigBlk:", b"SigIgn:", b"SigCgt:")
 
 
-def _not_started(local_rank: int, rank: int, what: str, error: OSError) -> WorkerFailure:
+def _not_started(local_rank: int, rank: int, what: str, error: Exception) -> WorkerFailure:
+    number, why = None, str(error)
+    if isinstance(error, OSError):
+        number, why = error.errno, error.strerror or why
+    what = what if len(what) <= 400 else f"…{what[-400:]}"  # the end of a path says more
     return WorkerFailure(
         kind=FailureKind.START,
         local_rank=local_rank,
         rank=rank,
         pid=0,
         exit_code=127,
-        message=f"could not be started: {what}: {error.strerror}",
-        fingerprint=f"start|{error.errno}|{what}",
+        message=f"could not be started: {what}: {why}",
+        fingerprint=f"start|{number}|{what}",
     )
 
 

@@ -8,7 +8,7 @@ Unknown fields are ignored, so that an old agent survives a new master.
 from enum import StrEnum
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 from pydantic.alias_generators import to_camel
 
 from dlrover_py.protocol.names import WIRE_VERSION
@@ -17,6 +17,27 @@ Name = Annotated[
     str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", max_length=253)
 ]
 Line = Annotated[str, StringConstraints(max_length=1024)]
+"""A name of ours; a longer one is refused."""
+
+
+def sendable(text: str) -> str:
+    """Text as UTF-8 has it: bytes that Python could not decode, such as those of a path or of an
+    environment variable, become question marks."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
+
+
+def _cut(most: int) -> BeforeValidator:
+    def cut(value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        value = sendable(value)
+        return value if len(value) <= most else value[: most - 1] + "…"
+
+    return BeforeValidator(cut)
+
+
+Words = Annotated[str, StringConstraints(max_length=1024), _cut(1024)]
+"""Text for people that may hold what the user wrote: it is cut, and never refused."""
 Count = Annotated[int, Field(ge=0, le=2**53)]
 
 
@@ -70,9 +91,9 @@ class WorkerFailure(Shown):
     pid: Count
     exit_code: int
     """Exit code; the negative signal number when a signal killed it."""
-    message: Annotated[str, StringConstraints(max_length=2048)]
-    traceback: Annotated[str, StringConstraints(max_length=8192)] = ""
-    fingerprint: Annotated[str, StringConstraints(max_length=512)] = ""
+    message: Annotated[str, StringConstraints(max_length=2048), _cut(2048)]
+    traceback: Annotated[str, StringConstraints(max_length=8192), _cut(8192)] = ""
+    fingerprint: Annotated[str, StringConstraints(max_length=512), _cut(512)] = ""
     """Same text for the same exception at the same place; empty if no exception was seen."""
     step: Count | None = None
     """Last step that was reported before it."""
@@ -111,7 +132,7 @@ class CheckResult(Wire):
     """How a node did in a check (docs/network-check.md): times are the slowest worker's."""
 
     passed: bool
-    why: Line = ""
+    why: Words = ""
     """What went wrong, if it did not pass."""
     matmul_s: Annotated[float, Field(ge=0)] = 0.0
     """Of one matrix product: speaks of this node alone."""
@@ -155,7 +176,7 @@ class Persisting(Wire):
     attempt: Line = ""
     """Of the newest order that it has taken up."""
     phase: PersistPhase = PersistPhase.WRITING
-    why: Line = ""
+    why: Words = ""
     """What is wrong, in words, if it failed."""
 
 
@@ -163,7 +184,7 @@ class Stored(Wire):
     """A checkpoint that exists in storage: its manifest does."""
 
     step: Count
-    where: Line
+    where: Words
     """Path or address of its folder."""
     at: float
     """When it was committed, in seconds of the epoch, by the committer's clock: for people."""
@@ -209,9 +230,9 @@ class AgentReport(Wire):
     warming: bool = False
     """This agent is not ready for its first round: it makes itself able to start warm, which
     takes no longer than a cold start would."""
-    leaving: Line = ""
+    leaving: Words = ""
     """Why this node is about to go (SIGTERM …); empty if it is not."""
-    cut_off: Line = ""
+    cut_off: Words = ""
     """Why this node has stopped the workers of round ``follows`` without being told: it heard of
     nobody, and others may train in its place. Empty if it did not."""
     precheck: Annotated[int, Field(ge=0, le=2)] = 0
@@ -232,12 +253,12 @@ class AgentReport(Wire):
     """Newest checkpoint that this node's persister has seen in storage."""
     stores: bool = False
     """A script here has said where checkpoints go that are to outlive the job."""
-    checkpoint_trouble: Line = ""
+    checkpoint_trouble: Words = ""
     """Why checkpoints are not what they should be: the disk is full, memory does not suffice."""
     save_at_breakpoint: bool = False
     """After a failure of a worker the newest state is to be stored; the job's spec may say so
     too."""
-    gives_up: Line = ""
+    gives_up: Words = ""
     """Why this node ends the job for all, where no platform could replace it; empty if it does not.
     torchrun's agents count restarts themselves, and the first that has none left closes the
     rendezvous."""
@@ -309,7 +330,7 @@ class Assignment(Wire):
     """Grows with each change of this node's assignment within a term."""
     incarnation: Count
     directive: Directive
-    reason: str
+    reason: Annotated[str, _cut(8192)]
     """Why, in words."""
     round: Count = 0
     check: Count = 0

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import Field, StringConstraints
 
-from dlrover_py.protocol.agents import Count, Line, Wire
+from dlrover_py.protocol.agents import Count, Line, Wire, Words
 
 MAX_DATAGRAM = 8192
 
@@ -41,7 +41,7 @@ class News(Wire):
     )
     staged: Count | None = None
     """Newest step whose slot in the node's arena this worker has sealed."""
-    unsaved: Line = ""
+    unsaved: Words = ""
     """Why this worker's newest state is not saved, for want of memory say; empty if it is."""
     store: Store | None = None
     polls: bool = False
@@ -51,5 +51,5 @@ class News(Wire):
 class Order(Wire):
     """Down: what the agent asks of the script."""
 
-    stop: Line = ""
+    stop: Words = ""
     """Why the script should finish its step, save, and end; empty if it should not."""

@@ -405,6 +405,21 @@ def test_a_program_that_cannot_be_executed_has_failed(place: Place) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("name", ["e" * 240, os.fsdecode(b"by\xfftes")], ids=["long", "no UTF-8"])
+def test_a_program_that_goes_has_failed_whatever_its_path(place: Place, name: str) -> None:
+    folder = place.folder / ("d" * 240) / name
+    folder.mkdir(parents=True)
+    program = folder / "program"
+    program.write_text('#!/bin/sh\nrm "$0"\nexit 3\n')
+    program.chmod(0o755)
+    flags = ["--standalone", "--no-python", "--nproc-per-node=1", "--max-restarts=1"]
+    done = place.call("elastic-run", *flags, str(program))
+    assert done.returncode == 1
+    assert "could not be started: …d" in done.stderr
+    assert "/program: No such file or directory" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("silent", [False, True], ids=["nobody there", "never answers"])
 def test_a_master_that_cannot_be_reached_at_the_start(place: Place, silent: bool) -> None:
     place.script("print('started')")
