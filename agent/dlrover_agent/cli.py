@@ -30,6 +30,7 @@ from dlrover_agent import flags as given
 from dlrover_agent.endpoint import Endpoint, hosted
 from dlrover_agent.flags import Flags
 from dlrover_agent.settings import LINE_PREFIX, Command, Output, Settings
+from dlrover_py.protocol.commands import refusal
 from dlrover_py.protocol.errors import (
     ConfigError,
     DLRoverError,
@@ -245,6 +246,8 @@ def _command(flags: Flags, settings: Settings, *, member: bool) -> Command:
         _not_used("monitor_interval", "a worker's end is seen at once")
     if "start_method" in flags.given:
         _not_used("start_method", "workers are new interpreters, or forks of a prepared one")
+    if flags.launcher is not None:
+        raise ConfigError(refusal(flags.launcher))
     if flags.max_restarts < 0:
         raise ConfigError(f"--max-restarts is {flags.max_restarts}: expected a number from 0")
     if len(flags.role) > 1024 or not flags.role.isprintable():

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from dlrover_py import __version__
+from dlrover_py.protocol import commands
 from dlrover_py.protocol.errors import ConfigError
 
 DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
@@ -70,6 +71,8 @@ class Flags(argparse.Namespace):
     cold_start: bool
     given: frozenset[str]
     """Names of the flags that are not at their defaults."""
+    launcher: commands.Call | None
+    """The other launcher that the script is, as far as its command line shows it."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -115,6 +118,7 @@ def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         epilog="Each of torchrun's flags can be given as an environment variable PET_<NAME>. "
         "What differs from torchrun: docs/migrating-from-torchrun.md.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,  # `commands.split` writes torchrun's abbreviations out
     )
     p.add_argument("--version", action="version", version=f"elastic-run {__version__}")
     _where(_Group(p, "nodes and rendezvous, as torchrun's", environ))
@@ -245,11 +249,15 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Flags:
         ConfigError: a ``PET_*`` variable cannot be used.
     """
     p = parser(environ)
-    flags, unknown = p.parse_known_args(argv, Flags())
+    parts = commands.split(argv, ours=True)
+    stand_in = ["script"] if parts.script else []
+    flags, unknown = p.parse_known_args([*parts.flags, *stand_in], Flags())
     if unknown:
-        p.error(f"unknown flag {unknown[0]}: {_known_to_torch(unknown[0])}")
-    defaults = vars(parser({}).parse_args([flags.training_script]))
+        p.error(_unknown(unknown[0]))
+    defaults = vars(parser({}).parse_args(stand_in))
     flags.given = frozenset(k for k, v in vars(flags).items() if defaults.get(k) != v)
+    flags.training_script, *flags.training_script_args = parts.script
+    flags.launcher = commands.nested(list(commands.script_calls(parts)))
     if flags.auto_config:
         _configure(flags, environ.get("NODE_NUM", "1"))
     return flags
@@ -265,6 +273,14 @@ def _configure(flags: Flags, nodes: str) -> None:
         flags.nproc_per_node = "auto"
     if int(nodes) >= MANY_NODES and not flags.precheck:
         flags.precheck, flags.precheck_flag = 1, f"--auto-config with {nodes} nodes"
+
+
+def _unknown(flag: str) -> str:
+    name = flag.partition("=")[0]
+    several = commands.abbreviated(name)
+    if several:
+        return f"ambiguous flag {name}: it could be {', '.join(several)}"
+    return f"unknown flag {flag}: {_known_to_torch(flag)}"
 
 
 def _known_to_torch(flag: str) -> str:

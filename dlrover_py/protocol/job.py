@@ -24,6 +24,7 @@ from pydantic import (
 from pydantic.alias_generators import to_camel
 from pydantic_core import ErrorDetails
 
+from dlrover_py.protocol.commands import ELASTIC_RUN, calls
 from dlrover_py.protocol.errors import ConfigError, Unsupported
 from dlrover_py.protocol.names import API_VERSION, KIND, MAIN_CONTAINER
 
@@ -47,10 +48,6 @@ OTHER_ROLES: Final = ("ps", "chief", "evaluator", "master")
 SIZES: Final = ("replicas", "minReplicas", "maxReplicas", "nodeUnit", "standbyReplicas")
 """Fields of a role that say how many nodes."""
 
-# The least number of nodes in a command line of ours; the most is often "$NODE_NUM".
-_NNODES = re.compile(
-    r"(?<![\w.-])(?:elastic|dlrover)-run\s(?:.*?\s)?--nnodes(?:=|\s+)[\"']?([^\s\"':]+)", re.DOTALL
-)
 _FRACTION = re.compile(r"[0-9]*\.?[0-9]+")
 
 
@@ -507,9 +504,10 @@ def least_nodes(template: dict[str, Any]) -> int | None:
         if not isinstance(container, dict):
             continue
         words = [*_words(container.get("command")), *_words(container.get("args"))]
-        found = _NNODES.search("\n".join(words).replace("\\\n", " "))
-        if found and found[1].isdecimal() and int(found[1]):
-            return int(found[1])
+        for call in calls(words) if any("-run" in word for word in words) else ():
+            found = re.match(r"\d+", call.split.value("--nnodes"), re.ASCII)
+            if call.program == ELASTIC_RUN and found and int(found[0]):
+                return int(found[0])
     return None
 
 

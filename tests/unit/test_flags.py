@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from dlrover_agent import flags
 from dlrover_agent.cli import count_gpus, main
 from dlrover_agent.endpoint import Endpoint, OwnMaster
+from dlrover_py.protocol import commands
 from dlrover_py.protocol.errors import ConfigError, Unreachable
 
 
@@ -98,6 +99,68 @@ def test_unknown_flag_is_named() -> None:
     assert "training_script" in misused("--nnodes", "2")
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--save", "/ckpt"],
+        ["--no", "--nnodes=9", "-m", "-r", "--help"],
+        ["--", "--x"],
+        ["a", "--", "b"],
+        ["-h"],
+    ],
+)
+@pytest.mark.parametrize("head", [[], ["-m"], ["--nnodes", "2", "-r3"], ["--"], ["--tee=1", "--"]])
+def test_what_stands_behind_the_script_is_the_scripts(head: list[str], words: list[str]) -> None:
+    from torch.distributed.run import get_args_parser
+
+    found = parse(*head, "train", *words)
+    assert (found.training_script, found.training_script_args) == ("train", words)
+    if "--no" not in words and "--" not in [*head, *words]:  # torch refuses some, by its Python
+        theirs = vars(get_args_parser().parse_args([*head, "train", *words]))
+        assert {k: vars(found)[k] for k in theirs} == theirs
+
+
+@pytest.mark.parametrize(
+    ("short", "long"),
+    [
+        (["--max", "3"], ["--max-restarts", "3"]),
+        (["--rdzv_e=h:1"], ["--rdzv-endpoint=h:1"]),
+        (["--nproc", "2"], ["--nproc-per-node", "2"]),
+        (["--stand"], ["--standalone"]),
+        (["-mr", "3"], ["-m", "-r", "3"]),
+    ],
+)
+def test_torchruns_flags_may_be_abbreviated(short: list[str], long: list[str]) -> None:
+    assert vars(parse(*short, "t", "--max=4")) == vars(parse(*long, "t", "--max=4"))
+
+
+@pytest.mark.parametrize("flag", ["--save", "--pre=2", "--cold", "--network", "--exclude"])
+def test_our_own_flags_may_not(flag: str) -> None:
+    assert f"unknown flag {flag}" in misused(flag, "train.py")
+
+
+def test_an_abbreviation_of_several_flags_names_them() -> None:
+    said = misused("--lo", "x", "train.py")
+    assert "ambiguous flag --lo: it could be --local-addr, --local-ranks-filter, --log-dir" in said
+
+
+def test_the_table_of_flags_is_the_parsers() -> None:
+    switches, values = set(), set()
+    for action in flags.parser({})._actions:
+        names = {
+            "--" + n[2:].replace("_", "-") if n[1] == "-" else n for n in action.option_strings
+        }
+        (values if action.nargs is None else switches).update(names)
+    assert switches == commands.SWITCHES | commands.OUR_SWITCHES
+    assert values == commands.VALUES | commands.OUR_VALUES
+
+
+def test_torchruns_part_of_the_table_is_torchruns(torchs: dict[str, object]) -> None:
+    names = {n for a in torchs.values() for n in a.option_strings}  # type: ignore[attr-defined]
+    plain = {n for n in names if "_" not in n}
+    assert plain | {"--help", "-h"} == commands.SWITCHES | commands.VALUES
+
+
 def test_dlrovers_checks_have_levels() -> None:
     assert parse("t").precheck == 0
     assert parse("--network-check", "t").precheck == 1
@@ -114,6 +177,13 @@ def test_a_check_without_torch_names_the_flag_that_was_written(
     number = ["1"] if flag == "--precheck" else []
     assert main([flag, *number, __file__]) == 1
     assert f"elastic-run: {flag}: " in capsys.readouterr().err
+
+
+def test_another_launcher_as_the_script_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-m", "torch.distributed.run", "--nproc_per_node=2", "t.py", "--lr", "1"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("elastic-run: the script is another launcher, torchrun: ")
+    assert said.endswith("write: elastic-run --nproc_per_node=2 t.py --lr 1\n")
 
 
 def test_auto_config_takes_what_it_finds() -> None:

@@ -256,6 +256,8 @@ def test_an_object_of_the_api_is_read_leniently() -> None:
         (["sh", "-c", "dlrover-run --nnodes=${MIN}:$NODE_NUM t.py"], None),
         (["elastic-run", "--nnodes=0:4", "t.py"], None),
         (["elastic-run", "t.py"], None),
+        (["elastic-run", "t.py", "--nnodes=2:4"], None),
+        (["elastic-run", "--nno=2:4", "t.py"], 2),
         (["torchrun", "--nnodes=2:4", "t.py"], None),
         (["my-elastic-run", "--nnodes=2:4", "t.py"], None),
         ("elastic-run --nnodes=2:4", None),
