@@ -142,7 +142,7 @@ def main() -> int:
     p.add_argument("--steps", type=int, default=240, help="of the training (default: 240)")
     p.add_argument("--keep", action="store_true", help="keep the folder with logs and results")
     args = p.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="demo-", dir="/tmp"))
+    folder = Path(tempfile.mkdtemp(prefix="demo-"))
     run = Run(folder, args.steps)
     try:
         return show(run, args.steps)

@@ -16,7 +16,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Self
 
 from dlrover_agent import flags as given
+from dlrover_agent import scratch
 from dlrover_agent.flags import C10D_PORT, STATIC_PORT, Flags
 from dlrover_py.protocol.errors import ConfigError, ExitCode, Unreachable
 from dlrover_py.protocol.names import API_VERSION, KIND, MAIN_CONTAINER, TOKEN_FILE
@@ -298,15 +298,18 @@ class OwnMaster:
         """Of this run, as it is at ``/v1/job/name``."""
 
     def __enter__(self) -> Self:
-        self._folder = Path(tempfile.mkdtemp(prefix=f"dlrover-run-{os.getpid()}-", dir="/tmp"))
+        self._folder = scratch.made(f"dlrover-run-{os.getpid()}-")
         self._sockets: list[socket.socket] = []
         self._read, self._write = os.pipe()
         try:
             token_file = self._folder / TOKEN_FILE
-            token_file.touch(mode=0o600)
-            token_file.write_text(self.token)
+            try:
+                token_file.touch(mode=0o600)
+                token_file.write_text(self.token)
+            except OSError as error:
+                raise ConfigError(f"token file {token_file}: {error.strerror}") from error
             self._sockets.append(self._listen())
-            self._sockets.append(socket.create_server(("127.0.0.1", 0)))
+            self._sockets.append(_on_loopback())
             job, health = self._sockets
             self.address = f"{_loopback(job)}:{job.getsockname()[1]}"
             argv = [sys.executable, "-m", "dlrover_py.master", "--static", self._document()]
@@ -365,7 +368,7 @@ class OwnMaster:
             ConfigError: it cannot be.
         """
         if self._alone:
-            return socket.create_server(("127.0.0.1", 0))
+            return _on_loopback()
         host, port = self._endpoint.host, self._endpoint.port
         # A name of this machine may mean 127.0.1.1 here (Debian's hosts file), and not elsewhere.
         v6 = ":" in host
@@ -449,6 +452,24 @@ def hosted(endpoint: Endpoint, secret: str) -> Iterator[OwnMaster | None]:
                     words = "this node is to run the master there; free it, or name another"
                     raise ConfigError(f"{taken}: {words}") from taken
         yield master
+
+
+def _on_loopback() -> socket.socket:
+    """Listen at any free port of this machine alone.
+
+    Raises:
+        ConfigError: that cannot be.
+    """
+    why = "there is no way to it"  # of a device that is down the address can be bound
+    if _source(socket.AF_INET, "127.0.0.1"):
+        try:
+            return socket.create_server(("127.0.0.1", 0))
+        except OSError as error:
+            why = error.strerror or str(error)
+    raise ConfigError(
+        f"cannot listen on 127.0.0.1: {why}; expected a loopback device that is up and has this "
+        "address: ip link set lo up; ip address add 127.0.0.1/8 dev lo"
+    )
 
 
 def _loopback(listening: socket.socket) -> str:

@@ -85,7 +85,7 @@ class Logs:
         elif output.log_dir is not None and not _nowhere(output):
             self._folder = _folder(output.log_dir, run_id)
         elif output.log_dir is None and output.wants_files and command.log_dir is None:
-            self._folder = _folder(Path(tempfile.gettempdir()), f"torchelastic_{run_id}")
+            self._folder = _folder(None, f"torchelastic_{run_id}")
         if self._folder is not None:
             level = logging.INFO if output.log_dir is not None else logging.WARNING
             log.log(level, "log_folder", extra={"path": str(self._folder)})
@@ -180,14 +180,15 @@ def _nowhere(output: Output) -> bool:
     return output.log_dir is not None and str(output.log_dir) == os.devnull
 
 
-def _folder(base: Path, run_id: str) -> Path:
+def _folder(base: Path | None, run_id: str) -> Path:
     try:
+        base = base or Path(tempfile.gettempdir())
         base.mkdir(parents=True, exist_ok=True)
         name = run_id.replace("/", "_")[:100]
         return Path(tempfile.mkdtemp(prefix=f"{name}_", dir=base))
     except OSError as error:
         raise ConfigError(
-            f"--log-dir {base}: cannot be used as a folder: {error.strerror}"
+            f"--log-dir {base or ''}: cannot be used as a folder: {error.strerror}"
         ) from error
 
 

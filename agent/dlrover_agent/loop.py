@@ -11,13 +11,12 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dlrover_agent import guardian
+from dlrover_agent import guardian, scratch
 from dlrover_agent.contact import Contact, bound
 from dlrover_agent.core import (
     Ask,
@@ -182,7 +181,7 @@ class Agent:
         self._sharing: asyncio.Task[None] | None = None
         self._patience: asyncio.TimerHandle | None = None
         self._result: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
-        self._scratch = Path(tempfile.mkdtemp(prefix=f"dlrover-{os.getpid()}-", dir="/tmp"))
+        self._scratch = scratch.made(f"dlrover-{os.getpid()}-")
         self._saver = Saver(
             Site(
                 settings.shm_dir,

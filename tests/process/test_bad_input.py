@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import yaml
 
 from dlrover_py.cli import main
-from tests.process.harness import Place, document, free_port, job, members
+from tests.process.harness import BIN, Place, document, free_port, job, members
 
 GOOD = """\
 apiVersion: elastic.iml.github.io/v1alpha1
@@ -415,9 +416,57 @@ def test_a_program_that_goes_has_failed_whatever_its_path(place: Place, name: st
     flags = ["--standalone", "--no-python", "--nproc-per-node=1", "--max-restarts=1"]
     done = place.call("elastic-run", *flags, str(program))
     assert done.returncode == 1
-    assert "could not be started: …d" in done.stderr
     assert "/program: No such file or directory" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+WHERE = 'import os; print("socket", os.environ["DLROVER_AGENT_SOCKET"])'
+
+
+def test_temporary_files_are_where_tmpdir_says(place: Place) -> None:
+    place.script(WHERE)
+    for folder, inside in ((place.folder / "scratch", True), (place.folder / ("d" * 80), False)):
+        folder.mkdir()
+        flags = ["--standalone", "--nproc-per-node=1"]
+        done = place.call("elastic-run", *flags, "train.py", env={"TMPDIR": str(folder)})
+        assert done.returncode == 0
+        assert (f"socket {folder}/dlrover-" in done.stdout) is inside, "a socket's path is short"
+        assert not list(folder.iterdir())
+
+
+ISOLATED = ["unshare", "--user", "--map-root-user"]
+
+
+@pytest.mark.parametrize(
+    ("how", "before", "words"),
+    [
+        ("--mount", "mount -t tmpfs -o ro no /tmp; mount -t tmpfs -o ro no /var/tmp", "set TMPDIR"),
+        ("--net", "true", "ip link set lo up"),
+        ("--net", "ip link set lo up; ip address del 127.0.0.1/8 dev lo", "ip link set lo up"),
+    ],
+    ids=["no /tmp", "no loopback", "IPv6 alone"],
+)
+def test_what_the_machine_lacks_is_said_in_one_line(
+    place: Place, how: str, before: str, words: str
+) -> None:
+    if subprocess.run([*ISOLATED, how, "true"], check=False).returncode:
+        pytest.skip("namespaces of users are not allowed here")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        script = Path(folder, "train.py")
+        script.write_text("print('started')")
+        run = f"{before}; cd /; exec {BIN / 'elastic-run'} --standalone {script}"
+        done = subprocess.run(
+            [*ISOLATED, how, "sh", "-c", run],
+            env={k: v for k, v in place.env.items() if k != "TMPDIR"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("elastic-run: ")
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("silent", [False, True], ids=["nobody there", "never answers"])
