@@ -19,6 +19,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import re
 import secrets
 import struct
 import threading
@@ -30,6 +31,7 @@ from typing import Protocol
 import xxhash
 
 from dlrover_py import cgroups
+from dlrover_py.owner import NotOwn, open_own
 from dlrover_py.protocol.checkpoint import PAGE, Layout, Region, Summary, decode_objects
 from dlrover_py.protocol.errors import ConfigError, DLRoverError
 
@@ -37,6 +39,9 @@ SLOTS = 3
 OWNER = "owner"
 """The file in an arena whose lock its owner holds as long as it lives."""
 PREFIX = "dlrover-arena-"
+_CONTENTS = re.compile(rf"(peer-)?[0-9]+\.[0-9]|{OWNER}", re.ASCII)
+"""What is ever removed from an arena: slots, copies of peers' slots, the owner's file."""
+HINT = "remove it, or set DLROVER_SHM_DIR to a folder of a tmpfs that only you can write to"
 CHUNK = 1 << 22
 """Bytes that are summed and then copied at once: they are still in the cache, which saves a sixth
 of what 16 MB cost; and not fewer, since the GIL is taken between two."""
@@ -131,7 +136,7 @@ class Slot:
         """
         self.path = path
         flags = os.O_RDWR | os.O_CREAT if write else os.O_RDONLY
-        self.fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+        self.fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         self._write = write
         self._map: mmap.mmap | None = None
 
@@ -421,34 +426,34 @@ class Arena:
     def __init__(self, root: Path, job: str, node: str, *, now: float) -> None:
         """Take the folder, with what an earlier owner of the same name has left in it.
 
-        Folders whose owner has been dead for long are removed: nobody else would.
+        This user's folders whose owner has been dead for long are removed: nobody else would.
 
         Args:
-            root: a tmpfs.
+            root: a tmpfs, which all users may write to.
             job: the job's uid.
             node: the node's id; its next incarnation finds what this one held.
             now: wall time, as files have it.
 
         Raises:
-            ConfigError: a living process holds it.
+            ConfigError: a living process holds it, or another user has put it there.
             OSError: the root cannot be written.
         """
         self.path = root / f"{PREFIX}{job}-{node}"
         for other in root.glob(f"{PREFIX}*"):
-            if other == self.path or _age_s(other, now) < STALE_S:
-                continue
-            if (held := _own(other)) is not None:
-                _remove(other)
-                os.close(held)
+            if other != self.path:
+                _sweep(other, now)
         for _ in range(10):  # another one that starts may take a folder without a lock for stale
-            self.path.mkdir(mode=0o700, exist_ok=True)
-            lock = _own(self.path)
+            with contextlib.suppress(FileExistsError):
+                self.path.mkdir(mode=0o700)
+            folder = open_own(self.path, os.O_DIRECTORY, hint=HINT)
+            lock = _own(folder)
             if lock is not None:
                 if os.fstat(lock).st_nlink:
-                    self._lock = lock
+                    self._folder, self._lock = folder, lock
                     self.alive()
                     return
                 os.close(lock)
+            os.close(folder)
         raise ConfigError(f"{self.path} is held by a living process: expected one agent for a node")
 
     def alive(self) -> None:
@@ -457,32 +462,54 @@ class Arena:
         Say it well more often than each `STALE_S`.
         """
         with contextlib.suppress(OSError):
-            os.utime(self.path / OWNER)
+            os.utime(OWNER, dir_fd=self._folder, follow_symlinks=False)
 
     def remove(self) -> None:
         """Give all memory back."""
-        _remove(self.path)
+        _remove(self.path, self._folder)
         self.close()
 
     def close(self) -> None:
         """Let it be adopted by the next owner."""
         os.close(self._lock)
+        os.close(self._folder)
 
 
-def _remove(folder: Path) -> None:
-    """The owner's file goes last: whoever comes meanwhile would take what is being removed."""
+def _sweep(folder: Path, now: float) -> None:
+    """Remove an arena of this user whose owner has been dead for long.
+
+    Another user's folder of such a name is left alone, and so is a link, wherever it leads.
+    """
+    with contextlib.suppress(OSError, NotOwn), contextlib.ExitStack() as stack:
+        opened = open_own(folder, os.O_DIRECTORY)
+        stack.callback(os.close, opened)
+        if _age_s(opened, now) < STALE_S:
+            return
+        if (held := _own(opened)) is not None:
+            stack.callback(os.close, held)
+            _remove(folder, opened)
+
+
+def _remove(folder: Path, opened: int) -> None:
+    """The owner's file goes last: whoever comes meanwhile would take what is being removed.
+
+    Args:
+        folder: which is removed if nothing but an arena's files was in it.
+        opened: its descriptor.
+    """
     with contextlib.suppress(OSError):
-        for path in sorted(folder.iterdir(), key=lambda path: path.name == OWNER):
+        found = [name for name in os.listdir(opened) if _CONTENTS.fullmatch(name)]
+        for name in sorted(found, key=lambda name: name == OWNER):
             with contextlib.suppress(OSError):
-                path.unlink()
+                os.unlink(name, dir_fd=opened)
         folder.rmdir()
 
 
-def _own(folder: Path) -> int | None:
+def _own(folder: int) -> int | None:
     """Take the owner's lock, unless somebody has it or it is not ours to take."""
     try:
-        held = os.open(folder / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError:
+        held = open_own(OWNER, os.O_RDWR | os.O_CREAT, at=folder)
+    except (OSError, NotOwn):
         return None
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -492,10 +519,11 @@ def _own(folder: Path) -> int | None:
     return held
 
 
-def _age_s(folder: Path, now: float) -> float:
+def _age_s(folder: int, now: float) -> float:
     """Since anything was last written into the folder."""
     with contextlib.suppress(OSError):
-        return now - max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+        times = [os.stat(name, dir_fd=folder, follow_symlinks=False) for name in os.listdir(folder)]
+        return now - max(found.st_mtime for found in (os.fstat(folder), *times))
     return 0.0
 
 

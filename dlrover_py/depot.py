@@ -29,6 +29,7 @@ from typing import Any, NamedTuple, Self
 
 from dlrover_py import arena
 from dlrover_py.arena import Contents, Damaged
+from dlrover_py.owner import is_own_socket
 from dlrover_py.protocol.checkpoint import Region, Summary
 from dlrover_py.protocol.errors import (
     CheckpointError,
@@ -173,6 +174,9 @@ class Link:
         except OSError as error:
             stream.close()
             raise Unreachable(f"{where}: {_words(error, CONNECT_S)}") from error
+        if not is_own_socket(path):
+            stream.close()
+            raise Unreachable(f"{where}: it belongs to another user")
         return cls(stream, where, quiet_s=quiet_s)
 
     def wait_at_most(self, quiet_s: float) -> None:

@@ -31,7 +31,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import ValidationError
 
 from dlrover_py.arena import PREFIX
-from dlrover_py.owner import is_own
+from dlrover_py.owner import RUNTIME_HINT, STATE_HINT, is_own, open_own
 from dlrover_py.pidfd import ended
 from dlrover_py.protocol import names
 from dlrover_py.protocol.agents import ErrorReply
@@ -189,12 +189,16 @@ class Cluster:
             paths.runtime.mkdir(mode=0o700)
             for folder in (paths.state.parent, paths.state):  # tracebacks can hold secrets
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                is_own(folder, shared=True, hint=STATE_HINT)
             paths.logs.mkdir(exist_ok=True)
             paths.token.touch(mode=0o600)
             paths.token.write_text(secrets.token_urlsafe(24))
         except OSError as error:
             cluster.close()
             raise ConfigError(f"{error.filename or paths.runtime}: {error.strerror}") from error
+        except ConfigError:
+            cluster.close()
+            raise
         cluster.add_hosts(hosts)
         cluster._sockets = (
             socket.create_server(("127.0.0.1", 0), backlog=4096),
@@ -665,8 +669,12 @@ def _lock(folder: Path) -> int:
         ConfigError: another user could change what is there.
     """
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    is_own(folder.parent)  # it may have been there: its name in /tmp is known to all
-    lock = os.open(folder.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+    # It may have been there: its name in /tmp is known to all.
+    root = open_own(folder.parent, os.O_DIRECTORY, links=True, hint=RUNTIME_HINT)
+    try:
+        lock = open_own(folder.with_suffix(".lock").name, os.O_RDWR | os.O_CREAT, at=root)
+    finally:
+        os.close(root)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -462,7 +462,7 @@ def _export_torch(
         data = bytearray(item.nbytes)
         _read(reader.store, reader.manifest, item, memoryview(data))
         state[item.key.removeprefix(keys)] = torch.load(io.BytesIO(data), weights_only=True)
-    with out.open("wb") as file:
+    with out.open("xb") as file:  # a link that another user has put there is not followed
         torch.save(state, file)
 
 
@@ -537,7 +537,7 @@ def _export_safetensors(
             index[key] = path.name
         text = json.dumps(head, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        with path.open("wb") as file:
+        with path.open("xb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for key in names:
                 file.write(reader.raw(tensors[key]))

@@ -12,7 +12,7 @@ from pathlib import Path
 from dlrover_py.cli import view
 from dlrover_py.cli.logs import LogWish, show
 from dlrover_py.cli.settings import Settings
-from dlrover_py.owner import is_own
+from dlrover_py.owner import RUNTIME_HINT, STATE_HINT, is_own
 from dlrover_py.protocol import names
 from dlrover_py.protocol.errors import ConfigError, Unreachable
 from dlrover_py.protocol.local import Snapshot
@@ -70,14 +70,20 @@ def running(settings: Settings) -> list[str]:
         ConfigError: another user could have put them there.
     """
     root = settings.runtime_root
-    if not is_own(root):
+    if not is_own(root, hint=RUNTIME_HINT):
         return []
     return sorted(p.parent.name for p in root.glob(f"*/{names.CLUSTER_SOCKET}"))
 
 
 def past(settings: Settings) -> list[JobStatus]:
-    """The last status of each run that has ended, the newest first."""
-    found = []
+    """The last status of each run that has ended, the newest first.
+
+    Raises:
+        ConfigError: another user could have put them there.
+    """
+    found: list[JobStatus] = []
+    if not is_own(settings.state_root, shared=True, hint=STATE_HINT):
+        return found
     for file in settings.state_root.glob(f"*/{names.STATUS_FILE}"):
         with contextlib.suppress(OSError, ValueError):
             found.append(JobStatus.model_validate_json(file.read_text()))

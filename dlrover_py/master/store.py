@@ -21,6 +21,7 @@ from pydantic import BaseModel, ValidationError
 
 from dlrover_py.kube import PODS, SECRETS, Conflict, Kube, KubeError, NotFound, Obj
 from dlrover_py.master.core.events import Journal
+from dlrover_py.owner import open_own
 from dlrover_py.protocol.errors import ConfigError, Superseded, TransientError
 from dlrover_py.protocol.names import GROUP
 
@@ -98,7 +99,18 @@ class FileStore:
 
     def _locked(self) -> int:
         self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = os.open(self._path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        folder = open_own(
+            self._path.parent,
+            os.O_DIRECTORY,
+            links=True,
+            shared=True,
+            hint="the journal is kept there, so name another by --state-dir",
+        )
+        try:
+            name = self._path.with_suffix(".lock").name
+            lock = open_own(name, os.O_RDWR | os.O_CREAT, at=folder, shared=True)
+        finally:
+            os.close(folder)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -112,7 +124,8 @@ class FileStore:
         data = journal.model_dump_json().encode()
         fresh = self._path.with_suffix(".new")
         try:
-            handle = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            fresh.unlink(missing_ok=True)  # of a master that was killed
+            handle = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             try:
                 view = memoryview(data)
                 while view:

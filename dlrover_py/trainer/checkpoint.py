@@ -63,6 +63,7 @@ import torch.distributed as dist
 
 from dlrover_py import arena
 from dlrover_py.arena import NoRoom
+from dlrover_py.owner import is_own
 from dlrover_py.protocol.checkpoint import (
     Age,
     Answer,
@@ -1219,6 +1220,7 @@ class _Site:
         number = settings.local_rank if settings.place is None else settings.place
         if settings.arena:
             self.folder, self.job = Path(settings.arena), settings.job
+            is_own(self.folder, hint=arena.HINT)
             self.round = settings.round
         else:
             self.round = settings.restart_count

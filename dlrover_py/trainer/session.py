@@ -15,6 +15,7 @@ one datagram more. The messages are those of :mod:`dlrover_py.protocol.workers`.
 """
 
 import atexit
+import errno
 import json
 import os
 import socket
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import SupportsFloat
 
+from dlrover_py.owner import is_own_socket
 from dlrover_py.trainer.settings import Settings
 
 INTERVAL_S = 0.05
@@ -182,6 +184,8 @@ class Session:
                 # Anybody on the machine can see that name; a connected socket takes datagrams
                 # from its peer alone.
                 link.connect(self.settings.agent_socket)
+                if not is_own_socket(self.settings.agent_socket):
+                    raise PermissionError(errno.EACCES, "the socket belongs to another user")
             except OSError:
                 link.close()
                 raise

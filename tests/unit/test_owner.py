@@ -1,0 +1,185 @@
+"""What another user may have put under a name is neither used nor changed."""
+
+import contextlib
+import os
+import socket
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dlrover_py import arena
+from dlrover_py.arena import Arena
+from dlrover_py.owner import NotOwn, is_own, is_own_socket, open_own
+from dlrover_py.protocol.errors import ConfigError
+
+STRANGER = 65534
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can act as a second user")
+
+
+def bind(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listening, contextlib.chdir(path.parent):
+        listening.bind(path.name)  # the whole path may be too long
+
+
+def owned_by_stranger(path: Path) -> None:
+    path.write_bytes(b"theirs")
+    os.chown(path, STRANGER, STRANGER)
+
+
+def link_of_stranger(path: Path) -> None:
+    path.symlink_to("precious")
+    os.lchown(path, STRANGER, STRANGER)
+
+
+@pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_RDWR | os.O_CREAT, os.O_WRONLY | os.O_TRUNC])
+@pytest.mark.parametrize(
+    ("plant", "why"),
+    [
+        (lambda path: path.symlink_to("precious"), "it is a link"),
+        (lambda path: os.link(path.with_name("precious"), path), "a second name"),
+        (os.mkfifo, "it is no regular file"),
+        (bind, "it is no regular file"),
+        (lambda path: path.mkdir(), "it is no regular file"),
+        (lambda path: (path.touch(), path.chmod(0o666)), "others can write to it (mode 0666)"),
+        (lambda path: (path.touch(), path.chmod(0o620)), "others can write to it (mode 0620)"),
+        pytest.param(owned_by_stranger, f"it belongs to user {STRANGER}", marks=needs_root),
+        pytest.param(link_of_stranger, f"it belongs to user {STRANGER}", marks=needs_root),
+    ],
+)
+def test_a_file_that_is_not_ours_alone_is_refused(
+    tmp_path: Path, plant: Callable[[Path], object], why: str, flags: int
+) -> None:
+    (tmp_path / "precious").write_bytes(b"data")
+    plant(tmp_path / "name")
+    with pytest.raises(NotOwn) as refused:
+        open_own(tmp_path / "name", flags, hint="do this")
+    assert str(refused.value).startswith(f"{tmp_path}/name: ")
+    assert why in str(refused.value)
+    assert str(refused.value).endswith(": do this")
+    assert (tmp_path / "precious").read_bytes() == b"data", "nothing was cut"
+
+
+@pytest.mark.parametrize(
+    ("plant", "why"),
+    [
+        (lambda path: path.symlink_to("mine"), "it is a link"),
+        (lambda path: path.touch(mode=0o600), "it is no folder"),
+        (os.mkfifo, "it is no folder"),
+        (lambda path: (path.mkdir(), path.chmod(0o1777)), "others can write to it (mode 1777)"),
+        (lambda path: (path.mkdir(), path.chmod(0o770)), "others can write to it (mode 0770)"),
+    ],
+)
+def test_a_folder_that_is_not_ours_alone_is_refused(
+    tmp_path: Path, plant: Callable[[Path], object], why: str
+) -> None:
+    (tmp_path / "mine").mkdir(mode=0o755)
+    plant(tmp_path / "name")
+    with pytest.raises(NotOwn, match="name: ") as refused:
+        open_own(tmp_path / "name", os.O_DIRECTORY)
+    assert why in str(refused.value)
+
+
+def test_what_is_ours_is_opened_and_a_new_file_is_ours_alone(tmp_path: Path) -> None:
+    folder = open_own(tmp_path, os.O_DIRECTORY)
+    made = open_own("new", os.O_RDWR | os.O_CREAT, at=folder)
+    assert stat.S_IMODE(os.fstat(made).st_mode) == 0o600
+    os.write(made, b"words")
+    again = open_own("new", os.O_RDWR | os.O_TRUNC, at=folder)
+    assert os.fstat(again).st_size == 0
+    assert not os.get_inheritable(again)
+    with pytest.raises(FileNotFoundError):
+        open_own("none", at=folder)
+    for fd in (folder, made, again):
+        os.close(fd)
+
+
+def test_a_link_of_ours_is_followed_only_to_what_is_ours(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir(mode=0o755)
+    (tmp_path / "link").symlink_to("mine")
+    assert is_own(tmp_path / "link", hint="")
+    (tmp_path / "mine").chmod(0o777)
+    with pytest.raises(NotOwn, match="others can write to it"):
+        is_own(tmp_path / "link", hint="")
+    (tmp_path / "mine").rmdir()
+    assert not is_own(tmp_path / "link", hint="")
+    assert not is_own(tmp_path / "none" / "below", hint="")
+
+
+def test_a_volume_of_a_group_is_accepted_where_that_is_said(tmp_path: Path) -> None:
+    tmp_path.chmod(0o2770)
+    assert is_own(tmp_path, shared=True, hint="")
+    with pytest.raises(NotOwn):
+        is_own(tmp_path, hint="")
+    tmp_path.chmod(0o777)
+    with pytest.raises(NotOwn):
+        is_own(tmp_path, shared=True, hint="")
+
+
+def test_a_socket_is_ours_by_its_file(tmp_path: Path) -> None:
+    bind(tmp_path / "sock")
+    assert is_own_socket(tmp_path / "sock")
+    (tmp_path / "link").symlink_to("sock")
+    assert not is_own_socket(tmp_path / "link")
+    assert not is_own_socket(tmp_path / "none")
+    if os.getuid() == 0:
+        os.chown(tmp_path / "sock", STRANGER, STRANGER)
+        assert not is_own_socket(tmp_path / "sock")
+
+
+# --- an arena, in a folder that all users can write to ---
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Path:
+    """A folder of files that have not been touched for long."""
+    folder = tmp_path / "victim"
+    folder.mkdir()
+    for path in (folder / "thesis.tex", folder / "0.0"):
+        path.write_bytes(b"precious")
+        os.utime(path, (1.0, 1.0))
+    os.utime(folder, (1.0, 1.0))
+    return folder
+
+
+def whole(victim: Path) -> bool:
+    return {path.name for path in victim.iterdir()} == {"thesis.tex", "0.0"}
+
+
+NOW = 1e9
+"""Long after the victim's files were written."""
+
+
+def test_a_link_is_not_swept(tmp_path: Path, victim: Path) -> None:
+    (tmp_path / f"{arena.PREFIX}x").symlink_to(victim)
+    Arena(tmp_path, "u1", "n0", now=NOW).remove()
+    assert whole(victim)
+
+
+def test_a_link_is_no_arena_to_take(tmp_path: Path, victim: Path) -> None:
+    (tmp_path / f"{arena.PREFIX}u1-n0").symlink_to(victim)
+    with pytest.raises(ConfigError, match=r"u1-n0: it is a link; .* set DLROVER_SHM_DIR"):
+        Arena(tmp_path, "u1", "n0", now=NOW)
+    assert whole(victim)
+
+
+def test_only_what_is_an_arenas_is_removed(tmp_path: Path, victim: Path) -> None:
+    """A folder of ours may have been moved under such a name."""
+    moved = victim.rename(tmp_path / f"{arena.PREFIX}x")
+    Arena(tmp_path, "u1", "n0", now=NOW).remove()
+    assert {path.name for path in moved.iterdir()} == {"thesis.tex"}
+
+
+@pytest.mark.parametrize("kind", ["file", "fifo", "link to a file"])
+def test_something_else_under_the_name_is_told(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"{arena.PREFIX}u1-n0"
+    (tmp_path / "other").write_bytes(b"x")
+    if kind == "file":
+        path.touch()
+    elif kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("other")
+    with pytest.raises(ConfigError, match="u1-n0: it is "):
+        Arena(tmp_path, "u1", "n0", now=NOW)
