@@ -27,7 +27,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -63,6 +63,8 @@ PARTS_BYTES = 120 << 20
 PARTS = "parts"
 """What an attempt makes first in its folder, and `Store.clear` removes last."""
 
+MOST_BYTES = 3800
+"""Of a directory's address. Linux takes 4095 for a path, and below it are names of our own."""
 _FOLDER = re.compile(r"step-(\d+)\.([0-9a-z]+)")
 _ATTEMPT = re.compile(r"step-[0-9]+\.([0-9a-f]{12}|[0-9a-f]{16})")
 """As masters draw them, and runs without one."""
@@ -183,6 +185,12 @@ def _named(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
+def _see_that_it_ends(found: os.stat_result) -> None:
+    """Refuse a FIFO or a device, which a read might never come back from."""
+    if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+        raise OSError(errno.EINVAL, "it is no regular file")
+
+
 class Folder:
     """A folder of a file system: local, or shared by all nodes (NFS)."""
 
@@ -190,10 +198,38 @@ class Folder:
         self.path = path
         self.url = str(path)
 
+    @contextlib.contextmanager
+    def _inside(self, folder: str) -> Iterator[int]:
+        """Open a folder in this one, by a descriptor; none of the links in it are followed.
+
+        Else another user who may write here could have files removed anywhere.
+        """
+        flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+        opened = -1
+        try:
+            opened = os.open(self.path, flags)
+            for name in folder.split("/") if folder else ():
+                below = os.open(name, flags | os.O_NOFOLLOW, dir_fd=opened)
+                os.close(opened)
+                opened = below
+            yield opened
+        except OSError as error:  # a descriptor does not say where it is
+            below_it = error.filename if isinstance(error.filename, str) else ""
+            path = str(self.path / folder / below_it)
+            raise OSError(error.errno, error.strerror or str(error), path) from error
+        finally:
+            if opened >= 0:
+                os.close(opened)
+
     def names(self, folder: str = "") -> list[str]:
         """See Place."""
         try:
-            return os.listdir(self.path / folder)
+            with self._inside(folder) as opened:
+                listed = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=opened)
+                try:
+                    return os.listdir(listed)
+                finally:
+                    os.close(listed)
         except FileNotFoundError:
             return []
 
@@ -210,7 +246,14 @@ class Folder:
 
     def make(self, folder: str) -> None:
         """See Place."""
-        (self.path / folder).mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(parents=True, exist_ok=True)
+        above = ""
+        for name in folder.split("/") if folder else ():
+            with self._inside(above) as opened, contextlib.suppress(FileExistsError):
+                os.mkdir(name, dir_fd=opened)
+            above = f"{above}/{name}".lstrip("/")
+        with self._inside(folder):
+            pass
 
     def read(self, name: str) -> bytes:
         """See Place.
@@ -218,19 +261,24 @@ class Folder:
         Where another client of NFS puts a file over the one that is being read, that one is stale;
         looked up anew, the name is the new one's.
         """
+        path = self.path / name
+        with _named(path):
+            _see_that_it_ends(path.stat())
         for _ in range(STALE_LOOKS):
             try:
-                return (self.path / name).read_bytes()
+                return path.read_bytes()
             except OSError as error:
                 if error.errno != errno.ESTALE:
                     raise
-        return (self.path / name).read_bytes()
+        return path.read_bytes()
 
     def read_into(self, name: str, position: int, target: memoryview) -> None:
         """See Place."""
         path = self.path / name
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
+            with _named(path):
+                _see_that_it_ends(os.fstat(fd))
             while target:
                 with _named(path):
                     got = os.preadv(fd, [target], position)
@@ -296,21 +344,22 @@ class Folder:
 
     def remove(self, name: str) -> None:
         """See Place."""
-        (self.path / name).unlink(missing_ok=True)
+        folder, last = os.path.split(name)
+        with contextlib.suppress(FileNotFoundError), self._inside(folder) as opened:
+            os.unlink(last, dir_fd=opened)
 
     def remove_folder(self, name: str) -> None:
         """See Place."""
-        for _ in range(3):  # a writer that was called off may be adding its last file
-            try:
-                shutil.rmtree(self.path / name)
-            except FileNotFoundError:
-                if not (self.path / name).exists():
-                    return
-            except OSError:
-                if not stat.S_ISDIR((self.path / name).lstat().st_mode):
-                    raise
-        if (self.path / name).exists():
-            shutil.rmtree(self.path / name)
+        folder, last = os.path.split(name)
+        with contextlib.suppress(FileNotFoundError), self._inside(folder) as opened:
+            for _ in range(3):  # a writer that was called off may be adding its last file
+                try:
+                    shutil.rmtree(last, dir_fd=opened)
+                except OSError:
+                    found = os.stat(last, dir_fd=opened, follow_symlinks=False)  # or it has gone
+                    if not stat.S_ISDIR(found.st_mode):
+                        raise
+            shutil.rmtree(last, dir_fd=opened)
 
 
 class _RemoteSink:
@@ -541,18 +590,81 @@ def _bucket(protocol: str) -> Any:
     return Bucket(**options)
 
 
+def address(where: str | os.PathLike[str]) -> str:
+    """Give the one form of a directory's path or address, in which all processes name it.
+
+    A path becomes absolute, with ``~`` expanded. ``file:///path`` becomes the path.
+
+    Args:
+        where: a path, or an address that fsspec knows.
+
+    Raises:
+        ConfigError: another folder might be meant than the one that would be written to.
+    """
+    given = os.fspath(where)
+    text = os.fsdecode(given)
+    shown = repr(text) if len(text) <= 120 else f"{text[:60]!r}…{text[-40:]!r}"
+
+    def refuse(why: str) -> ConfigError:
+        return ConfigError(f"checkpoint directory {shown}: {why}")
+
+    if not text.strip():
+        raise refuse("it is empty; expected a path, or an address such as s3://bucket/run-1")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise refuse(
+            "its name is no UTF-8, so other programs of the job cannot be told of it; rename it, "
+            "or make a link to it"
+        ) from None
+    if not text.isprintable():
+        raise refuse("its name has characters that cannot be printed; rename it")
+    protocol, colon, rest = text.partition(":")
+    if colon and re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]+", protocol) and rest.startswith("/"):
+        if not rest.startswith("//"):
+            raise refuse(
+                f"expected two slashes in an address ({protocol}:/{rest}); for a folder of that "
+                "name put ./ before it"
+            )
+        if protocol.lower() != "file":
+            if not rest.strip("/"):
+                raise refuse(f"expected a bucket or folder behind {protocol}://")
+            return _fitting(f"{protocol.lower()}:{rest.rstrip('/')}", refuse)
+        host, slash, path = rest[2:].partition("/")
+        if host not in ("", "localhost") or not slash or "%" in path:
+            raise refuse(
+                "expected file:// and an absolute path without %, such as file:///data/run-1; or "
+                "give the path itself"
+            )
+        text = f"/{path}"
+    elif "://" in text:
+        raise refuse("expected an address such as s3://bucket/run-1, or a path without ://")
+    try:
+        return _fitting(str(Path(text).expanduser().absolute()), refuse)
+    except RuntimeError as error:
+        raise refuse(f"{error}; give the path itself") from error
+
+
+def _fitting(text: str, refuse: Callable[[str], ConfigError]) -> str:
+    """Give an address back that is short enough for what is written below it."""
+    nbytes = len(json.dumps(text, ensure_ascii=False).encode()) - 2  # as an agent is told it
+    longest = max(len(name.encode()) for name in text.split("/"))
+    if nbytes > MOST_BYTES:
+        raise refuse(f"it has {nbytes} bytes; expected at most {MOST_BYTES}")
+    if longest > 255 and "://" not in text:
+        raise refuse(f"it has a name of {longest} bytes; file systems take 255")
+    return text
+
+
 def open_place(url: str | Path) -> Place:
     """A path, ``file://…``, or any other address that fsspec knows.
 
     Raises:
-        ConfigError: nothing is installed that speaks the protocol.
+        ConfigError: it is no address (:func:`address`), or nothing is installed that speaks the
+            protocol.
     """
-    text = str(url)
-    if "://" not in text:
-        return Folder(Path(text).absolute())
-    if text.startswith("file://"):
-        return Folder(Path(text.removeprefix("file://")))
-    return Remote(text)
+    text = address(url)
+    return Remote(text) if "://" in text else Folder(Path(text))
 
 
 # --- who writes ---
@@ -941,8 +1053,16 @@ class Store:
         self.clear(folder)
 
     def clear(self, folder: str) -> None:
-        """Remove what an attempt has written; what shows that it was one goes last."""
-        for name in self.place.names(folder):
+        """Remove what an attempt has written; what shows that it was one goes last.
+
+        Of a link only the link goes: what it leads to was put there by others.
+        """
+        try:
+            names = self.place.names(folder)
+        except NotADirectoryError:
+            self.place.remove(folder)
+            return
+        for name in names:
             if name != PARTS and _WRITES.fullmatch(name):
                 self.place.remove(f"{folder}/{name}")
         self.place.remove_folder(folder)
@@ -1043,6 +1163,9 @@ def _decoded(text: bytes | None) -> _Claim | None:
     if text is None:
         return None
     try:
-        return _Claim(**json.loads(text))
-    except (ValueError, TypeError):
+        found = _Claim(**json.loads(text))
+    except (ValueError, TypeError, RecursionError):
         return None
+    types = (type(field.default) for field in fields(_Claim) if field.name != "job")
+    rightly = zip((str, *types), astuple(found), strict=True)
+    return found if all(type(value) is kind for kind, value in rightly) else None

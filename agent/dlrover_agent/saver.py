@@ -44,8 +44,9 @@ from dlrover_py.protocol.checkpoint import (
     Summary,
     read_line,
 )
-from dlrover_py.protocol.errors import CheckpointError, DLRoverError
+from dlrover_py.protocol.errors import CheckpointError, ConfigError, DLRoverError
 from dlrover_py.protocol.workers import Store
+from dlrover_py.storage import address
 
 log = logging.getLogger("agent.saver")
 
@@ -280,10 +281,13 @@ class Saver:
 
     @property
     def _dir(self) -> str:
-        """Where checkpoints go; empty if nobody has said it."""
+        """Where checkpoints go; empty if that is not known, or cannot be used."""
         if self._store is not None:
             return self._store.dir
-        return str(self._policy.get("dir") or "")
+        where = str(self._policy.get("dir") or "")
+        with contextlib.suppress(ConfigError):  # the script's Checkpointer is refused with words
+            return address(where) if where else ""
+        return ""
 
     def _take_up(self, new: PersistOrder) -> None:
         self._order, self._granted = new, False

@@ -17,7 +17,7 @@ MAX_DATAGRAM = 8192
 class Store(Wire):
     """Where a script wants checkpoints to go that are to outlive the job, if it says so itself."""
 
-    dir: Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+    dir: Annotated[str, StringConstraints(min_length=1, max_length=4096)]
     """A path, not a relative one, or an fsspec address."""
     keep: dict[Annotated[str, StringConstraints(max_length=16)], Count] = Field(
         default_factory=dict, max_length=8

@@ -305,7 +305,7 @@ class Checkpointer:
             "persist_every", _first(persist_every, job.get("persistEvery"), PERSIST_EVERY)
         )
         where = dir if dir is not None else job.get("dir")
-        self.dir = None if where is None else _absolute(os.fspath(where))
+        self.dir = None if where is None else _directory(where)
         self.keep = _keep(_first(keep, job.get("keep"), Keep()))
         self.rng, self.strict = rng, strict
         self.stats = Stats()
@@ -1332,9 +1332,21 @@ def _first(*values: Any) -> Any:
     return next(value for value in values if value is not None)
 
 
-def _absolute(where: str) -> str:
-    """Other processes read it, which may stand elsewhere."""
-    return where if "://" in where else str(Path(where).expanduser().absolute())
+def _directory(where: str | os.PathLike[str]) -> str:
+    """Give the address of a directory that outlives this process.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
+    from dlrover_py.storage import address
+
+    found = address(where)
+    if found.startswith("memory://"):
+        raise ConfigError(
+            f"checkpoint directory {found}: it is the memory of the process that writes, and goes "
+            "with it; leave the directory out to keep checkpoints in the job's memory"
+        )
+    return found
 
 
 def _keep(value: object) -> Keep:

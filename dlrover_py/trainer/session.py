@@ -40,6 +40,8 @@ MAX_COUNT = 2**53
 """Limits of the protocol. Copied, as its types need pydantic; a test holds them together."""
 MAX_DATAGRAM = 8192
 MAX_WORDS = 1000
+FEW_WORDS = 100
+"""The same, where a long path leaves no room for more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +227,10 @@ class Session:
         }
         whole = _encode(news | {"metrics": self._metrics})
         # 32 long names in a script of 4 bytes a letter do not fit; the step matters more.
-        return whole if len(whole) <= MAX_DATAGRAM else _encode(news)
+        for less in ({}, {"unsaved": self._unsaved[:FEW_WORDS]}):
+            if len(whole) > MAX_DATAGRAM:
+                whole = _encode(news | less)
+        return whole
 
 
 _session: Session | None = None

@@ -18,6 +18,7 @@ import pytest
 from dlrover_py.protocol import workers
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.workers import News, Order
+from dlrover_py.storage import address
 from dlrover_py.trainer import session
 from dlrover_py.trainer.session import Session, World
 from dlrover_py.trainer.settings import Settings
@@ -215,6 +216,22 @@ def test_messages_fit_the_protocol(agent: Agent, worker: Session) -> None:
     ):
         with pytest.raises(ValueError, match="1 validation error"):
             News.model_validate({"round": 1, "local_rank": 0} | too_much)
+
+
+def test_the_longest_directory_fits_with_all_that_is_said_beside_it(
+    agent: Agent, worker: Session
+) -> None:
+    longest = address("/" + "/".join(['"' * 10 + "Ω" * 100] * 16 + ["d" * 100, "d" * 162]))
+    with pytest.raises(ConfigError):
+        address(longest + "d")
+    names = {f"{i:02}" + "Ω" * (session.MAX_NAME - 2): 1.0 for i in range(session.MAX_METRICS)}
+    worker.report_step(session.MAX_COUNT, session.MAX_COUNT, names)
+    worker.report_unsaved("\U0001f4be" * session.MAX_WORDS)
+    worker.report_store(longest, {"last": 2**53, "every": 2**53, "best": 2**53}, ["s" * 60])
+    said = [one for one in agent.waiting() if one.store is not None]
+    assert said, "the agent is told of it"
+    assert said[-1].store.dir == longest
+    assert said[-1].unsaved
 
 
 def test_hot_loop_sends_one_datagram_an_interval(

@@ -41,6 +41,7 @@ from dlrover_py.storage import (
     Claimed,
     Folder,
     Store,
+    address,
     folder_of,
     kept,
     parts,
@@ -550,6 +551,166 @@ def test_what_cannot_be_removed_is_named_and_the_sweep_goes_on(store: Store) -> 
     store.place = whole
     assert store.sweep(now=0.0) == [named(1)]
     assert store.stuck == {}
+
+
+# --- what others who may write there have put beside it ---
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Path:
+    """A checkpoint of torch's own, of another training of this user."""
+    folder = tmp_path / "foreign"
+    folder.mkdir()
+    for name in (".metadata", "__0_0.distcp"):
+        (folder / name).write_bytes(b"precious")
+    return folder
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("buried", [False, True])
+def test_a_sweep_follows_no_link(store: Store, foreign: Path, buried: bool) -> None:
+    store.prepare()
+    link = Path(store.place.url, named(3))
+    link.symlink_to(foreign)
+    if buried:
+        grave = manifest(3, void="it was never committed")
+        assert store.place.create(f"{named(3)}.json", grave.encode())
+    else:
+        (foreign / "parts").mkdir()
+    before = files(foreign)
+    store.sweep(now=0.0)
+    assert files(foreign) == before
+    with pytest.raises(NotADirectoryError, match=named(3)):
+        store.place.make(f"{named(3)}/parts")
+
+
+def test_of_a_checkpoint_that_is_a_link_only_the_link_is_removed(
+    store: Store, foreign: Path
+) -> None:
+    """It may lead to an archive, from which it is still read."""
+    done = store.commit(manifest(3))
+    Path(store.place.url, done.folder).symlink_to(foreign)
+    before = files(foreign)
+    data = bytearray(8)
+    store.read_into(done, "__0_0.distcp", 0, memoryview(data))
+    assert data == b"precious"
+    store.remove(done.folder)
+    assert files(foreign) == before
+    assert [p.name for p in Path(store.place.url).iterdir()] == []
+
+
+def test_a_link_inside_a_checkpoint_is_not_followed_either(store: Store, foreign: Path) -> None:
+    done = store.commit(manifest(3))
+    folder = write(store, done)
+    shutil.rmtree(folder / "parts")
+    (folder / "parts").symlink_to(foreign)
+    before = files(foreign)
+    store.remove(done.folder)
+    assert files(foreign) == before
+
+
+@pytest.mark.parametrize("name", [CLAIM, f"{named(3)}.json", f"{named(4)}/__0_0.distcp"])
+def test_a_pipe_is_not_waited_for(store: Store, name: str) -> None:
+    done = store.commit(manifest(4))
+    write(store, done)
+    path = Path(store.place.url, name)
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    data = memoryview(bytearray(1))
+    for read in (
+        lambda: store.place.read(name),
+        lambda: store.place.read_into(name, 0, data),
+    ):
+        with pytest.raises(OSError, match=f"it is no regular file.*{path.name}"):
+            read()
+    assert [m.step for m in store.checkpoints()] == [4]
+
+
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.text(max_size=3), st.lists(st.none())
+)
+
+
+@given(
+    st.one_of(
+        VALUES,
+        st.dictionaries(st.sampled_from(["job", "pid", "beat", "host", "writer", "x"]), VALUES),
+    )
+)
+def test_a_claim_of_another_form_is_another_jobs(document: object) -> None:
+    """It may be anything; nothing but an error in words comes of it."""
+    clock = Clock()
+    store = Store("memory://claims", clock=clock)
+    store.place.put(CLAIM, json.dumps(document).encode())
+    with suppress(Claimed):
+        store.claim(ONE, drawn(7))
+    store.join(ONE)
+    store.renew()
+    store.release()
+
+
+# --- how a directory is named ---
+
+
+@pytest.mark.parametrize(
+    ("given", "means"),
+    [
+        ("/data/run", "/data/run"),
+        ("/data/run/", "/data/run"),
+        ("/data//run/.", "/data/run"),
+        (Path("/data/run"), "/data/run"),
+        (b"/data/run", "/data/run"),
+        ("run", "/cwd/run"),
+        ("./a:/b", "/cwd/a:/b"),
+        ("~/run", "/home/me/run"),
+        ("file:///data/run/", "/data/run"),
+        ("file://localhost/data/run", "/data/run"),
+        ("FILE:///data/run", "/data/run"),
+        ("s3://bucket/run/", "s3://bucket/run"),
+        ("S3://Bucket/Run", "s3://Bucket/Run"),
+        ("/data/Ω ф", "/data/Ω ф"),
+        ("/" + "/".join(["d" * 255] * 14), "/" + "/".join(["d" * 255] * 14)),
+    ],
+)
+def test_a_directory_has_one_form(monkeypatch: pytest.MonkeyPatch, given: str, means: str) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setattr(os, "getcwd", lambda: "/cwd")
+    assert address(given) == means
+    assert address(means) == means, "what is said to other processes means the same to them"
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("", "it is empty"),
+        (" ", "it is empty"),
+        (b"/data/caf\xe9", "no UTF-8"),
+        ("/data/a\nb", "cannot be printed"),
+        ("/data/a\0b", "cannot be printed"),
+        ("s3:/bucket/run", "expected two slashes"),
+        ("file:/data/run", "expected two slashes"),
+        ("file://data/run", "expected file:// and an absolute path"),
+        ("file://", "expected file:// and an absolute path"),
+        ("file:///data/a%20b", "without %"),
+        ("s3://", "expected a bucket"),
+        ("://run", "expected an address such as"),
+        ("a b://run", "expected an address such as"),
+        ("~nobody-of-this-name/run", "give the path itself"),
+        ("/" + "/".join(["d" * 255] * 15), "it has 3840 bytes; expected at most 3800"),
+        ("/data/" + "d" * 256, "a name of 256 bytes"),
+        ("/data/" + "é" * 128, "a name of 256 bytes"),
+    ],
+)
+def test_a_directory_that_might_be_another_is_refused(given: str, why: str) -> None:
+    with pytest.raises(ConfigError, match="checkpoint directory ") as refused:
+        address(given)
+    assert why in str(refused.value)
+    assert len(str(refused.value)) < 400
+    with pytest.raises(ConfigError):
+        Store(os.fsdecode(given))
 
 
 # --- retention ---
