@@ -17,7 +17,15 @@ import re
 import ssl
 import time
 import urllib.request
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+)
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -55,6 +63,9 @@ _REREAD_S = 60.0
 _REREAD_LEAST_S = 1.0
 _PLUGIN_SKEW_S = 300.0
 """The loader itself asks a plugin again five minutes before its token expires."""
+_LEVELS = 200
+_BRACKET = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]')
+_WARNING = re.compile(r'299 \S+ "((?:[^"\\]|\\.)*)"')
 _NOT_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")
 _BUFFER = 2**20
 _PROMPT_S = 2.0
@@ -281,6 +292,8 @@ class Kube:
         self._access = access
         self.times = times or Times()
         self.wall = ServerClock()
+        self.on_warning: Callable[[str], None] = lambda _: None
+        """Gets each warning that the API server adds to an answer, in its words."""
         self._heard_at = time.monotonic()
         self._http: aiohttp.ClientSession | None = None
         self._turns = asyncio.Semaphore(IN_FLIGHT)
@@ -345,19 +358,42 @@ class Kube:
         items, _ = await self._listed(kind.path(namespace), _selection(labels, fields), _whole)
         return items
 
-    async def create(self, kind: Kind, obj: Obj, *, dry_run: bool = False) -> Obj:
+    async def create(
+        self,
+        kind: Kind,
+        obj: Obj,
+        *,
+        dry_run: bool = False,
+        strict: bool = False,
+        on_warning: Callable[[str], None] | None = None,
+    ) -> Obj:
         """Create an object, or only have the server check it.
+
+        Args:
+            kind: of which kind.
+            obj: the object; its namespace is :attr:`namespace` where it has none.
+            dry_run: nothing is stored.
+            strict: unknown fields are refused; otherwise the server drops them with a warning.
+            on_warning: gets this call's warnings instead of :attr:`on_warning`.
 
         Raises:
             AlreadyExists: the name is taken.
             Invalid, Forbidden: it cannot be, or may not be.
         """
         path = kind.path(self._in(kind, _meta(obj).get("namespace", "")))
-        query = {"dryRun": "All"} if dry_run else {}
-        return await self._json("POST", path, query, _named(kind, obj))
+        query = _write_query(dry_run=dry_run, strict=strict)
+        return await self._json("POST", path, query, _named(kind, obj), on_warning=on_warning)
 
-    async def create_or_own(self, kind: Kind, obj: Obj, owner_uid: str) -> Obj:
+    async def create_or_own(
+        self, kind: Kind, obj: Obj, owner_uid: str, *, strict: bool = False
+    ) -> Obj:
         """Create an object; if its name is taken return what is there, if that owner owns it.
+
+        Args:
+            kind: of which kind.
+            obj: the object.
+            owner_uid: uid of the object that has to own what is there.
+            strict: unknown fields are refused.
 
         Raises:
             NameConflict: what is there is somebody else's.
@@ -365,19 +401,27 @@ class Kube:
         """
         name, namespace = obj["metadata"]["name"], _meta(obj).get("namespace", "")
         with contextlib.suppress(AlreadyExists):
-            return await self.create(kind, obj)
+            return await self.create(kind, obj, strict=strict)
         try:
             return _owned(kind, await self.get(kind, name, namespace), obj, owner_uid)
         except NotFound:  # it went in between
-            return await self.create(kind, obj)
+            return await self.create(kind, obj, strict=strict)
 
-    async def replace(self, kind: Kind, obj: Obj, *, dry_run: bool = False) -> Obj:
+    async def replace(
+        self, kind: Kind, obj: Obj, *, dry_run: bool = False, strict: bool = False
+    ) -> Obj:
         """Write a whole object that was read before, or only have the server check it.
+
+        Args:
+            kind: of which kind.
+            obj: the object, with the ``resourceVersion`` that was read.
+            dry_run: nothing is stored.
+            strict: unknown fields are refused.
 
         Raises:
             Conflict: it has been written since.
         """
-        query = {"dryRun": "All"} if dry_run else {}
+        query = _write_query(dry_run=dry_run, strict=strict)
         return await self._json("PUT", self._path_of(kind, obj), query, _named(kind, obj))
 
     async def apply(self, kind: Kind, obj: Obj, *, manager: str, subresource: str = "") -> Obj:
@@ -559,8 +603,10 @@ class Kube:
         body: Obj | None = None,
         *,
         form: str = "application/json",
+        on_warning: Callable[[str], None] | None = None,
     ) -> Obj:
-        return _document(await self._call(method, path, query or {}, body, form=form), path)
+        data = await self._call(method, path, query or {}, body, form=form, on_warning=on_warning)
+        return _document(data, path)
 
     async def _call(
         self,
@@ -570,6 +616,7 @@ class Kube:
         body: Obj | None = None,
         *,
         form: str = "application/json",
+        on_warning: Callable[[str], None] | None = None,
     ) -> bytes:
         """One exchange within the deadline."""
         data = None if body is None else _encoded(body)
@@ -579,6 +626,8 @@ class Kube:
                 self._turns,
                 self._reply(method, path, query, data, form) as reply,
             ):
+                for words in _warnings(reply.headers.getall("Warning", ())):
+                    (on_warning or self.on_warning)(words)
                 return await reply.read()
         except TimeoutError as error:
             words = f"{self._access.host}: no answer within {self.times.call_s:g} s"
@@ -959,9 +1008,39 @@ def _escape(one: str) -> str:
     return "\ufffd" if half else f"\\u{ord(one):04x}"
 
 
+def _loads(data: bytes) -> Any:
+    """JSON of any depth: what is nested too deep for Python's parser is null.
+
+    An API server stores up to 10,000 levels; one such object must not blind who lists them all.
+
+    Raises:
+        ValueError: it is no JSON.
+    """
+    try:
+        return json.loads(data)
+    except RecursionError:
+        return json.loads(_cut_at(_LEVELS, data))
+
+
+def _cut_at(levels: int, data: bytes) -> bytes:
+    """JSON with null for each mapping or list below so many others."""
+    kept: list[bytes] = []
+    depth = end = 0
+    for token in _BRACKET.finditer(data):
+        if token[0] in (b"[", b"{"):
+            depth += 1
+            if depth == levels + 1:
+                kept += data[end : token.start()], b"null"
+        elif token[0] in (b"]", b"}"):
+            if depth == levels + 1:
+                end = token.end()
+            depth -= 1
+    return b"".join([*kept, data[end:]])
+
+
 def _document(data: bytes, path: str) -> Obj:
     try:
-        document = json.loads(data)
+        document = _loads(data)
     except ValueError:
         document = None
     if not isinstance(document, dict):
@@ -972,7 +1051,7 @@ def _document(data: bytes, path: str) -> Obj:
 async def _error(reply: "aiohttp.ClientResponse", path: str) -> KubeError:
     data = await reply.read()
     try:
-        said = json.loads(data)
+        said = _loads(data)
     except ValueError:
         said = None
     if not isinstance(said, dict):
@@ -1018,6 +1097,18 @@ def _owned(kind: Kind, found: Obj, wish: Obj, owner_uid: str) -> Obj:
     if any((owner.get("kind"), owner.get("name")) in ours for owner in owners):
         raise Leftover(f"{words}: what a deleted one of the owner's name has left is not gone yet")
     raise NameConflict(f"{words}, and is not owned by {owner_uid}; delete or rename one of the two")
+
+
+def _write_query(*, dry_run: bool, strict: bool) -> dict[str, str]:
+    asked = {"dryRun": "All" if dry_run else "", "fieldValidation": "Strict" if strict else ""}
+    return {key: value for key, value in asked.items() if value}
+
+
+def _warnings(headers: Iterable[str]) -> Iterator[str]:
+    """The words of ``Warning`` headers (RFC 7234), as Kubernetes sends them."""
+    for header in headers:
+        for words in _WARNING.findall(header):
+            yield re.sub(r"\\(.)", r"\1", words)
 
 
 def _selection(labels: str, fields: str) -> dict[str, str]:

@@ -26,6 +26,7 @@ from aiohttp import web
 
 from dlrover_py import kube
 from dlrover_py.kube import Kind, Obj
+from dlrover_py.protocol.template import faults_of
 from tests.process.harness import free_port
 
 KINDS = [value for value in vars(kube).values() if isinstance(value, Kind)]
@@ -125,6 +126,7 @@ class FakeCluster:
         bookmark_s: how often a watch that asked for them gets bookmarks.
         logs: what each Pod (namespace, name) has printed.
         ahead_s: of this machine's clock, in seconds.
+        warnings: are added to the answer to each creation.
     """
 
     def __init__(self, *, tls: ssl.SSLContext | None = None) -> None:
@@ -136,6 +138,7 @@ class FakeCluster:
         self.page = 10_000
         self.bookmark_s = 0.5
         self.ahead_s = 0.0
+        self.warnings: list[str] = []
         self.logs: dict[tuple[str, str], str] = {}
         self.url = ""
         self._tls, self._port = tls, 0
@@ -298,7 +301,12 @@ class FakeCluster:
         if not name and call.method == "GET":
             return web.json_response(self._list(kind, namespace, call.query))
         if call.method == "POST":
-            return web.json_response(self._create(kind, namespace, call), status=201)
+            reply = web.json_response(self._create(kind, namespace, call), status=201)
+            unknown = _unknown_fields(call.body) if kind.plural == "pods" else []
+            for words in [*self.warnings, *(f'unknown field "{path}"' for path in unknown)]:
+                escaped = words.replace("\\", "\\\\").replace('"', '\\"')
+                reply.headers.add("Warning", f'299 - "{escaped}"')
+            return reply
         if subresource == "log":
             return await self._log(request, key, call.query)
         if subresource == "scale":
@@ -421,6 +429,10 @@ class FakeCluster:
         if kind.plural in _WITH_STATUS:
             obj.pop("status", None)
         if kind.plural == "pods":
+            if call.query.get("fieldValidation") == "Strict" and (unknown := _unknown_fields(obj)):
+                named = ", ".join(f'unknown field "{path}"' for path in unknown)
+                words = 'Pod in version "v1" cannot be handled as a Pod: strict decoding error: '
+                raise Refused(400, "BadRequest", words + named)
             _check_pod(obj)
             obj["status"] = {"phase": "Pending"}
         if call.query.get("dryRun"):
@@ -679,6 +691,11 @@ def _field_fits(obj: Obj, part: str) -> bool:
 
 def _pod_phase(obj: Obj | None) -> str:
     return str(((obj or {}).get("status") or {}).get("phase") or "")
+
+
+def _unknown_fields(pod: Obj) -> list[str]:
+    found = faults_of(pod.get("spec") or {}, "spec", "PodSpec")
+    return [fault.path for fault in found if fault.unknown]
 
 
 def _check_pod(obj: Obj) -> None:

@@ -62,6 +62,7 @@ class Cluster:
 
     def __init__(self, target: Target) -> None:
         self._target = target
+        self._warned: set[str] = set()
         self._runner = asyncio.Runner()
 
     def __enter__(self) -> Self:
@@ -73,7 +74,14 @@ class Cluster:
             self._runner.close()
             raise ConfigError(f"no cluster: {error}") from error
         self.kube.times = Times(call_s=CALL_S)
+        self.kube.on_warning = self._warn
         return self
+
+    def _warn(self, words: str) -> None:
+        """Print what the API server warns of, once: a dry run and the call itself say the same."""
+        if words not in self._warned:
+            self._warned.add(words)
+            print(f"dlrover: {self.kube.host} warns: {words}", file=sys.stderr)
 
     def __exit__(self, *_: object) -> None:
         self._runner.run(self.kube.close())
@@ -116,6 +124,10 @@ class Cluster:
         if isinstance(error, (TransientError, Throttled)):
             words = str(error) if host in str(error) else f"{host}: {error}"
             return Unreachable(f"the cluster does not answer: {words}; try again, or see --context")
+        if "strict decoding error" in str(error):
+            return ConfigError(
+                f"{error}: correct the spelling; or is DLRover's CRD there older than this command?"
+            )
         return ConfigError(str(error))
 
     # --- one job ---
@@ -242,11 +254,12 @@ class Cluster:
         meta = wish["metadata"]
         for _ in range(APPLY_TRIES if apply else 1):
             with contextlib.suppress(*((AlreadyExists,) if apply else ())):
-                return "submitted", await self.kube.create(ELASTICJOBS, wish, dry_run=dry_run)
+                made = await self.kube.create(ELASTICJOBS, wish, dry_run=dry_run, strict=True)
+                return "submitted", made
             with contextlib.suppress(NotFound, Conflict):  # somebody else was faster: once more
                 old = await self.kube.get(ELASTICJOBS, meta["name"], meta["namespace"])
                 new = _applied(old, wish)
-                obj = await self.kube.replace(ELASTICJOBS, new, dry_run=dry_run)
+                obj = await self.kube.replace(ELASTICJOBS, new, dry_run=dry_run, strict=True)
                 return "changed" if _content(obj) != _content(old) else "unchanged", obj
         raise Conflict(f"{meta['name']} is changed by others all the time; try again")
 

@@ -124,9 +124,11 @@ def run(file: Path, hosts: int | None, as_json: bool, plain: bool, grace: float)
     is 0 if the job succeeded and 1 if it failed. Ctrl-C stops it; a second one does at once.
     """
     settings = Settings.from_environment()
-    wish = jobfile.load(file)
-    _remark(wish.for_clusters_only(), CLUSTER_ONLY)
-    _remark(wish.without_effect(), INERT)
+    document = jobfile.load(file)
+    wish = document.job
+    _remark(document.remarks)
+    _tell_of(wish.for_clusters_only(), CLUSTER_ONLY)
+    _tell_of(wish.without_effect(), INERT)
     if hosts is None:
         hosts = wish.worker.replicas + wish.worker.standby_replicas
     from dlrover_py.cli.run import run_job  # the web framework: only this command pays for it
@@ -168,7 +170,8 @@ def submit(
 
     documents = [document for file in files for document in jobfile.load_all(file)]
     for document in documents:
-        _remark(document.job.without_effect(), INERT)
+        _remark(document.remarks)
+        _tell_of(document.job.without_effect(), INERT)
     style = _style(as_json=as_json, plain=plain)
     with Cluster(target) as cluster:
         submitted = cluster.submit(documents, apply=apply, dry_run=dry_run)
@@ -198,9 +201,14 @@ def _style(*, as_json: bool, plain: bool) -> Style:
     return "json" if as_json else "plain" if plain or not sys.stdout.isatty() else "live"
 
 
-def _remark(paths: Sequence[str], word: str) -> None:
+def _remark(lines: Sequence[str]) -> None:
+    for line in lines:
+        click.echo(f"dlrover: {line}", err=True)
+
+
+def _tell_of(paths: Sequence[str], word: str) -> None:
     if paths:
-        click.echo(f"dlrover: {', '.join(paths)}: {word}", err=True)
+        _remark([f"{', '.join(paths)}: {word}"])
 
 
 # --- look ---

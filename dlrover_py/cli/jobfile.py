@@ -1,6 +1,7 @@
 """Reads a job file, and says where in it a fault stands."""
 
 import contextlib
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,9 +20,11 @@ class Document:
 
     written: dict[str, Any]
     job: ElasticJob
+    remarks: tuple[str, ...]
+    """Fields of its templates that are not known here: ``file:line: path: what to do``."""
 
 
-def load(path: Path) -> ElasticJob:
+def load(path: Path) -> Document:
     """Read and check a job file that is to be run on this machine.
 
     Raises:
@@ -36,7 +39,7 @@ def load(path: Path) -> ElasticJob:
     with _lines_of(name, root):
         job = ElasticJob.parse(document)
         _check_for_here(job)
-    return job
+    return Document(document, job, _remarks(name, root, job))
 
 
 def load_all(path: Path) -> list[Document]:
@@ -51,12 +54,64 @@ def load_all(path: Path) -> list[Document]:
     for root, document in _parsed(name, text):
         try:
             with _lines_of(name, root):
-                found.append(Document(document, ElasticJob.parse(document)))
+                job = ElasticJob.parse(document)
+            found.append(Document(document, job, _remarks(name, root, job)))
         except ConfigError as error:
             faults.append(str(error))
     if faults:
         raise ConfigError("\n".join(faults))
     return found
+
+
+_TAG = "tag:yaml.org,2002:"
+_INT, _FLOAT, _MERGE = (_TAG + name for name in ("int", "float", "merge"))
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as kubectl reads it: what is no JSON is refused, as is a key that stands twice."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Check the keys while each still has its line."""
+        node = super().compose_mapping_node(anchor)
+        first: dict[str, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise _fault("expected text as the key of a mapping", key)
+            line = key.start_mark.line + 1
+            if key.value in first and key.tag != _MERGE:
+                words = f"the key {key.value!r} stands twice, first on line {first[key.value]}"
+                raise _fault(f"{words}: keep one of the two", key)
+            first[key.value] = line
+        return node
+
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
+        """Dates are text, and so is ``12:30``, which YAML 1.1 counts as seconds."""
+        tag = super().resolve(kind, value, implicit)  # type: ignore[no-untyped-call]
+        odd = tag == f"{_TAG}timestamp" or (tag in (_INT, _FLOAT) and ":" in value)
+        return f"{_TAG}str" if odd and kind is yaml.ScalarNode else tag
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Keys are text, whatever they look like."""
+        self.flatten_mapping(node)
+        return {key.value: self.construct_object(value, deep=deep) for key, value in node.value}
+
+    def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
+        """JSON has no infinite numbers."""
+        value = float(super().construct_yaml_float(node))
+        if not math.isfinite(value):
+            raise _fault("expected a finite number", node)
+        return value
+
+
+_JSON = (None, *(_TAG + name for name in ("null", "bool", "int", "str", "seq", "map")))
+_Loader.yaml_constructors = {
+    tag: made for tag, made in yaml.SafeLoader.yaml_constructors.items() if tag in _JSON
+}
+_Loader.add_constructor(_FLOAT, _Loader.construct_yaml_float)
+
+
+def _fault(words: str, node: yaml.Node) -> yaml.MarkedYAMLError:
+    return yaml.constructor.ConstructorError(None, None, words, node.start_mark)
 
 
 def _text(path: Path) -> str:
@@ -70,8 +125,8 @@ def _text(path: Path) -> str:
 def _parsed(name: str, text: str) -> list[tuple[yaml.Node | None, Any]]:
     """Each document as a tree that knows its lines and as plain data; one at least."""
     try:
-        roots = list(yaml.compose_all(text, Loader=yaml.SafeLoader))
-        documents = list(yaml.safe_load_all(text))
+        roots = list(yaml.compose_all(text, Loader=_Loader))
+        documents = list(yaml.load_all(text, Loader=_Loader))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{name}:{mark.line + 1}" if mark is not None else name
@@ -96,6 +151,11 @@ def _lines_of(name: str, root: yaml.Node | None) -> Iterator[None]:
             for line in str(error).splitlines()
         ]
         raise ConfigError("\n".join(lines)) from error
+
+
+def _remarks(name: str, root: yaml.Node | None, job: ElasticJob) -> tuple[str, ...]:
+    unknown = [fault for fault in job.template_faults() if fault.unknown]
+    return tuple(f"{name}:{_line_of(root, fault.path)}: {fault}" for fault in unknown)
 
 
 def _check_for_here(job: ElasticJob) -> None:

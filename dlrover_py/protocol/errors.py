@@ -16,6 +16,7 @@
 Each says what was expected, what was found, and what to do.
 """
 
+from collections.abc import Iterable
 from enum import IntEnum, StrEnum
 
 
@@ -91,3 +92,30 @@ class Bug(DLRoverError):
     """An invariant of ours is broken."""
 
     exit_code = ExitCode.BUG
+
+
+_KINDS = {
+    dict: "a mapping",
+    list: "a list",
+    str: "text",
+    bool: "a truth value",
+    int: "a number",
+    float: "a number",
+    type(None): "nothing",
+}
+
+
+def shown(value: object) -> str:
+    """A value in an error message: its kind in words, and the first of its characters."""
+    text = repr(value)
+    kind = _KINDS.get(type(value), type(value).__name__)
+    return f"{kind} {text if len(text) <= 60 else text[:57] + '…'}"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """What to do about a name that is not among the known ones."""
+    import difflib  # rarely needed
+
+    small = {one.lower(): one for one in known}
+    close = difflib.get_close_matches(name.lower(), small, n=1)
+    return f"did you mean {small[close[0]]}?" if close else "check its spelling"

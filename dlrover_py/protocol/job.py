@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -24,9 +24,11 @@ from pydantic import (
 from pydantic.alias_generators import to_camel
 from pydantic_core import ErrorDetails
 
+from dlrover_py.protocol import names
 from dlrover_py.protocol.commands import ELASTIC_RUN, calls
-from dlrover_py.protocol.errors import ConfigError, Unsupported
+from dlrover_py.protocol.errors import ConfigError, Unsupported, did_you_mean, shown
 from dlrover_py.protocol.names import API_VERSION, KIND, MAIN_CONTAINER
+from dlrover_py.protocol.template import DEPTH, Fault, faults_of, is_deeper
 
 JobName = Annotated[
     str, StringConstraints(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$", min_length=1, max_length=37)
@@ -44,6 +46,33 @@ ALLREDUCE: Final = "AllreduceStrategy"
 PARAMETER_SERVER: Final = "ParameterServerStrategy"
 OTHER_ROLES: Final = ("ps", "chief", "evaluator", "master")
 """Roles of DLRover's jobs that are not run yet."""
+
+TEMPLATE: Final = "spec.replicaSpecs.worker.template"
+HERE: Final = ("command", "args", "env")
+"""Fields of the main container that a job on this machine follows."""
+MASTER_TAKES: Final = (
+    *("nodeSelector", "affinity", "priorityClassName", "schedulerName"),
+    *("tolerations", "imagePullSecrets"),
+)
+"""Fields of a Pod that a master has from its template."""
+MASTER_SETTING: Final = "DLROVER_MASTER_"
+"""Environment variables of these names a master has from its template."""
+MASTER_TEMPLATE: Final = "spec.replicaSpecs.dlrover-master.template"
+
+MASTER_ARGUMENTS: Final = (
+    *("pending_timeout", "pending_fail_strategy", "service_type", "pre_check_ops"),
+    *("pre_check_bypass", "training_elastic_mode", "enable_dashboard", "dashboard_port"),
+)
+"""Annotations of an ElasticJob that DLRover's operator makes its master's arguments of."""
+OWN_ENV: Final = (
+    *(names.ENV_MASTER_ADDR, names.ENV_TOKEN_FILE, names.ENV_CA_FILE),
+    *(names.ENV_JOB_NAME, names.ENV_NODE_ID, names.ENV_POD_IP),
+)
+"""Environment variables of a node that its template cannot set."""
+OWN_LABELS: Final = (
+    *(names.LABEL_APP, names.LABEL_JOB, names.LABEL_ROLE, names.LABEL_INDEX, names.LABEL_UID),
+)
+"""Labels of a Pod that its template cannot set."""
 
 SIZES: Final = ("replicas", "minReplicas", "maxReplicas", "nodeUnit", "standbyReplicas")
 """Fields of a role that say how many nodes."""
@@ -172,13 +201,17 @@ class ReplicaSpec(Role):
     def _fraction(self) -> bool:
         return self.priority is not None and _FRACTION.fullmatch(self.priority) is not None
 
+    def faults(self) -> list[Fault]:
+        """Places of the template that Kubernetes cannot read, as far as is known here."""
+        return list(faults_of(self.template, TEMPLATE))
+
     def container(self) -> Container:
         """The container that runs the agent: the one named ``main``, or the only one.
 
         Raises:
             ConfigError: there is no such container, or a field that is needed is malformed.
         """
-        where, index = "spec.replicaSpecs.worker.template.spec.containers", self.main_container()
+        where, index = f"{TEMPLATE}.spec.containers", self.main_container()
         try:
             return Container.model_validate(self.template["spec"]["containers"][index])
         except ValidationError as error:
@@ -196,7 +229,7 @@ class ReplicaSpec(Role):
         Raises:
             ConfigError: there is none.
         """
-        where = "spec.replicaSpecs.worker.template.spec.containers"
+        where = f"{TEMPLATE}.spec.containers"
         containers = _containers(self.template)
         if not containers:
             raise ConfigError(f"{where}: expected a list of at least one container")
@@ -372,12 +405,16 @@ class ElasticJob(_Strict):
         Raises:
             ConfigError: with one line for each fault: its path, what was found and expected.
         """
+        _check_depth(document)
         if not isinstance(document, dict):
             raise ConfigError(
                 f"expected a mapping with apiVersion: {API_VERSION} and kind: {KIND}, "
-                f"found {_kind_of(document)}"
+                f"found {shown(document)}"
             )
         job = cls._checked(document, "forbid")
+        wrong = [str(fault) for fault in job.template_faults() if not fault.unknown]
+        if wrong:
+            raise ConfigError("\n".join(wrong))
         job.worker.container()
         return job
 
@@ -393,29 +430,42 @@ class ElasticJob(_Strict):
 
     @classmethod
     def _checked(cls, document: dict[str, Any], extra: Literal["forbid", "ignore"]) -> Self:
+        _check_depth(document)
         unsupported = _unsupported(document)
         if unsupported:
             raise Unsupported(unsupported)
         try:
             job = cls.model_validate(document, extra=extra)
         except ValidationError as error:
-            raise ConfigError(explain(error)) from error
+            raise ConfigError(explain(error, model=cls)) from error
         problems = job.worker.problems()
         if problems:
             raise ConfigError("\n".join(f"spec.replicaSpecs.worker: {p}" for p in problems))
         job.worker.main_container()
         return job
 
+    def template_faults(self) -> list[Fault]:
+        """Places of the Pod templates that Kubernetes cannot read, as far as is known here."""
+        master = self.spec.replica_specs.dlrover_master
+        of_master = faults_of(master.template, MASTER_TEMPLATE) if master is not None else ()
+        return [*self.worker.faults(), *of_master]
+
     def without_effect(self) -> list[str]:
         """Paths of what the user has set and what changes nothing here."""
         found = list(_marked(self.spec, INERT, "spec"))
         if self.worker.priority is not None and not self.worker.priority_class:
             found.append("spec.replicaSpecs.worker.priority")
-        return found
+        found += _unused_of_worker(self.worker.template)
+        if (master := self.spec.replica_specs.dlrover_master) is not None:
+            found += _unused_of_master(master.template)
+        notes = self.metadata.annotations
+        return found + [f"metadata.annotations.{n}" for n in MASTER_ARGUMENTS if n in notes]
 
     def for_clusters_only(self) -> list[str]:
         """Paths of what the user has set and what a job on this machine does not follow."""
-        return list(_marked(self.spec, CLUSTER_ONLY, "spec"))
+        unknown = {fault.path for fault in self.worker.faults()}
+        of_pods = [path for path in _of_pods(self.worker.template) if path not in unknown]
+        return [*_marked(self.spec, CLUSTER_ONLY, "spec"), *of_pods]
 
     @property
     def worker(self) -> ReplicaSpec:
@@ -511,8 +561,78 @@ def least_nodes(template: dict[str, Any]) -> int | None:
     return None
 
 
+def _unused_of_worker(wanted: dict[str, Any]) -> Iterator[str]:
+    """What no Pod of a node has of its template."""
+    meta, spec = _mapping(wanted.get("metadata")), _mapping(wanted.get("spec"))
+    for name, value in meta.items():
+        if name not in ("labels", "annotations") and value is not None:
+            yield f"{TEMPLATE}.metadata.{name}"
+    for label in OWN_LABELS:
+        if label in _mapping(meta.get("labels")):
+            yield f"{TEMPLATE}.metadata.labels.{label}"
+    if spec.get("restartPolicy") not in (None, "Never"):
+        yield f"{TEMPLATE}.spec.restartPolicy"
+    index, main = _main_of(wanted)
+    for variable in map(_mapping, _items(main.get("env"))):
+        if variable.get("name") in OWN_ENV:
+            yield f"{TEMPLATE}.spec.containers[{index}].env.{variable['name']}"
+
+
+def _unused_of_master(wanted: dict[str, Any]) -> Iterator[str]:
+    """What no master has of its template."""
+    for name, value in _mapping(wanted.get("metadata")).items():
+        if name not in ("labels", "annotations") and value is not None:
+            yield f"{MASTER_TEMPLATE}.metadata.{name}"
+    for name, value in _mapping(wanted.get("spec")).items():
+        if name not in (*MASTER_TAKES, "containers") and value is not None:
+            yield f"{MASTER_TEMPLATE}.spec.{name}"
+    main, container = _main_of(wanted)
+    for index in range(len(_containers(wanted))):
+        where = f"{MASTER_TEMPLATE}.spec.containers[{index}]"
+        if index != main:
+            yield where
+            continue
+        for name, value in container.items():
+            if name not in ("name", "resources", "env") and value is not None:
+                yield f"{where}.{name}"
+        for variable in map(_mapping, _items(container.get("env"))):
+            if not str(variable.get("name")).startswith(MASTER_SETTING):
+                yield f"{where}.env.{variable.get('name')}"
+
+
+def _of_pods(wanted: dict[str, Any]) -> Iterator[str]:
+    """What of a template only a Pod has: on this machine a node is a process."""
+    index, main = _main_of(wanted)
+    for name, value in _mapping(wanted.get("spec")).items():
+        if name not in ("containers", "restartPolicy") and value is not None:
+            yield f"{TEMPLATE}.spec.{name}"
+    for number in range(len(_containers(wanted))):
+        if number != index:
+            yield f"{TEMPLATE}.spec.containers[{number}]"
+    for name, value in main.items():
+        if name not in ("name", *HERE) and value is not None:
+            yield f"{TEMPLATE}.spec.containers[{index}].{name}"
+
+
+def _main_of(wanted: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """The container named ``main``, or the only one, and its index; -1 and nothing if absent."""
+    containers = [_mapping(container) for container in _containers(wanted)]
+    named = [i for i, one in enumerate(containers) if one.get("name") == MAIN_CONTAINER]
+    index = named[0] if named else 0 if len(containers) == 1 else -1
+    return index, containers[index] if index >= 0 else {}
+
+
+def _check_depth(document: object) -> None:
+    if is_deeper(document):
+        raise ConfigError(f"mappings and lists are nested: expected at most {DEPTH} levels")
+
+
 def _mapping(value: object) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
+
+
+def _items(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _words(value: object) -> list[str]:
@@ -554,34 +674,50 @@ def _marked(model: BaseModel, mark: str, path: str) -> Iterator[str]:
             yield from _marked(value, mark, where)
 
 
-def explain(error: ValidationError, prefix: str = "") -> str:
-    """One line for each fault: path, what was found, what was expected."""
-    return in_words(error.errors(include_url=False), prefix)
+def explain(error: ValidationError, prefix: str = "", model: type[BaseModel] | None = None) -> str:
+    """One line for each fault: path, what was found, what was expected.
+
+    Args:
+        error: what the check of a document has found.
+        prefix: the document's own path, which each path begins with.
+        model: the document's; by its fields an unknown one may be told for a misspelt one.
+    """
+    return in_words(error.errors(include_url=False), prefix, model)
 
 
-def in_words(faults: Iterable[ErrorDetails], prefix: str = "") -> str:
+def in_words(
+    faults: Iterable[ErrorDetails], prefix: str = "", model: type[BaseModel] | None = None
+) -> str:
     """The same of faults that were found by another way."""
-    return "\n".join(_line(detail, prefix) for detail in faults)
+    return "\n".join(_line(detail, prefix, model) for detail in faults)
 
 
-def _line(detail: ErrorDetails, prefix: str) -> str:
+def _line(detail: ErrorDetails, prefix: str, model: type[BaseModel] | None) -> str:
     path = prefix
     for part in detail["loc"]:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
     expected = detail["msg"]
     if detail["type"] == "extra_forbidden":
-        return f"{path}: unknown field (found {_shown(detail['input'])}); check its spelling"
+        advice = did_you_mean(str(detail["loc"][-1]), _known(model, detail["loc"][:-1]))
+        return f"{path}: unknown field (found {shown(detail['input'])}); {advice}"
     if detail["type"] == "missing":
         return f"{path}: missing; expected a value here"
-    return f"{path}: found {_shown(detail['input'])}: {expected[:1].lower()}{expected[1:]}"
+    return f"{path}: found {shown(detail['input'])}: {expected[:1].lower()}{expected[1:]}"
 
 
-def _shown(value: object) -> str:
-    text = repr(value)
-    return f"{_kind_of(value)} {text if len(text) <= 60 else text[:57] + '…'}"
+def _known(model: type[BaseModel] | None, path: tuple[int | str, ...]) -> list[str]:
+    """Names of the fields at a path in a document of this model."""
+    for part in path:
+        if model is None:
+            return []
+        found = [f for n, f in model.model_fields.items() if part in (n, f.alias)]
+        model = _model_in(found[0].annotation) if found else None
+    return [f.alias or n for n, f in model.model_fields.items()] if model is not None else []
 
 
-def _kind_of(value: object) -> str:
-    names = {dict: "a mapping", list: "a list", str: "text", bool: "a truth value"}
-    names |= {int: "a number", float: "a number", type(None): "nothing"}
-    return names.get(type(value), type(value).__name__)
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The model that a field's type is, or is one of."""
+    for one in (annotation, *get_args(annotation)):
+        if isinstance(one, type) and issubclass(one, BaseModel):
+            return one
+    return None

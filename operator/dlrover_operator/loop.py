@@ -294,7 +294,7 @@ class Operator:
         self._metrics.actions.labels(type(action).__name__).inc()
         match action:
             case plan.Create(what, obj):
-                there = await api.create_or_own(KINDS[what], obj, uid)
+                there = await api.create_or_own(KINDS[what], obj, uid, strict=True)
                 if any(there.get(part) != obj[part] for part in FOLLOWS.get(what, ())):
                     await api.replace(KINDS[what], obj | {"metadata": there["metadata"]})
                 if what == "ServiceAccount":
@@ -309,7 +309,7 @@ class Operator:
                     await self._keep_token(elastic_job)
                 self._made_at[key] = api.wall()
             case plan.Replan(obj):
-                await api.replace(kube.DEPLOYMENTS, obj)
+                await api.replace(kube.DEPLOYMENTS, obj, strict=True)
             case plan.ScaleToZero(what, its):
                 patch = {"metadata": {"uid": its}, "spec": {"replicas": 0}}
                 await api.patch(kube.DEPLOYMENTS, what, patch, namespace)

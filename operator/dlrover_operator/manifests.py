@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dlrover_py.protocol import names
-from dlrover_py.protocol.job import ElasticJob
+from dlrover_py.protocol.job import MASTER_SETTING, ElasticJob
 
 Obj = dict[str, Any]
 
@@ -19,7 +19,6 @@ USER = 65532
 AWAY_S = 10
 """A master on a node that is not ready is given up after so long; Kubernetes would wait 300 s."""
 NOT_READY = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
-SETTING = "DLROVER_MASTER_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +211,7 @@ def _container(job: ElasticJob, cluster_ip: str, options: Options, main: Obj) ->
         env.append({"name": name, "valueFrom": {"fieldRef": {"fieldPath": f"metadata.{path}"}}})
     for variable in _list(main.get("env")):
         name = str(_dict(variable).get("name", ""))
-        if name.startswith(SETTING) and name not in ours:
+        if name.startswith(MASTER_SETTING) and name not in ours:
             env.append(variable)
     container: Obj = {
         "name": names.MAIN_CONTAINER,

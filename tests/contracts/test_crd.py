@@ -1,7 +1,9 @@
 """A real API server takes the CRD, holds its rules, and runs masters within ``restricted``."""
 
 import asyncio
+import contextlib
 import copy
+import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,12 +18,14 @@ from dlrover_py.kube import (
     ELASTICJOBS,
     NAMESPACES,
     PODS,
+    Changed,
     Invalid,
     Kube,
     KubeError,
     NotFound,
     Obj,
 )
+from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.status import ElasticJobStatus
 from tests.builders import job_file
@@ -279,6 +283,27 @@ async def test_a_master_of_an_older_term_does_not_write_the_status(bed: Bed) -> 
         await tell(3, 9)
     held = (await kube.get(ELASTICJOBS, "x", namespace))["status"]["training"]
     assert (held["term"], held["round"]) == (4, 7)
+
+
+async def test_an_object_that_is_nested_without_end_hides_no_other(bed: Bed) -> None:
+    """The server stores 10,000 levels; Python's parser gives up after a thousand."""
+    kube, namespace = bed
+    await kube.create(ELASTICJOBS, job(namespace))
+    deep = job(namespace, {"metadata.name": "deep"})
+    deep["spec"]["replicaSpecs"]["worker"]["template"]["spec"]["x"] = "HERE"
+    data = json.dumps(deep).replace('"HERE"', "[" * 5000 + "]" * 5000).encode()
+    async with kube._reply("POST", ELASTICJOBS.path(namespace), {}, data, "application/json"):
+        pass
+    by_name = {obj["metadata"]["name"]: obj for obj in await kube.list(ELASTICJOBS, namespace)}
+    assert ElasticJob.read(by_name["x"]).worker.replicas == 4
+    with pytest.raises(ConfigError, match="expected at most 64 levels"):
+        ElasticJob.read(by_name["deep"])
+    async with contextlib.aclosing(kube.watch(ELASTICJOBS, namespace, view=lambda o: o)) as changes:
+        await anext(changes)
+        await kube.patch(ELASTICJOBS, "deep", {"metadata": {"labels": {"a": "b"}}}, namespace)
+        change = await anext(changes)
+    assert isinstance(change, Changed)
+    assert change.item["metadata"]["labels"] == {"a": "b"}
 
 
 async def test_a_master_stays_within_the_restricted_pod_security(bed: Bed) -> None:

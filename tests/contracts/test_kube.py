@@ -207,6 +207,25 @@ async def test_a_dry_run_leaves_nothing(bed: Bed) -> None:
     assert await bed.kube.list(PODS, bed.namespace) == []
 
 
+async def test_an_unknown_field_is_a_warning_or_a_refusal(bed: Bed) -> None:
+    odd = pod("a", bed.namespace)
+    odd["spec"]["tolerationz"] = []
+    odd["spec"]["containers"][0]["resource"] = {}
+    fields = ("spec.tolerationz", "spec.containers[0].resource")
+    told: list[str] = []
+    await bed.kube.create(PODS, odd, dry_run=True, on_warning=told.append)
+    assert {f'unknown field "{field}"' for field in fields} <= set(told)
+    told.clear()
+    with pytest.raises(Invalid) as refused:
+        await bed.kube.create(PODS, odd, dry_run=True, strict=True, on_warning=told.append)
+    assert "strict decoding error" in str(refused.value)
+    assert all(f'unknown field "{field}"' in str(refused.value) for field in fields)
+    assert told == []
+    bed.kube.on_warning = told.append
+    await bed.kube.create(PODS, odd)
+    assert len(told) == 2
+
+
 async def test_create_or_own_keeps_what_is_ours_and_no_other(bed: Bed) -> None:
     ours = secret("s", bed.namespace, word="first")
     owner = {"apiVersion": "v1", "kind": "Pod", "name": "p", "uid": "owner-1"}

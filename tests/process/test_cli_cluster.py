@@ -148,6 +148,25 @@ def put_pod(cluster: FakeCluster, job: Obj, node: str, phase: str = "Running") -
     )
 
 
+async def test_submit_passes_on_what_is_remarked_and_warned_of(terminal: Terminal) -> None:
+    odd = document()
+    container = odd["spec"]["replicaSpecs"]["worker"]["template"]["spec"]["containers"][0]
+    container["resource"] = {"limits": {"cpu": 1}}
+    terminal.cluster.warnings = ['unknown field "a"', "deprecated"]
+    process = await terminal.start("submit", terminal.file(odd, document("y")))
+    _, err = await asyncio.wait_for(process.communicate(), 90)
+    lines = err.decode().splitlines()
+    path = "spec.replicaSpecs.worker.template.spec.containers[0].resource"
+    assert [line for line in lines if path in line and "did you mean resources?" in line]
+    for words in terminal.cluster.warnings:
+        said = f"dlrover: {terminal.cluster.url} warns: {words}"
+        assert lines.count(said) == 1, "the dry run, the call and the second job say the same"
+    (made, _) = (
+        c for c in terminal.cluster.calls if c.method == "POST" and "dryRun" not in c.query
+    )
+    assert made.query["fieldValidation"] == "Strict"
+
+
 async def test_submit_checks_creates_and_never_overwrites(terminal: Terminal) -> None:
     cluster = terminal.cluster
     bad = document()

@@ -42,7 +42,7 @@ def example(place: Place, name: str, hosts: int, *more: str) -> Iterator[Job]:
         stderr=subprocess.STDOUT,
         env={f"DLROVER_MASTER_{k.upper()}": v for k, v in CALM.items()},
     )
-    run = Job(place, load(file).metadata.name, process)
+    run = Job(place, load(file).job.metadata.name, process)
     try:
         eventually(lambda: run.socket.exists() or process.poll() is not None, "the job's socket")
         yield run

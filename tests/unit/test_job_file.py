@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from dlrover_py.protocol.errors import ConfigError, ExitCode, Unsupported
-from dlrover_py.protocol.job import ElasticJob, least_nodes
+from dlrover_py.protocol.job import MASTER_TEMPLATE, TEMPLATE, ElasticJob, least_nodes
 from tests.builders import elastic_job, job_file
 
 WORKER = "spec.replicaSpecs.worker"
@@ -195,8 +195,70 @@ def test_dlrovers_manifest_is_read_as_it_stands_and_told_what_has_no_effect() ->
     assert job.for_clusters_only() == [
         "spec.replicaSpecs.worker.priority",
         "spec.replicaSpecs.dlrover-master.template",
+        f"{TEMPLATE}.spec.containers[0].image",
     ]
     assert ElasticJob.parse(job_file()).without_effect() == []
+
+
+def test_what_is_accepted_and_ignored_in_a_template_is_told() -> None:
+    document = job_file(
+        template={
+            "metadata": {
+                "finalizers": ["a/b"],
+                "name": "mine",
+                "labels": {"app": "mine", "team": "a"},
+                "annotations": {"a": "b"},
+            },
+            "spec": {
+                "restartPolicy": "OnFailure",
+                "containers": [
+                    {"name": "side"},
+                    {"name": "main", "env": [{"name": "DLROVER_MASTER_ADDR"}, {"name": "MY"}]},
+                ],
+            },
+        }
+    )
+    of_master = {"name": "main", "image": "i", "resources": {}, "resource": {}}
+    of_master["env"] = [{"name": "DLROVER_MASTER_LEASE_S"}, {"name": "HTTP_PROXY"}]
+    document["spec"]["replicaSpecs"]["dlrover-master"] = {
+        "template": {
+            "metadata": {"labels": {"a": "b"}, "finalizers": ["a/b"]},
+            "spec": {
+                "nodeSelector": {},
+                "hostNetwork": True,
+                "containers": [of_master, {"name": "side"}],
+            },
+        }
+    }
+    document["metadata"]["annotations"] = {"training_elastic_mode": "ucp", "other": "x"}
+    assert ElasticJob.read(document).without_effect() == [
+        f"{TEMPLATE}.metadata.finalizers",
+        f"{TEMPLATE}.metadata.name",
+        f"{TEMPLATE}.metadata.labels.app",
+        f"{TEMPLATE}.spec.restartPolicy",
+        f"{TEMPLATE}.spec.containers[1].env.DLROVER_MASTER_ADDR",
+        f"{MASTER_TEMPLATE}.metadata.finalizers",
+        f"{MASTER_TEMPLATE}.spec.hostNetwork",
+        f"{MASTER_TEMPLATE}.spec.containers[0].image",
+        f"{MASTER_TEMPLATE}.spec.containers[0].resource",
+        f"{MASTER_TEMPLATE}.spec.containers[0].env.HTTP_PROXY",
+        f"{MASTER_TEMPLATE}.spec.containers[1]",
+        "metadata.annotations.training_elastic_mode",
+    ]
+
+
+def test_what_a_node_on_this_machine_does_not_follow_is_told() -> None:
+    main = {"name": "main", "command": ["elastic-run"], "args": [], "env": [], "workingDir": "/x"}
+    spec = {"volumes": [], "restartPolicy": "Never", "tolerationz": []}
+    spec["containers"] = [main | {"resources": {}, "resource": {}}, {"name": "side"}]
+    job = ElasticJob.parse(job_file(template={"metadata": {"labels": {}}, "spec": spec}))
+    assert job.for_clusters_only() == [
+        f"{TEMPLATE}.spec.volumes",
+        f"{TEMPLATE}.spec.containers[1]",
+        f"{TEMPLATE}.spec.containers[0].workingDir",
+        f"{TEMPLATE}.spec.containers[0].resources",
+    ]
+    assert ElasticJob.parse(job_file()).for_clusters_only() == []
 
 
 def test_a_fraction_of_high_priority_is_no_class() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import json
 import math
 import os
 import ssl
@@ -41,9 +42,11 @@ from dlrover_py.kube import (
     Unauthenticated,
     _Account,
     _Course,
+    _cut_at,
     _event,
     _lines,
     _refusal,
+    _warnings,
 )
 from dlrover_py.protocol.errors import ConfigError, ExitCode, TransientError, Unauthorized
 from tests.certificates import Certificates, issue
@@ -163,6 +166,52 @@ def test_lines_are_whole_however_they_are_cut(chunks: list[bytes]) -> None:
 def test_what_is_no_event_is_said(line: bytes) -> None:
     with pytest.raises(ServerDown, match=r"expected .*; is a proxy in between"):
         _event(line)
+
+
+NESTED = st.recursive(
+    st.none() | st.integers() | st.text(alphabet='ab[]{}",\\\n', max_size=6),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(alphabet='a[}"\\', max_size=3), inner, max_size=3)
+    ),
+    max_leaves=20,
+)
+
+
+@given(NESTED, st.integers(0, 6))
+def test_json_is_cut_below_so_many_levels(value: Any, levels: int) -> None:
+    def cut(value: Any, left: int) -> Any:
+        if isinstance(value, dict):
+            return {k: cut(v, left - 1) for k, v in value.items()} if left else None
+        if isinstance(value, list):
+            return [cut(v, left - 1) for v in value] if left else None
+        return value
+
+    for ascii_only in (True, False):
+        data = json.dumps(value, ensure_ascii=ascii_only).encode()
+        assert json.loads(_cut_at(levels, data)) == cut(value, levels)
+
+
+@pytest.mark.parametrize("deep", [b"[" * 9000 + b"]" * 9000, b'{"a":' * 9000 + b"1" + b"}" * 9000])
+def test_json_of_any_depth_is_read(deep: bytes) -> None:
+    kind, obj = _event(b'{"type": "ADDED", "object": {"deep": %s, "other": 1}}' % deep)
+    assert (kind, obj["other"]) == ("ADDED", 1)
+    with pytest.raises(ServerDown, match="expected JSON"):
+        _event(b"[" * 9000)
+
+
+@pytest.mark.parametrize(
+    ("header", "words"),
+    [
+        ('299 - "plain"', ["plain"]),
+        (r'299 - "unknown field \"spec.x\""', ['unknown field "spec.x"']),
+        (r'299 - "a, b" , 299 agent "c\\d"', ["a, b", r"c\d"]),
+        ("199 - none", []),
+        ('299 - "no end', []),
+    ],
+)
+def test_warnings_of_a_server(header: str, words: list[str]) -> None:
+    assert list(_warnings([header])) == words
 
 
 async def test_waits_grow_to_the_longest_and_fall_when_it_was_steady() -> None:

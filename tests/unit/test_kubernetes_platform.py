@@ -379,6 +379,63 @@ async def test_a_template_that_is_refused_is_a_condition_before_a_pod_is_needed(
     await scene.until(lambda: not scene.platform._template)
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"env": {"A": "b"}}, "containers[0].env: found a mapping {'A': 'b'}: expected a list"),
+        ({"volumeMounts": ["d:/data"]}, "containers[0].volumeMounts[0]: found text 'd:/data'"),
+        ({"resource": {}}, "containers[0].resource: unknown field; did you mean resources?"),
+    ],
+)
+async def test_a_template_that_cannot_be_read_is_a_condition_until_it_is_mended(
+    scene: Scene, change: Obj, words: str
+) -> None:
+    """The API server takes templates unread: the master goes on, whatever they are."""
+    good = scene.job()
+    bad = scene.job()
+    bad["metadata"]["generation"] = 2
+    bad["spec"]["replicaSpecs"]["worker"]["template"]["spec"]["containers"][0] |= change
+    scene.cluster.put(ELASTICJOBS, bad)
+    await scene.until(lambda: scene.platform._template)
+    await scene.platform.publish(status(generation=2))
+    before = scene.conditions()["InvalidTemplate"]
+    assert before["message"].startswith("spec.replicaSpecs.worker.template.spec.containers[0].")
+    asked = asyncio.create_task(scene.platform.create_node(N0))
+    await scene.hears_of(NodeSeen, N0)
+    await scene.platform.publish(status(generation=2))
+    for told in (before, scene.conditions()["InvalidTemplate"]):
+        assert told["status"] == "True"
+        assert words in told["message"]
+    assert scene.cluster.all(PODS) == []
+    good["metadata"]["generation"] = 3
+    scene.cluster.put(ELASTICJOBS, good)
+    await asyncio.wait_for(asked, WITHIN_S)
+    await scene.platform.publish(status(generation=3))
+    assert scene.conditions()["InvalidTemplate"]["status"] == "False"
+
+
+async def test_what_the_server_warns_of_is_an_event(scene: Scene) -> None:
+    def told() -> list[Obj]:
+        events = scene.cluster.all(EVENTS)
+        return [event for event in events if event["reason"] == "TemplateWarning"]
+
+    scene.cluster.warnings = ['would violate PodSecurity "restricted:latest"', "and more"]
+    for generation in (2, 3):
+        edited = scene.job()
+        edited["spec"]["replicaSpecs"]["worker"]["maxReplicas"] = 10 + generation
+        scene.cluster.put(ELASTICJOBS, edited)
+        await scene.hears(
+            lambda e, g=generation: isinstance(e, JobChanged) and e.job.metadata.generation == g
+        )
+        await scene.until(lambda: told() and not scene.platform._background)
+    (event,) = told()  # of the same words: the same event
+    assert event["type"] == "Warning"
+    assert 'would violate PodSecurity "restricted:latest"; and more' in event["message"]
+    assert event["involvedObject"]["uid"] == scene.uid
+    await scene.platform.publish(status(generation=3))
+    assert "InvalidTemplate" not in scene.conditions()
+
+
 async def test_what_is_said_of_a_template_is_said_of_the_newest(scene: Scene) -> None:
     """The server takes longer over the first edit than over the one that mends it."""
     good = scene.job()
@@ -549,7 +606,9 @@ async def test_many_nodes_bother_a_server_in_trouble_no_more_than_a_few_do(scene
     asking = [asyncio.create_task(scene.platform.create_node(node)) for node in nodes]
 
     def asked() -> int:
-        mine = (c for c in scene.cluster.calls if c.path.endswith("/pods") and not c.query)
+        mine = (
+            c for c in scene.cluster.calls if c.path.endswith("/pods") and "dryRun" not in c.query
+        )
         return sum(c.method == "POST" for c in mine)
 
     await scene.until(lambda: asked() >= kubernetes.CALLS)
@@ -704,7 +763,9 @@ async def test_a_deletion_waits_for_the_creation_that_is_on_its_way(scene: Scene
     await scene.until(lambda: not scene.platform._background)  # it tries the template by a POST
     gate = scene.cluster.hold("/pods", method="POST")
     asked = asyncio.create_task(scene.platform.create_node(N0))
-    await scene.until(lambda: any(c.method == "POST" and not c.query for c in scene.cluster.calls))
+    await scene.until(
+        lambda: any(c.method == "POST" and "dryRun" not in c.query for c in scene.cluster.calls)
+    )
     asked.cancel()
     deletion = asyncio.create_task(scene.platform.delete_node(N0, 0.0))
     for _ in range(20):  # each takes as long as one that does not wait takes to look for the Pod

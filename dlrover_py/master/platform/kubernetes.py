@@ -84,6 +84,8 @@ PROBLEMS = (
     *("PodsForbidden", "NameConflict", "PermissionDenied", GONE),
 )
 """Conditions that are ours: True as long as it is so."""
+WARNED = "TemplateWarning"
+"""Reason of an event: the API server takes the Pod template, and warns of something in it."""
 EVENT_CHARS = 1024
 WHY_CHARS = 300
 LOG_LINES, LOG_S, SLOW_LOG_S = 20, 3.0, 0.3
@@ -280,11 +282,14 @@ class KubernetesPlatform:
         self._template = None
         while True:
             problem = None
+            warnings: list[str] = []
             try:
                 wish = pods.pod(job, TRIAL, self._site)
-                await self._kube.create(PODS, wish, dry_run=True)
+                await self._kube.create(
+                    PODS, wish, dry_run=True, strict=True, on_warning=warnings.append
+                )
             except (ConfigError, Invalid) as error:
-                problem = Problem("InvalidTemplate", str(error))
+                problem = _invalid(job, error)
             except Forbidden as error:
                 why = _why_forbidden(error)
                 if why == "PodsForbidden":  # a quota may have room when it matters
@@ -293,10 +298,23 @@ class KubernetesPlatform:
                 problem = self._template
             if self._job is not job:
                 return  # a later edit is tried
+            if warnings:
+                self._chore(self._pass_on(warnings))
             self._judge(problem)
             if problem is None:
                 return
             await asyncio.sleep(TRY_S * random.uniform(0.8, 1.0))
+
+    async def _pass_on(self, warnings: Sequence[str]) -> None:
+        """Make an event of what the API server warns of, once for the same words."""
+        words = f"the API server warns of the Pod template: {'; '.join(warnings)}"
+        event = self._event(
+            JobEvent(id=0, at=self._kube.wall(), type="Warning", reason=WARNED, message=words)
+        )
+        mark = hashlib.sha256(words.encode()).hexdigest()[:16]
+        event["metadata"]["name"] = f"{self._name}.{self._site.uid[:8]}.template-{mark}"
+        with contextlib.suppress(AlreadyExists):
+            await self._kube.create(EVENTS, event)
 
     def _judge(self, template: Problem | None) -> None:
         if template != self._template:
@@ -464,11 +482,11 @@ class KubernetesPlatform:
             try:
                 wish = pods.pod(job, node, self._site, avoid)
                 with _transient(ConfigError, AlreadyExists, Invalid, Forbidden, NotFound):
-                    made = await self._kube.create(PODS, wish)
+                    made = await self._kube.create(PODS, wish, strict=True)
             except AlreadyExists:
                 return await self._what_exists(node)
             except (ConfigError, Invalid) as error:
-                return Problem("InvalidTemplate", str(error))
+                return _invalid(job, error)
             except Forbidden as error:
                 return Problem(_why_forbidden(error), str(error))
             except NotFound as error:  # the namespace
@@ -750,6 +768,11 @@ class KubernetesPlatform:
             )
         self._past = mine
         return [*status.conditions, *mine.values()]
+
+
+def _invalid(job: ElasticJob, error: ConfigError | Invalid) -> Problem:
+    words = pods.refusal(job, str(error))
+    return Problem("InvalidTemplate", "; ".join(words.splitlines()))
 
 
 def _remembered(training: Obj) -> Known:

@@ -5,6 +5,7 @@ What is put into a user's template is listed in docs/kubernetes.md, and nothing 
 
 import copy
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,27 +13,17 @@ from typing import Any
 from dlrover_py.master.core.events import Event, NodeEnded, NodeSeen
 from dlrover_py.protocol import names
 from dlrover_py.protocol.errors import ConfigError
-from dlrover_py.protocol.job import ElasticJob
+from dlrover_py.protocol.job import OWN_ENV, TEMPLATE, ElasticJob
 from dlrover_py.protocol.names import MAIN_CONTAINER, NodeId
 
 Obj = dict[str, Any]
 
-LABEL_UID = f"{names.LABEL_JOB.partition('/')[0]}/uid"
-"""Tells whose a Pod is once its ElasticJob was deleted without it (``--cascade=orphan``)."""
 SHM, TMP = "/dev/shm", "/tmp"
 VOLUME = "dlrover-job"
-OURS = (
-    names.ENV_MASTER_ADDR,
-    names.ENV_TOKEN_FILE,
-    names.ENV_CA_FILE,
-    names.ENV_JOB_NAME,
-    names.ENV_NODE_ID,
-    names.ENV_POD_IP,
-)
-"""Environment that the template cannot set; what else it sets stays."""
-
 IMAGE_TROUBLE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
 START_TROUBLE = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
+_UNKNOWN = re.compile(r'unknown field "([^"]+)"')
+"""In the words of an API server that was asked to be strict."""
 ZONE = "topology.kubernetes.io/zone"
 """Label of a node, which the API server copies to its Pods from Kubernetes 1.35 on."""
 CONNECT_S = "600"
@@ -60,9 +51,18 @@ def pod(job: ElasticJob, node: NodeId, site: Site, avoid: Iterable[str] = ()) ->
     """The Pod to ask for.
 
     Raises:
-        ConfigError: the template has no container for the agent, or takes a place that is ours.
+        ConfigError: the template has no container for the agent, takes a place that is ours, or
+            has a form that no API server reads. It names each place.
     """
     index = job.worker.main_container()
+    # The API server judges unknown fields of the Pod, but it never sees those beside ``spec``.
+    wrong = [
+        fault
+        for fault in job.worker.faults()
+        if not (fault.unknown and fault.path.startswith(f"{TEMPLATE}.spec."))
+    ]
+    if wrong:
+        raise ConfigError("\n".join(map(str, wrong)))
     template = copy.deepcopy(job.worker.template)
     given, spec = template.get("metadata") or {}, template["spec"]
     number = node.removeprefix("n")
@@ -79,7 +79,7 @@ def pod(job: ElasticJob, node: NodeId, site: Site, avoid: Iterable[str] = ()) ->
             names.LABEL_JOB: job.metadata.name,
             names.LABEL_ROLE: names.ROLE_WORKER,
             names.LABEL_INDEX: number,
-            LABEL_UID: site.uid,
+            names.LABEL_UID: site.uid,
         },
         "ownerReferences": [names.owner(job.metadata.name, site.uid)],
     }
@@ -91,6 +91,20 @@ def pod(job: ElasticJob, node: NodeId, site: Site, avoid: Iterable[str] = ()) ->
     _equip(spec, spec["containers"][index], job, node, site)
     _keep_off(spec, avoid)
     return {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
+
+
+def refusal(job: ElasticJob, words: str) -> str:
+    """Why the API server refuses a Pod: by the template's own paths, where they are known.
+
+    Args:
+        job: whose template the Pod was made of.
+        words: the server's; they name unknown fields by their paths in the Pod.
+    """
+    named = {path.rpartition(".")[2] for path in _UNKNOWN.findall(words)}
+    known = {fault.name: str(fault) for fault in job.worker.faults() if fault.unknown}
+    if named and named <= known.keys():
+        return "\n".join(known[name] for name in sorted(named))
+    return words
 
 
 def _equip(spec: Obj, main: Obj, job: ElasticJob, node: NodeId, site: Site) -> None:
@@ -114,7 +128,7 @@ def _equip(spec: Obj, main: Obj, job: ElasticJob, node: NodeId, site: Site) -> N
         _downward(names.ENV_POD_NAME, "metadata.name"),
         _downward(names.ENV_NODE_IP, "status.hostIP"),
     ]
-    theirs = [e for e in main.get("env") or [] if e.get("name") not in OURS]
+    theirs = [e for e in main.get("env") or [] if e.get("name") not in OWN_ENV]
     taken = {e.get("name") for e in theirs}
     # Ours first: a value of the template may refer to them, as $(NODE_NUM).
     main["env"] = ours + [e for e in more if e["name"] not in taken] + theirs
@@ -226,7 +240,8 @@ def view(obj: Obj) -> PodView:
     return PodView(
         name=meta["name"],
         uid=meta.get("uid", ""),
-        owner=(controller or {"uid": (meta.get("labels") or {}).get(LABEL_UID)}).get("uid") or "",
+        owner=(controller or {"uid": (meta.get("labels") or {}).get(names.LABEL_UID)}).get("uid")
+        or "",
         orphan=not controller,
         host=spec.get("nodeName") or "",
         zone=(meta.get("labels") or {}).get(ZONE, ""),
