@@ -140,6 +140,7 @@ class SimAgent:
     progress: Progress | None = None
     leaving: str = ""
     gives_up: str = ""
+    nested: str = ""
     cut_off: str = ""
     warm: bool = False
     warming: bool = False
@@ -188,6 +189,7 @@ class SimAgent:
             progress=self.progress,
             leaving=self.leaving,
             gives_up=self.gives_up,
+            nested=self.nested,
             cut_off=self.cut_off,
             warm=self.warm,
             warming=self.warming,

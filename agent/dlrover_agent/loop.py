@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dlrover_agent import guardian, scratch
+from dlrover_agent import guardian, nested, scratch
 from dlrover_agent.contact import Contact, bound
 from dlrover_agent.core import (
     Ask,
@@ -226,6 +226,8 @@ class Agent:
             run_id=run_id,
             changed=self._warmth_changed,
         )
+        self._nested = ""
+        self._below = nested.Watch(self._found_launcher)
         self._coming = self._reserve()
         self._line = Line(
             Client(settings.master_addr, token=token, ca_file=settings.ca_file),
@@ -395,6 +397,15 @@ class Agent:
         if assignment.directive is Directive.RUN:
             waited = asyncio.get_running_loop().time() - self._taken_up_at
             self._events_of_torch.started(assignment, self._workers.pids, waited)
+            strangers = frozenset(nested.OTHERS) & self._command.inherit.keys()
+            a = assignment
+            world = nested.World(a.round, a.world_size, a.master_port, strangers)
+            self._below.below(world, self._workers.pids)
+
+    def _found_launcher(self, words: str) -> None:
+        log.info("nested_launcher", extra={"why": words})
+        self._nested = words
+        self._line.urge()
 
     def _make_contact(self, assignment: Assignment, offer: Offer) -> None:
         if self._contact is not None:
@@ -448,6 +459,7 @@ class Agent:
             check=core.check,
             memory_round=core.clean,
             save_at_breakpoint=self._command.save_at_breakpoint,
+            nested=self._nested,
             **self._saver.facts(),
         )
 
@@ -545,6 +557,7 @@ class Agent:
         if self._sharing is not None:
             self._sharing.cancel()
             await asyncio.gather(self._sharing, return_exceptions=True)
+        self._below.close()
         self._local.close()
         if self._contact is not None:
             self._contact.close()

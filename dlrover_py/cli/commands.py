@@ -18,7 +18,7 @@ from dlrover_py.cli.logs import LogWish
 from dlrover_py.cli.screen import Style
 from dlrover_py.cli.settings import Settings, Target
 from dlrover_py.protocol.errors import ConfigError, DLRoverError, Unreachable
-from dlrover_py.protocol.job import CLUSTER_ONLY, INERT
+from dlrover_py.protocol.job import CLUSTER_ONLY, INERT, ElasticJob
 from dlrover_py.protocol.status import JobStatus
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -129,6 +129,7 @@ def run(file: Path, hosts: int | None, as_json: bool, plain: bool, grace: float)
     _remark(document.remarks)
     _tell_of(wish.for_clusters_only(), CLUSTER_ONLY)
     _tell_of(wish.without_effect(), INERT)
+    _warn_of_command(wish)
     if hosts is None:
         hosts = wish.worker.replicas + wish.worker.standby_replicas
     from dlrover_py.cli.run import run_job  # the web framework: only this command pays for it
@@ -172,6 +173,7 @@ def submit(
     for document in documents:
         _remark(document.remarks)
         _tell_of(document.job.without_effect(), INERT)
+        _warn_of_command(document.job)
     style = _style(as_json=as_json, plain=plain)
     with Cluster(target) as cluster:
         submitted = cluster.submit(documents, apply=apply, dry_run=dry_run)
@@ -209,6 +211,12 @@ def _remark(lines: Sequence[str]) -> None:
 def _tell_of(paths: Sequence[str], word: str) -> None:
     if paths:
         _remark([f"{', '.join(paths)}: {word}"])
+
+
+def _warn_of_command(job: ElasticJob) -> None:
+    words = job.worker.command_remarks()
+    if words:
+        _remark([f"warning: {words}"])
 
 
 # --- look ---

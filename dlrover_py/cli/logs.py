@@ -12,6 +12,10 @@ LOOK_S = 0.2
 """Files appear in folders that appear: a look now and then is simpler than inotify, and enough
 for eyes."""
 
+AGENT_LOG = "agent.log"
+OURS = b'{"at": '
+"""How a line of an agent's own log begins."""
+
 
 @dataclass(frozen=True, slots=True)
 class LogWish:
@@ -51,6 +55,8 @@ def _show(folder: Path, alive: Path | None, wish: LogWish) -> None:
             if last and rest:
                 lines, rest = [*lines, rest], b""
             for line in lines:
+                if path.name == AGENT_LOG and not wish.agents and line.startswith(OURS):
+                    continue
                 sys.stdout.buffer.write(f"[{origin}] ".encode() + line + b"\n")
             open_files[path] = (stream, rest)
         sys.stdout.buffer.flush()
@@ -65,7 +71,7 @@ def _files(folder: Path, wish: LogWish) -> Iterator[tuple[Path, str]]:
     if wish.agents:
         if wish.node is None and (folder / "master.log").exists():
             yield folder / "master.log", "master"
-        for path in folder.glob("*/agent.log"):
+        for path in folder.glob(f"*/{AGENT_LOG}"):
             if wish.node in (None, path.parent.name):
                 yield path, path.parent.name
         return
@@ -77,3 +83,9 @@ def _files(folder: Path, wish: LogWish) -> Iterator[tuple[Path, str]]:
             continue
         stream = "" if path.name == "stdout.log" else " err"
         yield path, f"{name} round {in_round} rank {of_rank}{stream}"
+    if wish.rank is None and wish.round is None:
+        # A command that never joined has no workers. What it wrote is where an agent writes.
+        for path in folder.glob(f"*/{AGENT_LOG}"):
+            name = path.parent.name
+            if wish.node in (None, name) and not any(path.parent.glob("*/*/*/std*.log")):
+                yield path, name

@@ -262,6 +262,9 @@ class AgentReport(Wire):
     """Why this node ends the job for all, where no platform could replace it; empty if it does not.
     torchrun's agents count restarts themselves, and the first that has none left closes the
     rendezvous."""
+    nested: Words = ""
+    """What another launcher below the workers has started, as a world of its own; empty if none
+    was seen."""
 
 
 class Directive(StrEnum):

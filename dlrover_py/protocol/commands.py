@@ -88,7 +88,7 @@ _COMMENT: Final = re.compile(r"^\s*#.*$", re.MULTILINE)
 _SEPARATORS: Final = "();<>|&\n"
 _DEEPEST: Final = 8
 """Programs in programs that are looked into."""
-_LONGEST: Final = 100_000
+_LONGEST: Final = 20_000
 """Characters of a shell's line that are read."""
 
 

@@ -25,7 +25,7 @@ from pydantic.alias_generators import to_camel
 from pydantic_core import ErrorDetails
 
 from dlrover_py.protocol import names
-from dlrover_py.protocol.commands import ELASTIC_RUN, calls
+from dlrover_py.protocol.commands import ELASTIC_RUN, calls, remarks
 from dlrover_py.protocol.errors import ConfigError, Unsupported, did_you_mean, shown
 from dlrover_py.protocol.names import API_VERSION, KIND, MAIN_CONTAINER
 from dlrover_py.protocol.template import DEPTH, Fault, faults_of, is_deeper
@@ -216,6 +216,20 @@ class ReplicaSpec(Role):
             return Container.model_validate(self.template["spec"]["containers"][index])
         except ValidationError as error:
             raise ConfigError(explain(error, prefix=where)) from error
+
+    def command_remarks(self) -> str:
+        """Why nodes of this template would not train together, by their command; empty if they
+        may, or if it cannot be read. A command in the image is not known."""
+        try:
+            index = self.main_container()
+        except ConfigError:
+            return ""  # said elsewhere
+        container = _mapping(_containers(self.template)[index])
+        words = [*_words(container.get("command")), *_words(container.get("args"))]
+        found = remarks(words)
+        where = f"spec.replicaSpecs.worker.template.spec.containers[{index}]"
+        part = "command" if container.get("command") else "args"
+        return f"{where}.{part}: {found}" if found else ""
 
     @property
     def template_hash(self) -> str:

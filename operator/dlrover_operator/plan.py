@@ -744,8 +744,13 @@ class _Planner:
         if trouble is not None and trouble.reason == "NameConflict":
             return "Accepted", False, trouble.reason, trouble.message, "Warning"
         inert = self.job.without_effect() if self.job is not None else []
+        no_effect = f"{', '.join(inert)}: {INERT}" if inert else ""
+        alone = self.job.worker.command_remarks() if self.job is not None else ""
+        if alone:
+            words = f"{alone}\n{no_effect}".rstrip()
+            return "Accepted", True, "DoesNotJoin", words, "Warning"
         if inert:
-            return "Accepted", True, "WithoutEffect", f"{', '.join(inert)}: {INERT}", "Normal"
+            return "Accepted", True, "WithoutEffect", no_effect, "Normal"
         return "Accepted", True, "Accepted", "", ""
 
     def _master_ready(self) -> Said:

@@ -517,6 +517,21 @@ def test_a_missing_program_ends_the_job(place: Place) -> None:
     assert len(status["nodes"]) <= 4, "each place has one replacement"
 
 
+def test_a_command_that_never_joins_is_told_before_and_after(place: Place) -> None:
+    (place.folder / "train.py").write_text("print('trained', flush=True)")
+    wish = document(["sh", "-c", "exec python train.py"], replicas=2)
+    (place.folder / "job.yaml").write_text(yaml.safe_dump(wish))
+    done = place.call("dlrover", "job", "run", "job.yaml", "--plain")
+    assert done.returncode == 1
+    where = "spec.replicaSpecs.worker.template.spec.containers[0].command"
+    assert f"warning: {where}: python train.py does not join the job" in done.stderr
+    assert "never joined the job: start the script with elastic-run" in done.stdout
+    said = place.call("dlrover", "job", "logs", "job").stdout
+    assert {line.partition("] ")[2] for line in said.splitlines()} == {"trained"}
+    assert set(said.split()) & {"[n0]", "[n1]"}
+    assert not set(said.split()) & {"[n2]", "[n3]"}, "no node was replaced"
+
+
 def last_status(output: str) -> dict[str, Any]:
     (line,) = [line for line in output.splitlines() if line.startswith('{"status"')]
     status: dict[str, Any] = json.loads(line)["status"]
@@ -557,3 +572,17 @@ def test_strangers_are_turned_away_from_a_job_that_goes_on(place: Place) -> None
         assert [n.pids for n in members(after)] == [n.pids for n in members(before)]
         assert after.round == before.round
         assert run.metric("dlrover_unauthorized_requests_total") == 1
+
+
+def test_a_launcher_that_the_command_line_does_not_show_is_told(place: Place) -> None:
+    program = place.folder / "run.sh"
+    program.write_text('#!/bin/sh\nWORLD_SIZE=1 MASTER_PORT=29500 python "$1"\n:\n')
+    program.chmod(0o755)
+    with job(place, flags=("--no-python", str(program)), replicas=2) as run:
+        status = run.until(
+            lambda status: [e for e in status.events if e.reason == "NestedLauncher"],
+            "the launcher is told",
+        )
+    (event, *_) = [e for e in status.events if e.reason == "NestedLauncher"]
+    assert "worker 0 has started process" in event.message
+    assert "in a world of 1 of its own, not in this round's of 2" in event.message

@@ -689,10 +689,54 @@ def test_a_command_that_cannot_be_run_ends_the_job() -> None:
 def test_a_replacement_that_cannot_run_its_command_does_not_end_a_job_that_trains() -> None:
     bench = running(elastic_job(2, 1, standby=1))
     bench.kill(N1)
-    bench.step()
+    bench.deliver_facts()
     fresh = NodeId("n3")
+    bench.pods.pop(fresh)
     bench.step(NodeEnded(fresh, "exited", exit_code=2, output="no such file"))
     assert bench.job.phase is not JobPhase.FAILED
+
+
+def test_a_command_that_ends_well_without_joining_ends_the_job() -> None:
+    bench = Bench(elastic_job(2))
+    bench.step()
+    bench.step(NodeEnded(N1, "exited", exit_code=0))
+    assert (bench.job.phase, bench.reasons()[-1]) == (JobPhase.FAILED, "NeverJoined")
+    words = "n1: the command ended with code 0 and never joined the job: start the script with "
+    assert bench.job.reason == words + "elastic-run"
+    assert bench.job.next_node == 2, "no node was replaced"
+
+
+def test_a_newcomer_that_ends_well_without_joining_is_not_replaced() -> None:
+    bench = running(elastic_job(2, 1, standby=1))
+    bench.kill(N1)
+    bench.deliver_facts()
+    assert "n3" in bench.pods
+    bench.pods.pop(NodeId("n3"))
+    bench.step(NodeEnded(NodeId("n3"), "exited", exit_code=0))
+    bench.settle()
+    assert bench.job.phase is not JobPhase.FAILED
+    assert "NeverJoined" in bench.reasons()
+    assert bench.job.next_node == 4, "no node was asked for in its place"
+
+
+@pytest.mark.parametrize("kind", ["taken away", "suspended"])
+def test_a_node_that_is_ended_before_it_spoke_is_no_fault(kind: str) -> None:
+    bench = Bench(elastic_job(2))
+    bench.step()
+    if kind == "suspended":
+        bench.change(bench.spec.suspended(True))
+    bench.step(NodeEnded(N1, "exited", exit_code=0, free=kind == "taken away"))
+    assert not bench.job.phase.ended
+    assert "NeverJoined" not in bench.reasons()
+
+
+def test_another_launcher_below_the_workers_is_told_once() -> None:
+    bench = running(elastic_job(2))
+    bench.agent("n1").nested = "worker 0 has started a world of its own"
+    bench.exchange()
+    bench.exchange()
+    assert bench.reasons().count("NestedLauncher") == 1
+    bench.check_running()
 
 
 def test_an_agent_that_restarts_again_and_again_is_replaced() -> None:

@@ -412,6 +412,17 @@ def test_fields_without_effect_are_told_once() -> None:
     )
 
 
+def test_a_command_that_does_not_join_is_told_before_it_runs() -> None:
+    world = World.of(optimizeMode="single-job")
+    worker = world.job["spec"]["replicaSpecs"]["worker"]
+    worker["template"]["spec"]["containers"][0]["command"] = ["torchrun", "t.py"]
+    assert world.settle()["Tell"] == 1
+    assert world.said("Accepted") == ("True", "DoesNotJoin")
+    told, inert = world.condition("Accepted")["message"].splitlines()
+    assert told.startswith("spec.replicaSpecs.worker.template.spec.containers[0].command: torchrun")
+    assert inert == "spec.optimizeMode: accepted, without effect"
+
+
 def test_a_strangers_objects_are_kept_and_a_dead_namesakes_waited_for() -> None:
     world = World.of()
     world.service = Service("s0", "", "10.0.0.9")

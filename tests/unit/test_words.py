@@ -53,6 +53,7 @@ def test_words_of_any_form_are_cut_and_sent(text: str) -> None:
         stored=Stored(step=1, where=text, at=0.0),
         checkpoint_trouble=text,
         gives_up=text,
+        nested=text,
     )
     assert AgentReport.model_validate_json(report.model_dump_json()) == report
     told = Assignment(term=1, version=1, incarnation=1, directive=Directive.WAIT, reason=text)

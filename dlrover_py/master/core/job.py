@@ -101,6 +101,9 @@ NO_ROOM_S = 20.0
 KUBERNETES_GRACE_S = 30
 """A Pod's terminationGracePeriodSeconds where its template says nothing."""
 BEFORE_KILL_S = 2.0
+NEVER_JOINED = (
+    "the command ended with code 0 and never joined the job: start the script with elastic-run"
+)
 
 TAKEN_UP = (Directive.RUN, Directive.CHECK)
 """What an agent uses its offer for."""
@@ -469,6 +472,10 @@ class Job:
             self._node_leaving(node, report.leaving)
         if report.gives_up and not (self.rules.can_create or self.phase.ended):
             self._end(JobPhase.FAILED, "NodeGaveUp", f"{node.id}: {report.gives_up}")
+        if report.nested and report.boot_id != node.nested_told:
+            node.nested_told = report.boot_id
+            words = f"{node.id}: {report.nested}"
+            self._record("NestedLauncher", words, node=node.id, warning=True)
         self.checkpoints.take(node.id, report)
         self._dirty |= heard is Heard.BORN
         if heard is Heard.BORN:
@@ -849,9 +856,32 @@ class Job:
         # Before the first round: later the command has been shown to work.
         usage = never_spoke and ended.exit_code == ExitCode.USAGE and not self.round
         why = ended.why + (f": {ended.output}" if never_spoke and ended.output else "")
+        if never_spoke and ended.exit_code == ExitCode.OK and not ended.free:
+            self._never_joined(node)
+            return
         self._node_lost(node, why, free=ended.free, well=ended.exit_code == ExitCode.OK)
         if usage and not self.phase.ended:
             self._end(JobPhase.FAILED, "InvalidCommand", f"{node.id}: {why}")
+
+    def _never_joined(self, node: Node) -> None:
+        """The command did all that it was to do, without the job: another node would do the same.
+
+        Before the first round the job fails. Later the place is given up, and the others go on.
+        """
+        if node.leaving or self.phase.ended or self.phase is JobPhase.SUSPENDED:
+            self._node_lost(node, NEVER_JOINED, free=True, well=True)
+            return
+        self.nodes.give_up(node)
+        self._lost_now.add(node.id)
+        self._dirty = True
+        self._out.effects.append(DeleteNode(node.id, 0.0, NEVER_JOINED))
+        message = f"{node.id}: {NEVER_JOINED}"
+        if not self.round:
+            self._end(JobPhase.FAILED, "NeverJoined", message)
+            return
+        self.exhausted += 1
+        self._last_loss = message
+        self._record("NeverJoined", f"{message}; it is not replaced", node=node.id, warning=True)
 
     def _node_lost(self, node: Node, why: str, *, free: bool, well: bool = False) -> None:
         self.nodes.give_up(node)

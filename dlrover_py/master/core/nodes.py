@@ -86,6 +86,8 @@ class Node:
     """Nodes that were lost before it in the same place since the last steady progress."""
     held: bool = False
     """It is not known yet whether it is fit to train."""
+    nested_told: str = ""
+    """The boot id of the agent whose finding of another launcher is in the events."""
     made_of: str = ""
     """Hash of the template that it was made of; empty if that is not known."""
     restart: str = ""
