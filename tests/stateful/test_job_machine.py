@@ -195,8 +195,7 @@ class JobMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.of_phase(WorkerPhase.RUNNING))
     @rule(more=st.integers(1, 3))
     def trains(self, more: int) -> None:
-        for agent in self.of_phase(WorkerPhase.RUNNING):
-            agent.reach((agent.progress.step if agent.progress else 0) + more)
+        self.all_train(more)
         self.bench.exchange()
 
     # --- checkpoints ---
@@ -357,6 +356,10 @@ class JobMachine(RuleBasedStateMachine):
             agent.write(PersistPhase.DONE)
         self.bench.settle()
 
+    def all_train(self, more: int = 1) -> None:
+        for agent in self.of_phase(WorkerPhase.RUNNING):
+            agent.reach((agent.progress.step if agent.progress else 0) + more)
+
     def teardown(self) -> None:
         """The faults stop: the job recovers, and then it finishes."""
         if not hasattr(self, "bench") or self.bench.broken:
@@ -378,6 +381,8 @@ class JobMachine(RuleBasedStateMachine):
         bench.set_capacity(100)
         for _ in range(8):  # delays of replacement are at most a minute
             self.all_write()
+            bench.settle()
+            self.all_train()  # a rolling restart waits for a step of each round
             bench.pass_time(20.0)
         bench.settle()
         if bench.job.phase.ended:
