@@ -503,6 +503,11 @@ class FakeCluster:
         if graceful or meta.get("finalizers"):
             leaving = copy.deepcopy(old)
             leaving["metadata"].setdefault("deletionTimestamp", self._now())
+            if kind.plural == "pods":
+                usual = (old.get("spec") or {}).get("terminationGracePeriodSeconds", 30)
+                grace = options.get("gracePeriodSeconds", usual if running else 0)
+                shortest = min(grace, meta.get("deletionGracePeriodSeconds", grace))
+                leaving["metadata"]["deletionGracePeriodSeconds"] = shortest
             written = self._write(kind, key, leaving)
             if running or meta.get("finalizers"):
                 return written

@@ -19,7 +19,15 @@ from prometheus_client.metrics_core import GaugeMetricFamily
 
 from dlrover_operator import credentials, manifests, plan
 from dlrover_operator.manifests import Options
-from dlrover_operator.plan import Deployment, MasterPod, Plan, Seen, Service, Trouble
+from dlrover_operator.plan import (
+    Deployment,
+    MasterPod,
+    Plan,
+    Seen,
+    Service,
+    Trouble,
+    WorkerPod,
+)
 from dlrover_operator.workqueue import WorkQueue
 from dlrover_py import kube
 from dlrover_py.kube import Kind, Kube, KubeError, Obj
@@ -233,6 +241,9 @@ class Operator:
         now = self._api.wall()
         wish = plan.plan(seen, now, self._options)
         try:
+            if wish.looks:
+                seen = replace(seen, holding=await self._holding(key, seen.job))
+                wish = plan.plan(seen, now, self._options)
             if wish.grave:  # what is watched may be old: the watch has broken, or hangs
                 job = await self._api.get(JOBS, key[1], key[0])
                 if job["metadata"]["uid"] != seen.job["metadata"]["uid"]:
@@ -318,7 +329,7 @@ class Operator:
             case plan.DeleteMasterPod(what, its):
                 await api.delete(kube.PODS, what, namespace, uid=its)
             case plan.DeletePods():
-                await self._delete_pods(key, uid)
+                await self._delete_pods(key, job)
             case plan.DeleteJob(its):
                 await api.delete(JOBS, name, namespace, uid=its, propagation="Background")
             case plan.SetStatus(status):
@@ -364,14 +375,16 @@ class Operator:
         if names.TOKEN_FOLLOWS in (tls["metadata"].get("annotations") or {}):
             await self._api.create_or_own(kube.SECRETS, _token_of(job, tls), uid)
 
-    async def _delete_pods(self, key: Key, uid: str) -> None:
-        labels = names.workers_of(key[1])
-        for pod in await self._api.list(kube.PODS, key[0], labels=labels):
-            meta = pod["metadata"]
-            owned = any(o.get("uid") == uid for o in meta.get("ownerReferences") or ())
-            over = (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
-            if owned and not over and not meta.get("deletionTimestamp"):
-                await self._api.delete(kube.PODS, meta["name"], key[0], uid=meta["uid"])
+    async def _holding(self, key: Key, job: Obj) -> tuple[WorkerPod, ...]:
+        """Ask which worker Pods of the job hold resources."""
+        listed = await self._api.list(kube.PODS, key[0], labels=names.workers_of(key[1]))
+        seen = (WorkerPod.of(pod, job["metadata"]["uid"]) for pod in listed)
+        return tuple(pod for pod in seen if pod is not None)
+
+    async def _delete_pods(self, key: Key, job: Obj) -> None:
+        for pod in await self._holding(key, job):
+            if not pod.leaving:
+                await self._api.delete(kube.PODS, pod.name, key[0], uid=pod.uid)
 
     async def _tell(self, key: Key, job: Obj, loud: str, reason: str, message: str) -> None:
         """An event, named after what it says: told again it is the same one."""

@@ -15,6 +15,10 @@ suspended        the master stops its nodes and says so, then the Deployment goe
 too late         ``DeadlineExceeded`` is set and the master ends the job; without one, we do
 ended            the Deployment goes to 0; after ``ttlSecondsAfterFinished`` the job is deleted
 ===============  ==================================================================================
+
+A master knows when its agents are gone. Which Pods hold resources yet is for the API server to say:
+worker Pods are listed before a master ends, and before a job is called suspended
+(:attr:`Plan.looks`). A Pod holds resources until its phase is Succeeded or Failed, or it is gone.
 """
 
 import math
@@ -45,8 +49,15 @@ MASTERLESS_S = 60.0
 ADDRESS_S = 120.0
 """An address that is refused for so long belongs to another Service by now: a server may take a
 moment to free that of a Service that was deleted."""
+LOOK_S = 2.0
+"""Pods that are about to go are listed again so soon."""
 OLD_S = 1.0
 """Objects of a deleted job of the same name go soon; until then this is the pace of looking."""
+PODS_SHOWN = 3
+OVERDUE = (
+    "they were deleted, and their kubelets have not ended them. Where a host is lost for good, "
+    "delete that Node, or taint it with node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"
+)
 ENDED = tuple(phase.value for phase in JobPhase if phase.ended)
 GOING = (JobPhase.PENDING, JobPhase.RUNNING, JobPhase.FORMING)
 REFUSED = "Refused"
@@ -54,7 +65,7 @@ REFUSED = "Refused"
 MESSAGE = 1024
 STATES = (
     *("Accepted", "MasterReady", "PodsReady", "Running", "Degraded", "JournalWritable"),
-    *("Suspended", "DeadlineExceeded", "Succeeded", "Failed", "Stopped"),
+    *("Suspended", "DeadlineExceeded", "Succeeded", "Failed", "Stopped", "PodsLeft"),
 )
 """Conditions that tell where a job stands. Each other one is trouble as long as it is True."""
 UNDER_WAY = ("", "Creating", "Starting", "Waiting", "Suspended", "Finished", "Available")
@@ -163,6 +174,27 @@ class MasterPod:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerPod:
+    """A worker's Pod that holds resources: requests on a host, and a share of a quota."""
+
+    name: str
+    uid: str
+    host: str
+    leaving: bool
+    """It was deleted, and is not gone yet."""
+
+    @classmethod
+    def of(cls, obj: Obj, job_uid: str) -> Self | None:
+        """The view of a Pod; None if it holds nothing or is not of this job."""
+        meta = obj["metadata"]
+        owned = any(o.get("uid") == job_uid for o in meta.get("ownerReferences") or ())
+        if not owned or (obj.get("status") or {}).get("phase") in ("Succeeded", "Failed"):
+            return None
+        host = (obj.get("spec") or {}).get("nodeName") or ""
+        return cls(meta["name"], meta["uid"], host, "deletionTimestamp" in meta)
+
+
+@dataclass(frozen=True, slots=True)
 class Trouble:
     """What the API server refused the last time."""
 
@@ -187,6 +219,8 @@ class Seen:
     """When the master's account was made, as this operator last saw it."""
     refused: str = ""
     """What the API server said to the plan before, if it has refused some of it."""
+    holding: tuple[WorkerPod, ...] | None = None
+    """The worker Pods that hold resources; None if they were not listed."""
 
 
 # --- what is to be done, in this order; a refusal ends it ---
@@ -251,7 +285,7 @@ class DeleteMasterPod:
 
 @dataclass(frozen=True, slots=True)
 class DeletePods:
-    """Delete the job's worker Pods that run: there is no master to do it."""
+    """Delete the worker Pods that hold resources: there is no master that does it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +340,8 @@ class Plan:
     grave: bool = False
     """It ends something, or undoes an end: to be decided on the job as it stands, not as it was
     last seen."""
+    looks: bool = False
+    """The next step depends on :attr:`Seen.holding`: list the Pods, then plan again."""
 
 
 Loud = Literal["", "Normal", "Warning"]
@@ -332,6 +368,7 @@ class _Planner:
         self.conditions = {c["type"]: c for c in self.status.get("conditions") or ()}
         self.name = names.master_of(self.meta["name"])
         self.wakes: list[float] = []
+        self.looks = False
         self.refused: ConfigError | None = None
         self.job: ElasticJob | None = None
         """What the master's objects are made from; None if none are to be made."""
@@ -362,7 +399,7 @@ class _Planner:
         status = tuple(self._status())
         verdict = self.too_late is not None and not self._is("DeadlineExceeded")
         grave = verdict or any(isinstance(action, _GRAVE) for action in actions)
-        return Plan(actions, status, min(self.wakes, default=None), grave)
+        return Plan(actions, status, min(self.wakes, default=None), grave, self.looks)
 
     # --- facts ---
 
@@ -466,7 +503,7 @@ class _Planner:
             kind = "Failed" if by_master or self.too_late is None else "DeadlineExceeded"
             return str(self.conditions.get(kind, {}).get("reason", "")) or kind
         if self.ended or (self.suspend and self.resting):
-            return ""
+            return "PodsLeft" if self._overdue() else ""
         return self._trouble()[0]
 
     def _past(self, at: float) -> bool:
@@ -485,7 +522,7 @@ class _Planner:
         elif self.suspend:
             if self.resting:
                 yield from self._leave_no_pods()
-            elif self._nodes_are_gone():
+            elif self._nodes_are_gone() and self._pods_are_gone():
                 yield from self._scale_to_zero()
             else:
                 yield from self._keep_service()
@@ -499,22 +536,22 @@ class _Planner:
             yield from self._run(self.job)
 
     def _leave_no_pods(self) -> Iterator[Action]:
-        """Somebody has deleted the master before it could stop its nodes; asked once."""
-        if self.status.get("startTime") and not self._nodes_are_gone():
+        """With no master there, delete the Pods that hold resources and were not deleted yet."""
+        if not self._pods_are_gone() and not all(pod.leaving for pod in self.seen.holding or ()):
             yield DeletePods()
 
     def _end(self) -> Iterator[Action]:
-        if self.too_late and not self.status.get("completionTime"):
-            yield from self._leave_no_pods()
         ttl = self.spec.get("ttlSecondsAfterFinished")
         completion = unix_seconds(self.status.get("completionTime"))
-        if self._nodes_are_gone():
+        if self.resting:
+            yield from self._leave_no_pods()
+        elif self._nodes_are_gone() and self._pods_are_gone():
             yield from self._scale_to_zero()
         elif completion is not None and self._past(completion + LEAVE_S):
-            if self.deployment is not None and self.deployment.replicas:
-                yield DeletePods()  # on a host that was lost, or of a container that does not end
+            self._pods_are_gone()
+            yield DeletePods()  # on a host that was lost, or of a container that does not end
             yield from self._scale_to_zero()
-        elif self.deployment is not None and self.deployment.replicas:
+        else:
             yield from self._keep_service()
         if ttl is not None and completion is not None and self._past(completion + ttl):
             yield DeleteJob(self.meta["uid"])
@@ -539,14 +576,41 @@ class _Planner:
             and all(node.get("phase") == NodePhase.GONE for node in nodes)
         )
 
+    def _pods_are_gone(self) -> bool:
+        """Whether no Pod of the job holds resources. Asked until it is so, and not again."""
+        if self._since("PodsLeft", "False") is not None:
+            return True
+        if self.seen.holding is None:
+            self.looks = True
+        elif self.seen.holding and not self._overdue():
+            self.wakes.append(self.now + LOOK_S)
+        return self.seen.holding == ()
+
+    def _overdue(self) -> bool:
+        """Whether Pods hold resources that should have gone long ago."""
+        if self.seen.holding is None:
+            return self._is("PodsLeft")
+        since = self._since("Suspended", "False")
+        if self.ended:
+            since = unix_seconds(self.status.get("completionTime"))
+        return bool(self.seen.holding) and since is not None and self._past(since + LEAVE_S)
+
+    def _holding_in_words(self) -> str:
+        pods = self.seen.holding or ()
+        shown = ", ".join(
+            f"{pod.name} on {pod.host}" if pod.host else pod.name for pod in pods[:PODS_SHOWN]
+        )
+        more = f" and {len(pods) - PODS_SHOWN} more" if len(pods) > PODS_SHOWN else ""
+        return f"these Pods hold resources yet: {shown}{more}"
+
     def _has_suspended(self) -> bool:
         told = self.training
         fits = told.get("generation") == self.meta.get("generation")
         return fits and told.get("phase") == JobPhase.SUSPENDED
 
     def _waits_in_vain(self) -> bool:
-        """Whether all that is left of a job to be suspended are nodes that have never spoken and
-        do not go: their hosts are lost."""
+        """Whether all that is left of a job to be suspended does not go: nodes that have never
+        spoken, on hosts that are lost, or Pods whose agents have ended."""
         told = self.training
         phases = {node.get("phase") for node in told.get("nodes") or ()}
         silent = phases <= {NodePhase.PENDING, NodePhase.STARTING, NodePhase.GONE}
@@ -554,7 +618,7 @@ class _Planner:
         return bool(
             self._has_suspended()
             and silent
-            and not told.get("leftOut")
+            and (self._nodes_are_gone() or not told.get("leftOut"))
             and self.conditions.get("Suspended", {}).get("reason") == "Suspending"
             and suspending is not None
             and self._past(suspending + LEAVE_S)
@@ -716,12 +780,17 @@ class _Planner:
     def _ours_to_say(self) -> Iterator[Said]:
         yield self._accepted()
         yield self._master_ready()
+        if self.ended or self.suspend:
+            yield from self._pods_left()
         if self.suspend and not self.ended:
-            words = "no node is left, and the master has ended"
-            if self.resting:
+            if self.resting and self._pods_are_gone():
+                words = "no node is left, and the master has ended"
                 yield "Suspended", True, "Suspended", words, "Normal"
             else:
-                yield "Suspended", False, "Suspending", "the master stops its nodes", ""
+                words = "the master stops its nodes"
+                if self.seen.holding:
+                    words = self._holding_in_words()
+                yield "Suspended", False, "Suspending", words, ""
         elif "Suspended" in self.conditions:
             if self.ended:
                 yield "Suspended", False, "Finished", "the job is over", ""
@@ -732,6 +801,17 @@ class _Planner:
             by_master = self.training.get("phase") == JobPhase.FAILED
             if self.ended == JobPhase.FAILED and not by_master:
                 yield "Failed", True, "DeadlineExceeded", self.too_late[1], ""
+
+    def _pods_left(self) -> Iterator[Said]:
+        old = self.conditions.get("PodsLeft")
+        if self._since("PodsLeft", "False") is not None or self.seen.holding == ():
+            yield "PodsLeft", False, "NoneLeft", "no Pod of the job holds resources", ""
+        elif self.seen.holding is None:
+            if old is not None:
+                yield "PodsLeft", True, old["reason"], old["message"], ""
+        elif self._overdue():
+            words = f"{self._holding_in_words()}; {OVERDUE}"
+            yield "PodsLeft", True, "NotEnding", words, "Warning"
 
     def _accepted(self) -> Said:
         if self.refused is not None:

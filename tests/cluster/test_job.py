@@ -238,6 +238,51 @@ def test_a_long_name_a_sidecar_and_an_init_container(there: Watched, agent_image
     assert "init container init ended with exit code 1" in failed.condition("Failed")["message"]
 
 
+def test_a_job_with_sidecars_leaves_no_pod_that_holds_resources(
+    there: Watched, agent_image: str
+) -> None:
+    """Smaller, suspended, succeeded or failed: one sidecar sleeps, one ignores SIGTERM, one is a
+    native one."""
+
+    def sidecar(name: str, *command: str, **more: Any) -> Obj:
+        return {"name": name, "image": agent_image, "command": [*command], **more}
+
+    def started(name: str, command: list[str], **worker: Any) -> Job:
+        doc = document(
+            name, agent_image, command, pod={"terminationGracePeriodSeconds": 5}, **worker
+        )
+        spec = doc["spec"]["replicaSpecs"]["worker"]["template"]["spec"]
+        spec["containers"] += [
+            sidecar("proxy", "sleep", "9999"),
+            sidecar("stubborn", "sh", "-c", "trap '' TERM; while :; do sleep 1; done"),
+        ]
+        native = sidecar("native", "sleep", "9999", restartPolicy="Always")
+        spec["initContainers"] = [native]
+        return submit(there.cluster, there, doc)
+
+    def holding(run: Job) -> list[str]:
+        """As the API server has it now: what schedulers and quotas count."""
+        label = f"elasticjob.dlrover/name={run.name},elasticjob.dlrover/replica-type=worker"
+        fields = "--field-selector=status.phase!=Succeeded,status.phase!=Failed"
+        return run.kubectl("get", "pods", "-l", label, fields, "-o", "name").split()
+
+    goes = started("goes", steps(), replicas=2)
+    good = started("good", steps(20, 0.05), replicas=1)
+    bad = started("bad", ["elastic-run", "--no-python", "false"], replicas=1, restartCount=0)
+    for run, phase in ((good, "Succeeded"), (bad, "Failed")):
+        run.ends(phase)
+        run.until(lambda run=run: run.condition("PodsLeft"), "all has gone")  # type: ignore[misc]
+        assert run.condition("PodsLeft")["status"] == "False"
+        assert holding(run) == []
+    before = goes.runs(2)
+    goes.kubectl("scale", "ej/goes", "--replicas=1")
+    goes.runs(1, after=before.round)
+    goes.until(lambda: len(holding(goes)) == 1, "one Pod has gone")
+    goes.patch({"suspend": True})
+    goes.until(lambda: goes.holds("Suspended"), "Suspended")
+    assert holding(goes) == []
+
+
 def test_the_first_example_runs(there: Watched, cluster: Cluster) -> None:
     doc = yaml.safe_load((EXAMPLES / "01-digits/job.yaml").read_text())
     role = doc["spec"]["replicaSpecs"]["worker"]

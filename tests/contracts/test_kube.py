@@ -273,7 +273,12 @@ async def test_a_pod_that_runs_is_given_its_grace(bed: Bed) -> None:
     runs["spec"] |= {"nodeName": "somewhere", "terminationGracePeriodSeconds": 30}
     await bed.kube.create(PODS, runs)
     assert await bed.kube.delete(PODS, "a", bed.namespace)
-    assert (await bed.kube.get(PODS, "a", bed.namespace))["metadata"]["deletionTimestamp"]
+    meta = (await bed.kube.get(PODS, "a", bed.namespace))["metadata"]
+    assert meta["deletionTimestamp"]
+    assert meta["deletionGracePeriodSeconds"] == 30
+    assert await bed.kube.delete(PODS, "a", bed.namespace, grace_s=1)
+    meta = (await bed.kube.get(PODS, "a", bed.namespace))["metadata"]
+    assert meta["deletionGracePeriodSeconds"] == 1, "a later order may only hurry it"
     assert await bed.kube.delete(PODS, "a", bed.namespace, grace_s=0)
     with pytest.raises(NotFound):
         await bed.kube.get(PODS, "a", bed.namespace)

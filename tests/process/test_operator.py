@@ -295,6 +295,43 @@ async def test_with_no_master_its_running_pods_are_deleted_and_no_others(bed: Be
     await until(lambda: left() == {"over", "foreign"}, "only the running one goes")
 
 
+@pytest.mark.parametrize("wish", ["suspend", "Succeeded"])
+async def test_a_master_is_kept_while_a_pod_of_its_job_holds_resources(bed: Bed, wish: str) -> None:
+    """Its master says that no node is left: a sidecar of one runs on."""
+    cluster, kube = bed
+    await kube.create(ELASTICJOBS, job())
+    uid = (cluster.one(ELASTICJOBS, "x") or {})["metadata"]["uid"]
+    owner = {"apiVersion": names.API_VERSION, "kind": "ElasticJob", "name": "x", "uid": uid}
+    labels = {names.LABEL_JOB: "x", names.LABEL_ROLE: names.ROLE_WORKER}
+    meta = {"name": "x-n0", "labels": labels, "ownerReferences": [owner]}
+    cluster.put(PODS, {"metadata": meta, "status": {"phase": "Running"}})
+
+    def replicas() -> int:
+        return int((cluster.one(DEPLOYMENTS, MASTER) or {})["spec"]["replicas"])
+
+    def lists() -> int:
+        return sum(call.path.endswith("/pods") and not call.watch for call in cluster.calls)
+
+    async with operator(kube) as one:
+        await until(lambda: cluster.one(DEPLOYMENTS, MASTER), "a Deployment")
+        available(cluster)
+        if wish == "suspend":
+            await kube.patch(ELASTICJOBS, "x", {"spec": {"suspend": True}}, "default")
+            await until(lambda: condition(cluster, "Suspended"), "word")
+        master_says(cluster, "Suspended" if wish == "suspend" else wish)
+        seen = lists()
+        await until(lambda: lists() >= seen + 2, "it looks, and looks again")
+        await rest(one)
+        assert replicas() == 1
+        assert condition(cluster, "Suspended").get("status") != "True"
+        cluster.put(PODS, {"metadata": meta, "status": {"phase": "Succeeded"}})
+        await until(lambda: replicas() == 0, "no master")
+        await until(lambda: condition(cluster, "PodsLeft").get("status") == "False", "its end")
+        if wish == "suspend":
+            await until(lambda: condition(cluster, "Suspended")["status"] == "True", "Suspended")
+    assert "deletionTimestamp" not in cluster.all(PODS)[0]["metadata"]
+
+
 async def test_a_namespaced_operator_asks_for_its_namespaces_only(bed: Bed) -> None:
     cluster, kube = bed
     await kube.create(ELASTICJOBS, job(namespace="a"))

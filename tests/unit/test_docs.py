@@ -126,7 +126,7 @@ def reasons_of_master() -> set[str]:
 
 def reasons_of_operator() -> set[str]:
     """Of its conditions; who makes one of them loud has an event of that name."""
-    found = words(PLAN, "_ours_to_say", "_accepted", "_master_ready", "_too_late")
+    found = words(PLAN, "_ours_to_say", "_accepted", "_master_ready", "_too_late", "_pods_left")
     found |= words(PLAN.with_name("loop.py"), "_reason")
     return found - operators() - {"Normal", "Warning", "Running"} | {"Accepted", "Suspended"}
 

@@ -26,6 +26,7 @@ from dlrover_py.master.platform.pods import Site
 from dlrover_py.master.store import FileStore
 from dlrover_py.protocol.agents import Progress
 from dlrover_py.protocol.errors import Superseded, TransientError
+from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import NodeId
 from dlrover_py.protocol.status import (
     Condition,
@@ -751,6 +752,158 @@ async def test_a_pod_that_does_not_end_is_deleted(scene: Scene) -> None:
         if (scene.cluster.one(PODS, "x-n0"))
         else True
     )
+
+
+# --- what holds resources yet ---
+
+
+def agent_ends(scene: Scene, node: NodeId = N0, **more: Any) -> None:
+    """Its main container has ended; of the others ``more`` tells."""
+    obj = scene.pod(node)
+    main = {"name": "main", "state": {"terminated": {"exitCode": 0, "reason": "Completed"}}}
+    others = more.pop("containers", ["proxy"])
+    obj["spec"]["nodeName"] = f"host-{node}"
+    obj["spec"]["containers"] = [{"name": "main"}, *({"name": name} for name in others)]
+    still = [{"name": name, "state": {"running": {}}} for name in others]
+    obj["status"] = {"phase": "Running", "containerStatuses": [*still, main], **more}
+    scene.cluster.put(PODS, obj)
+
+
+def holding(scene: Scene) -> list[str]:
+    """Pods that hold resources, as schedulers and quotas count."""
+    found = scene.cluster.all(PODS)
+    over = ("Succeeded", "Failed")
+    return [p["metadata"]["name"] for p in found if p["status"].get("phase") not in over]
+
+
+def deletions(scene: Scene) -> list[Obj]:
+    return [c.body for c in scene.cluster.calls if c.method == "DELETE"]
+
+
+def kubelet_ends(scene: Scene, node: NodeId = N0) -> None:
+    """It kills what is left of a Pod that was deleted."""
+    obj = scene.pod(node)
+    assert obj["metadata"]["deletionTimestamp"]
+    if obj["metadata"].get("finalizers"):
+        scene.cluster.put(PODS, {**obj, "status": {"phase": "Failed"}})
+    else:
+        scene.cluster.remove(PODS, f"x-{node}")
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kubernetes, "LINGER_S", 0.2)
+    monkeypatch.setattr(kubernetes, "NOT_ENDING_S", 0.2)
+
+
+@pytest.mark.parametrize("others", [["proxy"], ["proxy", "logs", "exporter"]])
+@pytest.mark.parametrize("finalizers", [[], ["example.com/theirs"]])
+@pytest.mark.parametrize("asked", [True, False])
+async def test_a_pod_whose_sidecars_run_on_is_deleted_once_its_agent_has_ended(
+    scene: Scene, soon: None, others: list[str], finalizers: list[str], asked: bool
+) -> None:
+    await scene.platform.create_node(N0)
+    scene.runs(N0)
+    await scene.hears(lambda e: isinstance(e, NodeSeen) and e.runs)
+    meta = scene.pod()["metadata"] | {"finalizers": finalizers}
+    scene.cluster.put(PODS, scene.pod() | {"metadata": meta})
+    deletion = asyncio.create_task(scene.platform.delete_node(N0, 60.0)) if asked else None
+    agent_ends(scene, containers=others)
+    await scene.hears_of(NodeEnded, N0)
+    await scene.until(lambda: "deletionTimestamp" in scene.pod()["metadata"])
+    if deletion is not None:
+        await asyncio.wait_for(deletion, WITHIN_S)
+    (body,) = deletions(scene)
+    assert "gracePeriodSeconds" not in body, "sidecars have the Pod's own grace"
+    assert holding(scene) == ["x-n0"]
+    kubelet_ends(scene)
+    assert holding(scene) == []
+    await scene.until(lambda: not scene.platform._endings)
+    assert len(deletions(scene)) == 1
+
+
+async def test_a_native_sidecar_is_for_its_kubelet_to_end(scene: Scene, soon: None) -> None:
+    """It ends them once all others have ended; the Pod stays for its log."""
+    await scene.platform.create_node(N0)
+    native = {"name": "proxy", "state": {"running": {}}}
+    agent_ends(scene, containers=[], initContainerStatuses=[native])
+    await scene.hears_of(NodeEnded, N0)
+    assert scene.platform._endings
+    scene.ends(N0, 0, "Succeeded")
+    await scene.until(lambda: not scene.platform._endings)
+    assert not deletions(scene)
+
+
+async def test_a_native_sidecar_that_is_not_ended_is_deleted_after_its_grace(
+    scene: Scene, soon: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pods, "KUBERNETES_GRACE_S", 0.2)
+    await scene.platform.create_node(N0)
+    agent_ends(scene, containers=[])
+    await scene.until(lambda: "deletionTimestamp" in scene.pod()["metadata"])
+
+
+async def test_a_new_master_deletes_what_an_old_one_has_left(tmp_path: Path, soon: None) -> None:
+    """Its agent has ended, so no journal tells of the node."""
+    async with fake_cluster(tmp_path) as (cluster, kube):
+        wish = document()
+        wish["spec"]["suspend"] = True
+        job = cluster.put(ELASTICJOBS, wish)
+        site = Site(job["metadata"]["uid"], "10.0.0.1:50001")
+        platform = KubernetesPlatform(kube, "default", "x", site)
+        scene = Scene(cluster, kube, platform, site.uid, [], asyncio.Event())
+        cluster.put(PODS, pods.pod(ElasticJob.read(job), N0, site))
+        agent_ends(scene)
+        async with working(Loop(platform, FileStore(tmp_path / "journal"), Rules())):
+            await scene.until(lambda: "deletionTimestamp" in scene.pod()["metadata"])
+
+
+async def test_a_pod_on_a_lost_host_is_a_condition_until_it_has_gone(
+    scene: Scene, soon: None
+) -> None:
+    """It was deleted, and no kubelet is there to end it."""
+    await scene.platform.create_node(N0)
+    scene.runs(N0)
+    await scene.hears(lambda e: isinstance(e, NodeSeen) and e.runs)
+    await scene.platform.delete_node(N0, 0.1)
+    await scene.until(lambda: scene.platform._overdue)
+    await scene.platform.publish(status())
+    told = scene.conditions()["PodNotEnding"]
+    assert told["status"] == "True"
+    assert "x-n0" in told["message"]
+    assert "host-n0" in told["message"]
+    await scene.platform.publish(status(phase=JobPhase.SUCCEEDED))
+    assert scene.conditions()["PodNotEnding"]["status"] == "False", "the operator tells it then"
+    scene.cluster.remove(PODS, "x-n0")
+    await scene.until(lambda: not scene.platform._overdue)
+    await scene.platform.publish(status())
+    assert scene.conditions()["PodNotEnding"]["status"] == "False"
+
+
+async def test_a_sidecar_is_ended_though_the_right_to_is_missing_for_a_while(
+    scene: Scene, soon: None
+) -> None:
+    scene.cluster.fail(403, "Forbidden", "may not", times=1, method="DELETE")
+    await scene.platform.create_node(N0)
+    agent_ends(scene)
+    await scene.until(lambda: "deletionTimestamp" in scene.pod()["metadata"])
+    scene.cluster.remove(PODS, "x-n0")
+    await scene.until(lambda: not scene.platform._endings)
+    assert not scene.platform._denied
+
+
+async def test_pods_that_their_job_leaves_behind_keep_their_sidecars(
+    scene: Scene, soon: None
+) -> None:
+    await scene.platform.create_node(N0)
+    obj = scene.job()
+    obj["metadata"] |= {"finalizers": ["orphan"], "deletionTimestamp": "2026-01-01T00:00:00Z"}
+    scene.cluster.put(ELASTICJOBS, obj)
+    await scene.until(lambda: scene.platform._orphaned)
+    agent_ends(scene)
+    await scene.hears_of(NodeEnded, N0)
+    await scene.until(lambda: not scene.platform._endings)
+    assert not deletions(scene)
 
 
 async def test_a_node_that_never_had_a_pod_is_told_as_ended(scene: Scene) -> None:

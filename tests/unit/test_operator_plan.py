@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 
 from dlrover_operator import plan as p
 from dlrover_operator.manifests import Options
-from dlrover_operator.plan import Action, Deployment, MasterPod, Seen, Service, Trouble, plan
+from dlrover_operator.plan import (
+    Action,
+    Deployment,
+    MasterPod,
+    Seen,
+    Service,
+    Trouble,
+    WorkerPod,
+    plan,
+)
 from dlrover_py.protocol import names
 from dlrover_py.protocol.status import rfc3339
 from tests.builders import job_file
@@ -20,6 +29,8 @@ from tests.builders import job_file
 OPTIONS = Options(image="master:1")
 START = 1_000_000.0
 NAME = names.master_of("x")
+LEFT = WorkerPod("x-n0", "p0", "lost", leaving=False)
+"""A worker Pod whose agent has ended, and that holds resources yet."""
 
 
 def at(seconds: float) -> str:
@@ -40,6 +51,8 @@ class World:
     rights_at: float = math.inf
     account_at: float = 0.0
     refused: str = ""
+    holding: tuple[WorkerPod, ...] = ()
+    looked: int = 0
     done: list[Action] = field(default_factory=list)
     exists: bool = True
     version: int = 1
@@ -111,7 +124,13 @@ class World:
         )
 
     def plan(self) -> p.Plan:
-        return plan(self.seen(), self.now, OPTIONS)
+        wish = plan(self.seen(), self.now, OPTIONS)
+        if not wish.looks:
+            return wish
+        self.looked += 1
+        wish = plan(replace(self.seen(), holding=self.holding), self.now, OPTIONS)
+        assert not wish.looks
+        return wish
 
     def step(self) -> list[Action]:
         """Carry out one plan."""
@@ -152,6 +171,8 @@ class World:
                 if self.deployment is not None:
                     changed = {"replicas": 0, "available": False, "version": self._next()}
                     self.deployment = Deployment(**_fields(self.deployment) | changed)
+            case p.DeletePods():
+                self.holding = tuple(replace(pod, leaving=True) for pod in self.holding)
             case p.MakeCredentials() | p.KeepToken():
                 self.made_at = self.now
             case p.DeleteService():
@@ -851,11 +872,78 @@ def test_a_master_whose_account_was_made_again_gets_a_pod_that_has_its_token(wis
 
 def test_suspending_without_a_master_leaves_no_pods() -> None:
     world = running()
+    world.holding = (LEFT,)
     world.deployment = None
     world.edit(suspend=True)
     assert world.settle()["DeletePods"] == 1
+    assert world.said("Suspended") == ("False", "Suspending")
+    world.holding = ()
+    world.settle()
     assert world.said("Suspended") == ("True", "Suspended")
     assert not world.settle()
+
+
+@pytest.mark.parametrize("wish", ["suspend", "Succeeded", "Failed"])
+def test_a_master_stays_until_no_pod_holds_resources(wish: str) -> None:
+    """Its agents are gone, and a sidecar runs on."""
+    world = running()
+    world.holding = (LEFT,)
+    world.edit(suspend=wish == "suspend")
+    phase = "Suspended" if wish == "suspend" else wish
+    world.settle()
+    world.master_says(phase, nodes=[{"phase": "gone"}])
+    assert not {"ScaleToZero", "DeletePods"} & set(world.settle())
+    assert world.said("Suspended")[0] != "True"
+    assert world.said("PodsLeft") == ("", "")
+    assert world.plan().wake_at == world.now + p.LOOK_S
+    if wish == "suspend":
+        assert LEFT.name in world.condition("Suspended")["message"]
+    world.holding = ()
+    assert world.settle()["ScaleToZero"] == 1
+    assert world.said("PodsLeft") == ("False", "NoneLeft")
+    assert world.said("Suspended")[0] == ("True" if wish == "suspend" else "")
+    looked = world.looked
+    world.settle()
+    assert world.looked == looked, "a job at rest costs no lists"
+
+
+@pytest.mark.parametrize("wish", ["suspend", "Succeeded"])
+def test_pods_that_do_not_go_are_told_until_they_have_gone(wish: str) -> None:
+    """A host is lost: its Pods were deleted, and no kubelet ends them."""
+    world = running()
+    world.holding = (LEFT,)
+    world.edit(suspend=wish == "suspend")
+    world.settle()
+    world.master_says("Suspended" if wish == "suspend" else wish, nodes=[{"phase": "gone"}])
+    world.settle()
+    world.now += p.LEAVE_S
+    done = world.settle()
+    assert (done["DeletePods"], done["ScaleToZero"]) == (1, 1), "it can do no more for them"
+    assert world.said("PodsLeft") == ("True", "NotEnding")
+    assert "x-n0 on lost" in world.condition("PodsLeft")["message"]
+    assert world.status["reason"] == "PodsLeft"
+    assert world.said("Suspended")[0] != "True"
+    world.now += 1000
+    assert not world.settle()
+    world.holding = ()
+    assert set(world.settle()) <= {"SetStatus", "Tell"}
+    assert world.said("PodsLeft") == ("False", "NoneLeft")
+    assert world.said("Suspended")[0] == ("True" if wish == "suspend" else "")
+    assert "reason" not in world.status
+    if wish == "suspend":
+        world.edit(suspend=False)
+        world.settle()
+        assert world.said("PodsLeft") == ("", "")
+
+
+def test_pods_that_an_earlier_operator_left_are_deleted() -> None:
+    world = suspended(running())
+    world.job["status"]["conditions"] = [
+        c for c in world.status["conditions"] if c["type"] != "PodsLeft"
+    ]
+    world.holding = (LEFT,)
+    assert world.settle()["DeletePods"] == 1
+    assert world.said("Suspended")[0] == "False"
 
 
 # --- whatever happens ---

@@ -284,11 +284,14 @@ def test_the_agents_end_counts_though_a_sidecar_goes_on() -> None:
     assert (told.exit_code, told.free, told.output) == (137, False, "last")
     assert "OOMKilled" in told.why
     assert not view(obj).done
+    assert view(obj).lingers
 
 
 def test_a_container_that_has_ended_is_the_pods_end_before_the_phase_says_so() -> None:
     dead = there(main_is({"terminated": {"exitCode": 127}}, "Pending"))
-    assert view(dead).done
+    assert ended(dead).exit_code == 127
+    assert not view(dead).done, "its requests count until its phase says so"
+    assert not view(dead).lingers, "its kubelet is about to"
     assert not view(there(main_is({"running": {}}))).done
     assert not view(there({"phase": "Pending"})).done
 

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import math
 import random
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,6 +61,8 @@ BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
 LINGER_S = 2.0
 """A node that was lost because its agent died: its kubelet says a moment later how, and its log is
 kept. Whoever is frozen does no harm meanwhile."""
+NOT_ENDING_S = 30.0
+"""A Pod that was deleted is gone so long after its grace, or it is told of."""
 KILL_S = 1
 """A Pod that is to end at once: not 0, which would forget it before its kubelet has ended it."""
 PREPARED_S = 10.0
@@ -81,7 +83,7 @@ TRIAL = NodeId("trial")
 GONE = "JobGone"
 PROBLEMS = (
     *("ImagePullBackOff", "Unschedulable", "InvalidTemplate", "QuotaExceeded", "PodNotStarting"),
-    *("PodsForbidden", "NameConflict", "PermissionDenied", GONE),
+    *("PodsForbidden", "NameConflict", "PermissionDenied", "PodNotEnding", GONE),
 )
 """Conditions that are ours: True as long as it is so."""
 WARNED = "TemplateWarning"
@@ -145,6 +147,10 @@ class KubernetesPlatform:
         self._times: dict[str, tuple[str, str]] = {}
         """Status of each condition and since when, as it stands in the cluster."""
         self._posts: dict[NodeId, asyncio.Task[Problem | None]] = {}
+        self._endings: dict[str, asyncio.Task[None]] = {}
+        """By uid of the Pod: see to it that a Pod whose agent has ended, ends."""
+        self._overdue: dict[str, str] = {}
+        """By uid: Pods that were deleted and do not go, in words."""
         self._news = asyncio.Event()
         self._sweeping = False
         self._background: set[asyncio.Task[None]] = set()
@@ -360,6 +366,7 @@ class KubernetesPlatform:
             elif before.trouble == "PodNotStarting":
                 seen = replace(seen, trouble=before.trouble, message=before.message)
         self._pods[node] = seen
+        self._see_to_its_end(node, seen)
         self._known &= not seen.leaving
         self._refusals.pop(node, None)
         self._ring()
@@ -368,6 +375,49 @@ class KubernetesPlatform:
         if fresh and seen.exit_code and not seen.words and not listed:  # a list is not held up
             output = await self._last_words(seen)
         return pods.fact(node, seen, output)
+
+    def _see_to_its_end(self, node: NodeId, seen: PodView) -> None:
+        """A node is gone with its agent. Its Pod holds resources until all containers end."""
+        if (seen.ended or seen.deleted) and not seen.done and seen.uid not in self._endings:
+            task = asyncio.create_task(self._end(node, seen.uid))
+            self._endings[seen.uid] = task
+            task.add_done_callback(lambda _: self._endings.pop(seen.uid))
+
+    async def _end(self, node: NodeId, uid: str) -> None:
+        """Delete a Pod that does not end with its agent, and tell of one that does not go then."""
+
+        def holds() -> PodView | None:
+            seen = self._pods.get(node)
+            return None if seen is None or seen.uid != uid or seen.done else seen
+
+        def goes() -> bool:
+            return (seen := holds()) is None or seen.deleted
+
+        right = _deletion_of(names.pod_of(self._name, node))
+        while (seen := holds()) is not None and not self._orphaned:
+            if seen.deleted:
+                if not await self._comes(lambda: holds() is None, seen.grace_s + NOT_ENDING_S):
+                    self._overdue[uid] = f"{node}: {_overdue(seen)}"
+                    self._facts.put_nowait([])
+                    await self._comes(lambda: holds() is None, math.inf)
+                    del self._overdue[uid]
+                    self._facts.put_nowait([])
+            elif not await self._comes(goes, LINGER_S + (0 if seen.lingers else seen.allowed_s)):
+                with contextlib.suppress(TransientError):
+                    async with self._turn():
+                        with self._permitted(right), _transient(Forbidden):
+                            await self._kube.delete(PODS, seen.name, self._namespace, uid=uid)
+        self._allow(right)
+
+    async def _comes(self, true: Callable[[], bool], within_s: float) -> bool:
+        """Wait for what news of Pods bring."""
+        try:
+            async with asyncio.timeout(within_s if within_s < math.inf else None):
+                while not true():
+                    await self._news.wait()
+        except TimeoutError:
+            return False
+        return True
 
     async def _not_starting(self, node: NodeId, uid: str) -> None:
         """Only its kubelet knows what the Pod waits for, and says so in events alone."""
@@ -536,12 +586,13 @@ class KubernetesPlatform:
         return None
 
     async def delete_node(self, node: NodeId, grace_s: float) -> None:
-        """End a Pod. One that ends by itself within the grace stays for its log."""
+        """End a Pod. One that ends by itself within the grace stays for its log; what is left of a
+        Pod whose agent has ended is for :meth:`_end`."""
         self._refusals.pop(node, None)
         if (post := self._posts.get(node)) is not None:
             await asyncio.wait([post])
         name = names.pod_of(self._name, node)
-        right = f"deletion of Pod {name}"
+        right = _deletion_of(name)
         if await self._ends_by_itself(node, grace_s or LINGER_S):
             self._allow(right)
             return
@@ -550,7 +601,7 @@ class KubernetesPlatform:
                 found = await self._get(name)
                 if found is None or not self._is_ours(found):
                     self._facts.put_nowait([NodeEnded(node, "it has no Pod", free=True)])
-                elif not (found.done or self._orphaned or (found.leaving and grace_s > 0)):
+                elif not (found.ended or self._orphaned or (found.leaving and grace_s > 0)):
                     with _transient(Forbidden):
                         await self._kube.delete(
                             PODS, found.name, self._namespace, uid=found.uid, grace_s=KILL_S
@@ -580,15 +631,14 @@ class KubernetesPlatform:
 
     async def _ends_by_itself(self, node: NodeId, grace_s: float) -> bool:
         """Wait for it: its agent was told to stop."""
-        try:
-            async with asyncio.timeout(grace_s):
-                while (seen := self._pods.get(node)) is not None and not seen.done:
-                    if not seen.host:  # nobody has ever been there to be told
-                        return False
-                    await self._news.wait()
-        except TimeoutError:
-            return False
-        return seen is not None
+
+        def decided() -> bool:
+            seen = self._pods.get(node)
+            return seen is None or bool(seen.ended) or not seen.host  # nobody there to be told
+
+        await self._comes(decided, grace_s)
+        seen = self._pods.get(node)
+        return seen is not None and bool(seen.ended)
 
     async def _keep_newest(self) -> None:
         """Delete the oldest of the many Pods that have ended, as new ones come: what is there at
@@ -746,6 +796,9 @@ class KubernetesPlatform:
         for node, seen in sorted(self._pods.items()):
             if seen.trouble and not seen.leaving:
                 found.setdefault(seen.trouble, []).append(f"{node}: {seen.message}")
+        if self._overdue and not (status.phase.ended or status.phase is JobPhase.SUSPENDED):
+            # Later this is for the operator to tell, which stays: ``PodsLeft``.
+            found["PodNotEnding"] = list(self._overdue.values())
         for what, words in self._denied.items():
             found.setdefault("PermissionDenied", []).append(f"{what}: {words}")
         mine = {}
@@ -782,6 +835,19 @@ def _remembered(training: Obj) -> Known:
     events = [int(event.get("id") or 0) for event in training.get("events") or []]
     term, number = (int(training.get(what) or 0) for what in ("term", "round"))
     return Known(term, number, max(numbers, default=-1), max(events, default=0))
+
+
+def _deletion_of(pod: str) -> str:
+    """A right that may be missing, as a condition tells of it."""
+    return f"deletion of Pod {pod}"
+
+
+def _overdue(seen: PodView) -> str:
+    return (
+        f"Pod {seen.name} was deleted and still holds resources on {seen.host or 'no host'}. If "
+        "that host is lost for good, delete its Node, or taint it with "
+        "node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"
+    )
 
 
 def _why_forbidden(error: Forbidden) -> str:

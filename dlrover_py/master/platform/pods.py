@@ -28,6 +28,8 @@ ZONE = "topology.kubernetes.io/zone"
 """Label of a node, which the API server copies to its Pods from Kubernetes 1.35 on."""
 CONNECT_S = "600"
 """A Pod may start while its master is moved to another node."""
+KUBERNETES_GRACE_S = 30
+"""A Pod's terminationGracePeriodSeconds where its template says nothing."""
 FREE = ("Evicted", "Preempting", "Preempted", "NodeShutdown", "Shutdown", "Terminated")
 """Reasons of a Pod's end that are nobody's failure."""
 
@@ -214,10 +216,19 @@ class PodView:
     speaker: str
     """The container whose log says more."""
     done: bool
-    """All of its containers have ended."""
+    """Its phase is Succeeded or Failed: it holds no resources any more."""
+    lingers: bool
+    """Its agent has ended, and another container runs that ends only if the Pod is deleted."""
+    allowed_s: float
+    """How long its containers have to end once they are told to."""
     created_at: str
     made_of: str
     """Hash of its template; empty if a master has made it that did not say."""
+
+    @property
+    def deleted(self) -> bool:
+        """It was deleted, and is to be gone after its grace."""
+        return math.isfinite(self.grace_s)
 
 
 def view(obj: Obj) -> PodView:
@@ -258,7 +269,9 @@ def view(obj: Obj) -> PodView:
         message=message,
         words=words,
         speaker=speaker,
-        done=_all_ended(spec, status),
+        done=status.get("phase") in ("Succeeded", "Failed"),
+        lingers=bool(ended) and not _all_ended(spec, status),
+        allowed_s=float(spec.get("terminationGracePeriodSeconds") or KUBERNETES_GRACE_S),
         created_at=meta.get("creationTimestamp") or "",
         made_of=(meta.get("annotations") or {}).get(names.NOTE_TEMPLATE, ""),
     )
@@ -301,9 +314,8 @@ def _prepared(status: Obj, conditions: Mapping[str, Obj]) -> bool:
 
 
 def _all_ended(spec: Obj, status: Obj) -> bool:
-    """Whether all containers have; a kubelet may say so before it says it of the Pod."""
-    if status.get("phase") in ("Succeeded", "Failed"):
-        return True
+    """Whether all containers have, but for native sidecars: a kubelet ends those by itself, and
+    then the Pod."""
     ended = [
         c for c in status.get("containerStatuses") or [] if "terminated" in (c.get("state") or {})
     ]
