@@ -686,6 +686,17 @@ def test_a_command_that_cannot_be_run_ends_the_job() -> None:
     assert "no such file" in bench.job.reason
 
 
+@pytest.mark.parametrize(("code", "free"), [(None, False), (None, True), (2, True)])
+def test_an_end_that_is_not_the_commands_does_not_end_the_job(code: int | None, free: bool) -> None:
+    """An init container's code is not the agent's; of a Pod that was evicted no code counts."""
+    bench = Bench(elastic_job(2))
+    bench.step()
+    bench.step(NodeEnded(N1, "its init container ended with 2", exit_code=code, free=free))
+    assert bench.job.phase is not JobPhase.FAILED
+    bench.pass_time(3.0)
+    assert NodeId("n2") in bench.avoided, "another is tried"
+
+
 def test_a_replacement_that_cannot_run_its_command_does_not_end_a_job_that_trains() -> None:
     bench = running(elastic_job(2, 1, standby=1))
     bench.kill(N1)
@@ -1333,6 +1344,21 @@ def test_a_host_whose_node_fell_silent_is_kept_out_for_a_while() -> None:
     bench.settle()
     bench.pass_time(3.0)
     assert bench.avoided[NodeId("n5")] == ()
+
+
+def test_a_host_that_refuses_a_node_is_kept_out_and_nothing_is_charged() -> None:
+    """Its scheduler would choose it again: it does not know of the broken device there."""
+    bench = Bench(elastic_job(2, restarts=0))
+    bench.step()
+    for number in range(1, 4):
+        node = NodeId(f"n{number}")
+        bench.pods.pop(node, None)
+        words = "UnexpectedAdmissionError: no healthy devices"
+        bench.step(NodeEnded(node, words, free=True, refused_by="gpu-1"))
+        bench.pass_time(61.0)
+        assert "gpu-1" in bench.avoided[NodeId(f"n{number + 1}")]
+    assert bench.job.exhausted == 0
+    assert bench.job.phase is JobPhase.PENDING
 
 
 def test_where_there_is_one_host_only_it_is_asked_again() -> None:

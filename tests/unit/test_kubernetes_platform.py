@@ -754,6 +754,27 @@ async def test_a_pod_that_does_not_end_is_deleted(scene: Scene) -> None:
     )
 
 
+async def test_a_pod_that_its_host_refuses_is_a_condition_until_one_runs(scene: Scene) -> None:
+    await scene.platform.create_node(N0)
+    obj = scene.pod()
+    obj["spec"]["nodeName"] = "gpu-1"
+    words = "Pod was rejected: Allocate failed due to no healthy devices present"
+    obj["status"] = {"phase": "Failed", "reason": "UnexpectedAdmissionError", "message": words}
+    scene.cluster.put(PODS, obj)
+    told = await scene.hears_of(NodeEnded, N0)
+    assert (told.free, told.refused_by) == (True, "gpu-1")
+    await scene.platform.publish(status(phase=JobPhase.PENDING))
+    condition = scene.conditions()["PodsRefused"]
+    assert condition["status"] == "True"
+    assert words in condition["message"]
+    assert condition["message"].startswith("n0 on gpu-1: ")
+    await scene.platform.create_node(N1)
+    scene.runs(N1)
+    await scene.hears(lambda e: isinstance(e, NodeSeen) and e.runs)
+    await scene.platform.publish(status())
+    assert scene.conditions()["PodsRefused"]["status"] == "False"
+
+
 # --- what holds resources yet ---
 
 

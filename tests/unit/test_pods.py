@@ -239,6 +239,22 @@ def test_an_image_that_is_not_to_be_had(reason: str) -> None:
     assert (told.near, told.message) == (False, "main: the words")
 
 
+@pytest.mark.parametrize("main", ["PodInitializing", ""])
+def test_a_native_sidecar_that_crashes_keeps_its_pod_from_starting(main: str) -> None:
+    crashes = {
+        "name": "mesh",
+        "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 5m0s"}},
+        "lastState": {"terminated": {"exitCode": 3}},
+    }
+    obj = there(waiting(main) if main else main_is({"running": {}}))
+    obj["spec"]["initContainers"] = [{"name": "mesh", "restartPolicy": "Always"}]
+    obj["status"]["initContainerStatuses"] = [crashes]
+    told = seen(obj)
+    assert told.near != bool(main), "what runs has started"
+    words = "sidecar mesh: back-off 5m0s; it ended with exit code 3"
+    assert told.message == (words if main else "")
+
+
 @pytest.mark.parametrize(
     ("status", "prepared"),
     [
@@ -303,8 +319,7 @@ def test_an_init_container_that_fails_is_named() -> None:
         {"phase": "Failed", "initContainerStatuses": [dead], "containerStatuses": [waiting]}
     )
     assert ended(obj).why == "its init container fetch ended with exit code 7"
-    assert view(obj).speaker == "fetch"
-    assert view(there(main_is({"running": {}}))).speaker == "main"
+    assert ended(obj).exit_code is None, "it is not the agent's"
 
 
 @pytest.mark.parametrize("reason", ["Evicted", "Preempting", "NodeShutdown"])

@@ -142,10 +142,13 @@ class NodeEnded:
     node: NodeId
     why: str
     exit_code: int | None = None
+    """Of its agent; None if that has not ended, or was not what ended the node."""
     free: bool = False
-    """Not to be charged: drained, preempted, deleted on purpose."""
+    """Not to be charged: drained, preempted, deleted on purpose, refused by its host."""
     output: str = ""
     """Its last words, if it never spoke."""
+    refused_by: str = ""
+    """The host that would not have it: no new node is wished there for a while."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -855,6 +855,9 @@ class Job:
         node.unheard += never_spoke
         # Before the first round: later the command has been shown to work.
         usage = never_spoke and ended.exit_code == ExitCode.USAGE and not self.round
+        usage = usage and not ended.free
+        if ended.refused_by:
+            self.hosts.strike(ended.refused_by, self._now, self._wall)
         why = ended.why + (f": {ended.output}" if never_spoke and ended.output else "")
         if never_spoke and ended.exit_code == ExitCode.OK and not ended.free:
             self._never_joined(node)

@@ -34,6 +34,7 @@ from dlrover_py.master.core.events import (
     NodesListed,
 )
 from dlrover_py.master.platform import Known, pods
+from dlrover_py.master.platform.ends import End
 from dlrover_py.master.platform.pods import Obj, PodView, Site
 from dlrover_py.protocol import names
 from dlrover_py.protocol.errors import ConfigError, Superseded, TransientError
@@ -83,7 +84,7 @@ TRIAL = NodeId("trial")
 GONE = "JobGone"
 PROBLEMS = (
     *("ImagePullBackOff", "Unschedulable", "InvalidTemplate", "QuotaExceeded", "PodNotStarting"),
-    *("PodsForbidden", "NameConflict", "PermissionDenied", "PodNotEnding", GONE),
+    *("PodsForbidden", "PodsRefused", "NameConflict", "PermissionDenied", "PodNotEnding", GONE),
 )
 """Conditions that are ours: True as long as it is so."""
 WARNED = "TemplateWarning"
@@ -149,6 +150,8 @@ class KubernetesPlatform:
         self._posts: dict[NodeId, asyncio.Task[Problem | None]] = {}
         self._endings: dict[str, asyncio.Task[None]] = {}
         """By uid of the Pod: see to it that a Pod whose agent has ended, ends."""
+        self._turned_away: list[str] = []
+        """Pods that their hosts have refused since one began to run last, in words."""
         self._overdue: dict[str, str] = {}
         """By uid: Pods that were deleted and do not go, in words."""
         self._news = asyncio.Event()
@@ -372,8 +375,15 @@ class KubernetesPlatform:
         self._ring()
         output = ""
         fresh = seen.ended and not (before and before.ended)
-        if fresh and seen.exit_code and not seen.words and not listed:  # a list is not held up
-            output = await self._last_words(seen)
+        if seen.runs and not (before and before.runs):
+            self._turned_away.clear()
+        elif fresh and seen.refused_by:
+            self._turned_away.insert(0, f"{node} on {seen.refused_by}: {seen.ended}")
+            del self._turned_away[ENDED_KEPT:]
+        if (
+            fresh and seen.exit_code and seen.end and not seen.end.words and not listed
+        ):  # a list is not held up
+            output = await self._last_words(seen, seen.end)
         return pods.fact(node, seen, output)
 
     def _see_to_its_end(self, node: NodeId, seen: PodView) -> None:
@@ -430,7 +440,7 @@ class KubernetesPlatform:
         seen = self._pods[node] = replace(seen, trouble="PodNotStarting", message=why)
         self._facts.put_nowait([pods.fact(node, seen)])
 
-    async def _last_words(self, seen: PodView) -> str:
+    async def _last_words(self, seen: PodView, end: End) -> str:
         """Other Pods' news wait meanwhile: for a tenth of the time at most."""
         now = asyncio.get_running_loop().time
         if now() < self._no_logs_until:
@@ -439,7 +449,7 @@ class KubernetesPlatform:
         try:
             async with asyncio.timeout(LOG_S):
                 text = await self._kube.log(
-                    seen.name, self._namespace, tail=LOG_LINES, container=seen.speaker
+                    seen.name, self._namespace, tail=LOG_LINES, container=end.speaker
                 )
         except (KubeError, TimeoutError) as error:
             log.info("log_not_read", extra={"pod": seen.name, "why": str(error)})
@@ -796,7 +806,10 @@ class KubernetesPlatform:
         for node, seen in sorted(self._pods.items()):
             if seen.trouble and not seen.leaving:
                 found.setdefault(seen.trouble, []).append(f"{node}: {seen.message}")
-        if self._overdue and not (status.phase.ended or status.phase is JobPhase.SUSPENDED):
+        rests = status.phase.ended or status.phase is JobPhase.SUSPENDED
+        if self._turned_away and not rests:
+            found["PodsRefused"] = self._turned_away
+        if self._overdue and not rests:
             # Later this is for the operator to tell, which stays: ``PodsLeft``.
             found["PodNotEnding"] = list(self._overdue.values())
         for what, words in self._denied.items():

@@ -11,17 +11,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from dlrover_py.master.core.events import Event, NodeEnded, NodeSeen
+from dlrover_py.master.platform.ends import Budget, End, end_of, main_status, native_sidecars
 from dlrover_py.protocol import names
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import OWN_ENV, TEMPLATE, ElasticJob
-from dlrover_py.protocol.names import MAIN_CONTAINER, NodeId
+from dlrover_py.protocol.names import NodeId
 
 Obj = dict[str, Any]
 
 SHM, TMP = "/dev/shm", "/tmp"
 VOLUME = "dlrover-job"
-IMAGE_TROUBLE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
+IMAGE_TROUBLE = (
+    *("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"),
+    *("ImageInspectError", "RegistryUnavailable", "SignatureValidationFailed"),
+)
 START_TROUBLE = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
+CRASHES = "CrashLoopBackOff"
 _UNKNOWN = re.compile(r'unknown field "([^"]+)"')
 """In the words of an API server that was asked to be strict."""
 ZONE = "topology.kubernetes.io/zone"
@@ -30,8 +35,6 @@ CONNECT_S = "600"
 """A Pod may start while its master is moved to another node."""
 KUBERNETES_GRACE_S = 30
 """A Pod's terminationGracePeriodSeconds where its template says nothing."""
-FREE = ("Evicted", "Preempting", "Preempted", "NodeShutdown", "Shutdown", "Terminated")
-"""Reasons of a Pod's end that are nobody's failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,10 +198,8 @@ class PodView:
     zone: str
     leaving: str
     """Why it is about to go; empty if it is not."""
-    ended: str
-    """Why it has ended; empty if it has not."""
-    exit_code: int | None
-    free: bool
+    end: End | None
+    """How it has ended; None if it has not."""
     near: bool
     runs: bool
     """Its container has started."""
@@ -211,10 +212,6 @@ class PodView:
     trouble: str
     """Reason of a condition of the job: why it cannot start; empty if it can, as far as is seen."""
     message: str
-    words: str
-    """What its container left as termination message."""
-    speaker: str
-    """The container whose log says more."""
     done: bool
     """Its phase is Succeeded or Failed: it holds no resources any more."""
     lingers: bool
@@ -224,6 +221,26 @@ class PodView:
     created_at: str
     made_of: str
     """Hash of its template; empty if a master has made it that did not say."""
+
+    @property
+    def ended(self) -> str:
+        """Why it has ended; empty if it has not."""
+        return self.end.why if self.end is not None else ""
+
+    @property
+    def exit_code(self) -> int | None:
+        """Of the container that has ended it; None if none has."""
+        return self.end.exit_code if self.end is not None else None
+
+    @property
+    def free(self) -> bool:
+        """Its end is charged to nothing."""
+        return self.end is not None and self.end.row.budget is Budget.NONE
+
+    @property
+    def refused_by(self) -> str:
+        """The host that ended it for a reason that the scheduler does not know; empty if none."""
+        return self.host if self.end is not None and self.end.row.avoids_host else ""
 
     @property
     def deleted(self) -> bool:
@@ -240,9 +257,8 @@ def view(obj: Obj) -> PodView:
     controller: Obj = next(
         (o for o in meta.get("ownerReferences") or [] if o.get("controller")), {}
     )
-    ended, code, words = _end_of(spec, status)
-    speaker = _failed_init(status).get("name") or _main_name(spec)
-    trouble, message = ("", "") if ended else _trouble(spec, status, conditions)
+    end = end_of(obj)
+    trouble, message = ("", "") if end else _trouble(spec, status, conditions)
     leaving = ""
     if disrupted:
         leaving = f"its Pod is disrupted: {disrupted.get('message') or disrupted.get('reason')}"
@@ -257,44 +273,20 @@ def view(obj: Obj) -> PodView:
         host=spec.get("nodeName") or "",
         zone=(meta.get("labels") or {}).get(ZONE, ""),
         leaving=leaving,
-        ended=ended,
-        exit_code=code,
-        free=bool(disrupted or meta.get("deletionTimestamp") or status.get("reason") in FREE),
+        end=end,
         near=not trouble,
-        runs="running" in ((_main_status(spec, status)).get("state") or {}),
+        runs="running" in ((main_status(spec, status)).get("state") or {}),
         prepared=not spec.get("nodeName") or _prepared(status, conditions),
-        cut_off=not ended and not spec.get("readinessGates") and _unheard(conditions),
+        cut_off=end is None and not spec.get("readinessGates") and _unheard(conditions),
         grace_s=float(meta.get("deletionGracePeriodSeconds", math.inf)),
         trouble=trouble,
         message=message,
-        words=words,
-        speaker=speaker,
         done=status.get("phase") in ("Succeeded", "Failed"),
-        lingers=bool(ended) and not _all_ended(spec, status),
+        lingers=end is not None and not _all_ended(spec, status),
         allowed_s=float(spec.get("terminationGracePeriodSeconds") or KUBERNETES_GRACE_S),
         created_at=meta.get("creationTimestamp") or "",
         made_of=(meta.get("annotations") or {}).get(names.NOTE_TEMPLATE, ""),
     )
-
-
-def _end_of(spec: Obj, status: Obj) -> tuple[str, int | None, str]:
-    """Why its agent has ended, the exit code, and the container's last words."""
-    main = _main_status(spec, status)
-    dead = ((main.get("state") or {}).get("terminated")) or {}
-    if dead:
-        code = dead.get("exitCode")
-        why = f"its agent ended with exit code {code}"
-        if dead.get("reason") not in (None, "Completed", "Error"):
-            why += f" ({dead['reason']})"
-        return why, code, (dead.get("message") or "").strip()
-    if init := _failed_init(status):
-        code = init["state"]["terminated"]["exitCode"]
-        return f"its init container {init['name']} ended with exit code {code}", code, ""
-    if status.get("phase") in ("Failed", "Succeeded"):
-        reason = status.get("reason") or status["phase"]
-        said = status.get("message") or ""
-        return f"its Pod ended: {reason}{f': {said}' if said else ''}", None, ""
-    return "", None, ""
 
 
 def _unheard(conditions: Mapping[str, Obj]) -> bool:
@@ -322,31 +314,12 @@ def _all_ended(spec: Obj, status: Obj) -> bool:
     return 0 < len(spec.get("containers") or []) == len(ended)
 
 
-def _failed_init(status: Obj) -> Obj:
-    """The init container that has ended the Pod before its agent ran; empty if none has."""
-    if status.get("phase") != "Failed":
-        return {}
-    inits: list[Obj] = status.get("initContainerStatuses") or []
-    ended = ((c, (c.get("state") or {}).get("terminated") or {}) for c in inits)
-    return next((c for c, dead in ended if dead.get("exitCode")), {})
-
-
-def _main_name(spec: Obj) -> str:
-    containers = spec.get("containers") or [{}]
-    listed = [str(c.get("name", "")) for c in containers]
-    return MAIN_CONTAINER if MAIN_CONTAINER in listed else listed[0]
-
-
-def _main_status(spec: Obj, status: Obj) -> Obj:
-    name = _main_name(spec)
-    statuses: list[Obj] = status.get("containerStatuses") or []
-    return next((c for c in statuses if c.get("name") == name), {})
-
-
 def _trouble(spec: Obj, status: Obj, conditions: Mapping[str, Obj]) -> tuple[str, str]:
     scheduled = conditions.get("PodScheduled") or {}
     if not spec.get("nodeName") and scheduled.get("status") == "False":
         return "Unschedulable", scheduled.get("message") or scheduled.get("reason") or ""
+    natives = native_sidecars(spec)
+    main_runs = "running" in (main_status(spec, status).get("state") or {})
     for container in [
         *(status.get("initContainerStatuses") or []),
         *(status.get("containerStatuses") or []),
@@ -354,6 +327,10 @@ def _trouble(spec: Obj, status: Obj, conditions: Mapping[str, Obj]) -> tuple[str
         waiting = (container.get("state") or {}).get("waiting") or {}
         reason = waiting.get("reason") or ""
         said = f"{container.get('name')}: {waiting.get('message') or reason}"
+        if reason == CRASHES and container.get("name") in natives and not main_runs:
+            ended = (container.get("lastState") or {}).get("terminated") or {}
+            code = f"; it ended with exit code {ended['exitCode']}" if "exitCode" in ended else ""
+            return "PodNotStarting", f"sidecar {said}{code}"
         if reason in IMAGE_TROUBLE:
             return "ImagePullBackOff", said
         if reason in START_TROUBLE:
@@ -363,8 +340,15 @@ def _trouble(spec: Obj, status: Obj, conditions: Mapping[str, Obj]) -> tuple[str
 
 def fact(node: NodeId, seen: PodView, output: str = "") -> Event:
     """What the core is told of a Pod that exists."""
-    if seen.ended:
-        return NodeEnded(node, seen.ended, seen.exit_code, seen.free, output or seen.words)
+    if seen.end is not None:
+        return NodeEnded(
+            node,
+            seen.ended,
+            seen.exit_code if seen.end.by_agent else None,
+            seen.free,
+            output or seen.end.words,
+            refused_by=seen.refused_by,
+        )
     topology = (seen.zone, seen.host) if seen.host else ()
     return NodeSeen(
         node,
