@@ -1,6 +1,7 @@
 """Real persisters write hand-made slots; plain torch reads what they have written."""
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -570,12 +571,14 @@ def test_a_directory_that_cannot_be_made_is_told(persister: Persister, tmp_path:
 
 
 def test_a_store_that_hangs_is_told_and_the_trainer_goes_on(tmp_path: Path) -> None:
-    """Who reads a FIFO that nobody writes hangs as with a dead NFS server."""
+    """An open of a file that is leased to this process waits, as with a dead NFS server."""
     one = Persister()
+    (tmp_path / "dead").mkdir()
+    leased = os.open(tmp_path / "dead" / CLAIM, os.O_RDWR | os.O_CREAT)
+    fcntl.fcntl(leased, fcntl.F_SETSIG, signal.SIGURG)  # by default it is ignored
+    fcntl.fcntl(leased, fcntl.F_SETLEASE, fcntl.F_WRLCK)
     try:
         simple(tmp_path / "arena/0.0")
-        (tmp_path / "dead").mkdir()
-        os.mkfifo(tmp_path / "dead" / CLAIM)
         one.send(order(tmp_path / "arena", tmp_path / "dead", "h1", deadline_s=10.0))
         answer = one.end("h1")
         assert answer.phase is Phase.FAILED
@@ -585,6 +588,7 @@ def test_a_store_that_hangs_is_told_and_the_trainer_goes_on(tmp_path: Path) -> N
         one.send(order(tmp_path / "arena", tmp_path / "ckpt", "h2", deadline_s=10.0))
         assert "has not answered to the attempt before" in one.end("h2").why
     finally:
+        os.close(leased)
         one.close()
     assert one.process.returncode == 0
 
