@@ -39,6 +39,7 @@ known.
 
 import atexit
 import contextlib
+import itertools
 import logging
 import os
 import re
@@ -78,6 +79,7 @@ from dlrover_py.protocol.checkpoint import (
 from dlrover_py.protocol.errors import ConfigError, DLRoverError
 from dlrover_py.trainer import session
 from dlrover_py.trainer.alone import OVERTAKEN, PATIENCE_S, Memory, Persister, amend, host, unflag
+from dlrover_py.trainer.rollcall import KeyValueStore, RollCall
 from dlrover_py.trainer.settings import Settings
 from dlrover_py.trainer.staging import Place, Stager, Staging
 from dlrover_py.trainer.state import PerRank, Random, flatten
@@ -317,6 +319,9 @@ class Checkpointer:
         self._closed = False
         self._inside: int | None = None
         """The thread that is in the midst of a call."""
+        self._kind = self._doing = ""
+        """The call that is under way, or was last, in words."""
+        self._rollcall: RollCall | None = None
         self._stop = False
         self._asks = False
         """The script has asked whether to stop."""
@@ -332,6 +337,8 @@ class Checkpointer:
         """The newest set that is known to be sealed on all ranks."""
         self._unstored: Id | None = None
         """The newest that all ranks have, if nothing newer has gone to storage."""
+        self._saved = False
+        """All ranks have called `save`."""
         self._accepted = False
         """The state could be saved, once."""
         self._again = False
@@ -409,7 +416,7 @@ class Checkpointer:
         worth = None if metric is None else float(metric)
         _see_whether_it_has_keys(state)
         began = time.perf_counter()
-        with self._call():
+        with self._call("save()", step):
             site = self._site()
             waited, site.fenced_s = site.stager.waited_s - site.fenced_s, site.stager.waited_s
             self.stats.blocked_s += waited
@@ -444,7 +451,7 @@ class Checkpointer:
             ConfigError: as ``save``; or ``dir`` is a checkpoint by itself.
         """
         _see_whether_it_has_keys(state)
-        with self._call():
+        with self._call("load()"):
             return self._load(state, init)
 
     def _load(self, state: Mapping[str, object], init: str | os.PathLike[str] | None) -> int | None:
@@ -528,7 +535,7 @@ class Checkpointer:
             return True
         if self._interrupts("wait()"):
             return False
-        with self._call():
+        with self._call("wait()"):
             return self._wait(site, persisted, timeout_s)
 
     def _wait(self, site: "_Site", persisted: bool, timeout_s: float | None) -> bool:
@@ -561,7 +568,7 @@ class Checkpointer:
         """
         if self._closed or os.getpid() != self._pid or self._interrupts("close()"):
             return
-        with self._call():
+        with self._call("close()"):
             if self._open_at is not None:
                 self._settle(self._open_at)
             self._let_go()
@@ -581,8 +588,9 @@ class Checkpointer:
             self._let_go(failed=True)  # the other ranks may not come
 
     @contextlib.contextmanager
-    def _call(self) -> Iterator[None]:
+    def _call(self, kind: str, step: int | None = None) -> Iterator[None]:
         self._inside = threading.get_ident()
+        self._kind, self._doing = kind, kind if step is None else f"{kind} of step {step}"
         try:
             yield
         finally:
@@ -876,7 +884,8 @@ class Checkpointer:
             self._vote = self._mine(site)
         elif self._pending is not None:
             heard, self._pending = self._pending, None
-            self._vote = Vote(*heard(timeout_s))
+            with self._rollcall.during(self._kind, self._doing) if self._rollcall else _ALONE:
+                self._vote = Vote(*heard(timeout_s))
         else:
             return
         self._stop = self._stop or bool(self._vote.stop)
@@ -1049,6 +1058,7 @@ class Checkpointer:
     # --- beginning and end ---
 
     def _site(self) -> "_Site":
+        self._check_in()
         if self._open_at is None:
             self._take_place()
             self._open_at = _Site(self.settings, self.dir is not None, self._answered)
@@ -1058,6 +1068,26 @@ class Checkpointer:
             newest = max(held, key=lambda s: s.age, default=None)
             self._whole = None if newest is None else newest.id
         return self._open_at
+
+    def _check_in(self) -> None:
+        """Wait for the other ranks before the first save, and before each load.
+
+        A rank that alone saves or loads is found before its collectives could be taken for those
+        of the training. Later saves are not worth that: :meth:`RollCall.during` looks after them.
+        """
+        if (self._kind == "save()" and self._saved) or not dist.is_available():
+            return
+        if self._rollcall is None and dist.is_initialized() and dist.get_world_size() > 1:
+            self._rollcall = RollCall(
+                dist.get_rank(),
+                dist.get_world_size(),
+                _store_of_the_group(),
+                name=f"checkpointer-{next(_numbers)}",
+                say=lambda words: log.warning("checkpoints: %s", words),
+            )
+        if self._rollcall is not None and self._kind in ("save()", "load()"):
+            self._rollcall.check_in(self._kind, self._doing)
+        self._saved = self._saved or self._kind == "save()"
 
     def _take_place(self) -> None:
         """See that nobody else of this process has its place in the job's memory.
@@ -1106,6 +1136,8 @@ class Checkpointer:
             if not failed:
                 self._tell_what_is_lost(site)
         self._closed = True
+        if self._rollcall is not None:
+            self._rollcall.close()
         atexit.unregister(self._at_exit)
         if site is not None:
             site.close(failed=failed)
@@ -1126,6 +1158,17 @@ class Checkpointer:
 
 _places: dict[tuple[str, int | None, int], Checkpointer] = {}
 """Who had a place in an agent's memory last; of a parent process, perhaps."""
+
+
+_numbers = itertools.count()
+"""Of the Checkpointers of this process that several ranks use together."""
+_ALONE = contextlib.nullcontext()
+
+
+def _store_of_the_group() -> KeyValueStore | None:
+    """The store by which the ranks of the default group have met; None if torch hides it."""
+    find = getattr(dist.distributed_c10d, "_get_default_store", None)
+    return None if find is None else cast(KeyValueStore, find())
 
 
 class _StepTimes:
