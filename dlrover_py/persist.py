@@ -978,7 +978,7 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.nice(max(0, NICE - os.nice(0)))
-    telemetry.setup("persister")
+    telemetry.setup("persister", level=telemetry.wished_level("WARNING"))
     warnings.filterwarnings("ignore", message="The given buffer is not writable")
     torch.set_num_threads(1)
     torch.serialization.set_crc32_options(False)  # bytes are summed by XXH3; three times as fast

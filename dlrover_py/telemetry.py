@@ -1,18 +1,48 @@
 """Structured logs, set up once by each program.
 
 An event is a fixed snake_case word with fields: ``log.info("round_formed", extra={"round": 3})``.
-On a terminal it is a line for people, elsewhere a line of JSON. The standard library's logging
-does it: structlog costs the agent 0.14 s of start (docs/decisions/0002-light-agent.md).
+A person at a terminal gets it as a sentence. A pipe, a file and a Pod's log get a line of JSON.
+``DLROVER_LOG_FORMAT`` (``words`` or ``json``) decides it otherwise, for each program of ours. The
+standard library's logging does it: structlog costs the agent 0.14 s of start
+(docs/decisions/0002-light-agent.md).
 """
 
 import json
 import logging
 import os
+import re
 import sys
+from collections.abc import Collection
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
+ENV_FORMAT = "DLROVER_LOG_FORMAT"
+ENV_LEVEL = "DLROVER_LOG_LEVEL"
+NOTICE = 35
+"""Level of what a person who has started a program wants to know, whatever the level is."""
+logging.addLevelName(NOTICE, "NOTICE")
+
+_FORMATS = ("words", "json")
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_SENTENCES = ("says", "why", "then", "instead")
+_A_REASON = re.compile(r"([A-Z][a-z]+)+")
+"""Events of a job, such as ``NodeLost``: what they tell is a whole sentence."""
+
+
+def for_people(stream: TextIO) -> bool:
+    """Whether the log in this stream is sentences, not JSON.
+
+    ``DLROVER_LOG_FORMAT`` says so, or it is a terminal outside a Pod.
+    """
+    wished = os.environ.get(ENV_FORMAT)
+    if wished in _FORMATS:
+        return wished == "words"
+    return stream.isatty() and "KUBERNETES_SERVICE_HOST" not in os.environ
+
+
+def wished_level(default: str) -> str:
+    """``DLROVER_LOG_LEVEL``, for a program without settings of its own."""
+    return os.environ.get(ENV_LEVEL) or default
 
 
 class _Lines(logging.Formatter):
@@ -22,22 +52,35 @@ class _Lines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         extra = {k: v for k, v in vars(record).items() if k not in _STANDARD}
-        fields = self.bound | extra
-        at = datetime.fromtimestamp(record.created, UTC)
         error = self.formatException(record.exc_info) if record.exc_info else None
-        if self._as_json:
-            head = {
-                "at": at.isoformat(timespec="milliseconds"),
-                "level": record.levelname.lower(),
-                "event": record.getMessage(),
-                "program": self._program,
-            }
-            if error:
-                fields = fields | {"error": error}
-            return json.dumps(head | fields, default=str, ensure_ascii=False)
-        words = " ".join(f"{k}={v}" for k, v in fields.items() if v not in (None, ""))
-        line = f"{at:%H:%M:%S}.{record.msecs:03.0f} {self._program} {record.getMessage()} {words}"
-        return line.rstrip() + (f"\n{error}" if error else "")
+        if not self._as_json:
+            line = f"{self._program}: {_sentence(record.getMessage(), extra)}"
+            return line + (f"\n{error}" if error else "")
+        at = datetime.fromtimestamp(record.created, UTC)
+        head = {
+            "at": at.isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "event": record.getMessage(),
+            "program": self._program,
+        }
+        fields = self.bound | extra
+        if error:
+            fields = fields | {"error": error}
+        return json.dumps(head | fields, default=str, ensure_ascii=False)
+
+
+def _sentence(event: str, fields: dict[str, Any]) -> str:
+    """An event for people: ``no contact: address in use; workers go on (port 29400)``."""
+    told = [str(fields[name]) for name in _SENTENCES if fields.get(name)]
+    if told and ("says" in fields or _A_REASON.fullmatch(event)):
+        return "; ".join(told)
+    details = ", ".join(
+        f"{name.removesuffix('_s').replace('_', ' ')} {value}{' s' * name.endswith('_s')}"
+        for name, value in fields.items()
+        if name not in _SENTENCES and value not in (None, "")
+    )
+    words = event.replace("_", " ") if " " not in event else event
+    return words + (": " if told else "") + "; ".join(told) + (f" ({details})" if details else "")
 
 
 class _Handler(logging.StreamHandler[TextIO]):
@@ -54,6 +97,7 @@ def setup(
     level: int | str = logging.INFO,
     stream: TextIO | None = None,
     logger: str = "",
+    elsewhere: Collection[str] = (),
     **bound: Any,
 ) -> logging.Logger:
     """Set up the logs of this process.
@@ -63,11 +107,15 @@ def setup(
         level: least severe level that is written.
         stream: where to; standard error if not given.
         logger: only this one and those below it, in a process that has logs of its own.
-        bound: fields that each line carries (job, node …).
+        elsewhere: events that people are told by another program on the same terminal.
+        bound: fields that each line of JSON carries (job, node …).
     """
     stream = sys.stderr if stream is None else stream
     handler = _Handler(stream)
-    handler.setFormatter(_Lines(program, bound, as_json=not stream.isatty()))
+    people = for_people(stream)
+    handler.setFormatter(_Lines(program, bound, as_json=not people))
+    if people and elsewhere:
+        handler.addFilter(lambda record: record.getMessage() not in elsewhere)
     root = logging.getLogger(logger)
     root.handlers[:] = [handler]
     root.setLevel(level)
@@ -75,6 +123,12 @@ def setup(
         root.propagate = False
     else:
         logging.captureWarnings(capture=True)
+    wished = os.environ.get(ENV_FORMAT, "")
+    if wished not in ("", *_FORMATS):
+        root.warning(
+            "log_format_unknown",
+            extra={"why": f"{ENV_FORMAT} is {wished!r}: expected {' or '.join(_FORMATS)}"},
+        )
     return logging.getLogger(program)
 
 

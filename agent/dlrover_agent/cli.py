@@ -86,12 +86,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         code = outcome.code
         if code != ExitCode.OK:
+            deaths: list[Death] = []
             if outcome.deaths:
-                from dlrover_agent.failures import summary
+                from dlrover_agent.failures import cause_first, summary
 
-                _say(summary(command.name, outcome.deaths, socket.gethostname()))
+                deaths = cause_first(outcome.deaths)
+                _say(summary(command.name, deaths, socket.gethostname()))
             _say(f"elastic-run: {outcome.message}\n")
-            _tell_parent(environ, outcome.message, outcome.deaths)
+            _tell_parent(environ, outcome.message, deaths)
     return code if member else min(code, 1)  # only a platform knows our codes
 
 

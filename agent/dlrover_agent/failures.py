@@ -54,6 +54,11 @@ class Death:
     """What it wrote there."""
 
 
+def cause_first(deaths: Sequence[Death]) -> list[Death]:
+    """The same failures, those last that only say that another worker was lost."""
+    return sorted(deaths, key=lambda death: death.failure.kind is FailureKind.PEER)
+
+
 def summary(name: str, deaths: Sequence[Death], host: str) -> str:
     """The box that torchrun ends with
     (torch/distributed/elastic/multiprocessing/errors/__init__.py:ChildFailedError.format_msg).
@@ -91,7 +96,10 @@ def _entry(index: int, death: Death, host: str) -> str:
         "error_file": death.error_file or "<N/A>",
         "traceback": trace.rstrip().replace("\n", "\n  ") or "<N/A>",
     }
-    return "\n".join([f"[{index}]:", *(f"  {k:<10}: {v}" for k, v in fields.items())])
+    head = f"[{index}]:"
+    if failure.kind is FailureKind.PEER:
+        head += " a consequence: another worker was lost, and this one's connection to it broke"
+    return "\n".join([head, *(f"  {k:<10}: {v}" for k, v in fields.items())])
 
 
 def for_parent(message: str, death: Death | None, at: int) -> str:

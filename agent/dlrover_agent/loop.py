@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dlrover_agent import guardian, nested, scratch
+from dlrover_agent import guardian, nested, said, scratch
 from dlrover_agent.contact import Contact, bound
 from dlrover_agent.core import (
     Ask,
@@ -24,6 +24,7 @@ from dlrover_agent.core import (
     Core,
     Effect,
     Emptied,
+    Ended,
     Event,
     Exit,
     Kill,
@@ -53,11 +54,13 @@ from dlrover_py.protocol.agents import AgentReport, Assignment, Directive, Offer
 from dlrover_py.protocol.errors import DLRoverError, ExitCode
 from dlrover_py.protocol.workers import News
 from dlrover_py.rpc import Client
-from dlrover_py.telemetry import bind
+from dlrover_py.telemetry import ENV_LEVEL, NOTICE, bind
 
 log = logging.getLogger("agent")
 
 LAST_REPORT_S = 1.0
+NO_STEP_S = 5.0
+"""A restart is told then, though no step was reported."""
 MASTER_LOST_S = 30.0
 """Where no platform brings a lost master back, an agent with nothing to do gives it up then."""
 WARMING_S = 60.0
@@ -173,6 +176,10 @@ class Agent:
         self._token = token
         self._impatient = self._joined = False
         self._ending_since: float | None = None
+        self._broke_at: float | None = None
+        """When the last round of this node ended; None since the next one has begun."""
+        self._back: tuple[Assignment, float, float] | None = None
+        """A restart that is not told yet: the round, when the one before ended, and its start."""
         self._told_something = asyncio.Event()
         self._told_of = 0
         self._kept_recipe = ""
@@ -194,7 +201,7 @@ class Agent:
             token=token,
             socket=self._scratch / "depot.sock",
             nproc=command.nproc,
-            environ=command.inherit,
+            environ={**command.inherit, ENV_LEVEL: logging.getLevelName(log.getEffectiveLevel())},
             ask=lambda path: self._line.ask(path),
             changed=lambda: self._line.urge(),
             guard=lambda line: self._guardian.tell(line),
@@ -328,6 +335,8 @@ class Agent:
                         self._line.urge()  # what the memory holds now stays: others may wait for it
                 if self._ending_since is None and self._is_end(event):
                     self._ending_since = now
+                if isinstance(event, Ended) and event.failure is not None:
+                    self._broken(now)
                 for effect in effects:
                     self._perform(effect)
         finally:
@@ -360,6 +369,7 @@ class Agent:
                     self._local.order_stop(why)
                     grace_s = max(grace_s, last_step_s)
                 log.info("workers_stop", extra={"why": why, "grace_s": grace_s})
+                self._broken(asyncio.get_running_loop().time())
                 self._workers.stop(grace_s, number, spare=spare)
             case Kill():
                 self._workers.kill()
@@ -397,10 +407,39 @@ class Agent:
         if assignment.directive is Directive.RUN:
             waited = asyncio.get_running_loop().time() - self._taken_up_at
             self._events_of_torch.started(assignment, self._workers.pids, waited)
+            self._restarting(assignment)
             strangers = frozenset(nested.OTHERS) & self._command.inherit.keys()
             a = assignment
             world = nested.World(a.round, a.world_size, a.master_port, strangers)
             self._below.below(world, self._workers.pids)
+
+    def _broken(self, now: float) -> None:
+        """The round is over; the next one is a restart."""
+        self._tell_of_restart(stepped=False)
+        if self._broke_at is None:
+            self._broke_at = now
+
+    def _restarting(self, assignment: Assignment) -> None:
+        """Tell of the restart after its first step, or after a while without one."""
+        if self._broke_at is None:
+            return
+        loop = asyncio.get_running_loop()
+        self._back, self._broke_at = (assignment, self._broke_at, loop.time()), None
+
+        def no_step_yet() -> None:
+            if self._back is not None and self._back[0] is assignment:
+                self._tell_of_restart(stepped=False)
+
+        loop.call_later(NO_STEP_S, no_step_yet)
+
+    def _tell_of_restart(self, *, stepped: bool) -> None:
+        if self._back is None:
+            return
+        (assignment, broke_at, began), self._back = self._back, None
+        after_s = (asyncio.get_running_loop().time() if stepped else began) - broke_at
+        alone = assignment.nnodes == 1
+        says = said.restarted(assignment.reason, alone=alone, stepped=stepped, after_s=after_s)
+        log.log(NOTICE, "restarted", extra={"says": says, "after_s": round(after_s, 3)})
 
     def _found_launcher(self, words: str) -> None:
         log.info("nested_launcher", extra={"why": words})
@@ -429,7 +468,9 @@ class Agent:
         core = self._core
         if core.check is not None and self._told_of != core.checks:
             self._told_of = core.checks
-            log.info("check_ended", extra=core.check.model_dump(exclude_defaults=True))
+            level = NOTICE if self._command.precheck > 1 else logging.INFO
+            fields = core.check.model_dump(exclude_defaults=True)
+            log.log(level, "check_ended", extra=fields | {"says": said.checked(core.check)})
         self._seq += 1
         warming = self._warming
         self._joined |= not warming
@@ -523,6 +564,8 @@ class Agent:
 
     def _heard(self, news: News) -> None:
         if news.step is not None:
+            if self._back is not None and news.round == self._back[0].round:
+                self._tell_of_restart(stepped=True)
             self.post(Stepped(news.round, news.local_rank, news.step, news.total, news.metrics))
 
     def _signalled(self, number: int) -> None:
@@ -557,6 +600,7 @@ class Agent:
         if self._sharing is not None:
             self._sharing.cancel()
             await asyncio.gather(self._sharing, return_exceptions=True)
+        self._tell_of_restart(stepped=False)
         self._below.close()
         self._local.close()
         if self._contact is not None:

@@ -35,6 +35,9 @@ from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import JOURNAL_FILE, journal_of
 from dlrover_py.telemetry import setup
 
+BY_AGENT = frozenset(("WorkerFailed", "PeerLost", "RestartsExhausted", "NonRetryable"))
+"""What the agent that runs this master tells a person by itself: restarts, and the end."""
+
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
@@ -126,7 +129,7 @@ def main(argv: list[str] | None = None) -> int:
     code = 0
     try:
         settings = Settings.from_environment()
-        setup("master", level=settings.log_level)
+        setup("master", level=settings.log_level, elsewhere=BY_AGENT if args.temporary else ())
         token = read_token(args.token_file)
         tls = read_certificate(args.tls_cert, args.tls_key)
         job = listen(args.listen) if args.listen_fd is None else inherited(args.listen_fd)

@@ -1,7 +1,9 @@
 """elastic-run in the place of torchrun: the same command line, the same results, side by side."""
 
+import contextlib
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -158,6 +160,40 @@ def test_killed_worker_is_told_as_torchrun_tells_it(place: Place) -> None:
         boxes[program] = box(done.stderr, script)
     assert boxes["elastic-run"] == boxes["torchrun"]
     assert "exitcode : -11 (pid) (SIGSEGV)" in boxes["torchrun"]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_restart_is_one_line(place: Place, terminal: bool) -> None:
+    place.script(
+        """
+        import os, signal
+        from dlrover_py.trainer import session
+        session.report_step(session.restart_count() + 1)
+        if os.environ["RANK"] == "1" and not session.restart_count():
+            os.kill(os.getpid(), signal.SIGKILL)
+        """
+    )
+    ours, theirs = pty.openpty() if terminal else os.pipe()
+    argv = ("--standalone", "--nproc-per-node=2", "--max-restarts=1", "train.py")
+    process = place.popen("elastic-run", *argv, stdout=subprocess.DEVNULL, stderr=theirs)
+    os.close(theirs)
+    said = b""
+    with contextlib.suppress(OSError):  # how a terminal ends
+        while part := os.read(ours, 4096):
+            said += part
+    os.close(ours)
+    assert process.wait() == 0
+    lines = said.decode().splitlines()
+    if terminal:
+        (line,) = lines
+        start = "elastic-run: worker 1 was killed by SIGKILL: restart 1 of 1, "
+        assert re.fullmatch(
+            re.escape(start) + r"(next step|workers run again) after \d+\.\d s", line
+        )
+    else:
+        events = [json.loads(line) for line in lines]
+        assert [e["event"] for e in events] == ["WorkerFailed", "restarted"]
+        assert events[1]["after_s"] > 0
 
 
 POLITE = """

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrover_agent import script
-from dlrover_agent.failures import Death, describe, for_parent, signal_name, summary
+from dlrover_agent.failures import Death, cause_first, describe, for_parent, signal_name, summary
 from dlrover_py.protocol.agents import FailureKind, WorkerFailure
 
 PLAIN = """\
@@ -533,6 +533,15 @@ def test_the_summary_names_the_root_cause_and_the_others() -> None:
     assert "exitcode  : -9 (pid: 76) (SIGKILL)" in others
     assert "traceback : Signal 9 (SIGKILL) received by PID 76" in others
     assert "<NO_OTHER_FAILURES>" in summary("train.py", [dead()], "here")
+
+
+def test_who_only_lost_another_is_told_after_the_cause_and_as_a_consequence() -> None:
+    lost = dead(kind=FailureKind.PEER, local_rank=0, rank=4)
+    ordered = cause_first([lost, dead(), lost])
+    assert [d.failure.rank for d in ordered] == [5, 4, 4]
+    others, _, root = summary("train.py", ordered, "here").partition("Root Cause")
+    assert others.count("]: a consequence: another worker was lost") == 2
+    assert "consequence" not in root
 
 
 def test_the_parent_gets_the_workers_own_words_with_its_exit_code() -> None:
