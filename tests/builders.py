@@ -1026,6 +1026,7 @@ class Bench:
             "cold",
             "last_exception",
             "last_failure",
+            "out_of_memory",
             "stored",
             "passed",
         }

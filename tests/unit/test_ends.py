@@ -198,7 +198,7 @@ def test_an_init_container_is_named_and_its_log_has_more() -> None:
     obj = pod(WAITING, fetch=exited(137, "OOMKilled"))
     end = end_of(obj)
     assert end is not None
-    assert end.why == "its init container fetch ended with exit code 137 (OOMKilled)"
+    assert end.why.startswith("its init container fetch ended with exit code 137 (OOMKilled)")
     assert (end.exit_code, end.speaker, end.by_agent) == (137, "fetch", False)
 
 
@@ -214,3 +214,23 @@ def test_only_the_main_container_tells_the_agents_code(
     assert isinstance(told, NodeEnded)
     assert told.exit_code == main["state"].get("terminated", {}).get("exitCode")
     assert told.free or not deleted
+
+
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [
+        ("2Gi", "out of memory: the limit of container main is 2Gi"),
+        (None, "out of memory: container main has no limit, and its host had none left"),
+    ],
+)
+def test_an_oom_kill_is_told_with_the_limit(limit: str | None, words: str) -> None:
+    killed = pod(exited(137, "OOMKilled"))
+    if limit:
+        killed["spec"]["containers"][1]["resources"] = {"limits": {"memory": limit}}
+    told = fact(NodeId("n0"), view(killed))
+    assert isinstance(told, NodeEnded)
+    assert told.out_of_memory == words
+    assert told.why == f"its agent ended with exit code 137 (OOMKilled); {words}"
+    other = fact(NodeId("n0"), view(pod(exited(137))))
+    assert isinstance(other, NodeEnded)
+    assert not other.out_of_memory

@@ -1694,6 +1694,31 @@ def test_a_failure_for_want_of_memory_is_a_condition_until_training_is_steady() 
     assert shown() == ("False", "no trouble")
 
 
+def test_a_node_that_ended_for_want_of_memory_is_told_as_that_also_when_it_was_given_up() -> None:
+    words = "out of memory: the limit of container main is 2Gi"
+    for late in (False, True):
+        bench = running(elastic_job(2, 1))
+        ended = NodeEnded(NodeId("n1"), f"its agent ended; {words}", 137, out_of_memory=words)
+        if late:
+            agent = bench.agent("n1")
+            bench.step(Disconnected(agent.node, agent.boot, agent.seq))
+            bench.to(bench.now + 2)
+            assert "OutOfMemory" not in bench.reasons()
+        bench.step(ended)
+        bench.step(ended)
+        lost = [e for e in bench.job.events if e.reason == "NodeLost"]
+        told = [e for e in bench.job.events if e.reason == "OutOfMemory"]
+        assert len(lost) == 1
+        if late:
+            assert [(e.message, e.cause) for e in told] == [(f"n1 ran {words}", lost[0].id)]
+        else:
+            assert words in lost[0].message
+            assert not told
+        bench.restart_master()
+        shown = {c.type: c for c in bench.job.status(bench.now, bench.now).conditions}
+        assert shown["OutOfMemory"].message == f"n1: {words}"
+
+
 # --- a restart of all nodes ---
 
 

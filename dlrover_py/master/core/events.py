@@ -149,6 +149,8 @@ class NodeEnded:
     """Its last words, if it never spoke."""
     refused_by: str = ""
     """The host that would not have it: no new node is wished there for a while."""
+    out_of_memory: str = ""
+    """That the kernel ended it for want of memory, in words; empty if it did not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +310,8 @@ class Journal(_Kept):
     cold: bool = False
     last_exception: WorkerFailure | None = None
     last_failure: Failure | None = None
+    out_of_memory: str = ""
+    """The last failure or loss for want of memory, until training is steady again."""
     max_step: int | None = None
     resumed: bool = True
     """The round has made a step; one that has not is to be told of once it has."""

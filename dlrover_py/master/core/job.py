@@ -96,6 +96,8 @@ ACCEPTED_BYTES = 256 * 1024
 NAMED = 16
 """Nodes that a sentence names; of more it gives the number."""
 
+LATE_WORD_S = 60.0
+"""So long after a node was lost its platform may still say why."""
 NO_ROOM_S = 20.0
 """A node that finds no place for so long may have a host that was kept out."""
 KUBERNETES_GRACE_S = 30
@@ -154,6 +156,10 @@ class Job:
         self.cold = False
         self.last_exception: WorkerFailure | None = None
         self.last_failure: Failure | None = None
+        self.out_of_memory = ""
+        """The last failure or loss for want of memory, until training is steady again."""
+        self._lost: dict[NodeId, tuple[float, int]] = {}
+        """When each of the last nodes that were lost was, and the event that tells of it."""
         self.max_step: int | None = None
         self.progress: tuple[int, Progress] | None = None
         self.resumed = False
@@ -281,6 +287,7 @@ class Job:
         self.exhausted = journal.exhausted
         self.restart_count, self.restarts = journal.restart_count, dict(journal.restarts)
         self.last_exception, self.last_failure = journal.last_exception, journal.last_failure
+        self.out_of_memory = journal.out_of_memory
         self.doubts, self.cold = journal.doubts, journal.cold
         self.max_step = self.ground = journal.max_step
         self.hosts = Hosts.read(journal.hosts, now, wall)
@@ -368,6 +375,7 @@ class Job:
             cold=self.cold,
             last_exception=self.last_exception,
             last_failure=self.last_failure,
+            out_of_memory=self.out_of_memory,
             max_step=self.max_step,
             resumed=self.resumed,
             stored=self.checkpoints.stored,
@@ -627,6 +635,8 @@ class Job:
         """This failure is the root cause: decide what follows."""
         self.last_failure = Failure(at=self._wall, node=node.id, round=self.round, worker=failure)
         words = f"{node.id}: {in_words(failure)}"
+        if failure.out_of_memory:
+            self.out_of_memory = words
         event = self._record(
             "WorkerFailed",
             words,
@@ -849,6 +859,8 @@ class Job:
 
     def _node_ended(self, ended: NodeEnded) -> None:
         node = self.nodes.get(ended.node)
+        if node is not None and ended.out_of_memory:
+            self._ran_out_of_memory(node, ended.out_of_memory)
         if node is None or node.phase is NodePhase.GONE:
             return
         never_spoke = node.incarnation == 0
@@ -863,6 +875,7 @@ class Job:
             self._never_joined(node)
             return
         self._node_lost(node, why, free=ended.free, well=ended.exit_code == ExitCode.OK)
+        self._lost.pop(node.id, None)  # its platform has said why
         if usage and not self.phase.ended:
             self._end(JobPhase.FAILED, "InvalidCommand", f"{node.id}: {why}")
 
@@ -905,9 +918,24 @@ class Job:
             return
         self._last_loss = f"{node.id} is lost: {why}"
         event = self._record("NodeLost", self._last_loss, node=node.id, warning=not free)
+        self._lost[node.id] = self._now, event
+        while len(self._lost) > GONE_KEPT:
+            del self._lost[next(iter(self._lost))]
         if self.rules.can_create:
             self._replace(node, event, free=free)
         self._miss(node, "loss", f"{node.id} is lost: {why}", event)
+
+    def _ran_out_of_memory(self, node: Node, words: str) -> None:
+        """Its platform knows why it ended. Often its connection has closed before, and it was
+        given up as lost: then an event says it, once."""
+        if node.phase is NodePhase.GONE:
+            at, cause = self._lost.pop(node.id, (-math.inf, 0))
+            if self._now - at > LATE_WORD_S:
+                return
+            self._record("OutOfMemory", f"{node.id} ran {words}", node=node.id, cause=cause,
+                         warning=True)  # fmt: skip
+        self.out_of_memory = f"{node.id}: {words}"
+        self._dirty = True
 
     def _keep_out(self, node: Node) -> None:
         """The node's host may be at fault: no new node goes there for a while, if there are others
@@ -1677,13 +1705,14 @@ class Job:
         if not gained:
             return
         charged = [n for n in self.nodes if n.restarts or n.relaunches]
-        if charged or self.exhausted or self.last_exception is not None:
+        if charged or self.exhausted or self.last_exception is not None or self.out_of_memory:
             for node in charged:
                 node.restarts = node.relaunches = 0
             for vacancy in self.vacancies:
                 vacancy.relaunches = 0
             self.exhausted = 0
             self.last_exception = None
+            self.out_of_memory = ""
             self._dirty = True
             self._record(
                 "BudgetForgiven",
@@ -1954,11 +1983,8 @@ class Job:
 
     def _update_out_of_memory(self, wall: float) -> None:
         """True from a failure for want of memory until training is steady again."""
-        failure = self.last_failure
-        unsteady = self.phase.ended or any(n.restarts or n.relaunches for n in self.nodes)
-        if unsteady and failure is not None and failure.worker.out_of_memory:
-            words = f"{failure.node}: {in_words(failure.worker)}"
-            self._set("OutOfMemory", True, "OutOfMemory", words, wall)
+        if self.out_of_memory:
+            self._set("OutOfMemory", True, "OutOfMemory", self.out_of_memory, wall)
         elif "OutOfMemory" in self._conditions:
             self._set("OutOfMemory", False, "Over", "no trouble", wall)
 

@@ -72,6 +72,8 @@ class End:
     """The exit code is that of the agent."""
     words: str
     """What the agent's container left as its termination message."""
+    out_of_memory: str
+    """That the kernel killed it for want of memory, with the limit; empty if it did not."""
 
 
 def _disrupted(*reasons: str) -> Callable[[Signs], bool]:
@@ -290,6 +292,9 @@ def end_of(obj: Obj) -> End | None:
         init=(failed.get("state") or {}).get("terminated"),
     )
     row = next(row for row in ENDS if row.fits(signs))
+    speaker = failed.get("name") or main_name(spec)
+    dead = main or signs.init or {}
+    memory = _limit(spec, speaker) if dead.get("reason") == "OOMKilled" else ""
     said, code = [], None
     if signs.reason or not (main or failed):
         said.append(f"its Pod ended: {signs.reason or status['phase']}")
@@ -302,11 +307,12 @@ def end_of(obj: Obj) -> End | None:
         said.append(f"its init container {failed['name']} {_ended_with(signs.init)}")
     return End(
         row=row,
-        why="; ".join(said),
+        why="; ".join([*said, memory] if memory else said),
         exit_code=code,
-        speaker=failed.get("name") or main_name(spec),
+        speaker=speaker,
         by_agent=main is not None,
         words=((main or {}).get("message") or "").strip(),
+        out_of_memory=memory,
     )
 
 
@@ -353,6 +359,16 @@ def _failed_init(spec: Obj, status: Obj) -> Obj:
         if ended.get("exitCode") and container.get("name") not in natives:
             return dict(container)
     return {}
+
+
+def _limit(spec: Obj, name: str) -> str:
+    """The words for a container that the kernel killed for want of memory."""
+    containers = [*(spec.get("initContainers") or ()), *(spec.get("containers") or ())]
+    found: Obj = next((c for c in containers if c.get("name") == name), {})
+    limit = ((found.get("resources") or {}).get("limits") or {}).get("memory")
+    if limit is None:
+        return f"out of memory: container {name} has no limit, and its host had none left"
+    return f"out of memory: the limit of container {name} is {limit}"
 
 
 def _ended_with(ended: Obj) -> str:

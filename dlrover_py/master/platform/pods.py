@@ -348,6 +348,7 @@ def fact(node: NodeId, seen: PodView, output: str = "") -> Event:
             seen.free,
             output or seen.end.words,
             refused_by=seen.refused_by,
+            out_of_memory=seen.end.out_of_memory,
         )
     topology = (seen.zone, seen.host) if seen.host else ()
     return NodeSeen(
