@@ -256,10 +256,13 @@ class Job:
 
     def _go_on(self) -> None:
         self._let_back_in()
-        self._restart_nodes()
         self._plan_nodes()
-        if self._form():
-            self._plan_nodes()  # who was left out may be one too many
+        while True:
+            if self._form():
+                self._plan_nodes()  # who was left out may be one too many
+            if not self._restart_nodes():
+                return
+            self._plan_nodes()
 
     @classmethod
     def resume(
@@ -733,8 +736,9 @@ class Job:
         restart = self.job.spec.restart
         return "" if restart is None else restart.at
 
-    def _restart_nodes(self) -> None:
-        """Replace the nodes that were made before ``spec.restart`` was written.
+    def _restart_nodes(self) -> bool:
+        """Replace the nodes that were made before ``spec.restart`` was written; false if there is
+        none that may be replaced now.
 
         A rolling restart takes one unit at a time. It goes on once the job trains at full size
         again, so that a template that cannot start costs one unit, and the job trains on.
@@ -742,17 +746,15 @@ class Job:
         restart = self.job.spec.restart
         rests = self.phase.ended or self.phase is JobPhase.SUSPENDED
         if restart is None or rests or self._unlisted or not self.rules.can_create:
-            return
+            return False
         due = [
             node
             for node in self.nodes
             if node.standing is not Standing.OUT and node.restart != restart.at
         ]
-        if not due:
-            return
-        if restart.rolling:
+        if restart.rolling and due:
             if not self._is_whole():
-                return
+                return False
             ranks = self.world.rank_of if self.world is not None else {}
             due.sort(key=lambda node: ranks.get(node.id, math.inf), reverse=True)  # standbys first
             del due[self.job.worker.node_unit :]
@@ -760,6 +762,7 @@ class Job:
             self._node_leaving(node, "a restart of all nodes was asked for")
             grace = self._grace_s() if node.incarnation else 0.0
             self._out.effects.append(DeleteNode(node.id, grace, node.leaving))
+        return bool(due)
 
     def _is_whole(self) -> bool:
         """Whether a round of full size trains, and all nodes that are wished are ready."""
