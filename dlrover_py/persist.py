@@ -263,6 +263,8 @@ class _Stream:
         self.position = 0
         """Of the next byte, in the file."""
         self.error: Exception | None = None
+        self.whole = xxhash.xxh3_64()
+        """Of all bytes of the file that were handed on."""
         self._small = bytearray()
         self._extra = 0
         self._nbytes = 0
@@ -315,12 +317,14 @@ class _Stream:
             chunk = data[at : at + CHUNK]
             if inside:
                 self._sums.update(chunk)
+            self.whole.update(chunk)
             self._sink.write(chunk)
             self.position += len(chunk)
 
     def flush_small(self) -> None:
         """Hand on what was put together."""
         if self._small:
+            self.whole.update(self._small)
             self._sink.write(memoryview(self._small))
             self._small = bytearray()
 
@@ -744,6 +748,7 @@ class Attempt:
         """
         pieces: list[list[int]] = []
         objects: list[list[Any]] = []
+        files: list[list[Any]] = []
         node = self.order.node
         for held in self._held:
             rank = held.share.rank
@@ -770,11 +775,12 @@ class Attempt:
                 self._check()
                 self._now(f"syncing {store.place.url}/{path}")
                 sink.finish()
+                files.append([name, stream.position, stream.whole.intdigest()])
                 self._nbytes += stream.position
             finally:
                 sink.abandon()
         store.place.settle(self.folder)
-        return {"pieces": pieces, "objects": objects}
+        return {"pieces": pieces, "objects": objects, "files": files}
 
     def _write_piece(self, held: _Held, index: int, stream: _Stream) -> tuple[int, int, int, int]:
         """Position and length of the zip, position and digest of the raw bytes."""
@@ -826,6 +832,7 @@ class Attempt:
         pieces.sort(key=lambda w: (w.piece.key, w.piece.at))
         objects.sort(key=lambda o: o.key)
         metrics = {s.rank: s.metric for s in shares.values() if s.metric is not None}
+        sums = {name: (size, xxh3) for node in done.values() for name, size, xxh3 in node["files"]}
         manifest = Manifest(
             step=order.step,
             attempt=order.attempt,
@@ -843,7 +850,11 @@ class Attempt:
         self._now(f"writing {store.place.url}/{self.folder}/{METADATA}")
         self._files.append(f"{self.folder}/{METADATA}")
         index = metadata(manifest, extents)
-        manifest = replace(manifest, index=xxhash.xxh3_64_intdigest(index))
+        manifest = replace(
+            manifest,
+            index=xxhash.xxh3_64_intdigest(index),
+            sums=tuple(sums[name] for name in manifest.files),
+        )
         store.place.put(f"{self.folder}/{METADATA}", index)
         if self._term is None:
             self._now("no grant of the master")

@@ -9,7 +9,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ import xxhash
 from dlrover_py.cli import view
 from dlrover_py.protocol.checkpoint import Keep, Manifest, Written, WrittenObject
 from dlrover_py.protocol.errors import CheckpointError, ConfigError
-from dlrover_py.storage import Store, kept
+from dlrover_py.storage import Folder, Store, kept
 
 if TYPE_CHECKING:
     import torch
@@ -68,6 +67,8 @@ def _all(directory: str) -> tuple[Store, list[Manifest]]:
     store = Store(directory)
     with _told():
         found = store.checkpoints()
+        if not found and isinstance(store.place, Folder) and not store.place.path.exists():
+            raise ConfigError(f"{store.place.url}: there is no such folder")
     for name, why in store.damaged.items():
         click.echo(f"dlrover: {store.place.url}/{name} is damaged: {why}", err=True)
     return store, found
@@ -128,7 +129,7 @@ def _row(store: Store, manifest: Manifest) -> dict[str, Any]:
     return {
         "step": manifest.step,
         "where": store.where(manifest),
-        "at": datetime.fromtimestamp(manifest.at, UTC).isoformat(timespec="milliseconds"),
+        "at": round(manifest.at, 3),
         "number": manifest.number,
         "nbytes": manifest.nbytes,
         "tensors": len({w.piece.key for w in manifest.pieces}),
@@ -310,11 +311,27 @@ def verify(directory: str, which: str | None, as_json: bool) -> int:
 
 
 def _damage(store: Store, manifest: Manifest, *, quiet: bool) -> list[str]:
-    wrong = []
-    parts: list[Written | WrittenObject] = [*manifest.pieces, *manifest.objects]
-    buffer = bytearray()
-    with _progress(f"step {manifest.step}", manifest.nbytes, quiet=quiet) as advance:
+    """Say what of a checkpoint is not as it was written.
+
+    A file that is whole holds the tensors that were staged, as they were summed while it was
+    written. So tensors are only looked at in the others, to name those that are damaged.
+    """
+    wrong: list[str] = []
+    whole: set[str] = set()
+    framing: list[str] = []
+    total = sum(size for size, _ in manifest.sums) or manifest.nbytes
+    with _progress(f"step {manifest.step}", total, quiet=quiet) as advance:
+        if manifest.sums:
+            for name, (size, xxh3) in zip(manifest.files, manifest.sums, strict=True):
+                if _is_whole(store, manifest, name, size, xxh3, advance):
+                    whole.add(name)
+                else:
+                    framing.append(name)
+        parts: list[Written | WrittenObject] = [*manifest.pieces, *manifest.objects]
+        buffer = bytearray()
         for at in parts:
+            if at.file in whole:
+                continue
             nbytes = at.piece.nbytes if isinstance(at, Written) else at.nbytes
             if len(buffer) < nbytes:
                 buffer = bytearray(nbytes)
@@ -322,7 +339,14 @@ def _damage(store: Store, manifest: Manifest, *, quiet: bool) -> list[str]:
                 _read(store, manifest, at, memoryview(buffer)[:nbytes])
             except CheckpointError as error:
                 wrong.append(str(error).removeprefix(f"{store.where(manifest)}/"))
-            advance(nbytes)
+                framing = [name for name in framing if name != at.file]
+            if not manifest.sums:
+                advance(nbytes)
+        wrong += [
+            f"{name}: what stands around its tensors is not what was written: load() reads them "
+            "all the same, and torch.distributed.checkpoint may not"
+            for name in framing
+        ]
         try:
             with _told():
                 index = store.place.read(f"{manifest.folder}/.metadata")
@@ -331,6 +355,37 @@ def _damage(store: Store, manifest: Manifest, *, quiet: bool) -> list[str]:
         except CheckpointError as error:
             wrong.append(f"torch cannot load it: {error}")
     return wrong
+
+
+def _is_whole(
+    store: Store,
+    manifest: Manifest,
+    name: str,
+    size: int,
+    xxh3: int,
+    advance: Callable[[int], None],
+) -> bool:
+    """Read a file from end to end and compare its digest.
+
+    Args:
+        store: where it is.
+        manifest: of its checkpoint.
+        name: of the file.
+        size: its bytes.
+        xxh3: their digest.
+        advance: told how many bytes were read.
+    """
+    sums = xxhash.xxh3_64()
+    buffer = memoryview(bytearray(min(CHUNK, size)))
+    for start in range(0, size, CHUNK):
+        part = buffer[: size - start]
+        try:
+            store.read_into(manifest, name, start, part)
+        except OSError:  # the tensors in it are read one by one, and say why
+            return False
+        sums.update(part)
+        advance(len(part))
+    return sums.intdigest() == xxh3
 
 
 # --- export ---

@@ -371,6 +371,9 @@ class Manifest:
     """A tombstone: nothing is here nor will be, and why."""
     index: int = 0
     """XXH3 of ``.metadata``, by which torch reads it; 0: not known."""
+    sums: tuple[tuple[int, int], ...] = ()
+    """Bytes and XXH3 of each of `files` as a whole; empty: not known. Torch reads what stands
+    around the tensors too."""
     format: int = FORMAT
 
     @property
@@ -428,6 +431,7 @@ class Manifest:
                 WrittenObject(key, files[f], position, nbytes, xxh3)
                 for key, f, position, nbytes, xxh3 in values["objects"]
             )
+            values["sums"] = tuple((nbytes, xxh3) for nbytes, xxh3 in values.get("sums", ()))
             values["notes"] = tuple(map(str, values["notes"]))
         except _ODD as error:
             raise ValueError(f"it is not understood: {type(error).__name__} {error}") from error
@@ -437,6 +441,14 @@ class Manifest:
             _counts(where.position, where.nbytes)
             if not isinstance(where.file, str) or type(where.xxh3) is not int:
                 raise ValueError(f"it has a {type(where.file).__name__} in the place of a file")
+        for nbytes, xxh3 in made.sums:
+            _counts(nbytes)
+            if type(xxh3) is not int:
+                raise ValueError(f"it has a {type(xxh3).__name__} in the place of a file's digest")
+        if made.sums and len(made.sums) != len(made.files):
+            raise ValueError(
+                f"it has digests of {len(made.sums)} files and {len(made.files)} files"
+            )
         if not all(isinstance(o.key, str) for o in made.objects):
             raise ValueError("it has an object without a name")
         return made

@@ -1,6 +1,8 @@
 """``dlrover ckpt``: on checkpoints that a real persister has written."""
 
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,9 +13,10 @@ import pytest
 import safetensors.torch
 import torch
 
+from dlrover_py.cli.checkpoints import _damage
 from dlrover_py.cli.commands import main
 from dlrover_py.protocol.checkpoint import Phase
-from dlrover_py.storage import Store
+from dlrover_py.storage import CLAIM, Store
 from tests.slots import Persister, full, order, raw, rows, saved, stage
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
@@ -76,7 +79,12 @@ def test_ls_and_show(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[0].split() == ["STEP", "AGE", "SIZE", "WORLD", "METRIC", "JOB", "FOLDER"]
     assert [line.split()[0] for line in lines[1:]] == ["7", "6", "5"]
     code, out, _ = call(capsys, "ls", str(written), "--json")
-    assert [row["step"] for row in json.loads(out)] == [7, 6, 5]
+    listed = json.loads(out)
+    assert [row["step"] for row in listed] == [7, 6, 5]
+    assert {
+        key for row in listed for key in row if not re.fullmatch("[a-z]+(_[a-z]+)*", key)
+    } == set()
+    assert [row["at"] for row in listed] == sorted((row["at"] for row in listed), reverse=True)
     code, out, _ = call(capsys, "show", str(written))
     assert "model.w" in out
     assert [line.split()[-1] for line in out.splitlines() if line.startswith("model.w ")] == ["2"]
@@ -93,10 +101,13 @@ def test_what_is_not_there_is_told(
     code, _, err = call(capsys, "show", str(written), "8")
     assert code == 2
     assert "no checkpoint '8'; there are steps 7, 6, 5" in err
-    code, out, _ = call(capsys, "ls", str(tmp_path / "none"))
+    code, out, _ = call(capsys, "ls", str(tmp_path))
     assert (code, "there is no checkpoint" in out) == (0, True)
-    code, _, err = call(capsys, "verify", str(tmp_path / "none"))
+    code, _, err = call(capsys, "verify", str(tmp_path))
     assert (code, "there is no checkpoint" in err) == (2, True)
+    for argv in (["ls"], ["ls", "--json"], ["show"], ["verify"], ["rm", "--keep=1"]):
+        code, out, err = call(capsys, argv[0], str(tmp_path / "none"), *argv[1:])
+        assert (code, out, "none: there is no such folder" in err) == (2, "", True)
 
 
 def test_verify_finds_a_flipped_bit(store: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,6 +150,47 @@ def test_verify_reads_what_torch_will_read(store: str, capsys: pytest.CaptureFix
         code, out, _ = call(capsys, "verify", store, "7")
         assert code == 1
         assert "torch cannot load it: .metadata: the bytes are not those" in out
+
+
+def test_no_flipped_byte_of_any_file_is_missed(tmp_path: Path) -> None:
+    """Torch reads what stands around the tensors as well. Only the claim is no part of it."""
+    one = Persister()
+    try:
+        stage(
+            tmp_path / "arena/0.0",
+            [(full("model.w", (3,)), raw(W[0, :3])), (full("rank/0/rng", (2,), "uint8"), b"ab")],
+            {"epoch": saved(7)},
+        )
+        one.send(order(tmp_path / "arena", tmp_path / "store", "c7"))
+        assert one.end("c7").phase is Phase.DONE
+    finally:
+        one.close()
+    (whole,) = Store(tmp_path / "store").checkpoints()
+    names = {str(p.relative_to(tmp_path / "store")) for p in (tmp_path / "store").rglob("*.*")}
+    folder = whole.folder
+    assert names - {folder, CLAIM} == {
+        f"{folder}.json", f"{folder}/.metadata", f"{folder}/__0_0.distcp"
+    }  # fmt: skip
+    store = Store(tmp_path / "store")
+    assert _damage(store, whole, quiet=True) == []
+
+    def is_missed(name: str) -> bool:
+        if name == f"{folder}.json":
+            return Store(tmp_path / "store").checkpoints() == [whole]
+        return not _damage(store, whole, quiet=True)
+
+    missed = []
+    for name in sorted(names - {folder, CLAIM}):
+        with (tmp_path / "store" / name).open("r+b", buffering=0) as file:
+            for at, byte in enumerate(file.read()):
+                os.pwrite(file.fileno(), bytes([byte ^ 1 << at % 8]), at)
+                if is_missed(name):
+                    missed.append((name, at))
+                os.pwrite(file.fileno(), bytes([byte]), at)
+    # A flip that leaves the manifest's meaning: the case of its digest's digits, the line's end.
+    assert [(name, at) for name, at in missed if name != f"{folder}.json"] == []
+    assert len(missed) <= 16 + 1
+    assert _damage(store, whole, quiet=True) == []
 
 
 def test_a_folder_of_torchs_own_is_told_so(store: str, capsys: pytest.CaptureFixture[str]) -> None:
