@@ -151,6 +151,8 @@ class SimAgent:
     check: CheckResult | None = None
     fault: str = ""
     """How its checks go wrong: device, link (with others only), slow, hang."""
+    stores: bool = True
+    """Its script names a directory."""
     memory: list[Held] = field(default_factory=list)
     """What its workers have saved; it outlives them, and not the agent."""
     persisting: Persisting | None = None
@@ -199,7 +201,7 @@ class SimAgent:
             check=self.check,
             memory=self.memory,
             memory_round=self.follows if self.running else self.follows + 1,
-            stores=bool(self.memory),
+            stores=bool(self.memory) and self.stores,
             depot=4000,
             persisting=self.persisting,
             stored=self.stored,

@@ -547,6 +547,28 @@ def test_one_goes_to_storage_when_that_is_due_and_the_persister_is_free(
     assert checkpointer.stats.persist_s == 100
 
 
+@pytest.mark.parametrize(
+    ("arena", "given", "job", "first_s"),
+    [
+        ("", None, {}, 30),
+        ("", "5m", {}, 300),
+        ("", "10s", {}, 10),
+        ("", None, {"persistEvery": "20m"}, 1200),
+        ("/arena", None, {}, 300),
+    ],
+)
+def test_the_first_goes_to_storage_early_where_no_agent_keeps_the_memory(
+    clock: Clock, arena: str, given: str | None, job: dict[str, str], first_s: int
+) -> None:
+    settings = Settings(arena=arena, checkpoint=job)
+    checkpointer = Checkpointer("dir", persist_every=given, settings=settings, clock=clock)
+    clock.now += first_s - 1
+    assert checkpointer._clock_says().persist == 0
+    clock.now += 1
+    assert checkpointer._clock_says().persist == 1
+    checkpointer.close()
+
+
 def test_what_has_failed_counts_for_nothing(
     make: Callable[..., Checkpointer], tmp_path: Path, clock: Clock
 ) -> None:
@@ -1046,6 +1068,23 @@ def test_alone_what_is_due_is_written_though_nobody_closes(tmp_path: Path, end: 
     )
     assert [m.step for m in Store(tmp_path / "ckpt").checkpoints()] == [2], done.stderr
     assert "in memory only" not in done.stderr
+
+
+@pytest.mark.parametrize("end", ["checkpointer.close()", "pass", "raise KeyError"])
+def test_what_goes_with_the_job_for_want_of_a_directory_is_told(tmp_path: Path, end: str) -> None:
+    done = script(
+        f"""
+        import torch
+        from dlrover_py.trainer import Checkpointer
+        checkpointer = Checkpointer()
+        for step in (1, 2):
+            checkpointer.save(step, {{"w": torch.ones(2)}})
+        {end}
+        """,
+        DLROVER_SHM_DIR=str(tmp_path),
+    )
+    told = "step 2 is in memory only, and goes with the job, for no directory is given"
+    assert done.stderr.count(told) == ("raise" not in end), done.stderr
 
 
 def test_alone_it_leaves_nothing_behind_when_it_is_killed_and_a_forked_child_lives(

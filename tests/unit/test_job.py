@@ -653,6 +653,26 @@ def test_after_the_end_nothing_is_formed() -> None:
     assert not bench.pods
 
 
+@pytest.mark.parametrize("stored", [False, True])
+def test_an_end_with_nothing_stored_is_told(stored: bool) -> None:
+    bench = by_themselves("n0", "n1")
+    for node in ("n0", "n1"):
+        bench.agent(node).stores = stored
+        bench.agent(node).save(6, persist=False)
+    bench.exchange()
+    for node in ("n0", "n1"):
+        bench.agent(node).succeed()
+    bench.exchange()
+    assert bench.job.phase is JobPhase.SUCCEEDED
+    told = [
+        e.message for e in bench.job.status(bench.now, 0.0).events if e.reason == "NothingStored"
+    ]
+    if stored:
+        assert told == [], "it is stored now"
+    else:
+        assert [words.partition(",")[0] for words in told] == ["step 6 was in memory only"]
+
+
 def test_a_failure_after_some_succeeded_is_a_round_for_all() -> None:
     bench = running(elastic_job(2, 2))
     bench.agent("n0").succeed()

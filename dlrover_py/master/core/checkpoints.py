@@ -420,6 +420,16 @@ class Checkpoints:
                 return Newest(key[0], one.whole_at)
         return self.storage
 
+    def only_in_memory(self) -> int:
+        """Give the newest step that is kept, where nothing has ever gone to storage, nor can go.
+
+        Returns:
+            0 if storage has something, or a directory is known, or nothing is kept.
+        """
+        if self.stored is not None or self.storable or self._order is not None:
+            return 0
+        return max((key[0] for key in self._sets), default=0)
+
     @property
     def storage(self) -> Newest | None:
         """The newest that is in storage."""

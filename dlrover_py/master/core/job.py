@@ -1672,6 +1672,12 @@ class Job:
         self.ended_at = self._steady
         self.checkpoints.end_round()
         self._record(reason, message, cause=cause, warning=phase is JobPhase.FAILED)
+        if step := self.checkpoints.only_in_memory():
+            words = (
+                f"step {step} was in memory only, and goes with the job: set spec.checkpoint.dir, "
+                "or give the script's Checkpointer a directory"
+            )
+            self._record("NothingStored", words, warning=True)
         self.opening = None
         self._conditions_ended(phase, reason, message)
         self._dirty = True
