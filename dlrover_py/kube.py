@@ -229,7 +229,8 @@ class Times:
     longest_wait_s: float = 30.0
     """Waits after failures are doubled from the first to the longest, and spread by half."""
     denied_s: float = 30.0
-    """Between attempts at what needs a person: a right, an account, a missing CRD."""
+    """The longest wait between attempts at what needs a person: a right, an account, a missing CRD.
+    The first ones come soon: a server that starts refuses what it is about to allow."""
     watch_s: float = 300.0
     """The server ends a watch after this long, spread by a fifth; the next one goes on."""
     stall_s: float = 90.0
@@ -932,7 +933,7 @@ class _Course:
             self._trouble = kind
             self._tell(error)
         if isinstance(error, (Unauthenticated, Forbidden, NotFound)):
-            return self._times.denied_s * random.uniform(0.5, 1.0)
+            return self._backoff(self._times.denied_s)
         wait_s = self._backoff()
         return max(wait_s, error.retry_after) if isinstance(error, Throttled) else wait_s
 
@@ -943,8 +944,9 @@ class _Course:
             self._failures = 0
         return steady
 
-    def _backoff(self) -> float:
-        wait_s = min(self._times.longest_wait_s, self._times.first_wait_s * 2.0**self._failures)
+    def _backoff(self, longest_s: float | None = None) -> float:
+        longest_s = self._times.longest_wait_s if longest_s is None else longest_s
+        wait_s = min(longest_s, self._times.first_wait_s * 2.0**self._failures)
         self._failures = min(self._failures + 1, 16)
         return wait_s * random.uniform(0.5, 1.0)
 

@@ -522,6 +522,8 @@ class Loop:
                 async for events in self._platform.watch():
                     tries = 0
                     self.tell(list(events))
+                    if not events:  # nothing for the core, but a condition may have changed
+                        self._changed.set()
                     self._listed |= not self._platform.can_create or any(
                         isinstance(event, NodesListed) for event in events
                     )

@@ -33,6 +33,7 @@ from dlrover_py import kube
 from dlrover_py.kube import Kind, Kube, KubeError, Obj
 from dlrover_py.protocol import names
 from dlrover_py.protocol.errors import TransientError
+from dlrover_py.protocol.refusals import Refusal, refusal_in
 from dlrover_py.protocol.status import rfc3339, unix_seconds
 
 log = logging.getLogger("operator")
@@ -45,6 +46,9 @@ RESYNC_S = 30.0
 RETRY_S = (0.2, 30.0)
 REFUSED_S = (2.0, 60.0)
 """What was refused may be allowed later: a quota, a right, a name."""
+DOUBT_S = 10.0
+"""An API server that starts refuses with 403 what it does not know to be allowed yet. A right
+that is missing for longer is told."""
 STUCK_S = 300.0
 """Work on one job never takes as long: each call has its own deadline."""
 
@@ -105,6 +109,8 @@ class Operator:
         self._held: dict[Kind, dict[Key, dict[str, _Item]]] = {w.kind: {} for w in WATCHES}
         self._listed: set[tuple[Kind, str]] = set()
         self._failures: dict[Key, int] = {}
+        self._doubted: dict[Key, float] = {}
+        """Since when a right is missing."""
         self._trouble: dict[Key, Trouble] = {}
         self._made_at: dict[Key, float] = {}
         self._rights_at: dict[Key, float] = {}
@@ -232,6 +238,7 @@ class Operator:
         seen = self._seen(key)
         if seen is None:
             self._failures.pop(key, None)
+            self._doubted.pop(key, None)
             self._trouble.pop(key, None)
             self._made_at.pop(key, None)
             self._rights_at.pop(key, None)
@@ -258,6 +265,8 @@ class Operator:
         except (TransientError, kube.Conflict, kube.NotFound) as error:
             return self._later(key, error)
         except KubeError as error:
+            if _may_be_starting(error) and self._doubts(key):
+                return self._later(key, error)
             trouble = Trouble(_reason(error), str(error))
             if self._trouble.get(key) != trouble:
                 log.warning("refused", extra=_fields(key) | {"why": str(error)})
@@ -272,11 +281,17 @@ class Operator:
         except KubeError as error:  # there is no other place to tell it
             return self._later(key, error)
         self._failures.pop(key, None)
+        self._doubted.pop(key, None)
         wait_s = RESYNC_S * random.uniform(0.8, 1.0)
         if wish.wake_at is not None:
             wait_s = min(wait_s, max(wish.wake_at - now, 0.05))
         self._queue.add_after(key, wait_s)
         return "done" if wish.actions or wish.status else "unchanged"
+
+    def _doubts(self, key: Key) -> bool:
+        """Whether a right is missing for so short a time that it may be the server's start."""
+        now = asyncio.get_running_loop().time()
+        return now < self._doubted.setdefault(key, now) + DOUBT_S
 
     def _later(self, key: Key, error: Exception) -> str:
         wait_s = self._backoff(key, RETRY_S)
@@ -478,9 +493,16 @@ def _reason(error: KubeError) -> str:
         return "Waiting"
     if isinstance(error, (kube.NameConflict, kube.AlreadyExists)):
         return "NameConflict"
+    if (refusal := refusal_in(str(error))) is not None:
+        return refusal.value
     if isinstance(error, kube.Forbidden):
-        return "QuotaExceeded" if "exceeded quota" in str(error) else "PermissionDenied"
+        return Refusal.POLICY.value
     return "Refused"
+
+
+def _may_be_starting(error: KubeError) -> bool:
+    """Whether it may be an API server that does not know yet who may do what."""
+    return isinstance(error, kube.Unauthenticated) or refusal_in(str(error)) is Refusal.RIGHTS
 
 
 def _fields(key: Key) -> dict[str, str]:

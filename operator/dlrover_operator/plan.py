@@ -31,6 +31,7 @@ from dlrover_operator.manifests import Options
 from dlrover_py.protocol import names
 from dlrover_py.protocol.errors import ConfigError, Unsupported
 from dlrover_py.protocol.job import INERT, ElasticJob
+from dlrover_py.protocol.refusals import refusal_in
 from dlrover_py.protocol.status import JobPhase, NodePhase, rfc3339, unix_seconds
 
 Obj = dict[str, Any]
@@ -856,7 +857,8 @@ class _Planner:
             if pod.reason:
                 return "MasterReady", False, pod.reason, pod.message, "Warning"
         if deployment.trouble:
-            return "MasterReady", False, "FailedCreate", deployment.trouble, "Warning"
+            why = refusal_in(deployment.trouble) or "FailedCreate"
+            return "MasterReady", False, str(why), deployment.trouble, "Warning"
         return "MasterReady", False, "Starting", "its Pod is not ready yet", ""
 
     def _condition(self, said: Said) -> tuple[Obj, Loud]:

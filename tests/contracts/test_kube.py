@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import uvloop
+import yaml
 
 from dlrover_py.kube import (
     CRDS,
@@ -21,6 +22,7 @@ from dlrover_py.kube import (
     NODES,
     PODS,
     SECRETS,
+    SERVICE_ACCOUNTS,
     SERVICES,
     AlreadyExists,
     Changed,
@@ -41,6 +43,7 @@ from dlrover_py.kube import (
     Unauthenticated,
 )
 from dlrover_py.protocol.errors import TransientError, Unreachable
+from dlrover_py.protocol.refusals import Refusal, refusal_in
 from tests.fakes_kube import FakeCluster, fake_cluster, write_kubeconfig
 from tests.kube_server import api_server, programs
 
@@ -789,3 +792,73 @@ async def test_a_call_has_a_deadline(tmp_path: Path) -> None:
             with pytest.raises(ServerDown, match=f"{address}: no answer within 0.2 s"):
                 await kube.get(PODS, "a", "default")
         await asyncio.wait_for(left.wait(), SOON)  # its connection is broken off
+
+
+async def test_what_a_real_server_refuses_is_told_by_its_words(
+    real_server: Path, tmp_path: Path
+) -> None:
+    """A ValidatingAdmissionPolicy's refusal has the status code of an object that is not valid."""
+    group, version = "admissionregistration.k8s.io", "v1"
+    policies, bindings = (
+        Kind(group, version, kind.lower().removesuffix("y") + ending, kind, namespaced=False)
+        for kind, ending in (
+            ("ValidatingAdmissionPolicy", "ies"),
+            ("ValidatingAdmissionPolicyBinding", "s"),
+        )
+    )
+    rules = [{"apiGroups": [""], "apiVersions": ["v1"], "resources": ["pods"], "operations": ["*"]}]
+    named = {"kubernetes.io/metadata.name": "refusing"}
+    policy = {
+        "metadata": {"name": "refusing"},
+        "spec": {
+            "matchConstraints": {
+                "resourceRules": rules,
+                "namespaceSelector": {"matchLabels": named},
+            },
+            "validations": [{"expression": "false", "message": "nobody cannot create resource"}],
+        },
+    }
+    binding = {
+        "metadata": {"name": "refusing"},
+        "spec": {"policyName": "refusing", "validationActions": ["Deny"]},
+    }
+    async with await Kube.connect(kubeconfig=real_server) as kube:
+        for name in ("refusing", "full"):
+            await kube.create(NAMESPACES, {"metadata": {"name": name}})
+        await kube.create(policies, policy)
+        await kube.create(bindings, binding)
+        quotas, hard = Kind("", "v1", "resourcequotas", "ResourceQuota"), {"hard": {"pods": "0"}}
+        meta = {"name": "q", "namespace": "full"}
+        await kube.create(quotas, {"metadata": meta, "spec": hard})
+        counted = {"metadata": meta, "status": hard | {"used": {"pods": "0"}}}  # by a controller
+        await kube.apply(quotas, counted, manager="test", subresource="status")
+
+        async def refused(namespace: str) -> KubeError:
+            """By plug-ins that hear of what was made a moment later."""
+            async with asyncio.timeout(SOON):
+                while True:
+                    try:
+                        await kube.create(PODS, pod("a", namespace), dry_run=True)
+                    except KubeError as error:
+                        return error
+                    await asyncio.sleep(0.05)
+
+        by_policy = await refused("refusing")
+        assert by_policy.status == 422
+        assert refusal_in(str(by_policy)) is Refusal.POLICY, str(by_policy)
+        by_quota = await refused("full")
+        assert refusal_in(str(by_quota)) is Refusal.QUOTA, str(by_quota)
+
+        await kube.create(SERVICE_ACCOUNTS, {"metadata": {"name": "robot", "namespace": "full"}})
+        asked = Kind("", "v1", "serviceaccounts/robot/token", "TokenRequest")
+        wish = {"apiVersion": "authentication.k8s.io/v1", "metadata": {"namespace": "full"}}
+        token = await kube.create(asked, wish | {"spec": {}})
+        its = yaml.safe_load(real_server.read_text())["clusters"][0]["cluster"]
+        config = write_kubeconfig(tmp_path / "k", its, {"token": token["status"]["token"]})
+        async with await Kube.connect(kubeconfig=config) as robot:
+            with pytest.raises(Forbidden) as by_rights:
+                await robot.create(PODS, pod("a", "full"))
+            assert refusal_in(str(by_rights.value)) is Refusal.RIGHTS
+            with pytest.raises(Forbidden) as by_rights:
+                await robot.delete(PODS, "a", "full")
+            assert refusal_in(str(by_rights.value)) is Refusal.RIGHTS

@@ -6,6 +6,7 @@ There is no controller and no kubelet there: the test plays them, and the master
 import asyncio
 import base64
 import contextlib
+import math
 import os
 import re
 import signal
@@ -21,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from dlrover_operator import manifests, plan
+from dlrover_operator import loop, manifests, plan
 from dlrover_operator.loop import WATCHES, Operator
 from dlrover_operator.manifests import Options
 from dlrover_py.kube import (
@@ -193,6 +194,30 @@ async def test_one_bad_job_does_not_hold_up_others_and_is_told_why(bed: Bed) -> 
         assert told["message"] == words
         fault.times = 0
         await until(lambda: len(cluster.all(DEPLOYMENTS, "bad")) == 20, "all masters")
+
+
+@pytest.mark.parametrize("stays", [False, True])
+async def test_a_right_that_is_missing_for_a_moment_is_not_told(
+    bed: Bed, stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An API server that starts does not know yet who may do what."""
+    monkeypatch.setattr(loop, "DOUBT_S", 0.5 if stays else 1000.0)
+    cluster, kube = bed
+    words = 'deployments.apps is forbidden: User "o" cannot create resource "deployments"'
+    times = 1000 if stays else 3
+    cluster.fail(403, "Forbidden", words, times=times, method="POST", path="/deployments")
+    async with operator(kube):
+        await kube.create(ELASTICJOBS, job())
+        if stays:
+            await until(
+                lambda: condition(cluster, "MasterReady").get("reason") == "PermissionDenied",
+                "a word",
+            )
+            assert condition(cluster, "MasterReady")["message"] == words
+        else:
+            await until(lambda: cluster.one(DEPLOYMENTS, MASTER), "a Deployment")
+            await until(lambda: condition(cluster, "MasterReady"), "a word")
+    assert stays or "PermissionDenied" not in [e["reason"] for e in cluster.all(EVENTS)]
 
 
 async def test_a_strangers_secret_is_not_touched(bed: Bed) -> None:
@@ -434,10 +459,13 @@ async def test_an_operator_that_is_refused_everything_asks_seldom_and_goes_on(
             gaps = [b - a for a, b in pairwise(times)]
             if code == 429:
                 assert all(gap >= 1 for gap in gaps), (what, gaps)
-            elif code == 500:  # doubled, and spread by half
-                assert all(g >= 0.05 * 2**n for n, g in enumerate(gaps[:4])), (what, gaps)
-            else:
-                assert all(gap >= 0.25 for gap in gaps), (what, gaps)
+            else:  # doubled, and spread by half; up to `denied_s` where it is for a person
+                most = math.inf if code == 500 else kube.times.denied_s / 2
+                least = [min(most, 0.05 * 2**n) for n in range(4)]
+                assert all(g >= wait_s for g, wait_s in zip(gaps, least, strict=False)), (
+                    what,
+                    gaps,
+                )
         assert not condition(cluster, "Suspended"), "it cannot know"
         before = len(cluster.calls)
         fault.times = 0

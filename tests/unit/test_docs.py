@@ -19,6 +19,7 @@ from dlrover_operator.plan import REFUSED
 from dlrover_py.cli.checkpoints import ckpt
 from dlrover_py.cli.commands import root
 from dlrover_py.master.platform.kubernetes import PROBLEMS
+from dlrover_py.protocol.refusals import Refusal
 from dlrover_py.protocol.status import JobPhase
 
 ROOT = Path(__file__).parents[2]
@@ -127,7 +128,7 @@ def reasons_of_master() -> set[str]:
 def reasons_of_operator() -> set[str]:
     """Of its conditions; who makes one of them loud has an event of that name."""
     found = words(PLAN, "_ours_to_say", "_accepted", "_master_ready", "_too_late", "_pods_left")
-    found |= words(PLAN.with_name("loop.py"), "_reason")
+    found |= words(PLAN.with_name("loop.py"), "_reason") | {*Refusal}
     return found - operators() - {"Normal", "Warning", "Running"} | {"Accepted", "Suspended"}
 
 

@@ -232,6 +232,13 @@ async def test_throttled_watches_wait_as_they_were_told_and_do_not_come_back_as_
     assert Throttled("in an hour", retry_after=3600.0).retry_after <= 1.25 * LONGEST_RETRY_S
 
 
+async def test_a_server_that_starts_and_knows_no_rights_yet_costs_seconds() -> None:
+    course = _Course(Times(), lambda _: None)
+    waits = [course.failed(Forbidden("not yet", status=403)) for _ in range(20)]
+    assert sum(waits[:4]) <= 0.8 + 1.6 + 3.2 + 6.4, "it is asked again soon"
+    assert all(15 <= wait_s <= 30 for wait_s in waits[6:]), "and seldom, if it is for a person"
+
+
 async def test_each_trouble_is_told_once() -> None:
     told: list[str] = []
     course = _Course(Times(), lambda error: told.append(str(error)))

@@ -212,13 +212,21 @@ REFUSALS = [
         "PermissionDenied",
     ),
     (422, 'Pod "x-n0" is invalid: spec.containers[0].image: Required value', "InvalidTemplate"),
+    (
+        422,
+        "pods \"x-n0\" is forbidden: ValidatingAdmissionPolicy 'p' with binding 'b' denied "
+        "request: users cannot create resource claims",
+        "PodsForbidden",
+    ),
+    (400, 'admission webhook "v.k.io" denied the request: no', "PodsForbidden"),
 ]
 
 
 @pytest.mark.parametrize(("code", "words", "condition"), REFUSALS)
 async def test_a_refusal_is_a_condition_in_the_servers_words(
-    scene: Scene, code: int, words: str, condition: str
+    scene: Scene, code: int, words: str, condition: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(kubernetes, "DOUBT_S", 0.0)
     fault = scene.cluster.fail(code, "Because", words, method="POST", path="/pods", times=1000)
     asked = asyncio.create_task(scene.platform.create_node(N0))
     await scene.hears_of(NodeSeen, N0)
@@ -260,7 +268,46 @@ async def test_a_template_that_was_refused_is_tried_again(
     assert "PodsForbidden" not in scene.conditions()
 
 
-async def test_a_deletion_that_is_not_needed_any_more_is_denied_no_more(scene: Scene) -> None:
+async def test_a_right_that_a_starting_server_does_not_know_of_yet_is_no_condition(
+    scene: Scene,
+) -> None:
+    words = 'pods is forbidden: User "u" cannot {} resource "pods"'
+    await scene.platform.create_node(N0)
+    for method, verb in (("POST", "create"), ("DELETE", "delete")):
+        said = words.format(verb)
+        scene.cluster.fail(403, "Forbidden", said, method=method, path="/pods", times=1)
+    with pytest.raises(TransientError):
+        await scene.platform.create_node(N1)
+    with pytest.raises(TransientError):
+        await scene.platform.delete_node(N0, 0.01)
+    await scene.platform.publish(status())
+    assert not {"PermissionDenied", "PodsForbidden"} & set(scene.conditions())
+    assert not [e for e in scene.said if isinstance(e, NodeSeen) and e.message]
+    await scene.platform.create_node(N1)
+    await scene.platform.delete_node(N0, 0.01)
+    assert not scene.platform._doubted
+
+
+async def test_a_right_to_watch_that_stays_away_is_a_condition_though_nothing_happens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kubernetes, "DOUBT_S", 0.3)
+    words = 'pods is forbidden: User "u" cannot list resource "pods"'
+    async with fake_cluster(tmp_path) as (cluster, kube):
+        job = cluster.put(ELASTICJOBS, document())
+        site = Site(job["metadata"]["uid"], "10.0.0.1:50001")
+        platform = KubernetesPlatform(kube, "default", "x", site)
+        scene = Scene(cluster, kube, platform, site.uid, [], asyncio.Event())
+        cluster.fail(403, "Forbidden", words, method="GET", path="/pods", times=1000)
+        async with working(Loop(platform, FileStore(tmp_path / "journal"), Rules())):
+            await scene.until(lambda: "PermissionDenied" in scene.conditions())
+    assert scene.conditions()["PermissionDenied"]["message"] == f"Pods: {words}"
+
+
+async def test_a_deletion_that_is_not_needed_any_more_is_denied_no_more(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kubernetes, "DOUBT_S", 0.0)
     await scene.platform.create_node(N0)
     scene.runs(N0)
     await scene.hears(lambda e: isinstance(e, NodeSeen) and e.runs)
@@ -639,7 +686,10 @@ async def test_many_pods_over_a_quota_are_asked_for_by_a_few(scene: Scene) -> No
         await asyncio.gather(*asking)
 
 
-async def test_a_right_to_delete_that_was_taken_away_is_a_condition(scene: Scene) -> None:
+async def test_a_right_to_delete_that_was_taken_away_is_a_condition(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kubernetes, "DOUBT_S", 0.0)
     words = 'pods "x-n0" is forbidden: User "u" cannot delete resource "pods"'
     await scene.platform.create_node(N0)
     fault = scene.cluster.fail(403, "Forbidden", words, method="DELETE", path="/pods", times=1000)

@@ -481,6 +481,25 @@ def test_why_a_master_does_not_come_up_is_told() -> None:
     assert world.said("MasterReady") == ("False", "ImagePullBackOff")
 
 
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ('pods "m" is forbidden: violates PodSecurity "restricted:latest": x', "PodsForbidden"),
+        ("pods \"m\" is forbidden: ValidatingAdmissionPolicy 'p' denied", "PodsForbidden"),
+        ('pods "m" is forbidden: exceeded quota: q, requested: pods=1', "QuotaExceeded"),
+        ('Pod "m" is invalid: spec', "FailedCreate"),
+    ],
+)
+def test_why_a_master_gets_no_pod_is_told_as_of_workers(words: str, reason: str) -> None:
+    world = World.of()
+    world.settle()
+    assert world.deployment is not None
+    world.deployment = replace(world.deployment, trouble=words)
+    world.settle()
+    assert world.said("MasterReady") == ("False", reason)
+    assert world.condition("MasterReady")["message"] == words
+
+
 def test_why_a_master_crashes_is_told_in_its_last_words() -> None:
     crashed = {
         "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 40s"}},

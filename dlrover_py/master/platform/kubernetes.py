@@ -40,6 +40,7 @@ from dlrover_py.protocol import names
 from dlrover_py.protocol.errors import ConfigError, Superseded, TransientError
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import NodeId
+from dlrover_py.protocol.refusals import Refusal, refusal_in
 from dlrover_py.protocol.status import (
     Condition,
     JobEvent,
@@ -80,6 +81,9 @@ PROGRESS_S = 10.0
 HEAR_S = 12.0
 """Where nothing was heard of the API server for so long it is asked something, and so seldom: more
 than ``PROGRESS_S``, so that a job that takes steps never asks."""
+DOUBT_S = 10.0
+"""An API server that starts refuses with 403 what it does not know to be allowed yet. A right
+that is missing for longer is a condition."""
 TRIAL = NodeId("trial")
 GONE = "JobGone"
 PROBLEMS = (
@@ -121,7 +125,9 @@ class KubernetesPlatform:
         self._facts: asyncio.Queue[list[Event]] = asyncio.Queue()
         self._refusals: dict[NodeId, Problem] = {}
         self._denied: dict[str, str] = {}
-        """What the API server does not let us see, by kind of object."""
+        """What the API server does not let us do or see, and its words."""
+        self._doubted: dict[str, float] = {}
+        """Since when."""
         self._past: dict[str, Condition] = {}
         self._calls = asyncio.Semaphore(CALLS)
         self._failures = 0
@@ -297,12 +303,11 @@ class KubernetesPlatform:
                 await self._kube.create(
                     PODS, wish, dry_run=True, strict=True, on_warning=warnings.append
                 )
-            except (ConfigError, Invalid) as error:
-                problem = _invalid(job, error)
-            except Forbidden as error:
-                why = _why_forbidden(error)
-                if why == "PodsForbidden":  # a quota may have room when it matters
-                    problem = Problem(why, str(error))
+            except (ConfigError, Invalid, Forbidden) as error:
+                found = _refused(job, error)
+                # A quota may have room when it matters, and a right is asked for again.
+                if found.type in ("InvalidTemplate", Refusal.POLICY):
+                    problem = found
             except TransientError:
                 problem = self._template
             if self._job is not job:
@@ -476,9 +481,19 @@ class KubernetesPlatform:
     def _on_trouble(self, what: str, error: KubeError | None) -> None:
         if isinstance(error, Forbidden):
             self._denied[what] = str(error)
+            self._doubts(what)
         else:
             self._denied.pop(what, None)
+            self._doubted.pop(what, None)
         self._facts.put_nowait([])  # a condition may have changed
+
+    def _doubts(self, what: str) -> bool:
+        """Whether this right is missing for so short a time that it may be the server's start."""
+        loop = asyncio.get_running_loop()
+        if what not in self._doubted:
+            self._doubted[what] = loop.time()
+            loop.call_later(DOUBT_S, lambda: self._facts.put_nowait([]))
+        return loop.time() < self._doubted[what] + DOUBT_S
 
     # --- create and delete ---
 
@@ -545,12 +560,14 @@ class KubernetesPlatform:
                     made = await self._kube.create(PODS, wish, strict=True)
             except AlreadyExists:
                 return await self._what_exists(node)
-            except (ConfigError, Invalid) as error:
-                return _invalid(job, error)
-            except Forbidden as error:
-                return Problem(_why_forbidden(error), str(error))
+            except (ConfigError, Invalid, Forbidden) as error:
+                problem = _refused(job, error)
+                if problem.type == Refusal.RIGHTS and self._doubts("creation of Pods"):
+                    raise TransientError(str(error)) from error
+                return problem
             except NotFound as error:  # the namespace
                 return Problem("PodsForbidden", str(error))
+        self._doubted.pop("creation of Pods", None)
         if self._job is job:
             self._judge(None)
         log.info("pod_created", extra={"node": node, "pod": made["metadata"]["name"]})
@@ -813,6 +830,8 @@ class KubernetesPlatform:
             # Later this is for the operator to tell, which stays: ``PodsLeft``.
             found["PodNotEnding"] = list(self._overdue.values())
         for what, words in self._denied.items():
+            if self._doubts(what):
+                continue
             found.setdefault("PermissionDenied", []).append(f"{what}: {words}")
         mine = {}
         for kind in sorted(found.keys() | self._past.keys()):
@@ -834,11 +853,6 @@ class KubernetesPlatform:
             )
         self._past = mine
         return [*status.conditions, *mine.values()]
-
-
-def _invalid(job: ElasticJob, error: ConfigError | Invalid) -> Problem:
-    words = pods.refusal(job, str(error))
-    return Problem("InvalidTemplate", "; ".join(words.splitlines()))
 
 
 def _remembered(training: Obj) -> Known:
@@ -863,16 +877,15 @@ def _overdue(seen: PodView) -> str:
     )
 
 
-def _why_forbidden(error: Forbidden) -> str:
-    """Which condition a refusal with 403 is: the server says it in words only."""
+def _refused(job: ElasticJob, error: Exception) -> Problem:
+    """Which condition a refusal of a Pod is: the server says it in words only."""
     words = str(error)
-    if "is being terminated" in words:
-        return GONE
-    if "exceeded quota" in words or "failed quota" in words:
-        return "QuotaExceeded"
-    if "cannot create resource" in words or "is forbidden: User " in words:
-        return "PermissionDenied"
-    return "PodsForbidden"
+    if isinstance(error, Forbidden) and "is being terminated" in words:
+        return Problem(GONE, words)
+    kind = refusal_in(words)
+    if kind is None and not isinstance(error, Forbidden):
+        return Problem("InvalidTemplate", "; ".join(pods.refusal(job, words).splitlines()))
+    return Problem((kind or Refusal.POLICY).value, words)
 
 
 def shown(
