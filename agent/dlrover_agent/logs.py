@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from dlrover_agent.settings import Command, Output
+from dlrover_py.owner import NotOwn, open_own
 from dlrover_py.protocol.agents import Assignment
 from dlrover_py.protocol.errors import ConfigError
 
@@ -134,7 +135,7 @@ class Logs:
         if _nowhere(output):
             return Destination(Stream(), Stream(), "")
         folder = shared = None
-        if self._folder is not None:
+        if self._folder is not None and _is_still_own(self._folder):
             shared = self._folder / attempt
             folder = _made(shared / str(local_rank))
         prefix = output.line_prefix(self._command.role, a.rank_offset + local_rank, local_rank)
@@ -190,6 +191,21 @@ def _folder(base: Path | None, run_id: str) -> Path:
         raise ConfigError(
             f"--log-dir {base or ''}: cannot be used as a folder: {error.strerror}"
         ) from error
+
+
+def _is_still_own(folder: Path) -> bool:
+    """Say whether the folder of a run is still this user's.
+
+    Another user who owns the folder above it may have put a link there instead.
+    """
+    try:
+        os.close(open_own(folder, os.O_DIRECTORY, shared=True))
+    except FileNotFoundError:
+        return True  # it is made again
+    except (OSError, NotOwn) as error:
+        log.warning("log_lines_lost", extra={"path": str(folder), "why": str(error)})
+        return False
+    return True
 
 
 def _made(folder: Path) -> Path | None:

@@ -75,6 +75,20 @@ def test_a_folder_that_is_lost_costs_files_and_nothing_else(tmp_path: Path) -> N
     assert first.out == Stream(files=(), shown=True)
 
 
+def test_a_link_in_the_place_of_the_folder_is_not_written_through(tmp_path: Path) -> None:
+    """Another user who owns the folder above it can rename it."""
+    kept = logs(tmp_path, redirects={None: 3})
+    (run,) = (tmp_path / "kept").iterdir()
+    run.rename(tmp_path / "moved")
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    run.symlink_to(precious)
+    for found in kept.of_round(assignment(), [{}, {}], tmp_path / "scratch"):
+        assert (found.out.files, found.out.shown, found.err.files) == ((), True, ())
+        assert found.error_file.startswith(f"{tmp_path}/scratch/")
+    assert list(precious.iterdir()) == []
+
+
 async def moved(stream: Stream, chunks: list[bytes]) -> bytes:
     """What arrives on the console."""
     read, write = os.pipe()
