@@ -16,6 +16,7 @@ from dlrover_py.cli.settings import Settings
 from dlrover_py.local import Cluster, Paths, api
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.status import JobPhase
+from dlrover_py.storage import address
 from dlrover_py.telemetry import setup
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -25,7 +26,14 @@ REDRAW_S = 0.25
 def run_job(
     job: ElasticJob, settings: Settings, *, hosts: int, workdir: Path, grace_s: float, style: Style
 ) -> int:
-    """Run a job until it ends or is stopped; return the exit code of the command."""
+    """Run a job until it ends or is stopped; return the exit code of the command.
+
+    Raises:
+        ConfigError: its checkpoint directory, or a folder of this user, cannot be used.
+    """
+    checkpoint = job.spec.checkpoint
+    if checkpoint is not None and checkpoint.dir is not None:
+        address(checkpoint.dir)  # before each worker says it
     name = job.metadata.name
     stamp = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S.%f")[:-3]
     paths = Paths(settings.runtime_root / name, settings.state_root / f"{name}@{stamp}")

@@ -292,6 +292,12 @@ def test_a_folder_that_others_can_only_read_is_used(
         assert "no job runs" in desk.refuse("node", "kill", "n0")[0]
 
 
+def test_a_checkpoint_directory_that_means_nothing_is_refused_before_the_start(desk: Desk) -> None:
+    desk.file.write_text(GOOD.replace("spec:\n", "spec:\n  checkpoint: {dir: 's3:/bucket'}\n", 1))
+    (line,) = desk.refuse("job", "run", str(desk.file))
+    assert "checkpoint directory 's3:/bucket': expected two slashes" in line
+
+
 def test_a_path_that_is_too_long_for_a_socket_is_named(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
