@@ -145,6 +145,8 @@ class MasterPod:
     made_by: str = ""
     """The ReplicaSet that it is of."""
     leaving: bool = False
+    holds: bool = True
+    """It holds resources."""
 
     @classmethod
     def of(cls, obj: Obj) -> Self:
@@ -171,6 +173,7 @@ class MasterPod:
             made_at=unix_seconds(meta.get("creationTimestamp")) or 0.0,
             made_by=makers[0].get("name", "") if makers else "",
             leaving="deletionTimestamp" in meta,
+            holds=status.get("phase") not in ("Succeeded", "Failed"),
         )
 
 
@@ -644,10 +647,12 @@ class _Planner:
         """A token is good for the account that it was asked for, and for no later one of its name:
         all that this master asks for is refused, and a new container would have the same token for
         most of an hour. A new Pod has its own."""
-        for pod in self.seen.pods:
-            ours = pod.made_by.startswith(f"{self.name}-")
-            if ours and not pod.leaving and pod.made_at + SKEW_S < self.seen.account_at:
+        for pod in self._masters():
+            if not pod.leaving and pod.made_at + SKEW_S < self.seen.account_at:
                 yield DeleteMasterPod(pod.name, pod.uid)
+
+    def _masters(self) -> list[MasterPod]:
+        return [pod for pod in self.seen.pods if pod.made_by.startswith(f"{self.name}-")]
 
     def _run(self, job: ElasticJob) -> Iterator[Action]:
         deployment, service = self.deployment, self.service
@@ -784,13 +789,16 @@ class _Planner:
         if self.ended or self.suspend:
             yield from self._pods_left()
         if self.suspend and not self.ended:
-            if self.resting and self._pods_are_gone():
+            masters = [pod.name for pod in self._masters() if pod.holds]
+            if self.resting and self._pods_are_gone() and not masters:
                 words = "no node is left, and the master has ended"
                 yield "Suspended", True, "Suspended", words, "Normal"
             else:
                 words = "the master stops its nodes"
                 if self.seen.holding:
                     words = self._holding_in_words()
+                elif self.resting and masters:
+                    words = f"no node is left, and the master's Pod {masters[0]} is about to end"
                 yield "Suspended", False, "Suspending", words, ""
         elif "Suspended" in self.conditions:
             if self.ended:
@@ -806,7 +814,7 @@ class _Planner:
     def _pods_left(self) -> Iterator[Said]:
         old = self.conditions.get("PodsLeft")
         if self._since("PodsLeft", "False") is not None or self.seen.holding == ():
-            yield "PodsLeft", False, "NoneLeft", "no Pod of the job holds resources", ""
+            yield "PodsLeft", False, "NoneLeft", "no worker's Pod holds resources", ""
         elif self.seen.holding is None:
             if old is not None:
                 yield "PodsLeft", True, old["reason"], old["message"], ""

@@ -926,6 +926,23 @@ def test_a_master_stays_until_no_pod_holds_resources(wish: str) -> None:
     assert world.looked == looked, "a job at rest costs no lists"
 
 
+def test_a_job_is_suspended_once_its_masters_pod_has_ended_too() -> None:
+    world = running()
+    meta = {"name": "m-1", "uid": "p1", "creationTimestamp": at(0)}
+    meta |= {"ownerReferences": [{"kind": "ReplicaSet", "name": f"{NAME}-5f"}]}
+    evicted = MasterPod.of({"metadata": meta, "status": {"phase": "Failed"}})
+    ending = MasterPod.of({"metadata": meta, "status": {"phase": "Running"}})
+    world.pods = (evicted, ending)
+    suspended(world)
+    assert world.deployment is not None
+    assert world.deployment.replicas == 0
+    assert world.said("Suspended") == ("False", "Suspending")
+    assert "m-1" in world.condition("Suspended")["message"]
+    world.pods = (evicted,)
+    world.settle()
+    assert world.said("Suspended") == ("True", "Suspended")
+
+
 @pytest.mark.parametrize("wish", ["suspend", "Succeeded"])
 def test_pods_that_do_not_go_are_told_until_they_have_gone(wish: str) -> None:
     """A host is lost: its Pods were deleted, and no kubelet ends them."""
