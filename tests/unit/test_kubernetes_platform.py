@@ -833,7 +833,10 @@ def agent_ends(scene: Scene, node: NodeId = N0, **more: Any) -> None:
     obj = scene.pod(node)
     main = {"name": "main", "state": {"terminated": {"exitCode": 0, "reason": "Completed"}}}
     others = more.pop("containers", ["proxy"])
-    obj["spec"]["nodeName"] = f"host-{node}"
+    obj["spec"] |= {
+        "nodeName": f"host-{node}",
+        "terminationGracePeriodSeconds": more.pop("grace", 7),
+    }
     obj["spec"]["containers"] = [{"name": "main"}, *({"name": name} for name in others)]
     still = [{"name": name, "state": {"running": {}}} for name in others]
     obj["status"] = {"phase": "Running", "containerStatuses": [*still, main], **more}
@@ -885,7 +888,7 @@ async def test_a_pod_whose_sidecars_run_on_is_deleted_once_its_agent_has_ended(
     if deletion is not None:
         await asyncio.wait_for(deletion, WITHIN_S)
     (body,) = deletions(scene)
-    assert "gracePeriodSeconds" not in body, "sidecars have the Pod's own grace"
+    assert body["gracePeriodSeconds"] == 7, "sidecars have the template's grace"
     assert holding(scene) == ["x-n0"]
     kubelet_ends(scene)
     assert holding(scene) == []
@@ -897,20 +900,20 @@ async def test_a_native_sidecar_is_for_its_kubelet_to_end(scene: Scene, soon: No
     """It ends them once all others have ended; the Pod stays for its log."""
     await scene.platform.create_node(N0)
     native = {"name": "proxy", "state": {"running": {}}}
-    agent_ends(scene, containers=[], initContainerStatuses=[native])
+    agent_ends(scene, containers=[], grace=1, initContainerStatuses=[native])
     await scene.hears_of(NodeEnded, N0)
     assert scene.platform._endings
     scene.ends(N0, 0, "Succeeded")
     await scene.until(lambda: not scene.platform._endings)
     assert not deletions(scene)
+    assert holding(scene) == []
 
 
 async def test_a_native_sidecar_that_is_not_ended_is_deleted_after_its_grace(
-    scene: Scene, soon: None, monkeypatch: pytest.MonkeyPatch
+    scene: Scene, soon: None
 ) -> None:
-    monkeypatch.setattr(pods, "KUBERNETES_GRACE_S", 0.2)
     await scene.platform.create_node(N0)
-    agent_ends(scene, containers=[])
+    agent_ends(scene, containers=[], grace=0.2)
     await scene.until(lambda: "deletionTimestamp" in scene.pod()["metadata"])
 
 
@@ -937,7 +940,7 @@ async def test_a_pod_on_a_lost_host_is_a_condition_until_it_has_gone(
     scene.runs(N0)
     await scene.hears(lambda e: isinstance(e, NodeSeen) and e.runs)
     await scene.platform.delete_node(N0, 0.1)
-    await scene.until(lambda: scene.platform._overdue)
+    await scene.until(lambda: scene.platform._overdue())
     await scene.platform.publish(status())
     told = scene.conditions()["PodNotEnding"]
     assert told["status"] == "True"
@@ -946,7 +949,7 @@ async def test_a_pod_on_a_lost_host_is_a_condition_until_it_has_gone(
     await scene.platform.publish(status(phase=JobPhase.SUCCEEDED))
     assert scene.conditions()["PodNotEnding"]["status"] == "False", "the operator tells it then"
     scene.cluster.remove(PODS, "x-n0")
-    await scene.until(lambda: not scene.platform._overdue)
+    await scene.until(lambda: not scene.platform._overdue())
     await scene.platform.publish(status())
     assert scene.conditions()["PodNotEnding"]["status"] == "False"
 

@@ -65,6 +65,8 @@ LINGER_S = 2.0
 kept. Whoever is frozen does no harm meanwhile."""
 NOT_ENDING_S = 30.0
 """A Pod that was deleted is gone so long after its grace, or it is told of."""
+SIDECARS_S = 30
+"""Of a Pod whose agent has ended the other containers have the template's grace, but no longer."""
 KILL_S = 1
 """A Pod that is to end at once: not 0, which would forget it before its kubelet has ended it."""
 PREPARED_S = 10.0
@@ -84,6 +86,7 @@ than ``PROGRESS_S``, so that a job that takes steps never asks."""
 DOUBT_S = 10.0
 """An API server that starts refuses with 403 what it does not know to be allowed yet. A right
 that is missing for longer is a condition."""
+CREATION = "creation of Pods"
 TRIAL = NodeId("trial")
 GONE = "JobGone"
 PROBLEMS = (
@@ -158,8 +161,8 @@ class KubernetesPlatform:
         """By uid of the Pod: see to it that a Pod whose agent has ended, ends."""
         self._turned_away: list[str] = []
         """Pods that their hosts have refused since one began to run last, in words."""
-        self._overdue: dict[str, str] = {}
-        """By uid: Pods that were deleted and do not go, in words."""
+        self._due: dict[str, float] = {}
+        """By uid: when a Pod that was deleted should have gone."""
         self._news = asyncio.Event()
         self._sweeping = False
         self._background: set[asyncio.Task[None]] = set()
@@ -382,46 +385,48 @@ class KubernetesPlatform:
         fresh = seen.ended and not (before and before.ended)
         if seen.runs and not (before and before.runs):
             self._turned_away.clear()
-        elif fresh and seen.refused_by:
+        elif fresh and seen.refused_by and not listed:
             self._turned_away.insert(0, f"{node} on {seen.refused_by}: {seen.ended}")
             del self._turned_away[ENDED_KEPT:]
-        if (
-            fresh and seen.exit_code and seen.end and not seen.end.words and not listed
-        ):  # a list is not held up
-            output = await self._last_words(seen, seen.end)
+        end = seen.end
+        if fresh and end and end.exit_code and not end.words and not listed:  # lists do not wait
+            output = await self._last_words(seen, end)
         return pods.fact(node, seen, output)
 
     def _see_to_its_end(self, node: NodeId, seen: PodView) -> None:
         """A node is gone with its agent. Its Pod holds resources until all containers end."""
-        if (seen.ended or seen.deleted) and not seen.done and seen.uid not in self._endings:
+        loop = asyncio.get_running_loop()
+        if seen.done:
+            return
+        if seen.deleted and seen.uid not in self._due:
+            self._due[seen.uid] = due = loop.time() + seen.grace_s + NOT_ENDING_S
+            loop.call_at(due, lambda: self._facts.put_nowait([]))
+        elif seen.ended and not seen.deleted and seen.uid not in self._endings:
             task = asyncio.create_task(self._end(node, seen.uid))
             self._endings[seen.uid] = task
             task.add_done_callback(lambda _: self._endings.pop(seen.uid))
 
     async def _end(self, node: NodeId, uid: str) -> None:
-        """Delete a Pod that does not end with its agent, and tell of one that does not go then."""
+        """Delete a Pod that does not end with its agent."""
 
-        def holds() -> PodView | None:
+        def left() -> PodView | None:
             seen = self._pods.get(node)
-            return None if seen is None or seen.uid != uid or seen.done else seen
-
-        def goes() -> bool:
-            return (seen := holds()) is None or seen.deleted
+            gone = seen is None or seen.uid != uid or seen.done or seen.deleted
+            return None if gone or self._orphaned else seen
 
         right = _deletion_of(names.pod_of(self._name, node))
-        while (seen := holds()) is not None and not self._orphaned:
-            if seen.deleted:
-                if not await self._comes(lambda: holds() is None, seen.grace_s + NOT_ENDING_S):
-                    self._overdue[uid] = f"{node}: {_overdue(seen)}"
-                    self._facts.put_nowait([])
-                    await self._comes(lambda: holds() is None, math.inf)
-                    del self._overdue[uid]
-                    self._facts.put_nowait([])
-            elif not await self._comes(goes, LINGER_S + (0 if seen.lingers else seen.allowed_s)):
-                with contextlib.suppress(TransientError):
-                    async with self._turn():
-                        with self._permitted(right), _transient(Forbidden):
-                            await self._kube.delete(PODS, seen.name, self._namespace, uid=uid)
+        while (seen := left()) is not None:
+            await asyncio.sleep(LINGER_S if seen.lingers else LINGER_S + seen.allowed_s)
+            after = left()
+            if after is None or after.lingers != seen.lingers:
+                continue
+            grace_s = round(max(KILL_S, min(seen.allowed_s, SIDECARS_S)))
+            with contextlib.suppress(TransientError):
+                async with self._turn():
+                    with self._permitted(right), _transient(Forbidden):
+                        await self._kube.delete(
+                            PODS, seen.name, self._namespace, uid=uid, grace_s=grace_s
+                        )
         self._allow(right)
 
     async def _comes(self, true: Callable[[], bool], within_s: float) -> bool:
@@ -465,7 +470,8 @@ class KubernetesPlatform:
         return text.strip()[-2000:]
 
     def _forget(self, node: NodeId) -> None:
-        self._pods.pop(node, None)
+        if (seen := self._pods.pop(node, None)) is not None:
+            self._due.pop(seen.uid, None)
         self._ring()
 
     def _ring(self) -> None:
@@ -562,12 +568,14 @@ class KubernetesPlatform:
                 return await self._what_exists(node)
             except (ConfigError, Invalid, Forbidden) as error:
                 problem = _refused(job, error)
-                if problem.type == Refusal.RIGHTS and self._doubts("creation of Pods"):
+                if problem.type != Refusal.RIGHTS:
+                    self._doubted.pop(CREATION, None)
+                elif self._doubts(CREATION):
                     raise TransientError(str(error)) from error
                 return problem
             except NotFound as error:  # the namespace
                 return Problem("PodsForbidden", str(error))
-        self._doubted.pop("creation of Pods", None)
+        self._doubted.pop(CREATION, None)
         if self._job is job:
             self._judge(None)
         log.info("pod_created", extra={"node": node, "pod": made["metadata"]["name"]})
@@ -813,6 +821,17 @@ class KubernetesPlatform:
             "count": 1,
         }
 
+    def _overdue(self) -> list[str]:
+        """Pods that were deleted and do not go, in words."""
+        now = asyncio.get_running_loop().time()
+        return [
+            f"{node}: Pod {seen.name} was deleted and still holds resources on "
+            f"{seen.host or 'no host'}. If that host is lost for good, delete its Node, or taint "
+            "it with node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"
+            for node, seen in sorted(self._pods.items())
+            if not seen.done and now >= self._due.get(seen.uid, math.inf)
+        ]
+
     def _conditions(self, status: JobStatus) -> list[Condition]:
         """The core's, and what the Pods and the API server say."""
         found: dict[str, list[str]] = {}
@@ -826,9 +845,9 @@ class KubernetesPlatform:
         rests = status.phase.ended or status.phase is JobPhase.SUSPENDED
         if self._turned_away and not rests:
             found["PodsRefused"] = self._turned_away
-        if self._overdue and not rests:
+        if not rests and (overdue := self._overdue()):
             # Later this is for the operator to tell, which stays: ``PodsLeft``.
-            found["PodNotEnding"] = list(self._overdue.values())
+            found["PodNotEnding"] = overdue
         for what, words in self._denied.items():
             if self._doubts(what):
                 continue
@@ -867,14 +886,6 @@ def _remembered(training: Obj) -> Known:
 def _deletion_of(pod: str) -> str:
     """A right that may be missing, as a condition tells of it."""
     return f"deletion of Pod {pod}"
-
-
-def _overdue(seen: PodView) -> str:
-    return (
-        f"Pod {seen.name} was deleted and still holds resources on {seen.host or 'no host'}. If "
-        "that host is lost for good, delete its Node, or taint it with "
-        "node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"
-    )
 
 
 def _refused(job: ElasticJob, error: Exception) -> Problem:

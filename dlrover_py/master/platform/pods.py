@@ -283,7 +283,7 @@ def view(obj: Obj) -> PodView:
         message=message,
         done=status.get("phase") in ("Succeeded", "Failed"),
         lingers=end is not None and not _all_ended(spec, status),
-        allowed_s=float(spec.get("terminationGracePeriodSeconds") or KUBERNETES_GRACE_S),
+        allowed_s=float(spec.get("terminationGracePeriodSeconds", KUBERNETES_GRACE_S)),
         created_at=meta.get("creationTimestamp") or "",
         made_of=(meta.get("annotations") or {}).get(names.NOTE_TEMPLATE, ""),
     )
