@@ -924,9 +924,12 @@ class Checkpointer:
         try:
             self._hear(site, DRAIN_S)
             if any(one.flagged for one in self._attempts):  # it is to be ordered, or not
+                if self._rollcall is not None:
+                    self._rollcall.check_in(self._kind, self._doing, limit_s=DRAIN_S)
                 self._ask(site)
                 self._hear(site, DRAIN_S)
-        except (RuntimeError, ValueError) as error:  # a ValueError: the group is no more
+        # A ValueError: the group is no more. A ConfigError: some ranks did not come.
+        except (RuntimeError, ValueError, ConfigError) as error:
             log.warning("the last vote on checkpoints was not heard: %s", error)
 
     def _resolve(self, site: "_Site", one: _Attempt, *, whole: bool) -> None:

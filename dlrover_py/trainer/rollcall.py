@@ -93,15 +93,16 @@ class RollCall:
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def check_in(self, kind: str, call: str) -> None:
+    def check_in(self, kind: str, call: str, *, limit_s: float = LIMIT_S) -> None:
         """Wait until every rank has checked in as often for this kind of call.
 
         Args:
             kind: of the call, such as ``save()``.
             call: this one in words, such as ``save() of step 7``.
+            limit_s: seconds to wait at most.
 
         Raises:
-            ConfigError: some ranks have not come within `LIMIT_S`.
+            ConfigError: some ranks have not come by then.
         """
         if self._store is None:
             return
@@ -115,9 +116,10 @@ class RollCall:
             if self._store.add(key, 1) == self._world:
                 self._store.set(f"{key}/all", "1")
             while not self._store.check([f"{key}/all"]):
-                if self._clock() - wait.since > LIMIT_S:
+                if self._clock() - wait.since > limit_s:
                     words = f"checkpoint: {wait.call} was not called on every rank"
-                    more = self._words(wait)
+                    words += f" within {limit_s:.0f} s"
+                    more = "" if wait.kind in self._said else self._words(wait)
                     raise ConfigError(f"{words}: {more}" if more else words)
                 self.look(wait)
                 sleeper.wait(pause)

@@ -11,8 +11,12 @@ import pytest
 
 from dlrover_py import arena
 from dlrover_py.arena import Arena
+from dlrover_py.master.core.events import Journal
+from dlrover_py.master.store import FileStore
 from dlrover_py.owner import NotOwn, is_own, is_own_socket, open_own
 from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.names import Term
+from dlrover_py.protocol.status import JobPhase
 
 STRANGER = 65534
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can act as a second user")
@@ -183,3 +187,36 @@ def test_something_else_under_the_name_is_told(tmp_path: Path, kind: str) -> Non
         path.symlink_to("other")
     with pytest.raises(ConfigError, match="u1-n0: it is "):
         Arena(tmp_path, "u1", "n0", now=NOW)
+
+
+# --- a master's journal ---
+
+JOURNAL = Journal(job="x", term=Term(1), next_node=1, next_event=1, phase=JobPhase.PENDING)
+
+
+async def test_a_journal_is_not_written_through_links(tmp_path: Path, victim: Path) -> None:
+    """They may be left from when others could write here."""
+    state = tmp_path / "state"
+    state.mkdir(mode=0o700)
+    store = FileStore(state / "journal.json")
+    (state / "journal.lock").symlink_to(victim / "thesis.tex")
+    with pytest.raises(NotOwn, match="it is a link"):
+        await store.acquire()
+    (state / "journal.lock").unlink()
+    assert await store.acquire() is None
+    try:
+        (state / "journal.new").symlink_to(victim / "thesis.tex")
+        await store.save(JOURNAL)
+    finally:
+        await store.release()
+    assert (victim / "thesis.tex").read_bytes() == b"precious"
+    assert not (state / "journal.json").is_symlink()
+
+
+async def test_a_journal_that_all_could_have_written_is_refused(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    state.mkdir()
+    state.chmod(0o777)
+    with pytest.raises(ConfigError, match=r"others can write to it .* another by --state-dir"):
+        await FileStore(state / "journal.json").acquire()
+    assert list(state.iterdir()) == []
