@@ -471,8 +471,10 @@ class Arena:
 
     def close(self) -> None:
         """Let it be adopted by the next owner."""
-        os.close(self._lock)
-        os.close(self._folder)
+        opened, self._lock, self._folder = (self._lock, self._folder), -1, -1
+        for fd in opened:
+            if fd >= 0:  # closed once: the number may be another file's afterwards
+                os.close(fd)
 
 
 def _sweep(folder: Path, now: float) -> None:

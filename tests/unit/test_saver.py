@@ -12,7 +12,7 @@ import pytest
 
 from dlrover_agent.replicas import BURST_S
 from dlrover_agent.saver import Persister, Saver, Site, held
-from dlrover_py.arena import OWNER, Slot
+from dlrover_py.arena import OWNER, PREFIX, Slot
 from dlrover_py.protocol.agents import Assignment, Directive, Peer, PersistOrder, PersistPhase
 from dlrover_py.protocol.checkpoint import Answer, Cancel, Keep, Order, Phase
 from dlrover_py.protocol.workers import Store
@@ -140,6 +140,18 @@ async def test_what_a_worker_cannot_save_is_told_until_it_can(tmp_path: Path) ->
     assert desk.saver.facts()["checkpoint_trouble"] == ""
     assert desk.news == 4
     await desk.saver.close()
+
+
+async def test_memory_that_another_user_may_have_prepared_is_not_used(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    await desk.saver.close()
+    (tmp_path / "elsewhere").mkdir()
+    Path(desk.root, f"{PREFIX}{JOB}-n0").symlink_to(tmp_path / "elsewhere")
+    desk = Desk(tmp_path)
+    assert "it is a link; expected a folder of your own" in desk.saver.trouble
+    assert "DLROVER_ARENA" not in desk.saver.environment()
+    await desk.saver.close()
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 async def test_without_memory_training_goes_on(tmp_path: Path) -> None:
