@@ -771,6 +771,24 @@ class Store:
         found = [m for m in self._manifests(self._names()).values() if not m.void]
         return sorted(found, key=_age, reverse=True)
 
+    def obstacle(self) -> str:
+        """Say why nothing could be written here, as far as that shows without writing; else ""."""
+        if not isinstance(self.place, Folder):
+            return ""
+        for path in (self.place.path, *self.place.path.parents):
+            try:
+                folder = stat.S_ISDIR(path.stat().st_mode)
+            except (FileNotFoundError, NotADirectoryError):
+                continue  # it would be made in the one above
+            except OSError as error:
+                return f"{path}: {error.strerror}"
+            if not folder:
+                return f"{path} is a file; expected a folder"
+            if not os.access(path, os.W_OK | os.X_OK):
+                return f"{path}: user {os.getuid()} may not write to it, or nobody may"
+            return ""
+        return ""
+
     def mistaken(self) -> str:
         """What is wrong if the directory is one checkpoint by itself; empty if it is not."""
         try:

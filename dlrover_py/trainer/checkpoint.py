@@ -430,6 +430,8 @@ class Checkpointer:
             self.stats.blocked_s += waited
             self.stats.cost_s += waited
             self.stats.calls += 1
+            if self.stats.calls == 1 and site.rank == 0 and self.dir is not None:
+                self._look_for_obstacles()
             self._steps.tick(busy=self._busy is not None)
             try:
                 return self._save(site, step, state, worth, force)
@@ -1103,7 +1105,21 @@ class Checkpointer:
             )
         if self._rollcall is not None and self._kind in ("save()", "load()"):
             self._rollcall.check_in(self._kind, self._doing)
-        self._saved = self._saved or self._kind == "save()"
+        if self._kind == "save()":
+            self._saved = True
+
+    def _look_for_obstacles(self) -> None:
+        """Warn of a directory that cannot be written to long before the first write is due.
+
+        In a thread, for a file system may hang.
+        """
+        from dlrover_py.storage import Store
+
+        def look() -> None:
+            if why := Store(str(self.dir)).obstacle():
+                log.warning("checkpoints: nothing can be written to %s: %s", self.dir, why)
+
+        threading.Thread(target=look, name="dlrover-store", daemon=True).start()
 
     def _take_place(self) -> None:
         """See that nobody else of this process has its place in the job's memory.

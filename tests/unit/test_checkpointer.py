@@ -569,6 +569,19 @@ def test_the_first_goes_to_storage_early_where_no_agent_keeps_the_memory(
     checkpointer.close()
 
 
+def test_a_directory_that_cannot_be_written_to_is_told_at_the_first_save(
+    make: Callable[..., Checkpointer], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    checkpointer = make(tmp_path / "file" / "run")
+    for step in (1, 2):
+        assert checkpointer.save(step, STATE)
+    for thread in threading.enumerate():
+        if thread.name == "dlrover-store":
+            thread.join(60)
+    assert caplog.text.count(f"{tmp_path}/file is a file; expected a folder") == 1
+
+
 def test_what_has_failed_counts_for_nothing(
     make: Callable[..., Checkpointer], tmp_path: Path, clock: Clock
 ) -> None:

@@ -682,6 +682,19 @@ def test_a_directory_has_one_form(monkeypatch: pytest.MonkeyPatch, given: str, m
     assert address(means) == means, "what is said to other processes means the same to them"
 
 
+def test_why_nothing_can_be_written_shows_without_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    assert Store(tmp_path / "new" / "run").obstacle() == ""
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        assert Store(path).obstacle() == f"{tmp_path}/file is a file; expected a folder"
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may do all
+    assert "may not write to it" in Store(tmp_path / "new" / "run").obstacle()
+    assert {p.name for p in tmp_path.iterdir()} == {"file"}
+    assert Store("memory://obstacle").obstacle() == ""
+
+
 @pytest.mark.parametrize(
     ("given", "why"),
     [
