@@ -1,10 +1,10 @@
 """The client of the Kubernetes API server: raw objects, list and watch, apply, create-or-own.
 
 Objects stay the dicts that JSON gives: the official client's models cost fifteen times as much per
-event of a watch. Its configuration and authentication are used (kubeconfig, contexts, plugins,
-service accounts), and aiohttp, which it brings, is the transport: a call and a watch end at once
-when they are cancelled (docs/decisions/0007-api-client.md). Both are imported by
-:meth:`Kube.connect` only, so that naming a kind or an error costs nothing.
+event of a watch. Its service accounts and OpenID tokens are used, and aiohttp, which it brings, is
+the transport: a call and a watch end at once when they are cancelled
+(docs/decisions/0007-api-client.md). Both are imported by :meth:`Kube.connect` only, so that
+naming a kind or an error costs nothing.
 """
 
 import asyncio
@@ -15,8 +15,8 @@ import os
 import random
 import re
 import ssl
+import tempfile
 import time
-import urllib.request
 from collections.abc import (
     AsyncGenerator,
     AsyncIterable,
@@ -25,6 +25,7 @@ from collections.abc import (
     Iterable,
     Iterator,
     Mapping,
+    Sequence,
 )
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -46,6 +47,8 @@ from dlrover_py.protocol.names import GROUP, KIND
 if TYPE_CHECKING:
     import aiohttp
 
+    from dlrover_py.kubeconfig import Cluster, Credentials, User
+
 Obj = dict[str, Any]
 T = TypeVar("T")
 _Seen = tuple[list[T], str]
@@ -62,7 +65,7 @@ PLUGIN_S: Final = 60.0
 _REREAD_S = 60.0
 _REREAD_LEAST_S = 1.0
 _PLUGIN_SKEW_S = 300.0
-"""The loader itself asks a plugin again five minutes before its token expires."""
+"""A plugin is asked again so long before its token expires."""
 _LEVELS = 200
 _BRACKET = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]')
 _WARNING = re.compile(r'299 \S+ "((?:[^"\\]|\\.)*)"')
@@ -303,18 +306,20 @@ class Kube:
     async def connect(cls, *, kubeconfig: Path | None = None, context: str | None = None) -> "Kube":
         """Find out which API server to call, and as whom. No call is made yet.
 
-        In a Pod its service account is used, unless a kubeconfig or a context is given, or
-        KUBECONFIG is set.
+        Kubeconfigs are read as kubectl reads them (:mod:`dlrover_py.kubeconfig`). In a Pod its
+        service account is used, unless a kubeconfig or a context is given, or one is found.
 
         Raises:
             ConfigError: nothing says where the cluster is, or what does cannot be used.
         """
-        given = str(kubeconfig) if kubeconfig else os.environ.get("KUBECONFIG", "")
+        from dlrover_py import kubeconfig as kubeconfigs
+
+        given = [str(kubeconfig)] if kubeconfig else kubeconfigs.files(os.environ)
         access: _Access
-        if not given and not context and "KUBERNETES_SERVICE_HOST" in os.environ:
+        if not kubeconfig and not context and _is_pods(given):
             access = _Account(ACCOUNT, os.environ)
         else:
-            access = _Kubeconfig(given or "~/.kube/config", context)
+            access = _Kubeconfig(given, context)
         await access.token()
         return cls(access)
 
@@ -655,14 +660,15 @@ class Kube:
         try:
             while True:
                 token = await self._access.token(refused)
-                headers = {"Authorization": token} if token else {}
+                headers = [("Authorization", token)] if token else []
+                headers += [*self._access.headers, *([("Content-Type", form)] if data else [])]
                 asked_at = time.monotonic()
                 try:
                     async with self._session().request(
                         method,
                         URL(self._access.host + target, encoded=True),
                         data=data,
-                        headers=headers | ({"Content-Type": form} if data else {}),
+                        headers=headers,
                         timeout=limits,
                         allow_redirects=False,
                         **self._access.way,
@@ -712,6 +718,14 @@ class Kube:
         return (namespace or self.namespace) if kind.namespaced else ""
 
 
+def _is_pods(files: Iterable[str]) -> bool:
+    """Whether the account of this Pod is meant: no kubeconfig that is here names a context."""
+    from dlrover_py import kubeconfig
+
+    readable = [path for path in files if os.access(path, os.R_OK)]
+    return "KUBERNETES_SERVICE_HOST" in os.environ and not kubeconfig.read(readable).current
+
+
 class _Access:
     """Where the API server is, and who we are to it; read again when it may have changed."""
 
@@ -719,6 +733,8 @@ class _Access:
         self.host, self.namespace = "", "default"
         self.way: dict[str, Any] = {}
         """How aiohttp gets there: TLS and proxy."""
+        self.headers: tuple[tuple[str, str], ...] = ()
+        """As whom the user acts."""
         self._where = where
         """What is read, in words."""
         self._token = ""
@@ -759,147 +775,179 @@ class _Access:
             self._good_until = asyncio.get_running_loop().time() + _REREAD_S
 
     async def _read(self, *, anew: bool) -> None:
-        import yaml
         from kubernetes.aio.config import ConfigException
 
         try:
-            config, lasts_s = await self._configuration(anew)
-            self._take(config)
-        except (ConfigException, yaml.YAMLError, OSError, ValueError, LookupError) as error:
+            way, lasts_s = await self._configuration(anew)
+            self._take(way)
+        except ConfigError as error:
+            raise ConfigError(f"{self._where}: {error}") from error
+        except (ConfigException, OSError, ValueError, LookupError) as error:
             raise ConfigError(f"{self._where}: {_config_words(error)}") from error
-        except (AttributeError, TypeError) as error:  # how the library says "not of that shape"
-            raise ConfigError(
-                f"{self._where}: expected a kubeconfig (clusters, users, contexts) as YAML"
-            ) from error
         self._good_until = asyncio.get_running_loop().time() + lasts_s
 
-    async def _configuration(self, anew: bool) -> tuple[Any, float]:
-        """The official client's configuration, and for how long it is good."""
+    async def _configuration(self, anew: bool) -> "tuple[_Way, float]":
+        """What is read, and for how long it is good."""
         raise NotImplementedError
 
-    def _take(self, config: Any) -> None:
+    def _take(self, new: "_Way") -> None:
         """Take all of it over, or nothing."""
-        host = config.host.rstrip("/")
+        host = new.host.rstrip("/")
         if urlsplit(host).scheme not in ("http", "https"):
             raise ValueError(f"server {host!r}: expected https://host:port")
-        files = (config.ssl_ca_cert, config.cert_file, config.key_file)
-        stamp = (config.verify_ssl, *(os.stat(f).st_mtime_ns for f in files if f), *files)
-        trust = self.way["ssl"] if stamp == self._stamp else _trust(config)
-        way = {
-            "ssl": trust,
-            "server_hostname": config.tls_server_name,
-            "proxy": self._proxy(config),
-        }
+        if new.proxy and urlsplit(new.proxy).scheme not in ("http", "https"):
+            raise ValueError(f"proxy {new.proxy!r}: only http:// and https:// can be used")
+        stamp = (new.verify, new.authority, new.cert, new.key)
+        trust = self.way["ssl"] if stamp == self._stamp else _trust(new)
+        way = {"ssl": trust, "server_hostname": new.server_name, "proxy": new.proxy}
         self.host, self._stamp = host, stamp
         self.way = {name: value for name, value in way.items() if value}
-        self._token = (config.api_key or {}).get("BearerToken", "").strip()
+        self.headers = new.headers
+        self._token = new.authorization.strip()
 
-    def _proxy(self, config: Any) -> str:
-        """Which proxy to go through; within a cluster there is none, whatever is set for others."""
-        return ""
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How to call an API server, and as whom; certificates and key as PEM."""
+
+    host: str
+    authorization: str = ""
+    headers: tuple[tuple[str, str], ...] = ()
+    authority: bytes = b""
+    """Empty: the authorities of this machine."""
+    cert: bytes = b""
+    key: bytes = b""
+    verify: bool = True
+    server_name: str = ""
+    proxy: str = ""
 
 
 class _Account(_Access):
-    """A Pod's service account: its token is replaced about each hour, its authority sometimes."""
+    """A Pod's service account: its token is replaced about each hour, its authority sometimes.
+
+    Within a cluster there is no proxy, whatever the environment has for others.
+    """
 
     def __init__(self, folder: Path, env: Mapping[str, str]) -> None:
         super().__init__(f"service account in {folder}")
         self._folder, self._env = folder, env
 
-    async def _configuration(self, anew: bool) -> tuple[Any, float]:
+    async def _configuration(self, anew: bool) -> tuple[_Way, float]:
         from kubernetes.aio.client import Configuration
         from kubernetes.aio.config import incluster_config
 
         config = Configuration()
+        authority = self._folder / "ca.crt"
         incluster_config.InClusterConfigLoader(
             token_filename=str(self._folder / "token"),
-            cert_filename=str(self._folder / "ca.crt"),
+            cert_filename=str(authority),
             environ=self._env,
         ).load_and_set(config)
         with contextlib.suppress(FileNotFoundError):
             self.namespace = (self._folder / "namespace").read_text().strip() or "default"
-        return config, _REREAD_S
+        token = config.api_key.get("BearerToken", "")
+        return _Way(config.host, token, authority=authority.read_bytes()), _REREAD_S
 
 
 class _Kubeconfig(_Access):
     """A context of a kubeconfig, or of several that are merged."""
 
-    def __init__(self, paths: str, context: str | None) -> None:
-        super().__init__(f"kubeconfig {paths}")
-        self._paths, self._context = paths, context
-        self._loader: Any = None
+    def __init__(self, files: Sequence[str], context: str | None) -> None:
+        super().__init__(f"kubeconfig {os.pathsep.join(files)}")
+        self._files, self._context = files, context
+        self._chosen: tuple[Cluster, User] | None = None
+        self._said: Credentials | None = None
+        """Of a plugin, until it is no longer good."""
 
-    async def _configuration(self, anew: bool) -> tuple[Any, float]:
-        from kubernetes.aio.client import Configuration
-        from kubernetes.aio.config import kube_config
+    async def _configuration(self, anew: bool) -> tuple[_Way, float]:
+        from dlrover_py import kubeconfig
 
-        if anew or self._loader is None:
-            self._loader = self._load(kube_config)
-        config = Configuration()
-        try:
-            async with asyncio.timeout(PLUGIN_S):
-                await self._loader.load_and_set(config)
-                await self._check_plugin(config)
-        except TimeoutError:
-            raise ValueError(f"its plugin did not end within {PLUGIN_S:g} s") from None
-        return config, self._lasts_s()
+        if anew or self._chosen is None:
+            self._chosen, self._said = self._choose(), None
+        cluster, user = self._chosen
+        proxy = cluster.proxy_url or kubeconfig.environments_proxy(cluster.server, os.environ)
+        mine = kubeconfig.known(user)
+        lasts_s = _REREAD_S if user.token_file else math.inf
+        if mine is None:
+            if self._said is None or _left_s(self._said) <= 0:
+                self._said = await self._asked(cluster, user, proxy)
+            mine, lasts_s = self._said, max(_left_s(self._said), _REREAD_S)
+        authority = cluster.authority()
+        way = _Way(
+            cluster.server,
+            mine.authorization,
+            tuple(user.headers()),
+            *(authority, mine.cert, mine.key),
+            verify=not cluster.insecure,
+            server_name=cluster.tls_server_name,
+            proxy=proxy,
+        )
+        return way, lasts_s
 
-    def _proxy(self, config: Any) -> str:
-        proxy = config.proxy or _environments_proxy(config.host)
-        if proxy and urlsplit(proxy).scheme not in ("http", "https"):
-            raise ValueError(f"proxy {proxy!r}: only http:// and https:// can be used")
-        return str(proxy)
+    def _choose(self) -> "tuple[Cluster, User]":
+        from dlrover_py import kubeconfig
 
-    def _load(self, kube_config: Any) -> Any:
-        merged = kube_config.KubeConfigMerger(self._paths)
-        if not merged.paths:
-            raise FileNotFoundError(
+        if not any(os.path.exists(path) for path in self._files):
+            raise ConfigError(
                 "there is no such file; give a kubeconfig, set KUBECONFIG, or run in a Pod"
             )
-        loader = kube_config.KubeConfigLoader(
-            merged.config,
-            active_context=self._context,
-            config_base_path=None,  # relative to the file that says it
+        context, cluster, user = kubeconfig.read(self._files).choose(self._context)
+        kubeconfig.check(cluster, user)
+        self.namespace = context.namespace or "default"
+        return cluster, user
+
+    async def _asked(self, cluster: "Cluster", user: "User", proxy: str) -> "Credentials":
+        from dlrover_py import kubeconfig
+
+        try:
+            async with asyncio.timeout(PLUGIN_S):
+                if user.exec is not None:
+                    return await kubeconfig.ask(user.exec, cluster, proxy, os.environ)
+                return kubeconfig.Credentials(await _open_id(user))
+        except TimeoutError:
+            raise ConfigError(f"its plugin did not end within {PLUGIN_S:g} s") from None
+
+
+def _left_s(said: "Credentials") -> float:
+    """How long credentials are good; for thousands of years where they do not say."""
+    return (said.good_until - datetime.now(UTC)).total_seconds() - _PLUGIN_SKEW_S
+
+
+async def _open_id(user: "User") -> str:
+    """The token of a user of an OpenID provider; it is renewed if it has expired."""
+    from kubernetes.aio.client import Configuration
+    from kubernetes.aio.config import kube_config
+
+    provider = user.auth_provider or {}
+    if provider.get("name") != "oidc":
+        raise ConfigError(
+            f"auth-provider {provider.get('name')!r}: expected oidc; clouds have plugins (exec)"
         )
-        self.namespace = loader.current_context["context"].get("namespace") or "default"
-        return loader
-
-    async def _check_plugin(self, config: Any) -> None:
-        """The loader only logs a plugin's failure, and would go on as nobody."""
-        user = self._loader._user
-        if user is None or "exec" not in user or config.api_key or config.cert_file:
-            return
-        from kubernetes.aio.config.exec_provider import ExecProvider
-
-        await ExecProvider(user["exec"]).run()  # once more, for its words
-        raise ValueError(f"plugin {user['exec']['command']!r}: it gave neither token nor key")
-
-    def _lasts_s(self) -> float:
-        user = self._loader._user
-        if (expiry := getattr(self._loader, "exec_plugin_expiry", None)) is not None:
-            left_s: float = (expiry - datetime.now(UTC)).total_seconds()
-            return max(left_s - _PLUGIN_SKEW_S, _REREAD_S)
-        return _REREAD_S if user is not None and "tokenFile" in user else math.inf
+    entries = {
+        "current-context": "c",
+        "clusters": [{"name": "c", "cluster": {"server": "https://c"}}],
+        "users": [{"name": "u", "user": {"auth-provider": provider}}],
+        "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
+    }
+    config = Configuration()
+    await kube_config.KubeConfigLoader(entries).load_and_set(config)
+    return str(config.api_key.get("BearerToken", ""))
 
 
-def _trust(config: Any) -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=config.ssl_ca_cert or None)
+def _trust(way: _Way) -> ssl.SSLContext:
+    context = ssl.create_default_context(cadata=way.authority.decode("ascii", "replace") or None)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     # Python 3.13 refuses authorities without a key identifier, which old clusters have.
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT
-    if config.cert_file:
-        context.load_cert_chain(config.cert_file, config.key_file)
-    if not config.verify_ssl:
+    if way.cert:
+        with tempfile.TemporaryDirectory() as folder:  # OpenSSL reads files only; they are ours
+            cert, key = Path(folder, "cert"), Path(folder, "key")
+            cert.write_bytes(way.cert)
+            key.write_bytes(way.key)
+            context.load_cert_chain(cert, key, password="")
+    if not way.verify:
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return context
-
-
-def _environments_proxy(host: str) -> str:
-    """What the environment says, as kubectl obeys it; aiohttp would read ~/.netrc with it."""
-    parts = urlsplit(host)
-    if urllib.request.proxy_bypass(parts.netloc):
-        return ""
-    return urllib.request.getproxies().get(parts.scheme, "")
 
 
 class _Course:

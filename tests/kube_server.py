@@ -30,6 +30,12 @@ def programs() -> tuple[Path, Path] | str:
     return (server, Path(etcd)) if etcd else "no etcd: install it (Debian: etcd-server)"
 
 
+def kubectl() -> Path | str:
+    """kubectl's program, or why there is none."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dlrover-py/cluster"
+    return _newest(cache, "kubectl") or "no kubectl: `make cluster` builds one"
+
+
 def _newest(cache: Path, name: str) -> Path | None:
     found = [path for path in cache.glob(f"bin/**/{name}") if path.is_file()]
     return max(found, key=lambda path: path.stat().st_mtime, default=None)

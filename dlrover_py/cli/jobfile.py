@@ -1,7 +1,6 @@
 """Reads a job file, and says where in it a fault stands."""
 
 import contextlib
-import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from dlrover_py.jsonyaml import Loader, fault
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import ElasticJob
 
@@ -63,55 +63,22 @@ def load_all(path: Path) -> list[Document]:
     return found
 
 
-_TAG = "tag:yaml.org,2002:"
-_INT, _FLOAT, _MERGE = (_TAG + name for name in ("int", "float", "merge"))
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML as kubectl reads it: what is no JSON is refused, as is a key that stands twice."""
+class _Loader(Loader):
+    """Refuses a key that stands twice in a mapping, where YAML's last one would count."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Check the keys while each still has its line."""
+        """Check the keys before merges (``<<``) bring in others."""
         node = super().compose_mapping_node(anchor)
         first: dict[str, int] = {}
         for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise _fault("expected text as the key of a mapping", key)
             line = key.start_mark.line + 1
-            if key.value in first and key.tag != _MERGE:
+            if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
+                continue
+            if key.value in first:
                 words = f"the key {key.value!r} stands twice, first on line {first[key.value]}"
-                raise _fault(f"{words}: keep one of the two", key)
+                raise fault(f"{words}: keep one of the two", key)
             first[key.value] = line
         return node
-
-    def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
-        """Dates are text, and so is ``12:30``, which YAML 1.1 counts as seconds."""
-        tag = super().resolve(kind, value, implicit)  # type: ignore[no-untyped-call]
-        odd = tag == f"{_TAG}timestamp" or (tag in (_INT, _FLOAT) and ":" in value)
-        return f"{_TAG}str" if odd and kind is yaml.ScalarNode else tag
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Keys are text, whatever they look like."""
-        self.flatten_mapping(node)
-        return {key.value: self.construct_object(value, deep=deep) for key, value in node.value}
-
-    def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
-        """JSON has no infinite numbers."""
-        value = float(super().construct_yaml_float(node))
-        if not math.isfinite(value):
-            raise _fault("expected a finite number", node)
-        return value
-
-
-_JSON = (None, *(_TAG + name for name in ("null", "bool", "int", "str", "seq", "map")))
-_Loader.yaml_constructors = {
-    tag: made for tag, made in yaml.SafeLoader.yaml_constructors.items() if tag in _JSON
-}
-_Loader.add_constructor(_FLOAT, _Loader.construct_yaml_float)
-
-
-def _fault(words: str, node: yaml.Node) -> yaml.MarkedYAMLError:
-    return yaml.constructor.ConstructorError(None, None, words, node.start_mark)
 
 
 def _text(path: Path) -> str:

@@ -289,11 +289,18 @@ SERVER = {"server": "http://127.0.0.1:1"}
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "expected a kubeconfig"),
+        ("", "it names no context: set current-context"),
         ("just words", "expected a kubeconfig"),
+        ("users: {}", "users: found a mapping {}"),
+        ("users: [{name: u, user: {token: 5}}]", "users[0].user.token: found a number 5"),
+        ("users: [{name: u}, {name: u}]", "the name 'u' stands twice"),
+        ("kind: Pod", "found kind Pod of v1: expected Config of v1"),
         ("a: [b", "expected ',' or ']'"),
-        ("kind: Config", "Expected key current-context"),
-        ("{current-context: x, contexts: [{name: y}]}", "Expected object with name x"),
+        ("kind: Config", "it names no context"),
+        (
+            "{current-context: x, contexts: [{name: y}]}",
+            "there is no context 'x': expected one of: y",
+        ),
     ],
 )
 async def test_a_bad_kubeconfig_is_named(home: Path, text: str, words: str) -> None:
@@ -320,7 +327,13 @@ async def test_nothing_says_where_the_cluster_is(home: Path) -> None:
         ({"server": "https://a", "certificate-authority": "/no/ca"}, {}, "/no/ca"),
         (SERVER | {"proxy-url": "socks5://a:1"}, {"token": "t"}, "only http:// and https://"),
         (SERVER, {"tokenFile": "/no/token"}, "/no/token"),
-        (SERVER, {"exec": {"command": "x"}}, "missing key 'apiVersion'"),
+        (SERVER, {"exec": {"command": "x"}}, "exec: expected command and apiVersion"),
+        (SERVER, {"token": "t", "username": "u"}, "token and username exclude each other"),
+        (SERVER, {"as-groups": ["g"]}, "as-groups and as-user-extra need as"),
+        (SERVER, {"as": "a\r\nHost: b"}, "expected printable text"),
+        (SERVER, {"client-certificate-data": "YQ=="}, "needs a client-key"),
+        (SERVER, {"auth-provider": {"name": "gcp"}}, "expected oidc"),
+        (SERVER | {"certificate-authority-data": "x"}, {}, "base64"),
     ],
 )
 async def test_what_cannot_be_used_is_named(
@@ -337,7 +350,7 @@ async def test_what_cannot_be_used_is_named(
     ("script", "words"),
     [
         ("echo 'please log in' >&2; exit 3", "please log in"),
-        ("echo hello", "failed to decode"),
+        ("echo hello", "expected an ExecCredential of client.authentication.k8s.io/v1"),
         (GIVES_TOKEN.replace("token", "nothing"), "it gave neither token nor key"),
     ],
 )
@@ -428,7 +441,7 @@ async def test_several_kubeconfigs_are_merged(
         assert made["metadata"]["namespace"] == "of-x"
     async with await Kube.connect(context="y") as kube:
         assert kube.namespace == "default"
-    with pytest.raises(ConfigError, match="Expected object with name z"):
+    with pytest.raises(ConfigError, match="there is no context 'z': expected one of: x, y"):
         await Kube.connect(context="z")
 
 
@@ -538,7 +551,9 @@ async def test_a_kubeconfig_may_go_through_a_proxy(
 
     server = await asyncio.start_server(proxy, "127.0.0.1", 0)
     address = "http://{}:{}".format(*server.sockets[0].getsockname())
-    where = {"server": cluster.url} | ({"proxy-url": address} if by == "kubeconfig" else {})
+    # An API server of this machine is called without the environment's proxy.
+    url = "http://api.test:1" if by == "environment" else cluster.url
+    where = {"server": url} | ({"proxy-url": address} if by == "kubeconfig" else {})
     if by != "kubeconfig":
         monkeypatch.setenv("http_proxy", address)
     if by == "neither":
@@ -550,4 +565,4 @@ async def test_a_kubeconfig_may_go_through_a_proxy(
             return
         with pytest.raises(ServerDown, match="no route"):
             await kube.list(PODS)
-        assert lines == [f"GET {cluster.url}/api/v1/pods?limit=500 HTTP/1.1\r\n".encode()]
+        assert lines == [f"GET {url}/api/v1/pods?limit=500 HTTP/1.1\r\n".encode()]
