@@ -261,7 +261,8 @@ class ReplicaSpec(Role):
 class OtherSpec(Role):
     """A role that is not run yet: a job that has one is accepted and told ``Unsupported``."""
 
-    replicas: Int32 = 0
+    replicas: Int32 | None = None
+    """With 0 the job is run, and the role is without effect."""
     restart_count: Int32 | None = None
     priority: Text | None = None
     template: dict[str, Any] | None = None
@@ -469,6 +470,8 @@ class ElasticJob(_Strict):
         found = list(_marked(self.spec, INERT, "spec"))
         if self.worker.priority is not None and not self.worker.priority_class:
             found.append("spec.replicaSpecs.worker.priority")
+        given = self.spec.replica_specs
+        found += [f"spec.replicaSpecs.{r}" for r in OTHER_ROLES if getattr(given, r) is not None]
         found += _unused_of_worker(self.worker.template)
         if (master := self.spec.replica_specs.dlrover_master) is not None:
             found += _unused_of_master(master.template)
@@ -665,7 +668,7 @@ def _unsupported(document: dict[str, Any]) -> str:
     if not isinstance(spec, dict):
         return ""
     roles = spec.get("replicaSpecs")
-    others = [r for r in OTHER_ROLES if isinstance(roles, dict) and roles.get(r) is not None]
+    others = [r for r in OTHER_ROLES if isinstance(roles, dict) and _has_nodes(roles.get(r))]
     strategy = spec.get("distributionStrategy")
     ours = f"{ALLREDUCE} with the role worker is what can be run"
     if others:
@@ -674,6 +677,11 @@ def _unsupported(document: dict[str, Any]) -> str:
     if strategy in (PARAMETER_SERVER, "CustomStrategy", "Local"):
         return f"spec.distributionStrategy: found {strategy}: not supported yet; {ours}"
     return ""
+
+
+def _has_nodes(role: object) -> bool:
+    """Whether a role wishes nodes, as far as it says; absent ``replicas`` are not 0."""
+    return role is not None and not (isinstance(role, dict) and role.get("replicas") == 0)
 
 
 def _marked(model: BaseModel, mark: str, path: str) -> Iterator[str]:

@@ -81,8 +81,24 @@ def schema() -> Schema:
         _rule(
             " || ".join(f"has(self.{role})" for role in ("worker", *OTHER_ROLES)),
             "expected the role worker",
-        )
+        ),
+        _rule(
+            # A job of another role is told Unsupported, whatever its workers are.
+            " || ".join(
+                (
+                    "!has(self.worker)",
+                    "self.worker.replicas > 0",
+                    *tuple(
+                        f"(has(self.{role}) && (!has(self.{role}.replicas) || "
+                        f"self.{role}.replicas > 0))"
+                        for role in OTHER_ROLES
+                    ),
+                )
+            ),
+            "worker.replicas is 0: expected at least 1",
+        ),
     ]
+    roles["properties"]["worker"]["properties"]["replicas"]["minimum"] = 0
     roles["properties"]["worker"]["x-kubernetes-validations"] = list(_of_worker())
     status = _convert(ElasticJobStatus.model_json_schema(by_alias=True), ElasticJobStatus, LENIENT)
     training = status["properties"]["training"]

@@ -284,6 +284,14 @@ def test_what_is_not_run_yet_is_told_apart_from_a_fault(path: str, value: Any, w
         assert str(caught.value).startswith(path)
 
 
+def test_a_role_without_nodes_keeps_no_job_from_running() -> None:
+    document = changed("spec.replicaSpecs.ps", {"replicas": 0, "template": {"spec": {}}})
+    for read in (ElasticJob.parse, ElasticJob.read):
+        assert read(document).without_effect() == ["spec.replicaSpecs.ps"]
+    with pytest.raises(Unsupported, match="role ps"):
+        ElasticJob.parse(changed("spec.replicaSpecs.ps", {}))
+
+
 def test_an_object_of_the_api_is_read_leniently() -> None:
     document = changed(f"{WORKER}.fromTheFuture", {"a": 1})
     document |= {"status": {"phase": "Running"}}
