@@ -883,6 +883,8 @@ class _Planner:
             "message": message[:32768],
             "lastTransitionTime": at or rfc3339(self.now),
         }
+        if generation := self.meta.get("generation"):
+            condition["observedGeneration"] = generation
         news = not same or old.get("reason") != reason
         return condition, loud if news else ""
 

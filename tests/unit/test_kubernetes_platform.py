@@ -453,6 +453,7 @@ async def test_a_template_that_cannot_be_read_is_a_condition_until_it_is_mended(
     await scene.platform.publish(status(generation=2))
     for told in (before, scene.conditions()["InvalidTemplate"]):
         assert told["status"] == "True"
+        assert told["observedGeneration"] == 2
         assert words in told["message"]
     assert scene.cluster.all(PODS) == []
     good["metadata"]["generation"] = 3

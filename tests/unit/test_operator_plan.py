@@ -367,6 +367,8 @@ def test_a_refused_job_gets_words_and_nothing_else(
     world.job["metadata"]["generation"] += 1
     world.settle()
     assert world.status["phase"] == "Created"
+    seen = {condition["observedGeneration"] for condition in world.status["conditions"]}
+    assert seen == {world.job["metadata"]["generation"]}
 
 
 def test_a_bad_edit_leaves_the_running_job_alone_and_is_told() -> None:

@@ -918,7 +918,7 @@ def shown(
     for left_out in ("conditions", "publishedAt"):
         del training[left_out]
     return {
-        "conditions": [_condition(c, times) for c in conditions],
+        "conditions": [_condition(c, times, status.generation) for c in conditions],
         "replicas": status.ready - status.standby,
         "selector": selector,
         "training": _finite(training),
@@ -946,7 +946,7 @@ def _is_odd(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
-def _condition(condition: Condition, times: Mapping[str, tuple[str, str]]) -> Obj:
+def _condition(condition: Condition, times: Mapping[str, tuple[str, str]], generation: int) -> Obj:
     state, since = times.get(condition.type, ("", ""))
     same = state == condition.status and since
     return {
@@ -955,6 +955,7 @@ def _condition(condition: Condition, times: Mapping[str, tuple[str, str]]) -> Ob
         "reason": condition.reason or condition.type,
         "message": condition.message[:8192],
         "lastTransitionTime": since if same else rfc3339(condition.last_transition_time),
+        "observedGeneration": generation,
     }
 
 
