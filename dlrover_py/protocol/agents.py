@@ -86,13 +86,19 @@ class WorkerFailure(Shown):
     """Why a worker died, as its agent saw it."""
 
     kind: FailureKind
+    """How it died."""
     local_rank: Count
+    """Its rank on its node."""
     rank: Count
+    """Its rank in the round."""
     pid: Count
+    """Its process id, on its host."""
     exit_code: int
     """Exit code; the negative signal number when a signal killed it."""
     message: Annotated[str, StringConstraints(max_length=2048), _cut(2048)]
+    """Why it died, in words."""
     traceback: Annotated[str, StringConstraints(max_length=8192), _cut(8192)] = ""
+    """Its Python traceback, cut; empty if there was none."""
     fingerprint: Annotated[str, StringConstraints(max_length=512), _cut(512)] = ""
     """Same text for the same exception at the same place; empty if no exception was seen."""
     step: Count | None = None
@@ -117,15 +123,19 @@ class Progress(Shown):
     """What the script said of itself through ``dlrover_py.trainer.session``."""
 
     step: Count
+    """Newest step that was reported."""
     total: Count | None = None
+    """Steps in all, if the script says so."""
     started_at_step: Count
     """First step that was reported in this round."""
     first_step_after_s: Annotated[float, Field(ge=0)]
     """From taking up the round to that first step."""
     steps_per_s: Annotated[float, Field(ge=0)] = 0.0
+    """Steps per second, lately."""
     metrics: dict[Annotated[str, StringConstraints(max_length=64)], float] = Field(
         default_factory=dict, max_length=32
     )
+    """Numbers that the script reported, by name."""
 
 
 class CheckResult(Wire):

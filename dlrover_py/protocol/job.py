@@ -94,7 +94,9 @@ class EnvVar(_Strict):
     """A literal environment variable of a container."""
 
     name: Annotated[str, StringConstraints(pattern=r"^[-._a-zA-Z][-._a-zA-Z0-9]*$")]
+    """Name of the variable."""
     value: Annotated[str, StringConstraints(pattern=r"^[^\x00]*$")] = ""
+    """Its value."""
     value_from: dict[str, Any] | None = None
     """Where Kubernetes takes the value from; there is no such place on this machine."""
 
@@ -264,8 +266,11 @@ class OtherSpec(Role):
     replicas: Int32 | None = None
     """With 0 the job is run, and the role is without effect."""
     restart_count: Int32 | None = None
+    """Without effect."""
     priority: Text | None = None
+    """Without effect."""
     template: dict[str, Any] | None = None
+    """A Pod template, which is not used."""
 
 
 class MasterSpec(Role):

@@ -76,13 +76,19 @@ class JobEvent(_Doc):
     """Something that happened or was decided, and why."""
 
     id: int
+    """Number of the event in its job; it grows."""
     at: float
+    """Unix seconds."""
     type: Literal["Normal", "Warning"] = "Normal"
+    """``Normal`` or ``Warning``."""
     reason: str
     """A fixed CamelCase word."""
     message: str
+    """What happened, in words."""
     node: str | None = None
+    """The node that it is about."""
     round: int | None = None
+    """The round that it is about."""
     cause: int | None = None
     """``id`` of the event that this one follows from."""
     took_s: float | None = None
@@ -93,37 +99,57 @@ class NodeStatus(_Doc):
     """One node."""
 
     id: str
+    """Name of the node, such as ``n7``; its Pod is named after it."""
     phase: NodePhase
+    """Where its life stands: pending, starting, live, suspect, leaving or gone."""
     role: NodeRole
+    """``member`` of the round, ``standby`` or ``none``."""
     incarnation: int
+    """Lives of this node's agent."""
     node_rank: int | None = None
+    """Rank of the node in the round."""
     nproc: int = 1
+    """Number of its workers."""
     host: str = ""
+    """The host that it runs on."""
     agent_pid: int = 0
+    """Process id of its agent, on its host."""
     pids: list[int] = Field(default_factory=list)
+    """Process ids of its workers."""
     workers: WorkerPhase = WorkerPhase.IDLE
+    """What its workers do."""
     warm: bool = False
     """Its next workers have their imports before they start (docs/warm-start.md)."""
     step: int | None = None
+    """Newest step that one of its workers has reported."""
     restarts: int = 0
+    """Failures of its workers that count against ``restartCount``."""
     relaunches: int = 0
+    """Replacements of its place that count against ``restartCount``."""
     message: str = ""
+    """What is wrong with it, in words; empty if nothing is."""
 
 
 class Failure(_Doc):
     """The last failure that was charged to a node."""
 
     at: float
+    """Unix seconds."""
     node: str
+    """The node that was charged."""
     round: int
+    """The round that ended by it."""
     worker: WorkerFailure
+    """The worker that failed."""
 
 
 class LastCheckpoint(_Doc):
     """What a job that begins anew would go on from."""
 
     step: int
+    """Its step."""
     where: Literal["memory", "storage"]
+    """``memory`` of the nodes, or ``storage``."""
     at: float
     """When it was committed, or was seen to be whole in memory."""
     age_s: float = 0.0
@@ -131,6 +157,7 @@ class LastCheckpoint(_Doc):
     stored_step: int | None = None
     """The newest one in storage."""
     stored_at: float | None = None
+    """When that was committed, in Unix seconds."""
     folder: str = ""
     """Of that."""
 
@@ -139,24 +166,35 @@ class JobStatus(_Doc):
     """The state of a job at one moment."""
 
     name: str
+    """Name of the job."""
     namespace: str = "default"
+    """Namespace of the job."""
     generation: int
     """Of the spec that the master has taken in."""
     phase: JobPhase
+    """Where the job stands, by its master."""
     reason: str
     """Why it is in this phase, in words."""
     term: int
+    """Number of the master's term; each new master takes the next one."""
     round: int
+    """Number of the newest round; 0 if there was none."""
     world_size: int
+    """Workers in the round."""
     nodes_in_round: int
+    """Nodes in the round."""
     wanted: int
     """Nodes that the spec wishes, standbys not counted."""
     minimum: int
+    """Fewest nodes that a round may have."""
     ready: int
+    """Nodes that can train, standbys too."""
     standby: int
+    """Nodes that wait to take a lost one's place."""
     updated: int | None = None
     """Nodes that were made of the present template, standbys too; None if that is not known."""
     progress: Progress | None = None
+    """How far the script is, as it reports by ``report_step``."""
     restarts: dict[str, int] = Field(default_factory=dict)
     """New rounds by cause: failure, loss, drain, scale, join."""
     goodput: float | None = None
@@ -165,18 +203,24 @@ class JobStatus(_Doc):
     lost_s: dict[str, float] = Field(default_factory=dict)
     """The other part, in seconds: by what cost it (start, and as ``restarts``)."""
     last_failure: Failure | None = None
+    """The newest failure that was charged to a node."""
     last_checkpoint: LastCheckpoint | None = None
     """None as long as no node has told of one."""
     checkpoints_stored: int = 0
     """By this master's orders."""
     checkpoint_failures: int = 0
+    """Checkpoints that could not be stored."""
     conditions: list[Condition] = Field(default_factory=list)
     nodes: list[NodeStatus] = Field(default_factory=list)
+    """The job's nodes."""
     events: list[JobEvent] = Field(default_factory=list)
     """The newest ones, oldest first."""
     started_at: float
+    """Unix seconds."""
     ended_at: float | None = None
+    """Unix seconds; absent while the job goes on."""
     published_at: float = 0.0
+    """Unix seconds at which this status was made."""
 
 
 # --- on Kubernetes ---
@@ -213,6 +257,7 @@ class Summary(_Doc):
     restarts: int = 0
     """Rounds that followed from a failure or a loss."""
     goodput: str = ""
+    """Part of the time that brought new steps, such as ``97.5%``."""
 
 
 class Training(JobStatus):
@@ -276,13 +321,17 @@ class ObjectCondition(_Doc):
     """A condition as Kubernetes has it; one for each type, and each type has one writer."""
 
     type: Annotated[str, Field(max_length=316)]
+    """What it is about; docs/operations.md lists all."""
     status: Annotated[str, Field(max_length=16)]
     """``True``, ``False`` or ``Unknown``."""
     reason: Annotated[str, Field(max_length=1024)] = ""
+    """One word for why it is so."""
     message: Annotated[str, Field(max_length=32768)] = ""
+    """Why it is so, in words."""
     last_transition_time: str = ""
     """RFC 3339."""
     observed_generation: int | None = None
+    """Generation of the spec that it speaks of."""
 
 
 class ElasticJobStatus(_Doc):
@@ -302,6 +351,7 @@ class ElasticJobStatus(_Doc):
     completion_time: str | None = None
     """RFC 3339: when the operator first saw that the job is over; ``training.endedAt`` is exact."""
     conditions: list[ObjectCondition] = Field(default_factory=list, max_length=64)
+    """What holds of the job; docs/operations.md explains each."""
     replicas: int | None = None
     """Nodes that are there, standbys not counted. Written by the master, as what follows."""
     selector: str | None = None

@@ -8,6 +8,7 @@ the last version go on writing theirs.
 import argparse
 import ast
 import inspect
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -115,11 +116,11 @@ def schema() -> Schema:
         "type": "object",
         "required": ["spec"],
         "properties": {
-            "apiVersion": {"type": "string"},
-            "kind": {"type": "string"},
-            "metadata": {"type": "object"},
-            "spec": spec,
-            "status": status,
+            "apiVersion": {"description": "Version of the schema.", "type": "string"},
+            "kind": {"description": "ElasticJob.", "type": "string"},
+            "metadata": {"type": "object"},  # the API server describes it itself
+            "spec": {"description": "What the user wants."} | spec,
+            "status": {"description": "How the job is, by operator and master."} | status,
         },
         "x-kubernetes-validations": [
             _rule(
@@ -244,8 +245,9 @@ def _convert(whole: Schema, model: type[BaseModel], kept: tuple[str, ...]) -> Sc
             properties = {}
             for name, child in node["properties"].items():
                 properties[name] = convert(child)
-                if name in told:
-                    properties[name] = {"description": told[name]} | properties[name]
+                words = told.get(name) or _about(child, models)
+                if words:
+                    properties[name] = {"description": words} | properties[name]
                 if name in MAP_KEYS:
                     properties[name] |= {
                         "x-kubernetes-list-type": "map",
@@ -277,6 +279,20 @@ def _models(model: type[BaseModel]) -> set[type[BaseModel]]:
     return found
 
 
+def _plain(words: str) -> str:
+    """Text without the marks of docstrings."""
+    return " ".join(re.sub(r":\w+:`([^`]*)`|``", r"\1", words).split())
+
+
+def _about(node: Schema, models: dict[str, type[BaseModel]]) -> str:
+    """What the model of a field says of itself, where the field says nothing."""
+    for one in (node, *node.get("anyOf", ())):
+        model = models.get(one.get("$ref", "").rpartition("/")[2])
+        if model is not None:
+            return _plain(inspect.getdoc(model) or "")
+    return ""
+
+
 def _docs(model: type[BaseModel]) -> dict[str, str]:
     """What stands below each field, by its name in the object."""
     told: dict[str, str] = {}
@@ -292,7 +308,7 @@ def _docs(model: type[BaseModel]) -> dict[str, str]:
                     ast.Expr(value=ast.Constant(value=str(words))),
                 ) if name in model.model_fields:
                     alias = model.model_fields[name].alias or name
-                    told[alias] = " ".join(words.replace("``", "").split())
+                    told[alias] = _plain(words)
     return told
 
 

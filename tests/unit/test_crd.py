@@ -64,6 +64,13 @@ def test_every_field_of_the_model_is_in_it() -> None:
         assert (f".status.training.{field.alias}" in found) == (field.alias != "conditions")
 
 
+def test_kubectl_explains_every_field() -> None:
+    for path, node in nodes(crd.schema()):
+        if path not in ("", ".metadata") and not path.endswith("[]"):
+            assert node.get("description", "").strip(), path
+        assert ":class:" not in node.get("description", ""), path
+
+
 def test_the_status_is_lenient() -> None:
     for path, node in nodes(crd.schema()["properties"]["status"]):
         if not path.startswith(".conditions[]"):
