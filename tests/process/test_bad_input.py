@@ -92,7 +92,7 @@ def desk(
         (
             "replicas: 2",
             "replicsa: 2",
-            [f":8: {WORKER}.replicsa: unknown field (found a number 2); check its spelling"],
+            [f":8: {WORKER}.replicsa: unknown field (found a number 2); did you mean replicas?"],
         ),
         (
             "replicas: 2",
@@ -148,7 +148,7 @@ def desk(
             "",
             [f":11: {POD}[main].command: missing; on this machine there is no image"],
         ),
-        ("[elastic-run, train.py]", "elastic-run", [f":11: {POD}.command: found text"]),
+        ("[elastic-run, train.py]", "elastic-run", [f":13: {POD}[0].command: found text"]),
         (
             "            - name: main\n              command: [elastic-run, train.py]\n",
             "",
