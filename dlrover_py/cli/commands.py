@@ -12,7 +12,7 @@ import click
 from rich.console import Console
 
 from dlrover_py import __version__
-from dlrover_py.cli import here, jobfile, view, where
+from dlrover_py.cli import complete, here, jobfile, view, where
 from dlrover_py.cli.checkpoints import ckpt
 from dlrover_py.cli.logs import LogWish
 from dlrover_py.cli.screen import Style
@@ -71,9 +71,14 @@ def node() -> None:
 
 root.add_command(ckpt)
 
-job_name = click.argument("name", required=False)
+job_name = click.argument("name", required=False, shell_complete=complete.jobs)
 as_json = click.option("--json", "as_json", is_flag=True, help="For scripts: JSON instead of text.")
-of_job = click.option("--job", "name", help="Name of the job, if more than one runs.")
+of_job = click.option(
+    "--job",
+    "name",
+    help="Name of the job, if more than one runs.",
+    shell_complete=complete.jobs,
+)
 _PLACE = (
     click.option("-n", "--namespace", default="", help="In the cluster: this namespace."),
     click.option("--context", default="", help="In a cluster: this context of the kubeconfig."),
@@ -377,7 +382,7 @@ def why(name: str | None, round_number: int | None, as_json: bool, target: Targe
 @job.command()
 @job_name
 @click.option("-f", "--follow", is_flag=True, help="Go on until the job ends.")
-@click.option("--node", "only_node", help="Only this node.")
+@click.option("--node", "only_node", help="Only this node.", shell_complete=complete.nodes)
 @click.option("--rank", "only_rank", type=int, help="Only this global rank; its node in a cluster.")
 @click.option("--round", "only_round", type=int, help="Only this round; not in a cluster.")
 @click.option("--agents", is_flag=True, help="What agents and master say, not the workers.")
@@ -465,7 +470,7 @@ def stop(name: str | None, wait: bool, target: Target) -> None:
 
 
 @job.command()
-@click.argument("name")
+@click.argument("name", shell_complete=complete.jobs)
 @click.option(
     "--cascade",
     type=click.Choice(["background", "foreground", "orphan"]),
@@ -497,7 +502,7 @@ def delete(name: str, cascade: str, wait: bool, yes: bool, target: Target) -> No
 
 def _verb(verb: str, words: str) -> None:
     @node.command(verb, help=words)
-    @click.argument("node_id")
+    @click.argument("node_id", shell_complete=complete.nodes)
     @of_job
     def command(node_id: str, name: str | None) -> None:
         _ask(name, f"/v1/nodes/{node_id}/{verb}")

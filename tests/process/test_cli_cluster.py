@@ -496,3 +496,24 @@ async def test_a_job_that_runs_here_comes_first(terminal: Terminal) -> None:
         assert await terminal.call("suspend", "x", "-n", "default") == "x is suspended\n"
         assert "end it with `dlrover job stop x`" in await terminal.call("delete", "x", code=2)
     os.unlink(run / "cluster.sock")
+
+
+@pytest.mark.parametrize(
+    ("line", "names"),
+    [
+        (["job", "describe", "x"], ["x", "xy"]),
+        (["job", "delete", ""], ["x", "xy"]),
+        (["job", "get", "-n", "ml", ""], ["z"]),
+        (["job", "logs", "x", "--node", ""], ["n0", "n2"]),
+    ],
+)
+async def test_the_shell_completes_names(
+    terminal: Terminal, line: list[str], names: list[str]
+) -> None:
+    put_job(terminal.cluster, "x", training=training())
+    put_job(terminal.cluster, "xy")
+    put_job(terminal.cluster, "z", "ml")
+    words = {"COMP_WORDS": " ".join(["dlrover", *line]), "COMP_CWORD": str(len(line))}
+    terminal.env |= {"_DLROVER_COMPLETE": "bash_complete"} | words
+    said = await terminal.call()
+    assert said.splitlines() == [f"plain,{name}" for name in names]
