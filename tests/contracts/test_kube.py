@@ -692,12 +692,13 @@ async def test_what_needs_a_person_is_said_once(
     cluster, kube = fake
     fault = cluster.fail(code, "Why", "its own words", watch=watch, times=1000)
     async with watching(kube, SECRETS, "default") as w:
-        await until(lambda: fault.times < 994, "some attempts")
+        await until(lambda: fault.times < 985, "some attempts")
         assert [type(trouble) for trouble in w.troubles] == [kind]
         assert str(w.troubles[0]) == "its own words"
         times = [call.at for call in cluster.calls if call.watch == watch]
         apart = 2 if code == 401 else 1  # a token that is refused is read again at once
-        assert min(b - a for a, b in zip(times, times[apart:], strict=False)) >= 0.05
+        waits = [b - a for a, b in zip(times, times[apart:], strict=False)]
+        assert min(waits[-3:]) >= 0.05  # they have grown to `denied_s`, or half of it at random
         fault.times = 0
         await until(lambda: w.troubles[1:], "its end")
         assert w.troubles[1:] == [None]
