@@ -37,9 +37,10 @@ from dlrover_py.protocol import names
 from dlrover_py.protocol.agents import ErrorReply
 from dlrover_py.protocol.errors import ConfigError, ErrorCode, ExitCode
 from dlrover_py.protocol.job import ElasticJob, explain
-from dlrover_py.protocol.local import LocalNode, Seen, Snapshot, Verb
+from dlrover_py.protocol.local import History, LocalNode, Seen, Snapshot, Verb
 from dlrover_py.protocol.names import NodeId
 from dlrover_py.protocol.status import JobStatus
+from dlrover_py.protocol.words import counted
 
 log = logging.getLogger("cluster")
 
@@ -49,6 +50,7 @@ MASTER_STOPS_S = 5.0
 THAWED_S = 5.0
 """A node that was given up while it was frozen has so long to hear of it and to end by itself."""
 OUTPUT_TAIL = 2000
+SAMPLES_KEPT = 1000
 
 
 # --- processes by mark ---
@@ -144,6 +146,7 @@ class Cluster:
     hosts: list[str]
     nodes: dict[NodeId, _Node] = field(default_factory=dict)
     status: JobStatus | None = None
+    history: History = field(default_factory=History)
     master: "subprocess.Popen[bytes] | None" = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when there is something new to show."""
@@ -159,6 +162,8 @@ class Cluster:
     _lifeline: tuple[int, int] = (-1, -1)
     _held: int = -1
     """The lock on the job's name."""
+    _run_lock: int = -1
+    """The lock on the state folder: who removes old runs leaves it alone."""
     _tasks: set["asyncio.Task[None]"] = field(default_factory=set)
 
     # --- life ---
@@ -190,6 +195,7 @@ class Cluster:
             for folder in (paths.state.parent, paths.state):  # tracebacks can hold secrets
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)
                 is_own(folder, shared=True, hint=STATE_HINT)
+            cluster._run_lock = _run_lock(paths.state)
             paths.logs.mkdir(exist_ok=True)
             paths.token.touch(mode=0o600)
             paths.token.write_text(secrets.token_urlsafe(24))
@@ -306,7 +312,7 @@ class Cluster:
             if sock is not None:
                 sock.close()
         shutil.rmtree(self.paths.runtime, ignore_errors=True)
-        for fd in (*self._lifeline, self._held):
+        for fd in (*self._lifeline, self._run_lock, self._held):
             with contextlib.suppress(OSError):
                 os.close(fd)
 
@@ -349,13 +355,17 @@ class Cluster:
     def take_status(self, status: JobStatus) -> None:
         """Keep what the master publishes, on disk too once the job has ended."""
         self.status = status
+        self.history = self.history.grown(status, SAMPLES_KEPT)
         if status.phase.ended:
-            with contextlib.suppress(OSError):
-                text = status.model_dump_json(by_alias=True, indent=2)
-                whole = self.paths.state / names.STATUS_FILE
-                fresh = whole.with_suffix(".new")
-                fresh.write_text(text)
-                fresh.replace(whole)
+            with contextlib.suppress(OSError):  # the status last: with it a run counts as ended
+                for name, text in (
+                    (names.HISTORY_FILE, self.history.model_dump_json()),
+                    (names.STATUS_FILE, status.model_dump_json(by_alias=True, indent=2)),
+                ):
+                    whole = self.paths.state / name
+                    fresh = whole.with_suffix(".new")
+                    fresh.write_text(text)
+                    fresh.replace(whole)
             self.ended.set()
         self.changed.set()
 
@@ -588,6 +598,10 @@ def api(cluster: Cluster) -> FastAPI:
     async def job() -> Response:
         return Response(cluster.snapshot().model_dump_json(), media_type="application/json")
 
+    @app.get("/v1/history")
+    async def history() -> Response:
+        return Response(cluster.history.model_dump_json(), media_type="application/json")
+
     @app.get("/v1/watch")
     async def watch() -> Response:
         async def lines() -> AsyncIterator[bytes]:
@@ -625,7 +639,7 @@ def api(cluster: Cluster) -> FastAPI:
     @app.post("/v1/scale")
     async def scale(replicas: int) -> Response:
         cluster.change(cluster.job.scaled(replicas))
-        return done(f"{cluster.job.metadata.name} now wishes {replicas} nodes")
+        return done(f"{cluster.job.metadata.name} now wishes {counted(replicas, 'node')}")
 
     @app.post("/v1/suspend")
     async def suspend(on: bool) -> Response:
@@ -680,6 +694,23 @@ def _lock(folder: Path) -> int:
     except OSError:
         os.close(lock)
         raise
+    return lock
+
+
+def _run_lock(folder: Path) -> int:
+    """Mark the folder of a run as being in use; -1 on a file system without locks.
+
+    Raises:
+        OSError: the file cannot be made.
+    """
+    fresh = folder / f"{names.RUN_LOCK}.new"
+    lock = os.open(fresh, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        return -1
+    fresh.rename(folder / names.RUN_LOCK)  # under this name it was always locked while it is in use
     return lock
 
 

@@ -226,7 +226,7 @@ def report(run: Run, status: JobStatus, untouched: bool) -> int:
             f"{cause.at - start:.0f} s",
             cause.message,
             f"{again.took_s:.1f} s" if again is not None and again.took_s is not None else "",
-            words.removesuffix(" steps are repeated").replace("no", "0"),
+            words.split(" ")[0].replace("no", "0"),
         )
     for event in status.events:
         if event.reason == "MasterStarted":

@@ -3,6 +3,7 @@
 No mock, no sleep, no clock: time is a number that the bench moves on a grid of 1/4 s.
 """
 
+import re
 from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import count
@@ -993,6 +994,8 @@ class Bench:
         assert status.round == self.job.round
         assert status.nodes_in_round == (len(world.members) if world else 0)
         assert status.phase is not JobPhase.RUNNING or status.world_size > 0
+        for said in (status.reason, *(e.message for e in status.events[-3:])):
+            assert not re.search(r"\b1 (nodes|workers|steps|restarts)\b", said), said
         assert status.reason
         kinds = [c.type for c in status.conditions]
         assert len(kinds) == len(set(kinds))

@@ -46,12 +46,18 @@ from dlrover_py.protocol.errors import (
     Unreachable,
 )
 from dlrover_py.protocol.job import ElasticJob
+from dlrover_py.protocol.local import History
 from dlrover_py.protocol.status import Condition, JobEvent, JobPhase, JobStatus, unix_seconds
+from dlrover_py.protocol.words import counted
 
 T = TypeVar("T")
 CALL_S = 10.0
 APPLY_TRIES = 5
 Rows = list[tuple[view.Row, Obj]]
+
+
+class NoCluster(ConfigError):
+    """No cluster is configured, or the configuration cannot be used."""
 
 
 class Cluster:
@@ -72,7 +78,7 @@ class Cluster:
             self.kube = self._runner.run(self._connect())
         except ConfigError as error:
             self._runner.close()
-            raise ConfigError(f"no cluster: {error}") from error
+            raise NoCluster(f"no cluster: {error}") from error
         self.kube.times = Times(call_s=CALL_S)
         self.kube.on_warning = self._warn
         return self
@@ -299,6 +305,9 @@ class ClusterJob:
             notes.append(f"{kind.plural} cannot be seen: {error}")
             return []
 
+    def history(self) -> History:  # noqa: D102
+        return History()  # the API server keeps none: the events have to do
+
     def show_logs(self, wish: LogWish) -> None:  # noqa: D102
         if wish.round is not None:
             raise ConfigError(
@@ -356,7 +365,7 @@ class ClusterJob:
     def scale(self, replicas: int) -> str:  # noqa: D102
         ElasticJob.read(self.obj).scaled(replicas)
         self._patch({"spec": {"replicas": replicas}}, "scale")
-        return f"{self.name} now wishes {replicas} nodes"
+        return f"{self.name} now wishes {counted(replicas, 'node')}"
 
     def suspend(self, on: bool) -> str:  # noqa: D102
         if _ended(self.obj):
@@ -435,7 +444,11 @@ class ClusterJob:
             status = seen.status
             if screen is not None:
                 master = f"term {status.term}" if status is not None else seen.reason
-                screen.update(view.live(self.name, status, master), refresh=True)
+                size = screen.console.size
+                hint = f"in another terminal: dlrover job describe|why|logs -f {self.name} -n "
+                hint += f"{self.namespace}; Ctrl-C leaves the job running"
+                drawn = view.live(self.name, status, master, hint=hint, size=size)
+                screen.update(drawn, refresh=True)
             else:
                 news.tell(status, now())
             if seen.phase in _ENDS or _refused(seen.conditions):
@@ -598,7 +611,7 @@ def _pod_words(pod: Obj) -> str:
     if node := (pod.get("spec") or {}).get("nodeName"):
         words += f" on {node}"
     restarts = sum(int(c.get("restartCount") or 0) for c in containers)
-    return words + (f", {restarts} restarts" if restarts else "")
+    return words + (f", {counted(restarts, 'restart')}" if restarts else "")
 
 
 def read_events(status: JobStatus | None, events: Sequence[Obj]) -> list[JobEvent]:

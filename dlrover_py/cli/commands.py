@@ -3,16 +3,17 @@
 import contextlib
 import functools
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import click
 from rich.console import Console
 
 from dlrover_py import __version__
-from dlrover_py.cli import complete, here, jobfile, view, where
+from dlrover_py.cli import complete, here, jobfile, runs, view, where
 from dlrover_py.cli.checkpoints import ckpt
 from dlrover_py.cli.logs import LogWish
 from dlrover_py.cli.screen import Style
@@ -20,6 +21,7 @@ from dlrover_py.cli.settings import Settings, Target
 from dlrover_py.protocol.errors import ConfigError, DLRoverError, Unreachable
 from dlrover_py.protocol.job import CLUSTER_ONLY, INERT, ElasticJob
 from dlrover_py.protocol.status import JobStatus
+from dlrover_py.protocol.words import counted
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -57,10 +59,10 @@ def root() -> None:
 def job() -> None:
     """Run a job on this machine or in a cluster, look at it, change it.
 
-    `run` and `list` are about this machine; `submit`, `get` without a name and `delete` about a
-    cluster. Every other command takes the job of that name that is on this machine, if there is
-    one, and else the one in the cluster that the kubeconfig names. --namespace, --context or
-    --kubeconfig say that the cluster's is meant. What was taken is told on standard error.
+    `run`, `list` and `rm` are about this machine; `submit`, `get` without a name and `delete`
+    about a cluster. Every other command takes the job of that name that is on this machine, if
+    there is one, and else the one in the cluster that the kubeconfig names. --namespace, --context
+    or --kubeconfig say that the cluster's is meant. What was taken is told on standard error.
     """
 
 
@@ -115,6 +117,12 @@ def in_cluster(command: F) -> F:
 @click.option("--json", "as_json", is_flag=True, help="Write events and status as lines of JSON.")
 @click.option("--plain", is_flag=True, help="Lines instead of a live view, on a terminal too.")
 @click.option(
+    "--logs",
+    "show",
+    type=click.Choice(["rank0", "all", "none"]),
+    help="Whose output is shown: rank 0's (the default; with --json none's), all workers', none's.",
+)
+@click.option(
     "--grace",
     type=click.FloatRange(0, 3600),
     default=30.0,
@@ -122,7 +130,14 @@ def in_cluster(command: F) -> F:
     metavar="SECONDS",
     help="For nodes to end when the job is stopped.",
 )
-def run(file: Path, hosts: int | None, as_json: bool, plain: bool, grace: float) -> int:
+def run(
+    file: Path,
+    hosts: int | None,
+    as_json: bool,
+    plain: bool,
+    show: Literal["rank0", "all", "none"] | None,
+    grace: float,
+) -> int:
     """Run the ElasticJob in FILE on this machine until it ends.
 
     Each node is a process with its own agent, on one of --nodes simulated hosts. The exit code
@@ -146,6 +161,7 @@ def run(file: Path, hosts: int | None, as_json: bool, plain: bool, grace: float)
         workdir=file.resolve().parent,
         grace_s=grace,
         style=_style(as_json=as_json, plain=plain),
+        show=show or ("none" if as_json else "rank0"),
     )
 
 
@@ -233,29 +249,41 @@ def _warn_of_command(job: ElasticJob) -> None:
 def list_jobs(show_all: bool, as_json: bool) -> None:
     """Jobs of this machine: those that run, and those that have ended."""
     settings = Settings.from_environment()
-    rows: list[tuple[str, str, JobStatus | None]] = []
+    found: list[tuple[str, str, JobStatus | None]] = []
     for name in here.running(settings):
         with contextlib.suppress(Unreachable):
             status = here.RunningJob(settings, name).snapshot().status
-            rows.append((name, "running", status))
+            found.append((name, "running", status))
     past = here.past(settings)
-    rows += [(status.name, "ended", status) for status in (past if show_all else past[:10])]
+    found += [(status.name, "ended", status) for status in (past if show_all else past[:10])]
     if as_json:
         click.echo(
-            json.dumps([{"name": n, "state": s, "status": view.dump(st)} for n, s, st in rows])
+            json.dumps([{"name": n, "state": s, "status": view.dump(st)} for n, s, st in found])
         )
         return
-    if not rows:
-        click.echo("no jobs; start one with `dlrover job run job.yaml`")
-    for name, state, status in rows:
-        if status is None:
-            click.echo(f"{name:24} starting")
-            continue
-        took = f"after {view.age(status.started_at, status.ended_at)}"
-        when = f"{view.age(status.ended_at)} ago" if status.ended_at is not None else state
-        click.echo(f"{name:24} {when:16} {view.summary(status)} {took}")
+    _print_table([_row_here(name, status) for name, _, status in found], here_only=True)
+    if not found:
+        click.echo("no jobs; start one with `dlrover job run job.yaml`", err=True)
     if len(past) > 10 and not show_all:
-        click.echo(f"… and {len(past) - 10} more (--all); they are in {settings.state_root}")
+        words = f"… and {len(past) - 10} more: see them with --all, remove them with `job rm`"
+        click.echo(words, err=True)
+
+
+def _row_here(name: str, status: JobStatus | None) -> view.Row:
+    if status is None:
+        return view.Row("", name, "Pending", "", "", "", "", "", "")
+    return view.Row.of(status)
+
+
+def _print_table(rows: Sequence[view.Row], *, here_only: bool) -> None:
+    table = view.JobTable(rows, here=here_only, width=_width())
+    for words in (table.head(), *map(table.line, rows)) if rows else ():
+        click.echo(words)
+
+
+def _width() -> int | None:
+    """Columns of the terminal; None if nobody looks at one."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 @job.command()
@@ -265,17 +293,28 @@ def list_jobs(show_all: bool, as_json: bool) -> None:
 @as_json
 @in_cluster
 def get(name: str | None, everywhere: bool, watch: bool, as_json: bool, target: Target) -> None:
-    """Jobs of a cluster, or one job, as a table."""
-    if name is not None and not target.given and not everywhere:
-        settings = Settings.from_environment()
-        if name in here.running(settings):
-            if watch:
-                raise ConfigError(f"{name} runs on this machine: see `dlrover job logs -f {name}`")
-            _print_here(here.RunningJob(settings, name), as_json)
-            return
-    from dlrover_py.cli.cluster import Cluster, Rows, rows_as_json
+    """Jobs of a cluster, or one job, as a table.
 
-    with Cluster(target) as cluster:
+    Where no cluster is configured: the jobs that run on this machine.
+    """
+    settings = Settings.from_environment()
+    only_here = not (target.given or everywhere)
+    if name is not None and only_here:
+        with contextlib.suppress(here.NotHere):
+            _print_here([here.to_look(settings, name)], as_json=as_json, watch=watch)
+            return
+    from dlrover_py.cli.cluster import Cluster, NoCluster, Rows, rows_as_json
+
+    with contextlib.ExitStack() as stack:
+        try:
+            cluster = stack.enter_context(Cluster(target))
+        except NoCluster as error:
+            jobs = [here.RunningJob(settings, n) for n in here.running(settings)]
+            if not only_here or name is not None or not jobs:
+                hint = "jobs of this machine are listed by `dlrover job list`"
+                raise ConfigError(f"{error}\n{hint}") from error
+            _print_here(jobs, as_json=as_json, watch=watch)
+            return
         table: view.JobTable | None = None
 
         def show(rows: Rows) -> None:
@@ -288,7 +327,8 @@ def get(name: str | None, everywhere: bool, watch: bool, as_json: bool, target: 
                 lines = rows_as_json(rows)
             else:
                 if table is None and rows:
-                    table = view.JobTable([row for row, _ in rows], namespaces=everywhere)
+                    first = [row for row, _ in rows]
+                    table = view.JobTable(first, namespaces=everywhere, width=_width())
                     lines.append(table.head())
                 lines += [table.line(row) for row, _ in rows] if table is not None else []
             for line in lines:
@@ -306,19 +346,21 @@ def get(name: str | None, everywhere: bool, watch: bool, as_json: bool, target: 
             click.echo("no jobs; start one with `dlrover job submit job.yaml`", err=True)
 
 
-def _print_here(job: here.RunningJob, as_json: bool) -> None:
-    status = job.snapshot().status
+def _print_here(
+    jobs: Sequence[here.RunningJob | here.EndedJob], *, as_json: bool, watch: bool
+) -> None:
+    if watch:
+        raise ConfigError(
+            f"--watch: {jobs[0].name} is {jobs[0].where}: see `dlrover job events` and `logs -f`"
+        )
+    found = [(job.name, job.picture()) for job in jobs]
     if as_json:
-        phase = "Pending" if status is None else status.phase.value
-        words = {"namespace": "", "name": job.name, "phase": phase, "status": view.dump(status)}
-        click.echo(json.dumps([words]))
+        fields = ("namespace", "name", "phase", "status")
+        values = [("", name, p.phase, view.dump(p.status)) for name, p in found]
+        click.echo(json.dumps([dict(zip(fields, v, strict=True)) for v in values]))
         return
-    if status is None:
-        raise ConfigError("the job is starting: there is no status yet")
-    click.echo(job.where, err=True)
-    row = view.Row.of(status)
-    table = view.JobTable([row], namespaces=False)
-    click.echo(f"{table.head()}\n{table.line(row)}")
+    click.echo(jobs[0].where if len(jobs) == 1 else "on this machine", err=True)
+    _print_table([_row_here(name, p.status) for name, p in found], here_only=False)
 
 
 @job.command()
@@ -327,14 +369,14 @@ def _print_here(job: here.RunningJob, as_json: bool) -> None:
 @in_cluster
 def describe(name: str | None, as_json: bool, target: Target) -> None:
     """All that is known of a job: what is wrong, spec, nodes, conditions, last failure, events."""
-    wide = None if sys.stdout.isatty() else 200  # who reads it does not know how wide it is
-    console = Console(highlight=False, soft_wrap=True, width=wide)
+    width = _width()
+    console = Console(highlight=False, soft_wrap=True, width=width or 200)
     with look(target, name, quiet=as_json) as job:
         picture = job.picture(whole=True)
         if as_json:
             click.echo(json.dumps(picture.document))
             return
-        for part in view.description(picture):
+        for part in view.description(picture, width):
             console.print(part)
 
 
@@ -377,6 +419,27 @@ def why(name: str | None, round_number: int | None, as_json: bool, target: Targe
         )
     for event in chain:
         click.echo(f"  {view.event_line(event)}")
+    newest = picture.status.round if picture.status is not None else 0
+    if newest > 1 and all(event.reason != "RoundFormed" for event in chain):
+        words = f"rounds 2 to {newest} followed" if newest > 2 else "round 2 followed"
+        click.echo(f"{words} from something: dlrover job why {job.name} --round {newest}")
+
+
+@job.command()
+@job_name
+@in_cluster
+def report(name: str | None, target: Target) -> None:
+    """One page of HTML on standard output: nodes, rounds, steps, goodput, failures.
+
+    It needs nothing from elsewhere: dlrover job report NAME > report.html
+    """
+    from dlrover_py.cli.report import page
+
+    with look(target, name) as job:
+        if sys.stdout.isatty():
+            raise ConfigError(f"the page goes into a file: dlrover job report {job.name} > FILE")
+        text = page(job.picture(whole=True), job.history(), now=view.now())
+    click.echo(text, nl=False)
 
 
 @job.command()
@@ -495,6 +558,42 @@ def delete(name: str, cascade: str, wait: bool, yes: bool, target: Target) -> No
 
     with change(target, name) as job:
         click.echo(job.delete(cascade=cascade, wait=wait, sure=sure))
+
+
+@job.command("rm")
+@click.argument("jobs", nargs=-1, metavar="[NAME]...")
+@click.option("--older-than", metavar="AGE", help="Only runs that ended longer ago: 12h, 7d, 2w.")
+@click.option("--keep", type=click.IntRange(min=0), default=0, help="So many of each job stay.")
+@click.option("--all", "everything", is_flag=True, help="Of all jobs.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+def remove_runs(
+    jobs: tuple[str, ...], older_than: str | None, keep: int, everything: bool, yes: bool
+) -> None:
+    """Remove past runs of this machine, with their logs; never one that goes on."""
+    settings = Settings.from_environment()
+    if not (jobs or older_than or keep or everything):
+        raise ConfigError("say which runs: names of jobs, --older-than 7d, --keep 3, or --all")
+    limit = None if older_than is None else runs.seconds(older_than)
+    known = runs.ended(settings.state_root)
+    strangers = set(jobs) - {run.name for run in known}
+    if strangers:
+        raise ConfigError(f"no run of {', '.join(sorted(strangers))} has ended on this machine")
+    gone = runs.to_remove(known, jobs=jobs, older_than_s=limit, keep=keep, now=view.now())
+    if not gone:
+        click.echo("no run is removed: none is meant", err=True)
+        return
+    freed = sum(runs.size(run.folder) for run in gone)
+    what = f"{counted(len(gone), 'run')} with their logs ({freed / 1e6:.1f} MB)"
+    if not yes:
+        for run in gone[:10]:
+            click.echo(f"{run.name} {view.short_age(run.ended_at)} ago {run.folder}", err=True)
+        if len(gone) > 10:
+            click.echo(f"… and {len(gone) - 10} more", err=True)
+        if not sys.stdin.isatty():
+            raise ConfigError(f"this removes {what}: say --yes, as there is nobody to be asked")
+        click.confirm(f"this removes {what}\ngo on?", abort=True, err=True)
+    removed = sum(map(runs.remove, gone))
+    click.echo(f"removed {counted(removed, 'run')}")
 
 
 # --- nodes ---

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from dlrover_py.cli import view
+from dlrover_py.cli import runs, view
 from dlrover_py.cli.logs import LogWish, show
 from dlrover_py.cli.settings import Settings
-from dlrover_py.owner import RUNTIME_HINT, STATE_HINT, is_own
+from dlrover_py.owner import RUNTIME_HINT, is_own
 from dlrover_py.protocol import names
 from dlrover_py.protocol.errors import ConfigError, Unreachable
-from dlrover_py.protocol.local import Snapshot
+from dlrover_py.protocol.local import History, Snapshot
 from dlrover_py.protocol.status import JobStatus
 from dlrover_py.rpc import Client
 
@@ -42,7 +42,9 @@ def to_look(settings: Settings, name: str | None) -> "RunningJob | EndedJob":
         return to_change(settings, name)
     if folder := _last_run(settings, name):
         return EndedJob(folder)
-    raise NotHere(f"job {name or ''} is not known on this machine; see `dlrover job list`")
+    if name is None:
+        raise NotHere("no job has run on this machine; start one with `dlrover job run job.yaml`")
+    raise NotHere(f"job {name} is not known on this machine; see `dlrover job list`")
 
 
 def to_change(settings: Settings, name: str | None) -> "RunningJob":
@@ -81,13 +83,7 @@ def past(settings: Settings) -> list[JobStatus]:
     Raises:
         ConfigError: another user could have put them there.
     """
-    found: list[JobStatus] = []
-    if not is_own(settings.state_root, shared=True, hint=STATE_HINT):
-        return found
-    for file in settings.state_root.glob(f"*/{names.STATUS_FILE}"):
-        with contextlib.suppress(OSError, ValueError):
-            found.append(JobStatus.model_validate_json(file.read_text()))
-    return sorted(found, key=lambda s: s.ended_at or 0.0, reverse=True)
+    return [run.status for run in runs.ended(settings.state_root) if run.status is not None]
 
 
 class RunningJob:
@@ -114,8 +110,12 @@ class RunningJob:
             status=status,
             conditions=[] if status is None else status.conditions,
             events=[] if status is None else status.events,
-            document=snapshot.model_dump(mode="json", by_alias=True),
+            document=snapshot.model_dump(mode="json")
+            | {"job": snapshot.job.model_dump(mode="json", by_alias=True)},
         )
+
+    def history(self) -> History:  # noqa: D102
+        return History.model_validate_json(self._call("GET", "/v1/history"))
 
     def show_logs(self, wish: LogWish) -> None:  # noqa: D102
         show(Path(self.snapshot().log_dir), self._socket if wish.follow else None, wish)
@@ -185,6 +185,11 @@ class EndedJob:
             events=status.events,
             document={"status": view.dump(status)},
         )
+
+    def history(self) -> History:  # noqa: D102
+        with contextlib.suppress(OSError, ValueError):  # of an older version, or of a full disk
+            return History.model_validate_json((self._folder / names.HISTORY_FILE).read_text())
+        return History()
 
     def show_logs(self, wish: LogWish) -> None:  # noqa: D102
         show(self._folder / "logs", None, wish)

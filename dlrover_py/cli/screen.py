@@ -45,7 +45,7 @@ class News:
         self._next = float("inf")
         self.tell(status, 0.0)
         if self._style == "json" and status is not None:
-            line(f'{{"status": {status.model_dump_json(by_alias=True)}}}')
+            line(f'{{"status": {status.model_dump_json()}}}')
 
 
 def line(text: str) -> None:

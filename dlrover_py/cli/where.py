@@ -9,6 +9,7 @@ from dlrover_py.cli.logs import LogWish
 from dlrover_py.cli.settings import Settings, Target
 from dlrover_py.cli.view import Picture
 from dlrover_py.protocol.errors import ConfigError, Unauthorized, Unreachable
+from dlrover_py.protocol.local import History
 
 if TYPE_CHECKING:
     from dlrover_py.cli.cluster import ClusterJob
@@ -29,6 +30,9 @@ class Job(Protocol):
         Raises:
             ConfigError: it is not there any more.
         """
+
+    def history(self) -> History:
+        """How the training went on; empty where that is not kept."""
 
     def show_logs(self, wish: LogWish) -> None:
         """Print what is wished for."""

@@ -6,6 +6,7 @@ It plays the API server for one job: JSON over a unix socket that only its user 
 method    path                         what it does
 ========  ===========================  ==================================================
 GET       /v1/job                      the :class:`Snapshot`
+GET       /v1/history                  the :class:`History`
 GET       /v1/watch                    endless lines of :class:`Seen`: whole state, then changes
 PUT       /v1/status                   the master's :class:`~dlrover_py.protocol.status.JobStatus`
 PUT       /v1/nodes/{id}               create a node, now or when there is a free host
@@ -59,6 +60,44 @@ class LocalNode(_Doc):
     state: Literal["pending", "running", "frozen", "ended"]
     leaving: str = ""
     message: str = ""
+
+
+class Sample(_Doc):
+    """How far the training was at one moment."""
+
+    at: float
+    """Unix seconds."""
+    step: int
+    round: int
+    nodes: int
+    """In the round."""
+
+
+class History(_Doc):
+    """How the training went on, thinned out when it is long; it stays when the job has ended."""
+
+    samples: list[Sample] = Field(default_factory=list)
+
+    def grown(self, status: JobStatus, most: int) -> "History":
+        """With what a status says.
+
+        Args:
+            status: of now.
+            most: so many samples are kept: beyond that every second one is dropped.
+        """
+        step = status.progress.step if status.progress is not None else None
+        if step is None:
+            return self
+        new = Sample(
+            at=status.published_at, step=step, round=status.round, nodes=status.nodes_in_round
+        )
+        last = self.samples[-1] if self.samples else None
+        if last is not None and (last.step, last.round) == (new.step, new.round):
+            return self
+        samples = [*self.samples, new]
+        if len(samples) > most:
+            samples = [*samples[:-1:2], new]
+        return History(samples=samples)
 
 
 class Snapshot(_Doc):

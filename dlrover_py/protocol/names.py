@@ -206,5 +206,8 @@ def owner(job: str, uid: str) -> dict[str, object]:
 CLUSTER_SOCKET: Final = "cluster.sock"
 JOB_FILE: Final = "job.json"
 STATUS_FILE: Final = "status.json"
+HISTORY_FILE: Final = "history.json"
+RUN_LOCK: Final = "run.lock"
+"""In the folder of a run: locked as long as it goes on."""
 JOURNAL_FILE: Final = "journal.json"
 TOKEN_FILE: Final = "token"

@@ -182,7 +182,7 @@ class JobStatus(_Doc):
     world_size: int
     """Workers in the round."""
     nodes_in_round: int
-    """Nodes in the round."""
+    """Nodes in the round; once the job has ended: in its last round."""
     wanted: int
     """Nodes that the spec wishes, standbys not counted."""
     minimum: int
@@ -251,7 +251,7 @@ class Summary(_Doc):
     """The columns of ``kubectl get elasticjobs``, which can show a text but cannot make one."""
 
     ready: str
-    """Nodes in the round of those that are wished: ``7/8``."""
+    """Nodes in the round of those that are wished: ``7/8``; none once the job has ended."""
     progress: str = ""
     """``40% (200/500)``, or the step where the script did not say how many there are."""
     restarts: int = 0
@@ -309,8 +309,9 @@ def summarize(status: JobStatus) -> Summary:
         progress = str(done.step)
         if done.total:
             progress = f"{100 * done.step // done.total}% ({done.step}/{done.total})"
+    ready = 0 if status.phase.ended else status.nodes_in_round
     return Summary(
-        ready=f"{status.nodes_in_round}/{status.wanted}",
+        ready=f"{ready}/{status.wanted}",
         progress=progress,
         restarts=sum(status.restarts.get(cause, 0) for cause in ("failure", "loss")),
         goodput="" if status.goodput is None else f"{100 * status.goodput:.1f}%",

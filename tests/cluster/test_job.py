@@ -305,7 +305,7 @@ def test_a_host_that_is_cut_off_is_survived_and_kept_out(there: Watched, agent_i
     victim = next(n for n, p in run.pods.items() if p["spec"]["nodeName"] != near_master)
     host = run.pods[victim]["spec"]["nodeName"]
     with cluster.cut_off(host):
-        assert f"1 nodes, 1 workers (out: {victim})" in run.formed(before.round + 1)
+        assert f"1 node, 1 worker (out: {victim})" in run.formed(before.round + 1)
         again = run.runs(2, after=before.round + 1)
         assert host not in {n.host for n in again.nodes if n.role.value == "member"}
     new = next(n for n in again.nodes if n.role.value == "member" and n.id not in ("n0", "n1"))

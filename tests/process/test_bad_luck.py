@@ -277,11 +277,11 @@ def test_different_exceptions_use_up_the_budgets_of_node_and_place(place: Place)
         failed = condition(status, "Failed")
         assert failed is not None
         assert failed.reason == "RestartsExhausted"
-        assert "its 1 restarts are used up" in failed.message
+        assert "its 1 restart is used up" in failed.message
         assert "OSError: bad" in failed.message
         assert 'raise kinds[session.round() - 1]("bad")' in failed.message
         replaced = [e.message for e in status.events if e.reason == "RestartsExhausted"]
-        assert "n0: its 1 restarts are used up without steady progress; it is replaced" in replaced
+        assert "n0: its 1 restart is used up without steady progress; it is replaced" in replaced
         assert [n.id for n in status.nodes] == ["n0", "n1"]
         assert [len(lines(run, node, "start")) for node in ("n0", "n1")] == [2, 2]
 

@@ -3,10 +3,13 @@
 import json
 import os
 import re
+import shutil
 import signal
 import stat
 
-from tests.process.harness import Place, eventually, job, members
+import yaml
+
+from tests.process.harness import Place, document, eventually, job, members
 
 STEPPER = """
     import os, signal, sys, threading
@@ -58,7 +61,11 @@ def test_steps_and_metrics_reach_the_status_and_a_stop_reaches_the_script(place:
 def test_the_second_terminal(place: Place) -> None:
     with job(place, replicas=2, minReplicas=1, hosts=2) as run:
         before = run.running(2)
-        assert "Running · round 1 · 2/2 nodes" in run.cli("job", "list", "--all")
+        head, listed = run.cli("job", "list", "--all").splitlines()
+        assert head.split()[:4] == ["NAME", "PHASE", "READY", "ROUND"]
+        assert listed.split()[:4] == ["job", "Running", "2/2", "1"]
+        assert run.cli("job", "get").splitlines()[1].split()[:3] == ["job", "Running", "2/2"]
+        assert run.cli("job", "get", "job").splitlines()[1].split()[:2] == ["job", "Running"]
         (row,) = json.loads(run.cli("job", "list", "--json"))
         assert (row["name"], row["state"]) == ("job", "running")
         described = run.cli("job", "describe")
@@ -91,11 +98,114 @@ def test_the_second_terminal(place: Place) -> None:
             assert words in done.stderr
         assert "is being stopped" in run.cli("job", "stop")
         assert run.wait() == 0
-    assert "Stopped" in place.call("dlrover", "job", "list").stdout
+    ended = place.call("dlrover", "job", "list").stdout.splitlines()[1].split()
+    assert (ended[1:3], ended[-1]) == (["Stopped", "0/2"], "ago")
+    assert place.call("dlrover", "job", "get", "job").stdout.splitlines()[1].split()[1] == "Stopped"
+    described = place.call("dlrover", "job", "describe").stdout
+    assert "trouble" not in described
+    assert re.search(r"PodsReady +no +the job has ended", described)
     assert "start 0 2" in place.call("dlrover", "job", "logs", "job").stdout
     assert "JobStopped" in place.call("dlrover", "job", "events").stdout
     nothing = place.call("dlrover", "job", "scale", "2")
     assert (nothing.returncode, "no job runs" in nothing.stderr) == (2, True)
+
+
+def test_what_the_script_prints_is_shown_while_it_runs_and_at_the_end(place: Place) -> None:
+    script = """
+        import os, pathlib, threading
+        from dlrover_py.trainer import session
+        rank = os.environ["RANK"]
+        session.report_step(7, 7)
+        print("hello from", rank, flush=True)
+        while not pathlib.Path("go").exists():
+            threading.Event().wait(0.02)
+        print("bye from", rank, flush=True)
+    """
+    for flags, expected in (
+        ((), {"n0 rank 0": ["hello from 0", "bye from 0"]}),
+        (
+            ("--logs", "all"),
+            {f"n{r} rank {r}": [f"hello from {r}", f"bye from {r}"] for r in (0, 1)},
+        ),
+    ):
+        place.script(script)
+        (place.folder / "go").unlink(missing_ok=True)
+        command = document(["elastic-run", "train.py"], replicas=2)
+        (place.folder / "job.yaml").write_text(yaml.safe_dump(command))
+        run = place.popen("dlrover", "job", "run", "--plain", "job.yaml", *flags, stdout=-1)
+        assert run.stdout is not None
+        text = ""
+        while text.count("hello") < len(expected):
+            text += (line := run.stdout.readline())
+            assert line, text
+        (place.folder / "go").touch()
+        text += run.communicate(timeout=60)[0]
+        assert run.returncode == 0, text
+        found: dict[str, list[str]] = {}
+        for node, rank, words in re.findall(r"^\[(n\d) rank (\d)\] (.*)$", text, re.MULTILINE):
+            found.setdefault(f"rank {rank}", []).append(words)
+            assert node in ("n0", "n1")
+        assert found == {name.split(" ", 1)[1]: said for name, said in expected.items()}, text
+        assert "in another terminal: dlrover job describe|why|logs -f job" in text
+        assert "at step 7/7: all workers exited 0" in text
+        assert "last line of rank 0: bye from 0" in text
+
+
+def test_keys_are_in_snake_case_but_for_the_object_of_kubernetes(place: Place) -> None:
+    def keys(found: object) -> set[str]:
+        if isinstance(found, dict):
+            return set(found).union(*(keys(v) for k, v in found.items() if k != "job"))
+        return set().union(*map(keys, found)) if isinstance(found, list) else set()
+
+    with job(place, script=STEPPER, replicas=1) as run:
+        run.until(lambda s: s.progress is not None, "a step")
+        told = {verb: run.cli("job", verb, "--json") for verb in ("list", "get", "describe", "why")}
+        told |= {"events": run.cli("job", "events", "--json")}
+        object_of_kubernetes = json.loads(told["describe"])["job"]
+        assert "replicaSpecs" in object_of_kubernetes["spec"]
+        run.stop()
+        told |= {
+            "ended": run.cli("job", "describe", "--json"),
+            "run": "".join(
+                line
+                for line in run.output
+                if not line.startswith("dlrover: ")  # standard error
+            ),
+        }
+    for verb, text in told.items():
+        found = set().union(*(keys(json.loads(line)) for line in text.splitlines()))
+        assert len(found) > 5, verb
+        assert {key for key in found if key != key.lower()} == set(), verb
+    assert "started_at" in keys(json.loads(told["describe"]))
+
+
+def test_past_runs_are_removed_and_one_that_goes_on_is_not(place: Place) -> None:
+    state = place.folder / "state"
+    with job(place, script="print('x')", replicas=1) as run:
+        assert run.wait() == 0
+    with job(place, replicas=1) as run:
+        run.running(1)
+        assert len(list(state.iterdir())) == 2
+        for argv, words in (
+            (("rm",), "say which runs"),
+            (("rm", "--older-than", "1x"), "expected a time such as 12h"),
+            (("rm", "other"), "no run of other has ended"),
+            (("rm", "--all"), "nobody to be asked"),
+        ):
+            done = place.call("dlrover", "job", *argv)
+            assert (done.returncode, words in done.stderr) == (2, True), done.stderr
+        assert len(list(state.iterdir())) == 2
+        assert run.cli("job", "rm", "--older-than", "1d", "-y") == ""
+        assert run.cli("job", "rm", "--all", "-y") == "removed 1 run\n"
+        assert run.logs.exists()  # of the only run that is left
+        page = run.cli("job", "report")
+        assert page.startswith("<!DOCTYPE html>")
+        run.running(1)
+        os.kill(run.process.pid, signal.SIGKILL)
+        run.wait()
+    assert place.call("dlrover", "job", "rm", "job", "-y").stdout == "removed 1 run\n"
+    assert list(state.iterdir()) == []
+    shutil.rmtree(place.folder / "run")  # the killed one could not
 
 
 def test_what_a_job_has_written_is_for_its_user_alone(place: Place) -> None:
@@ -127,7 +237,7 @@ def test_a_script_says_nothing_to_the_terminal_of_who_looks(place: Place) -> Non
         assert all(c.isprintable() or c in "\n\t" for c in text), verb
     for verb in ("describe", "events", "run"):
         assert r"RuntimeError: \x1b]0;mine\x07\x1b[2Jall is well" in shown[verb]
-    failure = json.loads(run.cli("job", "describe", "--json"))["status"]["lastFailure"]
+    failure = json.loads(run.cli("job", "describe", "--json"))["status"]["last_failure"]
     assert words in failure["worker"]["message"]
     assert words in run.cli("job", "logs")  # what a worker has written itself
 

@@ -449,7 +449,7 @@ def test_too_few_nodes_for_too_long(group: Group) -> None:
         *("--rdzv-conf=join_timeout=5", script),
     )
     assert group.wait(only) == 1
-    assert "1 of at least 2 nodes are there, after 5 s" in "".join(group.lines[only])
+    assert "1 of at least 2 nodes is there, after 5 s" in "".join(group.lines[only])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["told", "killed"])

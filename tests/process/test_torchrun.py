@@ -168,4 +168,4 @@ def test_too_few_nodes_for_too_long(group: Torchruns) -> None:
     assert group.wait(only) == 1
     told = "".join(group.lines[only])
     assert "RendezvousTimeoutError" in told
-    assert "1 of at least 2 nodes are there, after 5 s" in told
+    assert "1 of at least 2 nodes is there, after 5 s" in told

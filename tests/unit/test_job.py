@@ -1253,7 +1253,7 @@ def test_with_too_few_nodes_for_too_long_the_job_has_failed() -> None:
     bench.pass_time(2.0)
     bench.settle()
     assert bench.job.phase is JobPhase.FAILED
-    assert bench.job.reason == "1 of at least 2 nodes are there, after 60 s (the job starts)"
+    assert bench.job.reason == "1 of at least 2 nodes is there, after 60 s (the job starts)"
     told = bench.agent("n0").assignment
     assert told is not None
     assert (told.directive, told.exit_code) == (Directive.STOP, 1)

@@ -292,7 +292,7 @@ def test_too_few_nodes_to_check_are_not_waited_for_for_ever() -> None:
     assert bench.job.phase is JobPhase.PENDING
     bench.pass_time(2.0)
     assert bench.job.phase is JobPhase.FAILED
-    assert bench.job.reason.startswith("1 of at least 2 nodes are there, after 60 s")
+    assert bench.job.reason.startswith("1 of at least 2 nodes is there, after 60 s")
 
 
 def test_an_agent_that_dies_in_its_check_again_and_again_is_charged() -> None:

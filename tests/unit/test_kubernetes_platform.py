@@ -401,7 +401,7 @@ async def test_the_column_why_names_what_holds_the_job_up(scene: Scene) -> None:
     waiting = {"waiting": {"reason": "ImagePullBackOff", "message": "Back-off pulling i"}}
     scene.change(N0, phase="Pending", containerStatuses=[{"name": "main", "state": waiting}])
     await scene.hears(lambda e: isinstance(e, NodeSeen) and not e.near)
-    nobody = "0 of at least 1 nodes are there"
+    nobody = "0 of at least 1 node are there"
     await scene.platform.publish(status(phase=JobPhase.PENDING, reason=nobody, nodes_in_round=0))
     assert why() == f"ImagePullBackOff: n0: main: Back-off pulling i; {nobody}"
     await scene.platform.publish(status(reason="a round", nodes_in_round=1))

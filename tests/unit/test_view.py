@@ -3,8 +3,9 @@
 import io
 import time
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
+import pytest
 from rich.console import Console
 
 from dlrover_py.cli import view
@@ -62,6 +63,8 @@ def test_durations_in_words() -> None:
     assert view.duration(0.0432) == "43 ms"
     assert view.duration(2.06) == "2.1 s"
     assert view.duration(185) == "3 min 5 s"
+    assert view.duration(9_660) == "2 h 41 min"
+    assert view.duration(273_600) == "3 d 4 h"
 
 
 def test_kubernetes_references_are_expanded() -> None:
@@ -144,6 +147,98 @@ def test_the_live_view_shows_what_matters() -> None:
     assert "[red]not markup" in text
     assert "because [of] that" in drawn(snapshot(status(JobPhase.FORMING)))
     assert "the master is starting" in drawn(snapshot(None))
+
+
+def shown(part: Any, width: int) -> list[str]:
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(part)
+    return console.export_text().splitlines()
+
+
+def busy(phase: JobPhase) -> JobStatus:
+    """Eight nodes, long messages and many events."""
+    nodes = [
+        NodeStatus(
+            id=f"n{i}", phase=NodePhase.LIVE, role=NodeRole.MEMBER, incarnation=1, node_rank=i,
+            host=f"host-{i}", pids=[100_000 + i], step=1_000 + i, restarts=i, warm=True,
+            message="imports what its workers will need" if i == 3 else "",
+        )
+        for i in range(8)
+    ]  # fmt: skip
+    events = [e.model_copy(update={"message": "many words " * 20}) for e in STORY * 3]
+    return status(phase).model_copy(update={"nodes": nodes, "events": events})
+
+
+@pytest.mark.parametrize(("width", "height"), [(60, 24), (80, 24), (100, 40), (200, 60)])
+def test_the_live_view_fits_the_terminal(width: int, height: int) -> None:
+    output = [f"line {i} " + "x" * 300 for i in range(50)]
+    for phase in (JobPhase.RUNNING, JobPhase.SUCCEEDED):
+        hint = "in another terminal: dlrover job why"
+        drawn = view.live(
+            "demo", busy(phase), "pid 1", output=output, hint=hint, size=(width, height)
+        )
+        lines = shown(drawn, width)
+        assert len(lines) <= height, "\n".join(lines)
+        assert max(map(len, lines)) <= width
+        text = "\n".join(lines)
+        for words in ("n7", "rank 0 prints:", "line 49", "step 30/60", "imports what", hint):
+            assert words in text, text
+        assert ("RESTARTS" in text) == (width > 60)
+
+
+def test_the_live_view_has_a_clock_and_says_how_steps_are_shown() -> None:
+    ended = status(JobPhase.SUCCEEDED).model_copy(update={"ended_at": 1090.0})
+    assert "1 min 30 s" in "\n".join(shown(view.live("demo", ended, "away"), 120))
+    silent = status(JobPhase.RUNNING).model_copy(update={"progress": None})
+    assert "session.report_step" in "\n".join(shown(view.live("demo", silent, "pid 1"), 120))
+
+
+def test_an_ended_job_does_not_contradict_itself() -> None:
+    ended = status(JobPhase.STOPPED).model_copy(
+        update={"ended_at": 1090.0, "conditions": [condition("Stopped", "True")]}
+    )
+    assert ended.progress is not None
+    fast = ended.progress.model_copy(update={"steps_per_s": 3.5})
+    words = view.summary(ended.model_copy(update={"progress": fast}))
+    assert words == "Stopped · 2 rounds · 4 workers at last · step 30/60, loss 1.5"
+    assert view.troubles(ended.conditions) == []
+    assert view.Row.of(ended).ready == "0/2"
+    assert view.Row.of(ended).took == "90s"
+
+
+def test_the_last_words_have_the_last_step_and_line() -> None:
+    ended = status(JobPhase.SUCCEEDED).model_copy(update={"ended_at": 1090.0})
+    assert view.farewell(ended, "accuracy \x1b[1m0.97") == [
+        "demo succeeded after 1 min 30 s at step 30/60: because [of] that",
+        "last line of rank 0: accuracy \\x1b[1m0.97",
+    ]
+    assert len(view.farewell(ended)) == 1
+    assert view.output_line("\x1b[1;32mgreen\x1b[0m \x1b[2J") == r"green \x1b[2J"
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_a_description_fits_the_terminal_and_says_all(width: int) -> None:
+    long = condition("PodsReady", "False").model_copy(update={"message": "word " * 60})
+    picture = replace(
+        hostile("short"), status=busy(JobPhase.RUNNING), conditions=[long], heads=["wish  " * 30]
+    )
+    lines = [line for part in view.description(picture, width) for line in shown(part, width)]
+    assert max(map(len, lines)) <= width
+    text = "\n".join(lines)
+    assert text.count("word") == 60
+    first = next(i for i, line in enumerate(lines) if line.startswith("PodsReady"))
+    assert lines[first + 1].startswith(" " * 16 + "word")
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_a_table_leaves_out_columns_on_a_narrow_terminal(width: int) -> None:
+    rows = [replace(view.Row.of(status(JobPhase.RUNNING)), name="a-job-with-a-name")]
+    for here in (True, False):
+        table = view.JobTable(rows, here=here, width=width)
+        assert len(table.head()) <= width
+        assert len(table.line(rows[0])) <= width
+        assert table.head().split()[:2] == ["NAME", "PHASE"]
+        assert ("GOODPUT" in table.head()) == (width > 100)
 
 
 def hostile(words: str) -> view.Picture:

@@ -83,7 +83,9 @@ from dlrover_py.protocol.status import (
     NodeRole,
     NodeStatus,
 )
+from dlrover_py.protocol.words import are, counted
 
+ENDED = "the job has ended: it needs no nodes any more"
 EVENTS_KEPT = 200
 REFUSALS_TOLD = 32
 """In a minute: who calls by ever new names must not drive all else from the events."""
@@ -605,7 +607,7 @@ class Job:
         again = 0 if before is None else max(0, before - first + 1)
         words = f"first step of round {self.round} is {first}"
         if before is not None:
-            words += f"; step {before} had been reached: {again or 'no'} steps are repeated"
+            words += f"; step {before} had been reached: {_repeated(again)}"
         kind, down_since = self._outage
         repeating_s = again / self._speed if self._speed else 0.0
         self._lose(kind, self._now - down_since + repeating_s)
@@ -956,7 +958,7 @@ class Job:
         self.exhausted += 1
         self._record(
             "ReplacementsExhausted",
-            f"{node.id} is not replaced: {node.relaunches} nodes were lost in its place "
+            f"{node.id} is not replaced: {counted(node.relaunches, 'node')} lost in its place "
             "without steady progress",
             node=node.id,
             cause=event,
@@ -1093,7 +1095,7 @@ class Job:
         if good:
             words = "; ".join(f"{f.nodes[0]} {f.words}" for f in good[:SHOWN])
             words += f"; and {len(good) - SHOWN} more" if len(good) > SHOWN else ""
-            words = f"{len(good)} nodes are fit to train: {words}"
+            words = f"{counted(len(good), 'node')} {are(len(good))} fit to train: {words}"
             cause = self._check_event or None
             self._check_event = self._record("NodesChecked", words, cause=cause)
         for finding in findings:
@@ -1132,7 +1134,9 @@ class Job:
             "NodeExcluded", words, node=node.id, cause=self._check_event or None, warning=True
         )
         if not enough:
-            message = f"{words}; fewer than {worker.minimum} nodes are left"
+            message = (
+                f"{words}; fewer than {counted(worker.minimum, 'node')} {are(worker.minimum)} left"
+            )
             self._end(JobPhase.FAILED, "NetworkCheckFailed", message, cause=event)
             return
         if self.rules.can_create:
@@ -1362,10 +1366,12 @@ class Job:
         if opening is None or opening.hold_until is not None:
             return False
         if opening.kind == "start" and self._checks_first():
-            self.reason = f"{len(self.health.open)} nodes are checked first ({opening.reason})"
+            count = len(self.health.open)
+            words = f"{counted(count, 'node')} {are(count)} checked first"
+            self.reason = f"{words} ({opening.reason})"
             there = ready + len(self.health.open)
             if not size.fit(there):
-                words = f"{there} of at least {size.minimum} nodes are there"
+                words = f"{there} of at least {counted(size.minimum, 'node')} {are(there)} there"
                 self._too_late(opening, words)
             return False
         if self._last_call(size, ready, opening):
@@ -1453,15 +1459,17 @@ class Job:
                 return
             if not event:  # the wish has changed while no master was there
                 event = self._record("SpecChanged", f"the job now wishes {self._wish()}")
-            self._open("scale", f"the job now wishes {size.desired} nodes", event)
+            self._open("scale", f"the job now wishes {counted(size.desired, 'node')}", event)
             self._backdate(since)
         elif size.fit(ready) > current:
             event, since = self._cause.get(Round(self.round + 1), (0, self._now))
             if not event:
                 event = self._record(
-                    "RoomToGrow", f"{ready} nodes are ready and {current} are in the round"
+                    "RoomToGrow",
+                    f"{counted(ready, 'node')} {are(ready)} ready and {current} {are(current)} in "
+                    "the round",
                 )
-            self._open("join", f"{size.fit(ready)} nodes can be in the round", event)
+            self._open("join", f"{counted(size.fit(ready), 'node')} can be in the round", event)
 
     def _backdate(self, since: float) -> None:
         if self.opening is not None:
@@ -1536,8 +1544,8 @@ class Job:
         change = self._change_in_words(old, self.world)
         event = self._record(
             "RoundFormed",
-            f"round {self.round}: {size} nodes, {self.world.world_size} workers{change}; "
-            f"because {opening.reason}",
+            f"round {self.round}: {counted(size, 'node')}, "
+            f"{counted(self.world.world_size, 'worker')}{change}; because {opening.reason}",
             cause=opening.cause,
             since=opening.since,
         )
@@ -1764,7 +1772,7 @@ class Job:
 
     def _wish(self) -> str:
         worker = self.job.worker
-        words = f"{worker.replicas} nodes (at least {worker.minimum}"
+        words = f"{counted(worker.replicas, 'node')} (at least {worker.minimum}"
         if worker.node_unit > 1:
             words += f", in units of {worker.node_unit}"
         words += f", {worker.standby_replicas} on standby)" if worker.standby_replicas else ")"
@@ -1969,7 +1977,12 @@ class Job:
 
     def _update_conditions(self, ready: int, wall: float) -> None:
         wanted, running = self.job.worker.replicas, self.phase is JobPhase.RUNNING
-        words = f"{min(ready, wanted)} of {wanted} nodes are ready"
+        if self.phase.ended:  # how many nodes are left then says nothing of the job
+            self._set("PodsReady", False, "JobEnded", ENDED, wall)
+            self._set("Running", False, self.phase.value, self.reason, wall)
+            self._set("Degraded", False, "JobEnded", ENDED, wall)
+            return
+        words = f"{min(ready, wanted)} of {counted(wanted, 'node')} {are(min(ready, wanted))} ready"
         if ready > wanted:
             words += f", and {ready - wanted} beside them"
         self._set("PodsReady", ready >= wanted, "Ready", words, wall)
@@ -1978,7 +1991,7 @@ class Job:
         degraded = running and nodes < wanted // self.job.worker.node_unit * (
             self.job.worker.node_unit
         )
-        words = f"{nodes} of {wanted} nodes train"
+        words = f"{nodes} of {counted(wanted, 'node')} {'trains' if nodes == 1 else 'train'}"
         if self.nodes.count(Standing.PENDING):
             waiting = next(n for n in self.nodes if n.standing is Standing.PENDING)
             words += f"; {waiting.id}: {waiting.message}"
@@ -2014,6 +2027,10 @@ class Job:
             message=message,
             last_transition_time=old.last_transition_time if old is not None and same else wall,
         )
+
+
+def _repeated(steps: int) -> str:
+    return f"{counted(steps, 'step') if steps else 'no steps'} {are(steps)} repeated"
 
 
 def _told(job: ElasticJob) -> str:

@@ -5,6 +5,7 @@ from enum import Enum, auto
 from typing import TypedDict, Unpack
 
 from dlrover_py.protocol.agents import FailureKind, WorkerFailure
+from dlrover_py.protocol.words import are, counted
 
 
 class Remedy(Enum):
@@ -69,7 +70,7 @@ def after_restart(message: str, **budgets: Unpack[Budgets]) -> Ruling:
     restarts, budget = budgets["restarts"], budgets["budget"]
     if restarts < budget:
         return Ruling(Remedy.RESTART, "WorkerFailed", f"restart {restarts + 1} of {budget}")
-    used = f"its {budget} restarts are used up without steady progress"
+    used = f"its {counted(budget, 'restart')} {are(budget)} used up without steady progress"
     if budgets["can_replace"] and budgets["relaunches"] < budgets["relaunch_budget"]:
         return Ruling(Remedy.REPLACE, "RestartsExhausted", f"{used}; it is replaced")
     return Ruling(Remedy.STOP, "RestartsExhausted", f"{used}; the last failure was: {message}")

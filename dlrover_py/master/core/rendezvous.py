@@ -11,6 +11,7 @@ from functools import cached_property
 from pydantic import BaseModel, ConfigDict
 
 from dlrover_py.protocol.names import NodeId, Round, id_key
+from dlrover_py.protocol.words import are, counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,9 @@ def verdict(
     """
     if counts.busy:
         # Each of them reports within its lease, or is given up.
-        return Wait(f"{counts.busy} nodes are still taking up what they were told")
+        return Wait(
+            f"{counted(counts.busy, 'node')} {are(counts.busy)} still taking up the last assignment"
+        )
     full = size.fit(size.desired)
     fits = size.fit(counts.ready)
     if full and fits == full:
@@ -119,12 +122,17 @@ def verdict(
     if counts.near and (not fits or size.fit(counts.ready + counts.near) > fits):
         until = opened_at + wait_s
         if not fits:
-            return Wait(f"{counts.ready} of at least {size.minimum} nodes are there")
+            return Wait(_there(counts, size))
         if now < until:
-            return Wait(f"{counts.near} nodes are about to come", until)
+            return Wait(f"{counted(counts.near, 'node')} {are(counts.near)} about to come", until)
     if fits:
         return Form(fits)
-    return Wait(f"{counts.ready} of at least {size.minimum} nodes are there")
+    return Wait(_there(counts, size))
+
+
+def _there(counts: Counts, size: Size) -> str:
+    wanted = counted(size.minimum, "node")
+    return f"{counts.ready} of at least {wanted} {are(counts.ready)} there"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,197 @@
+"""``dlrover job report``: a page that stands alone, in which no word means anything but itself."""
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlrover_py.cli.report import complete, lanes, outages, page, samples
+from dlrover_py.cli.view import Picture
+from dlrover_py.protocol.local import History, Sample
+from dlrover_py.protocol.status import JobEvent, JobPhase, JobStatus
+from tests.unit.test_view import hostile, status
+
+VOID = {"meta", "br", "hr", "img", "link", "input"}
+AT = 1_700_000_000.0
+
+
+class Page(HTMLParser):
+    """Checks that tags are closed in order, and keeps what matters."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.words: list[str] = []
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in VOID and not self.get_starttag_text().endswith("/>"):  # type: ignore[union-attr]
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self._open or self._open[-1] != tag:
+            return  # "<line/>" is told as an end too
+        self._open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1] != "style":
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.words)
+
+
+def alone(text: str) -> Page:
+    """The page, after it was seen to need nothing from elsewhere and to run nothing."""
+    page = Page(text)
+    assert {"script", "link", "img", "iframe", "object", "form", "a"}.isdisjoint(page.tags)
+    names = {name for name, _ in page.attributes}
+    assert not any(name.startswith("on") for name in names), names
+    assert {"src", "href", "xlink:href", "action", "srcdoc"}.isdisjoint(names)
+    assert "url(" not in text
+    assert "@import" not in text
+    policy = dict(page.attributes).get("content"), "default-src 'none'" in text
+    assert policy[1]
+    return page
+
+
+def event(
+    number: int, reason: str, at: float, message: str, *, round_: int | None = None,
+    cause: int | None = None, node: str | None = None, took: float | None = None,
+    warning: bool = False,
+) -> JobEvent:  # fmt: skip
+    return JobEvent(
+        id=number, at=AT + at, reason=reason, message=message, round=round_, cause=cause,
+        node=node, took_s=took, type="Warning" if warning else "Normal",
+    )  # fmt: skip
+
+
+STORY = [
+    event(1, "JobStarted", 0, "job demo wishes 2 nodes"),
+    event(2, "NodeJoined", 1, "n0 is there", node="n0"),
+    event(3, "NodeJoined", 1, "n1 is there", node="n1"),
+    event(4, "RoundFormed", 1, "round 1: 2 nodes", round_=1, cause=1),
+    event(5, "TrainingResumed", 4, "first step of round 1 is 1", round_=1, cause=4, took=4),
+    event(6, "NodeLost", 10, "n1 is lost: host-1 was killed", node="n1", round_=1, warning=True),
+    event(7, "RoundFormed", 10, "round 2: 1 node", round_=2, cause=6),
+    event(8, "NodeJoined", 12, "3 nodes are there: n2, n3, n4 and 1 more"),
+    event(
+        9, "TrainingResumed", 11,
+        "first step of round 2 is 21; step 20 had been reached: no steps are repeated",
+        round_=2, cause=7, took=1,
+    ),
+    event(10, "MasterStarted", 15, "master of term 2 took over at round 2", round_=2),
+]  # fmt: skip
+
+
+def told(phase: JobPhase = JobPhase.SUCCEEDED) -> JobStatus:
+    return status(phase).model_copy(
+        update={
+            "events": STORY, "started_at": AT, "ended_at": AT + 20, "goodput": 0.75,
+            "lost_s": {"start": 4.0, "loss": 1.0}, "restarts": {"loss": 1}, "published_at": AT + 20,
+        }
+    )  # fmt: skip
+
+
+def picture(job: JobStatus, events: list[JobEvent] | None = None) -> Picture:
+    return Picture(
+        name=job.name, heads=["head"], phase=job.phase.value, reason=job.reason, status=job,
+        conditions=job.conditions, events=job.events if events is None else events, document={},
+    )  # fmt: skip
+
+
+def test_the_page_tells_the_story() -> None:
+    history = History(
+        samples=[Sample(at=AT + t, step=2 * t, round=1, nodes=2) for t in range(4, 20)]
+    )
+    found = alone(page(picture(told()), history, now=AT + 100))
+    for words in (
+        "demo", "Succeeded", "because [of] that", "20.0 s", "30 of 60", "75.0%", "loss 1.5",
+        "round 1", "round 2", "n1 is lost: host-1 was killed", "no steps are repeated", "1.0 s",
+        "new steps: 75.0%", "start: 20.0% (4.0 s)", "loss: 5.0% (1.0 s)", "master of term 2",
+    ):  # fmt: skip
+        assert words in found.text, words
+    assert found.tags.count("svg") == 3
+    (line,) = [value for name, value in found.attributes if name == "points"]
+    assert line is not None
+    places = [tuple(map(float, pair.split(","))) for pair in line.split()]
+    assert len(places) >= 16
+    assert places == sorted(places, key=lambda place: place[0])
+
+
+def test_what_ended_each_round_is_told_once() -> None:
+    found = [(o.cause.id, o.round, o.resumed.id if o.resumed else 0) for o in outages(STORY)]
+    assert found == [(6, 2, 9), (10, 0, 0)]
+
+
+def test_nodes_live_from_their_joining_until_they_are_lost() -> None:
+    found = {lane.node: (lane.since - AT, lane.until - AT, lane.lost)
+             for lane in lanes(told(), complete(STORY), AT + 99)}  # fmt: skip
+    assert found["n0"] == (1, 20, False)
+    assert found["n1"] == (1, 10, True)
+    assert {found[n] for n in ("n2", "n3", "n4")} == {(12, 20, False)}
+    assert set(found) == {"n0", "n1", "n2", "n3", "n4"}
+
+
+def test_a_cluster_that_keeps_only_words_tells_the_same() -> None:
+    bare = [e.model_copy(update={"node": None, "round": None}) for e in STORY]
+    assert [(e.node, e.round) for e in complete(bare)][5:7] == [("n1", None), (None, 2)]
+    assert complete(complete(bare)) == complete(bare)
+    points = samples(History(), told(), complete(bare))
+    assert [(p.at - AT, p.step) for p in points] == [(4, 1), (10, 20), (11, 21), (20, 30)]
+    shown = alone(page(picture(told().model_copy(update={"events": []}), bare), History(), now=AT))
+    assert "round 2" in shown.text
+    assert "None" not in shown.text
+
+
+@pytest.mark.parametrize("phase", list(JobPhase))
+def test_any_phase_and_any_lack_is_a_page(phase: JobPhase) -> None:
+    bare = told(phase).model_copy(
+        update={"events": [], "progress": None, "goodput": None, "nodes": [], "ended_at": None}
+    )
+    alone(page(picture(bare), History(), now=AT))
+    nothing = Picture("x", [], phase.value, "r", None, [], [], {})
+    assert phase.value in alone(page(nothing, History(), now=AT)).text
+
+
+WORDS = "</title></style><script>a</script><img src=x onx=a>\"'&\x1b[\x00"
+
+
+def test_no_word_of_a_script_or_a_worker_means_anything() -> None:
+    found = alone(page(hostile(WORDS), History(), now=AT))
+    spelled = WORDS.replace("\x1b", r"\x1b").replace("\x00", r"\x00")
+    assert found.text.count(spelled) >= 5
+    bad = STORY[5].model_copy(update={"message": WORDS, "node": WORDS})
+    job = told().model_copy(update={"events": [*STORY[:5], bad, *STORY[6:]]})
+    assert spelled in alone(page(picture(job), History(), now=AT)).text
+
+
+@given(
+    texts=st.lists(st.text(max_size=40), min_size=1, max_size=6),
+    times=st.lists(st.floats(-1e3, 1e11), min_size=1, max_size=6),
+    reason=st.sampled_from(["NodeJoined", "NodeLost", "RoundFormed", "TrainingResumed", "X"]),
+    steps=st.lists(st.tuples(st.floats(0, 1e11), st.integers(0, 2**53)), max_size=5),
+)
+def test_any_words_and_times_are_a_page(
+    texts: list[str], times: list[float], reason: str, steps: list[tuple[float, int]]
+) -> None:
+    events = [
+        JobEvent(id=i, at=at, reason=reason, message=text, node=text, round=i, cause=i - 1)
+        for i, (text, at) in enumerate(zip(texts, times, strict=False))
+    ]
+    history = History(samples=[Sample(at=at, step=step, round=1, nodes=1) for at, step in steps])
+    job = told().model_copy(update={"events": events, "reason": texts[0], "name": texts[-1]})
+    text = page(picture(job), history, now=AT)
+    alone(text)
+    assert not re.search(
+        r"nan|inf\b", " ".join(re.findall(r'(?:x|y|width|points)="([^"]*)"', text))
+    )
