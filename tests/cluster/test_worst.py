@@ -562,6 +562,11 @@ def test_jobs_are_deleted_while_there_is_no_operator(
         ),
         "nothing of the others is left",
     )
+    # As docs/operations.md has it.
+    of_job = ("-l", f"{label}=orphan")
+    assert orphan.kubectl("get", kinds, *of_job, "-oname").count("\n") >= 8
+    orphan.kubectl("delete", kinds, *of_job)
+    until(lambda: not orphan.kubectl("get", kinds, *of_job, "-oname").strip(), "the orphan is gone")
     last = job(there, agent_image, 1, name="last")
     last.runs(1)
     with no_operator(cluster, operator):
