@@ -311,8 +311,7 @@ def get(name: str | None, everywhere: bool, watch: bool, as_json: bool, target: 
         except NoCluster as error:
             jobs = [here.RunningJob(settings, n) for n in here.running(settings)]
             if not only_here or name is not None or not jobs:
-                hint = "jobs of this machine are listed by `dlrover job list`"
-                raise ConfigError(f"{error}\n{hint}") from error
+                raise ConfigError(f"{error}; jobs of this machine: `dlrover job list`") from error
             _print_here(jobs, as_json=as_json, watch=watch)
             return
         table: view.JobTable | None = None
@@ -420,9 +419,12 @@ def why(name: str | None, round_number: int | None, as_json: bool, target: Targe
     for event in chain:
         click.echo(f"  {view.event_line(event)}")
     newest = picture.status.round if picture.status is not None else 0
-    if newest > 1 and all(event.reason != "RoundFormed" for event in chain):
-        words = f"rounds 2 to {newest} followed" if newest > 2 else "round 2 followed"
-        click.echo(f"{words} from something: dlrover job why {job.name} --round {newest}")
+    if (
+        round_number is None
+        and newest > 1
+        and all(event.reason != "RoundFormed" for event in chain)
+    ):
+        click.echo(f"why its last round was formed: dlrover job why {job.name} --round {newest}")
 
 
 @job.command()

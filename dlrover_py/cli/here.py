@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -74,7 +75,20 @@ def running(settings: Settings) -> list[str]:
     root = settings.runtime_root
     if not is_own(root, hint=RUNTIME_HINT):
         return []
-    return sorted(p.parent.name for p in root.glob(f"*/{names.CLUSTER_SOCKET}"))
+    return sorted(p.parent.name for p in root.glob(f"*/{names.CLUSTER_SOCKET}") if _listens(p))
+
+
+def _listens(path: Path) -> bool:
+    """Whether a process has this socket: one that was killed has left it behind."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:
+            return True  # it is busy; who calls it hears what is wrong
+    return True
 
 
 def past(settings: Settings) -> list[JobStatus]:

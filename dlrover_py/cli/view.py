@@ -517,6 +517,9 @@ def live(
     return Group(*parts)
 
 
+_LAST_WORDS = ("JobSucceeded", "Suspended")
+
+
 def story(events: Sequence[JobEvent], round_number: int | None = None) -> list[JobEvent]:
     """The chain of causes that led to a round, or to where the job stands now."""
     by_id = {e.id: e for e in events}
@@ -524,8 +527,7 @@ def story(events: Sequence[JobEvent], round_number: int | None = None) -> list[J
         e
         for e in events
         if e.reason in ("RoundFormed", "TrainingResumed")
-        or (e.cause is not None and round_number is None)
-        or e.reason in ("JobSucceeded", "Suspended")
+        or (round_number is None and (e.cause is not None or e.reason in _LAST_WORDS))
     ]
     if round_number is not None:
         ends = [e for e in ends if e.round == round_number]

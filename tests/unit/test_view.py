@@ -55,6 +55,12 @@ def test_the_story_of_a_round_is_its_chain_of_causes() -> None:
     assert view.story([]) == []
 
 
+def test_why_a_round_was_formed_is_not_that_the_job_has_ended() -> None:
+    ended = [*STORY, event(8, "JobSucceeded", round_=2)]
+    assert [e.id for e in view.story(ended)] == [8]
+    assert [e.id for e in view.story(ended, 2)] == [4, 5, 6]
+
+
 def test_a_chain_whose_beginning_was_dropped_is_told_from_where_it_is_known() -> None:
     assert [e.id for e in view.story(STORY[4:])] == [5, 6]
 
