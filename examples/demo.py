@@ -189,6 +189,11 @@ def show(run: Run, steps: int) -> int:
 
     status = status_of(run.until(lambda s: s.phase.ended, "the end"))
     code = run.process.wait(timeout=60)
+    why = ["job", "why", NAME, "--round", str(status.round)]
+    console.print(f"\n[bold]dlrover {' '.join(why)}[/]: the chain of causes behind the last round")
+    subprocess.run(
+        [str(BIN / "dlrover"), *why], check=False, env=run.env, stderr=subprocess.DEVNULL
+    )
     console.print("\nthe same training, with nobody hurting it:")
     reference = subprocess.run(
         [
