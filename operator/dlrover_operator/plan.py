@@ -778,10 +778,10 @@ class _Planner:
             return JobPhase.PENDING.value  # its master has not spoken since the resume
         if published:
             return str(published)
-        if self.deployment is not None or self.service is not None:
-            return "Created"
         known = str(self.status.get("phase") or "")
-        return "" if known == REFUSED else known
+        made = self.deployment is not None or self.service is not None
+        # It was looked at, even where nothing could be made.
+        return "Created" if made or known in ("", REFUSED) else known
 
     def _ours_to_say(self) -> Iterator[Said]:
         yield self._accepted()

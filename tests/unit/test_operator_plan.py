@@ -251,6 +251,13 @@ def test_a_job_gets_its_master_and_then_rest() -> None:
     assert world.status["phase"] == "Running"
 
 
+def test_a_job_that_was_looked_at_has_a_phase_even_if_nothing_can_be_made() -> None:
+    world = World.of()
+    world.trouble = Trouble("PermissionDenied", "services is forbidden")
+    (told,) = [action for action in world.plan().status if isinstance(action, p.SetStatus)]
+    assert told.status["phase"] == "Created"
+
+
 @pytest.mark.parametrize("phase", ["Succeeded", "Failed", "Stopped"])
 def test_an_ended_jobs_master_goes_and_the_job_after_its_time(phase: str) -> None:
     world = running(ttlSecondsAfterFinished=100)
