@@ -1739,6 +1739,16 @@ def test_a_node_that_ended_for_want_of_memory_is_told_as_that_also_when_it_was_g
         assert shown["OutOfMemory"].message == f"n1: {words}"
 
 
+def test_a_job_that_failed_for_want_of_memory_says_so_at_its_end() -> None:
+    bench = running(elastic_job(1, 1, restarts=0))
+    killed = crash().model_copy(update={"out_of_memory": "out of memory"})
+    bench.agent("n0").fail(killed)
+    bench.settle()
+    status = bench.job.status(bench.now, bench.now)
+    assert status.phase is JobPhase.FAILED
+    assert {c.type: c.status for c in status.conditions}["OutOfMemory"] == "True"
+
+
 # --- a restart of all nodes ---
 
 

@@ -958,7 +958,8 @@ class Job:
         self.exhausted += 1
         self._record(
             "ReplacementsExhausted",
-            f"{node.id} is not replaced: {counted(node.relaunches, 'node')} lost in its place "
+            f"{node.id} is not replaced: {counted(node.relaunches, 'node')} "
+            f"{'was' if node.relaunches == 1 else 'were'} lost in its place "
             "without steady progress",
             node=node.id,
             cause=event,
@@ -1976,6 +1977,11 @@ class Job:
         return status
 
     def _update_conditions(self, ready: int, wall: float) -> None:
+        if self.checkpoints.in_use or self.job.spec.checkpoint is not None:
+            trouble = self.checkpoints.trouble
+            why = "CheckpointFailed" if trouble else "AsExpected"
+            self._set("CheckpointFailing", bool(trouble), why, trouble or "no trouble", wall)
+        self._update_out_of_memory(wall)
         wanted, running = self.job.worker.replicas, self.phase is JobPhase.RUNNING
         if self.phase.ended:  # how many nodes are left then says nothing of the job
             self._set("PodsReady", False, "JobEnded", ENDED, wall)
@@ -1995,11 +2001,6 @@ class Job:
         if self.nodes.count(Standing.PENDING):
             waiting = next(n for n in self.nodes if n.standing is Standing.PENDING)
             words += f"; {waiting.id}: {waiting.message}"
-        if self.checkpoints.in_use or self.job.spec.checkpoint is not None:
-            trouble = self.checkpoints.trouble
-            why = "CheckpointFailed" if trouble else "AsExpected"
-            self._set("CheckpointFailing", bool(trouble), why, trouble or "no trouble", wall)
-        self._update_out_of_memory(wall)
         size = "FewerNodes" if degraded else "FullSize" if running else "NotRunning"
         self._set("Degraded", degraded, size, words, wall)
 
