@@ -441,12 +441,14 @@ def test_temporary_files_are_where_tmpdir_says(place: Place) -> None:
 
 
 ISOLATED = ["unshare", "--user", "--map-root-user"]
+# What is in it stays: this very program may be there.
+READ_ONLY = "mount --bind {0} {0}; mount -o remount,ro,bind {0}"
 
 
 @pytest.mark.parametrize(
     ("how", "before", "words"),
     [
-        ("--mount", "mount -t tmpfs -o ro no /tmp; mount -t tmpfs -o ro no /var/tmp", "set TMPDIR"),
+        ("--mount", f"{READ_ONLY.format('/tmp')}; {READ_ONLY.format('/var/tmp')}", "set TMPDIR"),
         ("--net", "true", "ip link set lo up"),
         ("--net", "ip link set lo up; ip address del 127.0.0.1/8 dev lo", "ip link set lo up"),
     ],

@@ -358,7 +358,7 @@ def test_a_good_report_is_answered(master: Master) -> None:
         (report(phase="asleep"), "report.phase: found text 'asleep': input should be 'idle'"),
         (report(nproc=5000), "report.nproc: found a number 5000: input should be less than"),
         (report(pids=[1, "x"]), "report.pids[1]: found text 'x'"),
-        (report(leaving="x" * 1500), "report.leaving: found text 'xxx"),
+        (report(boot_id="x" * 1500), "report.boot_id: found text 'xxx"),
         (report(progress={"step": 1}), "report.progress.started_at_step: missing"),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, str) else "",
