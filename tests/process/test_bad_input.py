@@ -442,7 +442,7 @@ def test_temporary_files_are_where_tmpdir_says(place: Place) -> None:
 
 ISOLATED = ["unshare", "--user", "--map-root-user"]
 # What is in it stays: this very program may be there.
-READ_ONLY = "mount --bind {0} {0}; mount -o remount,ro,bind {0}"
+READ_ONLY = "mount --rbind {0} {0}; mount -o remount,ro,bind {0}"
 
 
 @pytest.mark.parametrize(
