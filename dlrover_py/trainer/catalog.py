@@ -73,6 +73,8 @@ class Catalog:
         self.objects: dict[str, list[Callable[[], bytes]]] = {}
         self.more: Callable[[], bool] = lambda: False
         """Looks at the next sources; False: there are none."""
+        self.foreign = False
+        """It is not one of ours: nothing in it says how values are nested."""
         self.rebuild: Callable[[str], tuple[object, list[str]] | None] = lambda key: None
         """Puts an object together that torch's own checkpoints take apart: its keys, too."""
 

@@ -83,7 +83,7 @@ from dlrover_py.trainer.alone import OVERTAKEN, PATIENCE_S, Memory, Persister, a
 from dlrover_py.trainer.rollcall import KeyValueStore, RollCall
 from dlrover_py.trainer.settings import Settings
 from dlrover_py.trainer.staging import Place, Stager, Staging
-from dlrover_py.trainer.state import PerRank, Random, flatten
+from dlrover_py.trainer.state import RNG, PerRank, Random, flatten, refused
 
 if TYPE_CHECKING:
     from dlrover_py.trainer.restore import Loaded
@@ -106,8 +106,6 @@ AMENDS, AMEND_S = 100, 0.01
 """So often, and after such pauses, a slot is written that somebody else is writing."""
 SOUGHT_S = 0.5
 """How often storage is looked at for what others still write there."""
-RNG = "dlrover.rng"
-"""Key of the random generators' state, for each rank: one that no script has."""
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -392,7 +390,8 @@ class Checkpointer:
 
         It returns when everything has been copied that may change before the next
         ``optimizer.step()``; that waits for the rest, if it is not done by then. Memory that does
-        not suffice, or that is in use, costs this save and a line in the log, never the training.
+        not suffice or is in use, and an object of the state that raises after a first good save,
+        cost this save and a line in the log, never the training.
 
         Args:
             step: steps finished, counted from the start of the training.
@@ -407,8 +406,9 @@ class Checkpointer:
             before the handler is over.
 
         Raises:
-            ConfigError: the first state has something that cannot be saved, which in a later one
-                costs that save; or the process group of a larger world has not been initialised.
+            ConfigError: the first state has something that cannot be saved, or that raises, which
+                in a later one costs that save; or the process group of a larger world has not been
+                initialised.
         """
         if os.getpid() != self._pid:
             return False
@@ -643,12 +643,15 @@ class Checkpointer:
             return False
         if force or last:
             self._hear(site)
-        begun = self._stage(site, attempt, state, metric, tries=LAST_TRIES if force or last else 1)
-        if force or last:
-            site.stager.wait()
-            self._ask(site)
-            self._hear(site)
-        return begun
+        try:
+            return self._stage(
+                site, attempt, state, metric, tries=LAST_TRIES if force or last else 1
+            )
+        finally:
+            if force or last:  # even if the state is refused: the other ranks wait for this vote
+                site.stager.wait()
+                self._ask(site)
+                self._hear(site)
 
     def _begin(self, site: "_Site", step: int, *, flagged: bool, forced: bool) -> _Attempt:
         """A save is due: the same on all ranks, whatever becomes of it on this one."""
@@ -691,14 +694,15 @@ class Checkpointer:
         began = time.perf_counter()
         step, _, lap = attempt.id
         attempt.missed = True
+        first = not self._accepted
         try:
             flat = flatten(self._whole_state(state), rank=site.rank)
             objects = flat.encoded()
         except ConfigError as error:
-            if not self._accepted:
+            if first:
                 raise
             self._missed(step, str(error))  # the other ranks go on, and wait for this one's votes
-            session.report_unsaved(str(error))
+            session.report_unsaved(self.stats.why)
             return False
         self._accepted = True
         for note in flat.notes:
@@ -737,6 +741,14 @@ class Checkpointer:
             return False
         except OSError as error:  # no descriptors are left, say
             self._missed(step, f"the memory cannot be used: {error}")
+            session.report_unsaved(self.stats.why)
+            return False
+        except Exception as error:  # a tensor without bytes to read, a device out of memory
+            refusal = refused("the state", error)
+            if first:
+                self._accepted = False
+                raise refusal from error
+            self._missed(step, str(refusal))
             session.report_unsaved(self.stats.why)
             return False
         if attempt.staging is None:

@@ -134,6 +134,7 @@ def _foreign(url: str) -> Catalog:
     source = _Files(url)
     metadata = _read(source.metadata())
     catalog = Catalog()
+    catalog.foreign = True
     paths: dict[str, tuple[str | int, ...]] = {}
     for key, saved in metadata.state_dict_metadata.items():
         if not isinstance(saved, TensorStorageMetadata):

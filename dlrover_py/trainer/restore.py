@@ -25,12 +25,13 @@ import torch
 import torch.distributed as dist
 
 from dlrover_py import arena, depot
-from dlrover_py.protocol.checkpoint import Id, Manifest, is_private, private_key
+from dlrover_py.protocol.checkpoint import Id, Manifest, Piece, is_private, private_key
 from dlrover_py.protocol.errors import CheckpointError, TransientError
 from dlrover_py.storage import Store
 from dlrover_py.trainer.catalog import TROUBLE, Candidate, Catalog, Found
 from dlrover_py.trainer.reshard import copy_leaves
 from dlrover_py.trainer.state import (
+    RNG,
     SHARDED,
     STRUCTURE,
     Leaf,
@@ -39,6 +40,7 @@ from dlrover_py.trainer.state import (
     decode_object,
     leaf_of,
     match_groups,
+    overlaps,
     targets,
 )
 
@@ -99,11 +101,13 @@ class Keys:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
-    """Shapes that differ, in words."""
+    """Shapes or types that differ, in words."""
     unclear: list[str] = field(default_factory=list)
     """What may be one thing or another, in words: it is left as it is."""
     grown: list[str] = field(default_factory=list)
-    """Keys that an object's state did not have."""
+    """Keys that a part of the state did not have."""
+    added: list[str] = field(default_factory=list)
+    """Plain values at the top of the state that it did not have: their keys."""
     unplaced: list[str] = field(default_factory=list)
     """Of the unexpected, those that an object might take."""
     adrift: list[str] = field(default_factory=list)
@@ -134,7 +138,7 @@ def fit_state(target: Targets, catalog: Catalog, rank: int) -> Fit:
     fit = Fit(target)
     keys = fit.keys
     used: set[str] = set()
-    _fit_structures(catalog, target)
+    _fit_structures(fit, catalog, target)
     own = private_key(rank, "")
     for leaf in target.leaves:
         key = leaf.piece.key
@@ -144,10 +148,10 @@ def fit_state(target: Targets, catalog: Catalog, rank: int) -> Fit:
         used.add(key)
         saved = catalog.piece(key)
         renewed = None
-        if saved.whole != leaf.piece.whole:
+        if words := unlike(saved, leaf):
             renewed = target.renewed(key, saved.dtype, saved.whole)
             if renewed is None:
-                keys.wrong.append(f"{key} has the shape {saved.whole}, and {leaf.piece.whole} here")
+                keys.wrong.append(f"{key} {words}")
         fit.leaves.append(renewed or leaf)
         if renewed is None:
             fit.own.append(leaf)
@@ -197,7 +201,7 @@ def fit_state(target: Targets, catalog: Catalog, rank: int) -> Fit:
         elif target.adrift(key):
             keys.adrift.append(key)
             continue
-        else:
+        elif not target.idle(key):
             if target.unplaced(key):
                 keys.unplaced.append(key)
             if not is_private(key):
@@ -210,14 +214,36 @@ def fit_state(target: Targets, catalog: Catalog, rank: int) -> Fit:
     return fit
 
 
-def _fit_structures(catalog: Catalog, target: Targets) -> None:
-    """Nest the states of objects as they were, where they have not all that was saved."""
-    there = {leaf.piece.key for leaf in target.leaves} | target.put.keys()
-    new = [key for key in (*catalog.boxes, *catalog.objects) if key not in there]
-    for prefix in target.growing:
-        key = prefix.removesuffix(".") + STRUCTURE
-        if key in catalog.objects and any(other.startswith(prefix) for other in new):
-            target.reshape(prefix, first_of(key, catalog.objects[key]))
+def unlike(saved: Piece, leaf: Leaf) -> str:
+    """Why a tensor cannot be copied into another one, in words; empty if it can."""
+    here = leaf.tensor
+    if saved.whole != leaf.piece.whole:
+        return f"has the shape {saved.whole}, and {leaf.piece.whole} here"
+    if not torch.can_cast(getattr(torch, saved.dtype), here.dtype):
+        return f"is of {saved.dtype}, and of {leaf.piece.dtype} here"
+    if overlaps(here):
+        return "has elements here that share memory: expected a clone() of what was expanded"
+    return ""
+
+
+def _fit_structures(fit: Fit, catalog: Catalog, target: Targets) -> None:
+    """Nest parts of the state as they were, where they have not all that was saved, or more."""
+    saved = catalog.boxes.keys() | catalog.objects.keys()
+    if not catalog.foreign:
+        tops = {key.removesuffix(STRUCTURE) for key in catalog.objects if key.endswith(STRUCTURE)}
+        tops |= {key for key in saved if "." not in key and not key.endswith(STRUCTURE)}
+        tops = {top for top in tops if not any(region.has(top) for region in target.regions)}
+        for top in sorted(tops - target.put.keys() - {region.key for region in target.regions}):
+            mine = not is_private(top) or top.startswith(private_key(target.rank, ""))
+            if mine and target.add(top) is not None and not is_private(top):
+                fit.keys.added.append(top)
+    for region in target.regions:
+        key = region.key + STRUCTURE
+        if key in catalog.objects:
+            target.nest(region, first_of(key, catalog.objects[key]), saved)
+        elif region.plain and region.key in saved:
+            target.nest(region, False, saved)
+        target.take(region, catalog.boxes.keys(), catalog.objects.keys())
 
 
 def _fit_groups(fit: Fit, catalog: Catalog, used: set[str], optimizer: OptimizerTarget) -> None:
@@ -310,7 +336,7 @@ def difference(keys: Keys, *, strict: bool) -> str:
     """Why this is the checkpoint of another state; empty if it is not."""
     words = []
     if keys.wrong:
-        words.append("shapes differ: " + some(keys.wrong))
+        words.append("tensors differ: " + some(keys.wrong))
     if keys.adrift:
         words.append(
             f"{some(keys.adrift)} were DTensors, and no other of such a shape beside them tells "
@@ -363,9 +389,9 @@ def agree(
         return why
     assert fit is not None
     # What one rank has a place for is no other's: stages of a pipeline have each its own.
-    unexpected, adrift, grown = (
+    unexpected, adrift, grown, added = (
         sorted(set.intersection(*(set(getattr(keys, of)) for _, keys in said)))
-        for of in ("unexpected", "adrift", "grown")
+        for of in ("unexpected", "adrift", "grown", "added")
     )
     found = []
     for _, keys in said:
@@ -374,10 +400,13 @@ def agree(
         found.append(f"{name} is of another state: {words}" if words else "")
     ranks.refuse(found, KeysDiffer)
     fit.keys = said[ranks.rank][1]
-    if others := set(fit.keys.grown).difference(grown):
+    others = set(fit.keys.grown).difference(grown)
+    others |= fit.target.remove(set(fit.keys.added).difference(added))
+    if others:
         fit.leaves = [leaf for leaf in fit.leaves if leaf.piece.key not in others]
         fit.objects = [one for one in fit.objects if one[0] not in others]
         fit.target.drop(others)
+    fit.keys.added, fit.target.strict = added, strict
     return ""
 
 
@@ -390,7 +419,7 @@ def spoiled_by(written: Sequence[Leaf], fit: Fit) -> list[str]:
     """
     replaced = tuple(o.prefix for o in fit.target.optimizers if o.loaded)
     # What an object has made for its state_dict() is another one by now, and no part of it.
-    there = {_memory(leaf) for leaf in fit.target.leaves}
+    there = {_memory(leaf) for leaf in fit.target.there}
     stays = [
         leaf
         for leaf in written
@@ -557,14 +586,25 @@ def fill(
         why = str(error) or type(error).__name__
     if why := ranks.first(why):
         return None, why
-    with torch.no_grad():
-        for put, value in values:
-            put(value)
-        for optimizer in fit.target.optimizers:
-            optimizer.finish()
-        fit.target.finish()
-    if fit.private:
-        log.warning("checkpoint of %s has nothing of this rank's own: %s", found, some(fit.private))
+    try:
+        with torch.no_grad():
+            for put, value in values:
+                put(value)
+            for optimizer in fit.target.optimizers:
+                optimizer.finish()
+            fit.target.finish()
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"checkpoint of {found}: {error}. The state has been written: do not train on with it"
+        ) from error
+    if private := [key for key in fit.private if RNG not in key]:  # a new rank has no such numbers
+        log.warning("checkpoint of %s has nothing of this rank's own: %s", found, some(private))
+    if fit.keys.added:
+        log.warning(
+            "checkpoint of %s has what the state did not have when it was built, and has now: %s",
+            found,
+            some(fit.keys.added),
+        )
     for words in fit.keys.unclear:
         log.warning("checkpoint of %s: %s", found, words)
     if fit.keys.missing or fit.keys.unexpected:

@@ -372,6 +372,8 @@ def _numbers(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
             raise ValueError(
                 f"the metric name {name!r} has {len(name)} characters: expected at most {MAX_NAME}"
             )
+        if getattr(value, "requires_grad", False):  # a loss: torch warns of a number taken from it
+            value = value.detach()  # type: ignore[attr-defined]
         try:
             number = float(value)
         except (TypeError, ValueError, OverflowError) as error:

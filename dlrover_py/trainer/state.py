@@ -13,6 +13,8 @@ optimizer at ``optim``        ``optim.state.fc.weight.exp_avg``; one object for 
                               group: ``optim.param_groups.0``
 anything with ``state_dict``  ``sched.last_epoch``: one for each entry; ``sched/structure``, if
                               keys alone do not tell how what is in them is nested
+``{"a": [{"n": 1}]}``         ``a.0.n``, and ``a/structure``: how it is nested. What has been
+                              put in, or taken out, since the state was built is so restored
 ``PerRank(value)`` at ``x``   ``rank/3/x``
 ============================  =====================================================
 
@@ -24,13 +26,23 @@ torch/distributed/checkpoint/state_dict.py, without its casts and collectives. A
 """
 
 import copy
+import ctypes
 import io
 import marshal
 import random
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,7 +54,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dlrover_py.protocol.checkpoint import ITEM_BYTES, PRIVATE, Piece, private_key
-from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -54,6 +66,8 @@ DEFER_BYTES = 64 << 10
 """Smaller tensors are copied at once: waiting for them costs more than they do."""
 SLOW_S = 0.05
 """What takes longer to encode, at each save, is told of."""
+TRIES = 3
+"""So often a dict is read that is written to at the same time."""
 NOTE_BYTES = 1 << 20
 """What is copied at once for one reason, and is less than this, is nothing to write home about."""
 
@@ -110,8 +124,9 @@ class Structure:
     Who is to take the state may have none of it yet: a new optimizer, a history that is empty.
     """
 
-    tree: dict[str | int, Any]
-    """Of dicts and lists; instead of a tensor or an object whether it is a DTensor."""
+    tree: Any
+    """Of dicts (or their subclasses that are known) and lists. In the place of a tensor or an
+    object: whether it is a DTensor. In the place of what has keys of its own making: None."""
 
 
 SHARDED = "dlrover.sharded"
@@ -119,6 +134,8 @@ SHARDED = "dlrover.sharded"
 their parameter, of which their bytes do not tell."""
 STRUCTURE = "/structure"
 """Behind an object's key: where its :class:`Structure` is."""
+RNG = "dlrover.rng"
+"""Key of the random generators' state, for each rank: one that no script has."""
 
 
 class PerRank:
@@ -191,7 +208,13 @@ def encode_object(key: str, value: object) -> bytes:
         ConfigError: it could not be read back with ``weights_only=True``.
     """
     value = value.tree if isinstance(value, Structure) else value
-    kinds = _kinds(value)
+    try:
+        kinds = _kinds(value)
+        if not kinds <= _UNPACKED or bytes in kinds:
+            value = _packed(value)
+            kinds = _kinds(value)
+    except Exception as error:  # it is the user's own, and may be written by another thread
+        raise refused(key, error) from error
     plain = b""
     if kinds <= _ENCODED_ONCE:
         with suppress(ValueError):  # nested too deeply
@@ -220,13 +243,109 @@ def encode_object(key: str, value: object) -> bytes:
 
 def decode_object(data: bytes) -> object:
     """Read what :func:`encode_object` wrote; tensors in it come to the CPU."""
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    return _unpacked(value) if _PACKED.encode() in data else value
+
+
+def refused(key: str, error: Exception) -> ConfigError:
+    """What is raised for an exception of the user's objects: with their key, and one line of it."""
+    if isinstance(error, ConfigError):
+        return error
+    words = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+    key = key if len(key) <= 200 else f"{key[:200]}…"
+    return ConfigError(f"checkpoint: {key} cannot be taken: {words[:300]}")
+
+
+_PACKED = "dlrover.packed."
+"""Begins the first item of a tuple that stands for a value which ``weights_only=True`` refuses."""
+_NPY, _BYTES_IO, _DEFAULTS = (f"{_PACKED}{name}" for name in ("npy", "BytesIO", "defaultdict"))
+_EMPTY = f"{_PACKED}bytes"
+_FORMS = frozenset({_NPY, _BYTES_IO, _DEFAULTS, _EMPTY})
+_FACTORIES = {
+    kind.__name__: kind for kind in (bool, bytes, dict, float, int, list, set, str, tuple)
+}
+
+
+def _packed(value: Any) -> Any:
+    """A value in types that ``torch.load`` reads with ``weights_only=True``.
+
+    NumPy's numbers become Python's. Its arrays become the bytes of an ``.npy`` file
+    (https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html), ``BytesIO`` its bytes.
+
+    Raises:
+        ValueError: an array of objects, which an ``.npy`` file holds as a pickle only.
+    """
+    numpy = sys.modules.get("numpy")
+    kind = type(value)
+    if numpy is not None and isinstance(value, numpy.generic):
+        number = value.item()
+        if type(number) in _SAFE or type(number) is complex:
+            return number
+        return (_NPY, _npy(numpy.asarray(value)), True)  # a time, a long double
+    if numpy is not None and kind is numpy.ndarray:
+        return (_NPY, _npy(value), False)
+    if kind is bytes:  # torch.load takes all but this one
+        return value or (_EMPTY, 0, 0)
+    if kind is io.BytesIO:
+        return (_BYTES_IO, _tensor(value.getvalue()), value.tell())
+    if kind is defaultdict:
+        factory = value.default_factory
+        if factory is not None and factory not in _FACTORIES.values():
+            return value  # refused, with its key
+        items = {_packed(name): _packed(item) for name, item in value.items()}
+        return (_DEFAULTS, None if factory is None else factory.__name__, items)
+    if kind is dict or kind is OrderedDict:
+        return kind((_packed(name), _packed(item)) for name, item in value.items())
+    if kind in (list, tuple, set):
+        return kind(map(_packed, value))
+    return value
+
+
+def _unpacked(value: Any) -> Any:
+    """The same back."""
+    kind = type(value)
+    if kind is tuple and len(value) == 3 and type(value[0]) is str and value[0] in _FORMS:
+        form, data, more = value
+        if form == _EMPTY:
+            return b""
+        if form == _DEFAULTS:
+            items = {_unpacked(name): _unpacked(item) for name, item in more.items()}
+            return defaultdict(None if data is None else _FACTORIES[data], items)
+        file = io.BytesIO(ctypes.string_at(data.data_ptr(), data.nbytes) if len(data) else b"")
+        if form == _BYTES_IO:
+            file.seek(more)
+            return file
+        import numpy
+
+        array = numpy.lib.format.read_array(file, allow_pickle=False)
+        return array[()] if more else array
+    if kind is dict or kind is OrderedDict:
+        return kind((_unpacked(name), _unpacked(item)) for name, item in value.items())
+    if kind in (list, tuple, set):
+        return kind(map(_unpacked, value))
+    return value
+
+
+def _npy(array: Any) -> torch.Tensor:
+    import numpy
+
+    file = io.BytesIO()
+    numpy.lib.format.write_array(file, array, allow_pickle=False)
+    return _tensor(file.getvalue())
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    """Bytes as a tensor, which is saved as it is: a pickle of bytes takes twice the room."""
+    if not data:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 _SAFE = frozenset({int, float, bool, str, bytes, type(None)})
 _LEAVES = _SAFE | _PLAIN
 _CONTAINERS = frozenset({dict, list, tuple})
 _ENCODED_ONCE = _SAFE | _CONTAINERS
+_UNPACKED = _LEAVES | _CONTAINERS
 _encoded: dict[str, tuple[bytes, bytes]] = {}
 """By key, what was encoded before, as marshal has it and as torch has: most stays as it is for the
 whole of a run. Nothing of marshal's is written anywhere."""
@@ -251,68 +370,230 @@ def _kinds(value: object) -> set[type]:
     return found
 
 
+@dataclass(eq=False)
+class Region:
+    """A part of a state that may be another one than it was: plain values, what an object says of
+    itself, or entries that a module loads by methods of its own."""
+
+    key: str
+    """Its own, or what all of its keys begin with."""
+    holder: Any
+    """What holds it, of which nothing else sees a change before all of it is put in."""
+    name: object
+    """Under which name."""
+    plain: bool = False
+    """It has no ``load_state_dict``: it is put into the user's own dict or list."""
+    keys: set[str] = field(default_factory=set)
+    """What it has here."""
+    inner: tuple[tuple[str, str], ...] = ()
+    """Of a module: what keys begin with that it may have or not, and the names of these in its
+    ``state_dict``."""
+    told: bool = False
+    """The checkpoint has said how it is nested."""
+    own: tuple[str, ...] = ()
+    """What keys in it begin with that belonged to modules, optimizers and the like."""
+
+    @property
+    def value(self) -> Any:
+        """What is in it now."""
+        return self.holder[self.name]
+
+    def has(self, key: str) -> bool:
+        """Whether a key would be in it."""
+        if self.inner:
+            return any(key.startswith(prefix) for prefix, _ in self.inner)
+        return key == self.key or key.startswith(f"{self.key}.")
+
+
 class Targets:
     """A state that is to be filled: what there is, and how the rest is put in."""
 
-    def __init__(self, walk: "_Walk") -> None:
+    def __init__(self, walk: "_Walk", state: Mapping[str, object]) -> None:
         self.leaves = walk.flat.leaves
+        self.there = list(walk.flat.leaves)
+        """All tensors that the state has, whether the checkpoint has them or not."""
         self.put = walk.put
         """Key of an object → sets it."""
         self.optimizers = [OptimizerTarget(walk, *found) for found in walk.optimizers]
-        self.growing = walk.growing
-        """What is before the keys of an object's state → that state, for it to take at the end."""
+        self.regions = walk.regions
+        """What may be another one than it was."""
+        self.strict = True
+        """What a module does not take is an error."""
+        self._state = state
+        self.rank = walk.rank
         self._held = walk.held
         self._finish = walk.finish
         self._places: dict[str, tuple[Any, Any]] = {}
         """Key → what is to hold it, and under which name, where the checkpoint has told that."""
         self._sharded: dict[str, str] = {}
-        """Keys of DTensors among these → the prefix of the object's."""
+        """Keys of DTensors among these → the region's."""
         self._likes: dict[tuple[str, tuple[int, ...]], DTensor | None] = {}
 
-    def reshape(self, prefix: str, tree: object) -> None:
-        """Nest the state of an object as it was when it was saved: see :class:`Structure`."""
-        if isinstance(tree, dict):
-            self._reshape(prefix, prefix, self.growing[prefix], tree)
-        for key, (holder, name) in self._held.items():
-            value = holder[name]
-            if key.startswith(prefix) and _is_sharded(value):
-                like = self._likes.setdefault((prefix, tuple(value.shape)), value)
-                if like is not None and _placed(like) != _placed(value):
-                    self._likes[prefix, tuple(value.shape)] = None
+    def add(self, key: str) -> Region | None:
+        """A region for a plain value at the top of the state, which does not have it yet."""
+        own = private_key(self.rank, "")
+        name = key.removeprefix(own)
+        if not isinstance(self._state, MutableMapping) or name in self._state or name == RNG:
+            return None
+        box: dict[object, object] = {name: None}
+        region = Region(key, box, name, plain=True)
+        self.regions.append(region)
 
-    def _reshape(self, outer: str, prefix: str, holder: Any, tree: Any) -> None:
-        for name, inner in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            key = f"{prefix}{name}"
-            old = holder.get(name) if isinstance(tree, dict) else holder[name]
-            if isinstance(inner, dict | list) and key in self.put:
+        def finish() -> None:
+            if region in self.regions:
+                value = box[name]
+                cast(Any, self._state)[name] = PerRank(value) if name != key else value
+
+        self._finish.append((key, finish))
+        return region
+
+    def remove(self, keys: Collection[str]) -> set[str]:
+        """Take regions out again that were added; all keys that they have."""
+        gone = [region for region in self.regions if region.plain and region.key in keys]
+        self.regions = [region for region in self.regions if region not in gone]
+        return {key for region in gone for key in region.keys}
+
+    def nest(self, region: Region, tree: object, saved: Collection[str]) -> None:
+        """Nest a region as it was when it was saved.
+
+        Args:
+            region: one of these.
+            tree: as :class:`Structure` has it; False: it was one value.
+            saved: all keys of the checkpoint.
+        """
+        region.told = True
+        region.own = tuple(_ends(region.key, tree, own=True))
+        there = {key for key in saved if region.has(key)}  # of these, what the tree does not have
+        there -= set(_ends(region.key, tree))
+        outer = {key[:at] for key in there for at, letter in enumerate(key) if letter == "."}
+        self._kept: list[str] = []
+        self._nest(
+            region, region.key, region.holder, region.name, tree, region.value, there | outer
+        )
+        kept = tuple(f"{key}." for key in self._kept)
+        for key in list(region.keys):
+            place = self._places.get(key)
+            if place is None:
+                if not key.startswith(kept):
+                    self._forget(region, key)
+                continue
+            if key in self.put:
+                self.put[key] = partial(place[0].__setitem__, place[1])
+            if key in self._held:
+                self._held[key] = place
+        region.keys |= {key for key in self._places if region.has(key)}
+        for key in region.keys & self._held.keys():
+            holder, name = self._held[key]
+            value = holder[name]
+            if _is_sharded(value):
+                like = self._likes.setdefault((region.key, tuple(value.shape)), value)
+                if like is not None and _placed(like) != _placed(value):
+                    self._likes[region.key, tuple(value.shape)] = None
+
+    def _nest(
+        self,
+        region: Region,
+        key: str,
+        holder: Any,
+        name: Any,
+        node: Any,
+        old: Any,
+        saved: Collection[str],
+    ) -> None:
+        """Put one value in its place among the others, which are in the order saved."""
+        if node is None:  # it has keys of its own making, if it is here
+            if old is not None:
+                holder[name] = old
+        elif isinstance(node, dict):
+            made = _like(node, old)
+            before = dict(old) if isinstance(old, Mapping) else {}
+            made.clear()
+            for inner, what in node.items():
+                there = before.pop(inner, None)
+                self._nest(region, f"{key}.{inner}", made, inner, what, there, saved)
+            for inner, what in before.items():
+                full = f"{key}.{inner}"
+                if full in saved:  # by another rank alone, which is none of this one's business
+                    self._kept.append(full)
+                    if full in region.keys:
+                        self._places[full] = made, inner
+                if full in saved or _own(what):
+                    made[inner] = what
+            holder[name] = made
+        elif isinstance(node, list):
+            made = old if isinstance(old, list) else []
+            items = [*made, *[None] * len(node)]
+            made[:] = items[: len(node)]
+            for index, what in enumerate(node):
+                self._nest(region, f"{key}.{index}", made, index, what, items[index], saved)
+            holder[name] = made
+        else:
+            holder[name] = old
+            self._places[key] = holder, name
+            if node:
+                self._sharded[key] = region.key
+
+    def take(self, region: Region, boxes: Collection[str], objects: Collection[str]) -> None:
+        """Make room for what a region has that is another kind of value now, or is not any more.
+
+        Args:
+            region: one of these.
+            boxes: keys of the checkpoint's tensors.
+            objects: of its other values.
+        """
+        begun = any(map(region.has, boxes)) or any(map(region.has, objects))
+        for key in list(region.keys):
+            if key in self.put and key not in objects and key in boxes:
+                self._places.setdefault(key, self._put_at(key))
                 del self.put[key]
-                old = None  # it was one object, all of which is another one now
-            if isinstance(inner, dict):
-                holder[name] = old if isinstance(old, MutableMapping) else {}
-                self._reshape(outer, f"{key}.", holder[name], inner)
-            elif isinstance(inner, list):
-                holder[name] = old = old if isinstance(old, list) else []
-                old += [None] * (len(inner) - len(old))
-                self._reshape(outer, f"{key}.", old, inner)
-            else:
-                holder[name] = old  # in its place among the others, which are in the order saved
-                self._places[key] = holder, name
-                if inner:
-                    self._sharded[key] = outer
+            elif key in self._held and key not in boxes and key in objects:
+                self._places.setdefault(key, self._held[key])
+                self._forget(region, key)
+            elif begun and not region.told and not region.plain and key not in (*boxes, *objects):
+                holder, name = self._held.get(key) or self._put_at(key)
+                named = key == f"{region.key}.{name}" or region.inner
+                within = any(other.startswith(f"{key}.") for other in (*boxes, *objects))
+                if named and isinstance(holder, MutableMapping) and not within:
+                    holder.pop(name, None)
+                    self._forget(region, key)
+
+    def _put_at(self, key: str) -> tuple[Any, Any]:
+        put = cast(Any, self.put[key])  # the only kind that regions have
+        return put.func.__self__, put.args[0]
+
+    def _forget(self, region: Region, key: str) -> None:
+        """Have no place for something that was not saved."""
+        region.keys.discard(key)
+        self.put.pop(key, None)
+        if self._held.pop(key, None) is not None:
+            self.leaves[:] = [leaf for leaf in self.leaves if leaf.piece.key != key]
 
     def _place(self, key: str) -> tuple[Any, Any] | None:
         """What is to hold something that the state does not have yet, and under which name."""
         if key in self._places:
             return self._places[key]
-        for prefix, entries in self.growing.items():
-            if key.startswith(prefix):
-                name = key[len(prefix) :]
-                return (entries, name) if "." not in name else None
+        for region in self.regions:
+            if region.told or region.plain or not region.has(key):
+                continue
+            for prefix, raw in region.inner:
+                if key.startswith(prefix):
+                    return region.value, raw + key[len(prefix) :]
+            name = key[len(region.key) + 1 :]
+            return (region.value, name) if "." not in name else None
         return None
 
+    def idle(self, key: str) -> bool:
+        """Whether another rank has it in a value that should be the same on all: it has fewer here,
+        or is another one."""
+        return any(
+            region.plain and region.told and region.has(key)
+            and not any(key == own or key.startswith(f"{own}.") for own in region.own)
+            for region in self.regions
+        )  # fmt: skip
+
     def unplaced(self, key: str) -> bool:
-        """Whether an object of the state would take it, if it were known how it is nested."""
-        return any(map(key.startswith, self.growing)) and self._place(key) is None
+        """Whether a part of the state would take it, if it were known how it is nested."""
+        return any(region.has(key) for region in self.regions) and self._place(key) is None
 
     def grown(self, key: str) -> Callable[[object], None] | None:
         """How an object is put in that the state does not have yet, but has a place for."""
@@ -320,10 +601,11 @@ class Targets:
         return None if place is None else partial(place[0].__setitem__, place[1])
 
     def renewed(self, key: str, dtype: str, whole: tuple[int, ...]) -> Leaf | None:
-        """A tensor of the saved shape, where an object takes it with its ``load_state_dict``.
+        """A tensor as it was saved, where it may be another one than that which is here.
 
-        Such an object (a data loader, a history) says itself what it has: no shape is wrong there.
-        None: the tensor is written in place, or it is one of many ranks'.
+        An object (a data loader, a history) says itself what it has, and in a dict of the user's
+        it may have been replaced: no shape is wrong there. None: the tensor is written in place,
+        it is one of many ranks', or it is being trained.
         """
         new = key not in self._held
         place = self._place(key) if new else self._held[key]
@@ -339,10 +621,15 @@ class Targets:
             holder[name] = torch.empty_like(like, dtype=kind, requires_grad=False)
         elif isinstance(old, torch.Tensor) and _is_sharded(old):
             return None
+        elif isinstance(old, torch.Tensor) and old.requires_grad and self._is_plain(key):
+            return None  # who trains it has it from elsewhere
         else:
             device = old.device if isinstance(old, torch.Tensor) else "cpu"
             holder[name] = torch.zeros(whole, dtype=kind, device=device)
         return leaf_of(key, holder[name])
+
+    def _is_plain(self, key: str) -> bool:
+        return any(region.plain and region.has(key) for region in self.regions)
 
     def drop(self, keys: Iterable[str]) -> None:
         """Take out again what was to be put in."""
@@ -355,9 +642,84 @@ class Targets:
         return key in self._sharded and key not in self._held
 
     def finish(self) -> None:
-        """Tell objects with ``load_state_dict`` what was put into their state, inner ones first."""
-        for told in self._finish:
-            told()
+        """Have all take what was put into their state, inner ones first.
+
+        Raises:
+            CheckpointError: an object of the user's has refused it; names its key.
+        """
+        for key, told in self._finish:
+            try:
+                told(self.strict) if isinstance(told, _ModuleState) else told()
+            except Exception as error:
+                words = f"{type(error).__name__}: {error}".strip()
+                raise CheckpointError(
+                    f"{key} does not take what was saved of it: {words}"
+                ) from error
+
+
+def _ends(key: str, node: object, *, own: bool = False) -> Iterator[str]:
+    """Keys of the values in a tree; ``own``: what those of modules and the like begin with."""
+    if isinstance(node, dict | list):
+        for name, inner in node.items() if isinstance(node, dict) else enumerate(node):
+            yield from _ends(f"{key}.{name}", inner, own=own)
+    elif (node is None) == own:
+        yield key
+
+
+def _like(node: Any, old: object) -> Any:
+    """A mapping to be filled: the one that is here, unless another type was saved."""
+    if type(node) is dict or type(node) is type(old):
+        return old if isinstance(old, MutableMapping) else {}
+    return copy.copy(node)
+
+
+def _grafted(old: object, new: Any) -> Any:
+    """A value, in the user's own dicts and lists where these are of its type."""
+    if old is new:
+        return new
+    alike = type(old) is type(new) or not isinstance(old, dict)
+    if isinstance(new, Mapping) and isinstance(old, MutableMapping) and alike:
+        items = {name: _grafted(old.get(name), item) for name, item in new.items()}
+        old.clear()
+        old.update(items)
+        return old
+    if type(new) is list and isinstance(old, list):
+        old[:] = [
+            _grafted(old[index] if index < len(old) else None, item)
+            for index, item in enumerate(new)
+        ]
+        return old
+    return new
+
+
+@dataclass(frozen=True, slots=True)
+class _ModuleState:
+    """What a module has to take by its own ``load_state_dict``."""
+
+    module: nn.Module
+    entries: dict[str, Any]
+    names: frozenset[str]
+    """Its entries when the state was built."""
+
+    def __call__(self, strict: bool) -> None:
+        """Have it taken.
+
+        A hook of the user's may have left entries out (the frozen part of a model): they are
+        neither here nor in the checkpoint, and nothing is missing then.
+
+        Raises:
+            CheckpointError: the module has no place for something, or lacks something.
+        """
+        if type(self.module).load_state_dict is not nn.Module.load_state_dict:
+            self.module.load_state_dict(self.entries)
+            return
+        mine = {id(t) for t in (*self.module.parameters(), *self.module.buffers())}
+        done = {name for name, value in self.entries.items() if id(value) in mine}
+        found = self.module.load_state_dict(self.entries, strict=False)
+        left = [n for n in found.unexpected_keys if n in self.entries and n not in done]
+        lacking = [n for n in found.missing_keys if n in self.names and n not in self.entries]
+        if strict and (left or lacking):
+            raise CheckpointError(f"it has no place for {left}, and it lacks {lacking}")
 
 
 def targets(state: Mapping[str, object], *, rank: int) -> Targets:
@@ -369,7 +731,7 @@ def targets(state: Mapping[str, object], *, rank: int) -> Targets:
     Raises:
         ConfigError: as :func:`flatten`.
     """
-    return Targets(_Walk(rank, load=True).run(state))
+    return Targets(_Walk(rank, load=True).run(state), state)
 
 
 class OptimizerTarget:
@@ -514,11 +876,14 @@ class _Walk:
         self.load = load
         self.flat = Flat()
         self.put: dict[str, Callable[[object], None]] = {}
-        self.finish: list[Callable[[], None]] = []
-        self.growing: dict[str, MutableMapping[str, object]] = {}
+        self.finish: list[tuple[str, Callable[[], None] | _ModuleState]] = []
+        self.regions: list[Region] = []
         self.held: dict[str, tuple[Any, object]] = {}
-        """Tensors in the state of an object: by key, what holds them, and under which name."""
-        self._within = False
+        """Tensors in a region: by key, what holds them, and under which name."""
+        self._region: Region | None = None
+        """In which values are."""
+        self._open: set[int] = set()
+        """Containers that are being taken apart."""
         self.modules: list[tuple[str, nn.Module, dict[str, Any]]] = []
         self.optimizers: list[tuple[str, Optimizer, dict[int, str]]] = []
         self._owner: dict[int, tuple[str, str]] = {}
@@ -555,15 +920,19 @@ class _Walk:
         return self
 
     def _mapping(
-        self, prefix: str, values: Mapping[str, object], found: list[tuple[str, Optimizer]]
-    ) -> None:
-        for name, value in values.items():
+        self, prefix: str, values: Mapping[Any, object], found: list[tuple[str, Optimizer]]
+    ) -> dict[Any, object]:
+        """What a mapping holds; how that is nested, by name."""
+        tree: dict[Any, object] = {}
+        for name, value in _items(values):
             if not prefix and str(name).startswith(f"{PRIVATE}/"):
                 raise ConfigError(
                     f"checkpoint: the key {name} is taken for what belongs to one rank: "
                     "wrap the value in PerRank instead"
                 )
-            self._value(f"{prefix}{name}", value, found, values, name)
+            saved = name if type(name) is str or not prefix else _name(prefix, name)
+            tree[saved] = self._value(f"{prefix}{saved}", value, found, values, name)
+        return tree
 
     def _value(
         self,
@@ -572,13 +941,29 @@ class _Walk:
         found: list[tuple[str, Optimizer]],
         holder: Any,
         name: object,
-    ) -> None:
-        """One value, which its holder has under a name."""
-        if isinstance(value, torch.Tensor):
-            if not self.tensor(key, value, "it is neither a module's nor an optimizer's"):
-                self._object(key, value, holder, name)
-            elif self._within:
-                self.held[key] = holder, name
+    ) -> object:
+        """One value, which its holder has under a name; how it is nested (:class:`Structure`).
+
+        Raises:
+            ConfigError: it cannot be saved, or is an object of the user's that has raised.
+        """
+        try:
+            return self._take(key, value, found, holder, name)
+        except Exception as error:
+            raise refused(key, error) from error
+
+    def _take(
+        self,
+        key: str,
+        value: object,
+        found: list[tuple[str, Optimizer]],
+        holder: Any,
+        name: object,
+    ) -> object:
+        if not _own(value):
+            if self._region is not None:
+                return self._parts(key, value, found, holder, name)
+            self._plain(key, value, found, holder, name)
         elif isinstance(value, nn.Module):
             _refuse(key, value)
             self.modules.append((key, value, value.state_dict(keep_vars=True)))
@@ -595,36 +980,94 @@ class _Walk:
         elif isinstance(value, PerRank):
             if key.startswith(f"{PRIVATE}/"):
                 raise ConfigError(f"checkpoint: {key} is PerRank within PerRank: expected it once")
+            outer, self._region = self._region, None
             self._value(private_key(self.rank, key), value.value, found, vars(value), "value")
-        elif isinstance(value, Mapping):
-            if not self._within and value.keys() == {"state", "param_groups"}:
-                self.flat.notes.append(
-                    f"{key} is an optimizer's state_dict(), and load() fills that dict, not the "
-                    "optimizer: give the optimizer itself"
-                )
-            self._mapping(f"{key}.", value, found)
-        elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
-            self._stateful(key, value, found)
-        elif isinstance(value, list) and not _terminal(value):
-            for index, item in enumerate(value):
-                self._value(f"{key}.{index}", item, found, value, index)
+            self._region = outer
         else:
-            self._object(key, value, holder, name)
+            self._stateful(key, value, found)
+        return None
+
+    def _parts(
+        self,
+        key: str,
+        value: object,
+        found: list[tuple[str, Optimizer]],
+        holder: Any,
+        name: object,
+    ) -> object:
+        """A value of a region; how it is nested."""
+        assert self._region is not None
+        if type(value) not in _SAFE:
+            if isinstance(value, torch.Tensor):
+                if self.tensor(key, value, "it is neither a module's nor an optimizer's"):
+                    self.held[key] = holder, name
+                    self._region.keys.add(key)
+                else:
+                    self._object(key, value, holder, name)
+                return type(value) not in _PLAIN and _is_sharded(value)
+            if isinstance(value, Mapping) or (isinstance(value, list) and not _terminal(value)):
+                if id(value) in self._open:
+                    raise ConfigError(f"checkpoint: {key} holds itself: expected a tree of values")
+                self._open.add(id(value))
+                try:
+                    if isinstance(value, Mapping):
+                        kind = type(value)
+                        tree = self._mapping(f"{key}.", value, found)
+                        return _treed(cast(Any, value), tree) if kind in _TREES else tree
+                    return [
+                        self._value(f"{key}.{index}", item, found, value, index)
+                        for index, item in enumerate(list(value))
+                    ]
+                finally:
+                    self._open.discard(id(value))
+        self._object(key, value, holder, name)
+        return False
+
+    def _plain(
+        self,
+        key: str,
+        value: object,
+        found: list[tuple[str, Optimizer]],
+        holder: Any,
+        name: object,
+    ) -> None:
+        """A value that is no object with a state: what is saved of it takes its place."""
+        if isinstance(value, Mapping) and value.keys() == {"state", "param_groups"}:
+            self.flat.notes.append(
+                f"{key} is an optimizer's state_dict(), and load() fills that dict, not the "
+                "optimizer: give the optimizer itself"
+            )
+        box = {name: _copied(value) if self.load else value}
+        self._region = region = Region(key, box, name, plain=True)
+        tree = self._parts(key, box[name], found, box, name)
+        self._region = None
+        if not self.load:
+            if isinstance(tree, dict | list):
+                self._object(f"{key}{STRUCTURE}", Structure(tree), None, None)
+            return
+        settable = hasattr(holder, "__setitem__")
+        if not settable and not isinstance(value, torch.Tensor | MutableMapping | list):
+            raise ConfigError(
+                f"checkpoint: {key} cannot be set in a {type(holder).__qualname__}: "
+                "expected a dict or a list"
+            )
+        self.regions.append(region)
+
+        def finish() -> None:
+            made = _grafted(value, box[name])
+            if made is not value:
+                holder[name] = made
+
+        self.finish.append((key, finish))
 
     def _object(self, key: str, value: object, holder: Any, name: object) -> None:
         if key in self.flat.objects:
             raise ConfigError(f"checkpoint: two values of the state have the key {key}")
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and isinstance(value, numpy.number | numpy.bool_):
-            value = value.item()  # torch.load would not read it: the mean of some losses, say
         self.flat.objects[key] = value
         if self.load:
-            if not hasattr(holder, "__setitem__"):
-                raise ConfigError(
-                    f"checkpoint: {key} cannot be set in a {type(holder).__qualname__}: "
-                    "expected a dict or a list"
-                )
             self.put[key] = partial(holder.__setitem__, name)
+            if self._region is not None:
+                self._region.keys.add(key)
 
     def _stateful(self, key: str, value: Any, found: list[tuple[str, Optimizer]]) -> None:
         """An object that gives its state, and takes it.
@@ -638,39 +1081,41 @@ class _Walk:
             if self.load:
                 self.put[key] = value.load_state_dict
             return
-        entries: dict[str, object] = dict(state)
-        outer, self._within = self._within, True
+        entries: dict[str, object] = dict(_items(state))
+        outer = self._region
+        self._region = region = Region(key, {"": entries}, "")
         tree: dict[str | int, object] = {}
         told = True
         for name, entry in entries.items():
+            full = f"{key}.{name}"
             tensor = isinstance(entry, torch.Tensor)
             if tensor or _has_tensors(entry):
                 if self.load:  # what is put in is not the object's before it takes all of it
                     entries[name] = entry = _copied(entry)
-                else:
-                    tree[name] = node = _nested(entry)
-                    told = told and tensor and not node
-                self._value(f"{key}.{name}", entry, found, entries, name)
+                tree[name] = node = self._value(full, entry, found, entries, name)
+                told = told and tensor and not node
             else:
-                self._object(f"{key}.{name}", entry, entries, name)
+                self._object(full, entry, entries, name)
                 tree[name] = False
-        self._within = outer
+        self._region = outer
         if not self.load and not (told and not any("." in name for name in entries)):
             self._object(f"{key}{STRUCTURE}", Structure(tree), None, None)
         if self.load:
-            self.growing[f"{key}."] = entries
-            self.finish.append(partial(value.load_state_dict, entries))
+            self.regions.append(region)
+            self.finish.append((key, partial(value.load_state_dict, entries)))
 
     def _module(self, key: str, module: nn.Module, entries: dict[str, Any]) -> None:
         names = _clean_names(module, entries)
-        own = {id(t) for t in (*module.parameters(), *module.buffers())} if self.load else set()
-        in_place = True
+        own, free, in_place, box = set[int](), tuple[str, ...](), True, {"": entries}
+        region = Region(key, box, "")
+        if self.load:
+            own = {id(t) for t in (*module.parameters(), *module.buffers())}
+            free = tuple(_loading_themselves(module))
+            clean = _cleaned(module, free)
+            region.inner = tuple((f"{key}.{clean[prefix]}", prefix) for prefix in free)
+            in_place = not free
         for raw, value in entries.items():
             full = f"{key}.{names[raw]}"
-            if not isinstance(value, torch.Tensor):
-                self._object(full, value, entries, raw)
-                in_place = False
-                continue
             number = id(value)
             defer = number in self._deferrable
             if defer:
@@ -679,13 +1124,24 @@ class _Walk:
                 why = self._why.get(number, "parameters that no optimizer of the state has")
             else:
                 why = "buffers change in the forward pass"
-            if not self.tensor(full, value, why, defer=defer):
+            alone = not isinstance(value, torch.Tensor) or not self.tensor(
+                full, value, why, defer=defer
+            )
+            if alone:
                 self._object(full, value, entries, raw)
                 in_place = False
             elif self.load and number not in own:  # made for the occasion by a hook of the user's
                 in_place = False
-        if self.load and not in_place:
-            self.finish.append(partial(module.load_state_dict, entries))
+            if self.load and (raw.startswith(free) or raw.rpartition(".")[2] == _EXTRA):
+                region.keys.add(full)
+                if not alone:
+                    self.held[full] = entries, raw
+        if self.load:
+            if region.keys or free:
+                self.regions.append(region)
+            if not in_place:
+                told = _ModuleState(module, entries, frozenset(entries))
+                self.finish.append((key, told))
 
     def _optimizer(self, key: str, optimizer: Optimizer) -> None:
         names = self._names(optimizer)
@@ -764,15 +1220,21 @@ class _Walk:
                 raise _no_memory(key)
         else:
             dtype = _DTYPES.get(value.dtype)
+            if kind not in _PLAIN:
+                if isinstance(value, nn.parameter.UninitializedTensorMixin):
+                    raise _no_memory(key)
+                if hasattr(value, "__tensor_flatten__"):
+                    return False  # a subclass that has its bytes in other tensors
             if dtype is None or value.layout is not torch.strided:
                 return False
-            if kind not in _PLAIN and hasattr(value, "__tensor_flatten__"):
-                return False  # a subclass that has its bytes in other tensors
-            shape = value.shape
+            try:
+                shape = value.shape
+            except RuntimeError:  # a nested tensor
+                return False
+            if value.is_meta:
+                raise _no_memory(key)
             known = _pieces.get(key)
             if known is None or not (known.shape == shape == known.whole and known.dtype == dtype):
-                if value.is_meta or isinstance(value, nn.UninitializedParameter):
-                    raise _no_memory(key)
                 shape = tuple(shape)
                 known = _pieces[key] = Piece(key, dtype, shape, shape, (0,) * len(shape))
             piece, local = known, value.detach() if self.load else value
@@ -789,7 +1251,10 @@ class _Walk:
 
 
 def _no_memory(key: str) -> ConfigError:
-    return ConfigError(f"checkpoint: {key} has no memory yet: expected it initialised")
+    return ConfigError(
+        f"checkpoint: {key} has no memory yet: expected it initialised; give a lazy module a first "
+        "batch, and what is on the meta device to_empty() and its values"
+    )
 
 
 def leaf_of(key: str, value: torch.Tensor) -> Leaf | None:
@@ -804,6 +1269,17 @@ _pieces: dict[str, Piece] = {}
 _shards: dict[str, tuple[object, Piece]] = {}
 """By key, with the DTensor's spec: believed only if that is the same object."""
 _clean: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
+
+
+def overlaps(tensor: torch.Tensor) -> bool:
+    """Whether several elements of it may have one place in memory: an expanded tensor's have."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
 
 
 def _shard(key: str, value: "DTensor") -> tuple[Piece, torch.Tensor] | None:
@@ -845,22 +1321,49 @@ def _shard(key: str, value: "DTensor") -> tuple[Piece, torch.Tensor] | None:
 def _clean_names(module: nn.Module, entries: Mapping[str, Any]) -> dict[str, str]:
     """The keys of a module's state without what wrappers have put before them."""
     known = _clean.get(module)
-    if known is not None and known.keys() == entries.keys():
-        return known
+    if known is None or known.keys() != entries.keys():
+        known = _clean[module] = _cleaned(module, entries)
+    return known
+
+
+def _cleaned(module: nn.Module, keys: Iterable[str]) -> dict[str, str]:
     wrappers = []
     for name, inner in module.named_modules(remove_duplicate=False):
         if isinstance(inner, nn.parallel.DistributedDataParallel | nn.DataParallel):
             wrappers.append(_unmarked(f"{name}." if name else ""))
     wrappers.sort(key=len, reverse=True)  # inner ones first
     names: dict[str, str] = {}
-    for raw in entries:
+    for raw in keys:
         name = _unmarked(raw)
         for prefix in wrappers:
             if name.startswith(f"{prefix}module."):
                 name = prefix + name[len(prefix) + len("module.") :]
         names[raw] = name
-    _clean[module] = names
     return names
+
+
+def _loading_themselves(module: nn.Module) -> Iterator[str]:
+    """What names begin with, of modules within it that load by methods or hooks of the user's.
+
+    Such a module may load what it does not have: buffers of another size, more or fewer of them.
+    """
+    for name, inner in module.named_modules(remove_duplicate=False):
+        kind = type(inner)
+        ways = [kind.load_state_dict, kind._load_from_state_dict]
+        hooks = [
+            *inner._load_state_dict_pre_hooks.values(),
+            *inner._load_state_dict_post_hooks.values(),
+        ]
+        if any(not str(way.__module__).startswith(_TORCHS) for way in ways) or any(
+            not str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks
+        ):
+            yield f"{name}." if name else ""
+
+
+_TORCHS = ("torch.nn.", "torch.distributed.", "torch._dynamo.", "torch.optim.")
+"""Where classes are whose modules have at each load what they had when they were built."""
+_EXTRA = "_extra_state"
+"""What ``get_extra_state`` of a module gives, and its ``set_extra_state`` takes: of any form."""
 
 
 def _unmarked(name: str) -> str:
@@ -960,25 +1463,6 @@ def _placed(value: "DTensor") -> object:
     return value.device_mesh, value.placements
 
 
-def _nested(value: object) -> object:
-    """How a value is nested, as :class:`Structure` has it; as ``_value`` takes it apart."""
-    kind = type(value)
-    if kind in _LEAVES:
-        return False
-    if isinstance(value, torch.Tensor):
-        return _is_sharded(value)
-    if kind is dict or isinstance(value, Mapping):
-        items: Iterable[tuple[object, object]] = value.items()  # type: ignore[attr-defined]
-        return {
-            name: type(item) not in _LEAVES and _nested(item)  # (it is called for each save)
-            for name, item in items
-            if type(name) in _NAMES and (type(item) in _LEAVES or not _own(item))
-        }
-    if isinstance(value, list) and not _terminal(value):
-        return list(map(_nested, value))
-    return False
-
-
 def _copied(value: object) -> Any:
     """A value in containers of its own."""
     if _own(value):
@@ -987,20 +1471,65 @@ def _copied(value: object) -> Any:
         made = copy.copy(value) if isinstance(value, dict) else dict(value)
         made.update((name, _copied(item)) for name, item in value.items())
         return made
-    if isinstance(value, list) and not _terminal(value):
-        return list(map(_copied, value))
+    if isinstance(value, list):
+        return list(value) if _terminal(value) else list(map(_copied, value))
     return value
 
 
 def _own(value: object) -> bool:
     """Whether it has keys of its own making."""
-    if type(value) in _CONTAINERS or isinstance(value, torch.Tensor | Mapping):
+    kind = type(value)
+    if kind in _CONTAINERS or kind in _LEAVES or isinstance(value, torch.Tensor):
         return False
-    return isinstance(value, nn.Module | Optimizer | PerRank) or hasattr(value, "load_state_dict")
+    if isinstance(value, nn.Module | Optimizer | PerRank):
+        return True
+    if isinstance(value, Mapping):
+        return False
+    return hasattr(value, "load_state_dict") and hasattr(value, "state_dict")
 
 
-_NAMES = frozenset({str, int})
-"""Of keys in a :class:`Structure`: anything else torch.load might not read."""
+_TREES = frozenset({OrderedDict, defaultdict, Counter})
+"""Mappings that are made anew as what they were."""
+
+
+def _treed(value: Any, tree: dict[Any, object]) -> Any:
+    """How a mapping of these types is nested: the same type, with how its items are."""
+    if type(value) is defaultdict:
+        known = value.default_factory is None or value.default_factory in _FACTORIES.values()
+        return defaultdict(value.default_factory, tree) if known else tree
+    return type(value)(tree)
+
+
+def _items(values: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
+    """What a mapping holds, which another thread may write to meanwhile."""
+    for _ in range(TRIES):
+        with suppress(RuntimeError):  # its size has changed
+            return list(values.items())
+    return list(values.items())
+
+
+def _name(prefix: str, name: Any) -> Any:
+    """A key of a mapping that is no str, as it is saved.
+
+    Raises:
+        ConfigError: ``torch.load`` would not read it with ``weights_only=True``.
+    """
+    kind = type(name)
+    if kind in _SAFE:
+        return name
+    if isinstance(name, str):  # an Enum of strings, say: it is found by the string, too
+        return str.__str__(name)
+    if isinstance(name, int):
+        return int(name)
+    if kind is tuple:
+        return tuple(_name(prefix, part) for part in name)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(name, numpy.number):
+        return name.item()
+    raise ConfigError(
+        f"checkpoint: {prefix.rstrip('.')} has the key {name!r}, a {kind.__qualname__}: expected "
+        "a str or a number"
+    )
 
 
 def _has_tensors(value: object) -> bool:

@@ -1,9 +1,11 @@
 """When a Checkpointer saves, what all ranks agree on, and what comes back."""
 
+import itertools
 import json
 import logging
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -19,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 
 from dlrover_py import arena
 from dlrover_py.arena import Slot
@@ -105,6 +108,74 @@ def test_plain_values_of_the_state_itself_come_back(make: Callable[..., Checkpoi
     state = {"epoch": 0, "pair": (0, 0), "list": [0], "none": 1, "t": torch.zeros(2)}
     assert checkpointer.load(state) == 1
     assert str(state) == str(saved_state)
+
+
+class Fails:
+    """An object whose ``state_dict`` raises, as that of a loader whose worker has ended."""
+
+    def state_dict(self) -> dict[str, object]:
+        raise OSError("worker 3 exited")
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Take nothing."""
+
+
+def ring() -> list[object]:
+    found: list[object] = []
+    found.append({"me": found})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (Fails, r"x cannot be taken: OSError: worker 3 exited"),
+        (ring, r"x\.0\.me holds itself"),
+        (lambda: torch.empty(10, device="meta"), r"x has no memory yet"),
+        (lambda: nn.LazyLinear(2), r"x\.weight has no memory yet"),
+        (lambda: {Fails: 1}, r"x has the key .*Fails.*expected a str or a number"),
+    ],
+)
+@pytest.mark.parametrize("force", [False, True])
+def test_what_raises_is_refused_at_the_first_save_and_costs_a_later_one_alone(
+    make: Callable[..., Checkpointer], bad: Callable[[], object], words: str, force: bool
+) -> None:
+    state = {"w": torch.ones(10), "x": bad()}
+    with pytest.raises(ConfigError, match=words), make() as first:
+        first.save(1, state, force=force)
+    checkpointer = make()
+    assert checkpointer.save(2, {**state, "x": torch.ones(10)}, force=force)
+    checkpointer.wait()
+    assert not checkpointer.save(3, state, force=force)
+    assert re.search(words, checkpointer.stats.why)
+    checkpointer.wait()
+    assert checkpointer.save(4, {**state, "x": torch.ones(10)}, force=force)
+
+
+def test_a_dict_that_another_thread_writes_to_is_saved(make: Callable[..., Checkpointer]) -> None:
+    busy: dict[str, int] = {"n": 0}
+    stop = threading.Event()
+
+    def write() -> None:
+        for i in itertools.count():
+            busy[f"k{i % 500}"] = i
+            busy.pop(f"k{i * 7 % 500}", None)
+            if stop.is_set():
+                return
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        checkpointer = make()
+        for step in range(1, 20):
+            assert checkpointer.save(step, {"x": busy})
+            checkpointer.wait()
+    finally:
+        stop.set()
+        writer.join()
+    state: dict[str, dict[str, int]] = {"x": {}}
+    assert checkpointer.load(state) == 19
+    assert state["x"]["n"] == 0
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

@@ -231,21 +231,23 @@ def test_the_state_of_a_low_precision_parameter_keeps_its_dtype(tmp_path: Path) 
 def test_keys_that_differ_are_told_before_anything_is_changed(tmp_path: Path) -> None:
     stage(tmp_path / "0.0", trained(1))
     state = {**fresh(2), "extra": torch.zeros(2)}
-    del state["epoch"]
+    del state["sched"]
     before = {k: v.clone() for k, v in state["model"].state_dict().items()}
-    with pytest.raises(KeysDiffer, match=r"does not have extra; .* no place for epoch"):
+    with pytest.raises(KeysDiffer, match=r"does not have extra; .* no place for sched\."):
         load(state, tmp_path)
     assert same(state["model"].state_dict(), before)
     found = load(state, tmp_path, strict=False)
     assert found is not None
-    assert (found.missing, found.unexpected) == (("extra",), ("epoch",))
+    assert found.missing == ("extra",)
+    assert {key.partition(".")[0] for key in found.unexpected} == {"sched"}
     assert not same(state["model"].state_dict(), before)
 
 
 def test_another_shape_is_told_even_where_keys_may_differ(tmp_path: Path) -> None:
-    stage(tmp_path / "0.0", {"w": torch.zeros(4, 3)})
+    """Somebody trains it: a tensor that is put in its place would not be trained."""
+    stage(tmp_path / "0.0", {"w": torch.zeros(4, 3, requires_grad=True)})
     with pytest.raises(KeysDiffer, match=r"w has the shape \(4, 3\), and \(5, 3\) here"):
-        load({"w": torch.zeros(5, 3)}, tmp_path, strict=False)
+        load({"w": torch.zeros(5, 3, requires_grad=True)}, tmp_path, strict=False)
 
 
 def test_what_a_state_cannot_need_is_not_imported(tmp_path: Path) -> None:
@@ -293,8 +295,7 @@ def test_what_an_object_says_of_itself_may_have_another_shape(tmp_path: Path) ->
     stage(tmp_path / "0.0", saved)
     for old in ([], [9.0], [9.0] * 5):
         state = {"history": History(list(old)), "own": PerRank(History(list(old)))}
-        strict = len(old) <= 1  # else it has keys that nobody has saved
-        assert load(state, tmp_path, strict=strict) is not None
+        assert load(state, tmp_path) is not None
         assert state["history"].values == [1.0, 2.0, 3.0]
         assert state["own"].value.values == [4.0, 5.0]
 
@@ -597,7 +598,7 @@ def test_of_what_is_put_in_at_the_end_a_damaged_one_has_left_nothing(tmp_path: P
     into = {**trained(3), "history": History([7.0, 8.0, 9.0])}
     found = load(into, tmp_path, strict=False)
     assert found is not None
-    assert (found.step, found.missing) == (2, ("history.t2",))
+    assert (found.step, found.missing) == (2, ())
     assert into["optim"].state == {}
     assert into["history"].values == [1.0, 2.0]
 

@@ -218,6 +218,13 @@ def test_messages_fit_the_protocol(agent: Agent, worker: Session) -> None:
             News.model_validate({"round": 1, "local_rank": 0} | too_much)
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_loss_that_has_a_graph_is_a_number(agent: Agent, worker: Session) -> None:
+    torch = pytest.importorskip("torch")
+    worker.report_step(1, None, {"loss": torch.tensor(0.5, requires_grad=True) * 2})
+    assert agent.news().metrics == {"loss": 1.0}
+
+
 def test_the_longest_directory_fits_with_all_that_is_said_beside_it(
     agent: Agent, worker: Session
 ) -> None:
