@@ -7,6 +7,8 @@ standard library's logging does it: structlog costs the agent 0.14 s of start
 (docs/decisions/0002-light-agent.md).
 """
 
+import contextlib
+import io
 import json
 import logging
 import os
@@ -16,6 +18,8 @@ from collections.abc import Collection
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
+from dlrover_py.aside import Outlet, outlet
+
 ENV_FORMAT = "DLROVER_LOG_FORMAT"
 ENV_LEVEL = "DLROVER_LOG_LEVEL"
 NOTICE = 35
@@ -23,6 +27,9 @@ NOTICE = 35
 logging.addLevelName(NOTICE, "NOTICE")
 
 _FORMATS = ("words", "json")
+
+LAST_LINES_S = 1.0
+"""So long a program waits at its end for its log to be taken."""
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _SENTENCES = ("says", "why", "then", "instead")
 _A_REASON = re.compile(r"([A-Z][a-z]+)+")
@@ -91,9 +98,29 @@ class _Handler(logging.StreamHandler[TextIO]):
             super().handleError(record)
 
 
+class _Aside(logging.Handler):
+    """Lines are written by a thread: a loop that must answer in time waits for no disk."""
+
+    def __init__(self, out: Outlet) -> None:
+        super().__init__()
+        self._out = out
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = f"{self.format(record)}\n".encode("utf-8", "backslashreplace")
+        except Exception:  # noqa: BLE001 - as the handlers of the standard library
+            self.handleError(record)
+        else:
+            self._out.write(line)
+
+    def flush(self) -> None:
+        self._out.finish(LAST_LINES_S)
+
+
 def setup(
     program: str,
     *,
+    aside: bool = False,
     level: int | str = logging.INFO,
     stream: TextIO | None = None,
     logger: str = "",
@@ -104,6 +131,7 @@ def setup(
 
     Args:
         program: its name, in each line.
+        aside: a thread writes the lines, for programs whose loop must answer in time.
         level: least severe level that is written.
         stream: where to; standard error if not given.
         logger: only this one and those below it, in a process that has logs of its own.
@@ -111,8 +139,11 @@ def setup(
         bound: fields that each line of JSON carries (job, node …).
     """
     stream = sys.stderr if stream is None else stream
-    handler = _Handler(stream)
     people = for_people(stream)
+    handler: logging.Handler = _Handler(stream)
+    if aside:
+        with contextlib.suppress(io.UnsupportedOperation):  # no file stands behind it
+            handler = _Aside(outlet(stream.fileno()))
     handler.setFormatter(_Lines(program, bound, as_json=not people))
     if people and elsewhere:
         handler.addFilter(lambda record: record.getMessage() not in elsewhere)

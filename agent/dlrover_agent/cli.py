@@ -30,6 +30,7 @@ from dlrover_agent import flags as given
 from dlrover_agent.endpoint import Endpoint, hosted
 from dlrover_agent.flags import Flags
 from dlrover_agent.settings import LINE_PREFIX, Command, Output, Settings
+from dlrover_py.aside import outlet
 from dlrover_py.protocol.commands import refusal
 from dlrover_py.protocol.errors import (
     ConfigError,
@@ -53,6 +54,8 @@ NOT_IN_JOB = (
 )
 """What the job's spec, or its platform, says."""
 NAME = "/v1/job/name"
+LAST_WORDS_S = 30.0
+"""Who reads standard error has so long to take more of it at the end."""
 SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 OTHER_DEVICES = ("/dev/dxg", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/davinci_manager")
 """Where there may be an accelerator that is no NVIDIA GPU."""
@@ -72,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags = given.parse(sys.argv[1:] if argv is None else argv, environ)
         member = settings.in_job and not flags.standalone
         level = settings.log_level or ("INFO" if member else "WARNING")
-        setup("elastic-run", level=level, node=settings.node_id)
+        setup("elastic-run", level=level, node=settings.node_id, aside=True)
         command = _command(flags, settings, member=member)
         # From here on what is made is also unmade: signals wait until the agent takes them, and a
         # further one at the end does not take its last words from it.
@@ -98,8 +101,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _say(words: str) -> None:
-    with contextlib.suppress(OSError):  # a full disk must not change the exit code
+    """Write it on standard error, after all that was logged."""
+    try:
+        fd = sys.stderr.fileno()
+    except OSError:  # no file stands behind it
         sys.stderr.write(words)
+        return
+    # A full disk must not change the exit code, and one that hangs must not keep us for ever.
+    outlet(fd).write(words.encode("utf-8", "backslashreplace"))
+    outlet(fd).finish(LAST_WORDS_S)
 
 
 def _tell_parent(environ: Mapping[str, str], message: str, deaths: "Sequence[Death]") -> None:

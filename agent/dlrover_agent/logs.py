@@ -14,17 +14,17 @@ import fcntl
 import logging
 import math
 import os
-import select
 import tempfile
 import termios
 import time
 import tty
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
 from dlrover_agent.settings import Command, Output
+from dlrover_py.aside import Aside, Outlet, write_all
 from dlrover_py.owner import NotOwn, open_own
 from dlrover_py.protocol.agents import Assignment
 from dlrover_py.protocol.errors import ConfigError
@@ -33,6 +33,9 @@ log = logging.getLogger("agent.logs")
 
 LAST_WORDS = 131_072
 """Bytes of standard error that are kept to explain a failure; some exceptions list a model."""
+AT_ONCE = 16
+"""Pieces of 64 kB: a pipe holds a megabyte at most, unless root says otherwise."""
+PAUSE_S = 0.02
 OUT, ERR = 1, 2
 COUNT = "TORCHELASTIC_RESTART_COUNT"
 
@@ -218,83 +221,60 @@ def _made(folder: Path) -> Path | None:
     return folder
 
 
-class Console:
-    """Shows what workers write on our own output, and never waits for who reads it: a terminal
-    that is held (Ctrl-S) or a slow pipe costs lines, not the node's lease."""
+class Files:
+    """Writes the workers' log files, in a thread: a disk may be full, lost, or hang."""
 
-    MOST = 1 << 20
+    HIGH, MOST = 1 << 22, 1 << 24
+    """Bytes that wait: workers write no further; the oldest are lost."""
+    HUNG_S = 1.0
+    """A disk that takes nothing for so long costs lines, and holds up no worker any more."""
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._waiting: collections.deque[bytes] = collections.deque()
-        self._size = 0
-        self._watching = False
-        self._poll = select.poll()
-        self._poll.register(fd, select.POLLOUT)
+    def __init__(self) -> None:
+        """Start nothing yet."""
+        self._aside = Aside("log-files", most=self.MOST)
 
-    def write(self, data: bytes) -> None:
-        """Write it as soon as there is room; drop the oldest if there is none for long."""
-        self._waiting.append(data)
-        self._size += len(data)
-        while self._size > self.MOST and len(self._waiting) > 1:
-            self._size -= len(self._waiting.popleft())
-        self._flush()
+    @property
+    def slow(self) -> bool:
+        """Whether who has more to write should wait a moment."""
+        return self._aside.waiting > self.HIGH and self._aside.stuck_s < self.HUNG_S
+
+    def file(self, path: Path) -> "_File":
+        """A file that is about to be opened, and written from its end on."""
+        return _File(path, self._aside)
 
     def finish(self, within_s: float) -> None:
-        """Write what waits, if somebody takes it in this time."""
-        deadline = time.monotonic() + within_s
-        self._flush()
-        while self._waiting and (left := deadline - time.monotonic()) > 0:
-            self._poll.poll(left * 1000)
-            self._flush()
-
-    def _flush(self) -> None:
-        loop = asyncio.get_running_loop()
-        while self._waiting:
-            if not self._poll.poll(0):
-                if not self._watching:
-                    self._watching = True
-                    loop.add_writer(self._fd, self._flush)
-                return
-            data = self._waiting.popleft()
-            try:
-                # There is room for a page at least, if there is any.
-                done = os.write(self._fd, data[: select.PIPE_BUF])
-            except OSError:  # nobody looks any more
-                done = len(data)
-            self._size -= done
-            if data[done:]:
-                self._waiting.appendleft(data[done:])
-        if self._watching:
-            self._watching = False
-            loop.remove_writer(self._fd)
+        """Wait, blocking, until all is written, or nothing was for so long."""
+        if not self._aside.finish(within_s):
+            log.warning("log_lines_lost", extra={"why": f"no answer within {within_s:g} s"})
 
 
 class _File:
     """A log file that may be lost: a full or lost disk costs lines, not the training."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, aside: Aside) -> None:
         self._path: Path | None = path
+        self._aside = aside
         self._file: BinaryIO | None = None
         self._said = False
-        with self._losing_lines():
-            self._file = path.open("ab", buffering=0)
+        aside.post(lambda: self._write(b""))
 
     def write(self, data: bytes) -> None:
-        with self._losing_lines():
+        self._aside.post(lambda: self._write(data), len(data))
+        if self._aside.dropped and not self._said:
+            self._said = True
+            log.warning("log_lines_lost", extra={"path": str(self._path), "why": "its disk hangs"})
+
+    def close(self) -> None:
+        self._aside.post(self._close)
+
+    # --- in the thread ---
+
+    def _write(self, data: bytes) -> None:
+        try:
             if self._file is None and self._path is not None:
                 self._file = self._path.open("ab", buffering=0)
             if self._file is not None:
-                self._file.write(data)
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    @contextlib.contextmanager
-    def _losing_lines(self) -> Iterator[None]:
-        try:
-            yield
+                write_all(self._file.fileno(), data)
         except OSError as error:
             if not self._said:
                 self._said = True
@@ -303,22 +283,30 @@ class _File:
             if error.errno != errno.ENOSPC:
                 self._path = self._file = None
 
+    def _close(self) -> None:
+        self._path = None
+        if self._file is not None:
+            self._file.close()
+
 
 class Pump:
     """Moves one stream of a worker to where it goes."""
 
-    def __init__(self, stream: Stream, console: Console, *, terminal: bool = False) -> None:
+    def __init__(
+        self, stream: Stream, console: Outlet, files: Files, *, terminal: bool = False
+    ) -> None:
         """Open the pipe, or a terminal where the worker should find one.
 
         Args:
-            stream, console: where it goes.
+            stream, console, files: where it goes.
             terminal: our own stream is one, and the worker's is shown there as it is.
         """
         self._stream, self._console = stream, console if stream.shown else None
         self._fd, self.end = (terminal and stream.plain and _terminal()) or os.pipe()
         """``end`` is the worker's, to be closed by who starts it."""
-        self._files = [_File(path) for path in stream.files]
-        self._filtered = _File(stream.filtered) if stream.filtered is not None else None
+        self._disk = files
+        self._files = [files.file(path) for path in stream.files]
+        self._filtered = files.file(stream.filtered) if stream.filtered is not None else None
         self._prefix = stream.prefix.encode()
         self._words = [word.encode() for word in stream.words]
         self._line = b""
@@ -327,6 +315,7 @@ class Pump:
         """The last that was read, each piece with its time."""
         self._kept = 0
         os.set_blocking(self._fd, False)
+        self._pause: asyncio.TimerHandle | None = None
         asyncio.get_running_loop().add_reader(self._fd, self.drain)
 
     def words(self, within_s: float = math.inf) -> bytes:
@@ -336,7 +325,10 @@ class Pump:
 
     def drain(self) -> None:
         """Take what is there."""
-        for _ in range(16):  # one loud worker must not keep the agent from its other duties
+        for _ in range(AT_ONCE):  # one loud worker must not keep the agent from its other duties
+            if self._disk.slow:
+                self._rest()
+                return
             data = self._read()
             if data is None:
                 return
@@ -346,9 +338,13 @@ class Pump:
             self._take(data)
 
     def close(self) -> None:
-        """Take the rest, and let go."""
+        """Take the rest, and let go: as much as a pipe holds, others may go on writing."""
         asyncio.get_running_loop().remove_reader(self._fd)
-        while data := self._read():
+        if self._pause is not None:
+            self._pause.cancel()
+        for _ in range(AT_ONCE):
+            if not (data := self._read()):
+                break
             self._take(data)
         os.close(self._fd)
         if self._filtered is not None:
@@ -356,6 +352,16 @@ class Pump:
             self._filtered.close()
         for file in self._files:
             file.close()
+
+    def _rest(self) -> None:
+        """The worker waits, as if it wrote to the slow disk itself."""
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._fd)
+        self._pause = loop.call_later(PAUSE_S, self._go_on)
+
+    def _go_on(self) -> None:
+        asyncio.get_running_loop().add_reader(self._fd, self.drain)
+        self._pause = None
 
     def _read(self) -> bytes | None:
         """None: nothing now; empty: nothing ever again."""

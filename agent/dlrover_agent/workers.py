@@ -27,11 +27,12 @@ from dlrover_agent import store
 from dlrover_agent.core import Emptied, Ended, Event, Stuck
 from dlrover_agent.failures import Death, describe
 from dlrover_agent.guardian import children, members
-from dlrover_agent.logs import Console, Destination, Logs, Pump
+from dlrover_agent.logs import Destination, Files, Logs, Pump
 from dlrover_agent.settings import Command
 from dlrover_agent.store import Store
 from dlrover_agent.warm import Birth, Child, Warm
 from dlrover_py import cgroups
+from dlrover_py.aside import outlet
 from dlrover_py.protocol import names
 from dlrover_py.protocol.agents import Assignment, Directive, FailureKind, WorkerFailure
 
@@ -137,7 +138,7 @@ class Workers:
         self._logs = logs
         self._destinations: list[Destination] = []
         self._envs: list[dict[str, str]] = []
-        self._stdout, self._stderr = Console(1), Console(2)
+        self._stdout, self._stderr, self._files = outlet(1), outlet(2), Files()
         self.deaths: list[Death] = []
         """Workers of the round that ended in a failure of their own, the first one first."""
         self._workers: list[_Worker] = []
@@ -166,8 +167,8 @@ class Workers:
         """Show the last lines, and end what was kept for the next round."""
         self._end_store()
         await self.warm.close()
-        for echo in (self._stdout, self._stderr):
-            echo.finish(LAST_LINES_S)
+        for waits in (self._stdout, self._stderr, self._files):
+            waits.finish(LAST_LINES_S)
 
     def start(self, assignment: Assignment, listening: socket.socket | None) -> None:
         """Start the workers of a round. One that cannot be started counts as failed.
@@ -276,8 +277,8 @@ class Workers:
             with contextlib.suppress(OSError):
                 error_file.unlink(missing_ok=True)
         # The last words on standard error are kept, since they tell why a worker died.
-        errors = Pump(to.err, self._stderr, terminal=os.isatty(2))
-        out = None if to.out.plain else Pump(to.out, self._stdout)
+        errors = Pump(to.err, self._stderr, self._files, terminal=os.isatty(2))
+        out = None if to.out.plain else Pump(to.out, self._stdout, self._files)
         worker = _Worker(
             local_rank,
             assignment.rank_offset + local_rank,

@@ -129,7 +129,8 @@ def main(argv: list[str] | None = None) -> int:
     code = 0
     try:
         settings = Settings.from_environment()
-        setup("master", level=settings.log_level, elsewhere=BY_AGENT if args.temporary else ())
+        hidden = BY_AGENT if args.temporary else ()
+        setup("master", level=settings.log_level, elsewhere=hidden, aside=True)
         token = read_token(args.token_file)
         tls = read_certificate(args.tls_cert, args.tls_key)
         job = listen(args.listen) if args.listen_fd is None else inherited(args.listen_fd)

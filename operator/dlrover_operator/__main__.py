@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the operator until SIGTERM or SIGINT; return its exit code."""
     try:
         settings = Settings.parse(argv)
-        setup("operator", level=settings.log_level)
+        setup("operator", level=settings.log_level, aside=True)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_run(settings))
     except DLRoverError as error:

@@ -7,8 +7,9 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrover_agent.logs import Console, Logs, Pump, Stream
+from dlrover_agent.logs import Files, Logs, Pump, Stream
 from dlrover_agent.settings import Command, Output
+from dlrover_py.aside import Outlet
 from dlrover_py.protocol.agents import Assignment, Directive
 
 
@@ -92,14 +93,15 @@ def test_a_link_in_the_place_of_the_folder_is_not_written_through(tmp_path: Path
 async def moved(stream: Stream, chunks: list[bytes]) -> bytes:
     """What arrives on the console."""
     read, write = os.pipe()
-    console = Console(write)
-    pump = Pump(stream, console)
+    console, files = Outlet(write), Files()
+    pump = Pump(stream, console, files)
     for chunk in chunks:
         os.write(pump.end, chunk)
         pump.drain()
     os.close(pump.end)
     pump.close()
     console.finish(1.0)
+    files.finish(1.0)
     os.close(write)
     with open(read, "rb") as reader:
         return await asyncio.to_thread(reader.read)
