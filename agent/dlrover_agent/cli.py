@@ -116,11 +116,12 @@ def _tell_parent(environ: Mapping[str, str], message: str, deaths: "Sequence[Dea
     """Who has started us may have named an error file, as torchelastic does."""
     path = environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
+        from dlrover_agent import errorfile
         from dlrover_agent.failures import for_parent
 
         now = int(datetime.now(UTC).timestamp())
         with contextlib.suppress(OSError):
-            Path(path).write_text(for_parent(message, deaths[0] if deaths else None, now))
+            errorfile.write(Path(path), for_parent(message, deaths[0] if deaths else None, now))
 
 
 def _wait(numbers: Sequence[signal.Signals], seconds: float) -> None:

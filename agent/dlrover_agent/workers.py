@@ -9,6 +9,7 @@ log lines and not the training.
 import asyncio
 import contextlib
 import ctypes
+import functools
 import logging
 import os
 import signal
@@ -23,7 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from string import Template
 
-from dlrover_agent import store
+from dlrover_agent import errorfile, store
 from dlrover_agent.core import Emptied, Ended, Event, Stuck
 from dlrover_agent.failures import Death, describe
 from dlrover_agent.guardian import children, members
@@ -32,7 +33,7 @@ from dlrover_agent.settings import Command
 from dlrover_agent.store import Store
 from dlrover_agent.warm import Birth, Child, Warm
 from dlrover_py import cgroups
-from dlrover_py.aside import outlet
+from dlrover_py.aside import Aside, Overdue, outlet
 from dlrover_py.protocol import names
 from dlrover_py.protocol.agents import Assignment, Directive, FailureKind, WorkerFailure
 
@@ -43,6 +44,8 @@ TERM_AFTER_POLITE_S = 1.0
 """A script that asks should_stop() is signalled so long before the end of its grace."""
 SURVIVED_KILL_S = 10.0
 UNSTARTED_S = 5.0
+ERROR_FILE_S = 2.0
+"""The disk has so long to give what a worker has left."""
 FINAL_S = 5.0
 """A traceback that a worker wrote so shortly before a signal killed it is why it ended."""
 CHECK = (sys.executable, "-P", "-u", "-m", "dlrover_agent.checks")
@@ -78,6 +81,9 @@ class _Worker:
     """Of a zygote; None for a cold start."""
     started_at: float = field(default_factory=time.monotonic)
     ended: bool = False
+    """Its process is gone."""
+    over: bool = False
+    """It was told why."""
 
 
 _Pipes = tuple[_Worker, int | None, int]
@@ -150,6 +156,8 @@ class Workers:
         self._stopped = False
         self._timers: list[asyncio.TimerHandle] = []
         self._sweep: asyncio.Task[None] | None = None
+        self._disk = Aside("error-files")
+        self._explaining: set[asyncio.Task[None]] = set()
         become_subreaper()
 
     @property
@@ -218,7 +226,7 @@ class Workers:
                     self._start_cold(worker, out, err)
         except (OSError, subprocess.SubprocessError) as error:
             for other in self._workers[worker.local_rank + 1 :]:  # those are not started at all
-                other.ended = True
+                other.ended = other.over = True
                 self._close_pumps(other)
             self._unstartable(worker, error)
         finally:
@@ -250,14 +258,14 @@ class Workers:
             delay = max(0.0, grace_s - TERM_AFTER_POLITE_S)
             self._timers.append(loop.call_later(delay, self._signal, number, kept))
         self._timers.append(loop.call_later(grace_s, self.kill))
-        if all(w.ended for w in self._workers):
+        if all(w.over for w in self._workers):
             self._all_ended()
 
     def kill(self) -> None:
         """SIGKILL all of them, now."""
         self._stopped = True
         self._signal(signal.SIGKILL, self._workers)
-        if all(w.ended for w in self._workers):
+        if all(w.over for w in self._workers):
             self._all_ended()
 
     def _signal(self, number: int, workers: list[_Worker]) -> None:
@@ -372,16 +380,13 @@ class Workers:
         """The operating system refuses this worker."""
         worker.ended = True
         self._close_pumps(worker)
-        failure = _not_started(worker.local_rank, worker.rank, worker.argv[0], error)
-        self._post(Ended(self._round, worker.local_rank, failure))
-        if all(w.ended for w in self._workers):
-            self._all_ended()
+        self._over(worker, _not_started(worker.local_rank, worker.rank, worker.argv[0], error))
 
     def _unpreparable(self, pipes: "list[_Pipes]", error: OSError) -> None:
         """Not even pipes are to be had (no more descriptors)."""
         self._workers = [worker for worker, _, _ in pipes]
         for worker, out, err in pipes:
-            worker.ended = True
+            worker.ended = worker.over = True
             self._close_pumps(worker)
             for fd in (out, err):
                 if fd is not None:
@@ -437,18 +442,43 @@ class Workers:
         self._last_step(worker.local_rank)  # what it has said comes before its end
         os.close(worker.pidfd)
         self._close_pumps(worker)
-        failure = self._failure(worker, code) if code else None
-        told = self._stopped and -code in (*self._command.signals, signal.SIGKILL)
-        if failure is not None and not told:
-            self.deaths.append(self._death(worker, failure))
         if worker.child is not None:
             started = worker.child.started()
             worker.child.control.close()
             if not started and not self._stopped:
                 self._again(worker)
                 return
+        if not code:
+            self._over(worker, None)
+            return
+        told = self._stopped and -code in (*self._command.signals, signal.SIGKILL)
+        why = self._failure(worker, code)
+        task = asyncio.create_task(self._explain(worker, why, told=told))
+        self._explaining.add(task)
+        task.add_done_callback(self._explaining.discard)
+
+    async def _explain(
+        self, worker: _Worker, why: Callable[..., WorkerFailure], *, told: bool
+    ) -> None:
+        """Take what the worker has left in its error file, if the disk gives it in time."""
+        said = ""
+        if worker.error_file is not None:
+            try:
+                path = worker.error_file
+                said = await self._disk.run(lambda: errorfile.read(path), ERROR_FILE_S)
+            except Overdue as error:
+                more = {"path": str(worker.error_file), "why": str(error)}
+                log.warning("error_file_not_read", extra=more)
+        failure = why(error_file=said)
+        if not told:
+            self.deaths.append(self._death(worker, failure, said))
+        self._over(worker, failure)
+
+    def _over(self, worker: _Worker, failure: WorkerFailure | None) -> None:
+        """All is known of a worker's end."""
+        worker.over = True
         self._post(Ended(self._round, worker.local_rank, failure))
-        if all(w.ended for w in self._workers):
+        if all(w.over for w in self._workers):
             self._all_ended()
 
     def _close_pumps(self, worker: _Worker) -> None:
@@ -464,21 +494,22 @@ class Workers:
                 self._guard(f"-{self._store.pid}")
             self._store = None
 
-    def _death(self, worker: _Worker, failure: WorkerFailure) -> Death:
-        said, stays = _read(worker.error_file), worker.error_file
+    def _death(self, worker: _Worker, failure: WorkerFailure, said: str) -> Death:
+        stays = worker.error_file
         if stays is None or stays.is_relative_to(self._scratch) or not said:
             stays = None
         at = datetime.now(UTC).astimezone()
         return Death(failure, at, str(stays) if stays is not None else "", said)
 
-    def _failure(self, worker: _Worker, code: int) -> WorkerFailure:
-        return describe(
+    def _failure(self, worker: _Worker, code: int) -> Callable[..., WorkerFailure]:
+        """What is known of a death now; the content of the error file is still to come."""
+        return functools.partial(
+            describe,
             exit_code=code,
             forked=worker.child is not None,
             local_rank=worker.local_rank,
             rank=worker.rank,
             pid=worker.pid,
-            error_file=_read(worker.error_file),
             last_words=worker.errors.words().decode("utf-8", "replace"),
             final_words=worker.errors.words(FINAL_S).decode("utf-8", "replace"),
             step=self._last_step(worker.local_rank),
@@ -517,13 +548,6 @@ class Workers:
         is our child now, since we are the subreaper of what lost its parent."""
         strays = [pid for pid in children(os.getpid()) if pid not in self._kin]
         return [*(members(sessions) if sessions else []), *strays]
-
-
-def _read(path: Path | None) -> str:
-    try:
-        return path.read_text(errors="replace") if path is not None else ""
-    except OSError:
-        return ""
 
 
 async def _kill(pid: int, deadline: float) -> None:
