@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Annotated
 
 from fastapi import FastAPI, Query, Request
+from fastapi import Path as PathParam
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import ValidationError
 
@@ -581,6 +582,10 @@ class Cluster:
 
 # --- its API ---
 
+_Name = Annotated[str, PathParam(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", max_length=253)]
+"""A node's id: a folder of its logs has the same name."""
+_Grace = Annotated[float, Query(ge=0, le=2**31, allow_inf_nan=False)]
+
 
 def api(cluster: Cluster) -> FastAPI:
     """The calls that ``protocol/local.py`` lists."""
@@ -619,17 +624,17 @@ def api(cluster: Cluster) -> FastAPI:
         return done("taken")
 
     @app.put("/v1/nodes/{node_id}")
-    async def create(node_id: str) -> Response:
+    async def create(node_id: _Name) -> Response:
         cluster.create_node(NodeId(node_id))
         return done("taken")
 
     @app.delete("/v1/nodes/{node_id}")
-    async def delete(node_id: str, grace_s: float = 0.0) -> Response:
+    async def delete(node_id: _Name, grace_s: _Grace = 0.0) -> Response:
         cluster.delete_node(NodeId(node_id), grace_s)
         return done("taken")
 
     @app.post("/v1/nodes/{node_id}/{verb}")
-    async def hurt(node_id: str, verb: Verb) -> Response:
+    async def hurt(node_id: _Name, verb: Verb) -> Response:
         return done(cluster.hurt(NodeId(node_id), verb))
 
     @app.post("/v1/hosts")

@@ -118,7 +118,7 @@ class Contact:
             found = await asyncio.get_running_loop().getaddrinfo(
                 addr, port, family=self._family, type=socket.SOCK_DGRAM, flags=mapped
             )
-        except (OSError, UnicodeError) as error:
+        except (OSError, ValueError) as error:  # no name can be like that
             log.debug("rank_0_not_found", extra={"addr": addr, "why": str(error)})
             return
         self._first = [(str(where[0]), port) for *_, where in found]

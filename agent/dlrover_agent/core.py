@@ -390,7 +390,8 @@ class Core:
         return [Exit(ExitCode.FAILED, f"processes {words} survived SIGKILL: this node is unfit")]
 
     def _stepped(self, news: Stepped, now: float) -> list[Effect]:
-        if news.round == self._workers_round and self.phase is WorkerPhase.CHECKING:
+        checking = news.round == self._workers_round and self.phase is WorkerPhase.CHECKING
+        if checking and all(news.metrics.get(name, 0.0) >= 0 for name in MEASURED):
             self._measured[news.local_rank] = news.metrics
         if news.round != self._workers_round or self.phase is not WorkerPhase.RUNNING:
             return []

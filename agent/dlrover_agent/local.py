@@ -21,6 +21,7 @@ class Local:
     def __init__(
         self,
         path: Path,
+        nproc: int,
         heard: Callable[[News], None],
         staged: Callable[[int, int], None] = lambda *_: None,
         stores: Callable[[Store], None] = lambda *_: None,
@@ -30,12 +31,14 @@ class Local:
 
         Args:
             path: of the socket; short (107 bytes at most).
+            nproc: number of workers; local ranks are below it.
             heard: takes each valid message with a step.
             staged: takes local rank and step of the newest slot that a worker has sealed; the same
                 may be said several times.
             stores: takes where the script wants checkpoints to go.
             unsaved: takes local rank, and why what it has is not saved; empty if it is.
         """
+        self._nproc = nproc
         self._heard, self._staged, self._stores, self._unsaved = heard, staged, stores, unsaved
         self._asking: dict[int, bytes] = {}
         self._saving: set[int] = set()
@@ -89,8 +92,8 @@ class Local:
                 faults = error.error_count()
                 log.warning("bad_datagram", extra={"bytes": len(data), "faults": faults})
                 continue
-            if news.round != self._round:
-                continue  # a worker of an older round that has not ended yet
+            if news.round != self._round or news.local_rank >= self._nproc:
+                continue  # a worker of an older round that has not ended yet, or none of ours
             if news.polls and sender:
                 self._asking[news.local_rank] = sender
             if news.step is not None:

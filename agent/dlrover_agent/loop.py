@@ -215,6 +215,7 @@ class Agent:
         self._kin.add(self._guardian.pid)
         self._local = Local(
             self._scratch / "sdk.sock",
+            command.nproc,
             self._heard,
             self._saver.staged,
             self._saver.stores,

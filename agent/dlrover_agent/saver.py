@@ -15,7 +15,7 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dlrover_agent.depot import Depot
 from dlrover_agent.replicas import PREFIX, Replicas
@@ -47,6 +47,9 @@ from dlrover_py.protocol.checkpoint import (
 from dlrover_py.protocol.errors import CheckpointError, ConfigError, DLRoverError
 from dlrover_py.protocol.workers import Store
 from dlrover_py.storage import address
+
+if TYPE_CHECKING:
+    from dlrover_py.protocol.job import CheckpointSpec
 
 log = logging.getLogger("agent.saver")
 
@@ -139,8 +142,9 @@ class Saver:
         self._stored: Stored | None = None
         self._order: PersistOrder | None = None
         self._granted = False
-        self._policy: dict[str, Any] = {}
+        self._policy: CheckpointSpec | None = None
         """The job's ``checkpoint:``."""
+        self._policy_text = ""
         self._store: Store | None = None
         self._flagged: dict[int, set[tuple[int, int, int]]] = {}
         """By local rank: sets that are to be stored."""
@@ -240,8 +244,9 @@ class Saver:
 
     def assigned(self, assignment: Assignment) -> None:
         """Take up what the master wants."""
-        if assignment.checkpoint:
-            self._policy = json.loads(assignment.checkpoint)
+        if assignment.checkpoint and assignment.checkpoint != self._policy_text:
+            self._policy_text = assignment.checkpoint
+            self._take_policy()
         self._follow(assignment.peer)
         new, old = assignment.persist, self._order
         if old is not None and (new is None or new.attempt != old.attempt):
@@ -262,9 +267,20 @@ class Saver:
             if first:
                 self._changed()
 
+    def _take_policy(self) -> None:
+        """Read the job's ``checkpoint:``; what was read before holds if it is not understood."""
+        from dlrover_py.protocol.job import CheckpointSpec  # most jobs have none
+
+        try:
+            policy = json.loads(self._policy_text)
+            self._policy = CheckpointSpec.model_validate(policy, extra="ignore")
+        except ValueError as error:
+            log.warning("checkpoint_policy_not_understood", extra={"why": str(error)[:1000]})
+
     def _follow(self, peer: Peer | None) -> None:
         """Keep copies of this one's memory."""
-        mb_per_s = self._policy.get("bandwidth", 0) / 1e6
+        policy = self._policy
+        mb_per_s = policy.bandwidth / 1e6 if policy is not None and policy.bandwidth else 0.0
         if self._replicas is None:
             if peer is None or self.path is None:
                 return
@@ -284,7 +300,7 @@ class Saver:
         """Where checkpoints go; empty if that is not known, or cannot be used."""
         if self._store is not None:
             return self._store.dir
-        where = str(self._policy.get("dir") or "")
+        where = (self._policy.dir if self._policy is not None else None) or ""
         with contextlib.suppress(ConfigError):  # the script's Checkpointer is refused with words
             return address(where) if where else ""
         return ""
@@ -302,7 +318,11 @@ class Saver:
                 )
             )
             return
-        keep = self._store.keep if self._store is not None else self._policy.get("keep") or {}
+        keep: Mapping[str, int | None] = {}
+        if self._store is not None:
+            keep = self._store.keep
+        elif self._policy is not None and self._policy.keep is not None:
+            keep = self._policy.keep.model_dump()
         self._persister.say(
             Order(
                 attempt=new.attempt,
@@ -501,11 +521,15 @@ class Persister:
 
     async def _listen(self, process: Process) -> int:
         assert process.stdout is not None
-        async for line in process.stdout:
+        while True:
+            line = b""
             try:
+                if not (line := await process.stdout.readline()):
+                    break
                 said = read_line(line)
-            except ValueError:
-                log.warning("persister_not_understood", extra={"said": repr(line[:100])})
+            except ValueError as error:  # a line without end, too: it has been dropped
+                said_so = repr(line[:100])
+                log.warning("persister_not_understood", extra={"said": said_so, "why": str(error)})
                 continue
             if isinstance(said, Answer):
                 if said.phase in (Phase.DONE, Phase.FAILED):

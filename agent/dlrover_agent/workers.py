@@ -58,6 +58,8 @@ PER_RANK = (
     *(names.ENV_LOCAL_RANK, names.ENV_ROUND, names.ENV_RESTART_REASON, names.ENV_CHECKPOINT),
 )
 """Environment of workers that differs between them, or from round to round."""
+LONGEST_VALUE = 30_000
+"""Characters, of four bytes at most; the kernel takes 128 KiB (MAX_ARG_STRLEN in execve(2))."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -326,7 +328,8 @@ class Workers:
             visible = self._command.inherit.get("CUDA_VISIBLE_DEVICES")
             gpus = [str(local_rank)] * (local_rank + 1) if visible is None else visible.split(",")
             env |= {"LOCAL_RANK": 0, "CUDA_VISIBLE_DEVICES": gpus[local_rank].strip()}
-        return {name: str(value) for name, value in env.items()}
+        # No environment can hold a NUL, nor a longer value.
+        return {name: str(value).replace("\0", "")[:LONGEST_VALUE] for name, value in env.items()}
 
     def _argv(self, assignment: Assignment, local_rank: int) -> list[str]:
         """The command line, with ``$local_rank`` filled in as torchrun does

@@ -38,8 +38,12 @@ def _cut(most: int) -> BeforeValidator:
 
 Words = Annotated[str, StringConstraints(max_length=1024), _cut(1024)]
 """Text for people that may hold what the user wrote: it is cut, and never refused."""
-Count = Annotated[int, Field(ge=0, le=2**53)]
-
+COUNT = Field(ge=0, le=2**53)
+Count = Annotated[int, COUNT]
+Counted = Annotated[int, Field(ge=0, le=2**48)]
+"""A number in a report that the master counts on from: the result is a Count."""
+Port = Annotated[int, Field(ge=0, le=65535)]
+"""0: there is none."""
 
 _NOT_KEPT: set[str] = set()
 
@@ -160,8 +164,10 @@ class Held(Wire):
     step: Count
     round: Count
     lap: Count = 0
-    world: Count
-    ranks: dict[Count, Annotated[str, StringConstraints(max_length=32)]]
+    world: Annotated[Count, Field(ge=1)]
+    ranks: Annotated[
+        dict[Count, Annotated[str, StringConstraints(max_length=32)]], Field(min_length=1)
+    ]
     """Digest of the part that each rank here has of it: equal digests, equal parts."""
     hollow: list[Count] = Field(default_factory=list)
     """Ranks of which only what is theirs alone is here: replicas where the rest is known to be."""
@@ -211,14 +217,14 @@ class AgentReport(Wire):
     wire: Line = WIRE_VERSION
     boot_id: Annotated[str, StringConstraints(min_length=8, max_length=64)]
     """Random, drawn once by each agent process: tells a restarted agent from a retry."""
-    incarnation: Count = 0
+    incarnation: Counted = 0
     """As assigned by the master; 0 until it was."""
-    seq: Count
+    seq: Counted
     """Grows with each report of this agent process."""
-    have_term: Count = 0
-    have_version: Count = 0
+    have_term: Counted = 0
+    have_version: Counted = 0
     """Term and version of the newest assignment that arrived."""
-    follows: Count = 0
+    follows: Counted = 0
     """Newest round that this agent has taken up. A join for the next round is told from a retry
     by it, and an offer is good only for rounds after it."""
     phase: WorkerPhase = WorkerPhase.IDLE
@@ -249,14 +255,14 @@ class AgentReport(Wire):
     """The node wishes to be checked before its first round (1); speeds are told too (2)."""
     exclude_straggler: bool = False
     """If the check shows that it is slow, it wishes to be left out."""
-    checks: Count = 0
+    checks: Counted = 0
     """Newest check that this agent has taken up."""
     check: CheckResult | None = None
     """How check ``checks`` ended here."""
     memory: list[Held] = Field(default_factory=list, max_length=64)
-    memory_round: Count = 0
+    memory_round: Counted = 0
     """The look at ``memory`` was taken when no worker of a round before this one ran any more."""
-    depot: Count = 0
+    depot: Port = 0
     """Port at which peers get at its memory; 0 if they cannot."""
     persisting: Persisting | None = None
     stored: Stored | None = None
@@ -291,7 +297,7 @@ class Peer(Wire):
 
     node: Line
     addr: Line
-    port: Count
+    port: Port
 
 
 class PersistOrder(Wire):
@@ -358,11 +364,11 @@ class Assignment(Wire):
     role_world_size: Count = 0
     """The same, among the workers of this node's role."""
     master_addr: str = ""
-    master_port: Count = 0
+    master_port: Port = 0
     restart_count: Count = 0
     """Rounds that ended in a failure before this one (TORCHELASTIC_RESTART_COUNT)."""
     max_restarts: Count = 0
-    exit_code: Count = 0
+    exit_code: Annotated[int, Field(ge=0, le=255)] = 0
     cold: bool = False
     """Start the workers cold: warm ones are in doubt."""
     stop_grace_s: Annotated[float, Field(ge=0)] = 1.0
@@ -372,7 +378,7 @@ class Assignment(Wire):
     before they are signalled. 0: their round is broken already."""
     recipe: Line = ""
     """Digest of the warm recipe that the master keeps (``/v1/recipe``); empty if it has none."""
-    checkpoint: Annotated[str, StringConstraints(max_length=4096)] = ""
+    checkpoint: Annotated[str, StringConstraints(max_length=16384)] = ""
     """The job's ``checkpoint:`` as JSON, for the workers; empty if it has none."""
     peer: Peer | None = None
     persist: PersistOrder | None = None

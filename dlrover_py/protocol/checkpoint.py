@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from functools import cache
 from itertools import chain
-from math import prod
+from math import isfinite, prod
 from types import UnionType
 from typing import Any, Self, get_args, get_origin
 
@@ -23,6 +23,10 @@ FORMAT = 1
 ALIGN = 64
 """Of each tensor in a slot, in bytes: what torch's allocator gives, and a vector unit likes."""
 PAGE = 4096
+MOST = 1 << 53
+"""The largest step, round or rank: that of ``protocol.agents.Count``."""
+DIGEST = 32
+"""A digest has so many characters at most."""
 LARGEST = 1 << 62
 """No file has more bytes, and no tensor more of anything."""
 PRIVATE = "rank"
@@ -91,6 +95,12 @@ def _counts(*values: Any) -> None:
         if type(value) is not int or not 0 <= value < LARGEST:
             shown = value if isinstance(value, float | str) else type(value).__name__
             raise ValueError(f"found {str(shown)[:60]}: expected a number of at least 0")
+
+
+def _numbers(*values: Any) -> None:
+    """The same for steps, rounds and ranks, which stand in reports too."""
+    _counts(*values)
+    _counts(*(MOST - value for value in values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,10 +282,12 @@ class Summary:
             region = values.get(name)
             values[name] = _made(Region, region if isinstance(region, dict) else {})
         found: Self = _made(cls, values)
-        _counts(found.step, found.round, found.lap, found.world, found.rank)
+        _numbers(found.step, found.round, found.lap, found.world, found.rank)
         _counts(found.size, found.private_at)
         for part in (found.table, found.digests, found.objects):
             _counts(part.at, part.nbytes, found.size - part.at - part.nbytes)
+        if found.rank >= found.world or len(found.part) > DIGEST:
+            raise ValueError(f"it is of rank {found.rank} in a world of {found.world}")
         return found
 
 
@@ -617,6 +629,11 @@ def read_line(line: bytes) -> Order | Grant | Cancel | Answer:
         if "phase" in values:
             values["phase"] = Phase(values["phase"])
         made: Order | Grant | Cancel | Answer = _made(kind, values)
+        if isinstance(made, Answer) and made.stored is not None:
+            step, round_, lap, where, at, number = made.stored
+            _numbers(step, round_, lap, number)
+            if not isinstance(where, str) or not isfinite(at):
+                raise ValueError(f"it has stored step {step} in a {type(where).__name__}, at {at}")
     except _ODD as error:
         raise ValueError(f"not a {kind.__name__.lower()}: {error}") from error
     return made

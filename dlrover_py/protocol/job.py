@@ -127,10 +127,13 @@ class Role(_Strict):
     """Accepted, without effect: ``schedulerName`` in the template chooses a scheduler."""
 
 
+MOST_REPLICAS = 100_000
+
+
 class ReplicaSpec(Role):
     """How many nodes, and what each runs."""
 
-    replicas: Annotated[int, Field(ge=1, le=100_000)] = 1
+    replicas: Annotated[int, Field(ge=1, le=MOST_REPLICAS)] = 1
     """Wished number of nodes, standbys not counted."""
     min_replicas: Annotated[int, Field(ge=1, le=100_000)] | None = None
     """Training goes on with this many nodes. If absent: the least number in the command's
@@ -508,7 +511,9 @@ class ElasticJob(_Strict):
                 "min_replicas": None if old.min_replicas is None else old.min_replicas,
             }
         )
-        problems = ["expected at least 1 replica"] if replicas < 1 else worker.problems()
+        problems = worker.problems()
+        if not 1 <= replicas <= MOST_REPLICAS:
+            problems = [f"expected 1 to {MOST_REPLICAS} replicas"]
         if problems:
             raise ConfigError("\n".join(f"cannot scale to {replicas}: {p}" for p in problems))
         specs = self.spec.replica_specs.model_copy(update={"worker": worker})

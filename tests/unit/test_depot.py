@@ -181,7 +181,7 @@ async def test_a_connection_to_a_peer_is_handed_over(depot: Running, tmp_path: P
     """The worker has the bytes, and never the token."""
     (tmp_path / "peer").mkdir()
     async with serving(tmp_path / "peer") as peer, serving_elsewhere(tmp_path) as stranger:
-        summary = stage(peer.folder, "4.1", rank=9)
+        summary = stage(peer.folder, "4.1", rank=9, world=10)
 
         def work() -> None:
             with Link.local(depot.path) as link, link.connect(HERE, peer.port) as other:

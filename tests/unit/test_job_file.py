@@ -123,7 +123,12 @@ def test_scaling_keeps_the_bounds_and_counts_the_generation() -> None:
     assert job.scaled(4).worker.replicas == 4
     assert job.scaled(4).metadata.generation == job.metadata.generation + 1
     assert job.scaled(2) is job
-    for replicas, words in ((0, "at least 1"), (1, "minReplicas is 2"), (3, "multiple of 2")):
+    for replicas, words in (
+        (0, "1 to 100000"),
+        (10**9, "1 to 100000"),
+        (1, "minReplicas is 2"),
+        (3, "multiple of 2"),
+    ):
         with pytest.raises(ConfigError, match=words):
             job.scaled(replicas)
 

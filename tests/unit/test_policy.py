@@ -81,7 +81,7 @@ def test_without_steps_a_like_time_stands_in(now_s: float, before_s: float, same
 
 
 def test_replacements_wait_longer_each_time_up_to_a_minute() -> None:
-    assert [relaunch_delay(n) for n in (0, 1, 2, 3, 4, 99)] == [0, 0, 1, 2, 4, 60]
+    assert [relaunch_delay(n) for n in (0, 1, 2, 3, 4, 99, 10**6)] == [*(0, 0, 1, 2, 4, 60, 60)]
 
 
 def test_in_words() -> None:

@@ -34,7 +34,7 @@ for line in sys.stdin:
 
 
 def slot(folder: Path, name: str, rank: int, step: int, **facts: Any) -> None:
-    stage(folder / name, [(full("w", (2,)), bytes(8))], rank=rank, world=2, step=step, **facts)
+    stage(folder / name, [(full("w", (2,)), bytes(8))], rank=rank, world=4, step=step, **facts)
 
 
 # --- what is held ---
@@ -353,4 +353,59 @@ async def test_the_grant_goes_to_the_order_it_is_for(tmp_path: Path, attempt: st
     assert (sent[0].dir, sent[0].keep, sent[-1].term) == ("/x", keep, 7)
     desk.saver.assigned(Assignment(**FACTS))
     assert isinstance(sent[-1], Cancel)
+    await desk.saver.close()
+
+
+# --- words that nobody of ours says ---
+
+
+@pytest.mark.parametrize(
+    "facts", [{"world": 0}, {"rank": 2}, {"step": 1 << 60}, {"part": "x" * 40}], ids=str
+)
+def test_a_slot_that_no_worker_writes_is_not_there(tmp_path: Path, facts: dict[str, Any]) -> None:
+    stage(tmp_path / "0.0", [(full("w", (2,)), bytes(8))], **{"world": 2, "step": 5, **facts})
+    assert held(tmp_path, JOB) == []
+
+
+@pytest.mark.parametrize(
+    "policy", ["{", "[]", '{"bandwidth": "x"}', '{"keep": 7}', '{"dir": ["a"]}']
+)
+async def test_a_policy_that_is_not_understood_changes_nothing(tmp_path: Path, policy: str) -> None:
+    desk = Desk(tmp_path, addr="127.0.0.1")
+    peer = Peer(node="n1", addr="127.0.0.1", port=1)
+    order = PersistOrder(attempt="a", step=1, round=1, world=1, ranks=[0])
+    told = Assignment(**FACTS, checkpoint=policy, peer=peer, persist=order)
+    desk.saver.assigned(told)
+    persisting = desk.saver.facts()["persisting"]
+    assert persisting.phase is PersistPhase.FAILED
+    assert "set `dir`" in persisting.why
+    await desk.saver.close()
+
+
+ODD_ANSWERS = """
+import json, sys
+for line in sys.stdin:
+    said = json.loads(line)
+    answer = {"kind": "answer", "attempt": said["attempt"], "phase": "done"}
+    for stored in ([], [1], [1, 1, 0, 7, 1.5, 1], [1, 1, 0, "/c", "x", 1], [-1, 1, 0, "/c", 1.5, 1],
+                   [1 << 60, 1, 0, "/c", 1.5, 1], [1, 1, 0, "/c", 1e999, 1], "abcdef"):
+        print(json.dumps(answer | {"stored": stored}), flush=True)
+    print("x" * (3 << 20), flush=True)
+    print(json.dumps(answer | {"stored": [1, 1, 0, "/c", 1.5, 1]}), flush=True)
+"""
+
+
+async def test_of_a_persisters_words_those_that_make_sense_are_taken(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    persister = Persister(
+        {}, desk.saver._answered, guard=desk.guarded.append, kin=desk.kin,
+        argv=(sys.executable, "-c", ODD_ANSWERS),
+    )  # fmt: skip
+    persister.say(order("a"))
+    async with asyncio.timeout(60):
+        while desk.saver.facts()["stored"] is None:
+            await asyncio.sleep(0.01)
+    assert desk.saver.facts()["stored"].where == "/c"
+    assert not persister.trouble
+    await persister.close()
     await desk.saver.close()

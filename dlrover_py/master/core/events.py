@@ -7,17 +7,19 @@ carrying it out repeats them. :class:`Journal` is all that outlives the master.
 import json
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 
 from dlrover_py.master.core.health import Mark
 from dlrover_py.master.core.hosts import Strikes
 from dlrover_py.master.core.rendezvous import World
 from dlrover_py.protocol.agents import (
+    COUNT,
     AgentReport,
     Assignment,
     Candidates,
+    Count,
     Stored,
     WorkerFailure,
 )
@@ -237,7 +239,7 @@ Effect = Assign | Refuse | CreateNode | DeleteNode | Answer
 
 
 class _Kept(BaseModel):
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 
 
 class Opening(_Kept):
@@ -245,7 +247,7 @@ class Opening(_Kept):
 
     kind: Kind
     reason: str
-    cause: int
+    cause: Count
     since: float
     """Monotonic; rebased when a journal is read."""
     hold_until: float | None = None
@@ -261,11 +263,11 @@ class NodeRecord(_Kept):
     """What is journaled of a node."""
 
     id: NodeId
-    incarnation: Incarnation
+    incarnation: Annotated[Incarnation, COUNT]
     boot_id: str
     leaving: str = ""
-    restarts: int
-    relaunches: int
+    restarts: Count
+    relaunches: Count
     avoid: tuple[str, ...] = ()
     made_of: str = ""
     restart: str = ""
@@ -274,10 +276,14 @@ class NodeRecord(_Kept):
 class Vacancy(_Kept):
     """The place of a lost node, to be filled."""
 
-    relaunches: int
+    relaunches: Count
     not_before: float
-    unheard: int = 0
+    unheard: Count = 0
     """Nodes in a row that were gone before they spoke."""
+
+
+LARGEST_READ = 2**52
+"""In a journal, of what the next master counts on from."""
 
 
 class Journal(_Kept):
@@ -288,31 +294,31 @@ class Journal(_Kept):
     accepted: str = ""
     """The spec that is followed, as JSON: the next master goes on with it if that of the cluster
     cannot be used by then. Empty where it is large."""
-    term: Term
-    next_node: int = 0
-    next_event: int = 1
+    term: Annotated[Term, COUNT]
+    next_node: Count = 0
+    next_event: Count = 1
     phase: JobPhase = JobPhase.PENDING
     reason: str = ""
     world: World | None = None
-    round: Round = Round(0)
+    round: Annotated[Round, COUNT] = Round(0)
     opening: Opening | None = None
-    checks: int = 0
+    checks: Count = 0
     """Number of the newest step of checks."""
     marks: dict[NodeId, Mark] = Field(default_factory=dict)
     hosts: dict[str, Strikes] = Field(default_factory=dict)
     succeeded: list[NodeId] = Field(default_factory=list)
     nodes: list[NodeRecord] = Field(default_factory=list)
-    vacancies: list[int] = Field(default_factory=list)
-    exhausted: int = 0
-    restart_count: int = 0
-    restarts: dict[str, int] = Field(default_factory=dict)
-    doubts: int = 0
+    vacancies: list[Count] = Field(default_factory=list)
+    exhausted: Count = 0
+    restart_count: Count = 0
+    restarts: dict[str, Count] = Field(default_factory=dict)
+    doubts: Count = 0
     cold: bool = False
     last_exception: WorkerFailure | None = None
     last_failure: Failure | None = None
     out_of_memory: str = ""
     """The last failure or loss for want of memory, until training is steady again."""
-    max_step: int | None = None
+    max_step: Count | None = None
     resumed: bool = True
     """The round has made a step; one that has not is to be told of once it has."""
     stored: Stored | None = None
@@ -325,6 +331,29 @@ class Journal(_Kept):
     started_at: float = 0.0
     ended_at: float | None = None
     events: list[JobEvent] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _fits_together(self, info: ValidationInfo) -> Self:
+        """Refuse a document that no master writes: the core relies on what is checked here.
+
+        Raises:
+            ValueError: two parts contradict each other, or a number is too large to count on.
+        """
+        if info.mode != "json":  # it is being written, not read
+            return self
+        largest = max(self.term, self.round, self.checks, self.next_node, self.next_event)
+        largest = max([largest, *(node.incarnation for node in self.nodes)])
+        if largest > LARGEST_READ:
+            raise ValueError(f"it has the number {largest}, expected at most {LARGEST_READ}")
+        ids = [node.id for node in self.nodes]
+        if len(set(ids)) < len(ids):
+            raise ValueError("it names a node twice")
+        if unknown := self.marks.keys() - set(ids):
+            raise ValueError(f"it has a check of {min(unknown)}, which is none of its nodes")
+        world = self.world
+        if world is not None and world.round != self.round:
+            raise ValueError(f"its members are of round {world.round}, expected {self.round}")
+        return self
 
     def read_accepted(self) -> ElasticJob | None:
         """The spec that was followed; None where it is not known."""

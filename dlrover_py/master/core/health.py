@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median_low
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
-from dlrover_py.protocol.agents import CheckResult
+from dlrover_py.protocol.agents import CheckResult, Count
 from dlrover_py.protocol.names import NodeId, id_key
 
 SLOW = 2.0
@@ -37,18 +37,20 @@ NOT_BAD = (Verdict.OPEN, Verdict.GOOD)
 class Mark(BaseModel):
     """What the checks have shown of one life of a node."""
 
-    incarnation: int
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    incarnation: Count
     exclude_slow: bool
     verdict: Verdict = Verdict.OPEN
     tried: list[Group] = Field(default_factory=list)
     """Groups that it was checked in."""
     failed: list[Group] = Field(default_factory=list)
     """Those of them that failed and may be its fault."""
-    slow: int = 0
+    slow: Count = 0
     """Groups that it was slow in."""
     matmul_s: float = 0.0
     allreduce_s: float = 0.0
-    nodes: int = 0
+    nodes: Count = 0
     """In the group that ``allreduce_s`` was measured in."""
 
     @property

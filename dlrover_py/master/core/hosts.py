@@ -3,10 +3,13 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field, FiniteFloat
 
 SHORTEST_S, LONGEST_S = 60.0, 3600.0
+DOUBLINGS = 10
+"""More than reach the longest ban: a larger power may not be a float any more."""
 FORGOTTEN = 2.0
 """A strike counts until so many times the ban that it brought have passed."""
 
@@ -14,8 +17,8 @@ FORGOTTEN = 2.0
 class Strikes(BaseModel):
     """What is journaled of a host."""
 
-    number: int
-    at: float
+    number: Annotated[int, Field(ge=1, le=2**52)]
+    at: FiniteFloat
     """Of the last one, in Unix seconds: the next master's other clock begins anew."""
 
 
@@ -28,7 +31,7 @@ class _Host:
 
 def ban_s(strikes: int) -> float:
     """Doubles with each strike, up to an hour (as Horovod's discovery does)."""
-    return min(LONGEST_S, SHORTEST_S * 2.0 ** (strikes - 1))
+    return min(LONGEST_S, SHORTEST_S * 2.0 ** min(strikes - 1, DOUBLINGS))
 
 
 @dataclass(slots=True)

@@ -95,6 +95,8 @@ GONE_KEPT = 64
 TOLD_SINGLY = 8
 ACCEPTED_BYTES = 256 * 1024
 """A larger spec is not journaled: a Secret takes 1 MiB, and round and members come first."""
+MOST_DIGITS = 15
+"""Of a node's number: no master comes to give larger ones."""
 NAMED = 16
 """Nodes that a sentence names; of more it gives the number."""
 
@@ -843,7 +845,8 @@ class Job:
     def _skip(self, node_id: NodeId) -> None:
         """An id that is in use, though no journal knows of it, is not given to another node."""
         number = node_id.removeprefix("n")
-        if number.isdigit() and int(number) >= self.next_node:
+        ours = number.isdecimal() and len(number) <= MOST_DIGITS
+        if ours and int(number) >= self.next_node:
             self.next_node = int(number) + 1
             self._dirty = True
 

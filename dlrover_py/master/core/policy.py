@@ -115,7 +115,7 @@ def relaunch_delay(relaunches: int, unheard: int = 0) -> float:
             each node at once must not be asked a thousand times.
     """
     tries = max(relaunches, unheard)
-    return 0.0 if tries <= 1 else min(60.0, 2.0 ** (tries - 2))
+    return 0.0 if tries <= 1 else min(60.0, 2.0 ** min(tries - 2, 6))  # 2**1024 is no float
 
 
 def in_words(failure: WorkerFailure) -> str:

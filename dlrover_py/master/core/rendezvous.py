@@ -7,9 +7,11 @@ keep their places, a newcomer takes the place of a lost node, further ones stand
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
+from dlrover_py.protocol.agents import COUNT, Count, Port
 from dlrover_py.protocol.names import NodeId, Round, id_key
 from dlrover_py.protocol.words import are, counted
 
@@ -34,11 +36,11 @@ class Member(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     node: NodeId
-    incarnation: int
-    rank_offset: int
-    nproc: int
+    incarnation: Count
+    rank_offset: Count
+    nproc: Annotated[int, Field(ge=1, le=1024)]
     role: str = "default"
-    role_rank_offset: int = 0
+    role_rank_offset: Count = 0
 
 
 class World(BaseModel):
@@ -46,10 +48,10 @@ class World(BaseModel):
 
     model_config = ConfigDict(frozen=True, ignored_types=(cached_property,))
 
-    round: Round
-    members: tuple[Member, ...]
+    round: Annotated[Round, COUNT]
+    members: Annotated[tuple[Member, ...], Field(min_length=1)]
     master_addr: str
-    master_port: int
+    master_port: Port
 
     @cached_property
     def rank_of(self) -> dict[NodeId, int]:
