@@ -474,7 +474,8 @@ class Bench:
         round_before = self.job.round
         listing = self._listing() if early_list else None
         first = self.step()
-        self.step(*(listing or self._listing()))
+        if self.rules.can_create:  # else no platform lists nodes
+            self.step(*(listing or self._listing()))
         members = self.job.world.rank_of if self.job.world else {}
         if steady and all(m in self.pods for m in members):
             size = full_size(self.spec, len(members))
@@ -1032,6 +1033,8 @@ class Bench:
             "last_exception",
             "last_failure",
             "out_of_memory",
+            "lived",
+            "lived_least",
             "stored",
             "passed",
         }

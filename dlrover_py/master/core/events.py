@@ -308,6 +308,11 @@ class Journal(_Kept):
     hosts: dict[str, Strikes] = Field(default_factory=dict)
     succeeded: list[NodeId] = Field(default_factory=list)
     nodes: list[NodeRecord] = Field(default_factory=list)
+    lived: dict[NodeId, Count] = Field(default_factory=dict)
+    """Last incarnation of each node that is gone, where nodes come by themselves: one that comes
+    back is another one."""
+    lived_least: Count = 0
+    """The same for all nodes that are not named there."""
     vacancies: list[Count] = Field(default_factory=list)
     exhausted: Count = 0
     restart_count: Count = 0
@@ -343,6 +348,7 @@ class Journal(_Kept):
             return self
         largest = max(self.term, self.round, self.checks, self.next_node, self.next_event)
         largest = max([largest, *(node.incarnation for node in self.nodes)])
+        largest = max([largest, self.lived_least, *self.lived.values()])
         if largest > LARGEST_READ:
             raise ValueError(f"it has the number {largest}, expected at most {LARGEST_READ}")
         ids = [node.id for node in self.nodes]

@@ -149,6 +149,10 @@ class Job:
         self._take_checkpoint_spec()
         self._unlisted = False
         """Which nodes there are is not known yet, from no journal and no list."""
+        self.lived: dict[NodeId, int] = {}
+        """Last incarnation of each node that is gone, where nodes come by themselves."""
+        self.lived_least = 0
+        """The same for all nodes that are not named there."""
         self._kept_off: set[NodeId] = set()
         """Nodes that were asked for on some hosts only, and have not spoken yet."""
         self.vacancies: list[Vacancy] = []
@@ -290,6 +294,7 @@ class Job:
         marks = {n: mark.model_copy(deep=True) for n, mark in journal.marks.items()}
         self.health = Health(journal.checks, marks)
         self.next_node = journal.next_node
+        self.lived, self.lived_least = dict(journal.lived), journal.lived_least
         self.vacancies = [Vacancy(relaunches=r, not_before=now) for r in journal.vacancies]
         self.exhausted = journal.exhausted
         self.restart_count, self.restarts = journal.restart_count, dict(journal.restarts)
@@ -374,6 +379,8 @@ class Job:
             marks=self.health.marks,
             hosts=self.hosts.journal(),
             nodes=[self._node_record(n) for n in present],
+            lived=dict(self.lived),
+            lived_least=self.lived_least,
             vacancies=[v.relaunches for v in self.vacancies],
             exhausted=self.exhausted,
             restart_count=self.restart_count,
@@ -460,6 +467,7 @@ class Job:
             again = node is not None and node.phase is NodePhase.GONE
             if node is None:
                 node = self.nodes.plan(node_id)
+                node.lived = self.lived.pop(node_id, self.lived_least)
                 report = report.model_copy(update={"incarnation": 0})
             elif again and (
                 report.seq > node.seq if report.boot_id == node.boot_id else not report.incarnation
@@ -532,7 +540,7 @@ class Job:
 
         Of one that returns after it was given up that is known already, and nothing is charged.
         """
-        if node.incarnation == 1:
+        if node.incarnation == node.lived + 1:
             self._joined.append(node.id)
             return
         event = self._record(
@@ -912,8 +920,10 @@ class Job:
         self._lost_now.add(node.id)
         self.checkpoints.drop(node.id)
         self._uncheck(node)
-        if self.rules.can_create:  # else it may live again, and versions only grow
+        if self.rules.can_create:
             self._assignments.pop(node.id, None)
+        else:  # it may live again, and versions and incarnations only grow
+            self._remember_life(node)
         self._dirty = True
         if self.rules.can_create and not node.leaving and not self.phase.ended:
             # At once: another node may take its rank, and two must not write the same checkpoint.
@@ -932,6 +942,15 @@ class Job:
         if self.rules.can_create:
             self._replace(node, event, free=free)
         self._miss(node, "loss", f"{node.id} is lost: {why}", event)
+
+    def _remember_life(self, node: Node) -> None:
+        """A master that follows must not give its incarnation once more. Of many nodes the oldest
+        are not named any more: then all nodes that are not known begin above them."""
+        self.lived.pop(node.id, None)
+        self.lived[node.id] = node.incarnation
+        while len(self.lived) > 2 * GONE_KEPT:
+            oldest = next(iter(self.lived))
+            self.lived_least = max(self.lived_least, self.lived.pop(oldest))
 
     def _ran_out_of_memory(self, node: Node, words: str) -> None:
         """Its platform knows why it ended. Often its connection has closed before, and it was
@@ -1745,6 +1764,8 @@ class Job:
         if self.nodes.count(Standing.OUT) > 2 * GONE_KEPT:
             gone = [n for n in self.nodes if n.phase is NodePhase.GONE]
             for node in gone[: max(0, len(gone) - GONE_KEPT)]:
+                if not self.rules.can_create:
+                    self._remember_life(node)
                 self.nodes.forget(node)
                 self._records.pop(node.id, None)
                 self._shown.pop(node.id, None)

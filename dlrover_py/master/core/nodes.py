@@ -88,6 +88,8 @@ class Node:
     """It is not known yet whether it is fit to train."""
     nested_told: str = ""
     """The boot id of the agent whose finding of another launcher is in the events."""
+    lived: int = 0
+    """Incarnations that nodes of this id had before it was known: its own are above."""
     made_of: str = ""
     """Hash of the template that it was made of; empty if that is not known."""
     restart: str = ""
@@ -456,7 +458,7 @@ class Nodes:
         node.told = node.acknowledged = 0
         node.held = False
         if boot_id:
-            node.incarnation = Incarnation(node.incarnation + 1)
+            node.incarnation = Incarnation(max(node.incarnation, node.lived) + 1)
         self._index(node)
 
     def _suspect(self, node: Node, now: float) -> None:
