@@ -13,6 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple, Self
 
+from dlrover_agent.visible import MIG, visible
 from dlrover_py.protocol.errors import ConfigError
 
 
@@ -149,28 +150,17 @@ def _gpus(root: Path) -> list[_Gpu]:
 
 
 def _visible(gpus: list[_Gpu], environ: Mapping[str, str]) -> list[_Gpu]:
-    """The GPUs by CUDA's index; as torch/cuda/__init__.py:_device_count_nvml counts them."""
+    """The GPUs by CUDA's index."""
     given = environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(len(gpus)))))
-    if given.startswith("MIG-"):
+    if given.startswith(MIG):
         found = f"CUDA_VISIBLE_DEVICES is {given}: slices of GPUs; expected whole ones"
         raise _refusal(found, "give indices or UUIDs of GPUs")
-    by_uuid = given.startswith("GPU-")
-    in_order = by_uuid or environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+    in_order = given.startswith("GPU-") or environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
     models = sorted({gpu.model for gpu in gpus})
     if not in_order and len(models) > 1 and len({gpu.node for gpu in gpus}) > 1:
         found = f"CUDA counts the fastest GPU first, and only CUDA ranks {' and '.join(models)}"
         raise _refusal(found, "set CUDA_DEVICE_ORDER=PCI_BUS_ID")
-    chosen: list[int] = []
-    for word in given.split(","):
-        if by_uuid and word.startswith("GPU-"):  # the start of one is enough
-            fit = [index for index, gpu in enumerate(gpus) if gpu.uuid.startswith(word)]
-        else:
-            number = None if by_uuid else re.match(r"\+?\d+", word.strip())
-            fit = [int(number[0])] if number and int(number[0]) < len(gpus) else []
-        if len(fit) != 1:
-            break  # what is no GPU, or could be two, ends the list
-        chosen += fit
-    return [gpus[index] for index in chosen] if len(set(chosen)) == len(chosen) else []
+    return [gpus[index] for index in visible(given, [gpu.uuid for gpu in gpus]) or ()]
 
 
 def _together(cpus: Iterable[int], peers: Callable[[int], frozenset[int]]) -> list[frozenset[int]]:

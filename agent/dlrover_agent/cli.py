@@ -8,7 +8,6 @@ runs our master, or this machine alone does.
 import contextlib
 import hashlib
 import importlib.util
-import itertools
 import json
 import logging
 import os
@@ -391,21 +390,29 @@ def _ask_torch(what: str, settings: Settings) -> int:
     return int(said) if said.isdigit() else 0
 
 
-def count_gpus(visible: str | None) -> int:
+def count_gpus(given: str | None) -> int:
     """GPUs of this node, without initialising any of them.
 
     Args:
-        visible: CUDA_VISIBLE_DEVICES; its entries (indices, UUIDs, MIG names) are counted as
-            CUDA reads them: up to a negative one, and none if one is there twice.
+        given: CUDA_VISIBLE_DEVICES; None if it is not set.
     """
-    if visible is not None:
-        words = [word.strip() for word in visible.split(",")]
-        taken = list(itertools.takewhile(lambda word: word and word[0] != "-", words))
-        return len(taken) if len(set(taken)) == len(taken) else 0
+    from dlrover_agent import visible
+
     folder = Path("/proc/driver/nvidia/gpus")
-    listed = len(list(folder.iterdir())) if folder.is_dir() else 0
+    listed = sorted(folder.iterdir()) if folder.is_dir() else []
+    if given is not None:
+        return visible.count(given, [_uuid(gpu / "information") for gpu in listed])
     ours = len(list(Path("/dev").glob("nvidia[0-9]*")))  # a container may see the host's list
-    return min(listed, ours) if ours else listed
+    return min(len(listed), ours) if ours else len(listed)
+
+
+def _uuid(information: Path) -> str:
+    """UUID of a GPU by its driver's file; empty if that does not tell it."""
+    try:
+        found = re.search(r"^GPU UUID:[ \t]*(\S+)", information.read_text(), re.MULTILINE)
+    except OSError:
+        return ""
+    return found[1] if found is not None else ""
 
 
 if __name__ == "__main__":

@@ -1,0 +1,51 @@
+"""CUDA_VISIBLE_DEVICES is read as torch reads it."""
+
+import pytest
+import torch.cuda
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from dlrover_agent.visible import count, visible
+
+UUIDS = [f"GPU-{i:08x}-0000-0000-0000-000000000000" for i in range(4)]
+WORDS = st.one_of(
+    st.integers(-2, 6).map(str),
+    st.sampled_from([*UUIDS, "GPU-00000001", "GPU-0000", "GPU-ffff", "GPU-", "MIG-a", "MIG-b"]),
+    st.sampled_from(["", " 1", "+2", "1gpu", "junk", "NoDevFiles", "0 1", "1;2", "00"]),
+)
+
+
+def of_torch(given: str) -> tuple[list[int], int]:
+    """Indices, and the count, by torch's own parser."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", given)
+        found = torch.cuda._parse_visible_devices()
+    if found and isinstance(found[0], str):
+        if found[0].startswith("MIG-"):
+            return [], 1
+        return (found := torch.cuda._transform_uuid_to_ordinals(found, UUIDS)), len(found)
+    chosen: list[int] = []
+    for index in found:
+        if int(index) >= len(UUIDS):
+            break
+        chosen.append(int(index))
+    return chosen, len(chosen)
+
+
+@given(st.lists(WORDS, max_size=4).map(",".join))
+@example("NoDevFiles")
+@example("0,1,junk,3")
+@example("MIG-a,MIG-b")
+@example(f"0,{UUIDS[1]}")
+@example(f"{UUIDS[1]},0")
+def test_as_torch(text: str) -> None:
+    indices, number = of_torch(text)
+    assert count(text, UUIDS) == number
+    if not text.startswith("MIG-"):
+        assert visible(text, UUIDS) == indices
+
+
+def test_where_no_uuid_is_known_names_are_counted() -> None:
+    assert count("GPU-a,GPU-b", ["", ""]) == 2
+    assert visible("GPU-a", ["", ""]) is None
+    assert count("0,7", []) == 2, "it is not known which GPUs there are"
