@@ -72,7 +72,7 @@ def loses(
     after = run.until(lambda: whole(run, seen.round, victim), "three without it", within_s=240)
     formed, gone = run.formed(seen.round + 1), hosts_of.count(where) if take is spot else 1
     # The second of two may be heard of only after the first one's round.
-    assert any(f"{n} nodes" in formed for n in (2, 3 - gone)), f"the others waited: {formed}"
+    assert any(f"{n} node" in formed for n in (2, 3 - gone)), f"the others waited: {formed}"
     assert {(n.relaunches, n.restarts) for n in after.nodes} == {(0, 0)}
     assert after.restarts.keys() <= {"drain", "join"}
     return after

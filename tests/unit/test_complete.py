@@ -1,6 +1,8 @@
 """Names that the shell's completion of ``dlrover`` offers."""
 
 import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -12,16 +14,22 @@ from tests.builders import elastic_job, running
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Jobs alpha and beta run here, old has ended; there is no cluster."""
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Jobs alpha and beta run here, killed has left its socket, old has ended; no cluster."""
     monkeypatch.setenv("DLROVER_RUNTIME_DIR", str(tmp_path / "run"))
     monkeypatch.setenv("DLROVER_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
-    for name in ("alpha", "beta"):
+    running_jobs = ExitStack()
+    for name in ("alpha", "beta", "killed"):
         folder = tmp_path / "run" / name
         folder.mkdir(parents=True, mode=0o700)
-        with socket.socket(socket.AF_UNIX) as listening:
-            listening.bind(str(folder / CLUSTER_SOCKET))
+        listening = socket.socket(socket.AF_UNIX)
+        listening.bind(str(folder / CLUSTER_SOCKET))
+        if name == "killed":
+            listening.close()
+        else:
+            listening.listen()
+            running_jobs.enter_context(listening)
     (tmp_path / "run").chmod(0o700)
     bench = running(elastic_job(2))
     status = bench.job.status(0.0, 1.0).model_copy(update={"name": "old"})
@@ -29,7 +37,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir(parents=True, mode=0o700)
     (tmp_path / "state").chmod(0o700)
     (folder / STATUS_FILE).write_text(status.model_dump_json())
-    return tmp_path
+    with running_jobs:
+        yield
 
 
 def offered(*words: str) -> list[str]:
