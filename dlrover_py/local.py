@@ -32,6 +32,8 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import ValidationError
 
 from dlrover_py.arena import PREFIX
+from dlrover_py.attend import attended
+from dlrover_py.helpers import end, wake
 from dlrover_py.owner import RUNTIME_HINT, STATE_HINT, is_own, open_own
 from dlrover_py.pidfd import ended
 from dlrover_py.protocol import names
@@ -243,7 +245,8 @@ class Cluster:
         return f"127.0.0.1:{self._sockets[1].getsockname()[1]}"
 
     async def keep_master(self) -> None:
-        """Run the master, again when it has died. Its ports are ours, and outlive it."""
+        """Run the master, again when it has died or stands still. Its ports are ours, and outlive
+        it."""
         assert self._sockets is not None
         pause = 0
         argv = [sys.executable, "-m", "dlrover_py.master", "--cluster", str(self.paths.socket)]
@@ -256,7 +259,7 @@ class Cluster:
                 argv, self.environ, Path("/"), self.paths.logs / "master.log", keep
             )
             self.changed.set()
-            code = await _end_of(self.master)
+            code = await attended(self.master, self.health_addr)
             self.changed.set()
             if self.stopping:
                 return
@@ -298,11 +301,11 @@ class Cluster:
             signal_marked(node.mark, signal.SIGKILL)
         if (master := self._living_master()) is not None:
             _signal(master, signal.SIGTERM)
+            wake(master)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(5):
                     await _end_of(master)
-            _signal(master, signal.SIGKILL)
-            master.wait()
+            end(master, 0)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

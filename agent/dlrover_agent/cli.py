@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from dlrover_agent import flags as given
 from dlrover_agent.endpoint import Endpoint, hosted
-from dlrover_agent.flags import Flags
+from dlrover_agent.flags import TORCH_S, Flags
 from dlrover_agent.settings import LINE_PREFIX, Command, Output, Settings
 from dlrover_py.aside import outlet
 from dlrover_py.protocol.commands import refusal
@@ -384,8 +384,9 @@ def _ask_torch(what: str, settings: Settings) -> int:
     """A number that only torch knows; 0 if it does not either. It is imported in a child."""
     ask = [settings.python, "-c", f"import torch; print({what})"]
     try:
-        said = subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
+        done = subprocess.run(ask, capture_output=True, text=True, check=True, timeout=TORCH_S)
+        said = done.stdout.strip()
+    except (OSError, subprocess.SubprocessError):
         return 0
     return int(said) if said.isdigit() else 0
 

@@ -26,6 +26,7 @@ from typing import Self
 from dlrover_agent import flags as given
 from dlrover_agent import scratch
 from dlrover_agent.flags import C10D_PORT, STATIC_PORT, Flags
+from dlrover_py.helpers import end
 from dlrover_py.protocol.errors import ConfigError, ExitCode, Unreachable
 from dlrover_py.protocol.names import API_VERSION, KIND, MAIN_CONTAINER, TOKEN_FILE
 
@@ -312,6 +313,7 @@ class OwnMaster:
             self._sockets.append(_on_loopback())
             job, health = self._sockets
             self.address = f"{_loopback(job)}:{job.getsockname()[1]}"
+            self._health = f"{_loopback(health)}:{health.getsockname()[1]}"
             argv = [sys.executable, "-m", "dlrover_py.master", "--static", self._document()]
             argv += ["--state-dir", str(self._folder), "--token-file", str(token_file)]
             argv += ["--listen-fd", str(job.fileno()), "--health-fd", str(health.fileno())]
@@ -328,15 +330,12 @@ class OwnMaster:
             self._process.kill()
         os.close(self._write)  # the end of its lifeline: it tells the other nodes, and ends
         self._write = -1
-        try:
-            self._process.wait(FAREWELL_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        end(self._process, FAREWELL_S)
         self._clean()
 
     async def keep(self, kin: set[int]) -> None:
-        """Start it again whenever it has died: the journal is kept, and the port is ours.
+        """Start it again whenever it has died or stands still: the journal is kept, and the port
+        is ours.
 
         Args:
             kin: our children that are no workers; the master is one of them.
@@ -345,13 +344,12 @@ class OwnMaster:
         """
         import asyncio
 
-        from dlrover_py.pidfd import ended
+        from dlrover_py.attend import attended
 
         pause = 0.1
         while True:
             kin.add(self._process.pid)
-            await ended(self._process.pid)
-            code = self._process.wait()
+            code = await attended(self._process, self._health)
             kin.discard(self._process.pid)
             if code == ExitCode.USAGE:
                 raise ConfigError("the master cannot be started; it said why")

@@ -20,6 +20,8 @@ from dlrover_py.protocol.errors import ConfigError
 DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 C10D_PORT = 29400
 STATIC_PORT = 29500
+TORCH_S = 120.0
+"""A child that is asked what torch knows imports it, on a machine that may be busy."""
 MANY_NODES = 4
 """From so many on, --auto-config checks the nodes."""
 BINDINGS = ("node", "socket", "exclusive", "core-complex")
@@ -293,9 +295,13 @@ def _known_to_torch(flag: str) -> str:
     )
     try:
         done = subprocess.run(
-            [sys.executable, "-c", ask, flag], capture_output=True, text=True, check=False
+            [sys.executable, "-c", ask, flag],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=TORCH_S,
         )
-    except OSError:
+    except (OSError, subprocess.TimeoutExpired):
         return "neither torchrun nor DLRover has it"
     said = done.stdout.strip()
     if said:

@@ -8,6 +8,7 @@ frozen). The agent's folders go last: its scratch, and the memory that nobody wo
 """
 
 import contextlib
+import ctypes
 import os
 import select
 import shutil
@@ -16,6 +17,7 @@ import sys
 from collections.abc import Callable
 
 LAST_CHANCE_MS = 10_000
+_PR_SET_PDEATHSIG = 1
 
 
 def _processes(fits: Callable[[list[bytes]], bool]) -> list[int]:
@@ -62,6 +64,8 @@ def kill_sessions(sessions: set[int]) -> None:
 
 def main(pipe: int, lifeline: int, agent: int, folders: list[str]) -> None:
     """Wait for the end of the agent."""
+    # Somebody may stop it (SIGSTOP): the end of the agent has it go on.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     sessions: set[int] = set()

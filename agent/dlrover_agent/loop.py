@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -50,6 +51,7 @@ from dlrover_agent.saver import Saver, Site
 from dlrover_agent.settings import Command, Settings
 from dlrover_agent.warm import Recipe
 from dlrover_agent.workers import Workers, reap_orphans
+from dlrover_py.helpers import end
 from dlrover_py.protocol.agents import AgentReport, Assignment, Directive, Offer, WorkerPhase
 from dlrover_py.protocol.errors import DLRoverError, ExitCode
 from dlrover_py.protocol.workers import News
@@ -59,6 +61,8 @@ from dlrover_py.telemetry import ENV_LEVEL, NOTICE, bind
 log = logging.getLogger("agent")
 
 LAST_REPORT_S = 1.0
+DISMISSED_S = 5.0
+"""For a guardian with nothing left to do but its folders, on a machine that may be busy."""
 NO_STEP_S = 5.0
 """A restart is told then, though no step was reported."""
 MASTER_LOST_S = 30.0
@@ -110,6 +114,8 @@ class Guardian:
 
     def __init__(self, lifeline_fd: int | None, folders: Sequence[Path]) -> None:
         read, self._pipe = os.pipe()
+        os.set_blocking(self._pipe, False)
+        self._folders = folders
         lifeline = -1 if lifeline_fd is None else lifeline_fd
         keep = [read] if lifeline < 0 else [read, lifeline]
         script = [sys.executable, "-I", "-S", guardian.__file__]
@@ -136,13 +142,19 @@ class Guardian:
 
     def tell(self, line: str) -> None:
         """``+SESSION`` or ``-SESSION``."""
-        with contextlib.suppress(BrokenPipeError):
+        try:
             os.write(self._pipe, f"{line}\n".encode())
+        except BlockingIOError:  # it has not read for long: another one is told of all
+            self._process.kill()
+        except BrokenPipeError:
+            pass
 
     def dismiss(self) -> None:
-        """Nothing is left for it to do: it ends at once."""
+        """Nothing is left for it to do: it ends at once, or is killed."""
         os.close(self._pipe)
-        self._process.wait()
+        if not end(self._process, DISMISSED_S):
+            for folder in self._folders:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 class Agent:

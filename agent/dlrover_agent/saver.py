@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import signal
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
@@ -22,6 +23,7 @@ from dlrover_agent.replicas import PREFIX, Replicas
 from dlrover_py import arena
 from dlrover_py.arena import Arena, Slot
 from dlrover_py.depot import Candidate, Holder
+from dlrover_py.helpers import KILLED_S
 from dlrover_py.protocol import names
 from dlrover_py.protocol.agents import (
     Assignment,
@@ -58,6 +60,8 @@ MOST = 64
 """Checkpoints that a report names: the newest."""
 AGAIN_S = (0.0, 1.0, 5.0, 15.0, 60.0)
 """How long a persister that has died is not started again."""
+WAKE_S = 5.0
+"""A persister that somebody has stopped (SIGSTOP) is woken so often while an order is open."""
 LINE = 1 << 20
 
 Ask = Callable[[str], Awaitable[bytes]]
@@ -507,17 +511,27 @@ class Persister:
         assert process.stdin is not None
         process.stdin.writelines(self._lines)
         self._lines.clear()
+        waking = asyncio.create_task(self._wake(process))
         try:
             code = await self._listen(process)
         finally:
+            waking.cancel()
             self._process = None
             if process.returncode is None:
                 process.kill()
-                await process.wait()
+                with contextlib.suppress(TimeoutError):  # a dead file system holds it
+                    await asyncio.wait_for(process.wait(), KILLED_S)
             self._guard(f"-{process.pid}")
             self._kin.discard(process.pid)
         if not self._closing:
             self._died(f"has ended with code {code}")
+
+    async def _wake(self, process: Process) -> None:
+        while True:
+            await asyncio.sleep(WAKE_S)
+            if self._open:
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    process.send_signal(signal.SIGCONT)
 
     async def _listen(self, process: Process) -> int:
         assert process.stdout is not None

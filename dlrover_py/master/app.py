@@ -1,6 +1,7 @@
 """Wiring: the only place that picks implementations."""
 
 import asyncio
+import ctypes
 import gc
 import logging
 import os
@@ -29,6 +30,7 @@ FAREWELL_S = 6.0
 """Where nodes come by themselves nobody but their master can tell them of its end."""
 LAST_WORDS_S = 1.0
 """To publish what a job's end has left unsaid; its journal has it anyway."""
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +209,9 @@ def port_of(sock: socket.socket) -> int:
 
 
 def _follow(fd: int, stop: asyncio.Event) -> None:
-    """End when the pipe's other end is closed: its holder is gone."""
+    """End when the pipe's other end is closed: its holder is gone. That wakes us if we were
+    stopped (SIGSTOP)."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
     loop = asyncio.get_running_loop()
 
     def readable() -> None:

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from dlrover_py import arena
 from dlrover_py.arena import Arena, Slot
+from dlrover_py.helpers import end, wake
 from dlrover_py.protocol.checkpoint import Answer, Id, Order, Phase, Summary, read_line
 
 log = logging.getLogger(__name__)
@@ -33,6 +34,12 @@ OVERTAKEN = "a newer one took its place before it was begun: they come faster th
 PATIENCE_S = 3600.0
 """A write that has taken so long, and by policy four of its intervals, is not waited for any more:
 a newer one calls it off, or a store that is slower than that would never be written."""
+
+WAKE_S = 5.0
+"""A persister that somebody has stopped (SIGSTOP) is woken so often while it is waited for."""
+END_S = 15.0
+"""For one that was told to end: what it holds in storage is let go by then, or the store hangs
+(see :meth:`dlrover_py.persist.Persister.close`)."""
 
 _GUARD = 'read -r line; rm -rf -- "$1"'
 """Removes the folder at a line, or once nobody holds the other end of its standard input."""
@@ -148,6 +155,8 @@ class Persister:
         """
         with self._changed:
             overtaken, self._next = self._next, None
+            if self._open and self._process is not None:
+                wake(self._process)
             if queue and self._open and time.monotonic() - self._since < PATIENCE_S:
                 self._next = order
             else:
@@ -169,9 +178,21 @@ class Persister:
             self._answer(Answer(order.attempt, Phase.FAILED, why=f"its persister: {error}"))
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until all orders have been answered; False if that takes too long."""
+        """Wait until all orders have been answered; False if that takes too long.
+
+        It may take as long as it goes on: a persister that runs has a limit of its own for a store
+        that does not answer.
+        """
+        until = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
-            return self._changed.wait_for(lambda: not (self._open or self._next), timeout_s)
+            while self._open or self._next:
+                left = WAKE_S if until is None else min(WAKE_S, until - time.monotonic())
+                if left <= 0:
+                    return False
+                if self._process is not None:
+                    wake(self._process)
+                self._changed.wait(left)
+            return True
 
     def close(self, timeout_s: float | None = None) -> None:
         """Wait for what is under way, for so long at most, and end it."""
@@ -228,4 +249,4 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     assert process.stdin is not None
     with contextlib.suppress(OSError), process.stdin:  # it may have ended by itself
         process.stdin.write(b"\n")
-    process.wait()
+    end(process, END_S)

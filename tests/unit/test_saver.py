@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dlrover_agent import saver
 from dlrover_agent.replicas import BURST_S
 from dlrover_agent.saver import Persister, Saver, Site, held
 from dlrover_py.arena import OWNER, PREFIX, Slot
@@ -269,6 +271,18 @@ async def test_an_order_fails_with_its_persister_and_the_next_starts_another() -
     heard.persister.say(order("a2"))
     await heard.until(lambda a: a.attempt == "a2" and a.phase is Phase.WRITING)
     assert heard.persister.trouble == ""
+    await heard.persister.close()
+
+
+async def test_a_persister_that_is_stopped_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saver, "WAKE_S", 0.1)
+    heard = Heard()
+    heard.persister.say(order("a1"))
+    await heard.until(lambda a: a.attempt == "a1")
+    (pid,) = heard.persister.sessions
+    os.kill(pid, signal.SIGSTOP)
+    heard.persister.say(order("a2"))
+    await heard.until(lambda a: a.attempt == "a2")
     await heard.persister.close()
 
 
