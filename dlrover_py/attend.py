@@ -9,7 +9,7 @@ import asyncio
 import logging
 import subprocess
 
-from dlrover_py.pidfd import ended
+from dlrover_py.processes import ended
 from dlrover_py.protocol.errors import DLRoverError
 from dlrover_py.rpc import Client
 

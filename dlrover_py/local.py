@@ -35,7 +35,7 @@ from dlrover_py.arena import PREFIX
 from dlrover_py.attend import attended
 from dlrover_py.helpers import end, wake
 from dlrover_py.owner import RUNTIME_HINT, STATE_HINT, is_own, open_own
-from dlrover_py.pidfd import ended
+from dlrover_py.processes import ended, marked, signal_all
 from dlrover_py.protocol import names
 from dlrover_py.protocol.agents import ErrorReply
 from dlrover_py.protocol.errors import ConfigError, ErrorCode, ExitCode
@@ -59,28 +59,9 @@ SAMPLES_KEPT = 1000
 # --- processes by mark ---
 
 
-def marked(mark: str) -> list[int]:
-    """Living processes that carry the mark in their environment."""
-    needle = f"{names.ENV_NODE_MARK}={mark}".encode()
-    found = []
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
-        with contextlib.suppress(OSError):
-            environ = Path("/proc", entry, "environ").read_bytes()
-            if needle in environ.split(b"\0"):
-                found.append(int(entry))
-    return found
-
-
 def signal_marked(mark: str, number: int) -> None:
-    """Signal all processes that carry the mark, until no new one turns up."""
-    done: set[int] = set()
-    while fresh := set(marked(mark)) - done:
-        for pid in fresh:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, number)
-        done |= fresh
+    """Signal all processes that carry a node's mark, until no new one turns up."""
+    signal_all(lambda: marked(names.ENV_NODE_MARK, mark), number)
 
 
 # --- nodes ---

@@ -32,6 +32,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
+from dlrover_py.processes import ProcessId
 from dlrover_py.protocol.checkpoint import Keep, Manifest, Owner
 from dlrover_py.protocol.errors import ConfigError, Superseded
 
@@ -698,19 +699,11 @@ def _this_host() -> str:
     return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
 
 
-def _started(pid: int) -> int | None:
-    """When a process was started; None if there is none of this number."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    ended = fields[0] in (b"Z", b"X") and fields[17] == b"1"  # else a thread may still write
-    return None if ended else int(fields[19])
-
-
 def _gone(held: _Claim) -> bool | None:
     """Whether its process has ended; None if it is not of this host."""
-    return _started(held.pid) != held.started if held.host == _this_host() else None
+    if held.host != _this_host():
+        return None
+    return not ProcessId(held.pid, held.started).alive
 
 
 # --- checkpoints ---
@@ -885,9 +878,9 @@ class Store:
     def _own(self, claim: _Claim) -> _Claim:
         """The same, by this process."""
         beat = self._claim.beat + 1 if self._claim is not None else 1
-        pid, host = os.getpid(), _this_host()
-        started = _started(pid) or 0
-        return replace(claim, host=host, pid=pid, started=started, writer=self._writer, beat=beat)
+        me = ProcessId.of(os.getpid())
+        here: dict[str, Any] = {"host": _this_host(), "pid": me.pid, "started": me.started}
+        return replace(claim, **here, writer=self._writer, beat=beat)
 
     def _take(self, mine: _Claim) -> _Claim:
         for _ in range(5):

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,6 @@ from dlrover_agent.core import (
     Stop,
 )
 from dlrover_agent.failures import Death
-from dlrover_agent.guardian import children
 from dlrover_agent.local import Local
 from dlrover_agent.logs import Logs
 from dlrover_agent.master import Line
@@ -51,7 +50,10 @@ from dlrover_agent.saver import Saver, Site
 from dlrover_agent.settings import Command, Settings
 from dlrover_agent.warm import Recipe
 from dlrover_agent.workers import Workers, reap_orphans
+from dlrover_py import processes
 from dlrover_py.helpers import end
+from dlrover_py.processes import ProcessId, children
+from dlrover_py.protocol import names
 from dlrover_py.protocol.agents import AgentReport, Assignment, Directive, Offer, WorkerPhase
 from dlrover_py.protocol.errors import DLRoverError, ExitCode
 from dlrover_py.protocol.workers import News
@@ -112,17 +114,19 @@ class Reserved:
 class Guardian:
     """Our side of the process that cleans up if this one is killed."""
 
-    def __init__(self, lifeline_fd: int | None, folders: Sequence[Path]) -> None:
+    def __init__(self, lifeline_fd: int | None, folders: Sequence[Path], mark: str = "") -> None:
         read, self._pipe = os.pipe()
         os.set_blocking(self._pipe, False)
         self._folders = folders
         lifeline = -1 if lifeline_fd is None else lifeline_fd
         keep = [read] if lifeline < 0 else [read, lifeline]
-        script = [sys.executable, "-I", "-S", guardian.__file__]
+        root = Path(processes.__file__).parents[1]
+        script = [sys.executable, "-I", "-S", guardian.__file__, str(root)]
+        us = ProcessId.of(os.getpid())
         self._process = subprocess.Popen(
-            [*script, str(read), str(lifeline), str(os.getpid()), *map(str, folders)],
+            [*script, str(read), str(lifeline), str(us), mark, *map(str, folders)],
             pass_fds=keep,
-            env={},  # it does not carry the node's mark: a frozen node must not freeze it
+            env={},  # it carries no mark: a frozen node must not freeze it
             start_new_session=True,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -175,6 +179,8 @@ class Agent:
         self._events_of_torch = ElasticEvents(command, run_id)
         self._settings = settings
         self._kin = kin
+        self._mark = secrets.token_hex(12)
+        command = replace(command, inherit={**command.inherit, names.ENV_AGENT_MARK: self._mark})
         self._command = command
         self._max_restarts = max_restarts
         self._core = Core(nproc=command.nproc, shutdown_s=command.shutdown_s)
@@ -223,7 +229,7 @@ class Agent:
         """That go with the agent, however it ends."""
         if self._saver.path is not None and not settings.returns:
             self._folders.append(self._saver.path)
-        self._guardian = Guardian(settings.lifeline_fd, self._folders)
+        self._guardian = Guardian(settings.lifeline_fd, self._folders, self._mark)
         self._kin.add(self._guardian.pid)
         self._local = Local(
             self._scratch / "sdk.sock",
@@ -424,7 +430,7 @@ class Agent:
             strangers = frozenset(nested.OTHERS) & self._command.inherit.keys()
             a = assignment
             world = nested.World(a.round, a.world_size, a.master_port, strangers)
-            self._below.below(world, self._workers.pids)
+            self._below.below(world, self._workers.processes)
 
     def _broken(self, now: float) -> None:
         """The round is over; the next one is a restart."""
@@ -594,12 +600,13 @@ class Agent:
         if self._guardian.ended:  # somebody killed it: the next one takes its place
             log.warning("guardian_ended", extra={"then": "another one is started"})
             self._guardian.dismiss()
-            self._guardian = Guardian(self._settings.lifeline_fd, self._folders)
-            for pid in (*self._workers.sessions, *self._saver.sessions):
-                self._guardian.tell(f"+{pid}")
-        self._kin.add(self._guardian.pid)
+            self._kin.discard(self._guardian.pid)
+            self._guardian = Guardian(self._settings.lifeline_fd, self._folders, self._mark)
+            self._kin.add(self._guardian.pid)
+            for session in (*self._workers.sessions, *self._saver.sessions):
+                self._guardian.tell(f"+{session}")
         self._workers.warm.child_ended()
-        reap_orphans(self._kin | set(self._workers.pids))
+        reap_orphans(self._kin | self._workers.unreaped)
 
     def _warmth_changed(self) -> None:
         self._share_recipe()
@@ -641,7 +648,7 @@ async def work(
         beside: what has to live as long as it does; it takes the set of our child processes that
             are no workers, and adds its own. Its failure is ours.
     """
-    kin = set(children(os.getpid()))  # of a shell that has become us, say
+    kin = {child.pid for child in children(os.getpid())}  # of a shell that has become us, say
     agent = Agent(settings, command, token=token, max_restarts=max_restarts, kin=kin)
     run = asyncio.create_task(agent.run())
     tasks: list[asyncio.Task[Any]] = [run]

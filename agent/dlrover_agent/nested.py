@@ -10,9 +10,10 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from dlrover_py.processes import ProcessId, everybody
 from dlrover_py.protocol.names import ENV_ROUND
 
 LOOK_AFTER_S = (2.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
@@ -59,16 +60,16 @@ class Watch:
             tell: takes the finding, in words; called by the running event loop.
         """
         self._tell, self._loop = tell, asyncio.get_running_loop()
-        self._round: tuple[World, list[int]] | None = None
+        self._round: tuple[World, Sequence[ProcessId | None]] | None = None
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def below(self, world: World, workers: list[int]) -> None:
+    def below(self, world: World, workers: Sequence[ProcessId | None]) -> None:
         """From now on look below these workers.
 
         Args:
             world: of their round.
-            workers: their process ids, by local rank; 0 for one that does not run.
+            workers: by local rank; None for one that does not run.
         """
         self._round = world, workers
         if self._thread is None:
@@ -97,16 +98,19 @@ class Watch:
             self._tell(found)
 
 
-def look(world: World, workers: list[int]) -> str:
+def look(world: World, workers: Sequence[ProcessId | None]) -> str:
     """What a launcher below the workers has started, in words; empty if there is none.
 
     Args:
         world: of the workers' round.
-        workers: their process ids, by local rank.
+        workers: by local rank.
     """
-    parents = _parents()
+    children: dict[int, list[int]] = {}
+    for process in everybody():
+        children.setdefault(process.parent, []).append(process.id.pid)
     for local_rank, worker in enumerate(workers):
-        for pid in _below(worker, parents) if worker else ():
+        # One that has ended since has none; its number may be another program's by now.
+        for pid in _below(worker.pid, children) if worker is not None and worker.alive else ():
             size = world.other(_environment(pid))
             if size:
                 return (
@@ -115,19 +119,6 @@ def look(world: World, workers: list[int]) -> str:
                     "launcher in the script? elastic-run takes its place"
                 )
     return ""
-
-
-def _parents() -> dict[int, list[int]]:
-    """The children of each process."""
-    found: dict[int, list[int]] = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                with open(f"/proc/{entry}/stat", "rb") as stat:
-                    # pid (name) state ppid …; the name may hold anything.
-                    parent = int(stat.read().rpartition(b")")[2].split()[1])
-                found.setdefault(parent, []).append(int(entry))
-    return found
 
 
 def _below(pid: int, children: Mapping[int, list[int]]) -> Iterable[int]:

@@ -24,6 +24,7 @@ from dlrover_py import arena
 from dlrover_py.arena import Arena, Slot
 from dlrover_py.depot import Candidate, Holder
 from dlrover_py.helpers import KILLED_S
+from dlrover_py.processes import ProcessId
 from dlrover_py.protocol import names
 from dlrover_py.protocol.agents import (
     Assignment,
@@ -170,7 +171,7 @@ class Saver:
         return self._arena.path if self._arena is not None else None
 
     @property
-    def sessions(self) -> list[int]:
+    def sessions(self) -> list[ProcessId]:
         """What must end with the agent."""
         return self._persister.sessions
 
@@ -458,6 +459,7 @@ class Persister:
         self._told, self._guard, self._kin, self._argv = told, guard, kin, argv
         self._task: asyncio.Task[None] | None = None
         self._process: Process | None = None
+        self._session: ProcessId | None = None
         self._lines: list[bytes] = []
         """For a process that is about to be there."""
         self._open: set[str] = set()
@@ -466,9 +468,9 @@ class Persister:
         self.trouble = ""
 
     @property
-    def sessions(self) -> list[int]:
+    def sessions(self) -> list[ProcessId]:
         """Of the process, if it runs."""
-        return [] if self._process is None else [self._process.pid]
+        return [] if self._session is None else [self._session]
 
     def start(self) -> None:
         """Have it ready, if it is not."""
@@ -506,7 +508,9 @@ class Persister:
             self._died(f"could not be started: {error.strerror}")
             return
         self._kin.add(process.pid)
-        self._guard(f"+{process.pid}")
+        with contextlib.suppress(ProcessLookupError):  # it has ended already
+            self._session = ProcessId.of(process.pid)
+            self._guard(f"+{self._session}")
         self._process = process
         assert process.stdin is not None
         process.stdin.writelines(self._lines)
@@ -521,7 +525,9 @@ class Persister:
                 process.kill()
                 with contextlib.suppress(TimeoutError):  # a dead file system holds it
                     await asyncio.wait_for(process.wait(), KILLED_S)
-            self._guard(f"-{process.pid}")
+            if self._session is not None:
+                self._guard(f"-{self._session}")
+                self._session = None
             self._kin.discard(process.pid)
         if not self._closing:
             self._died(f"has ended with code {code}")

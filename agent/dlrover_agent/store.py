@@ -123,7 +123,7 @@ class Store:
 
     def _check(self, child: Child) -> None:
         if not child.started():
-            os.kill(self.pid, signal.SIGKILL)
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def _exited(self, child: Child) -> None:
         code = child.wait()

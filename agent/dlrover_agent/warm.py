@@ -30,9 +30,9 @@ from pydantic import TypeAdapter
 import dlrover_agent
 import dlrover_py
 from dlrover_agent import script, zygote
-from dlrover_agent.guardian import members
 from dlrover_agent.script import BOOT
 from dlrover_agent.zygote import Fitness, Orders, receive, send
+from dlrover_py.processes import ProcessId, exit_code, members
 
 log = logging.getLogger("agent.warm")
 
@@ -189,6 +189,7 @@ class Child:
 @dataclass(slots=True)
 class _Zygote:
     process: subprocess.Popen[bytes]
+    session: ProcessId
     line: socket.socket
     fitness: Fitness = field(default_factory=Fitness)
 
@@ -251,6 +252,8 @@ class Warm:
         self._scratch, self._kin, self._guard, self._changed = scratch, kin, guard, changed
         self._installed = _installed()
         self._zygote: _Zygote | None = None
+        self._dying: list[subprocess.Popen[bytes]] = []
+        """Zygotes that were killed, and not reaped yet."""
         self._records: list[_Record] = []
         self._watching: asyncio.Task[None] | None = None
         self._building: asyncio.Task[None] | None = None
@@ -265,9 +268,9 @@ class Warm:
         return self._zygote is not None
 
     @property
-    def pid(self) -> int:
-        """Of the zygote, 0 if there is none."""
-        return self._zygote.process.pid if self._zygote is not None else 0
+    def sessions(self) -> list[ProcessId]:
+        """Of the zygote, if there is one."""
+        return [self._zygote.session] if self._zygote is not None else []
 
     @property
     def has_torch(self) -> bool:
@@ -409,8 +412,8 @@ class Warm:
                 start_new_session=True,
             )
         self._kin.add(process.pid)
-        self._guard(f"+{process.pid}")
-        found = _Zygote(process, ours)
+        found = _Zygote(process, ProcessId.of(process.pid), ours)
+        self._guard(f"+{found.session}")
         readable = asyncio.Event()
         loop = asyncio.get_running_loop()
         loop.add_reader(ours, readable.set)
@@ -498,18 +501,25 @@ class Warm:
     def _end(self, ended: _Zygote) -> None:
         """Kill it, and what it has started; not waited for, as a file system may hold it."""
         ended.line.close()
-        pid = ended.process.pid
-        for victim in (pid, *members({pid})):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(victim, signal.SIGKILL)
-        ended.process.poll()
-        self._kin.discard(ended.process.pid)
-        self._guard(f"-{ended.process.pid}")
+        for victim in members({ended.session}):
+            victim.id.signal(signal.SIGKILL)
+        self._guard(f"-{ended.session}")
+        self._dying.append(ended.process)
+        self._reap()
+
+    def _reap(self) -> None:
+        over = [process for process in self._dying if process.poll() is not None]
+        for process in over:
+            self._dying.remove(process)
+            self._kin.discard(process.pid)
 
     def child_ended(self) -> None:
         """A child of ours has ended: perhaps the zygote."""
-        if self._zygote is not None and self._zygote.process.poll() is not None:
-            self._lose(f"it has ended with code {self._zygote.process.returncode}")
+        self._reap()
+        if self._zygote is not None:
+            code = exit_code(os.P_PID, self._zygote.process.pid)
+            if code is not None:
+                self._lose(f"it has ended with code {code}")
 
     def _give_up(self, why: str) -> None:
         if not self.off:

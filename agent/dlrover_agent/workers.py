@@ -1,7 +1,8 @@
 """Starts, watches, stops and reaps the workers of one node, and keeps their logs.
 
-Each worker leads a session of its own, and its end is seen through a pidfd at once. A round is
-over when its sessions are empty: a DataLoader child that outlived its worker could hold memory
+Each worker leads a session of its own, and its end is seen through a pidfd at once. It is not
+reaped before its session is empty: until then its number is nobody else's. A round is over when
+its sessions are empty: a DataLoader child that outlived its worker could hold memory
 that the next round needs. Standard output and error go through pipes, so that a full disk costs
 log lines and not the training.
 """
@@ -27,13 +28,13 @@ from string import Template
 from dlrover_agent import errorfile, store
 from dlrover_agent.core import Emptied, Ended, Event, Stuck
 from dlrover_agent.failures import Death, describe
-from dlrover_agent.guardian import children, members
 from dlrover_agent.logs import Destination, Files, Logs, Pump
 from dlrover_agent.settings import Command
 from dlrover_agent.store import Store
 from dlrover_agent.warm import Birth, Child, Warm
 from dlrover_py import cgroups
 from dlrover_py.aside import Aside, Overdue, outlet
+from dlrover_py.processes import ProcessId, children, exit_code, members
 from dlrover_py.protocol import names
 from dlrover_py.protocol.agents import Assignment, Directive, FailureKind, WorkerFailure
 
@@ -44,6 +45,8 @@ TERM_AFTER_POLITE_S = 1.0
 """A script that asks should_stop() is signalled so long before the end of its grace."""
 SURVIVED_KILL_S = 10.0
 UNSTARTED_S = 5.0
+RELEASED_S = 1.0
+"""One look at all processes for those that end together; none is reaped before."""
 ERROR_FILE_S = 2.0
 """The disk has so long to give what a worker has left."""
 FINAL_S = 5.0
@@ -76,9 +79,11 @@ class _Worker:
     out: Pump | None
     """None: standard output is the agent's."""
     pid: int = 0
+    session: ProcessId | None = None
+    """Its process, until that is reaped."""
     pidfd: int = -1
     wait: Callable[[], int] = int
-    """Takes the exit code (or the negative signal number) of the process, once it has ended."""
+    """Reaps the process, once it has ended."""
     child: Child | None = None
     """Of a zygote; None for a cold start."""
     started_at: float = field(default_factory=time.monotonic)
@@ -142,6 +147,7 @@ class Workers:
         )
         self.hosts_store = store.available()
         self._store: Store | None = None
+        self._store_session: ProcessId | None = None
         self._store_used = False
         self._logs = logs
         self._destinations: list[Destination] = []
@@ -157,6 +163,7 @@ class Workers:
         """As the round began."""
         self._stopped = False
         self._timers: list[asyncio.TimerHandle] = []
+        self._releasing = False
         self._sweep: asyncio.Task[None] | None = None
         self._disk = Aside("error-files")
         self._explaining: set[asyncio.Task[None]] = set()
@@ -168,10 +175,20 @@ class Workers:
         return [0 if w.ended else w.pid for w in self._workers]
 
     @property
-    def sessions(self) -> list[int]:
+    def processes(self) -> list[ProcessId | None]:
+        """By local rank; None for one that has ended."""
+        return [None if w.ended else w.session for w in self._workers]
+
+    @property
+    def sessions(self) -> list[ProcessId]:
         """All that must end with the agent."""
-        store = self._store.pid if self._store is not None else 0
-        return [pid for pid in (*self.pids, store, self.warm.pid) if pid]
+        ours = (*(w.session for w in self._workers), self._store_session)
+        return [*(session for session in ours if session is not None), *self.warm.sessions]
+
+    @property
+    def unreaped(self) -> set[int]:
+        """Process ids of workers that are reaped here."""
+        return {w.pid for w in self._workers if w.session is not None}
 
     async def close(self) -> None:
         """Show the last lines, and end what was kept for the next round."""
@@ -374,8 +391,8 @@ class Workers:
         return self._command.cpus[local_rank] if self._command.cpus else frozenset()
 
     def _begin(self, worker: _Worker, pid: int) -> None:
-        worker.pid = pid
-        self._guard(f"+{pid}")
+        worker.pid, worker.session = pid, ProcessId.of(pid)
+        self._guard(f"+{worker.session}")
         worker.pidfd = os.pidfd_open(pid)
         asyncio.get_running_loop().add_reader(worker.pidfd, self._exited, worker)
 
@@ -408,7 +425,7 @@ class Workers:
         """Start a worker cold whose fork did not get as far as the user's code."""
         assert self._assignment is not None
         log.warning("warm_start_failed", extra={"rank": worker.rank, "then": "cold start"})
-        self._guard(f"-{worker.pid}")
+        self._release(worker)
         fresh, out, err = self._prepare(self._assignment, worker.local_rank)
         self._workers[worker.local_rank] = fresh
         try:
@@ -422,10 +439,18 @@ class Workers:
 
     def _adopt_store(self, pid: int) -> None:
         self._store_used |= not self._checking
+        self._store_session = ProcessId.of(pid)
         self._kin.add(pid)
-        self._guard(f"+{pid}")
+        self._guard(f"+{self._store_session}")
+
+    def _drop_store(self) -> None:
+        if self._store_session is not None:
+            self._kin.discard(self._store_session.pid)
+            self._guard(f"-{self._store_session}")
+            self._store_session = None
 
     def _store_ended(self, why: str) -> None:
+        self._drop_store()
         if not self._stopped and self._workers and not all(w.ended for w in self._workers):
             failure = WorkerFailure(
                 kind=FailureKind.START,
@@ -440,7 +465,7 @@ class Workers:
 
     def _exited(self, worker: _Worker) -> None:
         asyncio.get_running_loop().remove_reader(worker.pidfd)
-        code = worker.wait()  # the pidfd says that it has ended
+        code = exit_code(os.P_PIDFD, worker.pidfd)  # it says that it has ended
         worker.ended = True
         self._last_step(worker.local_rank)  # what it has said comes before its end
         os.close(worker.pidfd)
@@ -483,6 +508,26 @@ class Workers:
         self._post(Ended(self._round, worker.local_rank, failure))
         if all(w.over for w in self._workers):
             self._all_ended()
+        elif not self._releasing:
+            self._releasing = True
+            loop = asyncio.get_running_loop()
+            self._timers.append(loop.call_later(RELEASED_S, self._release_empty))
+
+    def _release_empty(self) -> None:
+        """Reap the workers that have ended and left nothing, while others of the round go on."""
+        self._releasing = False
+        ended = [w for w in self._workers if w.ended and w.session is not None]
+        busy = {p.session for p in members([w.session for w in ended if w.session is not None])}
+        for worker in ended:
+            if worker.pid not in busy:
+                self._release(worker)
+
+    def _release(self, worker: _Worker) -> None:
+        """Its session is empty: from now on its number may be another program's."""
+        if exit_code(os.P_PID, worker.pid) is not None:
+            worker.wait()
+        self._guard(f"-{worker.session}")
+        worker.session = None
 
     def _close_pumps(self, worker: _Worker) -> None:
         worker.errors.close()
@@ -492,9 +537,7 @@ class Workers:
     def _end_store(self) -> None:
         if self._store is not None:
             self._store.end()
-            if self._store.pid:
-                self._kin.discard(self._store.pid)
-                self._guard(f"-{self._store.pid}")
+            self._drop_store()
             self._store = None
 
     def _death(self, worker: _Worker, failure: WorkerFailure, said: str) -> Death:
@@ -524,6 +567,7 @@ class Workers:
         for timer in self._timers:
             timer.cancel()
         self._timers.clear()
+        self._releasing = False
         if self._stopped:  # else workers of other nodes may still use it
             self._end_store()
         if self._sweep is None:
@@ -531,39 +575,40 @@ class Workers:
 
     async def _empty_sessions(self) -> None:
         """Kill what the workers have left in their sessions, and wait until it is gone."""
-        sessions = {w.pid for w in self._workers if w.pid}
+        held = [w for w in self._workers if w.session is not None]
+        sessions = [w.session for w in held if w.session is not None]
         deadline = time.monotonic() + SURVIVED_KILL_S
         left = self._left(sessions)
         while left and time.monotonic() < deadline:
-            await asyncio.gather(*(_kill(pid, deadline) for pid in left))
-            reap_orphans(self._kin)
+            await asyncio.gather(*(_kill(process, deadline) for process in left))
+            reap_orphans(self._kin | self.unreaped)
             left = self._left(sessions)
         self._sweep = None
-        for session in sessions:
-            self._guard(f"-{session}")
+        for worker in held:
+            self._release(worker)
         if left:
-            self._post(Stuck(self._round, tuple(left)))
+            self._post(Stuck(self._round, tuple(process.pid for process in left)))
         else:
             self._post(Emptied(self._round))
 
-    def _left(self, sessions: set[int]) -> list[int]:
+    def _left(self, sessions: list[ProcessId]) -> list[ProcessId]:
         """What is there of the round: its sessions, and what went into a session of its own and
         is our child now, since we are the subreaper of what lost its parent."""
-        strays = [pid for pid in children(os.getpid()) if pid not in self._kin]
-        return [*(members(sessions) if sessions else []), *strays]
+        strays = [child for child in children(os.getpid()) if child.pid not in self._kin]
+        return [*(process.id for process in members(sessions)), *strays]
 
 
-async def _kill(pid: int, deadline: float) -> None:
-    """SIGKILL a process that is not our child, and wait for its end."""
+async def _kill(process: ProcessId, deadline: float) -> None:
+    """SIGKILL a process, and wait for its end."""
     try:
-        fd = os.pidfd_open(pid)
+        fd = process.open()
     except ProcessLookupError:
         return
     loop = asyncio.get_running_loop()
     gone = asyncio.Event()
     loop.add_reader(fd, gone.set)
     try:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             signal.pidfd_send_signal(fd, signal.SIGKILL)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
@@ -625,10 +670,10 @@ def become_subreaper() -> None:
 
 def reap_orphans(known: set[int]) -> None:
     """Take the exit status of ended children that nobody else waits for."""
-    for pid in children(os.getpid(), ended=True):
-        if pid not in known:
+    for child in children(os.getpid(), over=True):
+        if child.pid not in known:
             with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
+                os.waitpid(child.pid, os.WNOHANG)
 
 
 def _die_with_parent(parent: int, cpus: frozenset[int]) -> Callable[[], None]:

@@ -68,6 +68,8 @@ ENV_NODE_MARK: Final = "DLROVER_NODE_MARK"
 """Random per node of this machine's cluster: every process of the node carries it."""
 
 # --- what an agent tells its workers, beyond torchrun's names ---
+ENV_AGENT_MARK: Final = "DLROVER_AGENT_MARK"
+"""Random per agent: all that it starts, and that its workers start, carries it."""
 ENV_AGENT_SOCKET: Final = "DLROVER_AGENT_SOCKET"
 ENV_LOCAL_RANK: Final = "DLROVER_LOCAL_RANK"
 """The worker's place on its node; LOCAL_RANK is 0 for all of them with --virtual-local-rank."""
@@ -91,6 +93,7 @@ JOB_ENV: Final = (
     ENV_LOG_DIR,
     ENV_LIFELINE_FD,
     ENV_NODE_MARK,
+    ENV_AGENT_MARK,
     ENV_AGENT_SOCKET,
     ENV_LOCAL_RANK,
     ENV_ROUND,

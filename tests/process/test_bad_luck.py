@@ -614,6 +614,7 @@ def guardians_of(agent: int) -> list[int]:
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
                 argv = (entry / "cmdline").read_bytes().split(b"\0")
-                if any(a.endswith(b"guardian.py") for a in argv) and str(agent).encode() in argv:
+                its = any(a.startswith(f"{agent}@".encode()) for a in argv)
+                if its and any(a.endswith(b"guardian.py") for a in argv):
                     found.append(int(entry.name))
     return found

@@ -25,7 +25,13 @@ BY_LAUNCHER = {
 }
 """Environment with a value of each run."""
 OURS = {
-    *("DLROVER_AGENT_SOCKET", "DLROVER_LOCAL_RANK", "DLROVER_ROUND", "DLROVER_RESTART_REASON"),
+    *(
+        "DLROVER_AGENT_SOCKET",
+        "DLROVER_AGENT_MARK",
+        "DLROVER_LOCAL_RANK",
+        "DLROVER_ROUND",
+        "DLROVER_RESTART_REASON",
+    ),
     *("DLROVER_ARENA", "DLROVER_DEPOT", "DLROVER_CHECKPOINT", "JOB_UID"),
     "DLROVER_LOG_LEVEL",
 }

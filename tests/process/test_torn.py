@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from dlrover_agent import guardian
 from tests.process.harness import CALM, Place, alive, carrying, eventually, job, lines, members
 
 DDP = """
@@ -78,17 +77,20 @@ def test_children_in_sessions_of_their_own_end_with_their_round(place: Place) ->
         eventually(lambda: not alive(second), "it is gone as well")
 
 
-def test_a_killed_guardian_is_replaced(place: Place, shm: Path) -> None:
+def test_a_killed_guardian_is_replaced_and_ends_what_the_workers_have_left(
+    place: Place, shm: Path
+) -> None:
     """Without a platform: that would end what an agent leaves behind, too."""
     place.script("""
         import os, subprocess, sys, threading
         from pathlib import Path
         from dlrover_py.depot import Link
 
-        # It does not die with the agent, as a worker does.
-        child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
-        Path("child.new").write_text(str(child.pid))
-        Path("child.new").rename("child")
+        # They do not die with the agent, as a worker does; one is not of the worker's session.
+        argv = [sys.executable, "-c", "import signal; signal.pause()"]
+        both = [subprocess.Popen(argv, start_new_session=own) for own in (False, True)]
+        Path("children.new").write_text(" ".join(str(child.pid) for child in both))
+        Path("children.new").rename("children")
         while not Path("go").exists():
             threading.Event().wait(0.05)
         with Link.local(os.environ["DLROVER_DEPOT"]) as link:
@@ -108,19 +110,56 @@ def test_a_killed_guardian_is_replaced(place: Place, shm: Path) -> None:
         return [int(x.split()[0]) for x in found.stdout.splitlines() if "guardian.py" in x]
 
     try:
-        eventually((place.folder / "child").exists, "the worker's child")
-        child = int((place.folder / "child").read_text())
+        eventually((place.folder / "children").exists, "the worker's children")
+        children = [int(pid) for pid in (place.folder / "children").read_text().split()]
         (first,) = guardians()
         os.kill(first, signal.SIGKILL)
         eventually(lambda: guardians() not in ([], [first]), "another guardian")
         # The agent does one thing after another: when it answers, that one knows whom to end.
         (place.folder / "go").touch()
         eventually((place.folder / "answered").exists, "the agent has answered since")
-        assert alive(child)
+        assert all(map(alive, children))
     finally:
         agent.kill()
         agent.wait()
-    eventually(lambda: not alive(child), "what the worker had started ends with the agent")
+    eventually(lambda: not any(map(alive, children)), "what the worker had started is gone")
+
+
+LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
+"""The number of the last process: the next one gets a higher number."""
+
+
+@pytest.mark.skipif(not os.access(LAST_PID, os.W_OK) or os.getuid() != 0, reason="not root")
+def test_a_number_that_is_another_programs_by_now_is_not_killed(place: Place) -> None:
+    place.script("""
+        import os, threading
+        from pathlib import Path
+        Path(f"new{os.environ['RANK']}").write_text(str(os.getpid()))
+        Path(f"new{os.environ['RANK']}").rename(f"pid{os.environ['RANK']}")
+        while os.environ["RANK"] == "1" and not Path("go").exists():
+            threading.Event().wait(0.05)
+    """)
+    run = place.popen("elastic-run", "--standalone", "--nproc-per-node=2", "train.py")
+    early, late = place.folder / "pid0", place.folder / "pid1"
+    eventually(lambda: early.exists() and late.exists(), "both run")
+    number = int(early.read_text())
+    eventually(lambda: not Path(f"/proc/{number}").exists(), "the one that is done is reaped")
+    stranger = eventually(lambda: of_number(number), "a stranger with its number")
+    (place.folder / "go").touch()
+    assert run.wait(timeout=120) == 0
+    assert stranger.poll() is None
+    stranger.kill()
+    stranger.communicate()
+
+
+def of_number(number: int) -> "subprocess.Popen[bytes] | None":
+    """A process that leads a session and has this number, if nobody else was faster."""
+    LAST_PID.write_text(str(number - 1))
+    process = subprocess.Popen(["cat"], stdin=subprocess.PIPE, start_new_session=True)
+    if process.pid == number:
+        return process
+    process.communicate()
+    return None
 
 
 def test_settings_that_cannot_be_used_end_the_command(place: Place) -> None:
@@ -223,26 +262,3 @@ def test_closed_streams_and_nohup(place: Place) -> None:
     (place.folder / "go").touch()
     assert run.wait(timeout=120) == 0
     eventually(lambda: not carrying(place.mark), "nothing is left")
-
-
-HEADLESS = """
-import ctypes, threading, time
-threading.Thread(target=lambda: (print("here", flush=True), time.sleep(600))).start()
-ctypes.CDLL(None).syscall(60, 0)  # exit: of this thread alone
-"""
-
-
-def test_a_process_whose_first_thread_has_ended_is_running_still() -> None:
-    """As one is that hangs in a driver, with the device open, while all else of it has died."""
-    with subprocess.Popen(
-        [sys.executable, "-c", HEADLESS], stdout=subprocess.PIPE, start_new_session=True
-    ) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        stat = Path(f"/proc/{process.pid}/stat")
-        eventually(lambda: b") Z " in stat.read_bytes(), "its first thread has ended")
-        assert guardian.members({process.pid}) == [process.pid]
-        assert process.pid in guardian.children(os.getpid())
-        guardian.kill_sessions({process.pid})
-        process.wait(30)
-        assert guardian.members({process.pid}) == []

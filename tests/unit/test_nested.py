@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from dlrover_agent.nested import World, look
+from dlrover_py.processes import ProcessId
 
 WORLD = World(3, 4, 29501, frozenset({"PMI_SIZE"}))
 OURS = {"DLROVER_ROUND": "3", "RANK": "1", "WORLD_SIZE": "4", "MASTER_PORT": "29501"}
@@ -43,7 +44,8 @@ def test_a_processs_descendants_are_looked_through(size: str) -> None:
         assert worker.stdin is not None
         assert worker.stdout is not None
         worker.stdout.readline()
-        found = look(WORLD, [0, worker.pid])
+        name = ProcessId.of(worker.pid)
+        found = look(WORLD, [None, name])
         worker.stdin.close()
     assert found == "" if size == "4" else found.startswith("worker 1 has started process")
-    assert look(WORLD, [worker.pid]) == "", "it has ended"
+    assert look(WORLD, [name]) == "", "it has ended"

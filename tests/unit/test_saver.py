@@ -256,7 +256,7 @@ async def test_orders_go_out_and_answers_come_back() -> None:
     assert (await heard.until(lambda a: a.why.startswith("order"))).phase is Phase.WRITING
     await heard.until(lambda a: a.why == "cancel")
     assert heard.persister.sessions
-    assert set(heard.persister.sessions) == heard.kin
+    assert {session.pid for session in heard.persister.sessions} == heard.kin
     await heard.persister.close()
     assert not heard.kin
 
@@ -279,8 +279,8 @@ async def test_a_persister_that_is_stopped_is_woken(monkeypatch: pytest.MonkeyPa
     heard = Heard()
     heard.persister.say(order("a1"))
     await heard.until(lambda a: a.attempt == "a1")
-    (pid,) = heard.persister.sessions
-    os.kill(pid, signal.SIGSTOP)
+    (session,) = heard.persister.sessions
+    session.signal(signal.SIGSTOP)
     heard.persister.say(order("a2"))
     await heard.until(lambda a: a.attempt == "a2")
     await heard.persister.close()
