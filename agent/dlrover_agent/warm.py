@@ -32,6 +32,7 @@ import dlrover_py
 from dlrover_agent import script, zygote
 from dlrover_agent.script import BOOT
 from dlrover_agent.zygote import Fitness, Orders, receive, send
+from dlrover_py.helpers import wake
 from dlrover_py.processes import ProcessId, exit_code, members
 
 log = logging.getLogger("agent.warm")
@@ -43,10 +44,15 @@ LOOK_S = 0.25
 QUIET_S = 3.0
 """Nothing new was imported for so long: the recipe is complete, for now."""
 BUILD_S = 180.0
+WAKE_S = 10.0
+"""A zygote that somebody has stopped (SIGSTOP) is woken so often while it is built."""
 MAX_FDS = 253
 """In one message (SCM_MAX_FD in the kernel)."""
 FORK_S = 2.0
 """The agent waits for a fork, and for nothing else meanwhile: well below a lease."""
+AGAIN_S = (0.5, 2.0, 8.0)
+"""Pauses before a zygote is built again that was lost while it was built: as often as that. One
+that an import ends each time is not tried for ever."""
 BUILDS = 5
 """Zygotes that are tried one after the other, each without what was wrong with the last."""
 
@@ -194,6 +200,11 @@ class _Zygote:
     fitness: Fitness = field(default_factory=Fitness)
 
 
+class _Lost(Exception):
+    """A zygote was lost while it was built: why. It says nothing of the recipe: somebody, or the
+    kernel for want of memory, has killed it or stopped it."""
+
+
 class _Record:
     """What one observed worker has written so far."""
 
@@ -260,6 +271,8 @@ class Warm:
         self._denied: list[str] = []
         self._rebuild = False
         self._number = 0
+        self._losses = 0
+        """Zygotes that were lost one after the other while they were built."""
         self._refusal = ""
 
     @property
@@ -369,15 +382,23 @@ class Warm:
             began = time.monotonic()
             try:
                 candidate = await self._candidate(self.recipe.without(self._denied))
-            except OSError as error:
-                fitness = Fitness(f"it cannot be started: {error.strerror}")
-                break
+            except _Lost as lost:
+                fitness = Fitness(str(lost))
+                if self._losses == len(AGAIN_S):
+                    break
+                pause = AGAIN_S[self._losses]
+                self._losses += 1
+                then = f"it is built again after {pause:g} s"
+                log.info("zygote_lost", extra={"why": str(lost), "then": then})
+                await asyncio.sleep(pause)
+                continue
             fitness = candidate.fitness
             if self._rebuild:
                 self._end(candidate)
                 continue
             tries += 1
             if not fitness.unfit:
+                self._losses = 0
                 old, self._zygote = self._zygote, candidate
                 if old is not None:
                     self._end(old)
@@ -394,45 +415,66 @@ class Warm:
             self._give_up(f"no zygote is fit: {fitness.unfit}")
 
     async def _candidate(self, recipe: Recipe) -> _Zygote:
+        """Build a zygote, and let it say whether it is fit.
+
+        Raises:
+            _Lost: it has said nothing.
+        """
         self._number += 1
         stem = self._scratch / f"zygote-{self._number}"
         output, orders = stem.with_suffix(".log"), stem.with_suffix(".json")
-        ours, theirs = socket.socketpair()
-        with theirs, output.open("wb") as words:
-            lines = [list(line) for line in recipe.lines]
-            wanted = Orders(theirs.fileno(), os.getpid(), lines, self._per_rank)
-            orders.write_text(json.dumps(asdict(wanted)))
-            room = self._argv[2:]  # so that workers can show their own command line
-            process = subprocess.Popen(  # noqa: ASYNC220
-                [*self._argv[:2], "-c", BOOT.format(module="zygote"), str(orders), *room],
-                env=self._env,
-                pass_fds=[theirs.fileno()],
-                stdout=words,
-                stderr=words,
-                start_new_session=True,
-            )
-        self._kin.add(process.pid)
-        found = _Zygote(process, ProcessId.of(process.pid), ours)
-        self._guard(f"+{found.session}")
+        try:
+            found = self._started(recipe, output, orders)
+        except OSError as error:
+            raise _Lost(f"it cannot be started: {error.strerror}") from error
         readable = asyncio.Event()
         loop = asyncio.get_running_loop()
-        loop.add_reader(ours, readable.set)
+        loop.add_reader(found.line, readable.set)
         try:
             async with asyncio.timeout(BUILD_S):
-                await readable.wait()
-            ours.settimeout(FORK_S)
-            found.fitness = Fitness(**receive(ours)[0])
+                while not readable.is_set():
+                    wake(found.process)
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(WAKE_S):
+                            await readable.wait()
+            found.line.settimeout(FORK_S)
+            found.fitness = Fitness(**receive(found.line)[0])
         except TimeoutError:
             found.fitness = Fitness(f"it is not ready after {BUILD_S:g} s")
-        except (EOFError, OSError):
+        except (EOFError, OSError) as error:
+            self._end(found)
             last = output.read_text(errors="replace").strip().splitlines()[-1:]
-            found.fitness = Fitness(f"it has ended: {' '.join(last)}")
+            raise _Lost(": ".join(["it has ended", *last])) from error
         except asyncio.CancelledError:
             self._end(found)
             raise
         finally:
-            loop.remove_reader(ours)
+            loop.remove_reader(found.line)
             orders.unlink(missing_ok=True)
+        return found
+
+    def _started(self, recipe: Recipe, output: Path, orders: Path) -> _Zygote:
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs, output.open("wb") as words:
+                lines = [list(line) for line in recipe.lines]
+                wanted = Orders(theirs.fileno(), os.getpid(), lines, self._per_rank)
+                orders.write_text(json.dumps(asdict(wanted)))
+                room = self._argv[2:]  # so that workers can show their own command line
+                process = subprocess.Popen(
+                    [*self._argv[:2], "-c", BOOT.format(module="zygote"), str(orders), *room],
+                    env=self._env,
+                    pass_fds=[theirs.fileno()],
+                    stdout=words,
+                    stderr=words,
+                    start_new_session=True,
+                )
+        except BaseException:
+            ours.close()
+            raise
+        self._kin.add(process.pid)
+        found = _Zygote(process, ProcessId.of(process.pid), ours)
+        self._guard(f"+{found.session}")
         return found
 
     def fork(self, births: Sequence[Birth]) -> list[Child] | None:

@@ -207,7 +207,7 @@ LINES = [
     {"kind": "order", "attempt": "a", "step": 1, "round": 1, "lap": 0, "world": 1, "ranks": [0],
      "arena": "/a", "dir": "/d", "job": "j", "node": "n", "keep": {"newest": 3}},
     {"kind": "grant", "attempt": "a", "term": 1},
-    {"kind": "answer", "attempt": "a", "phase": "done", "stored": [1, "/c", 1.5]},
+    {"kind": "answer", "attempt": "a", "phase": "done", "stored": [1, 1, 0, "/c", 1.5, 1]},
 ]  # fmt: skip
 
 
