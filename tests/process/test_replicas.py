@@ -88,7 +88,7 @@ def check(folder: Path) -> dict[str, int]:
                 assert data == pattern(summary.step, summary.rank, piece.key, piece.nbytes)
                 assert arena.digest(data) == digest
             view.release()
-        assert found.objects == {"step": str(summary.step).encode()}
+        assert found.objects == {f"rank/{summary.rank}/step": str(summary.step).encode()}
         steps[path.name] = summary.step
     return steps
 

@@ -46,7 +46,7 @@ def stage(folder: Path, job: str, rank: int, step: int, nbytes: int, part: str) 
         slot.seal(
             layout.encode(),
             sums,
-            encode_objects([("step", str(step).encode())]),
+            encode_objects([(f"rank/{rank}/step", str(step).encode())]),
             layout.end,
             job=job,
             private_at=layout.private_at,
