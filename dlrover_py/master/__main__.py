@@ -92,7 +92,10 @@ async def _run(
             own = settings.in_cluster()
             kube = await stack.enter_async_context(await Kube.connect())
             clock.wall = kube.wall  # the next master, on another machine, reads what we stamp
-            platform = KubernetesPlatform(kube, namespace, name, Site(own.job_uid, own.service))
+            site = Site(own.job_uid, own.service)
+            platform = KubernetesPlatform(
+                kube, namespace, name, site, progress_s=settings.progress_s
+            )
             store = SecretStore(
                 kube,
                 namespace,

@@ -71,6 +71,9 @@ class Settings(BaseModel):
     long again."""
     publish_s: Seconds = 0.1
     """The status is published at most this often."""
+    progress_s: Seconds = 10.0
+    """On Kubernetes, a status in which only the progress is new is written at most this often. The
+    operator sets more where there are many jobs."""
     token_file: Path | None = None
     state_dir: Path | None = None
     log_level: str = "INFO"

@@ -213,6 +213,7 @@ class Operator:
             made_at=self._made_at.get(key, 0.0),
             account_at=self._account_at.get(key, 0.0),
             refused=self._trouble[key].message if key in self._trouble else "",
+            jobs=len(self._held[JOBS]),
             # After a start of ours the jobs are spread: each turn asks six things of each.
             rights_at=self._rights_at.setdefault(
                 key, self._api.wall() + random.uniform(0, plan.RIGHTS_S)

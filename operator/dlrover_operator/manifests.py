@@ -6,6 +6,7 @@ Nothing here looks at the cluster. What is random (the token, the certificate) i
 import base64
 import hashlib
 import json
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,10 @@ USER = 65532
 """Of the image: no user of the node has it."""
 AWAY_S = 10
 """A master on a node that is not ready is given up after so long; Kubernetes would wait 300 s."""
+PROGRESS_S = 10.0
+PROGRESS_WRITES_PER_S = 50.0
+"""Masters together write progress so often at most: each write is a version in etcd and goes to all
+who watch jobs. Doubling keeps the plan of a master the same while single jobs come and go."""
 NOT_READY = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 
 
@@ -36,6 +41,13 @@ class Options:
     )
     workers_policy: bool = True
     """Whether a job's worker Pods get a NetworkPolicy."""
+    progress_s: float = PROGRESS_S
+    """Seconds between two writes of a status in which only the progress is new, with few jobs."""
+
+    def progress_for(self, jobs: int) -> float:
+        """The same with so many jobs: doubled until all masters together write seldom enough."""
+        doublings = math.ceil(math.log2(max(1.0, jobs / (PROGRESS_WRITES_PER_S * self.progress_s))))
+        return self.progress_s * 2.0**doublings
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +154,15 @@ def journal_secret(job: ElasticJob) -> Obj:
     return {"metadata": _meta(job, names.journal_of(job.metadata.name)), "type": "Opaque"}
 
 
-def deployment(job: ElasticJob, cluster_ip: str, options: Options) -> Obj:
-    """The master: one at a time, within Pod Security ``restricted``."""
+def deployment(job: ElasticJob, cluster_ip: str, options: Options, jobs: int = 1) -> Obj:
+    """The master: one at a time, within Pod Security ``restricted``.
+
+    Args:
+        job: whose master it is.
+        cluster_ip: address of the master's Service.
+        options: what holds for all masters.
+        jobs: how many ElasticJobs the operator looks after.
+    """
     name = names.master_of(job.metadata.name)
     asked = job.spec.replica_specs.dlrover_master
     template = asked.template if asked is not None else {}
@@ -174,7 +193,7 @@ def deployment(job: ElasticJob, cluster_ip: str, options: Options) -> Obj:
             "fsGroup": USER,
             "seccompProfile": {"type": "RuntimeDefault"},
         },
-        "containers": [_container(job, cluster_ip, options, main)],
+        "containers": [_container(job, cluster_ip, options, jobs, main)],
         "volumes": [
             _volume("token", names.token_of(job.metadata.name, job.metadata.uid)),
             _volume("tls", names.tls_of(job.metadata.name, job.metadata.uid)),
@@ -200,7 +219,7 @@ def deployment(job: ElasticJob, cluster_ip: str, options: Options) -> Obj:
     }
 
 
-def _container(job: ElasticJob, cluster_ip: str, options: Options, main: Obj) -> Obj:
+def _container(job: ElasticJob, cluster_ip: str, options: Options, jobs: int, main: Obj) -> Obj:
     meta = job.metadata
     ours = {
         names.ENV_MASTER_JOB_UID: meta.uid,
@@ -209,10 +228,11 @@ def _container(job: ElasticJob, cluster_ip: str, options: Options, main: Obj) ->
     env: list[Obj] = [{"name": name, "value": value} for name, value in ours.items()]
     for name, path in ((names.ENV_POD_NAME, "name"), (names.ENV_POD_UID, "uid")):
         env.append({"name": name, "valueFrom": {"fieldRef": {"fieldPath": f"metadata.{path}"}}})
-    for variable in _list(main.get("env")):
-        name = str(_dict(variable).get("name", ""))
-        if name.startswith(MASTER_SETTING) and name not in ours:
-            env.append(variable)
+    progress = f"{MASTER_SETTING}PROGRESS_S"
+    theirs = {str(_dict(v).get("name", "")): v for v in _list(main.get("env"))}
+    if progress not in theirs:
+        env.append({"name": progress, "value": f"{options.progress_for(jobs):g}"})
+    env += [v for name, v in theirs.items() if name.startswith(MASTER_SETTING) and name not in ours]
     container: Obj = {
         "name": names.MAIN_CONTAINER,
         "image": options.image,

@@ -223,6 +223,8 @@ class Seen:
     """When the master's account was made, as this operator last saw it."""
     refused: str = ""
     """What the API server said to the plan before, if it has refused some of it."""
+    jobs: int = 1
+    """ElasticJobs that the operator looks after."""
     holding: tuple[WorkerPod, ...] | None = None
     """The worker Pods that hold resources; None if they were not listed."""
 
@@ -682,7 +684,7 @@ class _Planner:
         return refused and since is not None and self._past(since + ADDRESS_S)
 
     def _deployment(self, job: ElasticJob, service: Service) -> Obj:
-        return manifests.deployment(job, service.address, self.options)
+        return manifests.deployment(job, service.address, self.options, self.seen.jobs)
 
     def _replan(self, deployment: Deployment, wish: Obj) -> Replan:
         seen = {"uid": deployment.uid, "resourceVersion": deployment.version}

@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dlrover_operator.manifests import Options
+from dlrover_operator.manifests import PROGRESS_S, Options
 from dlrover_py.protocol.errors import ConfigError
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -34,6 +34,7 @@ class Settings:
             pull_policy=args.image_pull_policy,
             pull_secrets=tuple(args.image_pull_secret),
             workers_policy=args.workers_network_policy,
+            progress_s=args.progress_interval,
         )
         if args.master_resources:
             options = replace(options, resources=_resources(args.master_resources))
@@ -52,6 +53,13 @@ def _resources(text: str) -> dict[str, object]:
             "container has them"
         )
     return resources
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text} s: expected 1 to 3600")
+    return seconds
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -93,6 +101,14 @@ def _parser() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="let nobody but the job's Pods reach its workers",
+    )
+    p.add_argument(
+        "--progress-interval",
+        type=_seconds,
+        default=PROGRESS_S,
+        metavar="SECONDS",
+        help="between two writes of a job's progress; it grows with the number of jobs, "
+        "from 500 jobs on by default (default: %(default)g)",
     )
     p.add_argument("--log-level", default="INFO", choices=LEVELS)
     return p

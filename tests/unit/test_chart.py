@@ -35,6 +35,7 @@ FULL: Obj = {
         "image": {"repository": "ma", "tag": "v7", "pullPolicy": "Never"},
         "imagePullSecrets": [{"name": "m1"}, {"name": "m2"}],
         "resources": {"requests": {"cpu": "1"}, "limits": {"memory": "2Gi"}},
+        "progressSeconds": 30,
     },
     "worker": {"networkPolicy": {"enabled": False}},
     "replicas": 2,
@@ -242,6 +243,7 @@ def test_the_operator_understands_its_arguments() -> None:
         pull_secrets=("m1", "m2"),
         resources=FULL["master"]["resources"],
         workers_policy=False,
+        progress_s=30,
     )
     assert default.masters.workers_policy
     assert full.log_level == "DEBUG"

@@ -635,6 +635,7 @@ async def test_a_server_of_which_nothing_is_heard_is_asked(
 ) -> None:
     """Only so is a cut noticed: a watch that is cut off says nothing, like one without news."""
     monkeypatch.setattr(kubernetes, "HEAR_S", 0.2)
+    monkeypatch.setattr(scene.platform, "_progress_s", 0.1)
     scene.cluster.stalled = True
     before = scene.cluster.gets("elasticjobs/x")
     listening = asyncio.create_task(scene.platform._listen())
@@ -1182,6 +1183,11 @@ async def test_what_says_nothing_new_is_not_written(scene: Scene) -> None:
     assert writes(scene) == 1, "progress alone waits"
     await scene.platform.publish(status(progress=step, round=2))
     assert writes(scene) == 2
+    site = Site(scene.uid, "a:1")
+    often = KubernetesPlatform(scene.kube, "default", "x", site, progress_s=1e-6)
+    await often.publish(status(progress=step, round=2))
+    await often.publish(status(progress=step.model_copy(update={"step": 2}), round=2))
+    assert writes(scene) == 4
 
 
 async def test_an_old_master_is_over_once_it_hears_of_a_new_one(scene: Scene) -> None:

@@ -79,6 +79,7 @@ def test_the_master_gets_what_it_is_promised() -> None:
     assert env == {
         "DLROVER_JOB_UID": "u1",
         "DLROVER_MASTER_SERVICE": "10.0.0.1:50001",
+        "DLROVER_MASTER_PROGRESS_S": "10",
         "POD_NAME": "metadata.name",
         "POD_UID": "metadata.uid",
     }
@@ -134,6 +135,23 @@ def test_the_template_schedules_the_master_and_does_not_say_what_it_runs() -> No
     assert env["DLROVER_MASTER_LEASE_S"] == "9"
     assert env["DLROVER_MASTER_SERVICE"] == "10.0.0.1:50001"
     assert "OTHER" not in env
+
+
+@pytest.mark.parametrize(
+    ("jobs", "own", "said"),
+    [(0, "", "10"), (500, "", "10"), (501, "", "20"), (1000, "", "20"), (4001, "", "160"),
+     (4001, "3", "3")],
+)  # fmt: skip
+def test_progress_is_written_more_seldom_where_there_are_many_jobs(
+    jobs: int, own: str, said: str
+) -> None:
+    """All masters together write 50 times a second at most, unless a job says otherwise."""
+    variable = {"name": "DLROVER_MASTER_PROGRESS_S", "value": own}
+    template = {"spec": {"containers": [{"name": "main", "env": [variable] * bool(own)}]}}
+    made = manifests.deployment(job(template), "10.0.0.1", OPTIONS, jobs)["spec"]["template"]
+    env = [e for e in made["spec"]["containers"][0]["env"] if e["name"] == variable["name"]]
+    assert env == [variable | {"value": said}]
+    assert Settings.parse(["--master-image=m", "--progress-interval=60"]).masters.progress_s == 60
 
 
 @pytest.mark.parametrize("template", [{}, {"spec": {}}, {"spec": {"containers": [{"name": "a"}]}}])

@@ -78,11 +78,9 @@ EVENTS_AT_ONCE, EVENTS_PER_S = 100, 1.0
 token can make its master tell of as many refusals as it likes."""
 ENDED_KEPT = 32
 """Pods that have ended are kept for their logs, the newest ones."""
-PROGRESS_S = 10.0
-"""If nothing but the progress is new it is told this often: there may be a thousand jobs."""
 HEAR_S = 12.0
-"""Where nothing was heard of the API server for so long it is asked something, and so seldom: more
-than ``PROGRESS_S``, so that a job that takes steps never asks."""
+"""Where nothing was heard of the API server for so long it is asked something, and so seldom. It is
+more where progress is written more seldom, so that a job that takes steps never asks."""
 DOUBT_S = 10.0
 """An API server that starts refuses with 403 what it does not know to be allowed yet. A right
 that is missing for longer is a condition."""
@@ -118,8 +116,19 @@ class KubernetesPlatform:
     can_create = True
     routed_s = 5.0  # readiness, endpoints of the Service, kube-proxy on each node, a retry
 
-    def __init__(self, kube: Kube, namespace: str, job: str, site: Site) -> None:
+    def __init__(
+        self, kube: Kube, namespace: str, job: str, site: Site, *, progress_s: float = 10.0
+    ) -> None:
+        """Remember who to call.
+
+        Args:
+            kube: the API server.
+            namespace, job: the ElasticJob.
+            site: what its Pods are told.
+            progress_s: seconds between two writes of a status in which only the progress is new.
+        """
         self._kube, self._namespace, self._name, self._site = kube, namespace, job, site
+        self._progress_s = progress_s
         self.known = Known()
         self._job: ElasticJob | None = None
         self._template: Problem | None = None
@@ -209,13 +218,14 @@ class KubernetesPlatform:
 
     async def _listen(self) -> None:
         """A watch that says nothing for a minute tells of no cut before."""
+        hear_s = max(HEAR_S, 1.2 * self._progress_s)
         while True:
-            left = HEAR_S - self._kube.silent_s
+            left = hear_s - self._kube.silent_s
             if left <= 0:
                 with contextlib.suppress(KubeError, TimeoutError):
                     async with asyncio.timeout(HEAR_S):
                         await self._kube.get(ELASTICJOBS, self._name, self._namespace)
-                left = HEAR_S
+                left = hear_s
             await asyncio.sleep(left + random.random())
 
     async def _watch_job(self) -> None:
@@ -713,7 +723,8 @@ class KubernetesPlatform:
         body = shown(status, conditions, names.workers_of(self._name), self._times)
         gist = _gist(body)
         now = asyncio.get_running_loop().time()
-        if gist == _gist(self._told) and (body == self._told or now - self._told_at < PROGRESS_S):
+        soon = now - self._told_at < self._progress_s
+        if gist == _gist(self._told) and (body == self._told or soon):
             return
         job = {
             "apiVersion": names.API_VERSION,
