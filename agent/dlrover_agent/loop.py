@@ -117,7 +117,7 @@ class Guardian:
     def __init__(self, lifeline_fd: int | None, folders: Sequence[Path], mark: str = "") -> None:
         read, self._pipe = os.pipe()
         os.set_blocking(self._pipe, False)
-        self._folders = folders
+        self._mark, self._folders = mark, folders
         lifeline = -1 if lifeline_fd is None else lifeline_fd
         keep = [read] if lifeline < 0 else [read, lifeline]
         root = Path(processes.__file__).parents[1]
@@ -156,7 +156,8 @@ class Guardian:
     def dismiss(self) -> None:
         """Nothing is left for it to do: it ends at once, or is killed."""
         os.close(self._pipe)
-        if not end(self._process, DISMISSED_S):
+        if not end(self._process, DISMISSED_S):  # what it was there for
+            guardian.kill(set(), self._mark)
             for folder in self._folders:
                 shutil.rmtree(folder, ignore_errors=True)
 

@@ -1,10 +1,13 @@
 """Helpers of ours that somebody has stopped (SIGSTOP): everything ends all the same."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import psutil
@@ -13,11 +16,13 @@ import pytest
 from dlrover_agent import loop
 from dlrover_agent.endpoint import Endpoint, OwnMaster
 from dlrover_agent.workers import _minds
-from dlrover_py import attend
+from dlrover_py import attend, web
+from dlrover_py.local import Cluster, Paths, api
+from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.rpc import Client
 from dlrover_py.trainer import alone
 from dlrover_py.trainer.alone import Memory, Persister
-from tests.process.harness import Place, alive, eventually
+from tests.process.harness import Place, alive, document, eventually
 from tests.slots import order
 
 WORKER = """
@@ -117,25 +122,54 @@ def test_a_guardian_that_does_not_read_holds_nobody_up() -> None:
     guardian.dismiss()
 
 
-async def test_an_own_master_that_is_stopped_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+@contextlib.asynccontextmanager
+async def master_of_elastic_run(place: Place) -> AsyncIterator[tuple[str, Callable[[], int]]]:
+    with OwnMaster(Endpoint("job")) as master:
+        keeping = asyncio.create_task(master.keep(set()))
+        yield master._health, lambda: master._process.pid
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def master_of_job_run(place: Place) -> AsyncIterator[tuple[str, Callable[[], int]]]:
+    cluster = Cluster.prepare(
+        ElasticJob.model_validate(document(["true"], replicas=1)),
+        hosts=0,
+        paths=Paths(place.folder / "run" / "job", place.folder / "state" / "job"),
+        workdir=place.folder,
+        environ=place.env,
+    )
+    server = web.server(api(cluster))
+    serving = asyncio.create_task(server.serve([cluster.door()]))
+    keeping = asyncio.create_task(cluster.keep_master())
+    yield cluster.health_addr, lambda: cluster.master.pid if cluster.master is not None else 0
+    await cluster.shut_down(0.0)
+    server.should_exit = True
+    await asyncio.gather(serving, keeping)
+    cluster.close()
+
+
+@pytest.mark.parametrize("ours", [master_of_elastic_run, master_of_job_run])
+async def test_a_master_of_ours_that_is_stopped_is_replaced(
+    place: Place,
+    monkeypatch: pytest.MonkeyPatch,
+    ours: "Callable[[Place], AbstractAsyncContextManager[tuple[str, Callable[[], int]]]]",
+) -> None:
     monkeypatch.setattr(attend, "PROBE_S", 0.5)
     monkeypatch.setattr(attend, "STARTS_S", 30.0)
-    kin: set[int] = set()
-    with OwnMaster(Endpoint("job")) as master:
-        keeping = asyncio.create_task(master.keep(kin))
-        health = Client(master._health)
+    async with ours(place) as (address, pid):
+        health = Client(address)
         for _ in range(10):  # then the one who watches has been answered too
             await health.call("GET", "/healthz", deadline_s=60)
-        (first,) = kin
+        first = pid()
         os.kill(first, signal.SIGSTOP)
         async with asyncio.timeout(90):
-            while not kin - {first}:
+            while pid() == first:
                 await asyncio.sleep(0.02)
         assert not alive(first)
         await health.call("GET", "/healthz", deadline_s=60)
         health.close()
-        keeping.cancel()
-        await asyncio.gather(keeping, return_exceptions=True)
 
 
 def test_memory_is_given_back_though_its_guard_is_stopped(tmp_path: Path) -> None:
