@@ -63,6 +63,7 @@ class Store:
         self.pid = 0
         self._pidfd = -1
         self._control: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._waiting = self._over = False
         if wanted or (warm.ready and warm.has_torch):
@@ -84,7 +85,7 @@ class Store:
             child = self._cold(port)
         if child is None:
             return
-        self.pid, self._control = child.pid, child.control
+        self.pid, self._control, self._process = child.pid, child.control, child.process
         self._adopt(self.pid)
         child.go()
         self._pidfd = os.pidfd_open(self.pid)
@@ -157,4 +158,6 @@ class Store:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
             self._forget()
+            if self._process is not None:
+                self._warm.reap_later(self._process)
         self._listening.close()

@@ -264,7 +264,7 @@ class Warm:
         self._installed = _installed()
         self._zygote: _Zygote | None = None
         self._dying: list[subprocess.Popen[bytes]] = []
-        """Zygotes that were killed, and not reaped yet."""
+        """They were killed, and are not reaped yet."""
         self._records: list[_Record] = []
         self._watching: asyncio.Task[None] | None = None
         self._building: asyncio.Task[None] | None = None
@@ -546,7 +546,13 @@ class Warm:
         for victim in members({ended.session}):
             victim.id.signal(signal.SIGKILL)
         self._guard(f"-{ended.session}")
-        self._dying.append(ended.process)
+        self.reap_later(ended.process)
+
+    def reap_later(self, killed: "subprocess.Popen[bytes]") -> None:
+        """Keep a child that was killed until it is reaped. Else its `Popen` would be reaped as an
+        orphan, and would later take the exit status of a child that has its number by then."""
+        self._kin.add(killed.pid)
+        self._dying.append(killed)
         self._reap()
 
     def _reap(self) -> None:

@@ -536,8 +536,8 @@ class Workers:
 
     def _end_store(self) -> None:
         if self._store is not None:
-            self._store.end()
             self._drop_store()
+            self._store.end()
             self._store = None
 
     def _death(self, worker: _Worker, failure: WorkerFailure, said: str) -> Death:
