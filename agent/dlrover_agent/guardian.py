@@ -14,6 +14,8 @@ import select
 import shutil
 import signal
 import sys
+import threading
+from collections.abc import Callable, Sequence
 
 if __name__ == "__main__":
     sys.path.append(sys.argv.pop(1))
@@ -21,18 +23,34 @@ from dlrover_py.processes import ProcessId, marked, members
 from dlrover_py.protocol.names import ENV_AGENT_MARK
 
 LAST_CHANCE_MS = 10_000
+STRAYS_S = 3.0
+"""What comes after them waits so long for their end."""
+LAST_STRAYS_S = 60.0
 _PR_SET_PDEATHSIG = 1
 
 
-def kill(sessions: set[ProcessId], mark: str) -> None:
-    """SIGKILL all processes of the sessions or with the mark, until no new one turns up."""
+def _kill(find: Callable[[], Sequence[ProcessId]]) -> None:
+    """SIGKILL all that is found, until there is nothing."""
     for _ in range(100):
-        left = {process.id for process in members(sessions)}
-        left.update(marked(ENV_AGENT_MARK, mark))
+        left = find()
         if not left:
             return
         for process in left:
             process.signal(signal.SIGKILL)
+
+
+def kill_strays(mark: str) -> threading.Thread:
+    """SIGKILL all that carries an agent's mark.
+
+    To read an environment may hang with its process: that is done by a thread, which is returned
+    if it takes long.
+    """
+    strays = threading.Thread(
+        target=_kill, args=(lambda: marked(ENV_AGENT_MARK, mark),), daemon=True
+    )
+    strays.start()
+    strays.join(STRAYS_S)
+    return strays
 
 
 def main(pipe: int, lifeline: int, agent: ProcessId, mark: str, folders: list[str]) -> None:
@@ -63,9 +81,11 @@ def main(pipe: int, lifeline: int, agent: ProcessId, mark: str, folders: list[st
         elif not os.read(lifeline, 64):
             watched.unregister(lifeline)
             patience = LAST_CHANCE_MS
-    kill(sessions, mark)
+    _kill(lambda: [process.id for process in members(sessions)])
+    strays = kill_strays(mark)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
+    strays.join(LAST_STRAYS_S)
 
 
 if __name__ == "__main__":

@@ -157,7 +157,7 @@ class Guardian:
         """Nothing is left for it to do: it ends at once, or is killed."""
         os.close(self._pipe)
         if not end(self._process, DISMISSED_S):  # what it was there for
-            guardian.kill(set(), self._mark)
+            guardian.kill_strays(self._mark)
             for folder in self._folders:
                 shutil.rmtree(folder, ignore_errors=True)
 
