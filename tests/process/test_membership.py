@@ -1,5 +1,6 @@
 """Real masters, agents and workers: nodes come, die, freeze and go, and the round follows."""
 
+import contextlib
 import os
 import signal
 
@@ -173,7 +174,7 @@ def test_a_stopped_master_stops_nobody(place: Place) -> None:
             lambda: all("master_away" in p.read_text() for p in run.logs.glob("n*/agent.log")),
             "the agents miss it",
         )
-        os.kill(master, signal.SIGCONT)
+        go_on(master)
         eventually(
             lambda: all("master_back" in p.read_text() for p in run.logs.glob("n*/agent.log")),
             "the agents are back",
@@ -206,6 +207,12 @@ def paused_master(run: Job, round_of: JobStatus) -> int:
     return master
 
 
+def go_on(master: int) -> None:
+    """Let a paused master go on; one that stood still for long has been replaced meanwhile."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(master, signal.SIGCONT)
+
+
 def test_workers_train_on_without_a_master_for_as_long_as_it_takes(place: Place) -> None:
     """Longer than an agent would wait for anybody: they hear of each other."""
     with job(place, script=TICKS, replicas=3, settings=QUICK) as run:
@@ -220,7 +227,7 @@ def test_workers_train_on_without_a_master_for_as_long_as_it_takes(place: Place)
                 "it trains on for twelve seconds",
                 within_s=60,
             )
-        os.kill(master, signal.SIGCONT)
+        go_on(master)
         after = run.until(lambda s: s.ready == 3, "all are back")
         assert after.round == before.round
         assert [n.pids for n in members(after)] == [n.pids for n in members(before)]
@@ -236,7 +243,7 @@ def test_nodes_that_hear_of_nobody_stop_their_workers_by_themselves(place: Place
             eventually(lambda n=node: not alive(n.pids[0]), "its workers are stopped", within_s=60)
             assert alive(node.agent_pid)
         assert alive(first.pids[0]), "it stands still, and cannot know"
-        os.kill(master, signal.SIGCONT)
+        go_on(master)
         after = run.running(2, round_after=before.round)
         assert [n.id for n in members(after)] == [n.id for n in others]
         assert "NodeCutOff" in run.event_reasons()
@@ -250,7 +257,7 @@ def test_rank_0_stops_its_workers_when_nobody_asks_for_it(place: Place) -> None:
         master = paused_master(run, before)
         run.hurt(other.id, "freeze")
         eventually(lambda: not alive(first.pids[0]), "its workers are stopped", within_s=60)
-        os.kill(master, signal.SIGCONT)
+        go_on(master)
         after = run.running(1, round_after=before.round)
         assert [n.id for n in members(after)] == [first.id]
 
@@ -262,7 +269,7 @@ def test_who_is_alone_in_its_round_does_not_need_the_master(place: Place) -> Non
         said(run, "n0", "master_away")
         count = len(lines(run, "n0", "tick"))
         eventually(lambda: len(lines(run, "n0", "tick")) > count + 150, "it trains on", within_s=60)
-        os.kill(master, signal.SIGCONT)
+        go_on(master)
         after = run.until(lambda s: s.ready == 1, "it is back")
         assert (after.round, members(after)[0].pids) == (before.round, members(before)[0].pids)
 
