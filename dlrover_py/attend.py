@@ -40,9 +40,7 @@ async def attended(process: "subprocess.Popen[bytes]", health: str) -> int:
 
     looking = asyncio.create_task(look())
     try:
-        if process.returncode is None:
-            await ended(process.pid)
-        return process.wait()
+        return await ended(process)
     finally:
         looking.cancel()
         await asyncio.gather(looking, return_exceptions=True)

@@ -285,7 +285,7 @@ class Cluster:
             wake(master)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(5):
-                    await _end_of(master)
+                    await ended(master)
             end(master, 0)
         for task in self._tasks:
             task.cancel()
@@ -510,7 +510,7 @@ class Cluster:
         task.add_done_callback(self._tasks.discard)
 
     async def _attend(self, node: _Node, process: "subprocess.Popen[bytes]") -> None:
-        code = await _end_of(process)
+        code = await ended(process)
         signal_marked(node.mark, signal.SIGKILL)  # whatever it has left behind
         if node.memory is not None:
             shutil.rmtree(node.memory, ignore_errors=True)
@@ -725,14 +725,6 @@ def _spawn(
             pass_fds=keep,
             start_new_session=True,
         )
-
-
-async def _end_of(process: "subprocess.Popen[bytes]") -> int:
-    """Wait for the end of a child, by its pidfd; return its exit code."""
-    if process.returncode is not None:
-        return process.returncode
-    await ended(process.pid)
-    return process.wait()
 
 
 def _signal(process: "subprocess.Popen[bytes] | None", number: int) -> None:

@@ -19,7 +19,6 @@ The files follow torch/distributed/checkpoint/filesystem.py of torch 2.6 to 2.13
 """
 
 import contextlib
-import ctypes
 import json
 import logging
 import os
@@ -45,6 +44,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from dlrover_py import telemetry
 from dlrover_py.arena import Contents, Damaged, Slot, contents, scan
+from dlrover_py.processes import signal_at_parents_end
 from dlrover_py.protocol.checkpoint import (
     Answer,
     Cancel,
@@ -73,7 +73,6 @@ SMALL = 1 << 16
 METADATA = ".metadata"
 
 T = TypeVar("T")
-_PR_SET_PDEATHSIG = 1
 
 
 # --- the plan ---
@@ -981,8 +980,7 @@ class Persister:
 def main() -> int:
     """Run until standard input ends, or has an empty line."""
     parent = os.getppid()
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal_at_parents_end(signal.SIGKILL)
     if os.getppid() != parent:
         return 0
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # who started it ends it

@@ -8,10 +8,17 @@ The standard library is all that this module needs: the guardian runs without pa
 """
 
 import contextlib
+import ctypes
 import os
 import signal
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+if TYPE_CHECKING:
+    import subprocess
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class ProcessId(NamedTuple):
@@ -182,11 +189,22 @@ def exit_code(id_type: int, number: int) -> int | None:
     return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
 
 
-async def ended(pid: int) -> None:
-    """Wait until a child of ours has ended, by its pidfd; it is reaped by who needs its status."""
+def signal_at_parents_end(number: int) -> None:
+    """Have the kernel send this process a signal when its parent ends (prctl(2), PR_SET_PDEATHSIG).
+
+    More exactly, when the thread ends that has forked it. A parent that has ended before is not
+    told of: compare ``os.getppid()``.
+    """
+    _libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
+async def ended(process: "subprocess.Popen[bytes]") -> int:
+    """Wait for the end of a child, by its pidfd; return its exit code."""
     import asyncio  # a guardian does without
 
-    fd = os.pidfd_open(pid)
+    if process.returncode is not None:
+        return process.returncode
+    fd = os.pidfd_open(process.pid)
     gone = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_reader(fd, gone.set)
@@ -195,3 +213,4 @@ async def ended(pid: int) -> None:
     finally:
         loop.remove_reader(fd)
         os.close(fd)
+    return process.wait()

@@ -112,7 +112,8 @@ def _say(words: str) -> None:
 
 
 def _tell_parent(environ: Mapping[str, str], message: str, deaths: "Sequence[Death]") -> None:
-    """Who has started us may have named an error file, as torchelastic does."""
+    """Write why we failed to the error file that our parent process may have named, as torchelastic
+    does."""
     path = environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         from dlrover_agent import errorfile

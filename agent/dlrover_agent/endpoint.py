@@ -85,7 +85,7 @@ class Endpoint:
 
     @classmethod
     def of(cls, flags: Flags) -> Self:
-        """As torchrun reads them (torch/distributed/run.py:run, config_from_args).
+        """Read the rendezvous from flags as torchrun does (config_from_args of its run.py).
 
         Raises:
             ConfigError: they contradict each other, or make no sense.

@@ -266,7 +266,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Flags:
 
 
 def _configure(flags: Flags, nodes: str) -> None:
-    """As DLRover does: all nodes, all GPUs, and a check of the nodes where there are many."""
+    """Apply --auto-config as DLRover does: all nodes, all GPUs, and a check of many nodes."""
     if not nodes.isdigit():
         raise ConfigError(f"NODE_NUM is {nodes!r}: --auto-config expects the number of nodes")
     if "nnodes" not in flags.given:

@@ -8,25 +8,23 @@ of file means that the platform is gone: the agent gets a few seconds to end by 
 frozen). The agent's folders go last: its scratch, and the memory that nobody would adopt.
 """
 
-import ctypes
 import os
 import select
 import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 if __name__ == "__main__":
     sys.path.append(sys.argv.pop(1))
-from dlrover_py.processes import ProcessId, marked, members
+from dlrover_py.processes import ProcessId, marked, members, signal_at_parents_end
 from dlrover_py.protocol.names import ENV_AGENT_MARK
 
 LAST_CHANCE_MS = 10_000
 STRAYS_S = 3.0
 """What comes after them waits so long for their end."""
 LAST_STRAYS_S = 60.0
-_PR_SET_PDEATHSIG = 1
 
 
 def _kill(find: Callable[[], Sequence[ProcessId]]) -> None:
@@ -39,24 +37,26 @@ def _kill(find: Callable[[], Sequence[ProcessId]]) -> None:
             process.signal(signal.SIGKILL)
 
 
-def kill_strays(mark: str) -> threading.Thread:
-    """SIGKILL all that carries an agent's mark.
+def clear(mark: str, folders: Iterable[str | os.PathLike[str]]) -> threading.Thread:
+    """SIGKILL all that carries an agent's mark, and remove the agent's folders.
 
     To read an environment may hang with its process: that is done by a thread, which is returned
-    if it takes long.
+    and may go on where it takes long.
     """
     strays = threading.Thread(
         target=_kill, args=(lambda: marked(ENV_AGENT_MARK, mark),), daemon=True
     )
     strays.start()
     strays.join(STRAYS_S)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
     return strays
 
 
 def main(pipe: int, lifeline: int, agent: ProcessId, mark: str, folders: list[str]) -> None:
     """Wait for the end of the agent."""
     # Somebody may stop it (SIGSTOP): the end of the agent has it go on.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
+    signal_at_parents_end(signal.SIGCONT)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     sessions: set[ProcessId] = set()
@@ -82,10 +82,7 @@ def main(pipe: int, lifeline: int, agent: ProcessId, mark: str, folders: list[st
             watched.unregister(lifeline)
             patience = LAST_CHANCE_MS
     _kill(lambda: [process.id for process in members(sessions)])
-    strays = kill_strays(mark)
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
-    strays.join(LAST_STRAYS_S)
+    clear(mark, folders).join(LAST_STRAYS_S)
 
 
 if __name__ == "__main__":

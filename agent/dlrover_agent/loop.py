@@ -7,7 +7,6 @@ import logging
 import os
 import random
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -157,9 +156,7 @@ class Guardian:
         """Nothing is left for it to do: it ends at once, or is killed."""
         os.close(self._pipe)
         if not end(self._process, DISMISSED_S):  # what it was there for
-            guardian.kill_strays(self._mark)
-            for folder in self._folders:
-                shutil.rmtree(folder, ignore_errors=True)
+            guardian.clear(self._mark, self._folders)
 
 
 class Agent:

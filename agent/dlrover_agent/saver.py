@@ -469,7 +469,7 @@ class Persister:
 
     @property
     def sessions(self) -> list[ProcessId]:
-        """Of the process, if it runs."""
+        """The persister's session, if it runs."""
         return [] if self._session is None else [self._session]
 
     def start(self) -> None:

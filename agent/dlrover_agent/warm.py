@@ -282,7 +282,7 @@ class Warm:
 
     @property
     def sessions(self) -> list[ProcessId]:
-        """Of the zygote, if there is one."""
+        """The zygote's session, if there is a zygote."""
         return [self._zygote.session] if self._zygote is not None else []
 
     @property
@@ -590,7 +590,7 @@ class Warm:
 
 
 def _pairs(number: int) -> list[tuple[socket.socket, socket.socket]]:
-    """So many control lines; none if there are not enough descriptors."""
+    """Make this number of control lines; none if there are not enough descriptors."""
     pairs: list[tuple[socket.socket, socket.socket]] = []
     try:
         pairs.extend(socket.socketpair() for _ in range(number))

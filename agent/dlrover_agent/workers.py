@@ -34,7 +34,7 @@ from dlrover_agent.store import Store
 from dlrover_agent.warm import Birth, Child, Warm
 from dlrover_py import cgroups
 from dlrover_py.aside import Aside, Overdue, outlet
-from dlrover_py.processes import ProcessId, children, exit_code, members
+from dlrover_py.processes import ProcessId, children, exit_code, members, signal_at_parents_end
 from dlrover_py.protocol import names
 from dlrover_py.protocol.agents import Assignment, Directive, FailureKind, WorkerFailure
 
@@ -63,7 +63,6 @@ PER_RANK = (
 """Environment of workers that differs between them, or from round to round."""
 LONGEST_VALUE = 30_000
 """Characters, of four bytes at most; the kernel takes 128 KiB (MAX_ARG_STRLEN in execve(2))."""
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -680,7 +679,7 @@ def _die_with_parent(parent: int, cpus: frozenset[int]) -> Callable[[], None]:
     def before_exec() -> None:
         if cpus:
             os.sched_setaffinity(0, cpus)
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        signal_at_parents_end(signal.SIGKILL)
         if os.getppid() != parent:  # it died before the call
             os._exit(1)
 

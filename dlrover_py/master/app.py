@@ -1,7 +1,6 @@
 """Wiring: the only place that picks implementations."""
 
 import asyncio
-import ctypes
 import gc
 import logging
 import os
@@ -19,6 +18,7 @@ from dlrover_py.master.platform import Platform
 from dlrover_py.master.server import health_app, job_app, server
 from dlrover_py.master.settings import Settings
 from dlrover_py.master.store import Store
+from dlrover_py.processes import signal_at_parents_end
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.names import MASTER_NAME
 from dlrover_py.rpc import watch_silence
@@ -30,7 +30,6 @@ FAREWELL_S = 6.0
 """Where nodes come by themselves nobody but their master can tell them of its end."""
 LAST_WORDS_S = 1.0
 """To publish what a job's end has left unsaid; its journal has it anyway."""
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +210,7 @@ def port_of(sock: socket.socket) -> int:
 def _follow(fd: int, stop: asyncio.Event) -> None:
     """End when the pipe's other end is closed: its holder is gone. That wakes us if we were
     stopped (SIGSTOP)."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
+    signal_at_parents_end(signal.SIGCONT)
     loop = asyncio.get_running_loop()
 
     def readable() -> None:

@@ -12,6 +12,7 @@ from dlrover_py.master.core.events import Rules
 from dlrover_py.protocol import names
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import explain
+from dlrover_py.protocol.status import PROGRESS_S
 
 PREFIX = "DLROVER_MASTER_"
 
@@ -71,7 +72,7 @@ class Settings(BaseModel):
     long again."""
     publish_s: Seconds = 0.1
     """The status is published at most this often."""
-    progress_s: Seconds = 10.0
+    progress_s: Seconds = PROGRESS_S
     """On Kubernetes, a status in which only the progress is new is written at most this often. The
     operator sets more where there are many jobs."""
     token_file: Path | None = None

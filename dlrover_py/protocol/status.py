@@ -241,6 +241,8 @@ def unix_seconds(text: object) -> float | None:
         return None
 
 
+PROGRESS_S = 10.0
+"""On Kubernetes, seconds between two writes of a status in which only the progress is new."""
 TRAINING_NODES = 64
 TRAINING_EVENTS = 30
 TRAINING_BYTES = 50_000

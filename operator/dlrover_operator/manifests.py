@@ -12,6 +12,7 @@ from typing import Any
 
 from dlrover_py.protocol import names
 from dlrover_py.protocol.job import MASTER_SETTING, ElasticJob
+from dlrover_py.protocol.status import PROGRESS_S
 
 Obj = dict[str, Any]
 
@@ -19,7 +20,6 @@ USER = 65532
 """Of the image: no user of the node has it."""
 AWAY_S = 10
 """A master on a node that is not ready is given up after so long; Kubernetes would wait 300 s."""
-PROGRESS_S = 10.0
 PROGRESS_WRITES_PER_S = 50.0
 """Masters together write progress so often at most: each write is a version in etcd and goes to all
 who watch jobs. Doubling keeps the plan of a master the same while single jobs come and go."""

@@ -1,12 +1,14 @@
 """The operator's command line."""
 
 import argparse
+import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dlrover_operator.manifests import PROGRESS_S, Options
+from dlrover_operator.manifests import Options
 from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.status import PROGRESS_S
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
@@ -56,10 +58,10 @@ def _resources(text: str) -> dict[str, object]:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 1 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"{text} s: expected 1 to 3600")
-    return seconds
+    with contextlib.suppress(ValueError):
+        if 1 <= (seconds := float(text)) <= 3600:
+            return seconds
+    raise argparse.ArgumentTypeError(f"{text!r}: expected seconds from 1 to 3600")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -218,3 +218,12 @@ def test_the_command_line() -> None:
     for bad in ("{", "[]", '{"cpu": 1}'):
         with pytest.raises(ConfigError, match="--master-resources"):
             Settings.parse(["--master-image=m", f"--master-resources={bad}"])
+
+
+@pytest.mark.parametrize("bad", ["abc", "0", "-1", "3601", "nan", ""])
+def test_an_interval_that_makes_no_sense_is_refused_in_words(
+    bad: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        Settings.parse(["--master-image=m", f"--progress-interval={bad}"])
+    assert "expected seconds from 1 to 3600" in capsys.readouterr().err

@@ -42,6 +42,7 @@ from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import NodeId
 from dlrover_py.protocol.refusals import Refusal, refusal_in
 from dlrover_py.protocol.status import (
+    PROGRESS_S,
     Condition,
     JobEvent,
     JobPhase,
@@ -117,7 +118,7 @@ class KubernetesPlatform:
     routed_s = 5.0  # readiness, endpoints of the Service, kube-proxy on each node, a retry
 
     def __init__(
-        self, kube: Kube, namespace: str, job: str, site: Site, *, progress_s: float = 10.0
+        self, kube: Kube, namespace: str, job: str, site: Site, *, progress_s: float = PROGRESS_S
     ) -> None:
         """Remember who to call.
 
