@@ -3,6 +3,7 @@
 The script (tests/flash.py) says so when it has loaded anything but one whole step.
 """
 
+import ctypes
 import json
 import os
 import random
@@ -581,28 +582,59 @@ def persister(node: NodeStatus) -> psutil.Process:
     return eventually(look, f"the persister of {node.id}")  # type: ignore[return-value]
 
 
-def halt(process: psutil.Process) -> None:
-    """Freeze it; what it was doing is over."""
-    process.suspend()
-    tasks = Path(f"/proc/{process.pid}/task")
+class Halt:
+    """Has all threads of a process stand still (ptrace(2)). SIGCONT does not wake it, as it wakes
+    one that was stopped by SIGSTOP: agents send it to their persisters now and then."""
 
-    def halted() -> bool:
-        stats = [p.read_bytes() for p in tasks.glob("*/stat")]
-        return all(stat.rpartition(b")")[2].split()[0] == b"T" for stat in stats)
+    def __init__(self, process: psutil.Process) -> None:
+        self._tasks = Path(f"/proc/{process.pid}/task")
+        self._held: set[int] = set()
+        while fresh := {int(task.name) for task in self._tasks.iterdir()} - self._held:
+            for thread in fresh:
+                with suppress(ProcessLookupError):  # this thread has just ended
+                    _ptrace(_SEIZE, thread)
+                    self._held.add(thread)
+                    _ptrace(_INTERRUPT, thread)
+                    os.waitpid(thread, _WALL)
 
-    eventually(halted, "all its threads stand still")
+    def resume(self) -> None:
+        """Let it go on, and have no more to do with it."""
+        while self._held:
+            thread = self._held.pop()
+            with suppress(ProcessLookupError):  # it was killed
+                _ptrace(_DETACH, thread)
+                continue
+            with suppress(ChildProcessError):
+                os.waitpid(thread, _WALL)
+
+
+_SEIZE, _INTERRUPT, _DETACH = 0x4206, 0x4207, 17
+_WALL = 0x40000000
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.ptrace.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)
+_libc.ptrace.restype = ctypes.c_long
+
+
+def _ptrace(request: int, thread: int) -> None:
+    if _libc.ptrace(request, thread, None, None) < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 def test_a_coordinator_that_was_given_up_commits_nothing(place: Place, shm: Path) -> None:
     """It is frozen with everything written, its grant arrives, and others go on without it."""
     rules: dict[str, object] = {"persistEvery": 4}
     quick = {"lease_s": "15", "exchange_s": "0.5"}
-    with training(place, "sharded", replicas=2, hosts=3, checkpoint=rules, settings=quick) as its:
+    with (
+        training(place, "sharded", replicas=2, hosts=3, checkpoint=rules, settings=quick) as its,
+        ExitStack() as resumed,
+    ):
         before = its.reach(4, "storage")  # each persister has begun long since
         victim, other = members(before)
         coordinator, writer = persister(victim), persister(other)
         master = its.run.snapshot().master_pid
-        writer.suspend()  # so the coordinator has to wait
+        writing = Halt(writer)  # so the coordinator has to wait
+        resumed.callback(writing.resume)
         its.allow(8)
         store = place.folder / "store"
         (layout,) = eventually(
@@ -612,7 +644,7 @@ def test_a_coordinator_that_was_given_up_commits_nothing(place: Place, shm: Path
         its.reach(10)  # by now the other one has been told too
         os.kill(master, signal.SIGSTOP)  # so nobody grants
         try:
-            writer.resume()
+            writing.resume()
             eventually(
                 lambda: any(e["step"] == 8 and e["phase"] == "ready"
                             for e in its.agents("checkpoint_persists")),
@@ -620,7 +652,8 @@ def test_a_coordinator_that_was_given_up_commits_nothing(place: Place, shm: Path
                 within_s=60,
             )  # fmt: skip
             assert (folder / ".metadata").exists()
-            halt(coordinator)
+            committing = Halt(coordinator)
+            resumed.callback(committing.resume)
         finally:
             os.kill(master, signal.SIGCONT)
         its.allow(OPEN)
@@ -636,7 +669,8 @@ def test_a_coordinator_that_was_given_up_commits_nothing(place: Place, shm: Path
             return [f.path for f in coordinator.open_files() if f.path.startswith(str(shm))]
 
         assert reads(), "it was about to commit"
-        coordinator.resume()
+        committing.resume()
+        coordinator.resume()  # it was frozen with its node, too
         eventually(lambda: not reads(), "it lets go of its slots, for it is done")
         assert folder.name not in {m.folder for m in Store(store).checkpoints()}
         its.run.hurt(victim.id, "thaw")
