@@ -8,11 +8,11 @@ PYTHON := $(VENV)/bin/python
 USER_STAMP := $(VENV)/.installed-user
 DEV_STAMP := $(VENV)/.installed
 
-.PHONY: help setup setup-dev dist demo test check unit process cluster cluster-down cluster-test \
-	chaos bench clean
+.PHONY: help setup setup-dev dist demo test check unit local coverage matrix lower-bounds process cluster cluster-down cluster-test \
+	chaos bench docs docs-serve docs-reference clean
 
 help: ## Show this list
-	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(if $(wildcard $(DEV_STAMP)),$(DEV_STAMP),$(USER_STAMP)) ## Make .venv with elastic-run and dlrover in it
 
@@ -26,9 +26,9 @@ $(DEV_STAMP): pyproject.toml constraints.txt
 	@bash scripts/setup.sh $(VENV) dev
 	@touch $@
 
-dist: ## Build the wheel into dist/ (seconds; torch is not needed)
+dist: ## Build the wheel and the source archive into dist/ (seconds; torch is not needed)
 	@bash scripts/setup.sh $(VENV) build
-	@$(PYTHON) -m uv build --wheel --out-dir dist
+	@$(PYTHON) -m uv build --out-dir dist
 
 demo: setup ## Train a small GPT on three local nodes, and break them on purpose
 	@$(PYTHON) examples/demo.py
@@ -38,14 +38,39 @@ test: setup-dev ## Everything that CI runs: checks and all tests
 	@$(PYTHON) -m tests.cluster.lab prepare
 	@bash scripts/test.sh $(VENV)
 
-check: setup-dev ## Seconds: format, lint, types, import contracts
+check: setup-dev ## Seconds: format, lint, types, import contracts, docs
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/mypy
 	@$(VENV)/bin/lint-imports --no-cache
+	@$(PYTHON) scripts/structure.py --check
+	@$(MAKE) --no-print-directory docs
+
+docs: setup-dev ## Build the site of docs/ into .site/; a dead link or a page outside the menu is an error
+	@$(PYTHON) scripts/reference.py --check
+	@# Not --quiet: it has --strict count no warnings.
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build 2>&1 | { grep -v '^INFO' || true; }
+
+docs-serve: setup-dev ## Show the site at http://127.0.0.1:8000, built again at each change
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs serve --dev-addr 127.0.0.1:8000
+
+docs-reference: setup-dev ## Write docs/reference/ anew from the code
+	@$(PYTHON) scripts/reference.py --write
 
 unit: setup-dev ## The tests that start no process
 	@$(VENV)/bin/pytest tests/unit tests/stateful
+
+coverage: setup-dev ## Which lines the tests run (of TESTS="...", else of the unit tests)
+	@$(VENV)/bin/pytest -q --cov --cov-report=term:skip-covered $(or $(TESTS),tests/unit tests/stateful)
+
+matrix: setup-dev ## The unit tests with each Python that is supported (PYTHON_VERSIONS="3.12" for one)
+	@bash scripts/matrix.sh constraints $(PYTHON_VERSIONS)
+
+lower-bounds: setup-dev ## The unit tests with the oldest libraries that pyproject.toml allows
+	@bash scripts/matrix.sh lowest
+
+local: setup-dev ## The tests that start one process, or use this machine's file system
+	@$(VENV)/bin/pytest tests/local
 
 process: setup-dev ## The tests with real masters, agents and workers
 	@$(VENV)/bin/pytest tests/process
@@ -68,4 +93,4 @@ bench: setup-dev ## Measure, against torchrun in the same run; prints tables of 
 	@$(PYTHON) benchmarks/scale.py --agents 100 1000 --tls
 
 clean: ## Remove what setup and tests have made
-	rm -rf $(VENV) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) dist .site .mypy_cache .ruff_cache .pytest_cache .hypothesis

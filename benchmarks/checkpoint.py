@@ -1,8 +1,8 @@
-"""Checkpoints: what they cost the training and how soon one is back, ours beside torch's own.
+"""Measures the cost of checkpoints and the time of a restore, beside torch's own checkpoints.
 
 The state is a stack of linear layers with AdamW; "1 GB" is 2^30 bytes of parameters and moments.
-Whatever is compared takes turns within one process, and each figure is the median of so many turns
-(the first saves: of so many processes). ``memcpy`` is one thread's, between memory that was
+The ways that are compared take turns within one process. Each figure is the median of all turns
+(for the first saves: of all processes). ``memcpy`` is that of one thread, between memory that was
 touched before.
 
 ``--json FILE`` keeps all samples; ``--write`` puts the tables into docs/benchmarks.md.
@@ -37,18 +37,27 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from dataclasses import asdict
+
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from dlrover_agent.depot import Depot
-from dlrover_py import arena
-from dlrover_py.depot import Candidate, Holder
-from dlrover_py.protocol.checkpoint import Phase
+from dlrover_agent.checkpoint.server import TransferServer
+from dlrover_py.checkpoint import shm as arena
+from dlrover_py.protocol.agents import (
+    PersistPhase,
+    ReplicaLocation,
+    ReplicaLocations,
+    RestoreCandidate,
+    RestoreCandidates,
+)
+from dlrover_py.protocol.checkpoint_id import CheckpointId
+from dlrover_py.protocol.names import Round, Step, Timeline
 from dlrover_py.trainer import Checkpointer
 from dlrover_py.trainer.settings import Settings
-from tests.slots import JOB, Persister, order
+from tests.slots import JOB, Lookup, Persister, order
 from tests.staged import stage
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
@@ -59,7 +68,7 @@ Samples = dict[str, list[float]]
 
 
 def build(nbytes: int, *, moments: bool = True) -> dict[str, Any]:
-    """A model and its AdamW, of so many bytes together."""
+    """Return a model and its AdamW optimizer, which together have the given number of bytes."""
     layers = max(1, nbytes // 3 // (4 * WIDTH * (WIDTH + 1)))
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -72,25 +81,26 @@ def build(nbytes: int, *, moments: bool = True) -> dict[str, Any]:
 
 
 def plain(state: dict[str, Any]) -> dict[str, Any]:
-    """The same as torch alone is given it."""
+    """Return the state in the form that torch's own functions accept."""
     return {key: value.state_dict() for key, value in state.items()}
 
 
 def timed(do: Callable[[], object]) -> float:
+    """Return the seconds that a call takes."""
     began = time.perf_counter()
     do()
     return time.perf_counter() - began
 
 
 def spent(do: Callable[[], object]) -> tuple[float, float]:
-    """Seconds by the clock, and of the processor."""
+    """Return the seconds that a call takes by the clock, and its seconds of processor time."""
     began = time.perf_counter(), time.process_time()
     do()
     return time.perf_counter() - began[0], time.process_time() - began[1]
 
 
 def memcpy(nbytes: int) -> Callable[[], object]:
-    """One copy, to be made again and again; in parts, which are larger than any cache."""
+    """Return a function that copies memory, in parts that are larger than any cache."""
     size = min(nbytes, 256 << 20)
     source, target = torch.ones(size // 4), torch.ones(size // 4)
 
@@ -103,7 +113,7 @@ def memcpy(nbytes: int) -> Callable[[], object]:
 
 
 def settled() -> None:
-    """Wait until this process does nothing any more: its arena is warm."""
+    """Wait until this process is idle: its shared memory is then populated."""
     before, since = time.process_time(), time.monotonic()
     while time.monotonic() - since < 1.0:
         time.sleep(0.1)
@@ -114,6 +124,7 @@ def settled() -> None:
 
 @contextlib.contextmanager
 def folder(root: Path) -> Iterator[Path]:
+    """Provide a temporary folder."""
     path = Path(tempfile.mkdtemp(prefix="dlrover-benchmark-", dir=root))
     try:
         yield path
@@ -121,13 +132,13 @@ def folder(root: Path) -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-# --- saving ---
+# --- Saving ---
 
 
 def blocked(nbytes: int, disk: Path) -> Samples:
-    """How long one process stands still for a save, in each way; then steps with and without."""
+    """Measure how long each way of saving blocks a process, then steps with and without saves."""
     state = build(nbytes)
-    tiny = torch.optim.SGD([nn.Parameter(torch.ones(1))])  # its step is where the fence stands
+    tiny = torch.optim.SGD([nn.Parameter(torch.ones(1))])  # the fence is before its step
     found: Samples = {}
 
     def add(name: str, seconds: float) -> None:
@@ -172,8 +183,9 @@ def steps(
     copy: Callable[[], object],
     add: Callable[[str, float], None],
 ) -> None:
-    """Steps of one thread's GEMM, twice as long as a copy: alone; a memcpy of as much as the state
-    is beside each, another thread's; a save after each.
+    """Measure steps of a matrix product in one thread. Each takes twice as long as a copy.
+
+    They run alone; beside a memcpy of the same size in another thread; and with a save after each.
     """
     one = torch.randn(256, 256)
     out = torch.empty_like(one)
@@ -210,14 +222,15 @@ def steps(
 
 
 def median_of(do: Callable[[], object]) -> float:
+    """Return the median seconds of five calls."""
     return statistics.median(timed(do) for _ in range(5))
 
 
-# --- storage ---
+# --- Storage ---
 
 
 def persist(nbytes: int, disk: Path, shm: Path, times: int) -> Samples:
-    """The persister (it runs already, as an agent has it), ``dd`` and ``dcp.save``, in turn."""
+    """Measure the persister, ``dd`` and ``dcp.save`` in turn. The persister already runs."""
     found: Samples = {}
     with folder(shm) as memory, folder(disk) as path:
         state = build(nbytes)
@@ -231,20 +244,20 @@ def persist(nbytes: int, disk: Path, shm: Path, times: int) -> Samples:
         def ours(index: int) -> None:
             persister.send(order(memory, path / "ours", f"a{index}", deadline_s=600.0))
             answer = persister.end(f"a{index}", timeout=600)
-            assert answer.phase is Phase.DONE, answer
+            assert answer.phase is PersistPhase.DONE, answer
 
         def theirs(index: int) -> None:
             dcp.save(plain(state), checkpoint_id=path / "dcp")
 
         ways = [("dd conv=fsync", dd), ("persister", ours), ("dcp.save", theirs)]
         try:
-            for index in range(times + 1):  # the first turn warms up
+            for index in range(times + 1):  # the first turn is a warm-up
                 for name, do in ways[index % 3 :] + ways[: index % 3]:
                     took = timed(partial(do, index))
                     if index:
                         found.setdefault(name, []).append(took)
                     for old in path.iterdir():
-                        if old.is_dir():  # a claim may be renewed in it
+                        if old.is_dir():  # a writer lease may be renewed in it
                             shutil.rmtree(old, ignore_errors=True)
                         else:
                             old.unlink()
@@ -253,12 +266,13 @@ def persist(nbytes: int, disk: Path, shm: Path, times: int) -> Samples:
     return found
 
 
-# --- restoring ---
+# --- Restoring ---
 
 
 def serve(base: Path) -> None:
-    """Depots of two nodes, the first of which holds nothing, and a socket that sends the other's
-    slot to whoever connects; until it is killed.
+    """Run the transfer servers of two nodes and a socket that sends a slot, until killed.
+
+    The first node holds nothing. The socket sends the slot of the second node over each connection.
     """
     plain = socket.create_server(("127.0.0.1", 0))
 
@@ -269,22 +283,25 @@ def serve(base: Path) -> None:
                 stream.sendfile(file)
 
     async def run() -> None:
-        ((_, summary),) = arena.scan(base / "peer")
+        ((_, header),) = arena.scan(base / "peer")
 
-        async def candidates(_: int) -> list[Candidate]:
-            return [Candidate(summary.step, summary.round, summary.lap, summary.world)]
+        async def candidates(_: int) -> RestoreCandidates:
+            found = RestoreCandidate(**asdict(header.id), world=header.world)
+            return RestoreCandidates(candidates=[found])
 
-        async def holders(*_: int) -> list[Holder]:
-            return [Holder(0, "peer", "127.0.0.1", depots[1].port, summary.part, False)]
+        async def locations(_: CheckpointId) -> ReplicaLocations:
+            found = ReplicaLocation(
+                rank=0, node="peer", addr="127.0.0.1", port=depots[1].port, part=header.part
+            )
+            return ReplicaLocations(locations=[found])
 
         depots = [
-            Depot(
+            TransferServer(
                 base / node,
                 JOB,
                 "token",
                 base / f"{node}.socket",
-                candidates=candidates,
-                holders=holders,
+                lookup=Lookup(candidates, locations),
                 addr="127.0.0.1",
             )
             for node in ("own", "peer")
@@ -297,7 +314,7 @@ def serve(base: Path) -> None:
 
 
 def restore(nbytes: int, disk: Path, shm: Path, times: int) -> Samples:
-    """``Checkpointer.load`` from the node's own memory and from a peer, memcpy, ``torch.load``."""
+    """Measure ``load`` from the node's own memory and from a peer, memcpy, and ``torch.load``."""
     found: Samples = {}
     with folder(shm) as base, folder(disk) as path:
         for name in ("own", "peer"):
@@ -310,13 +327,18 @@ def restore(nbytes: int, disk: Path, shm: Path, times: int) -> Samples:
         script = [sys.executable, __file__, "--serve", str(base)]
         server = subprocess.Popen(script, stdout=subprocess.PIPE, text=True)
 
+        newest = CheckpointId(round=Round(1), timeline=Timeline(0), step=Step(7))
+
         def load(state: dict[str, Any], node: str) -> tuple[float, float]:
             depot = str(base / "own.socket") if node == "own" else ""
-            place = Settings(arena=str(base / node), depot=depot, job=JOB, place=1, round=2)
+            place = Settings(
+                arena=str(base / node), transfer_socket=depot, job=JOB, place=1, round=2
+            )
             with Checkpointer(settings=place, rng=False) as ours:
                 took = spent(lambda: ours.load(state))
-                assert ours._whole == (7, 1, 0), ours._whole
-            for slot in arena.place(base / node, 1):  # it has made room for the next saves
+                assert ours._newest_complete == newest, ours._newest_complete
+            # the load has allocated slots for the next saves
+            for slot in arena.slots_of(base / node, 1):
                 slot.unlink()
             return took
 
@@ -325,7 +347,7 @@ def restore(nbytes: int, disk: Path, shm: Path, times: int) -> Samples:
             for key, value in warm.items():
                 value.load_state_dict(loaded[key])
 
-        def anew() -> None:  # nothing is left of what was there before
+        def anew() -> None:  # erase the old values
             cold["optimizer"].state.clear()
             for tensor in tensors(warm):
                 tensor.detach().fill_(-1.0)
@@ -342,7 +364,7 @@ def restore(nbytes: int, disk: Path, shm: Path, times: int) -> Samples:
         try:
             assert server.stdout is not None
             port = int(server.stdout.readline())
-            for turn in range(times + 1):  # the first one warms up
+            for turn in range(times + 1):  # the first turn is a warm-up
                 for name, do in ways.items():
                     anew()
                     took, cpu = do()
@@ -361,7 +383,7 @@ def restore(nbytes: int, disk: Path, shm: Path, times: int) -> Samples:
 
 
 def bare(port: int, state: dict[str, Any]) -> None:
-    """As many bytes over loopback without anything of ours, straight into the state's tensors."""
+    """Receive the same bytes over a plain loopback socket, directly into the state's tensors."""
     with socket.create_connection(("127.0.0.1", port)) as stream:
         for tensor in tensors(state):
             target = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
@@ -370,14 +392,14 @@ def bare(port: int, state: dict[str, Any]) -> None:
 
 
 def tensors(state: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """All that the state holds."""
+    """Yield all tensors of the state."""
     yield from state["model"].parameters()
     for entries in state["optimizer"].state.values():
         yield from (value for value in entries.values() if isinstance(value, torch.Tensor))
 
 
 def equal(one: Any, other: Any) -> None:
-    """Bit for bit, or it is an error."""
+    """Check that two states are equal bit for bit."""
     if isinstance(one, dict):
         assert one.keys() == other.keys(), (one.keys(), other.keys())
         for key in one:
@@ -387,11 +409,11 @@ def equal(one: Any, other: Any) -> None:
         assert torch.equal(one, other)
 
 
-# --- other worlds ---
+# --- Other world sizes ---
 
 
 def reshard(mode: str, nbytes: int, disk: Path, shm: Path, times: int) -> Samples:
-    """Worlds of 4, 3, 2 and 4 ranks, each of which loads what the last one has saved."""
+    """Measure worlds of 4, 3, 2 and 4 ranks. Each loads what the previous one has saved."""
     with folder(disk) as path, folder(shm) as memory:
         fork = multiprocessing.get_context("fork")
         said = fork.SimpleQueue()
@@ -458,6 +480,11 @@ def member(
         rank=rank, size=world, place=rank, arena=str(memory), job=JOB, round=number + 1
     )
     name = f"{mode}, {WORLDS[number - 1]} → {world} ranks"
+
+    def until_all_have(do: Callable[[], object]) -> None:
+        do()
+        dist.barrier()
+
     with Checkpointer(settings=place, rng=False) as ours:
         for _ in range(times if number else 0):
             other = theirs(*make(number + 10))
@@ -474,7 +501,7 @@ def member(
                 if way == "dcp.load" and not rank:
                     forget(stored)
                 dist.barrier()
-                took = timed(lambda do=do: (do(), dist.barrier()))
+                took = timed(partial(until_all_have, do))
                 if not rank:
                     said.put((f"{name}: {way}", took))
             equal(theirs(model, optimizer), other)
@@ -483,33 +510,33 @@ def member(
         dcp.save(theirs(model, optimizer), checkpoint_id=path / f"{number + 1}")
         dist.barrier()
         if not rank:
-            for slot, summary in list(arena.scan(memory)):
-                if summary.step <= number:
+            for slot, header in list(arena.scan(memory)):
+                if header.step <= number:
                     slot.unlink()
         dist.barrier()
     dist.destroy_process_group()
 
 
 def forget(folder: Path) -> None:
-    """Have the files read from the disk again."""
+    """Drop files from the page cache, so that the next read is from the disk."""
     for file in folder.iterdir():
         fd = os.open(file, os.O_RDONLY)
-        os.fsync(fd)  # what is not written stays
+        os.fsync(fd)  # pages that are not written yet would remain in the cache
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(fd)
 
 
-# --- memory ---
+# --- Memory ---
 
 
 def held(pid: int | str = "self") -> dict[str, int]:
-    """Bytes of a process: what it shares is divided among those who do."""
+    """Return the memory of a process in bytes. Shared memory is divided among its users."""
     text = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     return {line.split(":")[0]: int(line.split()[1]) << 10 for line in text}
 
 
 def memory(nbytes: int, disk: Path) -> Samples:
-    """What a node has more of: slots, the worker's own, the persister's."""
+    """Measure the additional memory of a node: slots, the worker's own, and the persister's."""
     state = build(nbytes)
     tiny = torch.optim.SGD([nn.Parameter(torch.ones(1))])
     tiny.step()
@@ -523,7 +550,7 @@ def memory(nbytes: int, disk: Path) -> Samples:
                 tiny.step()
                 most = max(most, held()["Pss_Anon"])
             ours.wait(persisted=True)
-            site = ours._open_at
+            site = ours._opened
             assert site is not None
             slots = sum(p.stat().st_blocks * 512 for p in site.folder.iterdir())
             assert site.persister is not None
@@ -538,11 +565,11 @@ def memory(nbytes: int, disk: Path) -> Samples:
     }
 
 
-# --- tables ---
+# --- Tables ---
 
 
 class Table:
-    """One size's rows."""
+    """The rows of one size."""
 
     def __init__(self) -> None:
         self.lines = [
@@ -553,7 +580,7 @@ class Table:
     def add(
         self, what: str, samples: list[float], base: list[float], unit: str, target: float = 0.0
     ) -> None:
-        """A row; a target is the largest part of the base."""
+        """Add a row. A target is the greatest fraction of the base."""
         middle, best = statistics.median(samples), statistics.median(base)
         ratio = middle / best
         verdict = "" if not target else (", met" if ratio <= target else ", **missed**")
@@ -566,7 +593,7 @@ class Table:
 
 
 def tables(found: dict[str, Samples]) -> list[str]:
-    """What was measured of one size, in rows."""
+    """Return the measurements of one size as rows."""
     made = Table()
     if saving := found.get("blocked"):
         base = saving["memcpy"]
@@ -632,7 +659,7 @@ PARTS = ("blocked", "persist", "restore", "reshard", "memory")
 
 
 def part(name: str, nbytes: int, args: argparse.Namespace) -> Samples:
-    """One part, in this process."""
+    """Measure one part in this process."""
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -653,7 +680,7 @@ def part(name: str, nbytes: int, args: argparse.Namespace) -> Samples:
 
 
 def apart(name: str, nbytes: int, args: argparse.Namespace) -> Samples:
-    """The same in processes of its own."""
+    """Measure one part in separate processes."""
     found: Samples = {}
     for _ in range(args.times if name == "blocked" else 1):
         words = [*sys.argv[1:], "--child", name, str(nbytes)]
@@ -684,7 +711,8 @@ def main() -> None:
     if args.serve:
         serve(args.serve)
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended too
+    # end the processes that were started, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if args.child:
         args.json.write_text(json.dumps(part(args.child[0], int(args.child[1]), args)))
         return

@@ -1,15 +1,16 @@
-"""Recovery and resizing on a real cluster of three nodes: from a fault to the next training step.
+"""Measures recovery and resizing on a cluster of three nodes, up to the next training step.
 
-The script is a small DDP model on gloo with warm starts, and knows nothing of us but that it
-reports its steps. Each first step of a worker is printed with ``time.monotonic()``; the nodes share
-one machine, so that is one clock. A figure is from right before the fault to the *last* rank's
-first step of the next round. Figures are only comparable within one run.
+The script is a small DDP model on gloo with warm starts. It only reports its steps to DLRover. Each
+worker prints ``time.monotonic()`` at its first step. The nodes share one machine, so this is one
+clock. A figure is the time from right before the fault to the first step of the *last* rank in the
+next round. Figures can be compared only within one run.
 
-``--only pods`` is about a job of a thousand Pods, on fake nodes: how fast its master asks for them,
-beside a bare loop that creates the same Pods with the same client, and what it writes; and how soon
-30 of 32 Pods that are deleted at once are replaced.
+``--only pods`` measures a job of a thousand Pods on fake nodes. It measures how fast the master
+requests the Pods, beside a plain loop that creates the same Pods with the same client. It counts
+the writes of the master. It also measures how soon 30 of 32 Pods are replaced that are deleted at
+the same time.
 
-Needs a cluster (``make cluster``). ``--write`` puts the tables into docs/benchmarks.md.
+It needs a cluster (``make cluster``). ``--write`` puts the tables into docs/benchmarks.md.
 """
 
 import argparse
@@ -35,12 +36,13 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.scale import machine
-from dlrover_py.kube import PODS, Kube
-from dlrover_py.master.platform.pods import IMAGE_TROUBLE
+from dlrover_py.kubernetes.client import KubeClient
+from dlrover_py.kubernetes.kinds import PODS
+from dlrover_py.master.platform.kubernetes.pods import IMAGE_PROBLEMS
 from tests.cluster.conftest import installed
 from tests.cluster.harness import Cluster, Obj, cluster_for_tests, inside, until
 from tests.cluster.jobs import Job, Watched, document, spread, steps, submit, watching
-from tests.cluster.many import Asked, agents_of, at, bare, many, master_mb, running
+from tests.cluster.many import MasterRequests, agents_of, at, bare, many, master_mb, running
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 SPACE = "dlrover-bench"
@@ -74,14 +76,14 @@ STEP = re.compile(r"STEP (\d+) (\d+) (\d+) ([\d.]+)")
 
 
 class Bench:
-    """A warm job of three nodes, that is hurt again and again."""
+    """A warm job of three nodes that is subjected to one fault after another."""
 
     def __init__(self, cluster: Cluster, watched: Watched, image: str) -> None:
         self.cluster, self.watched, self.image = cluster, watched, image
         self.away = ""
-        """A host whose kubelet nobody can ask for logs."""
+        """A host whose kubelet cannot be asked for logs; empty if there is none."""
         self.masters: list[tuple[float, float]] = []
-        """Both figures of each master that was lost: two rows have one measurement."""
+        """Both figures of each lost master, because two rows share one measurement."""
 
     def job(self, name: str, *, replicas: int, **worker: Any) -> Job:
         """Submit a job, and wait until all of its nodes can start warm."""
@@ -98,7 +100,7 @@ class Bench:
         return job
 
     def warm(self, job: Job, nodes: int) -> None:
-        """Wait until so many of its living nodes have a zygote."""
+        """Wait until the given number of its running nodes have a zygote."""
 
         def ready() -> bool:
             living = [n for n, p in job.pods.items() if p["status"].get("phase") == "Running"]
@@ -108,7 +110,7 @@ class Bench:
         until(ready, "all nodes are warm", within_s=300, every_s=1)
 
     def steps(self, job: Job) -> dict[int, dict[int, tuple[float, int]]]:
-        """First steps by round and rank: when, and in which world."""
+        """Return the first steps by round and rank: the time and the world size."""
         found: dict[int, dict[int, tuple[float, int]]] = {}
         for node, pod in job.pods.items():
             if self.away and pod["spec"].get("nodeName") == self.away:
@@ -119,10 +121,10 @@ class Bench:
         return found
 
     def after(self, job: Job, began: float, world: int, number: int) -> float:
-        """From then to the first step of the last rank of the first whole round of this size.
+        """Return the seconds until the last rank's first step of the first full round of this size.
 
-        Logs are read once the master has told of it, after round ``number``: ``kubectl`` would
-        take a core of the two meanwhile.
+        Logs are read once the master has published a round after ``number``. Before that,
+        ``kubectl`` would use one of the two cores.
         """
         job.runs(world, after=number, within_s=180)
 
@@ -139,13 +141,13 @@ class Bench:
 def worker_killed(
     bench: Bench, times: int, tick: Callable[[], None], *, nodes: int = 3
 ) -> list[float]:
-    """``kill -9`` of a worker process in a Pod."""
+    """Measure ``kill -9`` of a worker process in a Pod."""
     name = f"kill-{nodes}"
     job, found = bench.job(name, replicas=nodes, minReplicas=nodes, restartCount=1000), []
     for number in range(times):
         node = sorted(job.pods)[number % nodes]
         before = job.training.round
-        there = bench.cluster.processes(f"{name}-{node}", SPACE)  # it takes a while to ask
+        there = bench.cluster.processes(f"{name}-{node}", SPACE)  # this call takes a while
         (worker,) = [pid for pid, said in there.items() if WORKER.search(said)]
         began = time.monotonic()
         os.kill(worker, signal.SIGKILL)
@@ -156,11 +158,12 @@ def worker_killed(
 
 
 def pod_lost(bench: Bench, times: int, tick: Callable[[], None]) -> list[float]:
-    """``kubectl delete pod --force``: the others go on."""
+    """Measure ``kubectl delete pod --force``, where the other nodes continue."""
     job, found = bench.job("lost", replicas=3, minReplicas=2), []
     for _ in range(times):
         victim = members(job)[-1]
-        # The replacement shares our two cores: it shall not start before the others go on.
+        # The replacement shares the two cores of this machine. It must not start before the other
+        # nodes continue.
         for node in bench.cluster.nodes:
             bench.cluster.cordon(node)
         before, began = job.training.round, time.monotonic()
@@ -176,7 +179,7 @@ def pod_lost(bench: Bench, times: int, tick: Callable[[], None]) -> list[float]:
 
 
 def standby(bench: Bench, times: int, tick: Callable[[], None]) -> list[float]:
-    """The same with a standby: at full size."""
+    """Measure the loss of a Pod with a standby, which restores the full size."""
     job, found = bench.job("standby", replicas=2, standbyReplicas=1), []
     for _ in range(times):
         victim = members(job)[-1]
@@ -191,17 +194,23 @@ def standby(bench: Bench, times: int, tick: Callable[[], None]) -> list[float]:
 
 
 def scaled(bench: Bench, times: int, tick: Callable[[], None]) -> list[float]:
-    """``kubectl scale --replicas=+1``: from the new Pod's start of its container, warm."""
+    """Measure ``kubectl scale --replicas=+1``, from the start of the new Pod's warm container."""
+
+    def added(known: set[str]) -> set[str]:
+        return set(job.pods) - known
+
+    def is_warm(name: str) -> bool:
+        return "zygote_ready" in bench.cluster.logs(name, SPACE)
+
     job, found = bench.job("scale", replicas=2, minReplicas=2), []
     for _ in range(times):
         known = set(job.pods)
         before = job.training.round
         job.kubectl("scale", "ej/scale", "--replicas=3")
         began = time.monotonic()
-        (new,) = job.until(lambda known=known: set(job.pods) - known, "the new Pod")
+        (new,) = job.until(partial(added, known), "the new Pod")
         name = f"scale-{new}"
-        until(lambda name=name: "zygote_ready" in bench.cluster.logs(name, SPACE), "warm",
-              within_s=180, every_s=0.1)  # fmt: skip
+        until(partial(is_warm, name), "warm", within_s=180, every_s=0.1)
         whole = bench.after(job, began, 3, before)
         warm = stamp(bench.cluster.logs(name, SPACE), "zygote_ready")
         found.append(began + whole - (warm - time.time() + time.monotonic()))
@@ -213,20 +222,18 @@ def scaled(bench: Bench, times: int, tick: Callable[[], None]) -> list[float]:
 
 
 def master_lost(bench: Bench, times: int, tick: Callable[[], None], *, figure: int) -> list[float]:
-    """Its Pod is deleted by force: until another one is ready, and the 99th percentile of the time
-    between two steps of a worker, by that of a like job beside it whose master stays."""
+    """Delete the Pod of the master by force, and measure two figures.
+
+    The first is the time until another master is ready. The second compares the time between two
+    steps of a worker: its 99th percentile, divided by that of a similar job whose master stays.
+    """
     if not bench.masters:
         job, other = (bench.job(name, replicas=2) for name in ("master", "other"))
         for _ in range(times):
             (old,) = masters(job)
             began = time.monotonic()
             bench.cluster.delete_pod(old, SPACE, force=True)
-            job.until(
-                lambda job=job, old=old: any(
-                    ready and name != old for name, ready in masters(job).items()
-                ),
-                "another master",
-            )
+            job.until(partial(has_another_master, job, old), "another master")
             took = time.monotonic() - began
             time.sleep(max(0.0, WINDOW_S - took))
             bench.masters.append((took, p99(bench, job, began) / p99(bench, other, began)))
@@ -236,7 +243,7 @@ def master_lost(bench: Bench, times: int, tick: Callable[[], None], *, figure: i
 
 
 def masters(job: Job) -> dict[str, bool]:
-    """The job's master Pods that are not about to go: whether they are ready."""
+    """Return the job's master Pods that are not being deleted, and whether each is ready."""
     found = {}
     for name, pod in job.watched.all("Pod").items():
         labels = pod["metadata"].get("labels", {})
@@ -247,9 +254,14 @@ def masters(job: Job) -> dict[str, bool]:
     return found
 
 
+def has_another_master(job: Job, old: str) -> bool:
+    """Return whether a master Pod of the job other than ``old`` is ready."""
+    return any(ready and name != old for name, ready in masters(job).items())
+
+
 def p99(bench: Bench, job: Job, since: float) -> float:
-    """Of the times between two steps, of all workers together."""
-    gaps = []
+    """Return the 99th percentile of the seconds between two steps, over all workers."""
+    gaps: list[float] = []
     for node in members(job):
         there = bench.cluster.processes(f"{job.name}-{node}", SPACE)
         (worker,) = [pid for pid, said in there.items() if WORKER.search(said)]
@@ -261,7 +273,7 @@ def p99(bench: Bench, job: Job, since: float) -> float:
 
 
 def cut_off(bench: Bench, times: int, tick: Callable[[], None]) -> list[float]:
-    """A host without the master: from the cut to the last first step of the two others."""
+    """Cut off a host without the master; measure up to the last first step of the two others."""
     found = []
     for _ in range(times):
         job = bench.job("job", replicas=3, minReplicas=2, pod=spread())  # one on each host
@@ -273,15 +285,17 @@ def cut_off(bench: Bench, times: int, tick: Callable[[], None]) -> list[float]:
             found.append(bench.after(job, began, 2, before))
         bench.away = ""
         job.kubectl("delete", "ej", job.name)
-        until(lambda job=job: not job.pods, "its Pods are gone", within_s=120)
+        until(partial(gone, job), "its Pods are gone", within_s=120)
         tick()
     return found
 
 
 def master_cut_off(bench: Bench, times: int, tick: Callable[[], None]) -> list[float]:
-    """The host of the master and rank 0: what is left of the time to the next step without the
-    cluster's own, until the host is NotReady and from the next master Pod's creation to its
-    readiness."""
+    """Cut off the host of the master and of rank 0, and measure the time to the next step.
+
+    The time of the cluster itself is subtracted: until the host is NotReady, and from the creation
+    of the next master Pod until it is ready.
+    """
     found, (host, *others) = [], bench.cluster.nodes
     for _ in range(times):
         for other in others:
@@ -308,22 +322,30 @@ def master_cut_off(bench: Bench, times: int, tick: Callable[[], None]) -> list[f
             found.append(whole - silent - (start - made))
         bench.away = ""
         job.kubectl("delete", "ej", job.name)
-        until(lambda job=job: not job.pods, "its Pods are gone", within_s=120)
+        until(partial(gone, job), "its Pods are gone", within_s=120)
         tick()
     return found
 
 
+def gone(job: Job) -> bool:
+    """Return whether the job has no Pods."""
+    return not job.pods
+
+
 def host_of(job: Job, node: str) -> str:
-    """Where a node's Pod is."""
+    """Return the host of a node's Pod."""
     return str(job.pods[node]["spec"]["nodeName"])
 
 
 def told(
     bench: Bench, times: int, tick: Callable[[], None], *, kind: str, image: str = ""
 ) -> list[float]:
-    """From the submission of a job that cannot be, its master's start included; with an image of
-    its own, from the moment at which the Pod's status says that it cannot be pulled."""
-    pod = {"nodeSelector": {"no": "such"}} if kind == "Unschedulable" else {}
+    """Measure how soon the status says that a job cannot run, from its submission.
+
+    This includes the start of the master. With ``image``, it starts when the status of the Pod
+    says that the image cannot be pulled.
+    """
+    pod: Obj = {"nodeSelector": {"no": "such"}} if kind == "Unschedulable" else {}
     if kind == "InvalidTemplate":
         pod = {"volumes": [{"name": "a"}, {"name": "a"}]}
     limit = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "limit"},
@@ -337,9 +359,9 @@ def told(
         began = time.monotonic()
         job = submit(bench.cluster, bench.watched, doc)
         if image:
-            job.until(lambda job=job: not_pulled(job), "a pull that fails", within_s=120)
+            job.until(partial(not_pulled, job), "a pull that fails", within_s=120)
             began = time.monotonic()
-        job.until(lambda job=job: job.holds(kind), kind, within_s=120)
+        job.until(partial(job.holds, kind), kind, within_s=120)
         found.append(time.monotonic() - began)
         job.kubectl("delete", "ej", name)
         until(lambda: not bench.cluster.list("pods", SPACE), "its Pods are gone", within_s=60)
@@ -349,26 +371,35 @@ def told(
 
 
 def not_pulled(job: Job) -> bool:
-    """Whether the kubelet has said so of one of its Pods."""
+    """Return whether the kubelet has reported a failed pull for one of the job's Pods."""
     states = [s.get("state", {}) for p in job.pods.values()
               for s in p["status"].get("containerStatuses", ())]  # fmt: skip
-    return any(s.get("waiting", {}).get("reason") in IMAGE_TROUBLE for s in states)
+    return any(s.get("waiting", {}).get("reason") in IMAGE_PROBLEMS for s in states)
 
 
 def stamp(log: str, event: str) -> float:
-    """Wall time of a line of an agent's log."""
+    """Return the wall-clock time of a line in an agent's log."""
     line = next(x for x in log.splitlines() if event in x)
     return datetime.fromisoformat(json.loads(line)["at"]).timestamp()
 
 
 def members(job: Job) -> list[str]:
-    """Nodes in the round, by rank."""
+    """Return the nodes in the round, ordered by rank."""
     nodes = [n for n in job.training.nodes if n.role.value == "member"]
     return [n.id for n in sorted(nodes, key=lambda n: n.node_rank or 0)]
 
 
+def ended(job: Job) -> bool:
+    """Return whether the job has ended, with success or without."""
+    return job.phase in ("Succeeded", "Failed")
+
+
 def submits(bench: Bench, number: int, tick: Callable[[], None]) -> tuple[int, float, list[str]]:
-    """So many small jobs at once: how many succeed, how long it takes, what is left of them."""
+    """Submit many small jobs at the same time.
+
+    Returns:
+        How many succeed, the seconds until all have ended, and the Pods that are left.
+    """
     began = time.monotonic()
     jobs = []
     for index in range(number):
@@ -376,7 +407,7 @@ def submits(bench: Bench, number: int, tick: Callable[[], None]) -> tuple[int, f
         jobs.append(submit(bench.cluster, bench.watched, doc))
     done = 0
     for job in jobs:
-        job.until(lambda job=job: job.phase in ("Succeeded", "Failed"), "its end", within_s=900)
+        job.until(partial(ended, job), "its end", within_s=900)
         done += job.phase == "Succeeded"
         tick()
     took = time.monotonic() - began
@@ -390,8 +421,16 @@ def submits(bench: Bench, number: int, tick: Callable[[], None]) -> tuple[int, f
 def of_a_thousand(
     cluster: Cluster, there: Watched, number: int, times: int, tick: Callable[[], None]
 ) -> tuple[list[tuple[str, str, str]], list[Obj]]:
-    """A job of so many Pods, from its submission until none is left, beside a bare loop."""
-    wish = many(there, "bare", number, spec={"suspend": True})  # owns the loop's Pods
+    """Measure a job of many Pods from submission until no Pod is left, beside a plain loop."""
+
+    def all_run(run: Job) -> bool:
+        return running(run) == number
+
+    def suspended(run: Job) -> bool:
+        return run.holds("Suspended") and not run.pods
+
+    # the owner of the Pods that the loop creates
+    wish = many(there, "bare", number, spec={"suspend": True})
     wish.until(lambda: wish.phase == "Suspended", "the operator has seen it")
     found: list[Obj] = []
     for turn in range(times):
@@ -402,12 +441,12 @@ def of_a_thousand(
         tick()
         submitted = time.time()
         run = many(there, f"many-{turn}", number)
-        run.until(lambda run=run: running(run) == number, "all run", within_s=300)
-        asked, memory = Asked(run), master_mb(run)
+        run.until(partial(all_run, run), "all run", within_s=300)
+        asked, memory = MasterRequests(run), master_mb(run)
         made, first, last = asked.created()
         run.patch({"suspend": True})
-        run.until(lambda run=run: run.holds("Suspended") and not run.pods, "none", within_s=300)
-        asked = Asked(run)
+        run.until(partial(suspended, run), "none", within_s=300)
+        asked = MasterRequests(run)
         found.append({
             "bare": alone, "first": first - submitted, "all": last - submitted, "made": made,
             "ours": last - first, "ratio": (last - first) / alone, "mb": memory,
@@ -438,13 +477,13 @@ def of_a_thousand(
 
 
 async def mass_deletion(there: Watched, times: int, tick: Callable[[], None]) -> list[Obj]:
-    """30 of 32 Pods are deleted, again and again: until the last replacement is created."""
+    """Delete 30 of 32 Pods repeatedly; measure until the last replacement is created."""
     run = many(there, "mass", 32, minReplicas=1)
     await asyncio.to_thread(run.until, lambda: running(run) == 32, "all run", within_s=120)
     found = []
     async with (
         agents_of(run, 32 + 30 * times) as agents,
-        await Kube.connect(kubeconfig=there.cluster.kubeconfig) as kube,
+        await KubeClient.connect(kubeconfig=there.cluster.kubeconfig) as kube,
     ):
         nodes = [f"n{i}" for i in range(32)]
         await agents.form(nodes, 32)
@@ -459,7 +498,7 @@ async def mass_deletion(there: Watched, times: int, tick: Callable[[], None]) ->
             told = await agents.swarm.wait(left, "the two") - time.monotonic() + time.time()
             nodes[2:] = [f"n{32 + 30 * turn + i}" for i in range(30)]
             await asyncio.to_thread(run.until, lambda: running(run) == 32, "all run again")
-            made = Asked(run, began).of("create", "pods", 201)
+            made = MasterRequests(run, began).of("create", "pods", 201)
             found.append({
                 "deleted": deleted, "told": told - began, "made": len(made),
                 "created": max(at(e["stageTimestamp"]) for e in made) - began,
@@ -476,7 +515,7 @@ async def mass_deletion(there: Watched, times: int, tick: Callable[[], None]) ->
 def of_many(
     cluster: Cluster, args: argparse.Namespace, progress: Progress
 ) -> tuple[list[str], list[Obj]]:
-    """The table of a thousand Pods."""
+    """Return the table of a thousand Pods."""
     with cluster.fake_nodes(8), watching(cluster, SPACE) as there:
         task = progress.add_task(f"{args.pods} Pods", total=2 * args.times)
         tick = partial(progress.advance, task)
@@ -504,7 +543,8 @@ def of_many(
     return table, [*samples, *lost]
 
 
-ROWS = {
+Measure = Callable[[Bench, int, Callable[[], None]], list[float]]
+ROWS: dict[str, tuple[Measure, str, str]] = {
     "worker process `kill -9` in a Pod, of three → next step": (
         worker_killed, "cold restart of all, 5–17 s measured", "≤ 0.5 s"),
     "the same, of two: as many as there are cores": (
@@ -533,7 +573,7 @@ ROWS = {
 
 
 def main() -> int:
-    """Measure and print."""
+    """Measure, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--times", type=int, default=5, help="of each fault")
     parser.add_argument("--submits", type=int, default=60)
@@ -558,7 +598,7 @@ def main() -> int:
                 if args.only not in name or args.only == "pods" or not args.times:
                     continue
                 task = progress.add_task(name[:50], total=args.times)
-                found = measure(bench, args.times, lambda t=task: progress.advance(t))
+                found = measure(bench, args.times, partial(progress.advance, task))
                 samples[name] = found
                 words = f"{min(found):.2f} / {statistics.median(found):.2f} / {max(found):.2f} s"
                 rows.append((name, theirs, target, f"{words} (n={len(found)})"))
@@ -585,7 +625,7 @@ def main() -> int:
 
 
 def prepare(cluster: Cluster) -> None:
-    """An empty namespace with the script in it."""
+    """Create an empty namespace that contains the script."""
     cluster.kubectl("delete", "namespace", SPACE, "--ignore-not-found")
     cluster.kubectl("create", "namespace", SPACE)
     scripts: Obj = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "scripts"},
@@ -594,7 +634,7 @@ def prepare(cluster: Cluster) -> None:
 
 
 def show(table: list[str], name: str, *, write: bool) -> None:
-    """Print a table; perhaps between its marks of docs/benchmarks.md."""
+    """Print a table. With ``write``, put it between its markers in docs/benchmarks.md."""
     print("\n".join(table), flush=True)
     if write:
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"

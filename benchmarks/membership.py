@@ -1,22 +1,22 @@
-"""Membership: how long the survivors of a fault wait for their next assignment, ours and torchrun.
+"""Measures how long the survivors of a fault wait for their next assignment, beside torchrun.
 
-Everything runs on this machine: our jobs through ``dlrover job run``, torchrun's as three agents
-beside each other, in turns within one run. A worker here computes nothing. It notes when it was
-started, and a hub in this process stands for the collective: when one worker of a group is gone,
-the hub closes the others' connections, and they raise what gloo would.
+Everything runs on this machine. DLRover's jobs run through ``dlrover job run``. torchrun runs as
+three agents beside each other. Both take turns within one run. A worker here computes nothing. It
+records its start. A hub in this process stands for the collective: when one worker of a group ends,
+the hub closes the connections of the others. They then raise the exception that gloo would raise.
 
-What is timed (milliseconds, from ``time.monotonic``):
+Measured times (milliseconds, from ``time.monotonic``):
 
-* *next assignment*: from right before the fault to the moment when the last survivor's agent has
-  taken up its next round. From the ``workers_start`` lines of the agents' logs: ``at - waited_s``;
-  ``at`` is cut to milliseconds, so one is added.
-* *next worker*: to the first line of the last survivor's next worker. torchrun shows no other sign,
-  so this is the figure in which the two compare.
-* joining: from the moment when the last joiner's agent opened its socket for scripts, right before
-  its first report, until the last agent has taken up the larger round.
+* *next assignment*: from right before the fault until the agent of the last survivor has taken its
+  next round. It is ``at - waited_s`` of the ``workers_start`` lines in the agents' logs. ``at`` is
+  truncated to milliseconds, so one is added.
+* *next worker*: until the first line of the last survivor's next worker. torchrun shows no other
+  sign, so the two are compared by this figure.
+* joining: from the moment when the agent of the last joining node opened its socket for scripts,
+  right before its first report, until the last agent has taken the larger round.
 
-The store of torchrun's rendezvous runs in a process of its own that nobody kills; where it lives
-in an agent, as by default, the loss of that agent ends the job.
+The store of torchrun's rendezvous runs in a separate process that is never killed. By default it
+runs in an agent. The loss of that agent then ends the job.
 """
 
 import argparse
@@ -48,7 +48,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from dlrover_py.local import signal_marked
+from dlrover_py.localcluster.cluster import signal_marked
 from dlrover_py.protocol import names
 from dlrover_py.protocol.local import Snapshot
 from dlrover_py.protocol.status import JobStatus, NodePhase, NodeStatus
@@ -58,9 +58,10 @@ DOCS = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- membership: begin -->", "<!-- membership: end -->"
 LEASE_MS = 5000.0
 NEVER_S = 150.0
-"""torchrun is given up after so long."""
+"""Seconds after which torchrun is taken to have failed."""
 QUIET_S = 0.5
-"""Before each fault: the status is published, the last round's clean-up is over."""
+"""Seconds of rest before each fault. By then the status is published and the last round cleaned
+up."""
 
 WORKER = """
 import time
@@ -105,15 +106,20 @@ _pause = threading.Event()
 
 
 class Unexpected(Exception):
-    """The run cannot go on; what it has measured so far is kept."""
+    """The run cannot continue. What it has measured so far is kept."""
 
 
 def say(text: str) -> None:
+    """Print a line with the time of day."""
     print(f"{datetime.now().astimezone():%H:%M:%S} {text}", flush=True)
 
 
 def until(look: Callable[[], T | None], what: str, *, within_s: float, every_s: float = 0.01) -> T:
-    """Look until there is something; :class:`Unexpected` after a deadline."""
+    """Poll a function until it returns a true value, and return that value.
+
+    Raises:
+        Unexpected: the deadline has passed.
+    """
     deadline = time.monotonic() + within_s
     while not (seen := look()):
         if time.monotonic() > deadline:
@@ -122,24 +128,24 @@ def until(look: Callable[[], T | None], what: str, *, within_s: float, every_s: 
     return seen
 
 
-# --- what was measured ---
+# --- Measurements ---
 
 
 @dataclass(slots=True)
 class Case:
-    """One row of the table: samples in milliseconds."""
+    """One row of the table, with samples in milliseconds."""
 
     what: str
     target_ms: float | None = None
     assigned: list[float] = field(default_factory=list)
-    """Ours: until the last survivor has its next assignment."""
+    """DLRover: time until the last survivor has its next assignment."""
     worker: list[float] = field(default_factory=list)
-    """Ours: until the last survivor's next worker runs."""
+    """DLRover: time until the next worker of the last survivor runs."""
     torchrun: list[float] = field(default_factory=list)
-    """The same of torchrun."""
+    """torchrun: time until the next worker of the last survivor runs."""
     torchrun_note: str = ""
     request: list[float] = field(default_factory=list)
-    """Part of ours: the request by which the fault was made, until it was answered."""
+    """DLRover: time that the request took which caused the fault. It is a part of the others."""
 
 
 class Results:
@@ -172,7 +178,7 @@ class Results:
         self.surprises.append(text)
 
 
-# --- workers, and what connects them ---
+# --- Workers and their connections ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +196,7 @@ class Stamp:
 
 
 class Stamps:
-    """The file that all workers of a job append to."""
+    """The file to which all workers of a job append."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -202,14 +208,14 @@ class Stamps:
         return [s for s in found if s.what == what]
 
     def newest(self, what: str = "start") -> dict[str, Stamp]:
-        """By node."""
+        """Return the newest stamp of each node."""
         return {s.node: s for s in self.read(what)}
 
 
 class Hub:
-    """Stands for the workers' connections to each other: one breaks, all of its group break.
+    """Stands for the connections between workers. When one breaks, it closes all of its group.
 
-    A worker belongs to the newest unbroken group of its world size that has no such rank yet.
+    A worker belongs to the newest unbroken group of its world size that does not have its rank yet.
     """
 
     def __init__(self, path: Path) -> None:
@@ -244,7 +250,7 @@ class Hub:
                 sock = key.fileobj
                 assert isinstance(sock, socket.socket)
                 if sock.fileno() < 0:
-                    continue  # of a group that broke in this same turn
+                    continue  # closed with its group in this same turn
                 data = b""
                 with contextlib.suppress(ConnectionError):
                     data = sock.recv(4096)
@@ -268,7 +274,7 @@ class Hub:
 
 
 class Handle:
-    """A process that is not our child; a number that was given out again is never hit."""
+    """A process that this process did not start. A reused process id is never hit."""
 
     def __init__(self, pid: int, what: str) -> None:
         try:
@@ -277,7 +283,7 @@ class Handle:
             raise Unexpected(f"{what} (process {pid}) has ended by itself") from error
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._fd, signal.SIGKILL)
 
@@ -286,7 +292,7 @@ class Handle:
 
 
 def kill_all(pids: Sequence[int]) -> int:
-    """SIGKILL these, the first one first; return the time right before."""
+    """Send SIGKILL to these processes in order. Return the time right before the first one."""
     handles = [Handle(pid, "a process to be killed") for pid in pids]
     at = time.monotonic_ns()
     for handle in handles:
@@ -297,14 +303,15 @@ def kill_all(pids: Sequence[int]) -> int:
 
 
 def ms(later: int, earlier: int) -> float:
+    """Return the milliseconds between two times in nanoseconds."""
     return round((later - earlier) / 1e6, 2)
 
 
-# --- ours ---
+# --- DLRover ---
 
 
 class _Unix(http.client.HTTPConnection):
-    """HTTP over a unix socket."""
+    """An HTTP connection over a unix socket."""
 
     def __init__(self, path: Path) -> None:
         super().__init__("localhost", timeout=10)
@@ -317,7 +324,7 @@ class _Unix(http.client.HTTPConnection):
 
 
 class Ours:
-    """One job that runs through ``dlrover job run``."""
+    """A job that runs through ``dlrover job run``."""
 
     def __init__(
         self, folder: Path, name: str, hub: Hub, results: Results, *, hosts: int, **worker: Any
@@ -358,7 +365,7 @@ class Ours:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End it, as its user would; by force if that takes too long."""
+        """End the job as its user would; use force if that takes too long."""
         for number, patience_s in ((signal.SIGINT, 10.0), (signal.SIGINT, 10.0), (9, 5.0)):
             if self._process.poll() is None:
                 self._process.send_signal(number)
@@ -367,7 +374,11 @@ class Ours:
         self._output.close()
 
     def call(self, method: str, path: str) -> tuple[bytes, int, float]:
-        """Call the cluster; the answer, the time right before the call, and how long it took."""
+        """Send a request to the cluster.
+
+        Returns:
+            The answer, the time right before the request, and the duration of the request.
+        """
         connection = _Unix(self._socket)
         try:
             connection.connect()
@@ -386,7 +397,11 @@ class Ours:
         return Snapshot.model_validate_json(self.call("GET", "/v1/job")[0])
 
     def settled(self, nodes: int, *, standby: int = 0, after: int = 0) -> JobStatus:
-        """Wait until a round of so many nodes runs, newer than ``after``, and all is quiet."""
+        """Wait until a round newer than ``after`` runs with the given number of nodes.
+
+        Returns:
+            The status of the job after ``QUIET_S`` seconds of rest.
+        """
 
         def look() -> JobStatus | None:
             if self._process.poll() is not None:
@@ -412,8 +427,11 @@ class Ours:
         return status
 
     def started(self, after: int, nodes: int) -> tuple[int, dict[str, Stamp]]:
-        """Wait for a round after this one in which just so many nodes have started their workers:
-        its number, and the workers by node."""
+        """Wait for a later round in which exactly the given number of nodes have started workers.
+
+        Returns:
+            The number of the round, and the workers by node.
+        """
 
         def look() -> tuple[int, dict[str, Stamp]] | None:
             rounds: dict[int, dict[str, Stamp]] = {}
@@ -435,7 +453,7 @@ class Ours:
         return found
 
     def assigned(self, number: int, nodes: Iterable[str]) -> dict[str, int]:
-        """When these agents took up a round (monotonic ns), by their logs."""
+        """Return when these agents took a round (monotonic nanoseconds), from their logs."""
         offset = time.time_ns() - time.monotonic_ns()
         found = {}
         for node in nodes:
@@ -450,7 +468,7 @@ class Ours:
         return found
 
     def measure(self, case: Case, before: JobStatus, at: int, nodes: int) -> None:
-        """Take the figures of the round that follows, from the fault at ``at``."""
+        """Record the figures of the next round, from the fault at ``at``."""
         number, workers = self.started(before.round, nodes)
         assigned = self.assigned(number, workers)
         case.assigned.append(ms(max(assigned.values()), at))
@@ -458,7 +476,7 @@ class Ours:
         say(f"  {case.what}: {case.assigned[-1]:.0f} ms, workers {case.worker[-1]:.0f} ms")
 
     def joined(self, case: Case, after: int, nodes: int, joiners: Sequence[str]) -> None:
-        """From the last joiner's readiness until all have taken up the round."""
+        """Measure from the last joining node's readiness until all nodes have taken the round."""
         number, workers = self.started(after, nodes)
         offset = time.time_ns() - time.monotonic_ns()
         ready = [Path(workers[n].socket).stat().st_mtime_ns - offset for n in joiners]
@@ -469,13 +487,16 @@ class Ours:
 
 
 def members(status: JobStatus) -> list[NodeStatus]:
-    """The nodes of the round, in the order of their ranks."""
+    """Return the nodes of the round in the order of their ranks."""
     found = [n for n in status.nodes if n.node_rank is not None]
     return sorted(found, key=lambda n: n.node_rank or 0)
 
 
 def victim(status: JobStatus, *, first: bool) -> NodeStatus:
-    """Rank 0's node, or of the others one whose place was lost least often: it is replaced soon."""
+    """Return the node of rank 0, or of the others one that was lost least often.
+
+    Such a node is replaced soon.
+    """
     ranked = members(status)
     return ranked[0] if first else min(ranked[1:], key=lambda n: (n.relaunches, n.restarts))
 
@@ -483,12 +504,15 @@ def victim(status: JobStatus, *, first: bool) -> NodeStatus:
 def ours_with_standby(
     folder: Path, name: str, hub: Hub, results: Results, *, phase_s: float
 ) -> None:
-    """Kill workers, then nodes, then freeze one; a standby is there each time.
+    """Kill workers, then nodes, then freeze a node. There is a standby each time.
 
     Args:
-        folder, name, hub, results: as everywhere.
-        phase_s: waited for before the freeze, which counts from the node's last report: it
-            reports about once a second.
+        folder: folder of the run.
+        name: name of the job.
+        hub: connections of the workers.
+        results: receives the measurements.
+        phase_s: seconds to wait before the freeze. A freeze counts from the last report of the
+            node, which reports about once a second.
     """
     spec = {"replicas": 3, "minReplicas": 2, "standbyReplicas": 1, "restartCount": 1000}
     with Ours(folder, name, hub, results, hosts=4, **spec) as job:
@@ -516,7 +540,7 @@ def ours_with_standby(
 
 
 def ours_shrinking(folder: Path, name: str, hub: Hub, results: Results) -> None:
-    """Take hosts away, one by one; then bring them back at once."""
+    """Remove hosts one by one, then return both at the same time."""
     spec = {"replicas": 3, "minReplicas": 1, "restartCount": 1000}
     with Ours(folder, name, hub, results, hosts=3, **spec) as job:
         start(job, results, standby=0)
@@ -544,7 +568,7 @@ def ours_shrinking(folder: Path, name: str, hub: Hub, results: Results) -> None:
 
 
 def start(job: Ours, results: Results, *, standby: int) -> None:
-    """The first round: from the last member's readiness until all have taken it up."""
+    """Measure the first round, from the last member's readiness until all members have taken it."""
     until(lambda: len(job.stamps.newest()) == 3 or None, f"{job.name} to start", within_s=30)
     job.joined(results.started, 0, 3, list(job.stamps.newest()))
 
@@ -553,7 +577,7 @@ def start(job: Ours, results: Results, *, standby: int) -> None:
 
 
 class Torchrun:
-    """Agents of torchrun on this machine, and their rendezvous store in a process of its own."""
+    """Agents of torchrun on this machine, with their rendezvous store in a separate process."""
 
     def __init__(
         self, folder: Path, name: str, hub: Hub, *, nnodes: str, mode: str = "hub"
@@ -578,7 +602,7 @@ class Torchrun:
         assert self._store.stdout is not None
         try:
             self._port = int(self._store.stdout.readline() or 0)
-        except BaseException:  # interrupted: nothing else ends it
+        except BaseException:  # interrupted: nothing else would end it
             self.__exit__()
             raise
         if not self._port:
@@ -614,7 +638,7 @@ class Torchrun:
     def wait(
         self, nodes: Iterable[str], after: int, what: str = "start", *, within_s: float = 60.0
     ) -> dict[str, Stamp]:
-        """Until each of these nodes has a newer stamp; its first one after that time."""
+        """Wait until each of these nodes has a stamp after ``after``. Return the first ones."""
         wanted = set(nodes)
 
         def look() -> dict[str, Stamp] | None:
@@ -627,7 +651,7 @@ class Torchrun:
         return until(look, f"torchrun: {what} on {sorted(wanted)}", within_s=within_s)
 
     def settled(self, nodes: int, *, mode: str = "start") -> dict[str, Stamp]:
-        """Wait until the newest workers of so many agents make one world and stay; by rank."""
+        """Wait until the newest workers of all agents form a stable world. Return them by rank."""
 
         def look() -> dict[str, Stamp] | None:
             newest = {n: s for n, s in self.stamps.newest(mode).items() if n in self.agents}
@@ -642,7 +666,7 @@ class Torchrun:
                 return first
 
     def kill_node(self, node: str, stamp: Stamp) -> int:
-        """An agent with its worker."""
+        """Kill an agent and its worker."""
         process = self.agents.pop(node)
         at = kill_all([process.pid, stamp.pid])
         process.wait()
@@ -652,7 +676,7 @@ class Torchrun:
 def torchrun_losses(
     folder: Path, name: str, hub: Hub, results: Results, *, kills: int, node: bool
 ) -> None:
-    """Kill workers, then a node that is not rank 0's."""
+    """Kill workers, then a node that is not the node of rank 0."""
     with Torchrun(folder, name, hub, nnodes="2:3") as job:
         for label in ("a", "b", "c"):
             job.add(label)
@@ -676,7 +700,10 @@ def torchrun_losses(
 
 
 def torchrun_first(folder: Path, name: str, hub: Hub, results: Results) -> None:
-    """Kill rank 0's node. The workers are gloo's here: a started worker does not mean a round."""
+    """Kill the node of rank 0.
+
+    The workers use gloo here: a started worker does not imply a completed round.
+    """
     case = results.first_shrink
     with Torchrun(folder, name, hub, nnodes="2:3", mode="gloo") as job:
         for label in ("a", "b", "c"):
@@ -706,7 +733,10 @@ def torchrun_first(folder: Path, name: str, hub: Hub, results: Results) -> None:
 
 
 def torchrun_join(folder: Path, name: str, hub: Hub, results: Results) -> None:
-    """A second node joins a running job of 1:4. ``last_call_timeout`` is 1 s, not 30, for it."""
+    """Add a second node to a running job of 1:4.
+
+    ``last_call_timeout`` is 1 s instead of 30 s.
+    """
     case = results.joined
     with Torchrun(folder, name, hub, nnodes="1:4") as job:
         job.add("a", conf=",last_call_timeout=1")
@@ -734,11 +764,11 @@ def torchrun_join(folder: Path, name: str, hub: Hub, results: Results) -> None:
         say(f"  torchrun: {case.what}: {case.torchrun_note}")
 
 
-# --- tables ---
+# --- Tables ---
 
 
 def spread(samples: Sequence[float]) -> str:
-    """Minimum, median, maximum; in seconds where they are long."""
+    """Return the minimum, the median and the maximum as text, in seconds if they are long."""
     if not samples:
         return "–"
     three = (min(samples), statistics.median(samples), max(samples))
@@ -789,7 +819,7 @@ def show(results: Results, about: str) -> None:
 
 
 def write_docs(results: Results, about: str, command: str) -> None:
-    """Put the table between its markers; the file is made if it is not there."""
+    """Write the table between its markers; create the file if it does not exist."""
     requests = spread([took for case in results.cases for took in case.request])
     lines = [BEGIN, f"`{command}`  ", f"{about}.  ", f"Requests to the cluster: {requests}.", ""]
     lines += ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
@@ -836,7 +866,7 @@ def machine() -> str:
     )
 
 
-# --- the run ---
+# --- The run ---
 
 
 def parser() -> argparse.ArgumentParser:
@@ -862,7 +892,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def schedule(args: argparse.Namespace, folder: Path, hub: Hub, out: Results) -> Iterator[Part]:
-    """Ours and torchrun's, in turns."""
+    """Return the parts of the run, with DLRover and torchrun in turn."""
     runs, slow = (1, 0) if args.quick else (args.runs, args.slow_runs)
     for i in range(runs):
         say(f"turn {i + 1} of {runs}")
@@ -892,7 +922,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     about, results = machine(), Results()
     command = f"python benchmarks/membership.py --runs {args.runs} --slow-runs {args.slow_runs}"
-    folder = Path(tempfile.mkdtemp(prefix="dlrover-bench-", dir="/tmp"))  # short: unix sockets
+    # short, because of the limit on paths of unix sockets
+    folder = Path(tempfile.mkdtemp(prefix="dlrover-bench-", dir="/tmp"))
     try:
         run(args, folder, results)
     except KeyboardInterrupt:

@@ -1,10 +1,10 @@
-"""Recovery: from a fault to the next training step, ours and torchrun's, script unchanged.
+"""Measures recovery from a fault to the next training step, beside torchrun; same script for both.
 
-The script is a small DDP model on gloo that knows nothing of us (``SCRIPT``). After each step each
-rank appends a line with ``time.monotonic()`` to a file of its own; figures are from right before
-the fault to the *last* rank's first step of the next round. Launchers take turns within one run,
-idle and with one of the cores kept busy. A torchrun that has not come back within ``--never``
-seconds is counted as lost and started anew.
+The script is a small DDP model on gloo that does not use DLRover (``SCRIPT``). After each step,
+each rank appends a line with ``time.monotonic()`` to its own file. A figure is the time from right
+before the fault to the first step of the *last* rank in the next round. The launchers take turns
+within one run, with the machine idle and with one core kept busy. A torchrun that has not returned
+within ``--never`` seconds counts as lost and is started again.
 
 ``--json FILE`` keeps all samples; ``--write`` puts the tables into docs/benchmarks.md.
 """
@@ -70,7 +70,7 @@ _pause = threading.Event()
 
 
 class Lost(Exception):
-    """The job did not come back."""
+    """The job did not recover."""
 
 
 def say(text: str) -> None:
@@ -88,7 +88,7 @@ def until(look: Callable[[], T | None], what: str, within_s: float) -> T:
 
 @dataclass(frozen=True)
 class Line:
-    """What a rank wrote after a step."""
+    """The line that a rank wrote after a step."""
 
     at: float
     step: int
@@ -99,14 +99,14 @@ class Line:
 
 
 class Running:
-    """A job, seen through the files of its ranks."""
+    """A job, observed through the files of its ranks."""
 
     def __init__(self, folder: Path, process: "subprocess.Popen[bytes]") -> None:
         self.folder, self.process = folder, process
         self.out = folder / "out"
 
     def tail(self, rank: int) -> Line | None:
-        """The newest step of a rank."""
+        """Return the newest step of a rank."""
         with contextlib.suppress(OSError), open(self.out / str(rank), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 400))
             lines = file.read().split(b"\n")[:-1]
@@ -116,7 +116,7 @@ class Running:
         return None
 
     def first(self, rank: int, pid: int) -> Line:
-        """The first step of one process of a rank."""
+        """Return the first step of one process of a rank."""
         for text in (self.out / str(rank)).read_text().splitlines():
             a, b, c, d, e, f = text.split()
             if int(d) == pid:
@@ -126,7 +126,7 @@ class Running:
     def steady(
         self, world: int, within_s: float, not_pids: frozenset[int] = frozenset()
     ) -> list[Line]:
-        """Wait until all ranks of a world of this size have made steps, in other processes."""
+        """Wait until all ranks of a world of this size have made steps, in new processes."""
 
         def look() -> list[Line] | None:
             if self.process.poll() is not None:
@@ -141,7 +141,7 @@ class Running:
     def recovery(
         self, before: list[Line], world: int, fault: Callable[[], object], never_s: float
     ) -> float:
-        """Seconds from the fault to the last rank's first step of the next round."""
+        """Return the seconds from the fault to the last rank's first step of the next round."""
         pids = frozenset(line.pid for line in before)
         at = time.monotonic()
         fault()
@@ -153,7 +153,7 @@ class Running:
 def started(
     name: str, argv: list[str], env: dict[str, str] | None = None, job: str = ""
 ) -> Iterator[Running]:
-    """Run a job in a folder of its own; all of it is gone afterwards."""
+    """Run a job in its own folder. Remove all of it afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="b-", dir="/tmp"))
     (folder / "out").mkdir()
     (folder / "train.py").write_text(SCRIPT)
@@ -194,7 +194,7 @@ def _family(pid: int) -> list[psutil.Process]:
 
 @contextlib.contextmanager
 def busy(cores: int) -> Iterator[None]:
-    """Keep this many cores busy with something else."""
+    """Keep the given number of cores busy with other work."""
     spinners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(cores)]
     try:
         yield
@@ -204,7 +204,7 @@ def busy(cores: int) -> Iterator[None]:
             spinner.wait()
 
 
-# --- what is run ---
+# --- Runs ---
 
 STANDALONE = ["--standalone", "--nproc-per-node=2", "--max-restarts=100000"]
 LAUNCHERS: dict[str, tuple[list[str], dict[str, str]]] = {
@@ -216,7 +216,8 @@ LAUNCHERS: dict[str, tuple[list[str], dict[str, str]]] = {
         {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
     ),
 }
-"""Commands and environment. The cure is that of torchrun's stale keys: a fresh store each round."""
+"""Command and environment of each launcher. The variant of torchrun uses a fresh store for each
+round, because of its stale keys."""
 
 
 def warm(running: Running, nodes: int = 1) -> None:
@@ -230,7 +231,11 @@ def warm(running: Running, nodes: int = 1) -> None:
 
 
 def kill_workers(launcher: str, kills: int, never_s: float) -> tuple[list[float], int]:
-    """Samples (seconds), and how often the job did not come back."""
+    """Kill workers repeatedly.
+
+    Returns:
+        The seconds of each recovery, and how often the job did not recover.
+    """
     argv, env = LAUNCHERS[launcher]
     samples: list[float] = []
     lost = 0
@@ -276,14 +281,14 @@ def document(**worker: object) -> str:
 
 @contextlib.contextmanager
 def cluster(hosts: int, **worker: object) -> Iterator[Running]:
-    """A job of several nodes on this machine."""
+    """Run a job of several nodes on this machine."""
     argv = [str(BIN / "dlrover"), "job", "run", "job.yaml", "--json", "--nodes", str(hosts)]
     with started("dlrover job run", argv, job=document(**worker)) as job:
         yield job
 
 
 def kill_node(line: Line) -> None:
-    """An agent and its workers, at once."""
+    """Kill an agent and its workers at the same time."""
     agent = psutil.Process(line.parent)
     for victim in [agent, *agent.children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -291,7 +296,7 @@ def kill_node(line: Line) -> None:
 
 
 def logged(job: Running, event: str) -> list[float]:
-    """When agents wrote this event, on the clock of ``time.monotonic()``."""
+    """Return when agents logged this event, by the clock of ``time.monotonic()``."""
     offset = time.monotonic() - time.time()
     times = []
     for path in [job.folder / "log", *job.folder.rglob("agent.log")]:
@@ -305,7 +310,7 @@ def logged(job: Running, event: str) -> list[float]:
 
 @dataclass
 class Row:
-    """One row of a table: seconds by launcher and load."""
+    """A row of a table: seconds by launcher and load."""
 
     what: str
     target: str
@@ -359,7 +364,7 @@ def node_rows(times: int) -> list[Row]:
                     world = 3 if spare else 2
                     took = job.recovery(before, world, partial(kill_node, before[rank]), 60)
                     row.add("elastic-run", [took])
-                    if not spare:  # the platform starts the node again
+                    if not spare:  # the platform restarts the node
                         after = job.steady(3, 60)
                         ready = logged(job, "zygote_ready")[-1]
                         steps = [job.first(r, line.pid).at for r, line in enumerate(after)]
@@ -370,7 +375,7 @@ def node_rows(times: int) -> list[Row]:
 
 
 def start_rows(times: int) -> list[Row]:
-    """To the start of the first worker's process (to 10 ms), from that of its launcher's."""
+    """Measure the time from the launcher's start to the first worker's start, to 10 ms."""
     alone = Row("`elastic-run --standalone` to the start of the first worker", "≤ 0.9 s")
     member = Row("`elastic-run` to the same, as a member of a job", "≤ 0.3 s")
     for _ in range(times):
@@ -390,7 +395,10 @@ def _start_of(lines: list[Line], launcher: int) -> float:
 
 
 def memory() -> dict[str, float]:
-    """MB: resident of the agents, private of workers at their first line."""
+    """Return the memory in megabytes: resident for agents, private for new workers.
+
+    The memory of a worker is measured at its first line.
+    """
     found = {}
     for name in ("elastic-run", "torchrun"):
         argv, env = LAUNCHERS[name]
@@ -418,7 +426,7 @@ def _mb(process: psutil.Process) -> float:
 
 
 def step_times(blocks: int, seconds: float) -> dict[str, list[float]]:
-    """Milliseconds a step, of each launcher, a figure per block."""
+    """Return the milliseconds per step of each launcher, one figure per block."""
     found: dict[str, list[float]] = {}
     for _ in range(blocks):
         for name in ("torchrun", "elastic-run", "warm elastic-run"):
@@ -426,7 +434,7 @@ def step_times(blocks: int, seconds: float) -> dict[str, list[float]]:
             with started(name, [*argv, "train.py", "out"], env) as job:
                 before = job.steady(2, 120)
                 if name != "torchrun":
-                    warm(job)  # and the building is over
+                    warm(job)  # and the preparation is over
                 if name.startswith("warm"):
                     job.recovery(before, 2, partial(os.kill, before[0].pid, signal.SIGKILL), 60)
                 _pause.wait(2)
@@ -439,7 +447,7 @@ def step_times(blocks: int, seconds: float) -> dict[str, list[float]]:
     return found
 
 
-# --- the run ---
+# --- The run ---
 
 
 def table(rows: list[Row]) -> str:
@@ -468,7 +476,8 @@ def main() -> None:
         "--write", action="store_true", help="put the tables into docs/benchmarks.md"
     )
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended too
+    # end the processes that were started, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     began = time.monotonic()
     rows: list[Row] = []
     if args.blocks:

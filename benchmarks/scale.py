@@ -1,27 +1,28 @@
-"""Scale: one master and thousands of simulated agents, over the real wire.
+"""Measures the scale of one master with thousands of simulated agents over the real protocol.
 
-The master is the real program, in a process of its own. The agents live in this process, on another
-core where there is one: each holds its own connection, sends real reports and checks every
-assignment that it is told (term, version, incarnation, round, world size; no rank twice). They do
-what `dlrover_agent` does on the wire, but for two shortcuts: an urgent report does not take a
-second connection, and a round is taken up and running at once. Each speaks for 8 workers.
+The master is the real program in its own process. The agents run in this process, on another core
+if there is one. Each agent has its own connection and sends real reports. It verifies every
+assignment that it receives (term, version, incarnation, round, world size; no rank twice). The
+agents behave like `dlrover_agent` on the network, with two simplifications. An urgent report does
+not use a second connection. A round is taken and running immediately. Each agent represents 8
+workers.
 
 For each number of agents and each transport, in this order:
 
-* *join*: all are connected; from the first report sent until the last agent has its place in the
-  round of all;
-* *steady*: all report progress at the cadence that the master has told them; processor time of
-  the master and of the agents, in cores;
-* *one lost*: from the close of one agent's connection until the last survivor has its place in
-  the next round. The master gives a closed connection 1 s to come back, which is part of it;
-* *back*: from the lost one's first report as a new process until all have the larger round;
-* *1 % lost*: the same as one lost, with one in a hundred at once, and then *back*;
-* *adversity*: one is lost while 1 % of the agents (at least 5) do not read and as many callers
-  have stopped in the middle of a request's head. The time is that of all others;
-* *restart*: from `kill -9` of the master until the last agent has been told its place by the next
-  one, which takes the journal over; the start of its process is part of it.
+* *join*: all are connected. From the first report until the last agent has its place in the round
+  of all;
+* *steady*: all report progress at the interval that the master has requested. Processor time of the
+  master and of the agents, in cores;
+* *one lost*: from the close of one agent's connection until the last survivor has its place in the
+  next round. This includes 1 s that the master waits for a closed connection to return;
+* *back*: from the first report of the lost agent as a new process until all have the larger round;
+* *1 % lost*: like *one lost*, but one in a hundred agents at the same time, and then *back*;
+* *adversity*: one agent is lost while 1 % of the agents (at least 5) do not read, and as many
+  clients have stopped in the middle of a request's head. The time is that of all others;
+* *restart*: from `kill -9` of the master until the last agent has its place from the next master,
+  which takes over the journal. This includes the start of the process.
 
-The cost per agent is the master's processor time in a part, by the number of agents.
+The cost per agent is the processor time of the master in a part, divided by the number of agents.
 """
 
 import argparse
@@ -60,26 +61,28 @@ NPROC = 8
 SOON_S = 120.0
 QUIET_S = 0.5
 IDLE = 0.4
-"""A master that takes less of a core for so long has done what the last part left to do."""
+"""Fraction of a core. A master that uses less for some time has completed the work of the last
+part."""
 CONNECTING = 256
-"""Connections that are being opened at once, but for a master's restart."""
+"""Greatest number of connections that are opened at the same time, except after a restart of the
+master."""
 SPARE_FDS = 200
 TOKEN = secrets.token_hex(16)
 
 
 class Unexpected(Exception):
-    """The run cannot go on."""
+    """The run cannot continue."""
 
 
 def say(text: str) -> None:
     print(f"{datetime.now().astimezone():%H:%M:%S} {text}", file=sys.stderr, flush=True)
 
 
-# --- the agents ---
+# --- The agents ---
 
 
 class Agent(asyncio.Protocol):
-    """One simulated agent; the same object for all of its connections and processes."""
+    """A simulated agent. The same object serves for all of its connections and processes."""
 
     __slots__ = (
         "_addr",
@@ -115,7 +118,7 @@ class Agent(asyncio.Protocol):
         self.reset()
 
     def reset(self) -> None:
-        """A new process, which knows nothing."""
+        """Become a new process, which has no state."""
         self._boot = secrets.token_hex(8)
         self.seq = self.follows = self.incarnation = self.tries = 0
         self.have = (0, 0)
@@ -123,7 +126,7 @@ class Agent(asyncio.Protocol):
         self.silent = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transports are registered nowhere as asyncio's
+        # uvloop's transports are not registered as subclasses of asyncio's
         self.transport, self.buffer = cast(asyncio.Transport, transport), b""
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -159,7 +162,7 @@ class Agent(asyncio.Protocol):
             self._swarm.surprise(f"n{self.index}: {status.decode()} {body.decode()}")
 
     def report(self) -> None:
-        """Send the whole report; the master holds it until there is something new."""
+        """Send the whole report. The master holds it until there is something new."""
         if self.transport is None or self.silent:
             return
         self.seq += 1
@@ -181,7 +184,7 @@ class Agent(asyncio.Protocol):
         self.transport.write(b"%s%d\r\n\r\n%s" % (self._head, len(body), body.encode()))
 
     def _told(self, told: dict[str, Any]) -> None:
-        """Check an assignment, and take it in."""
+        """Check an assignment and apply it."""
         new = (told["term"], told["version"])
         if new <= self.have:
             if new < self.have:
@@ -195,7 +198,7 @@ class Agent(asyncio.Protocol):
             if told["round"] < self.follows:
                 self._swarm.surprise(f"n{self.index}: round {told['round']} after {self.follows}")
             if told["round"] != self.follows:
-                self._port += 1  # the offer was for one round
+                self._port += 1  # the offered port was for one round
             self.follows = told["round"]
             self._swarm.placed(self, told)
         elif told["directive"] == "stop":
@@ -207,7 +210,7 @@ PIDS = json.dumps([5000 + i for i in range(NPROC)]).replace(" ", "")
 
 @dataclass(slots=True)
 class Formed:
-    """A round as the agents were told it."""
+    """A round as the agents received it."""
 
     ranks: set[int] = field(default_factory=set)
     nnodes: int = 0
@@ -215,7 +218,7 @@ class Formed:
 
 
 class Swarm:
-    """All agents, and what they wait for."""
+    """All agents, and the events that they wait for."""
 
     def __init__(
         self,
@@ -230,7 +233,7 @@ class Swarm:
         self.began = time.monotonic()
         self.reports = self.refused = self.reconnects = 0
         self.exchange_s = 1.0
-        """As the master has told them."""
+        """Seconds between two exchanges, as the master has requested."""
         self.surprises: list[str] = []
         self.formed: dict[tuple[int, int], Formed] = {}
         self.agents = [Agent(self, index) for index in range(agents)]
@@ -240,7 +243,7 @@ class Swarm:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def surprise(self, text: str) -> None:
-        """Something that must not be."""
+        """Record something that must not happen."""
         if len(self.surprises) < 20:
             self.surprises.append(text)
             say(f"! {text}")
@@ -250,7 +253,7 @@ class Swarm:
         return [a for a in self.agents if a.alive]
 
     async def connect(self, agents: Sequence[Agent]) -> None:
-        """Open their connections; nothing is sent yet."""
+        """Open the connections of agents; nothing is sent yet."""
         at_once = asyncio.Semaphore(CONNECTING)
 
         async def one(agent: Agent) -> None:
@@ -268,11 +271,11 @@ class Swarm:
         )
 
     def lost_connection(self, agent: Agent) -> None:
-        """As an agent does: come back, with jitter."""
+        """Reconnect with jitter, as a real agent does."""
         self.later(agent, lambda: self._again(agent))
 
     def later(self, agent: Agent, call: Callable[[], None]) -> None:
-        """Back off as ``dlrover_agent.master`` does."""
+        """Back off as ``dlrover_agent.channels.master_client`` does."""
         agent.tries += 1
         longest = min(max(2.0, self.exchange_s / 4), 0.05 * 2 ** min(agent.tries, 8))
         asyncio.get_running_loop().call_later(random.uniform(longest / 2, longest), call)
@@ -294,14 +297,14 @@ class Swarm:
             agent.report()
 
     def lose(self, agents: Sequence[Agent]) -> None:
-        """Their processes end: the kernel closes the connections."""
+        """End the processes of agents: the kernel closes the connections."""
         for agent in agents:
             agent.alive = False
             assert agent.transport is not None
             agent.transport.abort()
 
     def placed(self, agent: Agent, told: dict[str, Any]) -> None:
-        """An agent was told its place in a round."""
+        """Record that an agent has received its place in a round."""
         key = (told["term"], told["round"])
         formed = self.formed.get(key)
         endpoint = (told["master_addr"], told["master_port"])
@@ -326,7 +329,7 @@ class Swarm:
     def until(
         self, agents: Sequence[Agent], wanted: Callable[[dict[str, Any]], bool]
     ) -> "asyncio.Future[float]":
-        """The moment when the last of these has been told what is wanted."""
+        """Return a future of the time when the last agent has a matching assignment."""
         self._wanted, self._awaited = wanted, {agent.index for agent in agents}
         self._there = asyncio.get_running_loop().create_future()
         return self._there
@@ -348,7 +351,7 @@ class Swarm:
                 agent.transport.abort()
 
 
-# --- the master ---
+# --- The master ---
 
 
 def free_port() -> int:
@@ -357,7 +360,7 @@ def free_port() -> int:
 
 
 class Master:
-    """The real program, and what it uses up."""
+    """The real program, and the resources that it uses."""
 
     def __init__(self, folder: Path, agents: int, cores: set[int], tls: Certificates | None):
         self.port = free_port()
@@ -388,13 +391,13 @@ class Master:
             }
         )
         self.peaks_mb: list[float] = []
-        """Largest resident memory of each of its processes."""
+        """Greatest resident memory of each of its processes, in megabytes."""
         self._process: subprocess.Popen[bytes] | None = None
         self._log = (folder / "master.log").open("ab")
 
     def start(self) -> None:
         read, write = os.pipe()
-        lifeline, self._lifeline = os.pipe()  # it must not outlive us
+        lifeline, self._lifeline = os.pipe()  # it must not outlive this process
         argv = [sys.executable, "-m", "dlrover_py.master", "--static", self._job]
         argv += ["--listen", f"127.0.0.1:{self.port}", "--state-dir", str(self._folder / "state")]
         argv += ["--token-file", str(self._token), "--announce-fd", str(write)]
@@ -408,7 +411,7 @@ class Master:
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
-                # All are connected before the first one speaks, which takes some while over TLS.
+                # All agents are connected before the first report. Over TLS this takes a while.
                 env=os.environ | {"DLROVER_MASTER_HEADER_S": f"{SOON_S:g}"},
                 preexec_fn=lambda: os.sched_setaffinity(0, self._cores),
             )
@@ -421,7 +424,7 @@ class Master:
                 raise Unexpected(f"the master did not start:\n{self.log()[-2000:]}")
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         assert self._process is not None
         self._note_peak()
         self._process.kill()
@@ -449,7 +452,7 @@ class Master:
 
     @property
     def cpu_s(self) -> float:
-        """Processor time so far; only one of its threads works, but the journal has another."""
+        """Processor time so far. Only one of its threads works, but the journal has another."""
         assert self._process is not None
         return cpu_of(self._process.pid)
 
@@ -462,12 +465,12 @@ def cpu_of(pid: int) -> float:
     return total / 1e9
 
 
-# --- one run ---
+# --- A run ---
 
 
 @dataclass(slots=True)
 class Part:
-    """What was measured of one part."""
+    """The measurements of one part."""
 
     name: str
     agents: int
@@ -485,7 +488,7 @@ class Part:
 
 @dataclass(slots=True)
 class Outcome:
-    """One number of agents over one transport."""
+    """The results of one number of agents over one transport."""
 
     agents: int
     tls: bool
@@ -495,7 +498,7 @@ class Outcome:
 
 
 class Run:
-    """One number of agents over one transport."""
+    """A run with one number of agents over one transport."""
 
     def __init__(self, master: Master, swarm: Swarm, outcome: Outcome, steady_s: float) -> None:
         self._master, self._swarm, self._outcome = master, swarm, outcome
@@ -518,7 +521,7 @@ class Run:
         )
 
     async def all(self) -> None:
-        """Every part, in the order of the table."""
+        """Run every part in the order of the table."""
         swarm = self._swarm
         await self.join()
         await self._steady()
@@ -529,7 +532,7 @@ class Run:
         await self.restart()
 
     async def join(self) -> None:
-        """All connect, and then all come at once."""
+        """Connect all agents, then let all of them join at the same time."""
         swarm = self._swarm
         with self._part("connect") as part:
             began = time.monotonic()
@@ -539,7 +542,7 @@ class Run:
         await self._change("join", swarm.agents, lambda: self._report(swarm.agents))
 
     async def _quiet(self) -> None:
-        """Until the master has done what there was to do."""
+        """Wait until the master has completed its work."""
         deadline = time.monotonic() + SOON_S
         before = self._master.cpu_s
         while time.monotonic() < deadline:
@@ -556,7 +559,7 @@ class Run:
     async def _change(
         self, name: str, told: Sequence[Agent], cause: Callable[[], None], note: str = ""
     ) -> None:
-        """One round to the next: until all of these have their place among the living."""
+        """Cause a new round; wait until all of these agents have their place in it."""
         swarm = self._swarm
         with self._part(name) as part:
             part.note = note
@@ -565,7 +568,7 @@ class Run:
             nodes = len(swarm.living)
             there = swarm.until(told, lambda a: bool(a["nnodes"] == nodes))
             part.took_s = await swarm.wait(there, name) - began
-            # What the agents answer to it is a part of its cost.
+            # The agents' answers are a part of the cost.
             await self._quiet()
 
     async def _lose_and_return(self, name: str, lost: Sequence[Agent]) -> None:
@@ -586,7 +589,7 @@ class Run:
             part.note = f"{(swarm.reports - before) / self._steady_s:.0f} reports a second"
 
     async def adversity(self) -> None:
-        """One is lost while some do not read, and some callers stop in the middle."""
+        """Lose an agent while some agents do not read and some clients stop within a request."""
         swarm = self._swarm
         few = max(5, len(swarm.agents) // 100)
         lost = swarm.agents[-1:]
@@ -614,7 +617,7 @@ class Run:
         await self._change("adversity: back", swarm.agents, lambda: self._report(lost))
 
     async def restart(self) -> None:
-        """The master is killed, and another one takes over: the round stays as it is."""
+        """Kill the master, and let another one take over. The round stays the same."""
         swarm, master = self._swarm, self._master
         nodes = len(swarm.agents)
         with self._part("restart") as part:
@@ -662,7 +665,7 @@ async def measure(
     return outcome
 
 
-# --- what is shown ---
+# --- Output ---
 
 
 def machine() -> str:
@@ -700,7 +703,7 @@ def show(outcomes: Sequence[Outcome], about: str) -> None:
 
 
 def in_words(outcomes: Sequence[Outcome], about: str, command: str) -> str:
-    """The figures as a table of docs/benchmarks.md."""
+    """Return the figures as a table for docs/benchmarks.md."""
     heads = [f"{o.agents:,}{', TLS' * o.tls}" for o in outcomes]
     rows = [["part, agents", *heads], ["---"] * (len(heads) + 1)]
     found = [{part.name: part for part in o.parts} for o in outcomes]
@@ -748,10 +751,10 @@ def write_docs(text: str) -> None:
 
 
 def open_files(agents: int) -> None:
-    """Raise the limit on descriptors as far as it is needed.
+    """Raise the limit on file descriptors as far as needed.
 
     Raises:
-        Unexpected: the limit is too low, and ours to raise only up to there.
+        Unexpected: the limit is too low, and this process cannot raise it far enough.
     """
     need = agents + SPARE_FDS + agents // 50
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,9 +1,9 @@
 """Structured logs, set up once by each program.
 
-An event is a fixed snake_case word with fields: ``log.info("round_formed", extra={"round": 3})``.
-A person at a terminal gets it as a sentence. A pipe, a file and a Pod's log get a line of JSON.
-``DLROVER_LOG_FORMAT`` (``words`` or ``json``) decides it otherwise, for each program of ours. The
-standard library's logging does it: structlog costs the agent 0.14 s of start
+An event is a fixed snake_case name with fields: ``log.info("round_formed", extra={"round": 3})``.
+On a terminal, it is written as a sentence. In a pipe, a file or the log of a Pod, it is a line of
+JSON. ``DLROVER_LOG_FORMAT`` (``words`` or ``json``) overrides this for all programs of DLRover.
+The module uses the standard library's logging, because structlog adds 0.14 s to an agent's start
 (docs/decisions/0002-light-agent.md).
 """
 
@@ -18,28 +18,32 @@ from collections.abc import Collection
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
-from dlrover_py.aside import Outlet, outlet
+from dlrover_py.process.blocking import BackgroundWriter, shared_writer
+from dlrover_py.protocol.words import plain, plain_json
 
 ENV_FORMAT = "DLROVER_LOG_FORMAT"
+"""Environment variable for the format of logs: ``words`` or ``json``."""
 ENV_LEVEL = "DLROVER_LOG_LEVEL"
+"""Environment variable for the least severe level that is logged."""
 NOTICE = 35
-"""Level of what a person who has started a program wants to know, whatever the level is."""
+"""Level of events for the user who has started a program: written even if the level is WARNING."""
 logging.addLevelName(NOTICE, "NOTICE")
 
 _FORMATS = ("words", "json")
 
 LAST_LINES_S = 1.0
-"""So long a program waits at its end for its log to be taken."""
+"""Seconds without progress after which a program stops writing its log at its end."""
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _SENTENCES = ("says", "why", "then", "instead")
 _A_REASON = re.compile(r"([A-Z][a-z]+)+")
-"""Events of a job, such as ``NodeLost``: what they tell is a whole sentence."""
+"""Names of a job's events, such as ``NodeLost``. Their text is a complete sentence."""
 
 
 def for_people(stream: TextIO) -> bool:
-    """Whether the log in this stream is sentences, not JSON.
+    """Return whether the log in a stream consists of sentences instead of JSON.
 
-    ``DLROVER_LOG_FORMAT`` says so, or it is a terminal outside a Pod.
+    ``DLROVER_LOG_FORMAT`` decides. Without it, or with an unknown value, a terminal outside a Pod
+    gets sentences.
     """
     wished = os.environ.get(ENV_FORMAT)
     if wished in _FORMATS:
@@ -48,20 +52,26 @@ def for_people(stream: TextIO) -> bool:
 
 
 def wished_level(default: str) -> str:
-    """``DLROVER_LOG_LEVEL``, for a program without settings of its own."""
+    """Return ``DLROVER_LOG_LEVEL`` or a default, for a program without its own settings."""
     return os.environ.get(ENV_LEVEL) or default
 
 
-class _Lines(logging.Formatter):
+class _LineFormatter(logging.Formatter):
+    """A formatter of events as sentences or JSON."""
+
     def __init__(self, program: str, bound: dict[str, Any], *, as_json: bool) -> None:
         super().__init__()
         self._program, self.bound, self._as_json = program, bound, as_json
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return a record as one line; in sentences, a traceback may follow on more lines.
+
+        Control characters are escaped.
+        """
         extra = {k: v for k, v in vars(record).items() if k not in _STANDARD}
         error = self.formatException(record.exc_info) if record.exc_info else None
         if not self._as_json:
-            line = f"{self._program}: {_sentence(record.getMessage(), extra)}"
+            line = plain(f"{self._program}: {_sentence(record.getMessage(), extra)}")
             return line + (f"\n{error}" if error else "")
         at = datetime.fromtimestamp(record.created, UTC)
         head = {
@@ -73,11 +83,15 @@ class _Lines(logging.Formatter):
         fields = self.bound | extra
         if error:
             fields = fields | {"error": error}
-        return json.dumps(head | fields, default=str, ensure_ascii=False)
+        return plain_json(json.dumps(head | fields, default=str, ensure_ascii=False))
 
 
 def _sentence(event: str, fields: dict[str, Any]) -> str:
-    """An event for people: ``no contact: address in use; workers go on (port 29400)``."""
+    """Format an event as text: ``no contact: address in use; workers go on (port 29400)``.
+
+    Fields with an empty value are left out. An event with the field ``says``, or of a job, consists
+    of the texts of its fields ``says``, ``why``, ``then`` and ``instead`` alone.
+    """
     told = [str(fields[name]) for name in _SENTENCES if fields.get(name)]
     if told and ("says" in fields or _A_REASON.fullmatch(event)):
         return "; ".join(told)
@@ -91,24 +105,28 @@ def _sentence(event: str, fields: dict[str, Any]) -> str:
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """A full disk costs lines of the log; it is not the place to complain about it."""
+    """A handler that ignores errors of the disk: they cost log lines, and must print nothing."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
 
 
-class _Aside(logging.Handler):
-    """Lines are written by a thread: a loop that must answer in time waits for no disk."""
+class _BackgroundHandler(logging.Handler):
+    """A handler whose lines a thread writes, because an event loop must not wait for a disk."""
 
-    def __init__(self, out: Outlet) -> None:
+    def __init__(self, out: BackgroundWriter) -> None:
         super().__init__()
         self._out = out
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Format a record, and pass the line to the thread, which writes it later.
+
+        If the stream does not take lines, the oldest of them are dropped.
+        """
         try:
             line = f"{self.format(record)}\n".encode("utf-8", "backslashreplace")
-        except Exception:  # noqa: BLE001 - as the handlers of the standard library
+        except Exception:  # noqa: BLE001 - as in the standard library's handlers
             self.handleError(record)
         else:
             self._out.write(line)
@@ -129,31 +147,47 @@ def setup(
 ) -> logging.Logger:
     """Set up the logs of this process.
 
+    It replaces all handlers of the logger. An unknown level or format is not an error: it is logged
+    as a warning, and the default is used. With ``aside``, a stream without a file descriptor is
+    still written directly.
+
     Args:
-        program: its name, in each line.
-        aside: a thread writes the lines, for programs whose loop must answer in time.
-        level: least severe level that is written.
-        stream: where to; standard error if not given.
-        logger: only this one and those below it, in a process that has logs of its own.
-        elsewhere: events that people are told by another program on the same terminal.
-        bound: fields that each line of JSON carries (job, node …).
+        program: Name of the program, which is part of each line.
+        aside: Whether a thread writes the lines, for a program whose event loop must not block.
+        level: Least severe level that is written, by number or name. An unknown name means INFO.
+        stream: Stream for the log; None for standard error.
+        logger: Name of the logger to set up, for a process that has its own logs. Empty for all
+            loggers.
+        elsewhere: Events that are left out of sentences, because another program shows them on the
+            same terminal.
+        bound: Fields of each line of JSON, such as job and node.
+
+    Returns:
+        The logger of the program.
     """
     stream = sys.stderr if stream is None else stream
     people = for_people(stream)
     handler: logging.Handler = _Handler(stream)
     if aside:
-        with contextlib.suppress(io.UnsupportedOperation):  # no file stands behind it
-            handler = _Aside(outlet(stream.fileno()))
-    handler.setFormatter(_Lines(program, bound, as_json=not people))
+        with contextlib.suppress(io.UnsupportedOperation):  # the stream has no file descriptor
+            handler = _BackgroundHandler(shared_writer(stream.fileno()))
+    handler.setFormatter(_LineFormatter(program, bound, as_json=not people))
     if people and elsewhere:
         handler.addFilter(lambda record: record.getMessage() not in elsewhere)
     root = logging.getLogger(logger)
     root.handlers[:] = [handler]
-    root.setLevel(level)
+    known = logging.getLevelNamesMapping()
+    least = level if isinstance(level, int) else known.get(level.strip().upper())
+    root.setLevel(logging.INFO if least is None else least)
     if logger:
         root.propagate = False
     else:
         logging.captureWarnings(capture=True)
+    if least is None:
+        names = "DEBUG, INFO, WARNING or ERROR"
+        root.warning(
+            "log_level_unknown", extra={"why": f"the log's level is {level!r}: expected {names}"}
+        )
     wished = os.environ.get(ENV_FORMAT, "")
     if wished not in ("", *_FORMATS):
         root.warning(
@@ -164,19 +198,26 @@ def setup(
 
 
 def open_streams() -> None:
-    """See that descriptors 0 to 2 are open: a socket that got one of them would be written to."""
+    """Open file descriptors 0 to 2 on ``/dev/null`` if they are closed. Open ones are not changed.
+
+    Otherwise a new socket could get one of these numbers, and output would be written to it.
+    """
     for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(fd)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest free number: this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is fd
             os.set_inheritable(fd, True)
         if getattr(sys, name) is None:
             setattr(sys, name, open(fd, mode, closefd=False))  # noqa: SIM115 - stays open
 
 
 def bind(**fields: Any) -> None:
-    """Add fields to all later lines of this process."""
+    """Add fields to all later lines of JSON in this process's log.
+
+    Sentences do not show them. It does nothing before :func:`setup`, or if that was given a
+    ``logger``.
+    """
     for handler in logging.getLogger().handlers:
-        if isinstance(handler.formatter, _Lines):
+        if isinstance(handler.formatter, _LineFormatter):
             handler.formatter.bound.update(fields)

@@ -24,9 +24,9 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from dlrover_py.net.http_client import HttpClient
 from dlrover_py.protocol.local import Snapshot
 from dlrover_py.protocol.status import JobEvent, JobStatus, NodeRole, NodeStatus
-from dlrover_py.rpc import Client
 
 EXAMPLE = Path(__file__).parent / "02-gpt"
 BIN = Path(sys.executable).parent
@@ -62,7 +62,7 @@ class Run:
             stdout=self.log,
             stderr=subprocess.STDOUT,
         )
-        self._client = Client(f"unix:{folder}/run/{NAME}/cluster.sock")
+        self._client = HttpClient(f"unix:{folder}/run/{NAME}/cluster.sock")
         self._said = 0
 
     def arguments(self, steps: int, kind: str) -> list[str]:

@@ -1,6 +1,7 @@
-"""The table of the chart's values in docs/install.md, from values.yaml and its comments.
+"""Generates the table of the chart's values in docs/install.md, from values.yaml and its comments.
 
-``python scripts/chart_values.py`` prints it; with ``--write`` it goes into the document.
+``python scripts/chart_values.py`` prints the table. With ``--write`` it writes the table into the
+document.
 """
 
 import json
@@ -19,7 +20,10 @@ _LINE = re.compile(r"( *)([A-Za-z]\w*):(.*)")
 
 
 def described() -> dict[str, str]:
-    """Each value that stands below a comment, by its path, with the comment."""
+    """Return the comment above each value that has one, by the path of the value (``a.b``).
+
+    An empty line between the comment and the value separates them.
+    """
     found: dict[str, str] = {}
     path: list[str] = []
     words: list[str] = []
@@ -37,11 +41,15 @@ def described() -> dict[str, str]:
 
 
 def values() -> dict[str, object]:
-    """Each value that is no group, by its path, with its default."""
+    """Return the default of each value that is not a group, by the path of the value.
+
+    A mapping is a group if a value in it has a comment, or if it is the file itself.
+    """
     return dict(_leaves("", yaml.safe_load(VALUES.read_text()), described()))
 
 
 def _leaves(path: str, value: object, told: dict[str, str]) -> Iterator[tuple[str, object]]:
+    """Yield the path and the default of each value that is not a group."""
     group = not path or any(known.startswith(f"{path}.") for known in told)
     if isinstance(value, dict) and group:
         for name, below in value.items():
@@ -51,7 +59,7 @@ def _leaves(path: str, value: object, told: dict[str, str]) -> Iterator[tuple[st
 
 
 def table() -> str:
-    """The table, as Markdown."""
+    """Return the table as Markdown."""
     told = described()
     lines = ["| value | default | |", "| --- | --- | --- |"]
     for path, default in values().items():
@@ -62,7 +70,7 @@ def table() -> str:
 
 
 def main() -> int:
-    """Print the table, or write it."""
+    """Print the table or, with ``--write``, write it into docs/install.md between its two marks."""
     if "--write" not in sys.argv:
         sys.stdout.write(table())
         return 0

@@ -1,6 +1,6 @@
-"""The table of a Pod template's fields, from the models of the official client.
+"""Generates the table of a Pod template's fields from the models of the official client.
 
-``python scripts/pod_fields.py`` prints it; with ``--write`` it goes into
+``python scripts/pod_fields.py`` prints the table. With ``--write`` it writes the table into
 ``dlrover_py/protocol/podfields.py``.
 """
 
@@ -14,12 +14,15 @@ from kubernetes.aio.client import models
 
 MODULE = Path(__file__).parents[1] / "dlrover_py/protocol/podfields.py"
 ROOT = "PodTemplateSpec"
+QUANTITIES = ("limits", "requests", "overhead", "sizeLimit", "divisor")
+"""Fields of Kubernetes' type Quantity, which may also be a number. The models have ``str``."""
 _HEAD = '''\
 """The fields of a Pod template, by type: made by ``python scripts/pod_fields.py --write``.
 
 Source: the models of the Python package ``kubernetes`` {version}. A field is written as
-``name`` (a scalar), ``name:any``, ``name:Type``, ``name:[Type]``, ``name:[]`` (a list of scalars)
-or ``name:{{}}`` (a mapping with keys of any name).
+``name`` (text), ``name:Type``, ``name:[Type]``, ``name:[]`` (a list of texts), ``name:{{}}`` (a
+mapping of texts with keys of any name) or ``name:any``. Texts are replaced by ``int``, ``bool`` or
+``quantity`` where the type is another one.
 """
 
 from typing import Final
@@ -29,7 +32,10 @@ FIELDS: Final[dict[str, str]] = {{
 
 
 def fields() -> dict[str, dict[str, str]]:
-    """Each type that a Pod template is made of: the form of each field by its name."""
+    """Return the fields of each type in a Pod template: the form of each field by its name.
+
+    Types that only fields of these types use are included.
+    """
     found: dict[str, dict[str, str]] = {}
     todo = [ROOT]
     while todo:
@@ -39,29 +45,36 @@ def fields() -> dict[str, dict[str, str]]:
         model = getattr(models, f"V1{name}", None) or getattr(models, name)
         found[name] = {}
         for attribute, kind in model.openapi_types.items():
-            form = _form(kind)
-            found[name][model.attribute_map[attribute]] = form
-            todo += [inner for inner in [form.strip("[]{}")] if inner not in ("", "any")]
+            field = model.attribute_map[attribute]
+            form = found[name][field] = _form(kind, field)
+            todo += [inner for inner in [form.strip("[]{}")] if inner[:1].isupper()]
     return found
 
 
-def _form(kind: str) -> str:
-    """``[Type]``, ``Type``, ``[]``, ``{}`` or ``any``; empty for a scalar."""
-    if kind.startswith("Dict["):
-        return "{}"
+def _form(kind: str, field: str) -> str:
+    """Return the form of a field, as the table has it; empty for text.
+
+    Times are text. Fields that the models have as text but that are quantities have their own form.
+    """
+    if found := re.fullmatch(r"Dict\[str, (\w+)\]", kind):
+        return f"{{{_form(found[1], field)}}}"
     if found := re.fullmatch(r"List\[(\w+)\]", kind):
-        return f"[{_form(found[1])}]"
-    if kind == "object":
-        return "any"
-    return kind.removeprefix("V1") if hasattr(models, kind) else ""
+        return f"[{_form(found[1], field)}]"
+    if hasattr(models, kind):
+        return kind.removeprefix("V1")
+    if kind == "str" and field in QUANTITIES:
+        return "quantity"
+    return {"str": "", "datetime": "", "object": "any"}.get(kind, kind)
 
 
 def module() -> str:
-    """The text of the module."""
+    """Return the text of the module ``podfields``, formatted as ruff would. Nothing is written."""
     lines = [_HEAD.format(version=__version__)]
     for name, inner in sorted(fields().items()):
         words = " ".join(f"{key}:{form}" if form else key for key, form in sorted(inner.items()))
-        parts = textwrap.wrap(words, 88, break_long_words=False, break_on_hyphens=False)
+        parts = [words]
+        if len(words) > 90:  # otherwise the formatter joins the parts
+            parts = textwrap.wrap(words, 88, break_long_words=False, break_on_hyphens=False)
         if len(parts) < 2 and len(f'    "{name}": "{words}",') <= 100:
             lines.append(f'    "{name}": "{words}",\n')
             continue

@@ -1,11 +1,11 @@
-"""Records ``make demo`` as the animated picture at the head of README.md.
+"""Records ``make demo`` as the animated picture at the top of README.md.
 
     python scripts/record_demo.py                       writes docs/demo.svg
-    python scripts/record_demo.py --from run.json       draws a recording again
+    python scripts/record_demo.py --from run.json       draws an existing recording
     python scripts/record_demo.py --save run.json       keeps the recording
 
-The demo runs in a terminal of its own. What it writes is kept with its times; waits are cut short.
-The layout depends on the recording alone.
+The demo runs in its own terminal. The recording holds the time of each line of its output. Long
+waits are shortened. The picture depends only on the recording.
 """
 
 import argparse
@@ -38,14 +38,20 @@ text { font: 13px "DejaVu Sans Mono", Menlo, Consolas, monospace; fill: #d7dce5;
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line that was written: its text with codes of the terminal, and when, in seconds."""
+    """A line of output: its text with terminal codes, and its time in seconds."""
 
     at: float
     text: str
 
 
 def record() -> list[Line]:
-    """Run the demo in a terminal, and keep what it writes."""
+    """Run the demo in a terminal of its own until it ends, and return its output.
+
+    A last line without a line break is dropped.
+
+    Raises:
+        SystemExit: the demo failed.
+    """
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(ROOT)
@@ -56,7 +62,7 @@ def record() -> list[Line]:
     while True:
         try:
             data = os.read(terminal, 65536)
-        except OSError:  # how a terminal says that its last user is gone
+        except OSError:  # the last process of the terminal has ended
             break
         if not data:
             break
@@ -70,7 +76,7 @@ def record() -> list[Line]:
 
 
 def tidied(lines: list[Line]) -> list[Line]:
-    """Without logs of programs, and without names of temporary folders."""
+    """Return the lines without logs of programs, and with one name for all temporary folders."""
     return [
         Line(line.at, re.sub(r"/tmp/demo-\w+", "/tmp/demo", line.text))
         for line in lines
@@ -79,7 +85,10 @@ def tidied(lines: list[Line]) -> list[Line]:
 
 
 def spans(text: str) -> list[tuple[str, str]]:
-    """A line as parts with a class each."""
+    """Return a line as parts, each with its CSS class, which is empty for plain text.
+
+    Of several styles at the same place only one is kept. Other terminal codes are dropped.
+    """
     found, style, at = [], "", 0
     for code in _CODES.finditer(text):
         if code.start() > at:
@@ -95,7 +104,7 @@ def spans(text: str) -> list[tuple[str, str]]:
 
 
 def wrapped(lines: list[Line]) -> list[tuple[float, list[tuple[str, str]]]]:
-    """The rows of a terminal: longer lines go on in the next row."""
+    """Return the rows of a terminal. Longer lines continue in the next row."""
     found: list[tuple[float, list[tuple[str, str]]]] = []
     for line in lines:
         row: list[tuple[str, str]] = []
@@ -112,7 +121,11 @@ def wrapped(lines: list[Line]) -> list[tuple[float, list[tuple[str, str]]]]:
 
 
 def moments(times: list[float]) -> list[float]:
-    """When each row is shown: as it was, with long waits cut and no two in the same moment."""
+    """Return the time at which each row appears.
+
+    The times are those of the recording, but long waits are shortened and no two rows appear at the
+    same time.
+    """
     now, before, found = 0.5, None, []
     for at in times:
         if before is not None:
@@ -123,7 +136,7 @@ def moments(times: list[float]) -> list[float]:
 
 
 def draw(lines: list[Line], title: str = "make demo") -> str:
-    """The picture."""
+    """Return the picture as SVG."""
     rows = wrapped(lines)
     shown = moments([at for at, _ in rows])
     total = (shown[-1] if shown else 0.0) + HOLD_S
@@ -178,7 +191,7 @@ def draw(lines: list[Line], title: str = "make demo") -> str:
 
 
 def main() -> int:
-    """Record and draw."""
+    """Record the demo, or read a recording, and draw the picture; return 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--from", dest="source", type=Path, help="a recording that was kept")
     parser.add_argument("--save", type=Path, help="keep the recording there")

@@ -3,7 +3,7 @@
 #
 #   bash scripts/setup.sh VENV build    uv alone: enough for a wheel
 #   bash scripts/setup.sh VENV user     this project, torch, and what the examples need
-#   bash scripts/setup.sh VENV dev      that, and what the tests and checks need
+#   bash scripts/setup.sh VENV dev      that, and what tests, checks and the site of docs/ need
 set -euo pipefail
 venv=${1:-.venv}
 what=${2:-user}
@@ -43,7 +43,7 @@ fi
 case $what in
 build) exit ;;
 user) extras=torch,s3,examples ;;
-dev) extras=dev,examples ;;
+dev) extras=dev,docs,examples ;;
 *)
     echo "setup: found $what, expected build, user or dev" >&2
     exit 2

@@ -1,11 +1,11 @@
-"""Shared builders: jobs, failures, simulated agents, and a bench that checks every step of a Job.
+"""Builders of jobs and failures, simulated agents, and a bench that checks each step of a Job.
 
-No mock, no sleep, no clock: time is a number that the bench moves on a grid of 1/4 s.
+There are no mocks, sleeps or clocks. Time is a number that the bench increases in steps of 1/4 s.
 """
 
 import re
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import count
 from typing import Any
 
@@ -16,29 +16,28 @@ from dlrover_py.master.core.events import (
     Effect,
     Event,
     JobChanged,
-    Journal,
     NodeEnded,
     NodeSeen,
     NodesListed,
     Refuse,
     Reported,
     Rules,
-    Step,
 )
 from dlrover_py.master.core.health import Verdict
 from dlrover_py.master.core.job import Job
+from dlrover_py.master.core.state import DurableState, Step
 from dlrover_py.protocol.agents import (
     AgentReport,
     Assignment,
     CheckResult,
     Directive,
     FailureKind,
-    Held,
+    MemoryCheckpoint,
     Offer,
-    Persisting,
     PersistPhase,
+    PersistProgress,
     Progress,
-    Stored,
+    StoredCheckpoint,
     WorkerFailure,
     WorkerPhase,
 )
@@ -47,10 +46,12 @@ from dlrover_py.protocol.names import NodeId, Term
 from dlrover_py.protocol.status import JobPhase, NodePhase, NodeRole
 
 WALL = 1_000_000.0
+OWN = {"generation"}
+"""Fields of the state that belong to a single master."""
 
 
 def job_file(replicas: int = 3, **worker: Any) -> dict[str, Any]:
-    """A job file as a user would write it; ``worker`` are further fields of the replica spec."""
+    """Return a job file as plain data; ``worker`` has more fields of the replica spec."""
     template = {"spec": {"containers": [{"name": "main", "command": ["elastic-run", "t.py"]}]}}
     replica_spec = {"replicas": replicas, "template": template, **worker}
     return {
@@ -108,8 +109,16 @@ def user_error(fingerprint: str = "E@f:1", step: int | None = 5) -> WorkerFailur
 
 
 def _taken_up(told: Assignment) -> dict[str, Any]:
-    """What an agent has to take up before it can be asked for more."""
-    beside = {"version", "reason", "checkpoint", "peer", "persist", "linger", "last_step_s"}
+    """Return the fields of an assignment that an agent must acknowledge before the next one."""
+    beside = {
+        "version",
+        "reason",
+        "checkpoint",
+        "peer",
+        "persist",
+        "stay_until_stored",
+        "last_step_s",
+    }
     return told.model_dump(exclude=beside)
 
 
@@ -125,7 +134,7 @@ def fresh_offer(node: str) -> Offer:
 
 @dataclass
 class SimAgent:
-    """One agent process, as far as the master can tell: the real one's rules, without processes."""
+    """A simulated agent process: it follows the rules of a real agent, but starts no processes."""
 
     node: NodeId
     nproc: int = 1
@@ -145,28 +154,28 @@ class SimAgent:
     cut_off: str = ""
     warm: bool = False
     warming: bool = False
-    """It makes itself able to start warm, and is in no round until then."""
+    """The agent prepares warm starts, and cannot be in a round until it is ready."""
     precheck: int = 0
     exclude_straggler: bool = False
     checks: int = 0
     check: CheckResult | None = None
     fault: str = ""
-    """How its checks go wrong: device, link (with others only), slow, hang."""
+    """Fault of its node in checks: device, link (only with other nodes), slow or hang."""
     stores: bool = True
-    """Its script names a directory."""
-    memory: list[Held] = field(default_factory=list)
-    """What its workers have saved; it outlives them, and not the agent."""
-    persisting: Persisting | None = None
-    stored: Stored | None = None
+    """Its script has a checkpoint directory."""
+    memory: list[MemoryCheckpoint] = field(default_factory=list)
+    """Checkpoints that its workers have saved. They outlive the workers, but not the agent."""
+    persisting: PersistProgress | None = None
+    stored: StoredCheckpoint | None = None
     stopping: bool = False
-    """It was told to end, and will once it has said so."""
+    """The agent must stop. It ends after its next report."""
     ended: bool = False
     frozen: bool = False
-    """Stopped: neither sends nor receives."""
+    """The process is stopped: it neither sends nor receives."""
     cut: bool = False
-    """The network loses all that it sends."""
+    """The network drops all that the agent sends."""
     starts: list[int] = field(default_factory=list)
-    """Rounds whose workers it has started."""
+    """Rounds whose workers the agent has started."""
     assignment: Assignment | None = None
 
     def __post_init__(self) -> None:
@@ -203,7 +212,7 @@ class SimAgent:
             memory=self.memory,
             memory_round=self.follows if self.running else self.follows + 1,
             stores=bool(self.memory) and self.stores,
-            depot=4000,
+            transfer_port=4000,
             persisting=self.persisting,
             stored=self.stored,
         )
@@ -212,7 +221,7 @@ class SimAgent:
         if self.ended or (new.term, new.version) <= self.have:
             return
         assert new.incarnation >= self.incarnation, "incarnations only grow"
-        assert new.round >= self.follows, "an agent is never told of an older round"
+        assert new.round >= self.follows, "an agent never receives an older round"
         self.have, self.incarnation, self.assignment = (
             (new.term, new.version),
             new.incarnation,
@@ -234,7 +243,7 @@ class SimAgent:
             self.starts.append(new.round)
             self.phase, self.failure, self.progress = WorkerPhase.RUNNING, None, None
             self.cut_off = ""
-            self.offer = fresh_offer(self.node)  # the old one belongs to this round now
+            self.offer = fresh_offer(self.node)  # the previous offer is used by this round
 
     @property
     def running(self) -> bool:
@@ -242,34 +251,34 @@ class SimAgent:
 
     @property
     def lingers(self) -> bool:
-        """What it holds is about to be stored."""
+        """Whether the agent must stay until its checkpoints are stored."""
         told = self.assignment
-        return told is not None and told.linger and not self.ended
+        return told is not None and told.stay_until_stored and not self.ended
 
     def save(self, step: int, *, persist: bool) -> None:
-        """Each of its workers saves a part of its own."""
+        """Add a checkpoint in which each worker has its own shard group."""
         told = self.assignment
         assert told is not None
         ranks = range(told.rank_offset, told.rank_offset + self.nproc)
         parts = {rank: f"p{rank}" for rank in ranks}
-        fresh = Held(
+        fresh = MemoryCheckpoint(
             step=step, round=self.follows, world=told.world_size, ranks=parts, persist=persist
         )
         self.memory = [fresh, *self.memory[:2]]
 
     def write(self, phase: PersistPhase) -> None:
-        """How far it is with the order that it has."""
+        """Report a phase of the requested write; do nothing if no write was requested."""
         order = self.assignment.persist if self.assignment is not None else None
         if order is None:
             return
         if phase is PersistPhase.DONE and order.writers and not order.grant:
             phase = PersistPhase.READY
-        self.persisting = Persisting(attempt=order.attempt, phase=phase)
+        self.persisting = PersistProgress(attempt=order.attempt, phase=phase)
         if phase is PersistPhase.DONE and order.writers:
-            self.stored = Stored(
+            self.stored = StoredCheckpoint(
                 step=order.step,
                 round=order.round,
-                lap=order.lap,
+                timeline=order.timeline,
                 where="/d",
                 at=0.0,
                 number=next(_commits),
@@ -277,7 +286,7 @@ class SimAgent:
 
     @property
     def group(self) -> tuple[int, str, int] | None:
-        """What it is checked in."""
+        """The check and the group in which the agent is; None if it is not in a check."""
         told = self.assignment
         if self.phase is not WorkerPhase.CHECKING or told is None or self.ended or self.frozen:
             return None
@@ -288,9 +297,9 @@ class SimAgent:
         self.phase, self.failure = WorkerPhase.FAILED, failure
 
     def stop_itself(self) -> None:
-        """Nobody has answered it for a lease."""
+        """Stop the workers, because no master has answered for the time of a lease."""
         assert self.running
-        self.phase, self.cut_off = WorkerPhase.IDLE, "nobody was heard"
+        self.phase, self.cut_off = WorkerPhase.IDLE, "the master did not answer"
 
     def succeed(self) -> None:
         assert self.running
@@ -303,7 +312,7 @@ class SimAgent:
 
 @dataclass
 class _Life:
-    """What the checks know of one node: a second opinion, kept apart from the core's."""
+    """What the checks of the bench know about one node, independent of the core."""
 
     boot: str = ""
     former: set[str] = field(default_factory=set)
@@ -311,16 +320,16 @@ class _Life:
     report: AgentReport | None = None
     gone: bool = False
     owes: int = 0
-    """Version that it must acknowledge before a next round may have it."""
+    """Version that the node must acknowledge before it can be in the next round."""
     acked: int = 0
     told: Assignment | None = None
 
 
 class Bench:
-    """A Job between a simulated platform and simulated agents; checks each step.
+    """A Job between a simulated platform and simulated agents. Each step is checked.
 
-    ``step`` is the only way in. Checks that need no luck are here, so that each scenario and each
-    run of the state machine makes them all.
+    All events pass through :meth:`step`. It makes all checks that hold in every scenario, so that
+    each test and each run of the state machine makes them.
     """
 
     def __init__(
@@ -331,37 +340,42 @@ class Bench:
         self.job = Job(spec, self.rules, term=Term(1), now=now, wall=WALL)
         self.capacity = capacity
         self.pods: dict[NodeId, bool] = {}
-        """Nodes of the platform; whether their process runs."""
+        """For each node of the platform: whether its process runs."""
         self.avoided: dict[NodeId, tuple[str, ...]] = {}
-        """Hosts that each node was not to be on."""
+        """For each node: the hosts on which it must not run."""
         self.dying: set[NodeId] = set()
         self.facts: list[Event] = []
-        """What the platform has to say, in order, not delivered yet."""
+        """Events of the platform that are not delivered yet, in their order."""
         self.agents: dict[NodeId, list[SimAgent]] = defaultdict(list)
         self.desks: dict[NodeId, tuple[str, Assignment | None]] = {}
-        """The newest assignment of each node, and the agent process that it is for."""
+        """For each node: boot id of the agent process, and its newest assignment."""
         self.refused: set[str] = set()
         self.history: list[tuple[str, Assignment]] = []
-        """All assignments that ever went out, with the boot that each was for."""
+        """All assignments that were sent, each with the boot id of its agent."""
         self.in_flight: list[tuple[SimAgent, AgentReport]] = []
         """Reports that have not arrived yet."""
-        self.journal: Journal | None = None
+        self.journal: DurableState | None = None
         self.wake_at = now
         self.precheck = 0
-        """Of agents that are booted from now on."""
+        """Setting ``precheck`` of agents that are booted from now on."""
         self.faults: dict[str, str] = {}
-        """How the checks of nodes go wrong."""
+        """For each node: its fault in checks."""
         self.broken = False
-        """A check has failed: nothing that follows means anything."""
+        """A check has failed, so later results mean nothing."""
         self.crash: tuple[str, int] | None = None
-        """The master dies in the next step that stores a journal: before it is stored, or after
-        that with so many effects carried out."""
-        # what the checks remember
+        """Death of the master in the next step that stores a journal.
+
+        It is ``before`` or ``after`` the journal is stored, with the number of effects that are
+        carried out.
+        """
+        # State of the checks.
         self._lives: dict[NodeId, _Life] = defaultdict(_Life)
         self._worlds: dict[int, tuple[Any, ...]] = {}
         self._offers: set[tuple[str, int]] = set()
         self._check_offers: set[tuple[str, int]] = set()
-        """Of this master: those of a check that was never journaled do no harm (checks.connect)."""
+        """Offers of checks by this master. Those of a check that was never journaled are harmless
+        (checks.connect).
+        """
         self._groups: dict[tuple[int, str, int], dict[int, tuple[NodeId, int]]] = {}
         self._created: set[NodeId] = set()
         self._unseen: set[NodeId] = set()
@@ -375,13 +389,13 @@ class Bench:
         self._round = 0
         self._term = 0
 
-    # --- the master ---
+    # --- The master ---
 
     def step(self, *events: Event) -> Step:
-        """One step at ``now``; its effects are carried out, unless the master is to die in it."""
+        """Make one step at ``now``, and carry out its effects unless the master dies in it."""
         self.broken = True
-        before = self.job.world
-        restarts = dict(self.job.restarts)
+        before = self.job.state.world
+        restarts = dict(self.job.state.restarts)
         stale = self._stale(events)
         for event in events:
             self._note(event)
@@ -407,91 +421,97 @@ class Bench:
         self.broken = False
         return out
 
-    def _store(self, journal: Journal) -> None:
-        text = journal.model_dump_json()
-        self.journal = Journal.model_validate_json(text)
-        assert self.journal == journal, "a journal is read as it was written"
+    def _store(self, journal: DurableState) -> None:
+        self.journal = DurableState.from_json(journal.to_json())
+        assert dumped(self.journal, OWN) == dumped(journal, OWN), (
+            "a journal is read as it was written"
+        )
 
     def _quiet(self, wake_at: float) -> None:
         again = self.job.step([], self.now, WALL + self.now)
         assert not again.effects, f"a step decides all there is to decide: {again.effects}"
         assert again.journal is None, "a step without news stores nothing"
-        # One that was set before the round came to its end is harmless; one that is lost is not.
-        idle = self.job.opening is not None and again.wake_at > wake_at
+        # A wake-up time that was set before the end of the round is harmless. A lost one is not.
+        idle = self.job.state.pending_round is not None and again.wake_at > wake_at
         assert again.wake_at == wake_at or idle, f"{again.wake_at} was {wake_at}"
 
     def restart_master(self, *, early_list: bool = False) -> None:
-        """Only the journal and the platform outlive a master."""
-        if self.journal is None:  # it died before it had stored anything
+        """Replace the master. Only the journal and the platform outlive it."""
+        if self.journal is None:  # the master died before it stored a journal
             self.job = Job(self.spec, self.rules, term=Term(1), now=self.now, wall=WALL)
             self._created.clear()
             self._unseen.clear()
             self._wanted.clear()
         else:
             term = Term(self.journal.term + 1)
+            left = DurableState.from_json(self.journal.to_json())
             self.job = Job.resume(
-                self.spec, self.rules, self.journal, term=term, now=self.now, wall=WALL + self.now
+                self.spec, self.rules, left, term=term, now=self.now, wall=WALL + self.now
             )
-            kept = {n.id for n in self.journal.nodes}
-            self._wanted = {n.id for n in self.journal.nodes if not n.leaving}
-            self._unseen = {n.id for n in self.journal.nodes if not n.incarnation}
+            kept = set(self.journal.nodes)
+            self._wanted = {n for n, record in self.journal.nodes.items() if not record.leaving}
+            self._unseen = {n for n, record in self.journal.nodes.items() if not record.incarnation}
             numbers = range(self.journal.next_node)
             self._created = {n for n in self._created if int(n[1:]) in numbers}
             for node, life in self._lives.items():
                 life.owes = life.acked = 0
                 life.told = life.report = None
-                life.seq = -1  # the journal does not hold it: one late report may pass
+                life.seq = -1  # it is not in the journal, so one late report may be accepted
                 if node not in kept:
                     life.gone = True
-            for record in self.journal.nodes:
-                life = self._lives[record.id]
+            for name, record in self.journal.nodes.items():
+                life = self._lives[name]
                 if life.boot and life.boot != record.boot_id:
                     life.former.discard(record.boot_id)
                 life.boot = record.boot_id
-            # Openings outlive it, and so do the successes of its round.
+            # Pending rounds and the successes of the round outlive the master.
             self._successes = defaultdict(set)
             self._successes[self.journal.round] = set(self.journal.succeeded)
             self._charged.clear()
-            for record in self.journal.nodes:
-                self._charged[record.id] = record.restarts
+            for name, record in self.journal.nodes.items():
+                self._charged[name] = record.restarts
             last = self.journal.last_exception
             self._exceptions = [(last.fingerprint, last.step, last.ran_s)] if last else []
             self._end = self.journal.phase if self.journal.phase.ended else None
             self._round = self.journal.round
-            self._events_seen = self.job.events[-1].id - 1  # ids may skip, not repeat
+            self._events_seen = self.job.state.events[-1].id - 1  # ids may skip, not repeat
             assert self._events_seen >= self.journal.next_event - 1
             self._worlds = {r: w for r, w in self._worlds.items() if r <= self.journal.round}
         if self.journal is not None:
-            drop = {"term", "next_event", "events", "opening", "accepted"}
-            resumed = self.job.journal().model_dump(exclude=drop)
-            assert resumed == self.journal.model_dump(exclude=drop), "nothing is forgotten"
+            drop = OWN | {"term", "next_event", "events", "pending_round", "accepted"}
+            resumed = dumped(self.job.state, drop)
+            assert resumed == dumped(self.journal, drop), "nothing is forgotten"
         self._check_offers.clear()
         self.desks.clear()
         self.refused.clear()
         self.facts.clear()
         self.in_flight.clear()  # their connections died with the master
-        steady = self.job.opening is None and self.job.phase is JobPhase.RUNNING
-        round_before = self.job.round
-        listing = self._listing() if early_list else None
+        steady = self.job.state.pending_round is None and self.job.state.phase is JobPhase.RUNNING
+        round_before = self.job.state.round
+        listing = self.listing() if early_list else None
         first = self.step()
-        if self.rules.can_create:  # else no platform lists nodes
-            self.step(*(listing or self._listing()))
-        members = self.job.world.rank_of if self.job.world else {}
+        if self.rules.can_create:  # otherwise no platform lists nodes
+            self.step(*(listing or self.listing()))
+        members = self.job.state.world.rank_of if self.job.state.world else {}
         if steady and all(m in self.pods for m in members):
             size = full_size(self.spec, len(members))
             if size == len(members) and not self.spec.spec.suspend:
-                assert self.job.round == round_before, "a restart of the master moves nobody"
-        assert not [e for e in first.effects if isinstance(e, Assign)], "it has not heard them yet"
+                assert self.job.state.round == round_before, (
+                    "a restart of the master changes no rank"
+                )
+        assert not [e for e in first.effects if isinstance(e, Assign)], (
+            "no agent has reported to the new master yet"
+        )
 
-    def _listing(self) -> list[Event]:
+    def listing(self) -> list[Event]:
         seen: list[Event] = [self._seen(n) for n in self.pods]
         return [*seen, NodesListed(frozenset(self.pods))]
 
     def relist(self) -> None:
         self.facts.clear()
-        self.step(*self._listing())
+        self.step(*self.listing())
 
-    # --- the platform ---
+    # --- The platform ---
 
     def _seen(self, node: NodeId) -> NodeSeen:
         why = "it is being deleted" if node in self.dying else ""
@@ -499,6 +519,10 @@ class Bench:
 
     def _carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:
+            nodes_change = isinstance(effect, CreateNode | DeleteNode)
+            assert self.rules.can_create or not nodes_change, (
+                "this platform neither creates nor deletes nodes"
+            )
             match effect:
                 case Assign(node, assignment):
                     boot, _ = self.desks.get(node, ("", None))
@@ -525,11 +549,11 @@ class Bench:
                 self.facts.append(self._seen(node))
 
     def finish(self, node: NodeId) -> None:
-        """The platform has ended a node, as it was asked to."""
+        """The platform has ended a node as requested."""
         self._remove(node, "deleted", free=True)
 
     def kill(self, node: NodeId) -> None:
-        """A node dies, with its processes; a frozen one may only be out of sight."""
+        """A node is lost with its processes. A frozen agent may only be unreachable."""
         self._remove(node, "killed", free=False)
 
     def _remove(self, node: NodeId, why: str, *, free: bool) -> None:
@@ -537,7 +561,7 @@ class Bench:
         if self.pods.pop(node, None) is None:
             return
         for agent in self.agents[node]:
-            if not agent.frozen:  # a frozen one may be on a host that is cut off: it lives on
+            if not agent.frozen:  # a frozen agent may run on, on a host that is cut off
                 agent.ended = True
         self.facts.append(NodeEnded(node, why, free=free))
         self._schedule()
@@ -556,10 +580,10 @@ class Bench:
         self.spec = spec
         return self.step(JobChanged(spec))
 
-    # --- the agents ---
+    # --- The agents ---
 
     def boot(self, node: NodeId, nproc: int = 1) -> SimAgent:
-        """Start an agent process on a node; an older one there is dead."""
+        """Start an agent process on a node. An older one on this node is ended."""
         for old in self.agents[node]:
             old.ended = True
         agent = SimAgent(node, nproc=nproc, precheck=self.precheck, exclude_straggler=True)
@@ -574,11 +598,11 @@ class Bench:
         return [a for agents in self.agents.values() for a in agents if not a.ended]
 
     def say(self, agent: SimAgent, report: AgentReport | None = None) -> Step:
-        """The agent's report arrives; nothing comes back yet."""
+        """Deliver a report of an agent, without the answer."""
         return self.step(Reported(agent.node, report or agent.report()))
 
     def answer(self, agent: SimAgent) -> None:
-        """The agent gets what the master has for it."""
+        """Deliver the master's answer to an agent."""
         if agent.boot in self.refused:
             self.leave(agent)
             return
@@ -587,7 +611,7 @@ class Bench:
             agent.receive(assignment)
 
     def leave(self, agent: SimAgent) -> None:
-        """The agent process ends, and so does its node."""
+        """End an agent process, and with it its node."""
         agent.ended = True
         node = agent.node
         if node in self.pods and self.agents[node][-1] is agent:
@@ -607,7 +631,7 @@ class Bench:
                     self.leave(agent)
 
     def end_checks(self) -> None:
-        """Checks whose group is complete come to their end, as the nodes' faults have it."""
+        """End the checks whose groups are complete; the results follow from the nodes' faults."""
         groups: dict[tuple[int, str, int], list[SimAgent]] = defaultdict(list)
         for agent in self.living():
             if agent.group is not None:
@@ -625,10 +649,10 @@ class Bench:
                 )
                 agent.phase = WorkerPhase.IDLE
 
-    # --- time ---
+    # --- Time ---
 
     def to(self, when: float) -> Step:
-        """Move to this moment; if it is before ``wake_at`` nothing may happen."""
+        """Set the time. If it is before ``wake_at``, nothing may happen."""
         early = when < self.wake_at
         self.now = when
         if early:
@@ -636,15 +660,24 @@ class Bench:
             return Step(wake_at=self.wake_at)
         return self.step()
 
-    def pass_time(self, seconds: float, *, exchange_s: float = 2.0) -> None:
-        """Time passes, and agents that can keep in touch do; the master wakes when it has to."""
+    def pass_time(self, seconds: float, *, exchange_s: float = 1.0) -> None:
+        """Let time pass, with exchanges of connected agents and wake-ups of the master.
+
+        Args:
+            seconds: duration.
+            exchange_s: seconds between two exchanges of an agent.
+        """
         end = self.now + seconds
         while self.now < end:
             self.to(min(end, self.now + exchange_s, max(self.wake_at, self.now + 0.25)))
             self.exchange()
 
     def settle(self, rounds: int = 30) -> None:
-        """Deliver all that is on its way, boot what is up, until nobody has anything new."""
+        """Deliver all events and boot all agents, until nothing changes any more.
+
+        Args:
+            rounds: largest number of rounds of delivery.
+        """
         quiet = 0
         for _ in range(rounds):
             told = len(self.history), len(self.facts), len(self.pods)
@@ -663,26 +696,26 @@ class Bench:
             if quiet == 2:
                 return
 
-    # --- short questions ---
+    # --- State ---
 
     def empty(self, node: NodeId) -> bool:
-        """No agent process is on this node."""
+        """Return whether no agent process runs on a node."""
         return all(agent.ended for agent in self.agents[node])
 
     @property
     def members(self) -> list[str]:
-        return [m.node for m in self.job.world.members] if self.job.world else []
+        return [m.node for m in self.job.state.world.members] if self.job.state.world else []
 
     def reasons(self) -> list[str]:
-        return [e.reason for e in self.job.events]
+        return [e.reason for e in self.job.state.events]
 
-    # --- the checks ---
+    # --- Checks ---
 
     def _stale(self, events: tuple[Event, ...]) -> Any:
-        """All that is known, if nothing but a report that is old news has arrived."""
+        """Return the state of the job, if the only event is a stale report; None otherwise."""
         if len(events) != 1 or self.now >= self.wake_at or not isinstance(events[0], Reported):
             return None
-        node, report = self.job.nodes.get(events[0].node), events[0].report
+        node, report = self.job.live.nodes.get(events[0].node), events[0].report
         life = self._lives[events[0].node]
         if node is None or life.gone or life.boot != report.boot_id or report.seq > life.seq:
             return None
@@ -702,15 +735,15 @@ class Bench:
                     self._wanted.discard(node)
 
     def _take_reports(self, out: Step, events: tuple[Event, ...]) -> None:
-        """A second opinion on every report: refused, stale, or taken."""
+        """Check independently whether each report is refused, stale or accepted."""
         refused = {(e.node, e.boot_id) for e in out.effects if isinstance(e, Refuse)}
         for event in events:
             if not isinstance(event, Reported):
                 continue
             node, report = event.node, event.report
-            known, life = self.job.nodes.get(node), self._lives[node]
+            known, life = self.job.live.nodes.get(node), self._lives[node]
             if not self.rules.can_create:
-                life.gone = False  # nobody can replace it, so it may live again
+                life.gone = False  # no platform can replace the node, so it may come back
             must_refuse = life.gone or known is None or report.boot_id in life.former
             if must_refuse:
                 assert (node, report.boot_id) in refused, f"{node} {report.boot_id} must be refused"
@@ -718,7 +751,9 @@ class Bench:
             if (node, report.boot_id) in refused:
                 continue
             if life.boot != report.boot_id:
-                assert not report.incarnation, "a life that the master never gave is refused"
+                assert not report.incarnation, (
+                    "an incarnation that the master never assigned is refused"
+                )
                 if life.boot:
                     life.former.add(life.boot)
                 life.boot, life.seq = report.boot_id, -1
@@ -734,7 +769,7 @@ class Bench:
                     assert not [e for e in out.effects if not isinstance(e, Refuse)]
                 continue
             life.seq, life.report = report.seq, report
-            life.acked = report.have_version if report.have_term == self.job.term else 0
+            life.acked = report.have_version if report.have_term == self.job.state.term else 0
             if report.phase is WorkerPhase.SUCCEEDED and report.follows:
                 self._successes[report.follows].add(node)
 
@@ -743,14 +778,14 @@ class Bench:
     ) -> None:
         job = self.job
         self._take_reports(out, events)
-        assert job.term >= self._term, "terms only grow"
-        assert self._round <= job.round <= self._round + 1, "one round at a time"
-        for node in job.nodes:
+        assert job.state.term >= self._term, "terms only grow"
+        assert self._round <= job.state.round <= self._round + 1, "one round at a time"
+        for node in job.live.nodes:
             if node.phase is NodePhase.GONE:
                 self._lives[node.id].gone = True
                 self._wanted.discard(node.id)
         self._check_nodes(out)
-        if job.round > self._round:
+        if job.state.round > self._round:
             self._check_round(out, before, restarts)
         self._check_assignments(out)
         self._check_events()
@@ -758,7 +793,7 @@ class Bench:
         self._check_end()
         if out.journal is not None:
             self._check_status()
-        self._term, self._round = job.term, job.round
+        self._term, self._round = job.state.term, job.state.round
 
     def _check_nodes(self, out: Step) -> None:
         for effect in out.effects:
@@ -768,7 +803,8 @@ class Bench:
                 continue
             assert self._end is None, "an ended job creates nothing"
             assert not self.spec.spec.suspend, "a suspended job creates nothing"
-            if effect.node not in self._unseen:  # else: asked again for what never came
+            # Otherwise it was requested again, because it never appeared.
+            if effect.node not in self._unseen:
                 assert effect.node not in self._created, "ids are never reused"
                 numbers = [int(n[1:]) for n in self._created]
                 assert all(int(effect.node[1:]) > n for n in numbers), "ids grow"
@@ -781,31 +817,32 @@ class Bench:
             assert len(self._wanted) <= wished, f"{self._wanted} are more than {wished}"
 
     def _check_round(self, out: Step, before: Any, restarts: dict[str, int]) -> None:
-        job, world = self.job, self.job.world
+        job, world = self.job, self.job.state.world
         assert world is not None
-        assert world.round == job.round
+        assert world.round == job.state.round
         worker = self.spec.worker
         size = len(world.members)
         assert worker.minimum <= size <= worker.replicas
         assert size % worker.node_unit == 0
         assert out.journal is not None
-        assert out.journal.world == world, "a round is journaled before it is told"
+        written = DurableState.from_json(out.journal.to_json())
+        assert written.world == world, "a round is journaled before it is sent"
         assert not self.spec.spec.suspend
         nodes = [m.node for m in world.members]
         assert len(set(nodes)) == size
         offset = 0
         for member in world.members:
-            life, node = self._lives[member.node], job.nodes[member.node]
-            assert life.report is not None, "only who has spoken to this master"
+            life, node = self._lives[member.node], job.live.nodes[member.node]
+            assert life.report is not None, "each member has reported to this master"
             assert not life.gone
             assert not node.leaving
             assert not life.report.warming
             if life.report.precheck:
-                mark = job.health.marks[member.node]
-                assert mark.incarnation == node.incarnation, "each life of a node is checked"
-                assert mark.verdict is Verdict.GOOD, "only who has passed"
+                mark = job.live.health.node_records[member.node]
+                assert mark.incarnation == node.incarnation, "each incarnation of a node is checked"
+                assert mark.verdict is Verdict.GOOD, "each member has passed its check"
             assert member.incarnation == node.incarnation
-            assert life.acked >= life.owes, f"{member.node} has not answered to {life.owes}"
+            assert life.acked >= life.owes, f"{member.node} has not acknowledged {life.owes}"
             assert member.rank_offset == offset
             assert member.nproc == life.report.nproc
             offset += member.nproc
@@ -827,52 +864,53 @@ class Bench:
             able = [n for n in gone if self._may_run(n)]
             assert not (able and fresh), "no survivor makes room for a newcomer"
         told = {e.node for e in out.effects if isinstance(e, Assign)}
-        assert told >= set(nodes), "every member is told at once"
-        formed = [e for e in job.events if e.reason == "RoundFormed"][-1]
-        assert formed.round == job.round
+        assert told >= set(nodes), "every member receives its assignment in the same step"
+        formed = [e for e in job.state.events if e.reason == "RoundFormed"][-1]
+        assert formed.round == job.state.round
         assert formed.cause, "every round has a cause"
         assert 0 < formed.cause < formed.id
         ready = [
             n.id
-            for n in job.nodes
+            for n in job.live.nodes
             if n.phase is NodePhase.LIVE
-            and n.report is not None  # to this master; of others it knows by its journal
+            and n.report is not None  # reported to this master; others are known from the journal
             and not n.leaving
             and not n.held
             and not ((last := self._lives[n.id].report) and last.warming)
             and self._lives[n.id].acked >= (self._lives[n.id].owes if n.id not in nodes else 0)
         ]
         full = full_size(self.spec, len(ready))
-        # By taking a node out of a check the round may end it, and those who passed come then.
-        later = any(e.reason == "NodesChecked" and e.id > formed.id for e in job.events)
+        # The round may take a node out of a check and so end it. The passed nodes come later.
+        later = any(e.reason == "NodesChecked" and e.id > formed.id for e in job.state.events)
         assert size == full or (later and size < full), f"{size} of {ready}"
         if before is not None and self._successes[before.round] & {m.node for m in before.members}:
             for kind in ("join", "scale"):
-                assert job.restarts.get(kind, 0) == restarts.get(kind, 0), (
-                    "nobody grows or shrinks a round that is about to finish"
+                assert job.state.restarts.get(kind, 0) == restarts.get(kind, 0), (
+                    "a round that is about to finish is not resized"
                 )
 
     def _may_run(self, name: NodeId) -> bool:
-        """Whether it lives, has answered to this master, and need not be checked first."""
-        node = self.job.nodes.get(name)
+        """Return whether a node is live, has reported to this master, and needs no check first."""
+        node = self.job.live.nodes.get(name)
         heard = self._lives[name].report is not None
         if node is None or node.held:
             return False
         return heard and node.phase is NodePhase.LIVE and not node.leaving
 
     def _check_checkpoints(self) -> None:
-        """What is offered is there, and one node at most may commit, in this term."""
-        living = {n.id: n for n in self.job.nodes if n.phase is not NodePhase.GONE and n.report}
+        """Check that offered checkpoints exist, and that at most one node may commit."""
+        living = {
+            n.id: n for n in self.job.live.nodes if n.phase is not NodePhase.GONE and n.report
+        }
         memory = [h for n in living.values() if n.report for h in n.report.memory]
-        for found in self.job.checkpoints.candidates():
-            key = (found.step, found.round, found.lap)
-            there = {r for h in memory if (h.step, h.round, h.lap) == key for r in h.ranks}
-            assert len(there) == found.world, f"{found} is not whole: {there}"
-        orders = [self.job.checkpoints.order(n, self.job.term) for n in living]
+        for found in self.job.live.checkpoints.memory.candidates():
+            there = {r for h in memory if h.id == found.id for r in h.ranks}
+            assert len(there) == found.world, f"{found} is not complete: {there}"
+        orders = [self.job.live.checkpoints.persist_request(n, self.job.state.term) for n in living]
         given = [order for order in orders if order is not None]
         assert len({order.attempt for order in given}) <= 1
         assert sum(bool(order.grant) for order in given) <= 1
-        assert all(order.grant in (0, self.job.term) for order in given)
+        assert all(order.grant in (None, self.job.state.term) for order in given)
 
     def _check_assignments(self, out: Step) -> None:
         for effect in out.effects:
@@ -880,15 +918,17 @@ class Bench:
                 continue
             new, life = effect.assignment, self._lives[effect.node]
             old, life.told = life.told, new
-            assert new.term == self.job.term
+            assert new.term == self.job.state.term
             if old is not None and old.term == new.term:
                 assert new.version > old.version, "versions only grow"
                 assert new.round >= old.round
                 same = old.model_copy(update={"version": new.version})
-                assert same != new, "nobody is told the same twice"
-            node = self.job.nodes.get(effect.node)
+                assert same != new, "no agent receives the same assignment twice"
+            node = self.job.live.nodes.get(effect.node)
             assert node is not None
-            assert new.incarnation == node.incarnation >= 1, "who never spoke is told nothing"
+            assert new.incarnation == node.incarnation >= 1, (
+                "a node that never reported receives nothing"
+            )
             beside = old is not None and _taken_up(old) == _taken_up(new)
             if not beside and (
                 new.directive in (Directive.RUN, Directive.CHECK)
@@ -899,11 +939,11 @@ class Bench:
                 self._check_check(effect.node, new, old)
             if new.directive is not Directive.RUN:
                 continue
-            world = self.job.world
+            world = self.job.state.world
             assert self._end is None
             assert not life.gone, "a node that was given up never runs again"
             assert world is not None
-            assert new.round == world.round == self.job.round
+            assert new.round == world.round == self.job.state.round
             member = world.members[new.node_rank]
             assert (member.node, member.incarnation) == (effect.node, new.incarnation)
             facts = (
@@ -919,12 +959,12 @@ class Bench:
             assert new.world_size == sum(m.nproc for m in world.members)
 
     def _check_check(self, node: NodeId, new: Assignment, old: Assignment | None) -> None:
-        """A node is told to be checked."""
+        """Check an assignment to a check of the node."""
         assert not self.spec.spec.suspend
-        running = self.job.world if self.job.phase is JobPhase.RUNNING else None
+        running = self.job.state.world if self.job.state.phase is JobPhase.RUNNING else None
         if running is not None and not (old is not None and old.check == new.check):
-            assert not running.has(node, new.incarnation), "who trains is not disturbed"
-        assert new.check <= self.job.health.number
+            assert not running.has(node, new.incarnation), "a node that trains is not checked"
+        assert new.check <= self.job.live.health.number
         offer = (new.master_addr, new.master_port)
         group = self._groups.setdefault((new.check, *offer), {})
         if not group:
@@ -937,24 +977,24 @@ class Bench:
         assert all(offset < new.world_size for offset in offsets)
 
     def _check_events(self) -> None:
-        fresh = [e for e in self.job.events if e.id > self._events_seen]
+        fresh = [e for e in self.job.state.events if e.id > self._events_seen]
         for event in fresh:
             assert event.id == self._events_seen + 1, (event, self._events_seen)
             self._events_seen = event.id
             assert event.cause is None or 0 < event.cause < event.id
             assert event.took_s is None or event.took_s >= 0
             assert "\n" not in event.reason
-            if event.reason == "BudgetForgiven":
+            if event.reason == "BudgetReset":
                 self._charged.clear()
                 self._reborn.clear()
                 self._exceptions.clear()
             if event.reason == "NodeRestarted":
                 assert event.node
-                self._reborn[event.node] += 1  # charged too, if it was a member
+                self._reborn[event.node] += 1  # also charged, if it was a member
             if event.reason == "WorkerFailed":
                 assert event.node
                 self._charged[event.node] += 1
-                failed = self.job.last_failure
+                failed = self.job.state.last_failure
                 assert failed is not None
                 worker = failed.worker
                 if worker.kind is FailureKind.EXCEPTION:
@@ -964,8 +1004,8 @@ class Bench:
                 if not self.rules.can_create and said is not None:
                     budget = said.max_restarts or 0
                 if self._charged[event.node] > budget:
-                    node = self.job.nodes.get(NodeId(event.node))
-                    assert self.job.phase.ended or (node is not None and node.leaving), (
+                    node = self.job.live.nodes.get(NodeId(event.node))
+                    assert self.job.state.phase.ended or (node is not None and node.leaving), (
                         "a node has no more restarts than its budget"
                     )
                 elif self._charged[event.node] + self._reborn[event.node] <= budget:
@@ -978,21 +1018,21 @@ class Bench:
                 assert s1 == s2
 
     def _check_end(self) -> None:
-        phase = self.job.phase
+        phase = self.job.state.phase
         if self._end is not None:
             assert phase is self._end, "the end is the end"
         elif phase.ended:
             self._end = phase
             if phase is JobPhase.SUCCEEDED:
-                world = self.job.world
+                world = self.job.state.world
                 assert world is not None
                 assert {m.node for m in world.members} <= self._successes[world.round]
 
     def _check_status(self) -> None:
         status = self.job.status(self.now, WALL + self.now)
         assert type(status).model_validate_json(status.model_dump_json()) == status
-        world = self.job.world
-        assert status.round == self.job.round
+        world = self.job.state.world
+        assert status.round == self.job.state.round
         assert status.nodes_in_round == (len(world.members) if world else 0)
         assert status.phase is not JobPhase.RUNNING or status.world_size > 0
         for said in (status.reason, *(e.message for e in status.events[-3:])):
@@ -1012,53 +1052,42 @@ class Bench:
             assert status.ended_at is not None
 
     def _compare_journal(self) -> None:
-        """What must outlive the master is in the last journal that was stored, always."""
+        """Check that the stored journal has all state that must outlive the master."""
         assert self.journal is not None
-        kept = {
-            "term",
-            "next_node",
-            "phase",
-            "world",
-            "round",
-            "succeeded",
-            "checks",
-            "marks",
-            "nodes",
-            "vacancies",
-            "exhausted",
-            "restart_count",
-            "restarts",
-            "doubts",
-            "cold",
-            "last_exception",
-            "last_failure",
-            "out_of_memory",
-            "lived",
-            "lived_least",
-            "stored",
-            "passed",
-        }
-        now = self.job.journal().model_dump(include=kept)
-        then = self.journal.model_dump(include=kept)
-        assert now == then, {k: (then[k], now[k]) for k in kept if then[k] != now[k]}
-        assert (self.journal.opening is None) == (self.job.opening is None)
+        late = OWN | {"events", "max_step", "next_event", "reason", "pending_round"}
+        now = dumped(self.job.state, late)
+        then = dumped(self.journal, late)
+        assert now == then, {k: (then[k], now[k]) for k in now if then[k] != now[k]}
+        assert (self.journal.pending_round is None) == (self.job.state.pending_round is None)
 
     def check_running(self) -> None:
-        """The job trains at the size that its nodes allow, and every agent knows it."""
+        """Check that the job trains and that each member's agent follows the round."""
         job = self.job
-        assert job.world is not None, job.reason
-        assert job.phase is JobPhase.RUNNING, (job.phase, job.reason)
-        for member in job.world.members:
+        assert job.state.world is not None, job.state.reason
+        assert job.state.phase is JobPhase.RUNNING, (job.state.phase, job.state.reason)
+        for member in job.state.world.members:
             agent = self.agents[member.node][-1]
-            if member.node in self._successes[job.round]:
-                continue  # it has done its part, and may be gone
+            if member.node in self._successes[job.state.round]:
+                continue  # it has finished its work, and may be gone
             assert not agent.ended, (member.node, self.pods, agent, self.reasons()[-12:])
-            assert agent.follows == job.round, (agent.node, agent.follows, job.round)
+            assert agent.follows == job.state.round, (agent.node, agent.follows, job.state.round)
             assert agent.phase in (WorkerPhase.RUNNING, WorkerPhase.SUCCEEDED)
 
 
+def dumped(state: DurableState, but: set[str] | None = None) -> dict[str, Any]:
+    """Return the fields of a state, whether they are journaled or not.
+
+    Args:
+        state: the state.
+        but: names of fields to leave out.
+    """
+    found = {f.name: getattr(state, f.name) for f in fields(DurableState)}
+    found["replacement_slots"] = [slot.relaunches for slot in state.replacement_slots]
+    return {name: value for name, value in found.items() if name not in (but or set())}
+
+
 def full_size(spec: ElasticJob, nodes: int) -> int:
-    """Nodes that a round has if so many can be in it."""
+    """Return the size of a round for a number of available nodes."""
     worker = spec.worker
     fits = [
         n
@@ -1069,7 +1098,7 @@ def full_size(spec: ElasticJob, nodes: int) -> int:
 
 
 def running(spec: ElasticJob | None = None, rules: Rules | None = None) -> Bench:
-    """A bench whose first round runs, everybody having said so."""
+    """Return a bench whose first round runs, after all agents have reported it."""
     bench = Bench(spec or elastic_job(), rules)
     bench.step()
     bench.settle()

@@ -1,4 +1,4 @@
-"""Certificates for masters that only a test or a benchmark trusts: ECDSA, as in the cluster."""
+"""Certificates for masters of tests and benchmarks: ECDSA, as in the cluster."""
 
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -13,7 +13,7 @@ from dlrover_py.protocol import names
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """An authority that nobody else knows, and a master's certificate by it."""
+    """The files of a private certificate authority and of a master's certificate that it signed."""
 
     authority: Path
     cert: Path
@@ -21,7 +21,7 @@ class Certificates:
 
 
 def issue(folder: Path, name: str = names.MASTER_NAME) -> Certificates:
-    """Make an authority and a certificate for a name, as files in a folder."""
+    """Make a certificate authority and a certificate for a name, as files in a folder."""
     ours, its = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     authority = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "a test's authority")])
     now = datetime.now(UTC)

@@ -1,4 +1,4 @@
-"""For all tests: to Hypothesis, a machine that is busy is no failure."""
+"""Settings of all tests: for Hypothesis, a slow machine is not a failure."""
 
 from hypothesis import HealthCheck, settings
 

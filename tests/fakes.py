@@ -1,4 +1,4 @@
-"""Fakes for tests; each obeys the same contract tests as the real thing (tests/contracts)."""
+"""Fakes for tests. Each passes the same contract tests as the real object (tests/contracts)."""
 
 import os
 import subprocess
@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from dlrover_py.master.core.job import Journal
-from dlrover_py.master.store import Held, Unwritable
+from dlrover_py.master.core.state import DurableState
+from dlrover_py.master.journal_store import JournalLockedError, JournalUnwritableError
 from dlrover_py.protocol.errors import ConfigError
 
 
 class Shelf:
-    """What several :class:`MemoryStore` share, as several masters share one disk."""
+    """The state that several :class:`MemoryStore` share, as several masters share one disk."""
 
     def __init__(self) -> None:
         self.text: str | None = None
@@ -25,28 +25,28 @@ class Shelf:
 
 
 class MemoryStore:
-    """A ``Store`` without a disk."""
+    """A journal store without a disk."""
 
     def __init__(self, shelf: Shelf | None = None) -> None:
         self._shelf = shelf or Shelf()
 
-    async def acquire(self) -> Journal | None:
+    async def acquire(self) -> DurableState | None:
         shelf = self._shelf
         if shelf.holder not in (None, self):
-            raise Held("another master holds this shelf")
+            raise JournalLockedError("another master holds this shelf")
         shelf.holder = self
         if shelf.text is None:
             return None
         try:
-            return Journal.model_validate_json(shelf.text)
+            return DurableState.from_json(shelf.text)
         except ValueError as error:
             raise ConfigError("not a journal of this version") from error
 
-    async def save(self, journal: Journal) -> None:
+    async def save(self, journal: DurableState) -> None:
         assert self._shelf.holder is self, "only its holder may write"
         if self._shelf.full:
-            raise Unwritable("the shelf is full")
-        self._shelf.text = journal.model_dump_json()
+            raise JournalUnwritableError("the shelf is full")
+        self._shelf.text = journal.to_json()
         self._shelf.writes += 1
 
     async def release(self) -> None:
@@ -56,7 +56,7 @@ class MemoryStore:
 
 @contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """A real disk that is soon full, mounted there; the test is skipped where that cannot be."""
+    """Mount a small tmpfs at a folder. The test is skipped if that is not possible."""
     if os.getuid() != 0:
         pytest.skip("only root can mount a small disk")
     folder.mkdir(exist_ok=True)
@@ -71,7 +71,7 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
 
 
 def fill_up(path: Path) -> None:
-    """Write until there is no room."""
+    """Write to a file until its disk is full."""
     with path.open("wb", buffering=0) as filler:
         for size in (4096, 1):
             try:

@@ -1,7 +1,7 @@
-"""A Kubernetes API server in memory, over real HTTP; tests/contracts/test_kube.py proves it.
+"""A Kubernetes API server in memory, over real HTTP (tests/contracts/test_kube.py checks it).
 
-What it holds is objects, versions and watches. There is no kubelet, scheduler or garbage collector:
-a test plays them with :meth:`FakeCluster.put` and :meth:`FakeCluster.remove`.
+It has objects, versions and watches, but no kubelet, scheduler or garbage collector. A test acts as
+these with :meth:`FakeCluster.put` and :meth:`FakeCluster.remove`.
 """
 
 import asyncio
@@ -24,12 +24,13 @@ from typing import Any
 import yaml
 from aiohttp import web
 
-from dlrover_py import kube
-from dlrover_py.kube import Kind, Obj
+from dlrover_py.kubernetes import kinds
+from dlrover_py.kubernetes.client import KubeClient
+from dlrover_py.kubernetes.kinds import Kind, Obj
 from dlrover_py.protocol.template import faults_of
 from tests.process.harness import free_port
 
-KINDS = [value for value in vars(kube).values() if isinstance(value, Kind)]
+KINDS = [value for value in vars(kinds).values() if isinstance(value, Kind)]
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.:]*[a-z0-9])?")
 _MERGE_KEYS = {
     "conditions": "type",
@@ -41,7 +42,7 @@ _MERGE_KEYS = {
     "ports": "name",
     "ownerReferences": "uid",
 }
-"""Lists that are merged by a key when they are applied; others are taken whole."""
+"""Lists whose items are merged by a key in a server-side apply. Other lists are replaced."""
 _WITH_STATUS = {"pods", "deployments", "elasticjobs", "services", "nodes", "namespaces"}
 
 Key = tuple[str, str, str]  # kind's path, namespace, name
@@ -49,7 +50,7 @@ Path_ = tuple[str, ...]
 
 
 class Refused(Exception):
-    """Becomes a Status."""
+    """A refusal of a request, which is sent as a Status object."""
 
     def __init__(self, code: int, reason: str, message: str, retry_after: int | None = None):
         super().__init__(message)
@@ -68,7 +69,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Call:
-    """A request that came in."""
+    """A request that the server received."""
 
     method: str
     path: str
@@ -84,7 +85,7 @@ class Call:
 
 @dataclass
 class Fault:
-    """Answers calls that fit, so many times."""
+    """Refuses the requests that match, a number of times."""
 
     refusal: Refused
     times: int
@@ -105,7 +106,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Change:
-    """What a watch may say."""
+    """A change of an object, which watches may report."""
 
     version: int
     key: Key
@@ -120,13 +121,13 @@ class FakeCluster:
         calls: all requests that came in.
         watches: how many watches are open.
         token: the bearer token that is expected.
-        stalled: while it is set watches say nothing, bookmarks included.
-        deaf: so do watches of these kinds (plural).
-        page: no list is given in larger pages.
-        bookmark_s: how often a watch that asked for them gets bookmarks.
-        logs: what each Pod (namespace, name) has printed.
-        ahead_s: of this machine's clock, in seconds.
-        warnings: are added to the answer to each creation.
+        stalled: whether all watches are silent, without bookmarks.
+        deaf: kinds (plural) whose watches are silent.
+        page: largest number of objects in one page of a list.
+        bookmark_s: seconds between two bookmarks of a watch that requests them.
+        logs: output of each Pod (namespace, name).
+        ahead_s: seconds that the server's clock is ahead of this machine's clock.
+        warnings: warnings in the reply to each creation.
     """
 
     def __init__(self, *, tls: ssl.SSLContext | None = None) -> None:
@@ -155,19 +156,19 @@ class FakeCluster:
         self._cut: tuple[int, bytes] = (0, b"")
         self._runner: web.AppRunner | None = None
         for name in ("default", "kube-system"):
-            self.put(kube.NAMESPACES, {"metadata": {"name": name}})
+            self.put(kinds.NAMESPACES, {"metadata": {"name": name}})
 
     async def __aenter__(self) -> "FakeCluster":
         await self.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for gate, *_rest in self._gates:  # of a test that has failed meanwhile
+        for gate, *_rest in self._gates:  # left by a test that has failed
             gate.set()
         await self.stop()
 
     async def start(self) -> None:
-        """Listen, at the same port as before: nobody has been given that meanwhile."""
+        """Listen, at the same port as before: no other program gets it in between."""
         app = web.Application(client_max_size=8 * 2**20)
         app.router.add_route("*", "/{path:.*}", self._answer)
         app.on_response_prepare.append(self._dated)
@@ -179,7 +180,7 @@ class FakeCluster:
         self.url = f"{'https' if self._tls else 'http'}://127.0.0.1:{self._port}"
 
     async def stop(self) -> None:
-        """Break all connections and listen no more."""
+        """Break all connections and stop listening."""
         self.cut()
         if self._runner is not None:
             await self._runner.cleanup()
@@ -190,20 +191,20 @@ class FakeCluster:
         return write_kubeconfig(path, {"server": self.url}, user or {"token": self.token})
 
     def all(self, kind: Kind, namespace: str = "") -> list[Obj]:
-        """Copies of all objects of a kind."""
+        """Return copies of all objects of a kind."""
         return copy.deepcopy(self._of(kind.path(), namespace))
 
     def gets(self, path: str) -> int:
-        """How often an object has been read."""
+        """Return how often an object was read."""
         return sum(c.method == "GET" and c.path.endswith(path) for c in self.calls)
 
     def one(self, kind: Kind, name: str, namespace: str = "default") -> Obj | None:
-        """A copy of an object."""
+        """Return a copy of an object; None if it does not exist."""
         space = namespace if kind.namespaced else ""
         return copy.deepcopy(self._objects.get((kind.path(), space, name)))
 
     def put(self, kind: Kind, obj: Obj) -> Obj:
-        """Write an object whole, status included, as it is: new or not, checked by nobody."""
+        """Create or replace an object with its status, without any check."""
         obj = copy.deepcopy(obj)
         meta = obj.setdefault("metadata", {})
         if kind.namespaced:
@@ -212,7 +213,7 @@ class FakeCluster:
         return copy.deepcopy(self._write(kind, key, obj))
 
     def remove(self, kind: Kind, name: str, namespace: str = "default") -> None:
-        """Delete an object at once."""
+        """Delete an object immediately."""
         self._remove((kind.path(), namespace if kind.namespaced else "", name))
 
     def fail(
@@ -228,7 +229,19 @@ class FakeCluster:
         watch: bool | None = None,
         retry_after: int | None = None,
     ) -> Fault:
-        """Refuse the next calls that fit; set ``times`` of what is returned to 0 to end it."""
+        """Refuse the next requests that match. Set ``times`` of the result to 0 to end this.
+
+        Args:
+            code: HTTP status.
+            reason: reason in the Status object.
+            message: message in the Status object.
+            times: number of requests to refuse.
+            method: HTTP method; empty for any.
+            path: part of the path; empty for any.
+            query: name of a query parameter; empty for any.
+            watch: True for watches only, False for other requests only; None for both.
+            retry_after: seconds in the header Retry-After; None for no header.
+        """
         fault = Fault(
             Refused(code, reason, message, retry_after), times, method, path, query, watch
         )
@@ -236,23 +249,29 @@ class FakeCluster:
         return fault
 
     def hold(self, path: str, *, method: str = "", times: int = 1000) -> asyncio.Event:
-        """The next calls that fit are not looked at before this event is set."""
+        """Delay the next requests that match until the returned event is set.
+
+        Args:
+            path: part of the path.
+            method: HTTP method; empty for any.
+            times: number of requests to delay.
+        """
         gate = asyncio.Event()
         self._gates.append([gate, path, method, times])
         return gate
 
     def cut(self, rest: bytes = b"") -> None:
-        """Break the connections of all watches, after these last bytes."""
+        """Break the connections of all watches, after sending these bytes."""
         self._cut = (self._cut[0] + 1, rest)
         self._wake()
 
     def say(self, event: str, obj: Obj) -> None:
-        """Have all open watches say this, out of turn."""
+        """Send an event to all open watches immediately."""
         for reply in list(self._open):
             asyncio.get_running_loop().create_task(reply.write(_line(event, obj)))
 
     def compact(self) -> None:
-        """Forget the past: watches from before it and the rests of lists are expired."""
+        """Discard all history: older watches and unfinished lists expire."""
         self._version += 1
         self._oldest = self._version
         self._snapshots.clear()
@@ -263,7 +282,7 @@ class FakeCluster:
     def _now(self) -> str:
         return self._clock().strftime("%Y-%m-%dT%H:%M:%SZ")
 
-    # --- requests ---
+    # --- Requests ---
 
     async def _dated(self, _: web.Request, reply: web.StreamResponse) -> None:
         reply.headers["Date"] = format_datetime(self._clock(), usegmt=True)
@@ -369,7 +388,7 @@ class FakeCluster:
     async def _log(
         self, request: web.Request, key: Key, query: dict[str, str]
     ) -> web.StreamResponse:
-        """What the Pod has printed; the time of a line is its number."""
+        """Send the output of a Pod. The time of each line is its number."""
         if _pod_phase(self._existing(key)) == "Pending":
             words = f'container "main" in pod "{key[2]}" is waiting to start: ContainerCreating'
             raise Refused(400, "BadRequest", words)
@@ -401,7 +420,7 @@ class FakeCluster:
         return reply
 
     def _scale(self, kind: Kind, key: Key, call: Call) -> Obj:
-        """``/scale`` as the CRD maps it."""
+        """Answer a request to ``/scale``, as the CRD maps it."""
         old = self._existing(key)
         if call.method == "PATCH":
             worker = {"worker": {"replicas": call.body["spec"]["replicas"]}}
@@ -409,7 +428,7 @@ class FakeCluster:
         replicas = old["spec"]["replicaSpecs"]["worker"]["replicas"]
         return {"kind": "Scale", "metadata": old["metadata"], "spec": {"replicas": replicas}}
 
-    # --- writing ---
+    # --- Writes ---
 
     def _create(self, kind: Kind, namespace: str, call: Call) -> Obj:
         obj: Obj = copy.deepcopy(call.body)
@@ -422,7 +441,7 @@ class FakeCluster:
             raise Refused(422, "Invalid", words)
         if kind.namespaced:
             meta["namespace"] = namespace
-            self._existing((kube.NAMESPACES.path(), "", namespace))
+            self._existing((kinds.NAMESPACES.path(), "", namespace))
         key = (kind.path(), namespace, name)
         if key in self._objects:
             raise Refused(409, "AlreadyExists", f'{kind.plural} "{name}" already exists')
@@ -515,7 +534,7 @@ class FakeCluster:
         return {"kind": "Status", "apiVersion": "v1", "status": "Success"}
 
     def _finished(self, kind: Kind, key: Key, obj: Obj) -> Obj:
-        """What a server adds to what it was given."""
+        """Add the fields that an API server sets."""
         old = self._objects.get(key)
         meta = obj["metadata"]
         was = old["metadata"] if old else {}
@@ -524,11 +543,11 @@ class FakeCluster:
         same_spec = old is None or old.get("spec") == obj.get("spec")
         meta["generation"] = was.get("generation", 1) + (0 if same_spec else 1)
         meta["resourceVersion"] = str(self._version)
-        if kind == kube.SECRETS and "stringData" in obj:
+        if kind == kinds.SECRETS and "stringData" in obj:
             texts = obj.pop("stringData")
             coded = {name: _base64(text) for name, text in texts.items()}
             obj["data"] = (obj.get("data") or {}) | coded
-        if kind == kube.SERVICES:
+        if kind == kinds.SERVICES:
             address = f"10.96.0.{len(self._of(kind.path(), '')) + 10}"
             obj.setdefault("spec", {}).setdefault("clusterIP", address)
         return {"kind": kind.name, "apiVersion": kind.api_version} | obj
@@ -536,7 +555,7 @@ class FakeCluster:
     def _write(self, kind: Kind, key: Key, obj: Obj) -> Obj:
         before = self._objects.get(key)
         if before is not None and _content(before) == _content(obj):
-            return before  # as the real one: nothing is said of a write that changes nothing
+            return before  # as in the real server, no event follows a write that changes nothing
         self._version += 1
         after = self._finished(kind, key, obj)
         meta = after["metadata"]
@@ -565,7 +584,7 @@ class FakeCluster:
         self._news.set()
         self._news = asyncio.Event()
 
-    # --- watches ---
+    # --- Watches ---
 
     async def _watch(
         self, request: web.Request, kind: Kind, namespace: str, query: dict[str, str]
@@ -623,11 +642,11 @@ class FakeCluster:
 
 
 @asynccontextmanager
-async def fake_cluster(tmp: Path) -> AsyncIterator[tuple[FakeCluster, kube.Kube]]:
-    """A cluster, and a client of it."""
+async def fake_cluster(tmp: Path) -> AsyncIterator[tuple[FakeCluster, KubeClient]]:
+    """Run a fake cluster; yield it with a client."""
     async with (
         FakeCluster() as cluster,
-        await kube.Kube.connect(kubeconfig=cluster.kubeconfig(tmp / "kubeconfig")) as client,
+        await KubeClient.connect(kubeconfig=cluster.kubeconfig(tmp / "kubeconfig")) as client,
     ):
         yield cluster, client
 
@@ -652,7 +671,10 @@ def _line(event: str, obj: Obj) -> bytes:
 
 
 def _said(change: Change, query: dict[str, str]) -> bytes:
-    """What a watch says of a change: leaving its selection is as good as being deleted."""
+    """Return the event of a watch for a change.
+
+    An object that no longer matches the selectors is reported as deleted.
+    """
     was = change.before is not None and _selected(change.before, query)
     fits = change.after is not None and _selected(change.after, query)
     if change.after is not None and fits:
@@ -715,7 +737,7 @@ def _check_pod(obj: Obj) -> None:
 
 
 def _merged(old: Any, patch: Any) -> Any:
-    """RFC 7396."""
+    """Merge a JSON merge patch into an object (RFC 7396)."""
     if not isinstance(patch, dict):
         return patch
     found = dict(old) if isinstance(old, dict) else {}
@@ -736,7 +758,7 @@ def _tree(value: Any, name: str = "") -> Any:
         return {part: _tree(inner, part) for part, inner in value.items()}
     by = _MERGE_KEYS.get(name)
     if by and isinstance(value, list):
-        keys = [item.get(by) if isinstance(item, dict) else None for item in value]
+        keys: list[Any] = [item.get(by) if isinstance(item, dict) else None for item in value]
         if None not in keys and len(set(keys)) == len(keys):
             return _Keyed(zip(keys, map(_tree, value), strict=True))
     return copy.deepcopy(value)
@@ -751,7 +773,7 @@ def _plain(tree: Any) -> Any:
 
 
 def _leaves(tree: Any, path: Path_ = ()) -> set[Path_]:
-    """Where the fields are that an object sets."""
+    """Return the paths of the fields that an object sets."""
     if not isinstance(tree, dict) or not tree:
         return {path}
     return set().union(*(_leaves(inner, (*path, part)) for part, inner in tree.items()))
@@ -772,7 +794,7 @@ def _laid_over(old: Any, new: Any) -> Any:
 
 
 def _drop(tree: Any, path: Path_) -> None:
-    """Take a field away, and what is empty without it."""
+    """Remove a field, and the objects that are empty without it."""
     step, *rest = path
     if not isinstance(tree, dict) or step not in tree:
         return

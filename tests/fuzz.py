@@ -1,11 +1,11 @@
-"""Coverage-guided fuzzing of whatever parses what comes from outside::
+"""Coverage-guided fuzzing of all parsers of external input::
 
     python -m tests.fuzz [NAME ...] --seconds 60
 
-The parsers are those of tests/unit/test_parsers.py, each in a process of its own. atheris
-(libFuzzer) sees which lines of ours an input reaches; Hypothesis makes documents of its bytes with
-something odd in them, since nearly all that flipped bytes make of JSON is refused by the first
-comma. What a parser must not raise ends its process, and is told with its input.
+The parsers are those of tests/unit/test_parsers.py. Each runs in its own process. atheris
+(libFuzzer) records which lines of DLRover an input reaches. Hypothesis turns its bytes into
+documents with odd values, because a JSON parser refuses nearly all documents with flipped bytes at
+the first comma. An unexpected error ends the process, which prints the error and the input.
 """
 
 import argparse
@@ -25,7 +25,13 @@ with atheris.instrument_imports(include=["dlrover_py", "dlrover_agent"]):
 
 
 def fuzz(name: str, seconds: int, folder: str) -> None:
-    """Look for something that this parser cannot take, for so long. Ends the process."""
+    """Search for an input that makes a parser fail, and end the process.
+
+    Args:
+        name: name of the parser.
+        seconds: time of the search.
+        folder: folder for the files of libFuzzer.
+    """
     target = TARGETS[name]
 
     @settings(database=None, deadline=None)
@@ -39,12 +45,13 @@ def fuzz(name: str, seconds: int, folder: str) -> None:
             raise
 
     options = [f"-max_total_time={seconds}", "-max_len=4096", f"-artifact_prefix={folder}/"]
-    atheris.Setup([sys.argv[0], *options], tried.hypothesis.fuzz_one_input)
+    fuzz_one = tried.hypothesis.fuzz_one_input  # type: ignore[attr-defined]  # by @given
+    atheris.Setup([sys.argv[0], *options], fuzz_one)
     atheris.Fuzz()
 
 
 def alone(name: str, seconds: int) -> tuple[int, str]:
-    """The same in a process of its own: how it ended, and what it said."""
+    """Run :func:`fuzz` in its own process; return its exit code and its output."""
     folder = Path(tempfile.mkdtemp())  # not a context: it would end in the child too
     said = folder / "said"
     pid = os.fork()
@@ -63,7 +70,7 @@ def alone(name: str, seconds: int) -> tuple[int, str]:
 
 
 def main() -> int:
-    """All of them, or some, one after the other."""
+    """Fuzz all parsers, or those that the command line names, one after the other."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(TARGETS)}")
     parser.add_argument("--seconds", type=int, default=60, help="for each")

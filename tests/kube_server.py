@@ -1,7 +1,7 @@
 """A real API server for tests: kube-apiserver and etcd as child processes, on free ports.
 
-Their programs are found by ``DLROVER_KUBE_BIN`` (a kube-apiserver, or a program that is one when
-it is called so), or where ``make cluster`` puts them.
+The program is the one in ``DLROVER_KUBE_BIN`` (a kube-apiserver, or a program that acts as one
+under that name), or the one that ``make cluster`` has built.
 """
 
 import os
@@ -20,7 +20,7 @@ TOKEN = "admin-of-a-test"
 
 
 def programs() -> tuple[Path, Path] | str:
-    """The server's program and etcd's, or why there are none."""
+    """Return the programs of the API server and of etcd, or the reason why there are none."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dlrover-py/cluster"
     given = os.environ.get("DLROVER_KUBE_BIN")
     server = Path(given) if given else _newest(cache, "kube-apiserver")
@@ -31,7 +31,7 @@ def programs() -> tuple[Path, Path] | str:
 
 
 def kubectl() -> Path | str:
-    """kubectl's program, or why there is none."""
+    """Return the program kubectl, or the reason why there is none."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dlrover-py/cluster"
     return _newest(cache, "kubectl") or "no kubectl: `make cluster` builds one"
 
@@ -43,15 +43,21 @@ def _newest(cache: Path, name: str) -> Path | None:
 
 @contextmanager
 def api_server(folder: Path, server: Path, etcd: Path) -> Iterator[Path]:
-    """Run both; yields a kubeconfig of their administrator."""
+    """Run etcd and the API server; yield a kubeconfig of an administrator.
+
+    Args:
+        folder: folder for their files.
+        server: program of the API server.
+        etcd: program of etcd.
+    """
     store, peer, port = free_port(), free_port(), free_port()
-    program = folder / "kube-apiserver"  # one program plays all parts, by its name
+    program = folder / "kube-apiserver"  # the program acts according to its name
     program.symlink_to(server.resolve())
     (folder / "tokens.csv").write_text(f"{TOKEN},admin,admin,system:masters\n")
     key = folder / "account.key"
     subprocess.run(["openssl", "genrsa", "-out", key, "2048"], check=True, capture_output=True)
     urls = [f"http://127.0.0.1:{store}", f"http://127.0.0.1:{peer}"]
-    commands = [
+    commands: list[list[str | Path]] = [
         [
             etcd,
             f"--data-dir={folder / 'etcd'}",

@@ -1,4 +1,4 @@
-"""A master's loop that works while a block runs."""
+"""Runs a master's event loop during a block."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -9,7 +9,7 @@ from dlrover_py.master.loop import Loop
 
 @asynccontextmanager
 async def working(loop: Loop) -> AsyncIterator["asyncio.Task[None]"]:
-    """Have it run; what has ended it before raises at the end of the block."""
+    """Run the loop in a task. An error that ended it is raised at the end of the block."""
     running = asyncio.create_task(loop.run())
     try:
         yield running

@@ -1,4 +1,4 @@
-"""A real S3 server on loopback: versitygw, which serves a folder."""
+"""A real S3 server on the loopback device: versitygw, which serves a folder."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ BUCKET = "checkpoints"
 
 
 def server_program() -> Path:
-    """The server; the first time it is built, which takes a minute or more."""
+    """Return the program of the server. The first call builds it, which takes a minute or more."""
     if BUILT.exists():
         return BUILT
     go = shutil.which("go")
@@ -53,12 +53,12 @@ def server_program() -> Path:
 
 @dataclass
 class Server:
-    """One that runs; its bucket is a folder of this machine."""
+    """A running server. Its bucket is a folder of this machine."""
 
     process: "subprocess.Popen[bytes]"
     folder: Path
     env: dict[str, str]
-    """By which clients find it."""
+    """Environment variables with which clients find the server."""
 
     @property
     def bucket(self) -> Path:
@@ -67,7 +67,7 @@ class Server:
 
 @contextmanager
 def serving(folder: Path) -> Iterator[Server]:
-    """Serve the folder, until the end of the block."""
+    """Serve a folder until the end of the block."""
     program = server_program()
     (folder / BUCKET).mkdir(parents=True)
     port = free_port()

@@ -1,35 +1,36 @@
 """Documents that a pydantic model accepts, drawn by Hypothesis from the model's own JSON schema.
 
-Numbers and lengths are drawn at the edges of what the schema allows more often than between them:
-a rule that the schema does not say shows up there. A field that is added to a model is drawn
-without a change here.
+Numbers and lengths are drawn more often at the limits of the schema than between them, because a
+rule that the schema does not have shows up there. A field that is added to a model is drawn without
+a change here.
 """
 
 from functools import cache
 from typing import Any
 
 from hypothesis import strategies as st
-from pydantic import BaseModel
+from pydantic import TypeAdapter
 
 WORDS = ["", "n0", "n1", "x", "a-b.c", "/tmp", "-1", "127.0.0.1", "é\n", "\0", "x" * 32]
+TIMES = ["1970-01-01T00:00:00Z", "2026-11-26T01:02:03.1239+14:00", "9999-12-31T23:59:59.999Z"]
 MANY = 4
-"""Elements of a list or dictionary without a limit."""
+"""Largest number of elements that are drawn for a list or dictionary without a limit."""
 Schema = dict[str, Any]
 
 
 @cache
-def schema_of(model: type[BaseModel]) -> Schema:
-    """The model's JSON schema, with the names that its readers know."""
-    return model.model_json_schema(by_alias=False)
+def schema_of(model: type) -> Schema:
+    """Return the JSON schema of a model, with Python's names of the fields."""
+    return TypeAdapter(model).json_schema(by_alias=False)
 
 
-def documents(model: type[BaseModel], good: Schema | None = None) -> st.SearchStrategy[Schema]:
-    """Documents of this model.
+def documents(model: type, good: Schema | None = None) -> st.SearchStrategy[Schema]:
+    """Return a strategy for documents of a model.
 
     Args:
-        model: whose schema is drawn from.
-        good: a document that is accepted. Some of its fields, six at most, are drawn anew, so
-            that what is drawn gets past the first rule that looks at it. None: all are drawn.
+        model: the model.
+        good: a valid document, of which at most six fields are drawn again. So a document passes
+            the first check and reaches later ones. None: all fields are drawn.
     """
     whole = schema_of(model)
     fields = {
@@ -63,9 +64,9 @@ def _values(schema: Schema, named: Schema) -> st.SearchStrategy[Any]:
             edges = sorted({n for n in (low, low + 1, high - 1, high, 0, 1, 2) if low <= n <= high})
             return st.sampled_from(edges) | st.integers(max(low, 0), min(high, 9))
         case "number":
-            low = schema.get("minimum", schema.get("exclusiveMinimum", -1e308))
+            least: Any = schema.get("minimum", schema.get("exclusiveMinimum", -1e308))
             edges = [
-                n for n in (-1.0, 0.0, 1e-308, 0.5, 1e308) if n >= low and n != _barred(schema)
+                n for n in (-1.0, 0.0, 1e-308, 0.5, 1e308) if n >= least and n != _barred(schema)
             ]
             return st.sampled_from(edges)
         case "string":
@@ -98,16 +99,17 @@ def _barred(schema: Schema) -> float | None:
 
 
 def _strings(schema: Schema) -> st.SearchStrategy[str]:
+    if schema.get("format") == "date-time":
+        return st.sampled_from(TIMES)
     low, high = schema.get("minLength", 0), schema.get("maxLength", 10_000)
     if "pattern" in schema:
-        return st.from_regex(schema["pattern"], fullmatch=True).filter(
-            lambda text: low <= len(text) <= high
-        )
+        pattern: str = schema["pattern"]
+        return st.from_regex(pattern, fullmatch=True).filter(lambda text: low <= len(text) <= high)
     return st.sampled_from([w for w in WORDS if low <= len(w) <= high] + ["x" * low, "x" * high])
 
 
 def _keys(schema: Schema) -> st.SearchStrategy[str]:
-    """JSON's keys are strings; a model may read numbers of them."""
+    """Return a strategy for keys. In JSON they are strings, which a model may read as numbers."""
     if "enum" in schema or "$ref" in schema:
         return st.sampled_from(WORDS)
     numbers = st.sampled_from(["0", "1", "2", str(2**53)])

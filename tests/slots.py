@@ -1,4 +1,7 @@
-"""Hand-made slots, and persisters that write them: the trainer and the agent as these see them."""
+"""Slots of shared memory that a test fills, and a persister process that writes them.
+
+To this code, the test acts as the trainer and as the agent.
+"""
 
 import ctypes
 import io
@@ -10,64 +13,81 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dlrover_py import arena
-from dlrover_py.arena import Slot, digest
-from dlrover_py.protocol.checkpoint import (
-    Answer,
-    Cancel,
-    Grant,
-    Layout,
-    Manifest,
-    Order,
-    Phase,
-    Piece,
-    Summary,
-    encode_objects,
+from dlrover_py.checkpoint import shm
+from dlrover_py.checkpoint.directory import CheckpointDirectory
+from dlrover_py.checkpoint.shm import ShmSlot, digest
+from dlrover_py.protocol.agents import PersistPhase, ReplicaLocations, RestoreCandidates
+from dlrover_py.protocol.checkpoint_id import CheckpointId
+from dlrover_py.protocol.manifest import Manifest
+from dlrover_py.protocol.persister import (
+    CancelWrite,
+    CommitGrant,
+    WriteReply,
+    WriteRequest,
     read_line,
 )
-from dlrover_py.storage import Store
+from dlrover_py.protocol.slots import Layout, SlotHeader, TensorChunk, encode_objects
+from tests.programs import PROGRAMS
 
 JOB = "job-uid-1"
 
 
+@dataclass(frozen=True)
+class Lookup:
+    """The two requests about checkpoints in memory that a worker makes to the master."""
+
+    candidates: Callable[[int], Awaitable[RestoreCandidates]]
+    locations: Callable[[CheckpointId], Awaitable[ReplicaLocations]]
+
+
 def stage(
     path: Path,
-    tensors: Sequence[tuple[Piece, bytes]],
+    tensors: Sequence[tuple[TensorChunk, bytes]],
     objects: Mapping[str, bytes] | None = None,
     *,
     rank: int = 0,
     world: int = 1,
     step: int = 7,
     **facts: Any,
-) -> Summary:
-    """Fill and seal a slot as a worker does."""
+) -> SlotHeader:
+    """Fill and seal a slot as a worker does; return its header.
+
+    Args:
+        path: file of the slot.
+        tensors: tensor chunks and their bytes.
+        objects: encoded objects by key.
+        rank: rank of the worker.
+        world: number of workers.
+        step: training step.
+        facts: other fields of the header.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    said = {piece.box: data for piece, data in tensors}
-    layout = Layout(piece for piece, _ in tensors)
-    known = {"job": JOB, "round": 1, "lap": 0, "part": "p"}
-    with Slot(path, write=True) as slot:
+    said = {chunk.box: data for chunk, data in tensors}
+    layout = Layout(chunk for chunk, _ in tensors)
+    known = {"job": JOB, "round": 1, "timeline": 0, "part": "p"}
+    with ShmSlot(path, write=True) as slot:
         assert slot.lock(shared=False)
-        slot.reserve(layout.end + arena.SPARE)
+        slot.reserve(layout.end + shm.OBJECT_HEADROOM)
         slot.begin()
         sums = []
-        for piece, at in layout:
-            data = said[piece.box]
-            assert len(data) == piece.nbytes, piece
+        for chunk, at in layout:
+            data = said[chunk.box]
+            assert len(data) == chunk.nbytes, chunk
             source = ctypes.create_string_buffer(data, len(data) or 1)
-            target = slot.view()[at : at + piece.nbytes]
-            sums.append(arena.copy_summed(ctypes.addressof(source), target))
+            target = slot.view()[at : at + chunk.nbytes]
+            sums.append(shm.copy_summed(ctypes.addressof(source), target))
         return slot.seal(
             layout.encode(),
             sums,
             encode_objects(list((objects or {}).items())),
             layout.end,
-            private_at=layout.private_at,
+            private_offset=layout.private_offset,
             rank=rank,
             world=world,
             step=step,
@@ -75,25 +95,33 @@ def stage(
         )
 
 
-def full(key: str, shape: tuple[int, ...], dtype: str = "float32") -> Piece:
-    """A piece that is a whole tensor."""
-    return Piece(key, dtype, shape, shape, (0,) * len(shape))
+def full(key: str, shape: tuple[int, ...], dtype: str = "float32") -> TensorChunk:
+    """Return a chunk that is a complete tensor."""
+    return TensorChunk(key, dtype, shape, shape, (0,) * len(shape))
 
 
-def rows(key: str, first: int, count: int, of: int, width: int) -> Piece:
-    """Some rows of a matrix, as FSDP shards it."""
-    return Piece(key, "float32", (count, width), (of, width), (first, 0))
+def rows(key: str, first: int, count: int, of: int, width: int) -> TensorChunk:
+    """Return a chunk of some rows of a matrix, as FSDP shards it.
+
+    Args:
+        key: key of the tensor.
+        first: number of the first row.
+        count: number of rows of the chunk.
+        of: number of rows of the matrix.
+        width: number of columns.
+    """
+    return TensorChunk(key, "float32", (count, width), (of, width), (first, 0))
 
 
 def raw(tensor: Any) -> bytes:
-    """A tensor's bytes."""
+    """Return the bytes of a tensor."""
     import torch
 
     return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def saved(value: object) -> bytes:
-    """An object as slots have it."""
+    """Return an object in the encoding of slots."""
     import torch
 
     buffer = io.BytesIO()
@@ -102,18 +130,18 @@ def saved(value: object) -> bytes:
 
 
 class Persister:
-    """``python -m dlrover_py.persist``, as an agent has it."""
+    """A persister process (``python -m dlrover_py.checkpoint.writer``), as an agent starts it."""
 
     def __init__(self, *, preexec: Any = None, env: Mapping[str, str] | None = None) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "dlrover_py.persist"],
+            [sys.executable, "-m", "dlrover_py.checkpoint.writer"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             preexec_fn=preexec,
             env={**os.environ, **(env or {})},
         )
-        self._answers: queue.Queue[Answer] = queue.Queue()
+        self._answers: queue.Queue[WriteReply] = queue.Queue()
         self.log: list[str] = []
         self._readers = [
             threading.Thread(target=self._read_answers, daemon=True),
@@ -126,7 +154,7 @@ class Persister:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             answer = read_line(line)
-            assert isinstance(answer, Answer)
+            assert isinstance(answer, WriteReply)
             self._answers.put(answer)
 
     def _read_log(self) -> None:
@@ -134,29 +162,29 @@ class Persister:
         for line in self.process.stderr:
             self.log.append(line.decode())
 
-    def send(self, message: Order | Grant | Cancel) -> None:
+    def send(self, message: WriteRequest | CommitGrant | CancelWrite) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(message.encode())
         self.process.stdin.flush()
 
-    def next(self, *phases: Phase, attempt: str, timeout: float = 150) -> Answer:
-        """The next answer of one of these phases; others of the attempt are passed over."""
+    def next(self, *phases: PersistPhase, attempt: str, timeout: float = 150) -> WriteReply:
+        """Return the next answer of an attempt that has one of these phases. Others are skipped."""
         deadline = time.monotonic() + timeout
         while True:
             answer = self._answers.get(timeout=max(0.01, deadline - time.monotonic()))
             if answer.attempt == attempt and answer.phase in phases:
                 return answer
 
-    def end(self, attempt: str, timeout: float = 150) -> Answer:
-        """How an attempt has ended."""
-        return self.next(Phase.DONE, Phase.FAILED, attempt=attempt, timeout=timeout)
+    def end(self, attempt: str, timeout: float = 150) -> WriteReply:
+        """Return the last answer of an attempt."""
+        return self.next(PersistPhase.DONE, PersistPhase.FAILED, attempt=attempt, timeout=timeout)
 
     def kill(self) -> None:
         self.process.kill()
         self.process.wait(60)
 
     def close(self) -> None:
-        """End it as its owner does: by closing its input."""
+        """End the process as its agent does: by closing its input."""
         if self.process.stdin is not None and not self.process.stdin.closed:
             self.process.stdin.close()
         try:
@@ -172,46 +200,43 @@ class Persister:
             self.process.stderr.close()
 
 
-def order(arena_: Path, store: Path | str, attempt: str, **more: Any) -> Order:
-    """An order to one node that writes alone, and may commit."""
-    made = Order(
-        attempt=attempt,
-        step=7,
-        round=1,
-        lap=0,
-        world=1,
-        ranks=(0,),
-        arena=str(arena_),
-        dir=str(store),
-        job=JOB,
-        node="n0",
-        writers=("n0",),
-        grant=0,
-        deadline_s=120.0,
-    )
-    return replace(made, **more)
+def order(arena_: Path, store: Path | str, attempt: str, **more: Any) -> WriteRequest:
+    """Return a write request to a node that writes alone and may commit.
 
-
-LOADER = """
-import json, sys, warnings, torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-warnings.simplefilter("ignore")
-where, shapes = sys.argv[1], json.loads(sys.argv[2])
-types = {key: getattr(torch, dtype) for key, (_, dtype) in shapes.items()}
-state = {key: torch.empty(shape, dtype=types[key]) for key, (shape, _) in shapes.items()}
-dcp.load(state, checkpoint_id=where)
-dcp_to_torch_save(where, where + ".pt")
-torch.save(state, where + ".loaded")
-"""
+    Args:
+        arena_: folder of the node's slots.
+        store: checkpoint directory.
+        attempt: id of the attempt.
+        more: other fields of the request.
+    """
+    known = {
+        "attempt": attempt,
+        "step": 7,
+        "round": 1,
+        "world": 1,
+        "ranks": [0],
+        "arena": str(arena_),
+        "dir": str(store),
+        "job": JOB,
+        "node": "n0",
+        "writers": ["n0"],
+        "grant": 0,
+        "deadline_s": 120.0,
+    }
+    return WriteRequest(**known | more)
 
 
 def load_with_torch(where: str, shapes: Mapping[str, tuple[Sequence[int], str]]) -> dict[str, Any]:
-    """What plain torch reads, in a process that knows nothing of us."""
+    """Return what torch loads from a checkpoint, in a process without DLRover.
+
+    Args:
+        where: path of the checkpoint.
+        shapes: shape and dtype of each tensor.
+    """
     import torch
 
     subprocess.run(
-        [sys.executable, "-c", LOADER, where, json.dumps(shapes)],
+        [sys.executable, PROGRAMS / "load_with_torch.py", where, json.dumps(shapes)],
         check=True,
         timeout=240,
         cwd="/",
@@ -221,10 +246,10 @@ def load_with_torch(where: str, shapes: Mapping[str, tuple[Sequence[int], str]])
     return loaded
 
 
-def verify(store: Store, manifest: Manifest) -> None:
-    """Every byte that the manifest speaks of is there, and is what was staged."""
-    for written in manifest.pieces:
-        data = bytearray(written.piece.nbytes)
+def verify(store: CheckpointDirectory, manifest: Manifest) -> None:
+    """Check that all bytes of a manifest exist and are those that were staged."""
+    for written in manifest.chunks:
+        data = bytearray(written.chunk.nbytes)
         store.read_into(manifest, written.file, written.position, memoryview(data))
         assert digest(bytes(data)) == written.xxh3, written
     for item in manifest.objects:
@@ -235,7 +260,7 @@ def verify(store: Store, manifest: Manifest) -> None:
 
 @contextmanager
 def no_more_files() -> Iterator[None]:
-    """No further file can be opened, nor mapped."""
+    """Set the limit of open files to 0 during a block."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
     try:

@@ -1,15 +1,22 @@
-"""The agent: one per node; supervises the workers and speaks for them. No torch in here."""
+"""The agent, which supervises the workers of one node and reports for them to the master.
+
+There is one agent for each node. The modules that its process loads do not import torch.
+"""
 
 from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``elastic-run``; return its exit code."""
+    """Run ``elastic-run`` with these arguments, or those of the process; return its exit code.
+
+    The result is 130 after Ctrl-C. Standard streams that are closed are opened first.
+    """
     try:
         from dlrover_py.telemetry import open_streams
 
         open_streams()
-        from dlrover_agent.cli import main as run  # a tenth of a second in which Ctrl-C may come
+        # Imported here because it takes a tenth of a second, in which Ctrl-C may come.
+        from dlrover_agent.cli import main as run
 
         return run(argv)
     except KeyboardInterrupt:

@@ -1,10 +1,11 @@
-"""Tries a node out in the place of its workers: matmuls on its own, all-reduces with its group.
+"""A worker of a node check, which runs in the place of the script's workers.
 
-Started by the agent for each local rank, with torchrun's environment, when the master wishes a
-check (docs/network-check.md). It exits with 0 and has told the agent its times, or it has failed.
+It times matrix products on its own device, and all-reduces with the other workers of its group. The
+agent starts it for each local rank, with torchrun's environment, when the master requests a check
+(docs/network-check.md). Exit code 0 means that it has sent its times to the agent. Any other exit
+code means that the check has failed.
 """
 
-import json
 import os
 import signal
 import socket
@@ -17,83 +18,119 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from dlrover_py.protocol import sdk
+
 FAULT = "DLROVER_CHECK_FAULT"
-"""For tests: ``n1=fail,n2=slow`` makes the check of these nodes fail; see :func:`fault`."""
-TELL_S = 5.0
+"""Environment variable for tests, such as ``n1=fail,n2=slow``; see :func:`fault`."""
+REPORT_S = 5.0
+"""Seconds to send the times to the agent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is computed: about a second on a CPU, a few on a GPU."""
+    """Amount of work in a check, which takes about a second on a CPU and a few on a GPU."""
 
     matrix: int
+    """Rows and columns of the matrices."""
     products: int
+    """Number of matrix products."""
     floats: int
+    """Number of float32 values in an all-reduce."""
     reductions: int
+    """Number of all-reduces."""
 
 
 CPU = Sizes(matrix=1024, products=10, floats=1 << 20, reductions=10)
 GPU = Sizes(matrix=8192, products=100, floats=1 << 24, reductions=20)
 WARM_UP = 3
+"""Number of runs before those that are timed."""
 
 
 def main() -> None:
-    """Check, and tell the agent."""
+    """Check this worker's device and its network, and send the times to the agent.
+
+    With one worker only the device is checked. Bandwidths are sent if the first argument, the level
+    of the check, is over 1.
+
+    Raises:
+        RuntimeError: The check has failed.
+    """
     level, number, env = int(sys.argv[1]), sys.argv[2], os.environ
     rank, workers = int(env["RANK"]), int(env["WORLD_SIZE"])
     local_rank, local_workers = int(env["LOCAL_RANK"]), int(env["LOCAL_WORLD_SIZE"])
-    broken = fault(env.get(FAULT, ""), env.get("DLROVER_NODE_ID", ""))
-    if broken == "hang":
+    fault_kind = fault(env.get(FAULT, ""), env.get("DLROVER_NODE_ID", ""))
+    if fault_kind == "hang":
         signal.pause()
-    if broken == "fail" or (broken == "link" and workers > local_workers):
-        raise RuntimeError(f"{FAULT} wishes it")
+    if fault_kind == "fail" or (fault_kind == "link" and workers > local_workers):
+        raise RuntimeError(f"{FAULT} requests this failure")
     cuda = torch.cuda.is_available() and torch.cuda.device_count() >= local_workers
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     sizes = GPU if cuda else CPU
     if cuda:
         torch.cuda.set_device(device)
     else:
-        torch.set_num_threads(1)  # nodes on one machine must not fight for its cores
+        torch.set_num_threads(1)  # nodes on one machine must not compete for its cores
     if workers > 1:
         connect(number, rank, workers, device.type)
-    times = {"matmul_s": matmul(sizes, device, again=20 if broken == "slow" else 1)}
+    times = {"matmul_s": matmul(sizes, device, repeat=20 if fault_kind == "slow" else 1)}
     if workers > 1:
         times["allreduce_s"] = seconds = allreduce(sizes, device, rank, workers)
         if level > 1:
             times["algbw_gb_s"] = 4 * sizes.floats / seconds / 1e9
             times["busbw_gb_s"] = times["algbw_gb_s"] * 2 * (workers - 1) / workers
         dist.destroy_process_group()
-    tell(env, local_rank, times)
+    report(env, local_rank, times)
 
 
 def fault(text: str, node: str) -> str:
-    """What is to go wrong on this node.
+    """Return the fault that a test has requested for this node; empty if there is none.
 
-    ``fail``; ``link``: fails only together with other nodes; ``slow``; ``hang``.
+    Args:
+        text: Value of the variable, such as ``n1=fail,n2=slow``.
+        node: Id of this node.
+
+    Returns:
+        ``fail``; ``link``, which fails only in a group with other nodes; ``slow``; or ``hang``.
     """
     return dict(part.split("=", 1) for part in text.split(",") if "=" in part).get(node, "")
 
 
 def connect(number: str, rank: int, workers: int, kind: str) -> None:
-    """Form the group of this check, of which all must have the same kind of device.
+    """Form the process group of this check, whose workers must have the same kind of device.
+
+    It waits until all workers of the group have connected, up to torch's timeout of the store.
+
+    Args:
+        number: Number of the check.
+        rank: Rank of this worker in the group.
+        workers: Number of workers in the group.
+        kind: Kind of this worker's device: ``cuda`` or ``cpu``.
 
     Raises:
-        RuntimeError: this worker cannot use a GPU while others can.
+        RuntimeError: This worker cannot use a GPU while others can.
     """
     found, _, _ = next(dist.rendezvous("env://"))
-    # A master that was restarted may give the port of a check that it does not know to another
-    # one, while workers of the old one still come.
+    # A restarted master does not know older checks. It may reuse the port of such a check while
+    # workers of that check still connect, so the keys have the check's number as a prefix.
     store = dist.PrefixStore(f"check-{number}", found)
     store.set(f"device/{rank}", kind)
     kinds = {store.get(f"device/{other}").decode() for other in range(workers)}
     if kind == "cpu" and len(kinds) > 1:
-        raise RuntimeError("found no GPU for each worker here; others of the group have one")
+        raise RuntimeError(
+            "expected a GPU for each worker of this node, as on other nodes; found fewer"
+        )
     backend = "nccl" if kind == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=workers)
 
 
 def timed(work: Callable[[], object], device: torch.device, times: int) -> float:
-    """Seconds that it takes: the median, since a moment's load on the machine is no news."""
+    """Return the median duration of ``work`` in seconds; a short load changes it little.
+
+    Args:
+        work: Function to time.
+        device: Device that the function uses.
+        times: Number of timed calls. ``WARM_UP`` calls come before them.
+    """
     seconds = []
     for _ in range(WARM_UP + times):
         began = time.perf_counter()
@@ -104,11 +141,16 @@ def timed(work: Callable[[], object], device: torch.device, times: int) -> float
     return median(seconds[WARM_UP:])
 
 
-def matmul(sizes: Sizes, device: torch.device, *, again: int = 1) -> float:
-    """Seconds of one product.
+def matmul(sizes: Sizes, device: torch.device, *, repeat: int = 1) -> float:
+    """Return the seconds of one matrix product.
+
+    Args:
+        sizes: Size of the matrices, and number of products.
+        device: Device that computes them.
+        repeat: Number of products that are timed as one, for tests.
 
     Raises:
-        RuntimeError: the same product had two results.
+        RuntimeError: The same product had two different results.
     """
     dtype = torch.float32
     if device.type == "cuda":
@@ -118,7 +160,7 @@ def matmul(sizes: Sizes, device: torch.device, *, again: int = 1) -> float:
     found = torch.empty_like(expected)
 
     def work() -> None:
-        for _ in range(again):
+        for _ in range(repeat):
             torch.matmul(a, b, out=found)
 
     seconds = timed(work, device, sizes.products)
@@ -128,16 +170,22 @@ def matmul(sizes: Sizes, device: torch.device, *, again: int = 1) -> float:
 
 
 def allreduce(sizes: Sizes, device: torch.device, rank: int, workers: int) -> float:
-    """Seconds of one all-reduce.
+    """Return the seconds of one all-reduce.
+
+    Args:
+        sizes: Size and number of the all-reduces.
+        device: Device of the data.
+        rank: Rank of this worker in the group.
+        workers: Number of workers in the group.
 
     Raises:
-        RuntimeError: its result is wrong.
+        RuntimeError: The result is wrong.
     """
-    mine = torch.full((sizes.floats,), float(rank + 1), device=device)
-    data = torch.empty_like(mine)
+    own = torch.full((sizes.floats,), float(rank + 1), device=device)
+    data = torch.empty_like(own)
 
     def work() -> None:
-        data.copy_(mine)
+        data.copy_(own)
         dist.all_reduce(data)
 
     seconds = timed(work, device, sizes.reductions)
@@ -147,13 +195,30 @@ def allreduce(sizes: Sizes, device: torch.device, rank: int, workers: int) -> fl
     return seconds
 
 
-def tell(env: Mapping[str, str], local_rank: int, times: Mapping[str, float]) -> None:
-    """Send the agent what was measured (protocol/workers.py)."""
-    news = {"round": int(env["DLROVER_ROUND"]), "local_rank": local_rank, "step": 0}
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as link:
-        link.settimeout(TELL_S)  # the agent's queue may be full for a moment
-        link.connect(env["DLROVER_AGENT_SOCKET"])
-        link.send(json.dumps({**news, "metrics": times}).encode())
+def report(env: Mapping[str, str], local_rank: int, times: Mapping[str, float]) -> None:
+    """Send the measurements to the agent, as a datagram of protocol/workers.py.
+
+    The agent does not confirm it.
+
+    Args:
+        env: Environment of this worker.
+        local_rank: Rank of this worker on its node.
+        times: Measurements by name: seconds, and GB/s.
+
+    Raises:
+        OSError: The agent has not taken it within ``REPORT_S``, or has ended.
+    """
+    message: sdk.ProgressFields = {
+        "version": sdk.VERSION,
+        "round": int(env["DLROVER_ROUND"]),
+        "local_rank": local_rank,
+        "step": 0,
+        "metrics": times,
+    }
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as connection:
+        connection.settimeout(REPORT_S)  # the agent's queue may be full for a moment
+        connection.connect(env["DLROVER_AGENT_SOCKET"])
+        connection.send(sdk.encode(message))
 
 
 if __name__ == "__main__":

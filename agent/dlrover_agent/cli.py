@@ -1,17 +1,17 @@
-"""``elastic-run`` (alias ``dlrover-run``): start a training script as torchrun does.
+"""The program ``elastic-run`` (alias ``dlrover-run``), which starts a script as torchrun does.
 
-Inside an ElasticJob it is a member: what it needs stands in its environment, and the job's spec
-beats the flags. Elsewhere torchrun's command lines work: the node that is the rendezvous endpoint
-runs our master, or this machine alone does.
+Inside an ElasticJob, ``elastic-run`` is a member of the job. It reads its settings from the
+environment, and the job's spec takes precedence over the flags. Elsewhere the command lines of
+torchrun work. The master then runs on the node that is the rendezvous endpoint, or on this machine
+if the job has one node.
 """
 
 import contextlib
+import errno
 import hashlib
 import importlib.util
-import json
 import logging
 import os
-import random
 import re
 import shutil
 import signal
@@ -26,24 +26,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlrover_agent import flags as given
-from dlrover_agent.endpoint import Endpoint, hosted
 from dlrover_agent.flags import TORCH_S, Flags
-from dlrover_agent.settings import LINE_PREFIX, Command, Output, Settings
-from dlrover_py.aside import outlet
+from dlrover_agent.settings import LINE_PREFIX, Command, OutputSettings, Settings, environment
+from dlrover_agent.standalone import Endpoint, hosted
+from dlrover_py.pacing import random_delay_s
+from dlrover_py.process.blocking import shared_writer
+from dlrover_py.process.identity import ignores_signal
 from dlrover_py.protocol.commands import refusal
 from dlrover_py.protocol.errors import (
     ConfigError,
     DLRoverError,
     ExitCode,
+    FileLimitError,
     TransientError,
-    Unauthorized,
-    Unreachable,
+    UnauthorizedError,
+    UnreachableError,
 )
+from dlrover_py.protocol.names import ENV_MASTER_ADDR
+from dlrover_py.protocol.words import counted, output_line
 from dlrover_py.telemetry import setup
 
 if TYPE_CHECKING:
-    from dlrover_agent.failures import Death
-    from dlrover_agent.loop import Outcome
+    from dlrover_agent.loop import AgentOutcome
+    from dlrover_agent.workers.failures import WorkerDeath
+    from dlrover_py.protocol.agents import JobName
 
 log = logging.getLogger("agent.cli")
 
@@ -51,13 +57,20 @@ NOT_IN_JOB = (
     *("nnodes", "node_unit", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf"),
     *("node_rank", "master_addr", "master_port", "max_restarts", "local_addr"),
 )
-"""What the job's spec, or its platform, says."""
-NAME = "/v1/job/name"
-LAST_WORDS_S = 30.0
-"""Who reads standard error has so long to take more of it at the end."""
-SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+"""Flags without effect inside a job, because the job's spec or its platform sets their values."""
+_NUMBER = re.compile(r"[0-9]{1,9}")
+MAX_RESTARTS = 1_000_000_000
+"""Largest value of ``--max-restarts``."""
+JOB_NAME_PATH = "/v1/job/name"
+"""Path at which a master returns the name of its job."""
+LAST_OUTPUT_S = 30.0
+"""Seconds at exit for the reader of standard error to take more of the last output."""
+LAST_OUTPUT_STOPPED_S = 1.0
+"""As LAST_OUTPUT_S, if a signal has ended the job."""
+ENV_SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+"""Environment variable of torch with the seconds from a signal to SIGKILL."""
 OTHER_DEVICES = ("/dev/dxg", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/davinci_manager")
-"""Where there may be an accelerator that is no NVIDIA GPU."""
+"""Device files of accelerators other than NVIDIA GPUs."""
 _RUN_PATH = (
     "import sys; from torch.distributed.elastic.multiprocessing.errors import record\n"
     "from torch.distributed.run import run_script_path; record(run_script_path)(*sys.argv[1:])"
@@ -65,156 +78,242 @@ _RUN_PATH = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``elastic-run``; return its exit code."""
-    member = False
-    environ: Mapping[str, str] = {}
+    """Run ``elastic-run`` with these arguments, or those of the process; return its exit code.
+
+    An error is printed and written to the error file of the parent process, if that named one. The
+    exit code without a platform is 0 or 1. The signals that ask the agent to end stay blocked.
+
+    Raises:
+        OSError: The system has refused something that no message here explains.
+    """
+    environ = environment()
+    member = bool(environ.get(ENV_MASTER_ADDR))
     try:
-        settings = Settings.from_environment()
-        environ = settings.environ
+        settings = Settings.from_environment(environ)
         flags = given.parse(sys.argv[1:] if argv is None else argv, environ)
         member = settings.in_job and not flags.standalone
         level = settings.log_level or ("INFO" if member else "WARNING")
         setup("elastic-run", level=level, node=settings.node_id, aside=True)
         command = _command(flags, settings, member=member)
-        # From here on what is made is also unmade: signals wait until the agent takes them, and a
-        # further one at the end does not take its last words from it.
+        # What is created from here on must be removed again. So signals are blocked until the
+        # agent handles them, and a further signal at the end does not cut off the last message.
         signal.pthread_sigmask(signal.SIG_BLOCK, command.signals)
-        run = _member if member else _own
-        outcome = run(flags, settings, command)
+        run = _run_in_job if member else _run_without_platform
+        try:
+            outcome = run(flags, settings, command)
+        except OSError as error:
+            if error.errno != errno.EMFILE:
+                raise
+            raise FileLimitError("Too many open files") from error
     except DLRoverError as error:
-        _say(f"elastic-run: {error}\n")
+        _finish_output()
+        _print_error(f"elastic-run: {error}\n")
         _tell_parent(environ, str(error), ())
         code = int(error.exit_code)
     else:
         code = outcome.code
+        _finish_output()
         if code != ExitCode.OK:
-            deaths: list[Death] = []
+            deaths: list[WorkerDeath] = []
             if outcome.deaths:
-                from dlrover_agent.failures import cause_first, summary
+                from dlrover_agent.workers.failures import cause_first, summary
 
                 deaths = cause_first(outcome.deaths)
-                _say(summary(command.name, deaths, socket.gethostname()))
-            _say(f"elastic-run: {outcome.message}\n")
+                _print_error(summary(command.name, deaths, socket.gethostname()))
+            _print_error(f"elastic-run: {outcome.message}\n")
             _tell_parent(environ, outcome.message, deaths)
-    return code if member else min(code, 1)  # only a platform knows our codes
+    return code if member else min(code, 1)  # only a platform knows the agent's exit codes
 
 
-def _say(words: str) -> None:
-    """Write it on standard error, after all that was logged."""
+def _finish_output() -> None:
+    """Wait until the console has taken the workers' output; give up the rest if it hangs.
+
+    A console hangs if it takes nothing for 30 s, or for 1 s after a signal. The lost lines are
+    counted in a warning.
+    """
+    for fd, name in ((1, "output"), (2, "error")):
+        out = shared_writer(fd)
+        within_s = _last_output_s(fd)
+        if not out.finish(within_s) and (lines := out.give_up()):
+            why = f"the reader of standard {name} has taken nothing for {within_s:g} s"
+            log.warning("output_lost", extra={"lines": lines, "why": why})
+
+
+def _last_output_s(fd: int) -> float:
+    """Return the seconds for the reader of a stream: fewer if a signal has ended the job."""
+    return LAST_OUTPUT_S if shared_writer(fd).waits_for_reader else LAST_OUTPUT_STOPPED_S
+
+
+def _print_error(text: str) -> None:
+    """Write a message to standard error, after all log lines, and wait until it is written.
+
+    The text of workers and of other programs must not control the terminal. After 30 s without
+    progress, or 1 s after a signal, the wait ends and the message may be lost.
+    """
+    text = output_line(text)
     try:
         fd = sys.stderr.fileno()
-    except OSError:  # no file stands behind it
-        sys.stderr.write(words)
+    except OSError:  # standard error was replaced by an object without a file
+        sys.stderr.write(text)
         return
-    # A full disk must not change the exit code, and one that hangs must not keep us for ever.
-    outlet(fd).write(words.encode("utf-8", "backslashreplace"))
-    outlet(fd).finish(LAST_WORDS_S)
+    # A full disk must not change the exit code, and one that hangs must not block the exit
+    # indefinitely.
+    shared_writer(fd).write(text.encode("utf-8", "backslashreplace"))
+    shared_writer(fd).finish(_last_output_s(fd))
 
 
-def _tell_parent(environ: Mapping[str, str], message: str, deaths: "Sequence[Death]") -> None:
-    """Write why we failed to the error file that our parent process may have named, as torchelastic
-    does."""
+def _tell_parent(environ: Mapping[str, str], message: str, deaths: "Sequence[WorkerDeath]") -> None:
+    """Write why the agent failed to the error file of its parent process, if that named one.
+
+    torchelastic does the same. An error of the file is ignored.
+    """
     path = environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        from dlrover_agent import errorfile
-        from dlrover_agent.failures import for_parent
+        from dlrover_agent.workers import error_file
+        from dlrover_agent.workers.failures import error_file_document
 
         now = int(datetime.now(UTC).timestamp())
         with contextlib.suppress(OSError):
-            errorfile.write(Path(path), for_parent(message, deaths[0] if deaths else None, now))
+            error_file.write(
+                Path(path), error_file_document(message, deaths[0] if deaths else None, now)
+            )
 
 
 def _wait(numbers: Sequence[signal.Signals], seconds: float) -> None:
-    """Wait for so long, or until one of the signals, which are blocked meanwhile.
+    """Wait for a number of seconds, or until one of the signals, which must be blocked.
 
     Raises:
-        DLRoverError: one came.
+        DLRoverError: One of the signals has arrived.
     """
-    info = signal.sigtimedwait(numbers, seconds)
+    # The kernel also keeps a blocked signal that is ignored. Such a signal must not end the wait.
+    info = signal.sigtimedwait([n for n in numbers if not ignores_signal(n)], seconds)
     if info is not None:
         raise DLRoverError(f"the agent received {signal.Signals(info.si_signo).name}")
 
 
-def _member(flags: Flags, settings: Settings, command: Command) -> "Outcome":
+def _run_in_job(flags: Flags, settings: Settings, command: Command) -> "AgentOutcome":
+    """Run the agent as a node of a job that a platform has started.
+
+    Flags that the job's spec or its platform replaces are only logged. The function returns when
+    the agent has ended.
+
+    Raises:
+        DLRoverError: A setting cannot be used, or the master could not be reached at the start.
+    """
     settings.check()
     for name in sorted(flags.given & set(NOT_IN_JOB)):
-        _not_used(name, "the job's spec and its platform say it", logging.INFO)
+        _warn_unused_flag(name, "the job's spec or its platform sets this value", logging.INFO)
     token = settings.token()
     restarts = flags.max_restarts if "max_restarts" in flags.given else None
-    return _work(settings, command, token, restarts)
+    return _run_agent(settings, command, token, restarts)
 
 
-def _own(flags: Flags, settings: Settings, command: Command) -> "Outcome":
-    """A job without a platform: the master is a child of the agent at the endpoint."""
+def _run_without_platform(flags: Flags, settings: Settings, command: Command) -> "AgentOutcome":
+    """Run a job without a platform; the agent at the endpoint starts the master as a child.
+
+    The other agents wait for that master, for at most ``connect_s`` of the endpoint. The function
+    returns when the agent has ended.
+
+    Raises:
+        UnreachableError: The master could not be reached.
+        ConfigError: The flags cannot be used, or the program at the endpoint runs another job.
+    """
     endpoint = Endpoint.of(flags)
     endpoint.check(settings.ca_file)
     if endpoint.node_rank is None and flags.node_rank:
-        _not_used("node_rank", "ranks are given with --rdzv-backend=static only")
+        _warn_unused_flag("node_rank", "it is used only with --rdzv-backend=static")
     secret = settings.token() if settings.token_file is not None else ""
     with hosted(endpoint, secret) as master:
         if master is not None:
-            own = _settings(endpoint, settings, master.address, command)
-            own = replace(own, job_uid=_uid(endpoint, command, master.name))
-            return _work(own, command, master.token, flags.max_restarts, master.keep)
-    own, token = _settings(endpoint, settings, endpoint.address, command), secret or endpoint.token
+            agent_settings = _settings(endpoint, settings, master.address, command)
+            agent_settings = replace(agent_settings, job_uid=_uid(endpoint, command, master.name))
+            return _run_agent(
+                agent_settings, command, master.token, flags.max_restarts, master.keep
+            )
+    agent_settings = _settings(endpoint, settings, endpoint.address, command)
+    token = secret or endpoint.token
     try:
-        name = _name_of_run(endpoint, token, command)
-        own = replace(own, job_uid=_uid(endpoint, command, name))
-        return _work(own, command, token, flags.max_restarts)
-    except Unreachable as error:
-        words = (
-            "expected elastic-run on the endpoint's node; torchrun's own agents do not mix with it"
-        )
-        raise Unreachable(f"{error}; {words}") from error
-    except Unauthorized as error:
+        job = _job_at(endpoint, token, command)
+        if why := endpoint.size_difference(job.fewest, job.most):
+            _warn_unused_flag("nnodes", why)
+        agent_settings = replace(agent_settings, job_uid=_uid(endpoint, command, job.name))
+        return _run_agent(agent_settings, command, token, flags.max_restarts)
+    except UnreachableError as error:
+        hint = "expected elastic-run on the endpoint's node; torchrun's agents cannot join its job"
+        raise UnreachableError(f"{error}; {hint}") from error
+    except UnauthorizedError as error:
         raise ConfigError(
-            f"endpoint {own.master_addr} runs another job: expected --rdzv-id={endpoint.run_id} "
-            "there as well, and the same token on all nodes if DLROVER_TOKEN_FILE is set"
+            f"the program at {agent_settings.master_addr} is no master of this job, or runs "
+            f"another job: expected --rdzv-id={endpoint.run_id} there as well, and the same token "
+            "on all nodes if DLROVER_TOKEN_FILE is set; the token was not sent"
         ) from error
 
 
-def _name_of_run(endpoint: Endpoint, token: str, command: Command) -> str:
-    """What the master at the endpoint calls this run.
+def _job_at(endpoint: Endpoint, token: str, command: Command) -> "JobName":
+    """Return the name and size that the master at the endpoint has for this run.
+
+    The request is repeated for ``connect_s`` seconds. A signal that asks the agent to end stops it.
 
     Raises:
-        Unreachable: there is none for longer than ``connect_s``.
-        Unauthorized: it is another job's.
+        UnreachableError: No master has answered within ``connect_s``.
+        UnauthorizedError: The master belongs to another job.
+        FileLimitError: This process may open no more files.
+        DLRoverError: A signal has arrived.
     """
     import asyncio
 
-    from dlrover_agent.master import SAID_AFTER_S
-    from dlrover_py.rpc import Client
+    from dlrover_agent.channels.master_client import LOG_UNREACHABLE_AFTER_S
+    from dlrover_py.net.http_client import MAX_SHORT_REPLY_BYTES, HttpClient
+    from dlrover_py.protocol.agents import JobName
 
-    async def ask(within_s: float) -> str:
-        client = Client(endpoint.address, token=token)
+    async def ask(within_s: float) -> JobName:
+        client = HttpClient(endpoint.address, token=token, asks_proof=True)
         try:
-            return str(json.loads(await client.call("GET", NAME, deadline_s=within_s)))
+            reply = await client.call(
+                "GET", JOB_NAME_PATH, deadline_s=within_s, max_bytes=MAX_SHORT_REPLY_BYTES
+            )
         finally:
             client.close()
+        try:
+            return JobName.model_validate_json(reply)
+        except ValueError as error:
+            message = f"{endpoint.address}: expected a job's name, found another document"
+            raise ValueError(message) from error
 
-    started, said = time.monotonic(), False
+    started, logged = time.monotonic(), False
     while True:
         left = endpoint.connect_s + started - time.monotonic()
         try:
             return asyncio.run(ask(max(0.1, min(5.0, left))))
+        except FileLimitError:
+            raise
         except (TransientError, ValueError) as error:
             if left <= 0:
-                words = f"the master did not answer for {endpoint.connect_s:g} s"
-                raise Unreachable(f"{words}: {error}") from error
-            if endpoint.connect_s - left >= SAID_AFTER_S and not said:
-                said = True
+                message = f"the master did not answer for {endpoint.connect_s:g} s"
+                raise UnreachableError(f"{message}: {error}") from error
+            if endpoint.connect_s - left >= LOG_UNREACHABLE_AFTER_S and not logged:
+                logged = True
                 log.warning("master_not_reached", extra={"why": str(error)})
-        _wait(command.signals, min(max(0.05, left), random.uniform(0.1, 0.5)))
+        _wait(command.signals, min(max(0.05, left), random_delay_s(0.1, 0.5)))
 
 
 def _settings(endpoint: Endpoint, given: Settings, address: str, command: Command) -> Settings:
+    """Return the agent's settings for a job without a platform, with its master's address.
+
+    The call may wait until the endpoint's name can be resolved.
+
+    Raises:
+        UnreachableError: The name cannot be resolved in time.
+        DLRoverError: A signal that asks the agent to end has arrived.
+    """
     return Settings(
         master_addr=address,
         own_master=endpoint.most > 1,
         node_id=endpoint.node_id(),
         job_name=endpoint.run_id,
-        advertise=endpoint.advertised(lambda seconds: _wait(command.signals, seconds)),
+        advertised_addr=endpoint.advertised_addr(lambda seconds: _wait(command.signals, seconds)),
         connect_s=given.connect_s if not endpoint.host else endpoint.connect_s,
+        asks_proof=bool(endpoint.host),
         shm_dir=given.shm_dir,
         returns=endpoint.node_rank is not None,
         environ=given.environ,
@@ -222,61 +321,72 @@ def _settings(endpoint: Endpoint, given: Settings, address: str, command: Comman
 
 
 def _uid(endpoint: Endpoint, command: Command, run: str) -> str:
-    """The same for a node that comes again, and no other training finds its memory; nor does the
-    same one that is started again, whose rounds begin anew."""
-    words = "\0".join((run, endpoint.run_id, endpoint.host, str(endpoint.port), *command.argv))
-    return hashlib.sha256(words.encode(errors="surrogateescape")).hexdigest()[:16]
+    """Return a job uid, by which a node that returns finds its checkpoints in memory again.
+
+    Another training has another uid. A training that is started again has another uid too,
+    because the rounds start from the first one again.
+    """
+    identity = "\0".join((run, endpoint.run_id, endpoint.host, str(endpoint.port), *command.argv))
+    return hashlib.sha256(identity.encode(errors="surrogateescape")).hexdigest()[:16]
 
 
-def _work(
+def _run_agent(
     settings: Settings,
     command: Command,
     token: str,
     max_restarts: int | None,
-    beside: Callable[[set[int]], Coroutine[Any, Any, None]] | None = None,
-) -> "Outcome":
-    import asyncio  # while a master of ours imports what it needs
+    companion: Callable[[set[int]], Coroutine[Any, Any, None]] | None = None,
+) -> "AgentOutcome":
+    # Imported here, so that a master on this node starts first and imports at the same time.
+    """Run the agent in a new event loop until it ends."""
+    import asyncio
 
-    from dlrover_agent.loop import work
+    from dlrover_agent.loop import run_agent
 
-    agent = work(settings, command, token=token, max_restarts=max_restarts, beside=beside)
+    agent = run_agent(
+        settings, command, token=token, max_restarts=max_restarts, companion=companion
+    )
     return asyncio.run(agent)
 
 
-def _not_used(flag: str, why: str, level: int = logging.WARNING) -> None:
+def _warn_unused_flag(flag: str, why: str, level: int = logging.WARNING) -> None:
     name = "--" + flag.replace("_", "-")
     log.log(level, "flag_not_used", extra={"flag": name, "why": why})
 
 
 def _command(flags: Flags, settings: Settings, *, member: bool) -> Command:
-    """What the workers run.
+    """Return what the workers run.
+
+    Flags without effect are logged. The number of workers may be asked of torch in a child process,
+    for at most ``TORCH_S`` seconds.
 
     Raises:
-        ConfigError: a script that is not there, a number that makes no sense, a text that is not
-            understood.
+        ConfigError: The script does not exist, or the value of a flag cannot be used.
     """
     if "monitor_interval" in flags.given:
-        _not_used("monitor_interval", "a worker's end is seen at once")
+        _warn_unused_flag("monitor_interval", "the agent notices a worker's end immediately")
     if "start_method" in flags.given:
-        _not_used("start_method", "workers are new interpreters, or forks of a prepared one")
+        _warn_unused_flag("start_method", "workers are new processes, or forks of a zygote")
     if flags.launcher is not None:
         raise ConfigError(refusal(flags.launcher))
-    if flags.max_restarts < 0:
-        raise ConfigError(f"--max-restarts is {flags.max_restarts}: expected a number from 0")
+    if not 0 <= flags.max_restarts <= MAX_RESTARTS:
+        raise ConfigError(
+            f"--max-restarts is {flags.max_restarts}: expected a number from 0 to {MAX_RESTARTS}"
+        )
     if len(flags.role) > 1024 or not flags.role.isprintable():
         raise ConfigError(
             f"--role is {flags.role[:60]!r}: expected a name of at most 1024 printable characters"
         )
-    argv, name, cold = _argv(flags, settings)
+    argv, name, cold_start_reason = _argv(flags, settings)
     nproc = _nproc(flags.nproc_per_node, settings)
     cpus = _cpus(flags, nproc, settings.environ)
     if cpus and nproc == 1 and "OMP_NUM_THREADS" not in settings.environ:
-        cold = "--numa-binding: OpenMP counts the CPUs when it is imported"
+        cold_start_reason = "--numa-binding: OpenMP counts the CPUs when it is imported"
     visible = settings.environ.get("CUDA_VISIBLE_DEVICES")
     if flags.virtual_local_rank and visible is not None and len(visible.split(",")) < nproc:
         raise ConfigError(
-            f"--virtual-local-rank with {nproc} workers and CUDA_VISIBLE_DEVICES={visible!r}: "
-            "expected a device for each worker"
+            f"--virtual-local-rank with {counted(nproc, 'worker')} and "
+            f"CUDA_VISIBLE_DEVICES={visible!r}: expected a device for each worker"
         )
     if flags.precheck and importlib.util.find_spec("torch") is None:
         raise ConfigError(
@@ -288,12 +398,12 @@ def _command(flags: Flags, settings: Settings, *, member: bool) -> Command:
         argv=argv,
         name=name,
         nproc=nproc,
-        inherit=settings.environ,
+        environ=settings.environ,
         role=flags.role,
         log_dir=log_dir.absolute() if log_dir is not None else None,
         output=_output(flags, settings.environ),
         event_handler=flags.event_log_handler,
-        cold="--cold-start" if flags.cold_start else cold,
+        cold="--cold-start" if flags.cold_start else cold_start_reason,
         signals=given.signals(flags.signals_to_handle),
         shutdown_s=_shutdown_s(flags, settings.environ),
         virtual_local_rank=flags.virtual_local_rank,
@@ -305,63 +415,92 @@ def _command(flags: Flags, settings: Settings, *, member: bool) -> Command:
 
 
 def _cpus(flags: Flags, nproc: int, environ: Mapping[str, str]) -> tuple[frozenset[int], ...]:
+    """Return the CPUs of each worker by local rank; empty without ``--numa-binding``."""
     if flags.numa_binding is None:
         return ()
-    from dlrover_agent.affinity import Affinity, Mode
+    from dlrover_agent.workers.numa import CpuAffinity, NumaMode
 
-    return Affinity.of(Mode(flags.numa_binding), nproc, environ).by_rank
+    return CpuAffinity.of(NumaMode(flags.numa_binding), nproc, environ).by_rank
 
 
 def _argv(flags: Flags, settings: Settings) -> tuple[tuple[str, ...], str, str]:
-    """The workers' command line, what people call it, and why it is never forked (if it is not)."""
+    """Return the workers' command line, the script's name, and why workers are never forked.
+
+    The last part is empty if workers may be forked.
+
+    Raises:
+        ConfigError: The script or program does not exist, or flags exclude each other.
+    """
     script, python = flags.training_script, settings.python
     if flags.module and flags.no_python:
         raise ConfigError("--module and --no-python exclude each other: a module needs Python")
-    cold = "" if python == sys.executable else "PYTHON_EXEC is another interpreter"
+    cold_start_reason = "" if python == sys.executable else "PYTHON_EXEC is another interpreter"
     if flags.run_path:
         _there(script)
-        argv, cold = [python, "-u", "-c", _RUN_PATH, script], "--run-path"
+        argv, cold_start_reason = [python, "-u", "-c", _RUN_PATH, script], "--run-path"
     elif flags.no_python:
         if shutil.which(script) is None:
             raise ConfigError(f"program {script}: not found, or not executable")
-        argv, cold = [script], "--no-python"
+        argv, cold_start_reason = [script], "--no-python"
     elif flags.module:
         argv = [python, "-u", "-m", script]
     else:
         _there(script)
         argv = [python, "-u", script]
-    return (*argv, *flags.training_script_args), script, cold
+    return (*argv, *flags.training_script_args), script, cold_start_reason
 
 
 def _there(script: str) -> None:
+    """Refuse a script that does not exist, or a folder without a ``__main__.py``.
+
+    Raises:
+        ConfigError: The script is refused.
+    """
     path = Path(script)
     if not path.exists():
         raise ConfigError(f"script {path.absolute()}: there is no such file")
+    if path.is_dir() and not (path / "__main__.py").exists():
+        raise ConfigError(
+            f"script {path.absolute()}: this is a folder without a __main__.py; expected a script"
+        )
 
 
-def _output(flags: Flags, environ: Mapping[str, str]) -> Output:
-    return Output(
+def _output(flags: Flags, environ: Mapping[str, str]) -> OutputSettings:
+    return OutputSettings(
         log_dir=Path(flags.log_dir).absolute() if flags.log_dir else None,
         redirects=given.streams("--redirects", flags.redirects),
         tee=given.streams("--tee", flags.tee),
         shown=given.local_ranks(flags.local_ranks_filter),
-        out_words=tuple(flags.duplicate_stdout_filters),
-        err_words=tuple(flags.duplicate_stderr_filters),
+        stdout_filters=tuple(flags.duplicate_stdout_filters),
+        stderr_filters=tuple(flags.duplicate_stderr_filters),
         prefix=environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or LINE_PREFIX,
         specs=flags.logs_specs,
     )
 
 
 def _shutdown_s(flags: Flags, environ: Mapping[str, str]) -> float:
-    name, text = SHUTDOWN, environ.get(SHUTDOWN, "30")
+    """Return the seconds from a signal to SIGKILL: of the flag, of torch's variable, or 30.
+
+    Raises:
+        ConfigError: The value is not a number from 0.
+    """
+    name, text = ENV_SHUTDOWN_TIMEOUT, environ.get(ENV_SHUTDOWN_TIMEOUT, "30")
     if flags.shutdown_timeout is not None:
         name, text = "--shutdown-timeout", str(flags.shutdown_timeout)
-    if not text.isdigit():
+    if not _NUMBER.fullmatch(text):
         raise ConfigError(f"{name} is {text!r}: expected a number of seconds from 0")
     return float(text)
 
 
 def _nproc(text: str, settings: Settings) -> int:
+    """Return the number of workers on this node, from the value of ``--nproc-per-node``.
+
+    ``auto`` is the number of GPUs, or of CPUs on a node without GPUs. The name of another device is
+    resolved by torch in a child process, for at most ``TORCH_S`` seconds.
+
+    Raises:
+        ConfigError: The value cannot be used, or there is no such device.
+    """
     cpus = len(os.sched_getaffinity(0))
     if text in ("auto", "gpu", "cpu"):
         gpus = 0 if text == "cpu" else count_gpus(settings.environ.get("CUDA_VISIBLE_DEVICES"))
@@ -370,7 +509,7 @@ def _nproc(text: str, settings: Settings) -> int:
         if not gpus and text == "auto" and any(Path(p).exists() for p in OTHER_DEVICES):
             gpus = _ask_torch("torch.accelerator.device_count()", settings)
         return gpus or cpus
-    number = int(text) if text.isdigit() else 0
+    number = int(text) if _NUMBER.fullmatch(text) else 0
     if re.fullmatch(r"[a-z]+", text):
         number = _ask_torch(f"getattr(torch, {text!r}).device_count()", settings)
     if not 1 <= number <= 1024:
@@ -382,34 +521,41 @@ def _nproc(text: str, settings: Settings) -> int:
 
 
 def _ask_torch(what: str, settings: Settings) -> int:
-    """A number that only torch knows; 0 if it does not either. It is imported in a child."""
-    ask = [settings.python, "-c", f"import torch; print({what})"]
+    """Return a number that a child process gets from torch; 0 if torch cannot be asked.
+
+    The child process has ``TORCH_S`` seconds.
+    """
+    ask = [settings.python, "-P", "-c", f"import torch; print({what})"]
     try:
         done = subprocess.run(ask, capture_output=True, text=True, check=True, timeout=TORCH_S)
-        said = done.stdout.strip()
+        output = done.stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return 0
-    return int(said) if said.isdigit() else 0
+    return int(output) if _NUMBER.fullmatch(output) else 0
 
 
 def count_gpus(given: str | None) -> int:
-    """GPUs of this node, without initialising any of them.
+    """Return the number of GPUs of this node, without initializing any of them.
+
+    Without NVIDIA's driver it is 0. But if CUDA_VISIBLE_DEVICES is set, its entries are counted
+    then.
 
     Args:
-        given: CUDA_VISIBLE_DEVICES; None if it is not set.
+        given: Value of CUDA_VISIBLE_DEVICES; None if it is not set.
     """
-    from dlrover_agent import visible
+    from dlrover_agent.workers import visible_devices
 
     folder = Path("/proc/driver/nvidia/gpus")
     listed = sorted(folder.iterdir()) if folder.is_dir() else []
     if given is not None:
-        return visible.count(given, [_uuid(gpu / "information") for gpu in listed])
-    ours = len(list(Path("/dev").glob("nvidia[0-9]*")))  # a container may see the host's list
-    return min(len(listed), ours) if ours else len(listed)
+        return visible_devices.count(given, [_uuid(gpu / "information") for gpu in listed])
+    # A container may see the host's list in /proc, but only its own device files.
+    device_files = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    return min(len(listed), device_files) if device_files else len(listed)
 
 
 def _uuid(information: Path) -> str:
-    """UUID of a GPU by its driver's file; empty if that does not tell it."""
+    """Return the UUID of a GPU from its driver's file; empty if the file does not contain it."""
     try:
         found = re.search(r"^GPU UUID:[ \t]*(\S+)", information.read_text(), re.MULTILINE)
     except OSError:

@@ -1,7 +1,8 @@
-"""One node's decisions, PURE: what to do about an assignment, a worker's end, a signal.
+"""The decisions of one node's agent, for example after an assignment, a worker's end or a signal.
 
-``Core.handle(event, now)`` is the only way in; it returns effects. Workers belong to one round at
-a time: those of the old round are gone before those of the next one start.
+This module is pure: it has no I/O and reads no clock. :meth:`Core.handle` is the only entry point.
+It takes an event and returns the effects to carry out. Workers belong to one round at a time. All
+workers of the old round are gone before those of the next round start.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,6 +17,7 @@ from dlrover_py.protocol.agents import (
     WorkerPhase,
 )
 from dlrover_py.protocol.errors import ExitCode
+from dlrover_py.protocol.timing import AGENT_DISCONNECTED_S
 
 MEASURED: dict[str, Callable[[Iterable[float]], float]] = {
     "matmul_s": max,
@@ -23,58 +25,59 @@ MEASURED: dict[str, Callable[[Iterable[float]], float]] = {
     "algbw_gb_s": min,
     "busbw_gb_s": min,
 }
-"""What the workers of a check measure, and whose number is the node's."""
-ADRIFT_S = 30.0
-"""So much longer is a master enough that answers, but hears nothing of its platform: it is cut off
-with us, or the platform is away for all, and then nobody is better off for a stop."""
-OVERDUE_S = 5.0
-"""An exchange has failed when its answer is so late."""
+"""Measurements of a check's workers, and how the node's value is made from theirs.
+
+The node's value is that of its slowest worker: the longest time or the lowest bandwidth."""
+EXCHANGE_OVERDUE_S = 5.0
+"""Seconds after which an exchange without an answer has failed."""
 AFTER_FAILURE_S = 5.0
-"""Where one of several workers fails in their last step, the others may be saving it still."""
+"""Seconds that workers get to end after another worker of the node failed in the last step.
+
+They may still be saving that step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assigned:
-    """The master has answered."""
+    """An answer of the master has arrived."""
 
     assignment: Assignment
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
-    """The master has given this node, or this life of it, up."""
+class NodeRefused:
+    """The master has refused this node, or this incarnation of it."""
 
     message: str
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """A worker's process has ended."""
+class WorkerEnded:
+    """The process of a worker has ended."""
 
     round: int
     local_rank: int
     failure: WorkerFailure | None
-    """None if it exited 0."""
+    """Why the worker failed; None if its exit code was 0."""
 
 
 @dataclass(frozen=True, slots=True)
-class Emptied:
-    """All processes of the round are gone."""
+class WorkersGone:
+    """All processes of a round are gone."""
 
     round: int
 
 
 @dataclass(frozen=True, slots=True)
-class Stuck:
-    """Processes of the round survived SIGKILL (a hung driver or file system)."""
+class WorkersStuck:
+    """Processes of a round have survived SIGKILL, for example in a hung driver or file system."""
 
     round: int
     pids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Stepped:
-    """A script reported where it stands."""
+class StepReported:
+    """A script has reported its step and its metrics."""
 
     round: int
     local_rank: int
@@ -85,31 +88,35 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class MasterLost:
-    """The master has been away for so long that it will not come back."""
+    """The master has been unreachable for so long that it will not come back."""
 
     message: str
 
 
 @dataclass(frozen=True, slots=True)
-class Missed:
-    """The master did not answer."""
+class MasterUnreachable:
+    """The master has not answered a report."""
 
 
 @dataclass(frozen=True, slots=True)
-class Met:
-    """Another node of the round is there: rank 0's agent has answered, or one has asked it."""
+class PeerSeen:
+    """Another node of the round has been reached.
+
+    On rank 0 another node's agent has sent a probe. On the other nodes rank 0's agent has answered
+    a probe.
+    """
 
     round: int
 
 
 @dataclass(frozen=True, slots=True)
-class Passed:
-    """Some time has passed: a part of :attr:`Core.look_s`."""
+class Tick:
+    """Some time has passed, at most :attr:`Core.tick_s`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Signalled:
-    """The agent was signalled, or its lifeline has ended."""
+    """The agent has received a signal, or its lifeline pipe has been closed."""
 
     name: str
     number: int
@@ -117,59 +124,66 @@ class Signalled:
 
 Event = (
     Assigned
-    | Refused
-    | Ended
-    | Emptied
-    | Stuck
-    | Stepped
+    | NodeRefused
+    | WorkerEnded
+    | WorkersGone
+    | WorkersStuck
+    | StepReported
     | MasterLost
-    | Missed
-    | Met
-    | Passed
+    | MasterUnreachable
+    | PeerSeen
+    | Tick
     | Signalled
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Start the workers of this assignment; a fresh offer is needed from now on."""
+    """Start the workers of this assignment."""
 
     assignment: Assignment
 
 
 @dataclass(frozen=True, slots=True)
-class Renew:
-    """The offer belongs to this round now: reserve another port for the next one."""
+class ReserveNextPort:
+    """Use the reserved port for this round, and reserve another port for the next round."""
 
     round: int
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """End the workers: a signal, SIGKILL after the grace; then :class:`Emptied`."""
+    """Stop the workers with a signal, and with SIGKILL after the grace period.
+
+    :class:`WorkersGone` follows when all processes are gone.
+    """
 
     why: str
     grace_s: float
-    polite: bool = False
-    """Let scripts that ask ``should_stop()`` end by themselves before they are signalled."""
+    """Seconds from the signal to SIGKILL."""
+    graceful: bool = False
+    """Whether scripts that call ``should_stop()`` may end by themselves instead of by a signal."""
     signal: int = 15
     last_step_s: float = 0.0
-    """Those scripts have so long for it, if that is longer than the grace."""
+    """Seconds that such scripts have for their last step, if that is longer than ``grace_s``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """End the workers at once."""
+    """Kill the workers immediately."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The report has changed in a way that must not wait for the next exchange."""
+    """Send a report now, because a change must not wait for the next exchange."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """Ask rank 0's agent whether it is in this round still; then :class:`Met`, or silence."""
+class ProbePeer:
+    """Ask rank 0's agent whether it is still in this round.
+
+    :class:`PeerSeen` follows if it is. Otherwise no event follows.
+    """
 
     addr: str
     port: int
@@ -177,118 +191,157 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """The agent's work is done."""
+    """End the agent with this exit code."""
 
     code: int
     message: str
 
 
-Effect = Start | Renew | Stop | Kill | Report | Ask | Exit
+Effect = Start | ReserveNextPort | Stop | Kill | Report | ProbePeer | Exit
 
 
 @dataclass(slots=True)
 class Core:
-    """State of one agent."""
+    """The state of one agent, and its decisions.
+
+    All times are seconds of one monotonic clock, which the caller of :meth:`handle` reads.
+    """
 
     nproc: int
+    """Number of workers on this node."""
     shutdown_s: float = 30.0
-    """Signal to SIGKILL when the agent itself is asked to end."""
+    """Seconds from the signal to SIGKILL when the agent itself is asked to end."""
     phase: WorkerPhase = WorkerPhase.IDLE
+    """State of the workers of round ``follows``, taken together."""
     follows: int = 0
+    """Newest round that the agent has taken up."""
     incarnation: int = 0
+    """Incarnation of this node as assigned by the master; 0 before the first assignment."""
     have: tuple[int, int] = (0, 0)
     """Term and version of the newest assignment."""
     failure: WorkerFailure | None = None
+    """Why round ``follows`` failed on this node; None if it did not."""
     progress: Progress | None = None
+    """Progress of the script in round ``follows``; None before the first step was reported."""
     checks: int = 0
-    """Newest check that was taken up."""
+    """Number of the newest check that the agent has taken up."""
     check: CheckResult | None = None
-    """How it ended here."""
+    """Result of check ``checks`` on this node; None if it has not ended."""
     leaving: str = ""
+    """Why this node leaves the job; empty if it stays."""
     cut_off: str = ""
-    """Why the workers of round ``follows`` were stopped without the master's word."""
+    """Why the agent stopped the workers of round ``follows`` without an order of the master."""
     assignment: Assignment | None = None
+    """Newest assignment; None before the first one."""
     _alive: set[int] = field(default_factory=set)
-    _measured: dict[int, dict[str, float]] = field(default_factory=dict)
-    """What the workers of a check have said, by local rank."""
+    """Local ranks of the workers that run."""
+    _measurements: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Measurements of a check's workers, by local rank."""
     _workers_round: int = 0
+    """Round of the workers that were started last."""
     _occupied: bool = False
-    """Processes of the round may still be there."""
+    """Whether processes of round ``_workers_round`` may still exist."""
     _stopping: bool = False
+    """Whether the workers have been asked to stop."""
     _last_step: bool = False
-    """The workers that stop may finish their step."""
+    """Whether workers that stop may finish their step."""
     _next: Assignment | None = None
+    """Assignment whose workers start when the present ones are gone."""
     _exit: Exit | None = None
+    """How the agent ends when its workers are gone; None if it goes on."""
     _signals: int = 0
-    _taken_up_at: float = 0.0
+    """Number of signals that the agent has received."""
+    _round_taken_up_at: float = 0.0
+    """When round ``follows`` was taken up."""
     _stepped_at: float = 0.0
-    _missed_at: float | None = None
-    """Since when the master has not answered, or has been adrift."""
-    _adrift: bool = False
-    """It answers, and has itself lost touch with its platform."""
-    _met_at: float | None = None
-    """When another node of the round was there last; None if that has never been seen."""
+    """When the step was last seen to grow."""
+    _master_missing_since: float | None = None
+    """Since when the master has not answered or has been disconnected; None if all is well."""
+    _master_disconnected: bool = False
+    """Whether the master answers, but has itself lost its platform."""
+    _peer_seen_at: float | None = None
+    """When another node of the round was last reached; None if never."""
 
     @property
-    def clean(self) -> int:
-        """No worker of a round before this one runs here any more."""
+    def oldest_live_round(self) -> int:
+        """The oldest round whose workers may still run on this node."""
         return self._workers_round if self._occupied else self.follows + 1
 
     @property
-    def departs(self) -> bool:
-        """Whether others may go on without this node, and wait for a last step with it until they
-        hear that none of its workers runs any more."""
+    def leaves_job(self) -> bool:
+        """Whether this node leaves a job that may go on without it.
+
+        The other nodes then wait for a last step with this node, until its report says that none
+        of its workers runs any more.
+        """
         if self._exit is None or self._exit.code == ExitCode.SUPERSEDED:
             return False
         dismissed = self._exit.code == ExitCode.OK and self.phase is WorkerPhase.STOPPING
         return bool(self.leaving) or dismissed
 
     @property
-    def look_s(self) -> float:
-        """How often to look, at most, whether anybody is there: several times in a lease."""
-        return (self.assignment.lease_s if self.assignment is not None else OVERDUE_S) / 4
+    def tick_s(self) -> float:
+        """Most seconds between two :class:`Tick` events: a quarter of the lease."""
+        return (self.assignment.lease_s if self.assignment is not None else EXCHANGE_OVERDUE_S) / 4
 
     def stands(self, round_number: int) -> bool:
-        """Whether this node is in that round still, and has not stopped its workers."""
-        well = self.phase in (WorkerPhase.RUNNING, WorkerPhase.SUCCEEDED)
-        return well and round_number == self._workers_round
+        """Return whether this node's workers of a round run, or have all succeeded.
+
+        It is False for an older round, for a check, and after a failure or a stop.
+        """
+        working = self.phase in (WorkerPhase.RUNNING, WorkerPhase.SUCCEEDED)
+        return working and round_number == self._workers_round
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """Take in an event, and say what has to be done."""
+        """Change the state by an event, and return the effects to carry out, in order.
+
+        Events of workers of an older round change nothing. Many events have no effects.
+        """
         match event:
             case Assigned(assignment):
-                return self._assigned(assignment, now)
-            case Refused(message):
-                return self._refused(message)
-            case Ended(round_number, local_rank, failure):
-                return self._ended(round_number, local_rank, failure)
-            case Emptied(round_number):
-                return self._emptied(round_number)
-            case Stuck(round_number, pids):
-                return self._stuck(round_number, pids)
-            case Stepped():
-                return self._stepped(event, now)
+                return self._on_assigned(assignment, now)
+            case NodeRefused(message):
+                return self._on_refused(message)
+            case WorkerEnded(round_number, local_rank, failure):
+                return self._on_worker_ended(round_number, local_rank, failure)
+            case WorkersGone(round_number):
+                return self._on_workers_gone(round_number)
+            case WorkersStuck(round_number, pids):
+                return self._on_workers_stuck(round_number, pids)
+            case StepReported():
+                return self._on_step_reported(event, now)
             case MasterLost(message):
-                return self._master_lost(message)
-            case Missed():
-                self._missed_at = now if self._missed_at is None else self._missed_at
-                self._adrift = False
+                return self._on_master_lost(message)
+            case MasterUnreachable():
+                self._master_missing_since = (
+                    now if self._master_missing_since is None else self._master_missing_since
+                )
+                self._master_disconnected = False
                 return []
-            case Met(round_number):
-                self._met_at = now if round_number == self._workers_round else self._met_at
+            case PeerSeen(round_number):
+                self._peer_seen_at = (
+                    now if round_number == self._workers_round else self._peer_seen_at
+                )
                 return []
-            case Passed():
-                return self._passed(now)
+            case Tick():
+                return self._on_tick(now)
             case Signalled(name, number):
-                return self._signalled(name, number)
+                return self._on_signal(name, number)
 
-    def _assigned(self, new: Assignment, now: float) -> list[Effect]:
-        if new.term >= self.have[0]:  # not one that was replaced, and is cut off with us
-            self._adrift = new.adrift
-            if not new.adrift:
-                self._missed_at = None
-            elif self._missed_at is None:
-                self._missed_at = now
+    def _on_assigned(self, new: Assignment, now: float) -> list[Effect]:
+        # The answer of an older term comes from a replaced master that is cut off with this node.
+        """Follow an assignment of the master; ignore one that is not newer than the last one.
+
+        Once the agent ends, assignments are only noted. Workers of a new round start when those of
+        the old round are gone. A repeated round or check at most ends a last step that is under
+        way.
+        """
+        if new.term >= self.have[0]:
+            self._master_disconnected = new.master_disconnected
+            if not new.master_disconnected:
+                self._master_missing_since = None
+            elif self._master_missing_since is None:
+                self._master_missing_since = now
         if (new.term, new.version) <= self.have:
             return []
         self.have = (new.term, new.version)
@@ -298,54 +351,62 @@ class Core:
             return []
         if new.directive is Directive.STOP:
             self._exit = Exit(new.exit_code, new.reason)
-            return self._stop(new.reason, new.stop_grace_s, polite=True)
+            return self._stop(new.reason, new.stop_grace_s, graceful=True)
         if new.directive is Directive.WAIT:
             self._next = None
-            return self._make_way(new) if self._occupied else []
+            return self._stop_old_round(new) if self._occupied else []
         if new.directive is Directive.CHECK:
             if new.check <= self.checks:
-                return self._make_way(new) if self._last_step else []
+                return self._stop_old_round(new) if self._last_step else []
             self.checks, self.check = new.check, None
         elif new.round <= self.follows:
-            return self._make_way(new) if self._last_step else []
+            return self._stop_old_round(new) if self._last_step else []
         else:
-            self.follows, self._taken_up_at = new.round, now
+            self.follows, self._round_taken_up_at = new.round, now
         self.failure = self.progress = None
         self.cut_off = ""
         self._next = new
-        # A report at once: the master waits for it before it counts on this node again.
-        effects: list[Effect] = [Renew(new.round), Report()]
+        # The report is sent immediately, because the master counts on this node only after it.
         if not self._occupied:
-            return effects + self._start()
-        effects += self._make_way(new)
-        # A report speaks of the new round from here on: the old one's end is no news of it.
+            return [ReserveNextPort(new.round), *self._start(), Report()]
+        effects = [ReserveNextPort(new.round), Report(), *self._stop_old_round(new)]
+        # Reports describe the new round from now on. The end of the old round's workers must not
+        # change them.
         self.phase = WorkerPhase.STOPPING
         return effects
 
-    def _refused(self, message: str) -> list[Effect]:
+    def _on_refused(self, message: str) -> list[Effect]:
+        """End the agent without a further report; kill workers that may still exist first."""
         self._exit = Exit(ExitCode.SUPERSEDED, f"refused by the master: {message}")
         self._next = None
         if not self._occupied:
             return [self._exit]
         self._mark_stopping()
-        return [Kill()]  # another node may already work in its place: nothing more is written
+        # Another node may already work in its place, so its workers must not write any more.
+        return [Kill()]
 
-    def _ended(
+    def _on_worker_ended(
         self, round_number: int, local_rank: int, failure: WorkerFailure | None
     ) -> list[Effect]:
+        """Handle a worker's end: a failure stops the other workers, the last success is reported.
+
+        An end after a requested stop does not change the phase. It matters only if it is a failure
+        in the last step, which shortens the time of the others.
+        """
         if round_number != self._workers_round:
             return []
         self._alive.discard(local_rank)
         if self._stopping or self._exit is not None:
             if failure is None or not self._last_step:
-                return []  # it was told to end: neither a success nor a failure
+                # The worker ended because it had to, which is neither a success nor a failure.
+                return []
             self._last_step = False
-            return [Stop("a worker of this node failed", AFTER_FAILURE_S, polite=True)]
+            return [Stop("a worker of this node failed", AFTER_FAILURE_S, graceful=True)]
         if self.phase is WorkerPhase.CHECKING:
             return self._check_ended(local_rank, failure)
         if failure is not None:
             self.phase, self.failure = WorkerPhase.FAILED, failure
-            # The round is over, here and everywhere: do not wait for the master to say so.
+            # The round is over on all nodes, so the agent does not wait for the master's order.
             return [Report(), *self._stop("a worker of this node failed", 1.0)]
         if self._alive:
             return []
@@ -353,9 +414,13 @@ class Core:
         return [Report()]
 
     def _check_ended(self, local_rank: int, failure: WorkerFailure | None) -> list[Effect]:
-        """A worker of a check has ended: no news of the job's own workers, whatever it was."""
+        """Handle the end of a check's worker; it does not count as a failure of the job.
+
+        The first failure ends the check. The check has passed when all workers have ended with a
+        result.
+        """
         why = "" if failure is None else failure.message
-        if not why and local_rank not in self._measured:
+        if not why and local_rank not in self._measurements:
             why = "ended without a result"
         if why:
             self.check = CheckResult(passed=False, why=f"worker {local_rank} {why}")
@@ -363,13 +428,18 @@ class Core:
         if self._alive:
             return []
         slowest = {
-            name: pick(m.get(name, 0.0) for m in self._measured.values())
+            name: pick(m.get(name, 0.0) for m in self._measurements.values())
             for name, pick in MEASURED.items()
         }
         self.check = CheckResult(passed=True, **slowest)
         return [Report()]
 
-    def _emptied(self, round_number: int) -> list[Effect]:
+    def _on_workers_gone(self, round_number: int) -> list[Effect]:
+        """End the agent or start the next round, if that was waiting for the last round's end.
+
+        Otherwise a stopped node or checked node becomes idle. After a failure or success the phase
+        stays until the next round.
+        """
         if round_number != self._workers_round:
             return []
         self._alive.clear()
@@ -383,100 +453,119 @@ class Core:
         self.phase = WorkerPhase.IDLE
         return [Report()]
 
-    def _stuck(self, round_number: int, pids: tuple[int, ...]) -> list[Effect]:
+    def _on_workers_stuck(self, round_number: int, pids: tuple[int, ...]) -> list[Effect]:
+        """End the agent immediately with an error, so that this node gets no further workers."""
         if round_number != self._workers_round:
             return []
-        words = ", ".join(map(str, pids))
-        return [Exit(ExitCode.FAILED, f"processes {words} survived SIGKILL: this node is unfit")]
+        listed = ", ".join(map(str, pids))
+        return [Exit(ExitCode.FAILED, f"processes {listed} survived SIGKILL: this node is unfit")]
 
-    def _stepped(self, news: Stepped, now: float) -> list[Effect]:
-        checking = news.round == self._workers_round and self.phase is WorkerPhase.CHECKING
-        if checking and all(news.metrics.get(name, 0.0) >= 0 for name in MEASURED):
-            self._measured[news.local_rank] = news.metrics
-        if news.round != self._workers_round or self.phase is not WorkerPhase.RUNNING:
+    def _on_step_reported(self, report: StepReported, now: float) -> list[Effect]:
+        """Update the progress, or keep the measurements of a check's worker.
+
+        Only the first step of a round leads to an immediate report. Steps are ignored if they are
+        older than the newest one, or if the workers do not run.
+        """
+        checking = report.round == self._workers_round and self.phase is WorkerPhase.CHECKING
+        if checking and all(report.metrics.get(name, 0.0) >= 0 for name in MEASURED):
+            self._measurements[report.local_rank] = report.metrics
+        if report.round != self._workers_round or self.phase is not WorkerPhase.RUNNING:
             return []
         old = self.progress
         if old is None:
             self._stepped_at = now
             self.progress = Progress(
-                step=news.step,
-                total=news.total,
-                started_at_step=news.step,
-                first_step_after_s=now - self._taken_up_at,
-                metrics=news.metrics,
+                step=report.step,
+                total=report.total,
+                started_at_step=report.step,
+                first_step_after_s=now - self._round_taken_up_at,
+                metrics=report.metrics,
             )
-            return [Report()]  # how long the recovery took is known now
-        if news.step < old.step:
+            return [Report()]  # the duration of the recovery is known now
+        if report.step < old.step:
             return []
-        speed, passed = old.steps_per_s, now - self._stepped_at
-        if news.step > old.step and passed > 0:
-            current = (news.step - old.step) / passed
-            # The mean over about ten reports: one slow step is no news.
-            speed = current if speed == 0 else 0.9 * speed + 0.1 * current
+        steps_per_s, elapsed_s = old.steps_per_s, now - self._stepped_at
+        if report.step > old.step and elapsed_s > 0:
+            current = (report.step - old.step) / elapsed_s
+            # The mean over about ten reports, so that one slow step changes little.
+            steps_per_s = current if steps_per_s == 0 else 0.9 * steps_per_s + 0.1 * current
             self._stepped_at = now
         self.progress = old.model_copy(
             update={
-                "step": news.step,
-                "total": news.total if news.total is not None else old.total,
-                "steps_per_s": speed,
-                "metrics": news.metrics or old.metrics,
+                "step": report.step,
+                "total": report.total if report.total is not None else old.total,
+                "steps_per_s": steps_per_s,
+                "metrics": report.metrics or old.metrics,
             }
         )
         return []
 
-    def _master_lost(self, message: str) -> list[Effect]:
-        """Workers that run need no master; what comes after them does."""
+    def _on_master_lost(self, message: str) -> list[Effect]:
+        """End the agent if no workers run; otherwise do nothing, as workers need no master."""
         if self._occupied or self._exit is not None:
             return []
-        well = self.phase is WorkerPhase.SUCCEEDED
-        self._exit = Exit(ExitCode.OK if well else ExitCode.FAILED, message)
+        succeeded = self.phase is WorkerPhase.SUCCEEDED
+        self._exit = Exit(ExitCode.OK if succeeded else ExitCode.FAILED, message)
         return [self._exit]
 
-    def _passed(self, now: float) -> list[Effect]:
-        """Whether this node still trains with the others, or is alone and cannot know whether they
-        go on without it.
+    def _on_tick(self, now: float) -> list[Effect]:
+        """Probe rank 0, and stop the workers if this node is cut off from master and other nodes.
 
-        The master may be dead: then all the others miss it too and ask rank 0, which both sides
-        learn from. Where no question has ever got through the way is closed, not the node cut off.
+        Others may train in the place of a node that is cut off. If the master is dead, all nodes
+        miss it and probe rank 0, so both sides see each other. If no probe of the round ever got
+        through, the path between the agents is closed, and silence does not mean a cut-off node.
+        Nothing happens in a round of one node.
         """
-        place = self.assignment
-        if place is None or place.nnodes < 2 or not self.stands(place.round):
+        assignment = self.assignment
+        if assignment is None or assignment.nnodes < 2 or not self.stands(assignment.round):
             return []
-        first, missed, met = place.node_rank == 0, self._missed_at, self._met_at
-        ask: list[Effect] = []
-        if not first and (missed is not None or met is None):
-            ask.append(Ask(place.master_addr, place.master_port))
-        if missed is None or met is None or self.phase is not WorkerPhase.RUNNING:
-            return ask
-        # Others may begin to miss the master later than rank 0 does, by as long as an exchange may
-        # take, and ask only then.
-        patience = place.lease_s + (place.exchange_s + OVERDUE_S if first else 0.0)
-        patience += ADRIFT_S if self._adrift else 0.0
-        if now - max(missed, met) < patience:
-            return ask
-        other = "any other node of the round" if first else "rank 0"
-        who = "a master in touch with its platform" if self._adrift else "the master"
-        self.cut_off = f"neither {who} nor {other} was heard for {patience:g} s"
-        return [*self._stop(self.cut_off, place.stop_grace_s), Report()]
+        is_rank_0, missing_since, seen_at = (
+            assignment.node_rank == 0,
+            self._master_missing_since,
+            self._peer_seen_at,
+        )
+        probe: list[Effect] = []
+        if not is_rank_0 and (missing_since is not None or seen_at is None):
+            probe.append(ProbePeer(assignment.master_addr, assignment.master_port))
+        if missing_since is None or seen_at is None or self.phase is not WorkerPhase.RUNNING:
+            return probe
+        # The other nodes probe rank 0 only when they miss the master themselves. That may be
+        # later than on rank 0, by the duration of one exchange.
+        limit_s = assignment.lease_s + (
+            assignment.exchange_s + EXCHANGE_OVERDUE_S if is_rank_0 else 0.0
+        )
+        limit_s += AGENT_DISCONNECTED_S if self._master_disconnected else 0.0
+        if now - max(missing_since, seen_at) < limit_s:
+            return probe
+        other = "any other node of the round" if is_rank_0 else "rank 0"
+        master = "a master that reaches its platform" if self._master_disconnected else "the master"
+        self.cut_off = f"neither {master} nor {other} was heard for {limit_s:g} s"
+        return [*self._stop(self.cut_off, assignment.stop_grace_s), Report()]
 
-    def _signalled(self, name: str, number: int) -> list[Effect]:
+    def _on_signal(self, name: str, number: int) -> list[Effect]:
+        """Let this node leave the job after the first signal; kill its workers after the second.
+
+        The first signal is ignored if the agent already ends. The agent ends when its workers are
+        gone.
+        """
         self._signals += 1
         if self._signals > 1:
             return [Kill()] if self._occupied else []
         if self._exit is not None:
-            return []  # it is on its way out already: the platform only says so too
+            return []  # the agent already ends, and the platform only repeats it
         self.leaving = f"the agent received {name}"
         self._next = None
         self._exit = Exit(ExitCode.FAILED, self.leaving)
-        stop = Stop(self.leaving, self.shutdown_s, polite=True, signal=number)
+        stop = Stop(self.leaving, self.shutdown_s, graceful=True, signal=number)
         if not self._occupied:
             return [Report(), self._exit]
         self._mark_stopping()
         return [Report(), stop]
 
-    # --- small steps ---
+    # --- Start and stop of workers ---
 
     def _start(self) -> list[Effect]:
+        """Mark the workers of the next assignment as running, and request their start."""
         assignment, self._next = self._next, None
         assert assignment is not None
         self._workers_round = assignment.round
@@ -484,27 +573,34 @@ class Core:
         self._occupied = True
         checks = assignment.directive is Directive.CHECK
         self.phase = WorkerPhase.CHECKING if checks else WorkerPhase.RUNNING
-        self._measured.clear()
-        self._met_at = None
+        self._measurements.clear()
+        self._peer_seen_at = None
         return [Start(assignment)]
 
-    def _stop(self, why: str, grace_s: float, *, polite: bool = False) -> list[Effect]:
+    def _stop(self, why: str, grace_s: float, *, graceful: bool = False) -> list[Effect]:
+        """Request the stop of the workers; without workers, end the agent if it has to end.
+
+        A stop that is under way is not repeated, unless the new one is graceful.
+        """
         if not self._occupied:
             return [self._exit] if self._exit is not None else []
-        if self._stopping and not polite:
+        if self._stopping and not graceful:
             return []
         self._mark_stopping()
-        return [Stop(why, grace_s, polite)]
+        return [Stop(why, grace_s, graceful)]
 
-    def _make_way(self, new: Assignment) -> list[Effect]:
-        """The workers' round is over; if only by plan, they may finish their step, unless a fault
-        comes on top."""
-        by_plan = new.last_step_s > 0
-        if self._stopping and (by_plan or not self._last_step):
+    def _stop_old_round(self, new: Assignment) -> list[Effect]:
+        """Stop the workers because their round is over.
+
+        After a planned end they may finish their step. A fault that follows takes that back.
+        Otherwise a stop that is under way is not repeated.
+        """
+        planned = new.last_step_s > 0
+        if self._stopping and (planned or not self._last_step):
             return []
         self._mark_stopping()
-        self._last_step = by_plan
-        return [Stop(new.reason, new.stop_grace_s, by_plan, last_step_s=new.last_step_s)]
+        self._last_step = planned
+        return [Stop(new.reason, new.stop_grace_s, planned, last_step_s=new.last_step_s)]
 
     def _mark_stopping(self) -> None:
         self._stopping, self._last_step = True, False

@@ -1,8 +1,8 @@
-"""The command line of ``elastic-run``: torchrun's flags, DLRover's, and ours.
+"""The command line of ``elastic-run``: flags of torchrun, flags of DLRover, and its own flags.
 
 Names, defaults and ``PET_*`` variables are those of torch/distributed/run.py (2.13) and
-torch/distributed/argparse_util.py; a test holds them against the installed torch. Our own parser,
-since torch's costs the import of torch.
+torch/distributed/argparse_util.py. A test compares them with the installed torch. torch's own
+parser is not used, because it costs the import of torch.
 """
 
 import argparse
@@ -18,18 +18,25 @@ from dlrover_py.protocol import commands
 from dlrover_py.protocol.errors import ConfigError
 
 DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+"""Default of ``--signals-to-handle``: signals by which the agent ends its workers."""
 C10D_PORT = 29400
+"""Port of an endpoint that names none, with ``--rdzv-backend=c10d``."""
 STATIC_PORT = 29500
+"""Port of an endpoint that names none, with ``--rdzv-backend=static``."""
 TORCH_S = 120.0
-"""A child that is asked what torch knows imports it, on a machine that may be busy."""
+"""Seconds for a child process that imports torch and answers a question about it."""
 MANY_NODES = 4
-"""From so many on, --auto-config checks the nodes."""
+"""Number of nodes from which ``--auto-config`` checks the nodes before they train."""
+MAX_NODES = 100_000
+"""Largest number of nodes that ``--nnodes`` accepts."""
 BINDINGS = ("node", "socket", "exclusive", "core-complex")
+"""Values of ``--numa-binding``."""
 _HOST = re.compile(r"^[\w.:-]+$")
+_PORT = re.compile(r"[0-9]{1,5}")
 
 
 class Flags(argparse.Namespace):
-    """What was given, by the names of torchrun's parser; texts are not yet understood."""
+    """The flags, by the names of torchrun's parser; the values of text flags are not parsed yet."""
 
     nnodes: str
     nproc_per_node: str
@@ -66,26 +73,26 @@ class Flags(argparse.Namespace):
     node_unit: int
     precheck: int
     precheck_flag: str = "--precheck"
-    """The flag that asked for the check, as it was written."""
+    """The flag that requested the check, as the user wrote it."""
     exclude_straggler: bool
     save_at_breakpoint: bool
     auto_config: bool
     cold_start: bool
     given: frozenset[str]
-    """Names of the flags that are not at their defaults."""
+    """Names of the flags whose values differ from their defaults."""
     launcher: commands.Call | None
-    """The other launcher that the script is, as far as its command line shows it."""
+    """The launcher that the script's command line starts; None if it is not seen to start one."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, and exits with 2 as torchrun's."""
+    """A parser whose errors are one line, with exit code 2 as in torchrun."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
-class _Refused(argparse.Action):
-    """A flag of DLRover that we do not have: says what to do instead."""
+class _RefusedFlag(argparse.Action):
+    """A flag of DLRover that is not supported; the error says what to do instead."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, instead: str) -> None:
         super().__init__(option_strings, dest, nargs="?", default=argparse.SUPPRESS)
@@ -107,35 +114,37 @@ class _Level(argparse.Action):
 
 
 def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
-    """The parser; defaults are those that ``environ`` leaves.
+    """Return the parser, with defaults from the ``PET_*`` variables in ``environ``.
 
     Raises:
-        ConfigError: a ``PET_*`` variable of a switch is no number.
+        ConfigError: The ``PET_*`` variable of a switch is not a number.
     """
     p = _Parser(
         prog="elastic-run",
         usage="elastic-run [FLAGS] training_script [its arguments]",
         description="Start a training script as torchrun does, elastically. Inside an ElasticJob "
-        "what it needs stands in its environment, and the job's spec beats the flags.",
+        "the settings are in the environment, and the job's spec takes precedence over the flags.",
         epilog="Each of torchrun's flags can be given as an environment variable PET_<NAME>. "
         "What differs from torchrun: docs/migrating-from-torchrun.md.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,  # `commands.split` writes torchrun's abbreviations out
+        allow_abbrev=False,  # `commands.split` expands torchrun's abbreviations
     )
     p.add_argument("--version", action="version", version=f"elastic-run {__version__}")
-    _where(_Group(p, "nodes and rendezvous, as torchrun's", environ))
-    _what(_Group(p, "workers, as torchrun's", environ))
-    _output(_Group(p, "output, as torchrun's", environ))
-    _dlrover(_Group(p, "as DLRover's", {}))
-    ours = _Group(p, "only here", {})
-    ours.switch("--cold-start", "start workers as new interpreters only, never as forks")
+    _where(_FlagGroup(p, "nodes and rendezvous, as in torchrun", environ))
+    _what(_FlagGroup(p, "workers, as in torchrun", environ))
+    _output(_FlagGroup(p, "output, as in torchrun", environ))
+    _dlrover(_FlagGroup(p, "as in DLRover", {}))
+    own_flags = _FlagGroup(p, "only in elastic-run", {})
+    own_flags.switch(
+        "--cold-start", "start workers as new processes only, never as forks of a zygote"
+    )
     p.add_argument("training_script", help="the script, module or program")
     p.add_argument("training_script_args", nargs=argparse.REMAINDER, help="its arguments")
     return p
 
 
-class _Group:
-    """Adds flags that can be written with dashes or underscores."""
+class _FlagGroup:
+    """A group of flags, each of which can be written with dashes or with underscores."""
 
     def __init__(self, p: argparse.ArgumentParser, title: str, environ: Mapping[str, str]) -> None:
         self.group, self._environ = p.add_argument_group(title), environ
@@ -143,13 +152,31 @@ class _Group:
     def value(
         self, name: str, default: object, help: str, *short: str, env: bool = True, **options: Any
     ) -> None:
-        """A flag with a value; ``PET_<NAME>`` beats the default."""
+        """Add a flag with a value.
+
+        Args:
+            name: Name of the flag, with dashes.
+            default: Value without the flag.
+            help: Text for ``--help``.
+            short: Short names of the flag.
+            env: Whether the variable ``PET_<NAME>`` replaces the default.
+            options: More arguments of :meth:`argparse.ArgumentParser.add_argument`.
+        """
         if env:
             default = self._environ.get(_pet(name), default)
         self.group.add_argument(*_names(name, short), default=default, help=help, **options)
 
     def switch(self, name: str, help: str, *short: str) -> None:
-        """A flag without one; ``PET_<NAME>`` switches it on by a number other than 0."""
+        """Add a flag without a value; ``PET_<NAME>`` turns it on by a number other than 0.
+
+        Args:
+            name: Name of the flag, with dashes.
+            help: Text for ``--help``.
+            short: Short names of the flag.
+
+        Raises:
+            ConfigError: The value of the variable is not a number.
+        """
         text = self._environ.get(_pet(name), "0")
         try:
             default = bool(int(text))
@@ -160,16 +187,19 @@ class _Group:
 
 
 def _names(name: str, short: tuple[str, ...] = ()) -> list[str]:
+    """Return all spellings of a flag: short, with dashes, and with underscores."""
     return list(dict.fromkeys((*short, name, "--" + name[2:].replace("-", "_"))))
 
 
 def _pet(name: str) -> str:
+    """Return the name of torchrun's environment variable for a flag."""
     return "PET_" + name[2:].replace("-", "_").upper()
 
 
-def _where(g: _Group) -> None:
+def _where(g: _FlagGroup) -> None:
+    """Add torchrun's flags for the nodes and the rendezvous."""
     g.value("--nnodes", "1:1", "nodes, or MIN:MAX")
-    g.value("--rdzv-backend", "static", "c10d or static: where --rdzv-endpoint is, our master runs")
+    g.value("--rdzv-backend", "static", "c10d or static; the job's master runs at --rdzv-endpoint")
     g.value("--rdzv-endpoint", "", "HOST[:PORT] of the node that runs the master")
     g.value("--rdzv-id", "none", "name of the job, the same on all nodes")
     g.value("--rdzv-conf", "", "KEY=VALUE,…: join_timeout, last_call_timeout, is_host …")
@@ -180,13 +210,21 @@ def _where(g: _Group) -> None:
     g.value("--local-addr", None, "address at which other nodes reach this one")
 
 
-def _what(g: _Group) -> None:
+def _what(g: _FlagGroup) -> None:
+    """Add torchrun's flags for the workers."""
     help = "workers of this node: a number, or auto, gpu, cpu, xpu"
     g.value("--nproc-per-node", "1", help)
-    g.value("--max-restarts", 0, "worker failures of a node that are made good", type=int)
-    g.value("--monitor-interval", 0.1, "not needed: a worker's end is seen at once", type=float)
+    g.value(
+        "--max-restarts", 0, "failures of a node's workers after which they are restarted", type=int
+    )
+    g.value(
+        "--monitor-interval",
+        0.1,
+        "not needed: the agent notices a worker's end immediately",
+        type=float,
+    )
     methods = ["spawn", "fork", "forkserver"]
-    help = "not needed: workers are new interpreters, or forks of a prepared one"
+    help = "not needed: workers are new processes, or forks of a zygote"
     g.value("--start-method", "spawn", help, choices=methods)
     g.value("--event-log-handler", "null", "handler of torch's elastic events: console, null …")
     g.value("--role", "default", "role of the workers")
@@ -194,13 +232,18 @@ def _what(g: _Group) -> None:
     g.switch("--no-python", "run the script as a program of its own")
     g.switch("--run-path", "run the script with runpy.run_path")
     g.value("--numa-binding", None, "CPUs near a worker's GPU", env=False, choices=BINDINGS)
-    g.value("--signals-to-handle", DEFAULT_SIGNALS, "signals that end the workers in order")
+    g.value(
+        "--signals-to-handle",
+        DEFAULT_SIGNALS,
+        "signals that the agent passes on to the workers before it ends",
+    )
     help = "seconds from such a signal to SIGKILL; TORCH_ELASTIC_SHUTDOWN_TIMEOUT or 30"
     g.value("--shutdown-timeout", None, help, type=int)
     g.switch("--virtual-local-rank", "every worker has LOCAL_RANK 0 and sees its own GPU only")
 
 
-def _output(g: _Group) -> None:
+def _output(g: _FlagGroup) -> None:
+    """Add torchrun's flags for log files and the console."""
     g.value("--log-dir", None, "folder for log files: <id>_<random>/attempt_<n>/<local rank>/")
     help = "streams that go to files only: 1 stdout, 2 stderr, 3 both, or 0:1,1:3 by local rank"
     g.value("--redirects", "0", help, "-r")
@@ -213,7 +256,8 @@ def _output(g: _Group) -> None:
     g.value("--logs-specs", None, "class of the group torchrun.logs_specs", env=False)
 
 
-def _dlrover(g: _Group) -> None:
+def _dlrover(g: _FlagGroup) -> None:
+    """Add the flags of DLRover's own launcher."""
     add = g.group.add_argument
     help = "check the nodes before they train: 1, or 2 to print the bandwidth too"
     add("--precheck", type=int, choices=(0, 1, 2), default=0, help=help)
@@ -221,10 +265,10 @@ def _dlrover(g: _Group) -> None:
         help = f"as --precheck {level}"
         more: dict[str, Any] = {"nargs": 0, "const": level, "default": argparse.SUPPRESS}
         add(*_names(name), action=_Level, dest="precheck", help=help, **more)
-    g.switch("--exclude-straggler", "leave out nodes that the check finds slow")
-    help = "after a failure of a worker, store the newest state that is saved in memory"
+    g.switch("--exclude-straggler", "exclude nodes that the check finds slow")
+    help = "after a failure of a worker, write the newest checkpoint in memory to storage"
     g.switch("--save-at-breakpoint", help)
-    g.value("--node-unit", 1, "a round has a multiple of so many nodes", type=int)
+    g.value("--node-unit", 1, "a round has a multiple of this number of nodes", type=int)
     g.switch("--auto-config", "nodes from NODE_NUM, workers from the GPUs, check from 4 nodes on")
     names, default = _names("--numa-affinity"), argparse.SUPPRESS
     bind: dict[str, Any] = {"const": "node", "default": default, "help": "as --numa-binding node"}
@@ -232,26 +276,33 @@ def _dlrover(g: _Group) -> None:
     help = "only nvidia.com/gpu, which needs no flag"
     add("--accelerator", choices=("nvidia.com/gpu",), default="nvidia.com/gpu", help=help)
     for name, instead in REFUSED.items():
-        add(*_names(name), action=_Refused, instead=instead)
+        add(*_names(name), action=_RefusedFlag, instead=instead)
 
 
 REFUSED: Mapping[str, str] = {
-    "--auto-tunning": "nothing here changes a script's parameters; set them in the script",
-    "--training-port": "agents reserve a free port for each round by themselves",
-    "--membind-policy": "with --numa-binding the kernel takes memory near the CPUs of a worker",
-    "--ucp-device-type": "universal checkpoints are not converted; there is no such step here",
+    "--auto-tunning": "the script's parameters are never changed; set them in the script",
+    "--training-port": "the agents reserve a free port for each round",
+    "--membind-policy": "with --numa-binding the kernel allocates memory near the CPUs of a worker",
+    "--ucp-device-type": "universal checkpoints are not supported",
 }
-"""DLRover's flags (its docs/deployment/argument.md) without a counterpart, and what to do."""
+"""Flags of DLRover (its docs/deployment/argument.md) that are refused, with what to do instead."""
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Flags:
-    """Read the command line; exits with 2 on a misuse, as torchrun does.
+    """Parse the command line; exit with 2 if it is wrong, as torchrun does.
+
+    For an unknown flag, a child process asks the installed torch first, for at most ``TORCH_S``
+    seconds. ``--help`` and ``--version`` print and exit with 0.
+
+    Args:
+        argv: Arguments without the name of the program.
+        environ: Environment with the ``PET_*`` variables and NODE_NUM.
 
     Raises:
-        ConfigError: a ``PET_*`` variable cannot be used.
+        ConfigError: A ``PET_*`` variable or NODE_NUM cannot be used.
     """
     p = parser(environ)
-    parts = commands.split(argv, ours=True)
+    parts = commands.split(argv, elastic_run=True)
     stand_in = ["script"] if parts.script else []
     flags, unknown = p.parse_known_args([*parts.flags, *stand_in], Flags())
     if unknown:
@@ -266,8 +317,14 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Flags:
 
 
 def _configure(flags: Flags, nodes: str) -> None:
-    """Apply --auto-config as DLRover does: all nodes, all GPUs, and a check of many nodes."""
-    if not nodes.isdigit():
+    """Apply ``--auto-config`` as DLRover does: all nodes, all GPUs, and a check of many nodes.
+
+    Each flag whose value is not the default stays.
+
+    Raises:
+        ConfigError: NODE_NUM is not a number.
+    """
+    if not re.fullmatch(r"\d{1,9}", nodes):
         raise ConfigError(f"NODE_NUM is {nodes!r}: --auto-config expects the number of nodes")
     if "nnodes" not in flags.given:
         flags.nnodes = nodes
@@ -278,6 +335,7 @@ def _configure(flags: Flags, nodes: str) -> None:
 
 
 def _unknown(flag: str) -> str:
+    """Return the error message for an unknown flag."""
     name = flag.partition("=")[0]
     several = commands.abbreviated(name)
     if several:
@@ -286,7 +344,11 @@ def _unknown(flag: str) -> str:
 
 
 def _known_to_torch(flag: str) -> str:
-    """What the installed torchrun, which may be newer, says of a flag."""
+    """Return whether the installed torchrun, which may be newer, has the flag, in words.
+
+    A child process asks torch, for at most ``TORCH_S`` seconds. If torch cannot be asked, the
+    answer is that it does not have the flag.
+    """
     ask = (
         "import sys; from torch.distributed.run import get_args_parser\n"
         "name = sys.argv[1].split('=')[0]\n"
@@ -295,7 +357,7 @@ def _known_to_torch(flag: str) -> str:
     )
     try:
         done = subprocess.run(
-            [sys.executable, "-c", ask, flag],
+            [sys.executable, "-P", "-c", ask, flag],
             capture_output=True,
             text=True,
             check=False,
@@ -303,66 +365,74 @@ def _known_to_torch(flag: str) -> str:
         )
     except (OSError, subprocess.TimeoutExpired):
         return "neither torchrun nor DLRover has it"
-    said = done.stdout.strip()
-    if said:
-        return f"the installed torchrun has it ({said}), this version of elastic-run does not"
+    output = done.stdout.strip()
+    if output:
+        return f"the installed torchrun has it ({output}), this version of elastic-run does not"
     return "neither torchrun nor DLRover has it"
 
 
 def _words(text: str) -> list[str]:
-    """``a,b`` → two words; a double comma is a comma."""
+    """Split ``a,b`` into two words; a double comma stands for one comma in a word."""
     return [part.replace("\0", ",") for part in text.replace(",,", "\0").split(",")]
 
 
 def nodes(text: str) -> tuple[int, int]:
-    """Fewest and most nodes, from ``N`` or ``MIN:MAX``.
+    """Return the fewest and the most nodes, from ``N`` or ``MIN:MAX``.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: The text is neither, or the numbers are out of range.
     """
-    found = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
+    found = re.fullmatch(r"(\d{1,9})(?::(\d{1,9}))?", text.strip())
     if found is None:
         raise ConfigError(f"--nnodes is {text!r}: expected N or MIN:MAX")
-    fewest, most = int(found[1]), int(found[2] or found[1])
-    if not 0 < fewest <= most:
-        raise ConfigError(f"--nnodes is {text!r}: expected 0 < MIN ≤ MAX")
-    return fewest, most
+    min_nodes, max_nodes = int(found[1]), int(found[2] or found[1])
+    if not 0 < min_nodes <= max_nodes <= MAX_NODES:
+        raise ConfigError(f"--nnodes is {text!r}: expected 0 < MIN ≤ MAX ≤ {MAX_NODES}")
+    return min_nodes, max_nodes
 
 
 def streams(flag: str, text: str) -> Mapping[int | None, int]:
-    """Which streams (1 stdout, 2 stderr, 3 both) by local rank; ``None`` is all others.
+    """Parse the value of ``--redirects`` or ``--tee``.
+
+    Args:
+        flag: Name of the flag, for the error message.
+        text: Its value: ``0`` to ``3`` for all workers, or ``RANK:0–3,…`` by local rank.
+
+    Returns:
+        Streams by local rank: 0 none, 1 stdout, 2 stderr, 3 both. The key ``None`` stands for all
+        local ranks without an entry of their own.
 
     Raises:
-        ConfigError: neither 0–3 nor RANK:0–3,….
+        ConfigError: The value has another form.
     """
     if re.fullmatch(r"[0123]", text):
         return {None: int(text)}
-    if re.fullmatch(r"\d+:[0123](,\d+:[0123])*", text):
+    if re.fullmatch(r"\d{1,9}:[0123](,\d{1,9}:[0123])*", text):
         pairs = (part.split(":") for part in text.split(","))
         return {int(rank): int(which) for rank, which in pairs}
     raise ConfigError(f"{flag} is {text!r}: expected 0, 1, 2 or 3, or by local rank: 0:1,1:3")
 
 
 def local_ranks(text: str) -> frozenset[int] | None:
-    """Local ranks that are shown; None if all are.
+    """Return the local ranks whose output is shown; None for all local ranks.
 
     Raises:
-        ConfigError: not a list of numbers.
+        ConfigError: The text is not a list of numbers.
     """
     if not text:
         return None
     try:
         return frozenset(int(part) for part in text.split(","))
     except ValueError:
-        words = f"--local-ranks-filter is {text!r}: expected local ranks, such as 0,1"
-        raise ConfigError(words) from None
+        message = f"--local-ranks-filter is {text!r}: expected local ranks, such as 0,1"
+        raise ConfigError(message) from None
 
 
 def conf(text: str) -> dict[str, str]:
-    """``--rdzv-conf`` as a dict.
+    """Return the value of ``--rdzv-conf`` as a dict.
 
     Raises:
-        ConfigError: not KEY=VALUE,….
+        ConfigError: The text is not of the form ``KEY=VALUE,…``.
     """
     pairs = {}
     for part in text.split(",") if text.strip() else []:
@@ -374,10 +444,14 @@ def conf(text: str) -> dict[str, str]:
 
 
 def endpoint(text: str, port: int) -> tuple[str, int]:
-    """Host and port, from ``HOST[:PORT]`` or ``[V6][:PORT]``.
+    """Return host and port, from ``HOST[:PORT]`` or ``[V6][:PORT]``.
+
+    Args:
+        text: The endpoint; an empty text stands for localhost.
+        port: Port if the text names none.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: The text has neither form.
     """
     text = text.strip() or "localhost"
     host, given = text, str(port)
@@ -385,16 +459,16 @@ def endpoint(text: str, port: int) -> tuple[str, int]:
         host, _, given = text.rpartition(":")
     if len(host) > 1 and host[0] == "[" and host[-1] == "]":
         host = host[1:-1]
-    if not (given.isascii() and given.isdigit() and int(given) < 65536 and _HOST.match(host)):
+    if not (_PORT.fullmatch(given) and int(given) < 65536 and _HOST.match(host)):
         raise ConfigError(f"endpoint {text!r}: expected HOST:PORT, such as node0.example:29400")
     return host, int(given)
 
 
 def signals(text: str) -> tuple[signal.Signals, ...]:
-    """Signals by their names.
+    """Return the signals with these names, which are separated by commas.
 
     Raises:
-        ConfigError: a name that is no signal, or one that nobody can handle.
+        ConfigError: A name is not that of a signal, or the signal cannot be handled.
     """
     found = []
     for name in text.split(","):

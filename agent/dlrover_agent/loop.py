@@ -1,166 +1,104 @@
-"""The agent's only writer: events in, the core decides, effects out."""
+"""The event loop of the agent, and the only writer of its state.
+
+Events go in, :class:`dlrover_agent.core.Core` decides, and the loop carries out the effects.
+"""
 
 import asyncio
 import collections
 import contextlib
 import logging
 import os
-import random
 import secrets
 import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dlrover_agent import guardian, nested, said, scratch
-from dlrover_agent.contact import Contact, bound
+from dlrover_agent import console
+from dlrover_agent.channels.master_client import MasterClient, http_client
+from dlrover_agent.channels.reserved_port import RoundPorts
+from dlrover_agent.channels.sdk_socket import SdkServer
+from dlrover_agent.checkpoint.saver import NodeContext, Saver
+from dlrover_agent.child_processes import ChildRegistry
 from dlrover_agent.core import (
-    Ask,
     Assigned,
     Core,
     Effect,
-    Emptied,
-    Ended,
     Event,
     Exit,
     Kill,
     MasterLost,
-    Met,
-    Missed,
-    Passed,
-    Refused,
-    Renew,
+    MasterUnreachable,
+    NodeRefused,
+    PeerSeen,
+    ProbePeer,
     Report,
+    ReserveNextPort,
     Signalled,
     Start,
-    Stepped,
+    StepReported,
     Stop,
+    Tick,
+    WorkerEnded,
+    WorkersGone,
 )
-from dlrover_agent.failures import Death
-from dlrover_agent.local import Local
-from dlrover_agent.logs import Logs
-from dlrover_agent.master import Line
-from dlrover_agent.plugins import ElasticEvents
-from dlrover_agent.saver import Saver, Site
+from dlrover_agent.reaper_client import ReaperSupervisor
+from dlrover_agent.restart_log import RestartLog
+from dlrover_agent.scratch_folder import ScratchFolder
 from dlrover_agent.settings import Command, Settings
-from dlrover_agent.warm import Recipe
-from dlrover_agent.workers import Workers, reap_orphans
-from dlrover_py import processes
-from dlrover_py.helpers import end
-from dlrover_py.processes import ProcessId, children
+from dlrover_agent.warm.recipe_exchange import RecipeExchange
+from dlrover_agent.workers import nested_launchers
+from dlrover_agent.workers.failures import WorkerDeath
+from dlrover_agent.workers.logs import Logs
+from dlrover_agent.workers.plugins import ElasticEvents
+from dlrover_agent.workers.supervisor import WorkerSupervisor, reap_orphans
+from dlrover_agent.workers.worker import base_environment
+from dlrover_py.pacing import random_delay_s
+from dlrover_py.process import identity
+from dlrover_py.process.identity import children
 from dlrover_py.protocol import names
-from dlrover_py.protocol.agents import AgentReport, Assignment, Directive, Offer, WorkerPhase
-from dlrover_py.protocol.errors import DLRoverError, ExitCode
-from dlrover_py.protocol.workers import News
-from dlrover_py.rpc import Client
+from dlrover_py.protocol.agents import AgentReport, Assignment, Directive, WorkerPhase
+from dlrover_py.protocol.errors import ExitCode
+from dlrover_py.protocol.timing import MASTER_LOST_S
+from dlrover_py.protocol.workers import WorkerProgress
 from dlrover_py.telemetry import ENV_LEVEL, NOTICE, bind
 
 log = logging.getLogger("agent")
 
 LAST_REPORT_S = 1.0
-DISMISSED_S = 5.0
-"""For a guardian with nothing left to do but its folders, on a machine that may be busy."""
-NO_STEP_S = 5.0
-"""A restart is told then, though no step was reported."""
-MASTER_LOST_S = 30.0
-"""Where no platform brings a lost master back, an agent with nothing to do gives it up then."""
-WARMING_S = 60.0
-"""A node that joins takes so long at most to get warm."""
+"""Seconds that the last report, and the wait for the final assignment, may take."""
+REPORT_DELAY_S = 0.1
+"""Seconds that a report waits for a start that is under way. Most take a few milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """How it ended."""
+class AgentOutcome:
+    """How an agent ended."""
 
     code: int
+    """Exit code of the agent."""
     message: str
-    deaths: Sequence[Death] = ()
-    """Workers of the last round that ended badly by themselves, the first one first."""
-
-
-class Reserved:
-    """A port that nobody else gets, for the store of a round.
-
-    It listens already, so that clients on other nodes may come before the store does. Where
-    worker 0 has to host the store it is only bound: the kernel hands it to no one, and worker 0,
-    which sets SO_REUSEADDR too, can still bind it.
-    """
-
-    def __init__(self, addr: str, *, listen: bool) -> None:
-        self._listens = listen
-        # Where worker 0 hosts the store torch listens everywhere: the port must be free there.
-        self._socket = bound(addr if listen else "", 0, socket.SOCK_STREAM)
-        if listen:
-            self._socket.listen(4096)
-        self.offer = Offer(addr=addr, port=self._socket.getsockname()[1])
-
-    def hand_over(self) -> socket.socket | None:
-        """The listening socket, for who serves the store; it is theirs now."""
-        if not self._listens:
-            return None
-        listening, self._socket = self._socket, socket.socket()
-        return listening
-
-    def close(self) -> None:
-        """Let the port go."""
-        self._socket.close()
-
-
-class Guardian:
-    """Our side of the process that cleans up if this one is killed."""
-
-    def __init__(self, lifeline_fd: int | None, folders: Sequence[Path], mark: str = "") -> None:
-        read, self._pipe = os.pipe()
-        os.set_blocking(self._pipe, False)
-        self._mark, self._folders = mark, folders
-        lifeline = -1 if lifeline_fd is None else lifeline_fd
-        keep = [read] if lifeline < 0 else [read, lifeline]
-        root = Path(processes.__file__).parents[1]
-        script = [sys.executable, "-I", "-S", guardian.__file__, str(root)]
-        us = ProcessId.of(os.getpid())
-        self._process = subprocess.Popen(
-            [*script, str(read), str(lifeline), str(us), mark, *map(str, folders)],
-            pass_fds=keep,
-            env={},  # it carries no mark: a frozen node must not freeze it
-            start_new_session=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        os.close(read)
-
-    @property
-    def pid(self) -> int:
-        """Its process."""
-        return self._process.pid
-
-    @property
-    def ended(self) -> bool:
-        """It was killed: it does not end by itself as long as we live."""
-        return self._process.poll() is not None
-
-    def tell(self, line: str) -> None:
-        """``+SESSION`` or ``-SESSION``."""
-        try:
-            os.write(self._pipe, f"{line}\n".encode())
-        except BlockingIOError:  # it has not read for long: another one is told of all
-            self._process.kill()
-        except BrokenPipeError:
-            pass
-
-    def dismiss(self) -> None:
-        """Nothing is left for it to do: it ends at once, or is killed."""
-        os.close(self._pipe)
-        if not end(self._process, DISMISSED_S):  # what it was there for
-            guardian.clear(self._mark, self._folders)
+    """Why the agent ended, in words."""
+    deaths: Sequence[WorkerDeath] = ()
+    """Workers of the last round that failed by themselves, in the order of their ends."""
 
 
 class Agent:
-    """One node of a job, from its first report to its exit code."""
+    """One node of a job, from its first report to its exit code.
+
+    The constructor starts the reaper. Nothing is sent before :meth:`run`.
+
+    Args:
+        settings: Environment of the agent.
+        command: What the workers run.
+        token: Token of the job.
+        max_restarts: Value of ``--max-restarts``; None if it was not given.
+        children: Registry of the agent's child processes. The agent adds its own.
+
+    Raises:
+        DLRoverError: A setting cannot be used.
+    """
 
     def __init__(
         self,
@@ -169,174 +107,181 @@ class Agent:
         *,
         token: str,
         max_restarts: int | None,
-        kin: set[int],
+        children: ChildRegistry,
     ) -> None:
-        # First what may be refused, then what has to be cleaned up.
-        run_id = settings.job_name or "none"
-        logs = Logs(command, run_id=run_id, node_id=settings.node_id)
-        self._events_of_torch = ElasticEvents(command, run_id)
-        self._settings = settings
-        self._kin = kin
-        self._mark = secrets.token_hex(12)
-        command = replace(command, inherit={**command.inherit, names.ENV_AGENT_MARK: self._mark})
-        self._command = command
-        self._max_restarts = max_restarts
+        mark = secrets.token_hex(12)
+        command = replace(command, environ={**command.environ, names.ENV_AGENT_MARK: mark})
+        self._settings, self._command, self._token = settings, command, token
+        self._max_restarts, self._children = max_restarts, children
         self._core = Core(nproc=command.nproc, shutdown_s=command.shutdown_s)
         self._events: collections.deque[Event] = collections.deque()
         self._handling = False
         self._boot_id = secrets.token_hex(8)
-        self._seq = 0
+        self._seq = self._logged_check = 0
         self._taken_up_at = 0.0
-        self._current: Reserved | None = None
-        self._contact: Contact | None = None
-        self._token = token
-        self._impatient = self._joined = False
         self._ending_since: float | None = None
-        self._broke_at: float | None = None
-        """When the last round of this node ended; None since the next one has begun."""
-        self._back: tuple[Assignment, float, float] | None = None
-        """A restart that is not told yet: the round, when the one before ended, and its start."""
-        self._told_something = asyncio.Event()
-        self._told_of = 0
-        self._kept_recipe = ""
-        self._told = ""
-        """Digest of the recipe that the master has from this agent."""
-        self._sharing: asyncio.Task[None] | None = None
-        self._patience: asyncio.TimerHandle | None = None
+        self._nested_launcher = ""
+        self._new_assignment = asyncio.Event()
+        self._delayed_report: asyncio.TimerHandle | None = None
+        """Timer of a report that waits for the start of the workers."""
         self._result: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
-        self._scratch = scratch.made(f"dlrover-{os.getpid()}-")
-        self._saver = Saver(
-            Site(
-                settings.shm_dir,
-                settings.job_uid or run_id,
-                run_id,
-                settings.node_id,
-                settings.returns,
-                settings.advertise,
-            ),
-            token=token,
-            socket=self._scratch / "depot.sock",
+        self._restarts = RestartLog()
+        self._launchers = nested_launchers.LauncherWatch(self._on_nested_launcher)
+        # Steps that may fail come before those that need cleaning up.
+        self._run_id = settings.job_name or "none"
+        logs = Logs(command, run_id=self._run_id, node_id=settings.node_id)
+        self._elastic_events = ElasticEvents(command, self._run_id)
+        client = http_client(settings, token)
+        self._master = MasterClient(client, settings.node_id, self, connect_s=settings.connect_s)
+        self._scratch = ScratchFolder()
+        self._saver = self._new_saver()
+        self._reaper = self._new_reaper(mark)
+        sdk_socket = self._scratch.path / "sdk.sock"
+        self._sdk = SdkServer(sdk_socket, command.nproc, self._on_step, self._saver)
+        self._workers = self._new_workers(sdk_socket, logs)
+        self._recipes = RecipeExchange(self._workers.warm, self._master, self._core)
+        self._ports = RoundPorts(settings.advertised_addr, listen=self._workers.hosts_store)
+
+    def _new_saver(self) -> Saver:
+        """Create the node's memory for checkpoints, with its server and client of the persister.
+
+        Without usable memory, the agent runs without checkpoints in memory, and reports why.
+        """
+        settings, command = self._settings, self._command
+        node = NodeContext(
+            root=settings.shm_dir,
+            job=settings.job_uid or self._run_id,
+            name=self._run_id,
+            node=settings.node_id,
+            token=self._token,
             nproc=command.nproc,
-            environ={**command.inherit, ENV_LEVEL: logging.getLevelName(log.getEffectiveLevel())},
-            ask=lambda path: self._line.ask(path),
-            changed=lambda: self._line.urge(),
-            guard=lambda line: self._guardian.tell(line),
-            kin=self._kin,
+            socket=self._scratch.path / "slots.sock",
+            returns=settings.returns,
+            addr=settings.advertised_addr,
         )
-        self._folders = [self._scratch]
-        """That go with the agent, however it ends."""
-        if self._saver.path is not None and not settings.returns:
-            self._folders.append(self._saver.path)
-        self._guardian = Guardian(settings.lifeline_fd, self._folders, self._mark)
-        self._kin.add(self._guardian.pid)
-        self._local = Local(
-            self._scratch / "sdk.sock",
-            command.nproc,
-            self._heard,
-            self._saver.staged,
-            self._saver.stores,
-            self._saver.unsaved,
-        )
-        self._workers = Workers(
-            command,
-            self.post,
-            guard=lambda line: self._guardian.tell(line),
-            kin=self._kin,
-            last_step=self._local.last_step,
-            sdk_socket=self._scratch / "sdk.sock",
-            more=self._saver.environment(),
+        level = logging.getLevelName(log.getEffectiveLevel())
+        environ = {**command.environ, ENV_LEVEL: level}
+        saver = Saver(node, environ, master=self._master, children=self._children)
+        if saver.server is not None:
+            self._scratch.add(saver.server)
+        return saver
+
+    def _new_workers(self, sdk_socket: Path, logs: Logs) -> WorkerSupervisor:
+        """Create the supervisor of the workers, which starts none yet."""
+        self._scratch.add(self._sdk)
+        env = base_environment(self._command, self._run_id, sdk_socket) | self._saver.environment()
+        return WorkerSupervisor(
+            self._command,
+            env,
             scratch=self._scratch,
             logs=logs,
-            run_id=run_id,
-            changed=self._warmth_changed,
-        )
-        self._nested = ""
-        self._below = nested.Watch(self._found_launcher)
-        self._coming = self._reserve()
-        self._line = Line(
-            Client(settings.master_addr, token=token, ca_file=settings.ca_file),
-            settings.node_id,
-            self._report,
-            self._assigned,
-            lambda message: self.post(Refused(message)),
-            connect_s=settings.connect_s,
-            lost=(lambda words: self.post(MasterLost(words))) if settings.own_master else None,
-            lost_s=MASTER_LOST_S,
-            missed=lambda: self.post(Missed()),
-            recipe=None if self._workers.warm.off else self._take_recipe,
+            children=self._children,
+            observer=self,
         )
 
-    async def run(self) -> Outcome:
-        """Work until the job, the platform or a signal ends it.
+    def _new_reaper(self, mark: str) -> ReaperSupervisor:
+        """Start the reaper, which removes the agent's folders, however the agent ends."""
+        folders = [self._scratch.path]
+        if self._saver.path is not None and not self._settings.returns:
+            folders.append(self._saver.path)
+        return ReaperSupervisor(self._settings.lifeline_fd, folders, mark, self._children)
+
+    async def run(self) -> AgentOutcome:
+        """Work until the job, the platform or a signal ends the agent, and release everything.
+
+        The method installs signal handlers. Before it returns, it may wait until checkpoints are
+        stored, and it stops the reaper. The agent's signals are blocked then.
+
+        Returns:
+            Exit code and message of the agent, and the workers that failed in the last round.
 
         Raises:
-            DLRoverError: the master could not be reached, or refused the token, at the start.
+            DLRoverError: The master could not be reached, or refused the token, at the start.
         """
         loop = asyncio.get_running_loop()
         for number in self._command.signals:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
-                loop.add_signal_handler(number, self._signalled, number)
+            if identity.ignores_signal(number):
+                # The signal is caught instead of ignored. Workers would inherit an ignored signal,
+                # and torchrun's workers do not ignore it.
+                loop.add_signal_handler(number, bool)
+            else:
+                loop.add_signal_handler(number, self._on_signal, number)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self._command.signals)
-        loop.add_signal_handler(signal.SIGCHLD, self._child_ended)
+        loop.add_signal_handler(signal.SIGCHLD, self._on_child_end)
         if self._settings.lifeline_fd is not None:
-            loop.add_reader(self._settings.lifeline_fd, self._lifeline)
-        exchange = asyncio.create_task(self._line.run())
-        look = asyncio.create_task(self._look())
+            loop.add_reader(self._settings.lifeline_fd, self._read_lifeline)
+        take_recipe = None if self._workers.warm.disabled_reason else self._recipes.take
+        exchange = asyncio.create_task(self._master.run(take_recipe))
+        ticks = asyncio.create_task(self._tick())
         try:
             both: set[asyncio.Future[Any]] = {exchange, self._result}
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if not self._result.done():
-                exchange.result()  # it was never answered; or refused, and the workers are killed
+                # Either the master never answered, and this raises. Or it refused this node, and
+                # the end of the killed workers completes the result.
+                exchange.result()
             end = await self._result
             if end.code != ExitCode.SUPERSEDED:
-                await self._linger()
-            if self._core.departs:
-                await self._line.last_report(LAST_REPORT_S)
-            self._events_of_torch.closed(failed=end.message if end.code else "")
-            return Outcome(end.code, end.message, tuple(self._workers.deaths))
+                await self._stay_until_stored()
+            if self._core.leaves_job:
+                await self._master.last_report(LAST_REPORT_S)
+            await self._elastic_events.closed(failed=end.message if end.code else "")
+            return AgentOutcome(end.code, end.message, tuple(self._workers.deaths))
         finally:
             signal.pthread_sigmask(
                 signal.SIG_BLOCK, self._command.signals
-            )  # nothing must stop the cleaning up
+            )  # no signal must interrupt the cleanup
             exchange.cancel()
-            look.cancel()
-            await asyncio.gather(exchange, look, return_exceptions=True)
+            ticks.cancel()
+            await asyncio.gather(exchange, ticks, return_exceptions=True)
             await self._close()
 
-    async def _linger(self) -> None:
-        """Stay as long as the master wants what is in this memory stored, within the grace."""
+    async def _stay_until_stored(self) -> None:
+        """Wait until this node's checkpoints are stored, within the grace period.
+
+        The master decides it by the ``stay_until_stored`` field of the final assignment. The method
+        waits ``LAST_REPORT_S`` for that assignment. It returns immediately if the memory was never
+        used.
+        """
         if not self._saver.in_use:
             return
         loop = asyncio.get_running_loop()
-        told = self._core.assignment
-        began = loop.time() if self._ending_since is None else self._ending_since
-        self._line.urge()
+        newest = self._core.assignment
+        deadline_start = loop.time() if self._ending_since is None else self._ending_since
+        self._master.urge()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_REPORT_S):
-                while told is None or told.directive is not Directive.STOP:
-                    told = await self._next_assignment()
-        if told is None or not told.linger:
+                while newest is None or newest.directive is not Directive.STOP:
+                    newest = await self._next_assignment()
+        if newest is None or not newest.stay_until_stored:
             return
-        log.info("agent_lingers", extra={"why": "what is in its memory is about to be stored"})
+        log.info(
+            "agent_waits_for_storage",
+            extra={"why": "the checkpoints in its memory are being written to storage"},
+        )
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(began + told.stop_grace_s):
-                while told is not None and told.linger:
-                    told = await self._next_assignment()
+            async with asyncio.timeout_at(deadline_start + newest.stop_grace_s):
+                while newest is not None and newest.stay_until_stored:
+                    newest = await self._next_assignment()
 
-    async def _look(self) -> None:
-        """Let the core look at the clock; not at the moment when thousands of others do."""
+    async def _tick(self) -> None:
+        """Post a :class:`Tick` periodically, with jitter, so that agents do not act in step."""
         while True:
-            longest = self._core.look_s
-            await asyncio.sleep(random.uniform(longest / 2, longest))
-            self.post(Passed())
+            longest = self._core.tick_s
+            await asyncio.sleep(random_delay_s(longest / 2, longest))
+            self.post(Tick())
 
     async def _next_assignment(self) -> Assignment | None:
-        self._told_something.clear()
-        await self._told_something.wait()
+        self._new_assignment.clear()
+        await self._new_assignment.wait()
         return self._core.assignment
 
     def post(self, event: Event) -> None:
-        """Take in an event; they are handled one after the other, in order."""
+        """Handle an event now, or after the events that are being handled.
+
+        An event that is posted while another one is handled waits in a queue. The method must be
+        called in the thread of the event loop.
+        """
         self._events.append(event)
         if self._handling:
             return
@@ -346,14 +291,15 @@ class Agent:
                 now = asyncio.get_running_loop().time()
                 event = self._events.popleft()
                 effects = self._core.handle(event, now)
-                if isinstance(event, Emptied):
-                    self._say_ended()
+                if isinstance(event, WorkersGone):
+                    self._record_round_end()
                     if self._saver.in_use:
-                        self._line.urge()  # what the memory holds now stays: others may wait for it
+                        # The memory does not change any more, and other nodes may wait for this.
+                        self._master.urge()
                 if self._ending_since is None and self._is_end(event):
                     self._ending_since = now
-                if isinstance(event, Ended) and event.failure is not None:
-                    self._broken(now)
+                if isinstance(event, WorkerEnded) and event.failure is not None:
+                    self._restarts.broken(now)
                 for effect in effects:
                     self._perform(effect)
         finally:
@@ -364,46 +310,51 @@ class Agent:
             isinstance(event, Assigned) and event.assignment.directive is Directive.STOP
         )
 
-    def _say_ended(self) -> None:
+    def _record_round_end(self) -> None:
+        """Queue torch's elastic events for the end of the round; do nothing without a handler."""
         failures = [death.failure for death in self._workers.deaths]
-        well = self._core.phase is WorkerPhase.SUCCEEDED
-        self._events_of_torch.ended(failures, succeeded=well)
+        succeeded = self._core.phase is WorkerPhase.SUCCEEDED
+        self._elastic_events.ended(failures, succeeded=succeeded)
 
     def _perform(self, effect: Effect) -> None:
+        """Carry out an effect of the core; starts and stops of workers are only begun here.
+
+        A report waits up to ``REPORT_DELAY_S`` for a start that is under way. The first exit
+        decides how the agent ends; later ones are only logged.
+        """
         match effect:
             case Start(assignment):
                 self._start(assignment)
-            case Renew():
+            case ReserveNextPort():
                 self._taken_up_at = asyncio.get_running_loop().time()
-                if self._current is not None:
-                    self._current.close()
-                self._current, self._coming = self._coming, self._reserve()
+                self._ports.advance()
             case Stop(why, grace_s, polite, number, last_step_s):
-                spare = self._local.asking if polite else set()
-                if last_step_s and not self._workers.alive <= self._local.agreeing:
-                    spare = set()  # who stays would wait for those who do not
-                if spare:
-                    self._local.order_stop(why)
+                pollers = self._sdk.stop_pollers if polite else set()
+                if last_step_s and not self._workers.alive <= self._sdk.last_step_savers:
+                    pollers = set()  # workers that stay would wait for those that are stopped
+                if pollers:
+                    self._sdk.request_stop(why)
                     grace_s = max(grace_s, last_step_s)
                 log.info("workers_stop", extra={"why": why, "grace_s": grace_s})
-                self._broken(asyncio.get_running_loop().time())
-                self._workers.stop(grace_s, number, spare=spare)
+                self._restarts.broken(asyncio.get_running_loop().time())
+                self._workers.stop(grace_s, number, delayed=pollers)
             case Kill():
                 self._workers.kill()
+            case Report() if self._workers.starting:  # the report includes their process ids
+                if self._delayed_report is None:
+                    loop = asyncio.get_running_loop()
+                    self._delayed_report = loop.call_later(REPORT_DELAY_S, self._report_now)
             case Report():
-                self._line.urge()
-            case Ask(addr, port):
-                if self._contact is not None:
-                    self._contact.ask(addr, port)
+                self._master.urge()
+            case ProbePeer(addr, port):
+                self._ports.probe(addr, port)
             case Exit(_, message):
                 log.info("agent_ends", extra={"why": message})
                 if not self._result.done():
                     self._result.set_result(effect)
 
-    def _reserve(self) -> Reserved:
-        return Reserved(self._settings.advertise, listen=self._workers.hosts_store)
-
     def _start(self, assignment: Assignment) -> None:
+        """Begin to start the workers of a round or of a check, and open the round's probe."""
         bind(incarnation=assignment.incarnation, round=assignment.round)
         log.info(
             "check_start" if assignment.directive is Directive.CHECK else "workers_start",
@@ -415,82 +366,66 @@ class Agent:
                 "waited_s": round(asyncio.get_running_loop().time() - self._taken_up_at, 4),
             },
         )
-        self._local.new_round(assignment.round)
-        assert self._current is not None
+        self._sdk.new_round(assignment.round)
         if assignment.directive is Directive.RUN:
-            self._make_contact(assignment, self._current.offer)
-        listening = self._current.hand_over() if assignment.node_rank == 0 else None
+            self._ports.open_probe(
+                assignment,
+                self._token,
+                is_in_round=lambda: self._core.stands(assignment.round),
+                on_peer_seen=lambda: self.post(PeerSeen(assignment.round)),
+            )
+        listening = self._ports.hand_over() if assignment.node_rank == 0 else None
         self._workers.start(assignment, listening)
+
+    def _report_now(self) -> None:
+        """Ask for the report that waits for the start of the workers; do nothing if none waits."""
+        if self._delayed_report is not None:
+            self._delayed_report.cancel()
+            self._delayed_report = None
+            self._master.urge()
+
+    def round_started(self, assignment: Assignment) -> None:
+        """Ask for a report if one waits, record torch's events, and watch for another launcher.
+
+        For a check, only the report is sent. See :class:`RoundObserver`.
+        """
+        self._report_now()
         if assignment.directive is Directive.RUN:
             waited = asyncio.get_running_loop().time() - self._taken_up_at
-            self._events_of_torch.started(assignment, self._workers.pids, waited)
-            self._restarting(assignment)
-            strangers = frozenset(nested.OTHERS) & self._command.inherit.keys()
-            a = assignment
-            world = nested.World(a.round, a.world_size, a.master_port, strangers)
-            self._below.below(world, self._workers.processes)
-
-    def _broken(self, now: float) -> None:
-        """The round is over; the next one is a restart."""
-        self._tell_of_restart(stepped=False)
-        if self._broke_at is None:
-            self._broke_at = now
-
-    def _restarting(self, assignment: Assignment) -> None:
-        """Tell of the restart after its first step, or after a while without one."""
-        if self._broke_at is None:
-            return
-        loop = asyncio.get_running_loop()
-        self._back, self._broke_at = (assignment, self._broke_at, loop.time()), None
-
-        def no_step_yet() -> None:
-            if self._back is not None and self._back[0] is assignment:
-                self._tell_of_restart(stepped=False)
-
-        loop.call_later(NO_STEP_S, no_step_yet)
-
-    def _tell_of_restart(self, *, stepped: bool) -> None:
-        if self._back is None:
-            return
-        (assignment, broke_at, began), self._back = self._back, None
-        after_s = (asyncio.get_running_loop().time() if stepped else began) - broke_at
-        alone = assignment.nnodes == 1
-        says = said.restarted(assignment.reason, alone=alone, stepped=stepped, after_s=after_s)
-        log.log(NOTICE, "restarted", extra={"says": says, "after_s": round(after_s, 3)})
-
-    def _found_launcher(self, words: str) -> None:
-        log.info("nested_launcher", extra={"why": words})
-        self._nested = words
-        self._line.urge()
-
-    def _make_contact(self, assignment: Assignment, offer: Offer) -> None:
-        if self._contact is not None:
-            self._contact.close()
-            self._contact = None
-        if assignment.nnodes < 2:
-            return
-        try:
-            self._contact = Contact(
-                assignment.round,
-                offer.addr,
-                offer.port,
-                self._token,
-                stands=lambda: self._core.stands(assignment.round),
-                met=lambda: self.post(Met(assignment.round)),
+            self._elastic_events.started(assignment, self._workers.pids, waited)
+            self._restarts.started(assignment)
+            strangers = (
+                frozenset(nested_launchers.LAUNCHER_VARIABLES) & self._command.environ.keys()
             )
-        except OSError as error:  # then silence says nothing, and workers go on
-            log.warning("no_contact", extra={"port": offer.port, "why": str(error)})
+            a = assignment
+            world = nested_launchers.ExpectedWorld(a.round, a.world_size, a.master_port, strangers)
+            self._launchers.watch(world, self._workers.processes)
 
-    def _report(self) -> AgentReport:
+    def last_step(self, local_rank: int) -> int | None:
+        """Return the newest step that a worker has reported. See :class:`RoundObserver`."""
+        return self._sdk.last_step(local_rank)
+
+    def warm_starts_changed(self) -> None:
+        """Share a new recipe, and report a new zygote. See :class:`RoundObserver`."""
+        self._recipes.warm_starts_changed()
+
+    def _on_nested_launcher(self, message: str) -> None:
+        log.info("nested_launcher", extra={"why": message})
+        self._nested_launcher = message
+        self._master.urge()
+
+    def report(self) -> AgentReport:
+        """Return the present report, with the next number. See :class:`ReportingNode`.
+
+        Each call reads the slots in memory. The result of a check is logged with its first report.
+        """
         core = self._core
-        if core.check is not None and self._told_of != core.checks:
-            self._told_of = core.checks
+        if core.check is not None and self._logged_check != core.checks:
+            self._logged_check = core.checks
             level = NOTICE if self._command.precheck > 1 else logging.INFO
             fields = core.check.model_dump(exclude_defaults=True)
-            log.log(level, "check_ended", extra=fields | {"says": said.checked(core.check)})
+            log.log(level, "check_ended", extra=fields | {"says": console.checked(core.check)})
         self._seq += 1
-        warming = self._warming
-        self._joined |= not warming
         return AgentReport(
             boot_id=self._boot_id,
             incarnation=core.incarnation,
@@ -503,155 +438,118 @@ class Agent:
             role=self._command.role,
             pids=self._workers.pids,
             agent_pid=os.getpid(),
-            offer=self._coming.offer,
+            offer=self._ports.offer,
             max_restarts=self._max_restarts,
             failure=core.failure,
             progress=core.progress,
             leaving=core.leaving,
             cut_off=core.cut_off,
             warm=self._workers.warm.ready,
-            warming=warming,
+            warming=self._recipes.delays_first_round(),
             precheck=self._command.precheck,
             exclude_straggler=self._command.exclude_straggler,
             checks=core.checks,
             check=core.check,
-            memory_round=core.clean,
+            memory_round=core.oldest_live_round,
             save_at_breakpoint=self._command.save_at_breakpoint,
-            nested=self._nested,
+            nested=self._nested_launcher,
             **self._saver.facts(),
         )
 
-    @property
-    def _warming(self) -> bool:
-        """Whether the first round has to wait: those who run would wait longer for a cold start."""
-        warm = self._workers.warm
-        return warm.building and not (warm.ready or self._joined or self._impatient)
-
-    def _assigned(self, assignment: Assignment) -> None:
-        if assignment.recipe != self._kept_recipe:
-            self._kept_recipe = assignment.recipe
-            self._share_recipe()
+    def assigned(self, assignment: Assignment) -> None:
+        """Follow an assignment of the master. See :class:`ReportingNode`."""
+        self._recipes.assigned(assignment.recipe)
         self._saver.assigned(assignment)
         self.post(Assigned(assignment))
-        self._told_something.set()
+        self._new_assignment.set()
 
-    def _share_recipe(self) -> None:
-        """Take what the master keeps, or let it keep ours."""
-        warm = self._workers.warm
-        if warm.off or (self._sharing is not None and not self._sharing.done()):
-            return
-        if self._kept_recipe and warm.recipe is None:
-            self._sharing = asyncio.create_task(self._fetch_recipe())
-        elif warm.recipe is not None and warm.recipe.shared:
-            # Whoever was the first to tell also tells what its workers import later.
-            grown = self._told and self._told != warm.recipe.digest
-            if grown or not self._kept_recipe:
-                self._sharing = asyncio.create_task(self._tell_recipe(warm.recipe))
+    def refused(self, message: str) -> None:
+        """Kill the workers and end the agent, as the master refuses it. See :class:`ReportingNode`.
 
-    def _take_recipe(self, body: bytes) -> None:
-        warm = self._workers.warm
-        if not body or warm.recipe is not None:
-            return
-        try:
-            warm.adopt(Recipe.from_wire(body))
-        except ValueError as error:
-            log.warning("recipe_not_used", extra={"why": str(error), "then": "cold start"})
-            return
-        if not self._core.follows:
-            loop = asyncio.get_running_loop()
-            self._patience = loop.call_later(WARMING_S, self._lose_patience)
+        The agent ends once the workers are gone.
+        """
+        self.post(NodeRefused(message))
 
-    def _lose_patience(self) -> None:
-        self._impatient = True
-        self._line.urge()
+    def master_unreachable(self, away_s: float, error: Exception) -> None:
+        """Take note that the master does not answer. See :class:`ReportingNode`.
 
-    async def _fetch_recipe(self) -> None:
-        try:
-            self._take_recipe(await self._line.fetch_recipe())
-        except DLRoverError as error:
-            log.info("recipe_not_fetched", extra={"why": str(error)})
+        If no platform restarts the master, the agent ends after ``MASTER_LOST_S`` without running
+        workers.
+        """
+        self.post(MasterUnreachable())
+        if self._settings.own_master and away_s >= MASTER_LOST_S:
+            self.post(MasterLost(f"the master has been unreachable for {away_s:.0f} s: {error}"))
 
-    async def _tell_recipe(self, recipe: Recipe) -> None:
-        try:
-            await self._line.tell_recipe(recipe.to_wire())
-            self._kept_recipe = self._told = recipe.digest
-            log.info("recipe_told", extra={"id": recipe.digest})
-        except DLRoverError as error:
-            log.info("recipe_not_told", extra={"why": str(error)})
+    def _on_step(self, progress: WorkerProgress) -> None:
+        """Handle a step that a script has reported."""
+        assert progress.step is not None
+        self._restarts.stepped(progress.round)
+        step, total = progress.step, progress.total
+        self.post(StepReported(progress.round, progress.local_rank, step, total, progress.metrics))
 
-    def _heard(self, news: News) -> None:
-        if news.step is not None:
-            if self._back is not None and news.round == self._back[0].round:
-                self._tell_of_restart(stepped=True)
-            self.post(Stepped(news.round, news.local_rank, news.step, news.total, news.metrics))
-
-    def _signalled(self, number: int) -> None:
+    def _on_signal(self, number: int) -> None:
+        self._workers.stop_waiting_for_console()
         self.post(Signalled(signal.Signals(number).name, number))
 
-    def _lifeline(self) -> None:
+    def _read_lifeline(self) -> None:
+        """Handle the end of the lifeline like SIGTERM; ignore bytes that arrive on it."""
         assert self._settings.lifeline_fd is not None
         if not os.read(self._settings.lifeline_fd, 64):
             asyncio.get_running_loop().remove_reader(self._settings.lifeline_fd)
-            self.post(Signalled("the end of its platform", signal.SIGTERM))
+            self.post(Signalled("the notice that its platform has ended", signal.SIGTERM))
 
-    def _child_ended(self) -> None:
-        if self._guardian.ended:  # somebody killed it: the next one takes its place
-            log.warning("guardian_ended", extra={"then": "another one is started"})
-            self._guardian.dismiss()
-            self._kin.discard(self._guardian.pid)
-            self._guardian = Guardian(self._settings.lifeline_fd, self._folders, self._mark)
-            self._kin.add(self._guardian.pid)
-            for session in (*self._workers.sessions, *self._saver.sessions):
-                self._guardian.tell(f"+{session}")
+    def _on_child_end(self) -> None:
+        self._reaper.child_ended()
         self._workers.warm.child_ended()
-        reap_orphans(self._kin | self._workers.unreaped)
-
-    def _warmth_changed(self) -> None:
-        self._share_recipe()
-        if not self._core.follows:
-            self._line.urge()
+        reap_orphans(self._children.non_worker_pids | self._workers.unreaped)
 
     async def _close(self) -> None:
+        """Release everything that the agent holds; dismiss the reaper last, which cleans up."""
         asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
-        if self._patience is not None:
-            self._patience.cancel()
-        if self._sharing is not None:
-            self._sharing.cancel()
-            await asyncio.gather(self._sharing, return_exceptions=True)
-        self._tell_of_restart(stepped=False)
-        self._below.close()
-        self._local.close()
-        if self._contact is not None:
-            self._contact.close()
+        await self._recipes.close()
+        self._restarts.close()
+        self._launchers.close()
+        self._scratch.close()
+        self._sdk.close()
         await self._workers.close()
         await self._saver.close()
-        self._coming.close()
-        if self._current is not None:
-            self._current.close()
-        self._guardian.dismiss()
+        self._ports.close()
+        await self._reaper.close()
 
 
-async def work(
+async def run_agent(
     settings: Settings,
     command: Command,
     *,
     token: str,
     max_restarts: int | None,
-    beside: "Callable[[set[int]], Coroutine[Any, Any, None]] | None" = None,
-) -> Outcome:
-    """Run one agent.
+    companion: "Callable[[set[int]], Coroutine[Any, Any, None]] | None" = None,
+) -> AgentOutcome:
+    """Run one agent until it ends.
 
     Args:
-        settings, command, token, max_restarts: of the agent.
-        beside: what has to live as long as it does; it takes the set of our child processes that
-            are no workers, and adds its own. Its failure is ours.
+        settings: Environment of the agent.
+        command: What the workers run.
+        token: Token of the job.
+        max_restarts: Value of ``--max-restarts``; None if it was not given.
+        companion: Function that runs beside the agent for as long as it lives, or None. It takes
+            the set of process ids of children that are not workers, and adds its own to the set.
+            Its failure ends the agent too.
+
+    Returns:
+        How the agent ended.
+
+    Raises:
+        DLRoverError: The master could not be reached, or refused the token, at the start.
     """
-    kin = {child.pid for child in children(os.getpid())}  # of a shell that has become us, say
-    agent = Agent(settings, command, token=token, max_restarts=max_restarts, kin=kin)
+    # There may be children already, for example of a shell that has replaced itself by this
+    # process with exec.
+    registry = ChildRegistry(child.pid for child in children(os.getpid()))
+    agent = Agent(settings, command, token=token, max_restarts=max_restarts, children=registry)
     run = asyncio.create_task(agent.run())
     tasks: list[asyncio.Task[Any]] = [run]
-    if beside is not None:
-        tasks.append(asyncio.create_task(beside(kin)))
+    if companion is not None:
+        tasks.append(asyncio.create_task(companion(registry.non_worker_pids)))
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:

@@ -1,9 +1,12 @@
-"""What the platform tells an agent: the only reader of its environment.
+"""Settings of an agent, and the only module that reads the agent's environment.
 
-Light: a standalone job starts its master before the agent imports the rest of itself.
+This module imports little, because a standalone job starts its master before the agent imports its
+other modules.
 """
 
+import math
 import os
+import re
 import signal
 import sys
 from collections.abc import Mapping
@@ -12,54 +15,75 @@ from pathlib import Path
 from string import Template
 from typing import Self, TypeVar
 
+from dlrover_py.process.blocking import read_regular
 from dlrover_py.protocol import names
 from dlrover_py.protocol.errors import ConfigError
 
-HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals by which an agent is asked to end."""
+MAX_TOKEN_BYTES = 1 << 16
+"""Bytes of the largest token file. A larger one is another file."""
 LINE_PREFIX = "[${role_name}${local_rank}]:"
-"""Before tee'd lines, unless TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE says another."""
+"""Prefix of tee'd lines, unless TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE names another one."""
+_HOST = re.compile(r"[\w.:%-]{1,255}")
 T = TypeVar("T", int, float)
+
+
+def environment() -> dict[str, str]:
+    """Return a copy of this process's environment."""
+    return dict(os.environ)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The environment of one agent."""
+    """The settings of one agent, from its environment."""
 
     master_addr: str = ""
+    """Address of the master (``host:port``); empty if no platform has started this agent."""
     token_file: Path | None = None
+    """File with the job's token; None if none was named."""
     ca_file: Path | None = None
-    """The master is called over TLS, and checked by this authority."""
+    """Certificate authority of the master's TLS certificate; None for a connection without TLS."""
     node_id: str = ""
+    """Id of this node in its job."""
     job_name: str = ""
-    advertise: str = "127.0.0.1"
+    """Name of the job."""
+    advertised_addr: str = "127.0.0.1"
     """Address at which other nodes reach this one."""
     log_dir: Path | None = None
+    """Folder where the platform looks for the workers' output; None if it does not."""
     lifeline_fd: int | None = None
+    """Descriptor of a pipe whose end means that the platform is gone; None if there is none."""
     python: str = sys.executable
+    """Python interpreter that runs the script."""
     connect_s: float = 60.0
-    """The master must have answered once by then."""
+    """Seconds within which the master must have answered once."""
     own_master: bool = False
-    """No platform brings a lost master back: one of the nodes runs it."""
+    """Whether one of the nodes runs the master, so that no platform restarts a lost one."""
+    asks_proof: bool = False
+    """Whether the master must prove that it knows the token, before it gets the token.
+
+    It must at an endpoint, whose port another program may have taken.
+    """
     shm_dir: Path = Path("/dev/shm")
-    """A tmpfs, where what is saved outlives the workers."""
+    """Folder in a tmpfs for checkpoints in memory, which outlive the workers."""
     job_uid: str = ""
-    """Of this job and no other; empty: its name."""
+    """Unique id of the job; if it is empty, the job's name is used."""
     returns: bool = False
-    """After an agent that was killed the same node comes again, and finds what is saved."""
+    """Whether the same node returns after its agent was killed, and finds its checkpoints."""
     log_level: str = ""
-    """Empty: INFO in a job, WARNING on somebody's terminal."""
+    """Level of log lines; empty means INFO in a job, and WARNING elsewhere."""
     environ: Mapping[str, str] = field(default_factory=dict)
-    """All of it, for the workers to inherit."""
+    """The complete environment, which the workers inherit."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Self:
-        """Read the environment.
+        """Read the settings from an environment, by default that of this process.
 
         Raises:
-            ConfigError: a value cannot be used.
+            ConfigError: A value cannot be used.
         """
-        environ = dict(os.environ) if environ is None else environ
+        environ = environment() if environ is None else environ
         token, logs = environ.get(names.ENV_TOKEN_FILE), environ.get(names.ENV_LOG_DIR)
         authority = environ.get(names.ENV_CA_FILE)
         return cls(
@@ -68,7 +92,7 @@ class Settings:
             ca_file=Path(authority) if authority else None,
             node_id=environ.get(names.ENV_NODE_ID, ""),
             job_name=environ.get(names.ENV_JOB_NAME, ""),
-            advertise=environ.get(names.ENV_POD_IP, "127.0.0.1"),
+            advertised_addr=environ.get(names.ENV_POD_IP, "127.0.0.1"),
             log_dir=Path(logs) if logs else None,
             lifeline_fd=_number(environ, names.ENV_LIFELINE_FD, int),
             python=environ.get("PYTHON_EXEC", sys.executable),
@@ -85,14 +109,25 @@ class Settings:
         return bool(self.master_addr)
 
     def check(self) -> None:
-        """Refuse an environment in which no job can be joined.
+        """Check that the settings are complete enough to join a job.
 
         Raises:
-            ConfigError: what is missing, and who should have set it.
+            ConfigError: A setting is missing or cannot be used. The message says what should set
+                it.
         """
-        from dlrover_py.rpc import check_address  # a tenth of a second of imports
+        # Imported here because the import takes a tenth of a second.
+        from dlrover_py.net.http_client import check_address
 
         check_address(self.master_addr)
+        check_host(names.ENV_POD_IP, self.advertised_addr)
+        if self.lifeline_fd is not None:
+            try:
+                os.fstat(self.lifeline_fd)
+            except (OSError, OverflowError) as error:
+                raise ConfigError(
+                    f"{names.ENV_LIFELINE_FD} is {self.lifeline_fd}: expected the descriptor of a "
+                    "pipe that is open"
+                ) from error
         for name, value in (
             (names.ENV_NODE_ID, self.node_id),
             (names.ENV_TOKEN_FILE, self.token_file),
@@ -102,57 +137,84 @@ class Settings:
                     f"{names.ENV_MASTER_ADDR} is set and {name} is not: inside a job the platform "
                     "sets both; to train on this machine alone, unset it and use --standalone"
                 )
+        if not re.fullmatch(names.NODE_ID, self.node_id):
+            raise ConfigError(
+                f"{names.ENV_NODE_ID} is {self.node_id!r}: expected an id of lower-case letters, "
+                "digits, - and ., such as n0"
+            )
 
     def token(self) -> str:
-        """The job's token.
+        """Read the job's token from its file; the read blocks while the disk hangs.
 
         Raises:
-            ConfigError: the file cannot be read, or is empty.
+            ConfigError: The file cannot be read, is empty, or is not one line of printable ASCII
+                characters.
         """
         assert self.token_file is not None
         try:
-            token = self.token_file.read_text().strip()
+            token = read_regular(self.token_file, MAX_TOKEN_BYTES).decode().strip()
         except OSError as error:
-            raise ConfigError(f"token file {self.token_file}: {error.strerror}") from error
+            raise ConfigError(
+                f"token file {self.token_file}: {error.strerror}; expected a file with the job's "
+                f"token, of at most {MAX_TOKEN_BYTES} bytes"
+            ) from error
+        except UnicodeDecodeError:
+            token = "\0"
         if not token:
             raise ConfigError(
                 f"token file {self.token_file}: it is empty; expected the job's token"
+            )
+        if not (token.isascii() and token.isprintable()):
+            raise ConfigError(
+                f"token file {self.token_file}: expected one line of printable ASCII characters"
             )
         return token
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
-    """Where the flags want the workers' output; the defaults are torchrun's."""
+class OutputSettings:
+    """The flags for the output of the workers; the defaults are torchrun's."""
 
     log_dir: Path | None = None
-    """``/dev/null``: no files at all."""
+    """Folder for log files; ``/dev/null`` for no files at all."""
     redirects: Mapping[int | None, int] = field(default_factory=dict)
+    """Streams that go to files only, by local rank.
+
+    1 is stdout, 2 is stderr, 3 is both. The key ``None`` stands for all other local ranks.
+    """
     tee: Mapping[int | None, int] = field(default_factory=dict)
-    """1 stdout, 2 stderr, 3 both, by local rank; ``None`` is all others."""
+    """Streams that go to files and to the console, as in ``redirects``."""
     shown: frozenset[int] | None = None
-    """Local ranks that are shown on the console; None is all."""
-    out_words: tuple[str, ...] = ()
-    err_words: tuple[str, ...] = ()
-    """Tee'd lines with one of them are copied to a file of all local ranks."""
+    """Local ranks whose output is shown on the console; None for all."""
+    stdout_filters: tuple[str, ...] = ()
+    """Words by which tee'd lines of stdout are copied to one file for all local ranks."""
+    stderr_filters: tuple[str, ...] = ()
+    """Words by which tee'd lines of stderr are copied to one file for all local ranks."""
     prefix: str = LINE_PREFIX
+    """Template of the prefix of tee'd lines."""
     specs: str | None = None
-    """Name in the entry-point group ``torchrun.logs_specs``."""
+    """Name of a class in the entry-point group ``torchrun.logs_specs``; None for the default."""
 
     @property
     def wants_files(self) -> bool:
-        """Whether a stream of some worker goes into a file."""
+        """Whether a stream of any worker goes into a file."""
         return any((*self.redirects.values(), *self.tee.values()))
 
     def line_prefix(self, role: str, rank: int, local_rank: int) -> str:
-        """What stands before each tee'd line of a worker."""
+        """Return the prefix of a worker's tee'd lines.
+
+        Args:
+            role: Role of the worker.
+            rank: Rank of the worker in the round.
+            local_rank: Rank of the worker on its node.
+        """
         return Template(self.prefix).safe_substitute(
             role_name=role, rank=rank, local_rank=local_rank
         )
 
     @staticmethod
     def of(which: Mapping[int | None, int], local_rank: int) -> int:
-        """What it says of one local rank."""
+        """Return the entry of one local rank in ``redirects`` or ``tee``; 0 without an entry."""
         return which.get(local_rank, which.get(None, 0))
 
 
@@ -163,37 +225,67 @@ class Command:
     argv: tuple[str, ...]
     """``PYTHON -u [-m] SCRIPT ARGS…``, or a program and its arguments."""
     nproc: int
-    inherit: Mapping[str, str]
-    """The agent's environment."""
+    """Number of workers on this node."""
+    environ: Mapping[str, str]
+    """Environment of the agent, which the workers inherit."""
     name: str = ""
-    """What people call it: the script."""
+    """Name of the script, module or program, for messages."""
     role: str = "default"
+    """Role of the workers."""
     log_dir: Path | None = None
-    """Where the platform looks for both streams of all workers; None if it does not."""
-    output: Output = Output()
+    """Folder where the platform looks for both streams of all workers; None if it does not."""
+    output: OutputSettings = OutputSettings()
+    """Flags for the output of the workers."""
     event_handler: str = "null"
+    """Name of the handler of torch's elastic events."""
     cold: str = ""
-    """Why workers are never forked from a zygote; empty if they may be."""
-    signals: tuple[signal.Signals, ...] = HANDLED
-    """By which the agent is asked to end; workers get the same one."""
+    """Why workers are never forked from the zygote; empty if they may be.
+
+    The zygote is the process that warm workers are forked from.
+    """
+    signals: tuple[signal.Signals, ...] = DEFAULT_SIGNALS
+    """Signals by which the agent is asked to end. Workers get the same signal."""
     shutdown_s: float = 30.0
-    """From such a signal to SIGKILL."""
+    """Seconds from such a signal to SIGKILL."""
     virtual_local_rank: bool = False
+    """Whether each worker has LOCAL_RANK 0 and sees its own GPU only."""
     cpus: tuple[frozenset[int], ...] = ()
-    """CPUs of each worker by local rank; empty: those of the agent."""
+    """CPUs of each worker by local rank; if empty, workers run on the CPUs of the agent."""
     precheck: int = 0
-    """1: the node is checked before it trains. 2: and the speed of its network is told."""
+    """Level of the check before training: 0 none, 1 a check, 2 also logs the network's speed."""
     save_at_breakpoint: bool = False
-    """After a failure of a worker the newest state goes to storage."""
+    """Whether the newest state is stored after a failure of a worker."""
     exclude_straggler: bool = False
-    """A node that the check shows to be slow does not train."""
+    """Whether a node that the check finds slow is left out."""
+
+
+def check_host(name: str, text: str) -> None:
+    """Check that a text looks like the address of a machine.
+
+    Args:
+        name: Name of the flag or variable, for the error message.
+        text: Its value.
+
+    Raises:
+        ConfigError: The text is neither a host name nor an IP address.
+    """
+    if not _HOST.fullmatch(text):
+        raise ConfigError(f"{name} is {text[:60]!r}: expected a host name or an IP address")
 
 
 def _number(environ: Mapping[str, str], name: str, kind: type[T]) -> T | None:
+    """Return the number in a variable; None if the variable is empty or not set.
+
+    Raises:
+        ConfigError: The text is not a number from 0.
+    """
     text = environ.get(name)
     if not text:
         return None
     try:
-        return kind(text)
-    except ValueError as error:
-        raise ConfigError(f"{name} is {text!r}: expected a number") from error
+        number = kind(text)
+    except ValueError:
+        number = kind(-1)
+    if not 0 <= number < math.inf:
+        raise ConfigError(f"{name} is {text[:60]!r}: expected a number from 0")
+    return number

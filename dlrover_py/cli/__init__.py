@@ -1,15 +1,24 @@
-"""The ``dlrover`` command: run a job on this machine, look at it, and hurt it on purpose."""
+"""The ``dlrover`` command: run a job, look at it, change it, and inject faults into it."""
 
+import io
+import sys
 from collections.abc import Sequence
 
 from dlrover_py.telemetry import open_streams
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``dlrover``; return its exit code."""
+    """Run ``dlrover``; return its exit code, which is 130 after Ctrl-C.
+
+    Closed standard streams are opened, and characters that standard output lacks become ``?``.
+    """
     try:
         open_streams()
-        from dlrover_py.cli.commands import main as run  # half a second in which Ctrl-C may come
+        if isinstance(sys.stdout, io.TextIOWrapper):  # the locale may lack characters of the output
+            sys.stdout.reconfigure(errors="replace")
+        from dlrover_py.cli.commands import (
+            main as run,
+        )  # takes half a second, so Ctrl-C is handled around it
 
         return run(argv)
     except KeyboardInterrupt:

@@ -1,6 +1,7 @@
-"""``dlrover ckpt …``: checkpoints in storage, looked at, checked, taken out and removed.
+"""``dlrover ckpt …``: list, check, export and remove checkpoints in storage.
 
-Everything but tensors in shards is done without torch: a manifest says where the raw bytes are.
+Only tensors that are split into shards, and the torch format, need torch. For everything else the
+manifest says where the raw bytes are.
 """
 
 import contextlib
@@ -8,7 +9,6 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,28 +16,34 @@ from typing import TYPE_CHECKING, Any
 import click
 import xxhash
 
+from dlrover_py.checkpoint.directory import CheckpointDirectory, FolderBackend, retained
 from dlrover_py.cli import view
-from dlrover_py.protocol.checkpoint import Keep, Manifest, Written, WrittenObject
+from dlrover_py.cli.numbers import Real
 from dlrover_py.protocol.errors import CheckpointError, ConfigError
-from dlrover_py.storage import Folder, Store, kept
+from dlrover_py.protocol.manifest import Manifest, WrittenChunk, WrittenObject
+from dlrover_py.protocol.persister import KeepRules
+from dlrover_py.protocol.status import date_time
+from dlrover_py.protocol.words import counted
 
 if TYPE_CHECKING:
     import torch
 
-CHUNK = 1 << 24
-"""Bytes that are read and summed at once."""
+SHARD_GB = 5.0
+"""Size of a safetensors file of an export in several files, in 10⁹ bytes."""
+READ_BYTES = 1 << 24
+"""Bytes that are read and hashed at a time."""
 SAFETENSORS = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32",
     "int32": "I32", "uint64": "U64", "int64": "I64", "float16": "F16", "bfloat16": "BF16",
     "float32": "F32", "float64": "F64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
     "float8_e8m0fnu": "F8_E8M0", "complex64": "C64",
 }  # fmt: skip
-"""What its format calls torch's types (safetensors/tensor.rs)."""
+"""Names of torch's types in the safetensors format (safetensors/tensor.rs)."""
 
 
 @click.group()
 def ckpt() -> None:
-    """Look at the checkpoints of a directory or bucket, check them, take them out, remove them.
+    """List, check, export and remove the checkpoints of a directory or bucket.
 
     DIR is a path or an address such as s3://bucket/folder. WHICH is a step, or the name of a
     checkpoint's folder.
@@ -45,17 +51,22 @@ def ckpt() -> None:
 
 
 directory = click.argument("directory", metavar="DIR")
-one_of_them = click.argument("which", required=False)
-as_json = click.option("--json", "as_json", is_flag=True, help="For scripts: JSON instead of text.")
-yes = click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+which_argument = click.argument("which", required=False)
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+yes = click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
 
 
-# --- which ---
+def _echo(text: str, *, err: bool = False) -> None:
+    """Print text that may come from a manifest or a listing, with control characters escaped."""
+    click.echo(view.plain(text), err=err)
+
+
+# --- Choice of a checkpoint ---
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
-    """What the store refuses is said in a line, as every other error is."""
+def _as_checkpoint_errors() -> Iterator[None]:
+    """Turn each OSError in the block into a CheckpointError of one line with the file's name."""
     try:
         yield
     except OSError as error:
@@ -63,76 +74,95 @@ def _told() -> Iterator[None]:
         raise CheckpointError(f"{where}{error.strerror or error}") from error
 
 
-def _all(directory: str) -> tuple[Store, list[Manifest]]:
-    store = Store(directory)
-    with _told():
+def _open_directory(directory: str) -> tuple[CheckpointDirectory, list[Manifest]]:
+    """Return the store and the manifests of its intact checkpoints, newest first.
+
+    The list is empty if the folder exists without checkpoints. Each damaged manifest is left out of
+    the list and reported on standard error.
+    """
+    store = CheckpointDirectory(directory)
+    if isinstance(store.place, FolderBackend) and store.place.path.is_file():
+        raise ConfigError(f"{store.place.path}: this is a file; expected a folder of checkpoints")
+    with _as_checkpoint_errors():
         found = store.checkpoints()
-        if not found and isinstance(store.place, Folder) and not store.place.path.exists():
+        if not found and isinstance(store.place, FolderBackend) and not store.place.path.exists():
             raise ConfigError(f"{store.place.url}: there is no such folder")
-    for name, why in store.damaged.items():
-        click.echo(f"dlrover: {store.place.url}/{name} is damaged: {why}", err=True)
+    for name in store.damaged:
+        _echo(f"dlrover: {store.fault(name)}", err=True)
     return store, found
 
 
-def _chosen(directory: str, which: str | None) -> tuple[Store, Manifest]:
-    """The checkpoint that is meant; the newest, if none is named.
+def _selected(directory: str, which: str | None) -> tuple[CheckpointDirectory, Manifest]:
+    """Return the checkpoint with this name or step, or the newest if none is given.
+
+    Damaged manifests are never selected; they are reported on standard error.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such checkpoint.
     """
-    store, found = _all(directory)
+    store, found = _open_directory(directory)
     if not found:
-        raise ConfigError(_nothing(store))
+        raise ConfigError(_no_checkpoint_message(store))
     if which is None:
         return store, found[0]
-    return store, _named(store, found, which)
+    return store, _find(store, found, which)
 
 
-def _nothing(store: Store) -> str:
-    if wrong := store.mistaken():
-        return f"{wrong}: name the folder above it; torch.distributed.checkpoint reads it as it is"
+def _no_checkpoint_message(store: CheckpointDirectory) -> str:
+    """Return the message about a directory without checkpoints.
+
+    It differs if the directory is itself a checkpoint.
+    """
+    if wrong := store.single_checkpoint_error():
+        return f"{wrong}: name the folder above it, or read it with torch.distributed.checkpoint"
     return f"{store.place.url}: there is no checkpoint"
 
 
-def _named(store: Store, found: Sequence[Manifest], which: str) -> Manifest:
-    for manifest in found:  # the newest of its step
+def _find(store: CheckpointDirectory, found: Sequence[Manifest], which: str) -> Manifest:
+    """Return the newest checkpoint with this step or folder; raise ConfigError if there is none."""
+    for manifest in found:  # newest first: of two with the same step the newer one is found
         if which in (str(manifest.step), manifest.folder):
             return manifest
     steps = ", ".join(str(m.step) for m in found[:8]) + (" …" if len(found) > 8 else "")
-    raise ConfigError(f"{store.place.url}: no checkpoint {which!r}; there are steps {steps}")
+    raise ConfigError(f"{store.place.url}: no checkpoint {which!r}; existing steps: {steps}")
 
 
-# --- ls, show ---
+# --- Commands ls and show ---
 
 
 @ckpt.command("ls")
 @directory
 @as_json
 def list_checkpoints(directory: str, as_json: bool) -> None:
-    """What there is, the newest commit first."""
-    store, found = _all(directory)
+    """List all checkpoints, the newest commit first.
+
+    Checkpoints with a damaged manifest are not in the list. Standard error names them.
+    """
+    store, found = _open_directory(directory)
     if as_json:
         click.echo(json.dumps([_row(store, m) for m in found]))
         return
     if not found:
-        click.echo(_nothing(store))
+        _echo(_no_checkpoint_message(store))
         return
     table = _table("STEP", "AGE", "SIZE", "WORLD", "METRIC", "JOB", "FOLDER")
     for m in found:
         metric = "" if m.metric is None else f"{m.metric:g}"
         size = _size(m.nbytes)
-        table.add_row(str(m.step), view.age(m.at), size, str(m.world), metric, m.job, m.folder)
+        job = view.plain(m.job)
+        table.add_row(str(m.step), view.age(m.at), size, str(m.world), metric, job, m.folder)
     _print(table)
 
 
-def _row(store: Store, manifest: Manifest) -> dict[str, Any]:
+def _row(store: CheckpointDirectory, manifest: Manifest) -> dict[str, Any]:
+    """Return the fields of a checkpoint for ``--json``."""
     return {
         "step": manifest.step,
         "where": store.where(manifest),
-        "at": round(manifest.at, 3),
+        "at": date_time(manifest.at),
         "number": manifest.number,
         "nbytes": manifest.nbytes,
-        "tensors": len({w.piece.key for w in manifest.pieces}),
+        "tensors": len({w.chunk.key for w in manifest.chunks}),
         "world": manifest.world,
         "metric": manifest.metric,
         "job": manifest.job,
@@ -144,56 +174,69 @@ def _row(store: Store, manifest: Manifest) -> dict[str, Any]:
 
 @ckpt.command()
 @directory
-@one_of_them
+@which_argument
 @as_json
 def show(directory: str, which: str | None, as_json: bool) -> None:
-    """What one checkpoint holds: the newest, unless WHICH names another."""
-    store, manifest = _chosen(directory, which)
-    tensors = _by_key(manifest.pieces)
+    """Show what a checkpoint contains.
+
+    WHICH selects the checkpoint. The default is the newest one. Only the manifest is read; `verify`
+    checks the data.
+
+    \f
+
+    Args:
+        directory: path or address of the folder with the checkpoints.
+        which: step, or name of a checkpoint's folder; None for the newest checkpoint.
+        as_json: print JSON instead of text.
+    """
+    store, manifest = _selected(directory, which)
+    tensors = _by_key(manifest.chunks)
     if as_json:
         rows = [
             {
                 "key": key,
-                "dtype": shards[0].piece.dtype,
-                "shape": shards[0].piece.whole,
-                "nbytes": sum(w.piece.nbytes for w in shards),
+                "dtype": shards[0].chunk.dtype,
+                "shape": shards[0].chunk.whole,
+                "nbytes": sum(w.chunk.nbytes for w in shards),
                 "files": sorted({w.file for w in shards}),
                 "shards": len(shards),
             }
             for key, shards in tensors.items()
         ]
         objects = [{"key": o.key, "nbytes": o.nbytes, "file": o.file} for o in manifest.objects]
-        whole = _row(store, manifest) | {"tensors": rows, "objects": objects}
-        click.echo(json.dumps(whole))
+        document = _row(store, manifest) | {"tensors": rows, "objects": objects}
+        click.echo(json.dumps(document))
         return
     age = view.age(manifest.at)
-    click.echo(f"{store.where(manifest)}: step {manifest.step}, {age} ago, of {manifest.job}")
+    _echo(f"{store.where(manifest)}: step {manifest.step}, {age} ago, of {manifest.job}")
     metric = "" if manifest.metric is None else f", metric {manifest.metric:g}"
-    click.echo(
-        f"{_size(manifest.nbytes)} in {len(manifest.files)} files, by {manifest.world} workers"
-        + metric
+    _echo(
+        f"{_size(manifest.nbytes)} in {counted(len(manifest.files), 'file')}, "
+        f"by {counted(manifest.world, 'worker')}{metric}"
     )
     for note in manifest.notes:
-        click.echo(f"note: {note}")
+        _echo(f"note: {note}")
     table = _table("KEY", "TYPE", "SHAPE", "SIZE", "SHARDS")
     for key, shards in tensors.items():
-        piece = shards[0].piece
-        shape = "×".join(map(str, piece.whole)) or "scalar"
-        size = _size(sum(w.piece.nbytes for w in shards))
-        table.add_row(key, piece.dtype, shape, size, str(len(shards)))
+        chunk = shards[0].chunk
+        shape = "×".join(map(str, chunk.whole)) or "scalar"
+        size = _size(sum(w.chunk.nbytes for w in shards))
+        table.add_row(view.plain(key), chunk.dtype, shape, size, str(len(shards)))
     for item in manifest.objects:
-        table.add_row(item.key, "object", "", _size(item.nbytes), "")
+        table.add_row(view.plain(item.key), "object", "", _size(item.nbytes), "")
     _print(table)
 
 
-def _by_key(pieces: Sequence[Written]) -> dict[str, list[Written]]:
-    found: dict[str, list[Written]] = {}
-    for written in pieces:
-        found.setdefault(written.piece.key, []).append(written)
+def _by_key(chunks: Sequence[WrittenChunk]) -> dict[str, list[WrittenChunk]]:
+    """Return the stored shards of each tensor by its key, in the order of the manifest."""
+    found: dict[str, list[WrittenChunk]] = {}
+    for written in chunks:
+        found.setdefault(written.chunk.key, []).append(written)
     return found
 
 
 def _table(*heads: str) -> Any:
+    """Return an empty table with these column heads."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -204,13 +247,15 @@ def _table(*heads: str) -> Any:
 
 
 def _print(table: Any) -> None:
+    """Print a table."""
     from rich.console import Console
 
-    wide = None if sys.stdout.isatty() else 200  # who reads it does not know how wide it is
-    Console(highlight=False, width=wide, markup=False).print(table)
+    width = None if sys.stdout.isatty() else 200  # a file or pipe has no width
+    Console(highlight=False, width=width, markup=False).print(table)
 
 
 def _size(nbytes: int) -> str:
+    """Return a size in bytes as text with a unit."""
     value, unit = float(nbytes), "B"
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if value < 1000 or unit == "TB":
@@ -219,34 +264,58 @@ def _size(nbytes: int) -> str:
     return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
 
 
-# --- reading ---
+# --- Reading ---
+
+
+def _check(
+    store: CheckpointDirectory, manifest: Manifest, at: WrittenChunk | WrittenObject
+) -> None:
+    """Read the shard of a tensor, or an object, and compare its digest.
+
+    Nothing is returned. At most ``READ_BYTES`` bytes are in memory at a time.
+
+    Raises:
+        CheckpointError: the bytes differ from those that were written, or are missing.
+    """
+    sums = xxhash.xxh3_64()
+    buffer = memoryview(bytearray(min(READ_BYTES, at.nbytes)))
+    with _as_checkpoint_errors():
+        for start in range(0, at.nbytes, READ_BYTES):
+            part = buffer[: at.nbytes - start]
+            store.read_into(manifest, at.file, at.position + start, part)
+            sums.update(part)
+    _compare(store, manifest, at, sums.intdigest())
 
 
 def _read(
-    store: Store, manifest: Manifest, at: Written | WrittenObject, target: memoryview
-) -> None:
-    """Read a tensor's shard or an object, and compare.
+    store: CheckpointDirectory, manifest: Manifest, at: WrittenChunk | WrittenObject
+) -> bytearray:
+    """Read the shard of a tensor, or an object, compare its digest, and return its bytes."""
+    with _as_checkpoint_errors():
+        data = store.read_all(manifest, at.file, at.position, at.nbytes)
+    _compare(store, manifest, at, xxhash.xxh3_64_intdigest(data))
+    return data
 
-    Raises:
-        CheckpointError: its bytes are not those that were written, or are not there.
-    """
-    key = at.piece.key if isinstance(at, Written) else at.key
-    sums = xxhash.xxh3_64()
-    with _told():
-        for start in range(0, len(target), CHUNK):
-            part = target[start : start + CHUNK]
-            store.read_into(manifest, at.file, at.position + start, part)
-            sums.update(part)
-    if sums.intdigest() != at.xxh3:
+
+def _compare(
+    store: CheckpointDirectory, manifest: Manifest, at: WrittenChunk | WrittenObject, found: int
+) -> None:
+    """Raise CheckpointError if a digest differs from the one in the manifest."""
+    if found != at.xxh3:
+        key = at.chunk.key if isinstance(at, WrittenChunk) else at.key
         raise CheckpointError(
-            f"{store.where(manifest)}/{at.file}: {key}: its {len(target)} bytes at {at.position} "
-            "are not those that were written"
+            f"{store.where(manifest)}/{at.file}: {key}: its {at.nbytes} bytes at offset "
+            f"{at.position} differ from those that were written"
         )
 
 
 @contextlib.contextmanager
-def _progress(words: str, total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error, for people."""
+def _progress(text: str, total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar on standard error, and yield the function that advances it by some bytes.
+
+    No bar is shown with ``quiet``, or if standard error is no terminal; the function then does
+    nothing. The bar disappears at the end.
+    """
     if quiet or not sys.stderr.isatty():
         yield lambda _: None
         return
@@ -268,25 +337,37 @@ def _progress(words: str, total: int, *, quiet: bool) -> Iterator[Callable[[int]
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(words, total=total)
+        task = bar.add_task(text, total=total)
         yield lambda nbytes: bar.advance(task, nbytes)
 
 
-# --- verify ---
+# --- Command verify ---
 
 
 @ckpt.command()
 @directory
-@one_of_them
+@which_argument
 @as_json
 def verify(directory: str, which: str | None, as_json: bool) -> int:
-    """Read every byte, and compare with the digests of when it was staged.
+    """Read every byte and compare it with the stored digests.
 
-    All checkpoints are read, unless WHICH names one. The exit code is 1 if anything is damaged.
+    The digests were computed when the checkpoint was staged. All checkpoints are read, unless WHICH
+    names one. The exit code is 1 if anything is damaged. Nothing is repaired or removed.
+
+    \f
+
+    Args:
+        directory: path or address of the folder with the checkpoints.
+        which: step, or name of a checkpoint's folder; None for all checkpoints.
+        as_json: print JSON instead of text and progress.
+
+    Raises:
+        ConfigError: the folder does not exist or has no checkpoints, or none is ``which``.
+        CheckpointError: the folder cannot be listed.
     """
-    store, found = _all(directory)
+    store, found = _open_directory(directory)
     if which is not None:
-        found = [_named(store, found, which)]
+        found = [_find(store, found, which)]
     elif not found and not store.damaged:
         raise ConfigError(f"{store.place.url}: there is no checkpoint")
     bad: dict[str, list[str]] = {name: [why] for name, why in store.damaged.items()}
@@ -300,211 +381,287 @@ def verify(directory: str, which: str | None, as_json: bool) -> int:
             continue
         where = store.where(manifest)
         if not wrong:
-            parts = len(manifest.pieces) + len(manifest.objects)
-            click.echo(f"{where}: whole: {_size(manifest.nbytes)} in {parts} parts")
-        for words in wrong:
-            click.echo(f"{where}: DAMAGED: {words}")
+            parts = len(manifest.chunks) + len(manifest.objects)
+            _echo(f"{where}: intact: {_size(manifest.nbytes)} in {parts} parts")
+        for text in wrong:
+            _echo(f"{where}: DAMAGED: {text}")
     if as_json:
-        whole = [m.folder for m in found if m.folder not in bad]
-        click.echo(json.dumps({"whole": whole, "damaged": bad}))
+        intact = [m.folder for m in found if m.folder not in bad]
+        click.echo(json.dumps({"intact": intact, "damaged": bad}))
     return 1 if bad else 0
 
 
-def _damage(store: Store, manifest: Manifest, *, quiet: bool) -> list[str]:
-    """Say what of a checkpoint is not as it was written.
+def _damage(store: CheckpointDirectory, manifest: Manifest, *, quiet: bool) -> list[str]:
+    """Return what is damaged in a checkpoint, one message for each part; empty if it is intact.
 
-    A file that is whole holds the tensors that were staged, as they were summed while it was
-    written. So tensors are only looked at in the others, to name those that are damaged.
+    The digest of a file was computed while its staged tensors were written. A file whose digest
+    matches therefore holds undamaged tensors. Only in the other files are tensors checked one by
+    one, to name the damaged ones. The index for torch (``.metadata``) must be readable, too, and
+    match its digest if the manifest has one.
     """
     wrong: list[str] = []
-    whole: set[str] = set()
-    framing: list[str] = []
+    intact: set[str] = set()
+    framing_damaged: list[str] = []
     total = sum(size for size, _ in manifest.sums) or manifest.nbytes
     with _progress(f"step {manifest.step}", total, quiet=quiet) as advance:
         if manifest.sums:
             for name, (size, xxh3) in zip(manifest.files, manifest.sums, strict=True):
-                if _is_whole(store, manifest, name, size, xxh3, advance):
-                    whole.add(name)
+                if _file_is_intact(store, manifest, name, size, xxh3, advance):
+                    intact.add(name)
                 else:
-                    framing.append(name)
-        parts: list[Written | WrittenObject] = [*manifest.pieces, *manifest.objects]
-        buffer = bytearray()
+                    framing_damaged.append(name)
+        parts: list[WrittenChunk | WrittenObject] = [*manifest.chunks, *manifest.objects]
         for at in parts:
-            if at.file in whole:
+            if at.file in intact:
                 continue
-            nbytes = at.piece.nbytes if isinstance(at, Written) else at.nbytes
-            if len(buffer) < nbytes:
-                buffer = bytearray(nbytes)
             try:
-                _read(store, manifest, at, memoryview(buffer)[:nbytes])
+                _check(store, manifest, at)
             except CheckpointError as error:
                 wrong.append(str(error).removeprefix(f"{store.where(manifest)}/"))
-                framing = [name for name in framing if name != at.file]
+                framing_damaged = [name for name in framing_damaged if name != at.file]
             if not manifest.sums:
-                advance(nbytes)
+                advance(at.nbytes)
         wrong += [
-            f"{name}: what stands around its tensors is not what was written: load() reads them "
-            "all the same, and torch.distributed.checkpoint may not"
-            for name in framing
+            f"{name}: the bytes around its tensors differ from those that were written: load() "
+            "still reads the tensors, but torch.distributed.checkpoint may fail"
+            for name in framing_damaged
         ]
         try:
-            with _told():
+            with _as_checkpoint_errors():
                 index = store.place.read(f"{manifest.folder}/.metadata")
             if manifest.index and xxhash.xxh3_64_intdigest(index) != manifest.index:
-                raise CheckpointError(".metadata: the bytes are not those that were written")
+                raise CheckpointError(".metadata: the bytes differ from those that were written")
         except CheckpointError as error:
             wrong.append(f"torch cannot load it: {error}")
     return wrong
 
 
-def _is_whole(
-    store: Store,
+def _file_is_intact(
+    store: CheckpointDirectory,
     manifest: Manifest,
     name: str,
     size: int,
     xxh3: int,
     advance: Callable[[int], None],
 ) -> bool:
-    """Read a file from end to end and compare its digest.
+    """Read a file from end to end, and return whether its digest is as expected.
+
+    A file that is too short or cannot be read gives False, not an error.
 
     Args:
-        store: where it is.
-        manifest: of its checkpoint.
-        name: of the file.
-        size: its bytes.
-        xxh3: their digest.
-        advance: told how many bytes were read.
+        store: directory of the checkpoints.
+        manifest: manifest of the checkpoint.
+        name: name of the file.
+        size: size of the file in bytes.
+        xxh3: expected digest of the file.
+        advance: called with the number of bytes that were read.
     """
     sums = xxhash.xxh3_64()
-    buffer = memoryview(bytearray(min(CHUNK, size)))
-    for start in range(0, size, CHUNK):
+    buffer = memoryview(bytearray(min(READ_BYTES, size)))
+    for start in range(0, size, READ_BYTES):
         part = buffer[: size - start]
         try:
             store.read_into(manifest, name, start, part)
-        except OSError:  # the tensors in it are read one by one, and say why
+        except OSError:  # its tensors are read one by one later, which shows why
             return False
         sums.update(part)
         advance(len(part))
     return sums.intdigest() == xxh3
 
 
-# --- export ---
+# --- Command export ---
 
 
 @ckpt.command()
 @directory
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option("--which", help="A step or folder; the newest, if none is named.")
+@click.option("--which", help="Step, or name of the folder. Default: the newest checkpoint.")
 @click.option(
     "--format",
     "form",
     type=click.Choice(["safetensors", "torch"]),
     default="safetensors",
     show_default=True,
-    help="torch: one file for torch.load(weights_only=True), with objects too.",
+    help="torch writes one file for torch.load(weights_only=True), with the objects.",
 )
 @click.option(
     "--keys",
     default="",
     metavar="PREFIX",
-    help="Only these, and without the prefix: model. gives what load_state_dict takes.",
+    help="Export only keys with this prefix, and remove it; model. suits load_state_dict().",
 )
 @click.option(
     "--shard-gb",
-    type=click.FloatRange(min=0, min_open=True),
-    default=5.0,
-    show_default=True,
-    help="Safetensors of more are split into files of that size, with an index.",
+    type=Real(min=0, min_open=True),
+    show_default=f"{SHARD_GB:g}",
+    help="Largest size of a safetensors file in GB; a larger export gets several files.",
 )
 def export(
-    directory: str, out: Path, which: str | None, form: str, keys: str, shard_gb: float
+    directory: str, out: Path, which: str | None, form: str, keys: str, shard_gb: float | None
 ) -> None:
-    """Write the tensors of a checkpoint to OUT, which must not be there.
+    """Write the tensors of a checkpoint to OUT, which must not exist.
 
-    Safetensors: OUT is one file if its name ends with .safetensors; else a folder with
-    model.safetensors, or with shards of it and model.safetensors.index.json. What belongs to one
-    rank alone is left out, unless --keys names it.
+    Safetensors: OUT is one file if its name ends with .safetensors. Otherwise OUT is a folder with
+    model.safetensors, or with several shards and model.safetensors.index.json. Objects (values that
+    are not tensors) are left out; --format torch exports them. Values that belong to one rank alone
+    are left out, unless --keys names them. OUT appears only when it is complete.
+
+    \f
+
+    Args:
+        directory: path or address of the folder with the checkpoints.
+        out: path of the file or folder to write.
+        which: step, or name of a checkpoint's folder; None for the newest checkpoint.
+        form: ``safetensors`` or ``torch``.
+        keys: prefix of the keys to write, which is removed from them; empty for all keys.
+        shard_gb: size of a safetensors file in a folder, in 10⁹ bytes; None for the default. Only
+            a file with a single tensor may be larger.
+
+    Raises:
+        ConfigError: there is no such checkpoint, ``out`` exists, ``keys`` is no prefix or is a
+            whole key, ``shard_gb`` is given for a single file, safetensors has no name for the type
+            of a tensor, or torch is needed and is not installed.
+        CheckpointError: the checkpoint cannot be read or is damaged, or ``out`` cannot be written.
     """
-    store, manifest = _chosen(directory, which)
-    with _told():
+    single = form == "torch" or out.suffix == ".safetensors"
+    if single and shard_gb is not None:
+        raise ConfigError(
+            f"--shard-gb splits safetensors in a folder, but {out} is one file: leave it out, "
+            "or name a folder"
+        )
+    store, manifest = _selected(directory, which)
+    with _as_checkpoint_errors():
         there = out.exists()
     if there:
-        raise ConfigError(f"{out} is there: name another, or remove it")
-    chosen = [w for w in manifest.pieces if w.piece.key.startswith(keys)]
+        raise ConfigError(f"{out} exists already: choose another path, or remove it")
+    chosen = [w for w in manifest.chunks if w.chunk.key.startswith(keys)]
     objects = [o for o in manifest.objects if o.key.startswith(keys)]
     if not keys.startswith("rank/"):
-        chosen = [w for w in chosen if not w.piece.private]
+        chosen = [w for w in chosen if not w.chunk.private]
         objects = [o for o in objects if not o.private]
     if not chosen:
         tops = sorted(
-            {w.piece.key.split(".", 1)[0] for w in manifest.pieces if not w.piece.private}
+            {w.chunk.key.split(".", 1)[0] for w in manifest.chunks if not w.chunk.private}
         )
         raise ConfigError(
-            f"no tensor's key begins with {keys!r}; they begin with {', '.join(tops)}"
+            f"no tensor's key begins with {keys!r}; the keys begin with {', '.join(tops)}"
         )
-    if keys in (*(w.piece.key for w in chosen), *(o.key for o in objects)):
+    if keys in (*(w.chunk.key for w in chosen), *(o.key for o in objects)):
         raise ConfigError(
-            f"--keys {keys!r} is a whole key, of which no name would be left: name a shorter prefix"
+            f"--keys {keys!r} is a complete key, so no name would be left: use a shorter prefix"
         )
     tensors = {key.removeprefix(keys): shards for key, shards in _by_key(chosen).items()}
-    total = sum(w.piece.nbytes for w in chosen)
-    reader = _Reader(store, manifest)
-    with _progress(f"step {manifest.step}", total, quiet=False) as advance, _part(out) as part:
+    total = sum(w.chunk.nbytes for w in chosen)
+    if form == "torch":
+        _check_torch("--format torch")
+    elif split := next((key for key, shards in tensors.items() if _is_split(shards)), ""):
+        _check_torch(f"{split} is stored in shards: its export")
+    reader = _TensorReader(store, manifest)
+    with (
+        _progress(f"step {manifest.step}", total, quiet=False) as advance,
+        _temporary_path(out) as part,
+    ):
         if form == "torch":
             _export_torch(part, tensors, objects, keys, reader, advance)
         else:
-            limit = None if out.suffix == ".safetensors" else int(shard_gb * 1e9)
+            limit = None if single else int((shard_gb or SHARD_GB) * 1e9)
             _export_safetensors(part, tensors, reader, advance, limit)
     for path in sorted(out.iterdir()) if out.is_dir() else [out]:
-        click.echo(f"{path}: {_size(path.stat().st_size)}")
+        _echo(f"{path}: {_size(path.stat().st_size)}")
 
 
-class _Reader:
-    """Whole tensors, each checked on the way."""
+def _is_split(shards: Sequence[WrittenChunk]) -> bool:
+    """Return whether a tensor is stored in parts."""
+    return len(shards) > 1 or shards[0].chunk.shape != shards[0].chunk.whole
 
-    def __init__(self, store: Store, manifest: Manifest) -> None:
+
+def _check_torch(what: str) -> None:
+    """Check that torch can be imported.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import torch  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{what} needs torch, which is not installed: install DLRover-Py with its extra torch"
+        ) from error
+
+
+class _TensorReader:
+    """A reader of whole tensors that checks the digest of each shard."""
+
+    def __init__(self, store: CheckpointDirectory, manifest: Manifest) -> None:
         self.store, self.manifest = store, manifest
 
-    def raw(self, shards: Sequence[Written]) -> memoryview:
-        """All bytes of a tensor, contiguous."""
-        piece = shards[0].piece
-        if len(shards) == 1 and piece.shape == piece.whole:
-            data = bytearray(piece.nbytes)
-            _read(self.store, self.manifest, shards[0], memoryview(data))
-            return memoryview(data)
+    def raw(self, shards: Sequence[WrittenChunk]) -> memoryview:
+        """Return all bytes of a tensor, contiguous."""
+        if not _is_split(shards):
+            return memoryview(_read(self.store, self.manifest, shards[0]))
+        return memoryview(self._assembled(shards))
+
+    def tensor(self, shards: Sequence[WrittenChunk]) -> "torch.Tensor":
+        """Return a torch tensor, assembled from its shards; an empty one if it has no elements.
+
+        Raises:
+            CheckpointError: shards are missing or damaged, or memory is short.
+        """
         import torch
 
-        tensor = self.tensor(shards).contiguous().reshape(-1).view(torch.uint8)
-        return memoryview(tensor.numpy())
+        first, data = shards[0].chunk, self._assembled(shards)
+        dtype = getattr(torch, first.dtype)
+        if not data:
+            return torch.empty(first.whole, dtype=dtype)
+        return torch.frombuffer(data, dtype=dtype).reshape(first.whole)
 
-    def tensor(self, shards: Sequence[Written]) -> "torch.Tensor":
-        """As torch has it, put together of its shards."""
+    def _assembled(self, shards: Sequence[WrittenChunk]) -> bytearray:
+        """Return the bytes of a tensor, assembled from its shards; empty if it has no elements.
+
+        torch must be installed.
+
+        Raises:
+            CheckpointError: shards are missing or damaged, or there is no memory for the tensor.
+        """
         import torch
 
-        first = shards[0].piece
-        whole = torch.empty(first.whole, dtype=getattr(torch, first.dtype))
+        first = shards[0].chunk
+        if sum(prod(w.chunk.shape) for w in shards) != prod(first.whole):
+            where = self.store.where(self.manifest)
+            raise CheckpointError(f"{where}: {first.key}: its shards do not cover the tensor")
+        try:
+            data = bytearray(first._replace(shape=first.whole).nbytes)
+        except (MemoryError, OverflowError) as error:
+            text = f"{first.key}: not enough memory for {prod(first.whole)} numbers"
+            raise CheckpointError(text) from error
+        if not data:
+            return data
+        tensor = torch.frombuffer(data, dtype=getattr(torch, first.dtype)).reshape(first.whole)
         for written in shards:
-            piece = written.piece
-            data = bytearray(piece.nbytes)
-            _read(self.store, self.manifest, written, memoryview(data))
-            if not piece.nbytes:
+            chunk = written.chunk
+            part_data = _read(self.store, self.manifest, written)
+            if not chunk.nbytes:
                 continue
-            box = torch.frombuffer(data, dtype=whole.dtype, count=prod(piece.shape))
-            part = whole
-            for axis, (start, length) in enumerate(zip(piece.at, piece.shape, strict=True)):
+            values = torch.frombuffer(part_data, dtype=tensor.dtype, count=prod(chunk.shape))
+            part = tensor
+            for axis, (start, length) in enumerate(zip(chunk.at, chunk.shape, strict=True)):
                 part = part.narrow(axis, start, length)
-            part.copy_(box.reshape(piece.shape))
-        return whole
+            part.copy_(values.reshape(chunk.shape))
+        return data
 
 
 def _export_torch(
     out: Path,
-    tensors: dict[str, list[Written]],
+    tensors: dict[str, list[WrittenChunk]],
     objects: Sequence[WrittenObject],
     keys: str,
-    reader: _Reader,
+    reader: _TensorReader,
     advance: Callable[[int], None],
 ) -> None:
+    """Write tensors and objects into one new file for ``torch.load``, without the prefix ``keys``.
+
+    All of them are in memory at the same time. ``advance`` gets the bytes of each tensor.
+    """
     import io
 
     import torch
@@ -512,26 +669,28 @@ def _export_torch(
     state: dict[str, Any] = {}
     for key, shards in tensors.items():
         state[key] = reader.tensor(shards)
-        advance(sum(w.piece.nbytes for w in shards))
+        advance(sum(w.chunk.nbytes for w in shards))
     for item in objects:
-        data = bytearray(item.nbytes)
-        _read(reader.store, reader.manifest, item, memoryview(data))
+        data = _read(reader.store, reader.manifest, item)
         state[item.key.removeprefix(keys)] = torch.load(io.BytesIO(data), weights_only=True)
-    with out.open("xb") as file:  # a link that another user has put there is not followed
+    with out.open("xb") as file:  # "x": a link that another user has put there is not followed
         torch.save(state, file)
 
 
 @contextlib.contextmanager
-def _part(out: Path) -> Iterator[Path]:
-    """Where to write a file or a folder, which is OUT once it is whole, and else gone.
+def _temporary_path(out: Path) -> Iterator[Path]:
+    """Yield a temporary path beside OUT. It is renamed to OUT on success, and removed on failure.
+
+    The folders above OUT are made, and stay after a failure. What is left at the temporary path by
+    an earlier command is removed first.
 
     Raises:
-        CheckpointError: it cannot be written.
+        CheckpointError: OUT cannot be written.
     """
     part = out.with_name(f".{out.name}.part")
-    with _told():
+    with _as_checkpoint_errors():
         out.parent.mkdir(parents=True, exist_ok=True)
-        _clear(part)  # of one that was killed
+        _clear(part)  # left by a command that was killed
         try:
             yield part
             part.rename(out)
@@ -540,6 +699,7 @@ def _part(out: Path) -> Iterator[Path]:
 
 
 def _clear(path: Path) -> None:
+    """Remove a file or a folder, if it exists. Errors of removing a folder are ignored."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -548,19 +708,29 @@ def _clear(path: Path) -> None:
 
 def _export_safetensors(
     out: Path,
-    tensors: dict[str, list[Written]],
-    reader: _Reader,
+    tensors: dict[str, list[WrittenChunk]],
+    reader: _TensorReader,
     advance: Callable[[int], None],
     limit: int | None,
 ) -> None:
-    """A file without a limit, else a folder; their format is
-    https://github.com/huggingface/safetensors#format."""
+    """Write one safetensors file, or a folder if there is a limit on the size of a file.
+
+    ``limit`` is in bytes. A tensor above it gets a file of its own, and no tensor is split. The
+    folder gets an index only if it has several files. The format is
+    https://github.com/huggingface/safetensors#format.
+
+    Raises:
+        ConfigError: a tensor has a type that safetensors does not support. Nothing is written then.
+        CheckpointError: a tensor cannot be read or is damaged.
+    """
     sizes = {}
     for key, shards in tensors.items():
-        piece = shards[0].piece
-        if piece.dtype not in SAFETENSORS:
-            raise ConfigError(f"{key} is {piece.dtype}, which safetensors has not: --format torch")
-        sizes[key] = replace(piece, shape=piece.whole).nbytes
+        chunk = shards[0].chunk
+        if chunk.dtype not in SAFETENSORS:
+            raise ConfigError(
+                f"{key} is {chunk.dtype}, which safetensors does not support: use --format torch"
+            )
+        sizes[key] = chunk._replace(shape=chunk.whole).nbytes
     bins: list[list[str]] = [[]]
     filled = 0
     for key, size in sizes.items():
@@ -582,10 +752,10 @@ def _export_safetensors(
         head: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for key in names:
-            piece = tensors[key][0].piece
+            chunk = tensors[key][0].chunk
             head[key] = {
-                "dtype": SAFETENSORS[piece.dtype],
-                "shape": piece.whole,
+                "dtype": SAFETENSORS[chunk.dtype],
+                "shape": chunk.whole,
                 "data_offsets": [end, end + sizes[key]],
             }
             end += sizes[key]
@@ -598,21 +768,37 @@ def _export_safetensors(
                 file.write(reader.raw(tensors[key]))
                 advance(sizes[key])
     if len(bins) > 1:
-        whole = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": index}
-        (out / "model.safetensors.index.json").write_text(json.dumps(whole, indent=2))
+        document = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": index}
+        (out / "model.safetensors.index.json").write_text(json.dumps(document, indent=2))
 
 
-# --- rm ---
+# --- Command rm ---
 
 
 @ckpt.command()
 @directory
 @click.argument("which", nargs=-1)
-@click.option("--keep", "newest", type=click.IntRange(min=1), help="All but the newest N.")
-@click.option("--every", type=click.IntRange(min=1), help="And but those of each K-th step.")
-@click.option("--best", type=click.IntRange(min=1), help="And but the B with the lowest metric.")
-@click.option("--highest", is_flag=True, help="The highest metric is the best.")
-@click.option("--newest-too", is_flag=True, help="The newest as well, if WHICH names it.")
+@click.option(
+    "--keep",
+    "newest",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Keep the newest N checkpoints.",
+)
+@click.option(
+    "--every",
+    type=click.IntRange(min=1),
+    metavar="K",
+    help="Keep those whose step is a multiple of K.",
+)
+@click.option(
+    "--best",
+    type=click.IntRange(min=1),
+    metavar="B",
+    help="Keep the B with the lowest metric.",
+)
+@click.option("--highest", is_flag=True, help="With --best: keep the highest metrics.")
+@click.option("--newest-too", is_flag=True, help="Remove even the newest, if WHICH names it.")
 @yes
 def rm(
     directory: str,
@@ -624,41 +810,78 @@ def rm(
     newest_too: bool,
     yes: bool,
 ) -> None:
-    """Remove the checkpoints that WHICH names, or all that --keep, --every, --best do not keep.
+    """Remove checkpoints.
 
-    The newest stays, unless --newest-too says otherwise. A checkpoint's manifest goes first, so
-    that none is ever half there. One whose manifest is damaged is named by its folder.
+    These are the ones that WHICH names, or all that --keep, --every and --best do not keep. The
+    newest checkpoint stays, unless WHICH names it and --newest-too is given. If no checkpoint is
+    left to remove, the command says so and succeeds. The manifest of a checkpoint is removed first,
+    so that an incomplete checkpoint is never listed. WHICH names a checkpoint with a damaged
+    manifest by its folder. Rules never remove such a checkpoint.
+
+    \f
+
+    Args:
+        directory: path or address of the folder with the checkpoints.
+        which: steps, or names of folders of checkpoints; empty if rules choose.
+        newest: number of newest checkpoints that stay. None is 1 if there is another rule.
+        every: checkpoints whose step is a multiple of this number stay; None for no such rule.
+        best: number of checkpoints with the best metric that stay; None for no such rule.
+        highest: the highest metric is the best, not the lowest.
+        newest_too: remove the newest checkpoint if ``which`` names it.
+        yes: do not ask for confirmation.
+
+    Raises:
+        ConfigError: both or neither of ``which`` and rules are given, ``highest`` is given without
+            ``best`` or ``newest_too`` without ``which``, a checkpoint does not exist or has a newer
+            format, the newest one is named without ``newest_too``, or there is no terminal for the
+            question.
+        CheckpointError: the folder cannot be listed or changed.
+        Abort: the user does not confirm (click.Abort).
     """
     rules = newest is not None or every is not None or best is not None
     if bool(which) == rules:
-        raise ConfigError("say which to remove, or which to keep (--keep N, --every K, --best B)")
-    store, found = _all(directory)
-    spoilt = [w for w in dict.fromkeys(which) if f"{w}.json" in store.damaged]
+        raise ConfigError(
+            "expected either WHICH to remove, or rules: --keep N, --every K, --best B"
+        )
+    if highest and best is None:
+        raise ConfigError("--highest changes the meaning of --best: expected --best B as well")
+    if newest_too and rules:
+        raise ConfigError(
+            "--newest-too works only with WHICH: --keep, --every and --best always keep the newest "
+            "checkpoint"
+        )
+    store, found = _open_directory(directory)
+    damaged = [w for w in dict.fromkeys(which) if f"{w}.json" in store.damaged]
+    for folder in damaged:
+        if f"{folder}.json" in store.newer:
+            raise ConfigError(store.fault(f"{folder}.json"))
     if rules:
-        stay = kept(found, Keep(newest or 1, every or 0, best or 0, highest))
-        gone = [m for m in found if m.folder not in stay]
+        stay = retained(found, KeepRules(newest or 1, every or 0, best or 0, highest))
+        to_remove = [m for m in found if m.folder not in stay]
     else:
-        named = [_named(store, found, w) for w in which if w not in spoilt]
-        gone = list({m.folder: m for m in named}.values())
-        if gone and found[0] in gone and not newest_too:
+        named = [_find(store, found, w) for w in which if w not in damaged]
+        to_remove = list({m.folder: m for m in named}.values())
+        if to_remove and found[0] in to_remove and not newest_too:
             raise ConfigError(
-                f"step {found[0].step} is the newest: --newest-too removes it all the same"
+                f"step {found[0].step} is the newest checkpoint: to remove it, add --newest-too"
             )
-    if not gone and not spoilt:
-        click.echo("nothing to remove")
+    if not to_remove and not damaged:
+        _echo("nothing to remove")
         return
-    steps = ", ".join(str(m.step) for m in gone)
-    size = _size(sum(m.nbytes for m in gone))
-    what = f"{len(gone)} of {len(found)} checkpoints in {store.place.url}"
-    if gone:
+    steps = ", ".join(str(m.step) for m in to_remove)
+    size = _size(sum(m.nbytes for m in to_remove))
+    what = f"{len(to_remove)} of {counted(len(found), 'checkpoint')} in {store.place.url}"
+    if to_remove:
         what += f": steps {steps}, {size}"
-    if spoilt:
-        what += f", and what may be whole but for its manifest: {', '.join(spoilt)}"
+    if damaged:
+        what += f", and those with a damaged manifest: {', '.join(damaged)}"
     if not yes:
         if not sys.stdin.isatty():
-            raise ConfigError(f"this removes {what}: say --yes, as there is nobody to be asked")
-        click.confirm(f"this removes {what}\ngo on?", abort=True, err=True)
-    for folder in (*(m.folder for m in gone), *spoilt):
-        with _told():
+            raise ConfigError(
+                f"this removes {what}: standard input is no terminal; confirm with --yes"
+            )
+        click.confirm(f"this removes {what}\ncontinue?", abort=True, err=True)
+    for folder in (*(m.folder for m in to_remove), *damaged):
+        with _as_checkpoint_errors():
             store.remove(folder)
-        click.echo(f"removed {store.place.url}/{folder}")
+        _echo(f"removed {store.place.url}/{folder}")

@@ -1,4 +1,4 @@
-"""Jobs of a Kubernetes cluster, through its API server alone."""
+"""Jobs of a Kubernetes cluster, read and changed through its API server alone."""
 
 import asyncio
 import contextlib
@@ -6,7 +6,6 @@ import json
 import logging
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from datetime import UTC, datetime
 from typing import Any, NoReturn, Self, TypeVar
 
 from pydantic import ValidationError
@@ -14,56 +13,61 @@ from rich.console import Console
 from rich.live import Live
 
 from dlrover_py.cli import view
-from dlrover_py.cli.jobfile import Document
-from dlrover_py.cli.logs import LogWish
+from dlrover_py.cli.jobfile import JobDocument
+from dlrover_py.cli.logs import LogQuery
 from dlrover_py.cli.podlogs import PodLogs, node_of_rank
-from dlrover_py.cli.screen import News, Style
+from dlrover_py.cli.progress import ProgressPrinter, Style
 from dlrover_py.cli.settings import Target
-from dlrover_py.kube import (
-    ELASTICJOBS,
-    EVENTS,
-    PODS,
-    AlreadyExists,
-    Changed,
-    Conflict,
-    Forbidden,
-    Gone,
-    Kind,
-    Kube,
+from dlrover_py.kubernetes.client import KubeClient
+from dlrover_py.kubernetes.errors import (
+    AlreadyExistsError,
+    ConflictError,
+    ForbiddenError,
     KubeError,
-    Listed,
-    NotFound,
-    Obj,
-    Throttled,
-    Times,
-    Unauthenticated,
+    NotFoundError,
+    ThrottledError,
+    UnauthenticatedError,
 )
+from dlrover_py.kubernetes.kinds import ELASTICJOBS, EVENTS, PODS, Kind, Obj
+from dlrover_py.kubernetes.watch import Changed, ClientTimes, Gone, Listed
 from dlrover_py.protocol import names
 from dlrover_py.protocol.errors import (
     ConfigError,
     DLRoverError,
     TransientError,
-    Unreachable,
+    UnreachableError,
 )
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.local import History
-from dlrover_py.protocol.status import Condition, JobEvent, JobPhase, JobStatus, unix_seconds
+from dlrover_py.protocol.reasons import ConditionReason, ConditionType
+from dlrover_py.protocol.status import (
+    Condition,
+    JobEvent,
+    JobPhase,
+    JobStatus,
+    date_time,
+    unix_seconds,
+)
 from dlrover_py.protocol.words import counted
 
 T = TypeVar("T")
 CALL_S = 10.0
+"""Deadline of a call to the API server, in seconds."""
 APPLY_TRIES = 5
-Rows = list[tuple[view.Row, Obj]]
+"""Number of attempts to write a job that others change at the same time."""
+Rows = list[tuple[view.JobRow, Obj]]
+"""Rows of a table of jobs, each with its ElasticJob object."""
 
 
-class NoCluster(ConfigError):
+class NoClusterError(ConfigError):
     """No cluster is configured, or the configuration cannot be used."""
 
 
-class Cluster:
-    """A cluster, as whoever the kubeconfig says; use it with ``with``.
+class ClusterClient:
+    """A connection to a cluster, as the user that the kubeconfig names. Use it with ``with``.
 
-    Calls are made one after the other on a loop of its own, which Ctrl-C interrupts.
+    Calls are made one after the other, on an event loop of the client's own. Ctrl-C interrupts
+    them.
     """
 
     def __init__(self, target: Target) -> None:
@@ -72,122 +76,173 @@ class Cluster:
         self._runner = asyncio.Runner()
 
     def __enter__(self) -> Self:
-        # What the library would log is raised as well, and said in our words.
+        """Find the cluster and the credentials. The API server is not called yet.
+
+        Raises:
+            NoClusterError: no cluster is configured, or the configuration cannot be used.
+        """
+        # The library logs errors that it also raises; this command prints them itself.
         logging.getLogger("kubernetes").addHandler(logging.NullHandler())
         try:
             self.kube = self._runner.run(self._connect())
         except ConfigError as error:
             self._runner.close()
-            raise NoCluster(f"no cluster: {error}") from error
-        self.kube.times = Times(call_s=CALL_S)
+            raise NoClusterError(f"no cluster: {error}") from error
+        self.kube.times = ClientTimes(call_s=CALL_S)
         self.kube.on_warning = self._warn
         return self
 
-    def _warn(self, words: str) -> None:
-        """Print what the API server warns of, once: a dry run and the call itself say the same."""
-        if words not in self._warned:
-            self._warned.add(words)
-            print(f"dlrover: {self.kube.host} warns: {words}", file=sys.stderr)
+    def _warn(self, message: str) -> None:
+        """Print a warning of the API server on standard error, once in the life of this client.
+
+        A dry run and the call after it return the same warning.
+        """
+        if message not in self._warned:
+            self._warned.add(message)
+            print(view.plain(f"dlrover: {self.kube.host} warns: {message}"), file=sys.stderr)
 
     def __exit__(self, *_: object) -> None:
         self._runner.run(self.kube.close())
         self._runner.close()
 
-    async def _connect(self) -> Kube:
+    async def _connect(self) -> KubeClient:
+        """Return a client for the target of the command line."""
         target = self._target
-        return await Kube.connect(kubeconfig=target.kubeconfig, context=target.context or None)
+        return await KubeClient.connect(
+            kubeconfig=target.kubeconfig, context=target.context or None
+        )
 
     @property
     def namespace(self) -> str:
-        """The one that is meant where none is said."""
+        """The namespace that is used if none is given."""
         return self._target.namespace or self.kube.namespace
 
     def place(self, namespace: str) -> str:
-        """A namespace of this cluster, in words."""
+        """Return the description of a namespace of this cluster."""
         return f"in namespace {namespace} of {self.kube.host}"
 
     def run(self, call: Coroutine[Any, Any, T]) -> T:
-        """Make calls; errors are in words of this command."""
+        """Run a coroutine that makes calls. Errors are explained for users of this command.
+
+        Raises:
+            ConfigError: the API server refuses a call.
+            UnauthenticatedError: the API server does not accept the credentials.
+            UnreachableError: the API server does not answer, or has too many requests.
+        """
         try:
             return self._runner.run(call)
         except KubeError as error:
             raise self.explained(error) from error
 
     def explained(self, error: KubeError) -> DLRoverError:
-        """A refusal of the API server, and what to do."""
+        """Return the error for a refusal of the API server, with what to do about it.
+
+        Nothing is raised here.
+        """
         host = self.kube.host
-        if isinstance(error, Unauthenticated):
-            return Unauthenticated(
-                f"{host} does not know you ({error}): log in again, or choose another --context"
+        if isinstance(error, UnauthenticatedError):
+            return UnauthenticatedError(
+                f"{host} refuses your credentials ({error}): log in again, or choose another "
+                "--context"
             )
-        if isinstance(error, Forbidden):
-            return ConfigError(f"{host} does not allow it: {error}")
-        if isinstance(error, NotFound) and _kind_is_missing(error):
+        if isinstance(error, ForbiddenError):
+            return ConfigError(f"{host} denies you access: {error}")
+        if isinstance(error, NotFoundError) and _kind_is_missing(error):
             return ConfigError(
-                f"{host} knows no ElasticJobs: install DLRover there "
+                f"{host} has no resource type ElasticJob: install DLRover there "
                 "(helm install dlrover charts/dlrover), or choose another --context"
             )
-        if isinstance(error, (TransientError, Throttled)):
-            words = str(error) if host in str(error) else f"{host}: {error}"
-            return Unreachable(f"the cluster does not answer: {words}; try again, or see --context")
+        if isinstance(error, (TransientError, ThrottledError)):
+            text = str(error) if host in str(error) else f"{host}: {error}"
+            return UnreachableError(
+                f"the cluster does not answer: {text}; try again, or choose another --context"
+            )
         if "strict decoding error" in str(error):
             return ConfigError(
-                f"{error}: correct the spelling; or is DLRover's CRD there older than this command?"
+                f"{error}: correct the name of the field, or update DLRover's CRD in the cluster"
             )
         return ConfigError(str(error))
 
-    # --- one job ---
+    # --- One job ---
 
     def job(self, name: str | None) -> "ClusterJob":
-        """The job of this name, or the only one of the namespace.
+        """Return the job with this name, or the only job of the namespace if no name is given.
 
         Raises:
-            ConfigError: there is no such job.
+            ConfigError: there is no such job, there are several and no name is given, or the
+                API server refuses the call.
+            DLRoverError: the API server does not answer, or does not accept the credentials.
         """
         place = self.place(self.namespace)
         if name is None:
             found = self.run(self.kube.list(ELASTICJOBS, self.namespace))
             if len(found) != 1:
                 called = ", ".join(obj["metadata"]["name"] for obj in found[:10])
-                words = f"{len(found)} jobs are {place}, name one: {called}"
-                raise ConfigError(words if found else f"no job is {place}")
+                text = f"{len(found)} jobs are {place}; name one of {called}"
+                raise ConfigError(text if found else f"no job is {place}")
             return ClusterJob(self, found[0])
         try:
             return ClusterJob(self, self._get(name, self.namespace))
-        except NotFound as error:
+        except NotFoundError as error:
             raise ConfigError(f"job {name} is not {place}; see `dlrover job get -A`") from error
 
     def _get(self, name: str, namespace: str) -> Obj:
-        """An object; NotFound stays what it is, if it is the object that is missing."""
+        """Return an object. NotFoundError is raised only if the object itself is missing."""
         try:
             return self._runner.run(self.kube.get(ELASTICJOBS, name, namespace))
         except KubeError as error:
-            if isinstance(error, NotFound) and not _kind_is_missing(error):
+            if isinstance(error, NotFoundError) and not _kind_is_missing(error):
                 raise
             raise self.explained(error) from error
 
-    # --- all jobs ---
+    # --- All jobs ---
 
-    def rows(self, name: str | None, *, everywhere: bool) -> Rows:
-        """The jobs of the namespace, or of all, or the one of this name."""
-        if name is not None and not everywhere:
+    def rows(self, name: str | None, *, all_namespaces: bool) -> Rows:
+        """Return the jobs of the namespace, or of all namespaces, or those with this name.
+
+        Without a name, the result may be empty.
+
+        Raises:
+            ConfigError: there is no job with this name.
+            DLRoverError: the API server refuses the call, or does not answer.
+        """
+        if name is not None and not all_namespaces:
             return [_row(self.job(name).obj)]
         fields = "" if name is None else f"metadata.name={name}"
-        space = "" if everywhere else self.namespace
+        space = "" if all_namespaces else self.namespace
         found = self.run(self.kube.list(ELASTICJOBS, space, fields=fields))
+        if name is not None and not found:
+            host = self.kube.host
+            raise ConfigError(f"job {name} is in no namespace of {host}; see `dlrover job get -A`")
         return [_row(obj) for obj in found]
 
     def watch_rows(
-        self, name: str | None, *, everywhere: bool, show: Callable[[Rows], None]
+        self, name: str | None, *, all_namespaces: bool, show: Callable[[Rows], None]
     ) -> NoReturn:
-        """Show the jobs, and then each that changes, until it is interrupted."""
+        """Show the jobs, and then each job that changes, until the command is interrupted.
+
+        A deleted job is shown once more, with the phase ``Deleted``. Transient errors after the
+        first list are printed.
+
+        Args:
+            name: name of a job; None for all jobs.
+            all_namespaces: all namespaces, not only the target's.
+            show: called with the rows that are new or have changed.
+
+        Raises:
+            AssertionError: never; a watch has no end.
+        """
         fields = "" if name is None else f"metadata.name={name}"
-        space = "" if everywhere else self.namespace
+        space = "" if all_namespaces else self.namespace
         self.run(self._watch_rows(space, fields, show))
         raise AssertionError("a watch never ends")
 
     async def _watch_rows(self, space: str, fields: str, show: Callable[[Rows], None]) -> None:
-        known: dict[str, view.Row] = {}
+        """Show the rows that are new or have changed, indefinitely.
+
+        A row that is the same as before is not shown again. ``show`` also gets an empty first list.
+        """
+        known: dict[str, view.JobRow] = {}
         async for change in watching(self, ELASTICJOBS, space, fields=fields):
             if isinstance(change, Listed):
                 fresh = [_row(obj) for obj in change.items]
@@ -202,78 +257,103 @@ class Cluster:
             if news or isinstance(change, Listed):
                 show(news)
 
-    # --- submit ---
+    # --- Submission ---
 
     def submit(
-        self, documents: Sequence[Document], *, apply: bool, dry_run: bool
+        self, documents: Sequence[JobDocument], *, apply: bool, dry_run: bool
     ) -> list[tuple[str, "ClusterJob"]]:
-        """Create jobs, or make those that are there what their files say.
+        """Create jobs, or change existing jobs into what their files say.
 
-        Nothing is changed if the server refuses one of them.
+        Several jobs are first checked by a dry run of the server, so that nothing is changed if it
+        refuses one. If a later call fails nevertheless, the jobs before it stay.
+
+        Args:
+            documents: the jobs.
+            apply: change a job whose name is taken. Otherwise it is refused.
+            dry_run: only have the server check the jobs.
 
         Returns:
-            What was done to each.
+            For each job the action (``submitted``, ``changed`` or ``unchanged``) and the job.
 
         Raises:
             ConfigError: a name is taken, or the server refuses a job.
         """
-        wishes = [self._placed(document) for document in documents]
-        named = [(w["metadata"]["namespace"], w["metadata"]["name"]) for w in wishes]
+        desired = [self._placed(document) for document in documents]
+        named = [(obj["metadata"]["namespace"], obj["metadata"]["name"]) for obj in desired]
         for namespace, name in named:
             if named.count((namespace, name)) > 1:
-                raise ConfigError(f"job {name} stands twice in what is submitted")
-        if dry_run or len(wishes) > 1:
-            checked = [self._send(wish, apply=apply, dry_run=True) for wish in wishes]
+                raise ConfigError(f"job {name} occurs twice in the files: remove one of them")
+        if dry_run or len(desired) > 1:
+            checked = [self._send(obj, apply=apply, dry_run=True) for obj in desired]
             if dry_run:
                 return checked
-        return [self._send(wish, apply=apply, dry_run=False) for wish in wishes]
+        return [self._send(obj, apply=apply, dry_run=False) for obj in desired]
 
-    def _placed(self, document: Document) -> Obj:
+    def _placed(self, document: JobDocument) -> Obj:
+        """Return the object of a document, with its namespace: the file's, else the target's.
+
+        Raises:
+            ConfigError: the file and ``--namespace`` name different namespaces.
+        """
         written = document.written
         meta = dict(written["metadata"])
         given, own = self._target.namespace, meta.get("namespace")
         if given and own and given != own:
             raise ConfigError(
-                f"job {meta['name']}: its file says namespace {own} and --namespace {given}: "
-                "expected one of the two"
+                f"job {meta['name']}: its file has namespace {own}, and --namespace is {given}: "
+                "expected the same namespace"
             )
         meta["namespace"] = own or self.namespace
         return written | {"metadata": meta}
 
-    def _send(self, wish: Obj, *, apply: bool, dry_run: bool) -> tuple[str, "ClusterJob"]:
-        name, namespace = wish["metadata"]["name"], wish["metadata"]["namespace"]
+    def _send(self, desired: Obj, *, apply: bool, dry_run: bool) -> tuple[str, "ClusterJob"]:
+        """Write one job; return what was done and the job.
+
+        With ``dry_run`` the server only checks it.
+
+        Raises:
+            ConfigError: the job exists and ``apply`` is false, or the server refuses it.
+            DLRoverError: the API server does not answer.
+        """
+        name, namespace = desired["metadata"]["name"], desired["metadata"]["namespace"]
         try:
-            done, obj = self._runner.run(self._write(wish, apply=apply, dry_run=dry_run))
-        except AlreadyExists as error:
+            done, obj = self._runner.run(self._write(desired, apply=apply, dry_run=dry_run))
+        except AlreadyExistsError as error:
             raise ConfigError(
-                f"job {name} is already {self.place(namespace)}, and nothing was changed: --apply "
-                f"makes it what the file says; or delete it: dlrover job delete {name} -n "
-                f"{namespace}"
+                f"job {name} exists already {self.place(namespace)}, and nothing was changed: "
+                f"update it with --apply, or delete it with `dlrover job delete {name} -n "
+                f"{namespace}`"
             ) from error
         except KubeError as error:
             explained = self.explained(error)
             raise type(explained)(f"job {name}: {explained}") from error
         return done, ClusterJob(self, obj)
 
-    async def _write(self, wish: Obj, *, apply: bool, dry_run: bool) -> tuple[str, Obj]:
-        """Its spec becomes the file's, but for ``suspend`` if the file does not say it."""
-        meta = wish["metadata"]
+    async def _write(self, desired: Obj, *, apply: bool, dry_run: bool) -> tuple[str, Obj]:
+        """Create an object, or with ``apply`` replace an existing one; return what was done.
+
+        ``suspend`` stays as it is if the file does not set it. With ``apply`` it tries
+        ``APPLY_TRIES`` times while others change the object, and then raises ConflictError.
+        """
+        meta = desired["metadata"]
         for _ in range(APPLY_TRIES if apply else 1):
-            with contextlib.suppress(*((AlreadyExists,) if apply else ())):
-                made = await self.kube.create(ELASTICJOBS, wish, dry_run=dry_run, strict=True)
+            with contextlib.suppress(*((AlreadyExistsError,) if apply else ())):
+                made = await self.kube.create(ELASTICJOBS, desired, dry_run=dry_run, strict=True)
                 return "submitted", made
-            with contextlib.suppress(NotFound, Conflict):  # somebody else was faster: once more
+            with contextlib.suppress(
+                NotFoundError, ConflictError
+            ):  # another client was faster: try again
                 old = await self.kube.get(ELASTICJOBS, meta["name"], meta["namespace"])
-                new = _applied(old, wish)
+                new = _applied(old, desired)
                 obj = await self.kube.replace(ELASTICJOBS, new, dry_run=dry_run, strict=True)
                 return "changed" if _content(obj) != _content(old) else "unchanged", obj
-        raise Conflict(f"{meta['name']} is changed by others all the time; try again")
+        raise ConflictError(f"{meta['name']}: other clients change it all the time; try again")
 
 
 class ClusterJob:
-    """One job of a cluster, as it was when it was looked up."""
+    """One job of a cluster, in the state in which it was looked up."""
 
-    def __init__(self, cluster: Cluster, obj: Obj) -> None:
+    def __init__(self, cluster: ClusterClient, obj: Obj) -> None:
         self.obj = obj
         self.name: str = obj["metadata"]["name"]
         self.namespace: str = obj["metadata"]["namespace"]
@@ -283,73 +363,84 @@ class ClusterJob:
     def where(self) -> str:  # noqa: D102
         return self._cluster.place(self.namespace)
 
-    def picture(self, *, whole: bool = False) -> view.Picture:  # noqa: D102
+    def load_view(self, *, with_pods: bool = False) -> view.JobView:  # noqa: D102
         notes: list[str] = []
         events = self._cluster.run(self._seen(EVENTS, notes, fields=self._fields()))
         pods: list[Obj] = []
-        if whole:
+        if with_pods:
             label = f"{names.LABEL_JOB}={self.name}"
             pods = self._cluster.run(self._seen(PODS, notes, labels=label))
-        return picture(self.obj, events, pods, where=self.where, notes=notes)
+        return job_view(self.obj, events, pods, where=self.where, notes=notes)
 
     def _fields(self) -> str:
+        """Return the field selector of the job's events."""
         uid = self.obj["metadata"]["uid"]
         return f"involvedObject.kind={names.KIND},involvedObject.uid={uid}"
 
     async def _seen(
         self, kind: Kind, notes: list[str], *, labels: str = "", fields: str = ""
     ) -> list[Obj]:
+        """Return the objects of a kind.
+
+        If the user may not list them, add a note instead, and return an empty list.
+        """
         try:
             return await self._kube.list(kind, self.namespace, labels=labels, fields=fields)
-        except Forbidden as error:
-            notes.append(f"{kind.plural} cannot be seen: {error}")
+        except ForbiddenError as error:
+            notes.append(f"{kind.plural} cannot be listed: {error}")
             return []
 
     def history(self) -> History:  # noqa: D102
-        return History()  # the API server keeps none: the events have to do
+        return History()  # the API server keeps no history; the report uses the events
 
-    def show_logs(self, wish: LogWish) -> None:  # noqa: D102
-        if wish.round is not None:
+    def show_logs(self, query: LogQuery) -> None:
+        """Print the lines of the logs of the job's Pods that the query selects.
+
+        With ``query.follow`` it returns when the job has ended or is deleted. Ctrl-C ends it
+        without an error, and so does a pipe that has no reader any more.
+
+        Raises:
+            ConfigError: the query names a round, a rank that no node has, or a node without a Pod.
+            DLRoverError: the API server refuses a call, or does not answer.
+        """
+        if query.round is not None:
             raise ConfigError(
-                "--round: the log of a Pod does not tell one round from another; leave it out"
+                "--round works only on this machine: the log of a Pod does not separate rounds"
             )
-        status, only = read_status(self.obj), wish.node
-        if wish.rank is not None:
-            only, workers = node_of_rank(status, wish.rank)
+        status, only = read_status(self.obj), query.node
+        if query.rank is not None:
+            only, workers = node_of_rank(status, query.rank)
             if workers > 1:
                 print(
-                    f"{only} has {workers} workers; what each of them wrote can be told apart "
-                    "with `elastic-run --tee 3`",
+                    f"{only} has {workers} workers in one log; `elastic-run --tee 3` marks each "
+                    "line with its worker",
                     file=sys.stderr,
                 )
         with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
-            self._cluster.run(self._show_logs(wish, only))
+            self._cluster.run(self._show_logs(query, only))
 
-    async def _show_logs(self, wish: LogWish, only: str | None) -> None:
-        logs = PodLogs(self._kube, self.obj, wish, only)
-        if not wish.follow:
+    async def _show_logs(self, query: LogQuery, only: str | None) -> None:
+        """Print the logs of the job's Pods, and follow them if the query says so."""
+        logs = PodLogs(self._kube, self.obj, query, only)
+        if query.follow:
+            await logs.follow(self._end, ended=_ended(self.obj))
+        else:
             await logs.print_all(ended=_ended(self.obj))
-            return
-        following = asyncio.create_task(logs.follow(ended=_ended(self.obj)))
-        ending = asyncio.create_task(self._end())
-        try:
-            await asyncio.wait({following, ending}, return_when=asyncio.FIRST_COMPLETED)
-            if following.done():
-                following.result()
-            ending.result()
-            await logs.finish()
-        finally:
-            for task in (following, ending):
-                task.cancel()
-            await asyncio.gather(following, ending, return_exceptions=True)
 
     async def _end(self) -> None:
+        """Wait until the job has ended or is deleted, without a limit.
+
+        It returns immediately if that is so already.
+        """
         async for obj in self._changes():
             if obj is None or _ended(obj):
                 return
 
     async def _changes(self) -> AsyncIterator[Obj | None]:
-        """The object each time that it has changed; None once it is gone."""
+        """Yield the object now and after each change; yield None once it is deleted, and end.
+
+        A job of the same name with another uid counts as a deletion.
+        """
         uid = self.obj["metadata"]["uid"]
         fields = f"metadata.name={self.name}"
         async for change in watching(self._cluster, ELASTICJOBS, self.namespace, fields=fields):
@@ -360,46 +451,95 @@ class ClusterJob:
                 return
             yield mine[0]
 
-    # --- change ---
+    # --- Changes ---
 
-    def scale(self, replicas: int) -> str:  # noqa: D102
+    def scale(self, replicas: int) -> str:
+        """Change the desired number of nodes; return a sentence about the new state.
+
+        Only the spec is changed; the job's master adds or removes nodes later.
+
+        Raises:
+            ConfigError: the job has ended, its spec cannot be used, or the number does not fit the
+                limits of the job.
+            DLRoverError: the API server refuses the change, or does not answer.
+        """
+        if _ended(self.obj):
+            raise ConfigError(f"{self.name} has ended; it cannot be scaled. Submit it again")
         ElasticJob.read(self.obj).scaled(replicas)
         self._patch({"spec": {"replicas": replicas}}, "scale")
-        return f"{self.name} now wishes {counted(replicas, 'node')}"
+        return f"{self.name} is scaled to {counted(replicas, 'node')}"
 
-    def suspend(self, on: bool) -> str:  # noqa: D102
+    def suspend(self, on: bool) -> str:
+        """Suspend the job, or resume it; return a sentence about the new state.
+
+        Only ``spec.suspend`` is set; nodes end or start later.
+
+        Raises:
+            ConfigError: the job has ended.
+            DLRoverError: the API server refuses the change, or does not answer.
+        """
         if _ended(self.obj):
             raise ConfigError(f"{self.name} has ended; it can be neither suspended nor resumed")
         self._patch({"spec": {"suspend": on}})
         return f"{self.name} is {'suspended' if on else 'resumed'}"
 
-    def restart(self, *, rolling: bool) -> str:  # noqa: D102
+    def restart(self, *, rolling: bool) -> str:
+        """Request the replacement of all nodes; return a sentence about the new state.
+
+        It does not wait for the replacement, which the job's master does.
+
+        Raises:
+            ConfigError: the job has ended.
+            DLRoverError: the API server refuses the change, or does not answer.
+        """
         if _ended(self.obj):
-            raise ConfigError(f"{self.name} has ended; it cannot be restarted. Submit it anew")
-        at = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+            raise ConfigError(f"{self.name} has ended; it cannot be restarted. Submit it again")
+        at = date_time(view.now())
         self._patch({"spec": {"restart": {"at": at, "rolling": rolling}}})
         return f"all nodes of {self.name} are being replaced"
 
     def _patch(self, patch: Obj, subresource: str = "") -> None:
+        """Change fields of the object on the server. ``self.obj`` stays as it was."""
         self._cluster.run(
             self._kube.patch(ELASTICJOBS, self.name, patch, self.namespace, subresource=subresource)
         )
 
-    def stop(self, *, wait: bool) -> str:  # noqa: D102
+    def stop(self, *, wait: bool) -> str:
+        """Refuse to stop the job: a job in a cluster is deleted or suspended instead.
+
+        Raises:
+            ConfigError: in every case. The message names the two commands.
+        """
         raise ConfigError(
-            f"{self.name} is {self.where}: there a job is ended by `dlrover job delete`, with its "
-            "Pods and their logs, or held by `dlrover job suspend`"
+            f"{self.name} is {self.where}: delete it, with its Pods and their logs, by "
+            "`dlrover job delete`, or pause it by `dlrover job suspend`"
         )
 
-    def delete(  # noqa: D102
-        self, *, cascade: str, wait: bool, sure: Callable[[str], None]
-    ) -> str:
+    def delete(self, *, cascade: str, wait: bool, confirm: Callable[[str], None]) -> str:
+        """Delete the ElasticJob; return a sentence about the new state.
+
+        Without ``wait`` it returns when the API server has accepted the deletion.
+
+        Args:
+            cascade: what happens to its Pods: ``background`` (deleted after the ElasticJob),
+                ``foreground`` (deleted before it) or ``orphan`` (not deleted).
+            wait: return only when the ElasticJob is gone, and its Pods if they are deleted.
+            confirm: called with what will be deleted. It raises an error if the user refuses.
+
+        Raises:
+            DLRoverError: ``confirm`` has raised it, the API server refuses a call, or it does not
+                answer.
+        """
         stay = cascade == "orphan"
-        sure(f"{self.name} {self.where}{'' if stay else ', with its Pods and their logs'}")
+        confirm(f"{self.name} {self.where}{'' if stay else ', with its Pods and their logs'}")
         self._cluster.run(self._delete(cascade, wait=wait))
         return f"{self.name} {'is' if wait else 'is being'} deleted"
 
     async def _delete(self, cascade: str, *, wait: bool) -> None:
+        """Delete the object; with ``wait``, wait until its Pods are gone as well, without a limit.
+
+        Pods that are orphaned are not waited for. An object of another uid is not deleted.
+        """
         uid = self.obj["metadata"]["uid"]
         propagation = cascade.capitalize()
         await self._kube.delete(
@@ -421,69 +561,105 @@ class ClusterJob:
             if not left:
                 return
 
-    # --- wait ---
+    # --- Waiting ---
 
     def wait(self, style: Style) -> int:
-        """Show how it goes until it ends; return the exit code of the command."""
+        """Show the progress of the job until it ends; return the exit code of the command.
+
+        It also returns if the operator refuses the spec in a way that only another spec resolves.
+        There is no time limit. Ctrl-C leaves the job running.
+
+        Args:
+            style: form in which progress is shown.
+
+        Returns:
+            0 if the job succeeded or was stopped; 1 if it failed, or the operator refuses its spec.
+
+        Raises:
+            ConfigError: the job was deleted.
+            DLRoverError: the API server refuses a call, or does not answer.
+        """
         try:
             if style != "live":
                 return self._cluster.run(self._wait(style, None))
-            with Live(console=Console(), auto_refresh=False, transient=False) as screen:
-                return self._cluster.run(self._wait(style, screen))
+            with Live(console=Console(), auto_refresh=False, transient=False) as display:
+                return self._cluster.run(self._wait(style, display))
         except KeyboardInterrupt:
-            print(f"{self.name} goes on {self.where}", file=sys.stderr)
+            print(f"{self.name} continues {self.where}", file=sys.stderr)
             raise
 
-    async def _wait(self, style: Style, screen: Live | None) -> int:
+    async def _wait(self, style: Style, display: Live | None) -> int:
+        """Show the progress of the job until it ends, on ``display`` if it is a terminal.
+
+        The result is the exit code, as in :meth:`wait`.
+        """
         now = asyncio.get_running_loop().time
-        news, status = News(style, since=now()), None
+        printer, status = ProgressPrinter(style, since=now()), None
         async for obj in self._changes():
             if obj is None:
                 raise ConfigError(f"{self.name} was deleted")
-            seen = picture(obj, (), (), where=self.where)
+            seen = job_view(obj, (), (), where=self.where)
             status = seen.status
-            if screen is not None:
+            if display is not None:
                 master = f"term {status.term}" if status is not None else seen.reason
-                size = screen.console.size
+                size = display.console.size
                 hint = f"in another terminal: dlrover job describe|why|logs -f {self.name} -n "
                 hint += f"{self.namespace}; Ctrl-C leaves the job running"
-                drawn = view.live(self.name, status, master, hint=hint, size=size)
-                screen.update(drawn, refresh=True)
+                drawn = view.live_display(self.name, status, master, hint=hint, size=size)
+                display.update(drawn, refresh=True)
             else:
-                news.tell(status, now())
+                printer.update(status, now())
             if seen.phase in _ENDS or _refused(seen.conditions):
-                if screen is None:
-                    news.end(status)
+                if display is None:
+                    printer.finish(status)
+                else:
+                    display.update(view.final_display(self.name, status, size=display.console.size))
+                    display.stop()  # what is printed later appears below the display
                 if style != "json":
-                    said = status is not None and status.phase.ended
-                    for line in view.farewell(status) if status is not None and said else ():
+                    published = status is not None and status.phase.ended
+                    for line in view.closing_lines(status) if status and published else ():
                         print(line, flush=True)
-                    if not said:
+                    if not published:
                         print(view.plain(f"{self.name} is {seen.phase}: {seen.reason}"), flush=True)
                 return 0 if seen.phase in (JobPhase.SUCCEEDED, JobPhase.STOPPED) else 1
         raise AssertionError("a watch never ends")
 
 
-FINAL = ("Unsupported", "InvalidSpec")
-"""Refusals that only another spec is a cure for; what is in the way may go."""
+FINAL = (ConditionReason.UNSUPPORTED, ConditionReason.INVALID_SPEC)
+"""Reasons of refusals that only another spec can resolve. Other obstacles may disappear."""
 _ENDS = tuple(phase.value for phase in JobPhase if phase.ended)
+"""Phases in which a job has ended."""
 
 
 async def watching(
-    cluster: Cluster, kind: Kind, namespace: str, *, labels: str = "", fields: str = ""
+    cluster: ClusterClient, kind: Kind, namespace: str, *, labels: str = "", fields: str = ""
 ) -> AsyncIterator[Listed[Obj] | Changed[Obj] | Gone[Obj]]:
-    """A watch that gives up at once where only a person can help, or if it does not even begin."""
+    """Yield the events of a watch without end, but raise errors that only a person can resolve.
+
+    A watch whose first list fails raises as well. Later transient errors are printed on standard
+    error, and the watch continues. An error that repeats is printed once.
+
+    Args:
+        cluster: the connection.
+        kind: kind of the objects.
+        namespace: empty for all namespaces.
+        labels: label selector.
+        fields: field selector.
+
+    Raises:
+        KubeError: the watch cannot begin, or a person has to help.
+    """
     begun = False
 
-    def on_trouble(error: KubeError | None) -> None:
+    def on_error(error: KubeError | None) -> None:
         if error is None:
             return
         if not begun or not isinstance(error, TransientError):
             raise error
-        print(f"dlrover: {cluster.explained(error)}", file=sys.stderr, flush=True)
+        print(view.plain(f"dlrover: {cluster.explained(error)}"), file=sys.stderr, flush=True)
 
     changes = cluster.kube.watch(
-        kind, namespace, labels=labels, fields=fields, view=lambda o: o, on_trouble=on_trouble
+        kind, namespace, labels=labels, fields=fields, view=lambda o: o, on_error=on_error
     )
     async with contextlib.aclosing(changes):
         async for change in changes:
@@ -491,22 +667,25 @@ async def watching(
             yield change
 
 
-# --- what an object says: pure ---
+# --- Views of an object (pure functions) ---
 
 
 def read_status(obj: Obj) -> JobStatus | None:
-    """What the master says, with everybody's conditions; None if there is nothing to be read."""
+    """Return the master's status with all conditions; None if there is none that can be read.
+
+    A status of another version that does not have the expected form counts as absent.
+    """
     training = (obj.get("status") or {}).get("training")
     if not isinstance(training, dict):
         return None
     conditions = [c.model_dump() for c in read_conditions(obj)]
-    with contextlib.suppress(ValidationError):  # of another version
+    with contextlib.suppress(ValidationError):  # it has the form of another version
         return JobStatus.model_validate(training | {"conditions": conditions})
     return None
 
 
 def read_conditions(obj: Obj) -> list[Condition]:
-    """The conditions of an object."""
+    """Return the conditions of an object. Those of another form are left out."""
     found = []
     for condition in (obj.get("status") or {}).get("conditions") or []:
         with contextlib.suppress(ValidationError):
@@ -519,105 +698,119 @@ def read_conditions(obj: Obj) -> list[Condition]:
     return found
 
 
-def picture(
+def job_view(
     obj: Obj, events: Sequence[Obj], pods: Sequence[Obj], *, where: str, notes: Sequence[str] = ()
-) -> view.Picture:
-    """Put together what the API server has of a job.
+) -> view.JobView:
+    """Combine what the API server has about a job. No call is made here.
 
     Args:
         obj: the ElasticJob.
-        events: Kubernetes' events of it.
-        pods: Pods with its label.
-        where: it is, in words.
-        notes: what could not be found out.
+        events: the Kubernetes events about it.
+        pods: the Pods that have its label.
+        where: description of the cluster and the namespace.
+        notes: what could not be read, and why.
     """
     status, conditions = read_status(obj), read_conditions(obj)
     phase, reason = _phase(obj, status, conditions)
     uid = obj["metadata"]["uid"]
-    words = _pods(obj["metadata"]["name"], uid, pods)
-    return view.Picture(
+    descriptions = _pods(obj["metadata"]["name"], uid, pods)
+    return view.JobView(
         name=obj["metadata"]["name"],
-        heads=list(_heads(obj, where, pods)),
+        header_lines=list(_header_lines(obj, where, pods)),
         phase=phase,
         reason=reason,
         status=status,
         conditions=conditions,
         events=read_events(status, events),
-        document={"job": obj, "status": view.dump(status), "pods": words},
-        pods=words,
+        document={"job": obj, "status": view.dump(status), "pods": descriptions},
+        pods=descriptions,
         notes=notes,
     )
 
 
-def _heads(obj: Obj, where: str, pods: Sequence[Obj]) -> Iterator[str]:
+def _header_lines(obj: Obj, where: str, pods: Sequence[Obj]) -> Iterator[str]:
+    """Yield the lines about spec and place of a job.
+
+    The master's Pod is named if it is in ``pods``.
+    """
     meta, spec = obj["metadata"], obj.get("spec") or {}
     yield f"{meta['name']}  generation {meta.get('generation', 1)}"
     try:
-        yield view.wished(ElasticJob.read(obj).worker)
+        yield view.desired_line(ElasticJob.read(obj).worker)
     except ConfigError as error:
-        yield f"wish      cannot be run: {str(error).splitlines()[0]}"
+        yield f"desired   the spec is invalid: {str(error).splitlines()[0]}"
     created = unix_seconds(meta.get("creationTimestamp")) or 0.0
-    yield f"where     {where}, since {view.short_age(created)}"
+    yield f"where     {where}, created {view.short_age(created)} ago"
     if spec.get("suspend"):
-        yield "suspend   all nodes are to be stopped (`dlrover job resume`)"
+        yield "suspend   yes: `dlrover job resume` continues the job"
     for pod in pods:
         labels = pod["metadata"].get("labels") or {}
         if labels.get(names.LABEL_ROLE) == names.ROLE_MASTER:
-            yield f"master    Pod {_pod_words(pod)}"
+            yield f"master    Pod {_pod_description(pod)}"
 
 
 def _phase(obj: Obj, status: JobStatus | None, conditions: list[Condition]) -> tuple[str, str]:
-    """The operator's word, and who knows why."""
-    meta, said = obj["metadata"], (obj.get("status") or {}).get("phase") or ""
+    """Return the phase that the operator publishes, and the best known reason for it.
+
+    Without a phase it is ``Created``. The reason comes from the master's status if the phases
+    agree. Otherwise it comes from a condition: first a problem, then one of the phase.
+    """
+    meta, phase = obj["metadata"], (obj.get("status") or {}).get("phase") or ""
     if meta.get("deletionTimestamp"):
-        return said or "Deleting", "it is being deleted"
+        return phase or "Deleting", "it is being deleted"
     managed_by = (obj.get("spec") or {}).get("managedBy")
-    if not said and status is None:
+    if not phase and status is None:
         if managed_by not in (None, "", names.MANAGED_BY):
-            return "Created", f"{managed_by} is to look after it (spec.managedBy)"
+            return "Created", f"it is managed by {managed_by} (spec.managedBy)"
         return "Created", (
-            "no operator has looked at it: is one installed, and does it watch this namespace?"
+            "no operator has processed it: check that one is installed and watches this namespace"
         )
-    if status is not None and said in ("", status.phase.value):
-        return said or status.phase.value, status.reason
-    for condition in view.troubles(conditions):
-        return said, view.trouble_line(condition)
+    if status is not None and phase in ("", status.phase.value):
+        return phase or status.phase.value, status.reason
+    for condition in view.problems(conditions, status.round if status is not None else 0):
+        return phase, view.problem_line(condition)
     for condition in conditions:
-        if condition.type in (said, "MasterReady") and condition.message:
-            return said, condition.message
-    return said, "its master has not published a status yet" if status is None else status.reason
+        if condition.type in (phase, ConditionType.MASTER_READY) and condition.message:
+            return phase, condition.message
+    return phase, "its master has not published a status yet" if status is None else status.reason
 
 
 def _pods(job: str, uid: str, pods: Sequence[Obj]) -> dict[str, str]:
-    """The Pod of each node, in words."""
+    """Return a description of the Pod of each node.
+
+    Pods that this job does not own are left out.
+    """
     return {
-        pod["metadata"]["name"].removeprefix(f"{job}-"): _pod_words(pod)
+        pod["metadata"]["name"].removeprefix(f"{job}-"): _pod_description(pod)
         for pod in pods
         if _is_owned(pod, uid)
     }
 
 
-def _pod_words(pod: Obj) -> str:
+def _pod_description(pod: Obj) -> str:
+    """Return a description of a Pod: phase, problems, host and restarts."""
     meta, status = pod["metadata"], pod.get("status") or {}
-    words = f"{meta['name']} {status.get('phase', 'Pending')}"
+    text = f"{meta['name']} {status.get('phase', 'Pending')}"
     if meta.get("deletionTimestamp"):
-        words += ", being deleted"
+        text += ", being deleted"
     containers = status.get("containerStatuses") or []
     for container in containers:
         state = container.get("state") or {}
         reason = (state.get("waiting") or state.get("terminated") or {}).get("reason")
         if reason not in (None, "Completed", "Error", "ContainerCreating"):
-            words += f", {reason}"
+            text += f", {reason}"
     if node := (pod.get("spec") or {}).get("nodeName"):
-        words += f" on {node}"
+        text += f" on {node}"
     restarts = sum(int(c.get("restartCount") or 0) for c in containers)
-    return words + (f", {counted(restarts, 'restart')}" if restarts else "")
+    return text + (f", {counted(restarts, 'restart')}" if restarts else "")
 
 
 def read_events(status: JobStatus | None, events: Sequence[Obj]) -> list[JobEvent]:
-    """What the master has said lately, its older events that Kubernetes keeps, and the operator's.
+    """Return the events of the master and of the operator, oldest first, each once.
 
-    Only the first have causes: the others have negative numbers, or one that is known no more.
+    They are those of the master's status, and the older ones that Kubernetes still keeps. Only
+    events of the status have causes that can be followed. The operator's events get negative
+    numbers.
     """
     found = {event.id: event for event in (status.events if status is not None else [])}
     for number, obj in enumerate(events, start=1):
@@ -639,11 +832,13 @@ def read_events(status: JobStatus | None, events: Sequence[Obj]) -> list[JobEven
 
 
 def _component(event: Obj) -> str:
+    """Return the name of the program that reported an event."""
     source = (event.get("source") or {}).get("component")
     return str(source or event.get("reportingComponent") or "")
 
 
-def _row(obj: Obj, *, gone: bool = False) -> tuple[view.Row, Obj]:
+def _row(obj: Obj, *, gone: bool = False) -> tuple[view.JobRow, Obj]:
+    """Return the table row of a job, and the object. Values that the object lacks are empty."""
     meta, status = obj["metadata"], obj.get("status") or {}
     training = status.get("training") or {}
     summary = training.get("summary") or {}
@@ -651,10 +846,11 @@ def _row(obj: Obj, *, gone: bool = False) -> tuple[view.Row, Obj]:
     def text(value: object) -> str:
         return "" if value is None else str(value)
 
-    row = view.Row(
+    row = view.JobRow(
         namespace=meta["namespace"],
         name=meta["name"],
         phase="Deleted" if gone else text(status.get("phase") or training.get("phase")),
+        reason="" if gone else text(status.get("reason")),
         ready=text(summary.get("ready")),
         round=text(training.get("round")),
         progress=text(summary.get("progress")),
@@ -665,53 +861,65 @@ def _row(obj: Obj, *, gone: bool = False) -> tuple[view.Row, Obj]:
     return row, obj
 
 
-def _applied(old: Obj, wish: Obj) -> Obj:
-    """The object with a file's spec, labels and annotations."""
+def _applied(old: Obj, desired: Obj) -> Obj:
+    """Return the existing object with the spec, labels and annotations of a file.
+
+    Labels and annotations that the file lacks stay, and so does ``suspend``. All else in the spec
+    is that of the file.
+    """
     meta = dict(old["metadata"])
     for part in ("labels", "annotations"):
-        if given := wish["metadata"].get(part):
+        if given := desired["metadata"].get(part):
             meta[part] = (meta.get(part) or {}) | given
-    spec = dict(wish["spec"])
+    spec = dict(desired["spec"])
     if "suspend" in old["spec"]:
         spec.setdefault("suspend", old["spec"]["suspend"])
     return old | {"metadata": meta, "spec": spec}
 
 
 def _content(obj: Obj) -> tuple[Any, ...]:
-    """What a file can change, with the server's defaults."""
+    """Return the parts of an object that a file can change, with the server's defaults."""
     meta = obj["metadata"]
     return obj["spec"], meta.get("labels") or {}, meta.get("annotations") or {}
 
 
 def _ended(obj: Obj) -> bool:
+    """Return whether a job had ended when this object was read."""
     status = obj.get("status") or {}
     return (status.get("phase") or (status.get("training") or {}).get("phase")) in _ENDS
 
 
 def _refused(conditions: Sequence[Condition]) -> bool:
-    """The operator will not run it."""
+    """Return whether the operator refuses the job for good."""
     return any(
-        c.type == "Accepted" and c.status == "False" and c.reason in FINAL for c in conditions
+        c.type == ConditionType.ACCEPTED and c.status == "False" and c.reason in FINAL
+        for c in conditions
     )
 
 
 def _is_owned(obj: Obj, uid: str) -> bool:
+    """Return whether an object is owned by the object with this uid."""
     return any(o.get("uid") == uid for o in obj["metadata"].get("ownerReferences") or ())
 
 
-def _kind_is_missing(error: NotFound) -> bool:
-    words = str(error)
-    return "404 page not found" in words or "could not find the requested resource" in words
+def _kind_is_missing(error: NotFoundError) -> bool:
+    """Return whether the API server lacks the kind itself, not only the object."""
+    text = str(error)
+    return "404 page not found" in text or "could not find the requested resource" in text
 
 
 def rows_as_json(rows: Rows) -> list[str]:
-    """One object for each job, for scripts."""
+    """Return one JSON object for each job, for scripts.
+
+    The status of a job is null if it has none, or has one that cannot be read.
+    """
     return [
         json.dumps(
             {
                 "namespace": row.namespace,
                 "name": row.name,
                 "phase": row.phase,
+                "reason": row.reason,
                 "status": view.dump(read_status(obj)),
             }
         )

@@ -1,8 +1,9 @@
-"""``dlrover job …`` and ``dlrover node …``."""
+"""The commands ``dlrover job …`` and ``dlrover node …``."""
 
 import contextlib
 import functools
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -13,28 +14,43 @@ import click
 from rich.console import Console
 
 from dlrover_py import __version__
-from dlrover_py.cli import complete, here, jobfile, runs, view, where
+from dlrover_py.cli import (
+    complete,
+    jobfile,
+    local_jobs,
+    locate,
+    runs,
+    view,
+)
 from dlrover_py.cli.checkpoints import ckpt
-from dlrover_py.cli.logs import LogWish
-from dlrover_py.cli.screen import Style
+from dlrover_py.cli.logs import LogQuery
+from dlrover_py.cli.numbers import Real
+from dlrover_py.cli.progress import Style
 from dlrover_py.cli.settings import Settings, Target
-from dlrover_py.protocol.errors import ConfigError, DLRoverError, Unreachable
+from dlrover_py.protocol import json_text
+from dlrover_py.protocol.errors import ConfigError, DLRoverError, UnreachableError
 from dlrover_py.protocol.job import CLUSTER_ONLY, INERT, ElasticJob
+from dlrover_py.protocol.names import NODE_ID
+from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.status import JobStatus
 from dlrover_py.protocol.words import counted
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class _Group(click.Group):
-    """Commands in the order in which they are written here."""
+class _OrderedGroup(click.Group):
+    """A group that lists its commands in the order of this file."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``dlrover``; return its exit code."""
+    """Run ``dlrover``; return its exit code, which is 130 after Ctrl-C or a refused confirmation.
+
+    Errors of DLRover-Py and of the command line are printed on standard error. Other exceptions are
+    raised.
+    """
     try:
         code = root.main(args=argv, standalone_mode=False)
     except click.ClickException as error:
@@ -44,56 +60,60 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except DLRoverError as error:
         for line in str(error).splitlines():
-            click.echo(f"dlrover: {line}", err=True)
+            click.echo(view.plain(f"dlrover: {line}"), err=True)
         return int(error.exit_code)
     return code if isinstance(code, int) else 0
 
 
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_OrderedGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="dlrover")
 def root() -> None:
     """Elastic, fault-tolerant PyTorch training."""
 
 
-@root.group(cls=_Group)
+@root.group(cls=_OrderedGroup)
 def job() -> None:
-    """Run a job on this machine or in a cluster, look at it, change it.
+    """Run, show and change jobs, on this machine or in a cluster.
 
-    `run`, `list` and `rm` are about this machine; `submit`, `get` without a name and `delete`
-    about a cluster. Every other command takes the job of that name that is on this machine, if
-    there is one, and else the one in the cluster that the kubeconfig names. --namespace, --context
-    or --kubeconfig say that the cluster's is meant. What was taken is told on standard error.
+    `run`, `list`, `stop` and `rm` work on this machine. `submit`, `delete`, and `get` without a
+    name work on a cluster. Every other command uses the job with the given name on this machine, if
+    there is one. Otherwise it uses the one in the cluster that the kubeconfig names. With
+    --namespace, --context or --kubeconfig it uses the cluster's job. Each command prints on
+    standard error which job it uses.
     """
 
 
-@root.group(cls=_Group)
+@root.group(cls=_OrderedGroup)
 def node() -> None:
-    """Hurt a node of a job on this machine, or bring another: to see what happens then."""
+    """Inject faults into the nodes of a job on this machine, or add hosts.
+
+    The faults show how the job recovers.
+    """
 
 
 root.add_command(ckpt)
 
 job_name = click.argument("name", required=False, shell_complete=complete.jobs)
-as_json = click.option("--json", "as_json", is_flag=True, help="For scripts: JSON instead of text.")
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 of_job = click.option(
     "--job",
     "name",
-    help="Name of the job, if more than one runs.",
+    help="Name of the job. Needed if more than one job runs.",
     shell_complete=complete.jobs,
 )
-_PLACE = (
-    click.option("-n", "--namespace", default="", help="In the cluster: this namespace."),
-    click.option("--context", default="", help="In a cluster: this context of the kubeconfig."),
+_TARGET_OPTIONS = (
+    click.option("-n", "--namespace", default="", help="Namespace of the job in the cluster."),
+    click.option("--context", default="", help="Context of the kubeconfig to use."),
     click.option(
         "--kubeconfig",
         type=click.Path(path_type=Path),
-        help="In a cluster: this kubeconfig, not KUBECONFIG or ~/.kube/config.",
+        help="Kubeconfig file to use instead of KUBECONFIG or ~/.kube/config.",
     ),
 )
 
 
-def in_cluster(command: F) -> F:
-    """Give a command the flags that name a cluster, as its ``target``."""
+def target_options(command: F) -> F:
+    """Give a command the flags that name a cluster; it receives them as its ``target``."""
 
     @functools.wraps(command)
     def with_target(
@@ -101,34 +121,38 @@ def in_cluster(command: F) -> F:
     ) -> Any:
         return command(*args, target=Target(namespace, context, kubeconfig), **rest)
 
-    for option in reversed(_PLACE):
+    for option in reversed(_TARGET_OPTIONS):
         with_target = option(with_target)
     return with_target  # type: ignore[return-value]
 
 
-# --- run ---
+# --- Commands that start jobs ---
 
 
 @job.command()
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 @click.option(
-    "--nodes", "hosts", type=click.IntRange(1, 1000), help="Simulated hosts; default: all that fit."
+    "--nodes",
+    "hosts",
+    type=click.IntRange(1, 1000),
+    metavar="N",
+    help="Number of simulated hosts. Default: one for each node and each standby.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Write events and status as lines of JSON.")
-@click.option("--plain", is_flag=True, help="Lines instead of a live view, on a terminal too.")
+@click.option("--json", "as_json", is_flag=True, help="Print events and status as lines of JSON.")
+@click.option("--plain", is_flag=True, help="Print lines, not a live display, even on a terminal.")
 @click.option(
     "--logs",
     "show",
     type=click.Choice(["rank0", "all", "none"]),
-    help="Whose output is shown: rank 0's (the default; with --json none's), all workers', none's.",
+    help="Workers whose output is shown. Default: rank0, and none with --json.",
 )
 @click.option(
     "--grace",
-    type=click.FloatRange(0, 3600),
+    type=Real(0, 3600),
     default=30.0,
     show_default=True,
     metavar="SECONDS",
-    help="For nodes to end when the job is stopped.",
+    help="Time that nodes get to end when the job is stopped.",
 )
 def run(
     file: Path,
@@ -140,22 +164,33 @@ def run(
 ) -> int:
     """Run the ElasticJob in FILE on this machine until it ends.
 
-    Each node is a process with its own agent, on one of --nodes simulated hosts. The exit code
-    is 0 if the job succeeded and 1 if it failed. Ctrl-C stops it; a second one does at once.
+    Each node is a process with its own agent, on one of --nodes simulated hosts. The exit code is 0
+    if the job succeeded and 1 if it failed. Ctrl-C stops the job; a second Ctrl-C stops it
+    immediately. Fields of FILE that have no effect here are named on standard error.
+
+    \f
+
+    Args:
+        file: path of the job file.
+        hosts: number of simulated hosts; None for as many as the job needs with its standbys.
+        as_json: print events and status as lines of JSON.
+        plain: print lines instead of a live display.
+        show: workers whose output is shown; None for ``rank0``, or ``none`` with ``as_json``.
+        grace: seconds that nodes get to end when the job is stopped.
     """
     settings = Settings.from_environment()
     document = jobfile.load(file)
-    wish = document.job
-    _remark(document.remarks)
-    _tell_of(wish.for_clusters_only(), CLUSTER_ONLY)
-    _tell_of(wish.without_effect(), INERT)
-    _warn_of_command(wish)
+    elastic_job = document.job
+    _print_remarks(document.remarks)
+    _print_field_remark(elastic_job.for_clusters_only(), CLUSTER_ONLY)
+    _print_field_remark(elastic_job.without_effect(), INERT)
+    _print_command_warning(elastic_job)
     if hosts is None:
-        hosts = wish.worker.replicas + wish.worker.standby_replicas
-    from dlrover_py.cli.run import run_job  # the web framework: only this command pays for it
+        hosts = elastic_job.worker.replicas + elastic_job.worker.standby_replicas
+    from dlrover_py.cli.run import run_job  # it imports the web framework, which takes time
 
     return run_job(
-        wish,
+        elastic_job,
         settings,
         hosts=hosts,
         workdir=file.resolve().parent,
@@ -167,12 +202,12 @@ def run(
 
 @job.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--apply", is_flag=True, help="Change a job that is there into what the file says.")
-@click.option("--dry-run", is_flag=True, help="Have the API server check it; nothing is created.")
-@click.option("--wait", is_flag=True, help="Show how it goes until it ends; 0 if it succeeded.")
-@click.option("--json", "as_json", is_flag=True, help="With --wait: lines of JSON.")
-@click.option("--plain", is_flag=True, help="With --wait: lines, on a terminal too.")
-@in_cluster
+@click.option("--apply", is_flag=True, help="Update a job that exists already.")
+@click.option("--dry-run", is_flag=True, help="Only have the API server check the jobs.")
+@click.option("--wait", is_flag=True, help="Show the progress until the jobs end.")
+@click.option("--json", "as_json", is_flag=True, help="With --wait: print lines of JSON.")
+@click.option("--plain", is_flag=True, help="With --wait: print lines, not a live display.")
+@target_options
 def submit(
     files: tuple[Path, ...],
     apply: bool,
@@ -182,21 +217,34 @@ def submit(
     plain: bool,
     target: Target,
 ) -> int:
-    """Create the ElasticJobs in FILES in a cluster; `-` is standard input.
+    """Create the ElasticJobs in FILES in a cluster.
 
-    All are checked before the first is created. A name that is taken is refused, unless --apply is
-    given: then its spec becomes what the file says (`suspend` stays, if the file does not say it).
+    `-` is standard input. All jobs are checked before the first one is created. A job that exists
+    already is refused, unless --apply is given. --apply replaces its spec with that of the file.
+    `suspend` keeps its value if the file does not set it. Without --wait, the command returns
+    before the jobs run. With --wait, the exit code is 0 if all jobs succeeded or were stopped.
     Ctrl-C during --wait leaves the job running.
+
+    \f
+
+    Args:
+        files: paths of job files; ``-`` is standard input.
+        apply: change a job whose name is taken. Otherwise it is refused.
+        dry_run: only have the API server check the jobs.
+        wait: show the progress of the jobs, one after the other, until they end.
+        as_json: print progress as lines of JSON.
+        plain: print progress as lines instead of a live display.
+        target: cluster that the flags name.
     """
-    from dlrover_py.cli.cluster import Cluster
+    from dlrover_py.cli.cluster import ClusterClient
 
     documents = [document for file in files for document in jobfile.load_all(file)]
     for document in documents:
-        _remark(document.remarks)
-        _tell_of(document.job.without_effect(), INERT)
-        _warn_of_command(document.job)
+        _print_remarks(document.remarks)
+        _print_field_remark(document.job.without_effect(), INERT)
+        _print_command_warning(document.job)
     style = _style(as_json=as_json, plain=plain)
-    with Cluster(target) as cluster:
+    with ClusterClient(target) as cluster:
         submitted = cluster.submit(documents, apply=apply, dry_run=dry_run)
         for done, job in submitted:
             word = f"would be {done}" if dry_run else done
@@ -212,7 +260,7 @@ def submit(
 
 
 def _flags(target: Target, namespace: str) -> Iterator[str]:
-    """What makes a later command mean the same place."""
+    """Yield the flags with which a later command finds the same job."""
     yield f"-n {namespace}"
     if target.context:
         yield f"--context {target.context}"
@@ -221,98 +269,146 @@ def _flags(target: Target, namespace: str) -> Iterator[str]:
 
 
 def _style(*, as_json: bool, plain: bool) -> Style:
+    """Return how progress is shown.
+
+    Without a flag it is a live display on a terminal, and lines elsewhere.
+    """
     return "json" if as_json else "plain" if plain or not sys.stdout.isatty() else "live"
 
 
-def _remark(lines: Sequence[str]) -> None:
+def _print_remarks(lines: Sequence[str]) -> None:
+    """Print remarks on standard error."""
     for line in lines:
-        click.echo(f"dlrover: {line}", err=True)
+        click.echo(view.plain(f"dlrover: {line}"), err=True)
 
 
-def _tell_of(paths: Sequence[str], word: str) -> None:
+def _print_field_remark(paths: Sequence[str], word: str) -> None:
+    """Print one remark about several fields of a job, if there are any."""
     if paths:
-        _remark([f"{', '.join(paths)}: {word}"])
+        _print_remarks([f"{', '.join(paths)}: {word}"])
 
 
-def _warn_of_command(job: ElasticJob) -> None:
-    words = job.worker.command_remarks()
-    if words:
-        _remark([f"warning: {words}"])
+def _print_command_warning(job: ElasticJob) -> None:
+    """Print a warning if the command of the job's workers looks wrong."""
+    text = job.worker.command_remarks()
+    if text:
+        _print_remarks([f"warning: {text}"])
 
 
-# --- look ---
+# --- Commands that read jobs ---
 
 
 @job.command("list")
-@click.option("--all", "show_all", is_flag=True, help="All that have ended, not only the last ten.")
+@click.option(
+    "--all", "show_all", is_flag=True, help="Include all past jobs, not only the last ten."
+)
 @as_json
 def list_jobs(show_all: bool, as_json: bool) -> None:
-    """Jobs of this machine: those that run, and those that have ended."""
+    """List the running and the past jobs of this machine.
+
+    A run that was killed before it had a status is left out; `dlrover job rm` still removes it.
+    """
     settings = Settings.from_environment()
     found: list[tuple[str, str, JobStatus | None]] = []
-    for name in here.running(settings):
-        with contextlib.suppress(Unreachable):
-            status = here.RunningJob(settings, name).snapshot().status
-            found.append((name, "running", status))
-    past = here.past(settings)
-    found += [(status.name, "ended", status) for status in (past if show_all else past[:10])]
+    for name, running_job in local_jobs.running(settings).items():
+        status = None
+        try:
+            status = running_job.snapshot().status
+        except UnreachableError:
+            continue
+        except ConfigError as error:  # its cluster process is of another release
+            _print_remarks([str(error)])
+        found.append((name, "running", status))
+    past = [run for run in runs.ended(settings.state_folder) if run.status or run.damage]
+    shown = past if show_all else past[:10]
+    _print_remarks([run.damage for run in shown if run.damage])
+    found += [(run.name, "damaged" if run.damage else "ended", run.status) for run in shown]
     if as_json:
         click.echo(
             json.dumps([{"name": n, "state": s, "status": view.dump(st)} for n, s, st in found])
         )
         return
-    _print_table([_row_here(name, status) for name, _, status in found], here_only=True)
+    rows = [_local_row(n, st, "Damaged" if s == "damaged" else "Pending") for n, s, st in found]
+    _print_table(rows, local=True)
     if not found:
         click.echo("no jobs; start one with `dlrover job run job.yaml`", err=True)
     if len(past) > 10 and not show_all:
-        words = f"… and {len(past) - 10} more: see them with --all, remove them with `job rm`"
-        click.echo(words, err=True)
+        text = f"… and {len(past) - 10} more: list them with --all, or see `dlrover job rm`"
+        click.echo(text, err=True)
 
 
-def _row_here(name: str, status: JobStatus | None) -> view.Row:
+def _local_row(name: str, status: JobStatus | None, phase: str = "Pending") -> view.JobRow:
+    """Return the table row of a job of this machine.
+
+    Args:
+        name: name of the job.
+        status: status of the job; None if there is none.
+        phase: phase of a job without a status.
+    """
     if status is None:
-        return view.Row("", name, "Pending", "", "", "", "", "", "")
-    return view.Row.of(status)
+        return view.JobRow("", name, phase, "", "", "", "", "", "", "")
+    return view.JobRow.of(status)
 
 
-def _print_table(rows: Sequence[view.Row], *, here_only: bool) -> None:
-    table = view.JobTable(rows, here=here_only, width=_width())
-    for words in (table.head(), *map(table.line, rows)) if rows else ():
-        click.echo(words)
+def _print_table(rows: Sequence[view.JobRow], *, local: bool) -> None:
+    """Print a table of jobs; nothing, not even the head, if there are none."""
+    table = view.JobTable(rows, local=local, width=_width())
+    for text in (table.header(), *map(table.line, rows)) if rows else ():
+        click.echo(text)
 
 
 def _width() -> int | None:
-    """Columns of the terminal; None if nobody looks at one."""
+    """Return the columns of the terminal; None if standard output is not a terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 @job.command()
 @job_name
-@click.option("-A", "--all-namespaces", "everywhere", is_flag=True, help="Of all namespaces.")
-@click.option("-w", "--watch", is_flag=True, help="Go on, and tell of each change.")
+@click.option("-A", "--all-namespaces", "all_namespaces", is_flag=True, help="Show all namespaces.")
+@click.option("-w", "--watch", is_flag=True, help="Print each job again when it changes.")
 @as_json
-@in_cluster
-def get(name: str | None, everywhere: bool, watch: bool, as_json: bool, target: Target) -> None:
-    """Jobs of a cluster, or one job, as a table.
+@target_options
+def get(name: str | None, all_namespaces: bool, watch: bool, as_json: bool, target: Target) -> None:
+    """Show the jobs of a cluster, or one job, as a table.
 
-    Where no cluster is configured: the jobs that run on this machine.
+    If no cluster is configured, the jobs that run on this machine are shown. With --watch, the
+    command runs until it is interrupted.
+
+    \f
+
+    Args:
+        name: name of the job; None for all jobs.
+        all_namespaces: search all namespaces of the cluster.
+        watch: continue, and print each change.
+        as_json: print a list in JSON; with ``watch``, one object on a line for each job.
+        target: cluster that the flags name.
+
+    Raises:
+        ConfigError: there is no such job, no cluster is configured where one is needed, or a job on
+            this machine is to be watched.
+        DLRoverError: the API server or the job's cluster process refuses a call, or does not
+            answer.
     """
     settings = Settings.from_environment()
-    only_here = not (target.given or everywhere)
-    if name is not None and only_here:
-        with contextlib.suppress(here.NotHere):
-            _print_here([here.to_look(settings, name)], as_json=as_json, watch=watch)
+    may_be_local = not (target.given or all_namespaces)
+    if name is not None and may_be_local:
+        with contextlib.suppress(local_jobs.JobNotFoundError):
+            _print_local_jobs(
+                [local_jobs.find_to_read(settings, name)], as_json=as_json, watch=watch
+            )
             return
-    from dlrover_py.cli.cluster import Cluster, NoCluster, Rows, rows_as_json
+    from dlrover_py.cli.cluster import ClusterClient, NoClusterError, Rows, rows_as_json
 
     with contextlib.ExitStack() as stack:
         try:
-            cluster = stack.enter_context(Cluster(target))
-        except NoCluster as error:
-            jobs = [here.RunningJob(settings, n) for n in here.running(settings)]
-            if not only_here or name is not None or not jobs:
-                raise ConfigError(f"{error}; jobs of this machine: `dlrover job list`") from error
-            _print_here(jobs, as_json=as_json, watch=watch)
+            cluster = stack.enter_context(ClusterClient(target))
+        except NoClusterError as error:
+            jobs = [*local_jobs.running(settings).values()]
+            if not may_be_local or name is not None or (watch and not jobs):
+                raise ConfigError(f"{error}; for this machine see `dlrover job list`") from error
+            if not jobs:
+                click.echo(f"dlrover: no job runs on this machine, and {error}", err=True)
+            _print_local_jobs(jobs, as_json=as_json, watch=watch)
             return
         table: view.JobTable | None = None
 
@@ -320,15 +416,15 @@ def get(name: str | None, everywhere: bool, watch: bool, as_json: bool, target: 
             nonlocal table
             lines = []
             if as_json and not watch:
-                click.echo(json.dumps([json.loads(line) for line in rows_as_json(rows)]))
+                click.echo(json.dumps([json_text.decoded(line) for line in rows_as_json(rows)]))
                 return
             if as_json:
                 lines = rows_as_json(rows)
             else:
                 if table is None and rows:
                     first = [row for row, _ in rows]
-                    table = view.JobTable(first, namespaces=everywhere, width=_width())
-                    lines.append(table.head())
+                    table = view.JobTable(first, namespaces=all_namespaces, width=_width())
+                    lines.append(table.header())
                 lines += [table.line(row) for row, _ in rows] if table is not None else []
             for line in lines:
                 click.echo(line)
@@ -336,123 +432,182 @@ def get(name: str | None, everywhere: bool, watch: bool, as_json: bool, target: 
 
         if not as_json:
             space = "all namespaces of " + cluster.kube.host
-            click.echo(space if everywhere else cluster.place(cluster.namespace), err=True)
+            click.echo(space if all_namespaces else cluster.place(cluster.namespace), err=True)
         if watch:
-            cluster.watch_rows(name, everywhere=everywhere, show=show)
-        rows = cluster.rows(name, everywhere=everywhere)
+            if name is not None:  # a job that does not exist is refused, as kubectl does
+                cluster.rows(name, all_namespaces=all_namespaces)
+            cluster.watch_rows(name, all_namespaces=all_namespaces, show=show)
+        rows = cluster.rows(name, all_namespaces=all_namespaces)
         show(rows)
         if not rows and not as_json:
             click.echo("no jobs; start one with `dlrover job submit job.yaml`", err=True)
 
 
-def _print_here(
-    jobs: Sequence[here.RunningJob | here.EndedJob], *, as_json: bool, watch: bool
+def _print_local_jobs(
+    jobs: Sequence[local_jobs.RunningJob | local_jobs.EndedJob], *, as_json: bool, watch: bool
 ) -> None:
+    """Print jobs of this machine, as a table or as JSON.
+
+    Raises:
+        ConfigError: ``watch`` is given, or a job's last status is damaged.
+        UnreachableError: a job's cluster process does not answer.
+    """
     if watch:
         raise ConfigError(
-            f"--watch: {jobs[0].name} is {jobs[0].where}: see `dlrover job events` and `logs -f`"
+            f"--watch is for jobs of a cluster, and {jobs[0].name} is {jobs[0].where}: "
+            "use `dlrover job events` or `dlrover job logs -f`"
         )
-    found = [(job.name, job.picture()) for job in jobs]
+    found = [(job.name, job.load_view()) for job in jobs]
     if as_json:
         fields = ("namespace", "name", "phase", "status")
         values = [("", name, p.phase, view.dump(p.status)) for name, p in found]
         click.echo(json.dumps([dict(zip(fields, v, strict=True)) for v in values]))
         return
     click.echo(jobs[0].where if len(jobs) == 1 else "on this machine", err=True)
-    _print_table([_row_here(name, p.status) for name, p in found], here_only=False)
+    _print_table([_local_row(name, p.status) for name, p in found], local=False)
 
 
 @job.command()
 @job_name
 @as_json
-@in_cluster
+@target_options
 def describe(name: str | None, as_json: bool, target: Target) -> None:
-    """All that is known of a job: what is wrong, spec, nodes, conditions, last failure, events."""
+    """Show the details of a job.
+
+    These are problems, spec, nodes, conditions, the last failure and events.
+
+    \f
+
+    Args:
+        name: name of the job; None for the only one.
+        as_json: print JSON instead of text.
+        target: cluster that the flags name.
+    """
     width = _width()
     console = Console(highlight=False, soft_wrap=True, width=width or 200)
-    with look(target, name, quiet=as_json) as job:
-        picture = job.picture(whole=True)
+    with selected_job(target, name, quiet=as_json) as job:
+        job_view = job.load_view(with_pods=True)
         if as_json:
-            click.echo(json.dumps(picture.document))
+            click.echo(json.dumps(job_view.document))
             return
-        for part in view.description(picture, width):
+        for part in view.description(job_view, width):
             console.print(part)
 
 
 @job.command()
 @job_name
 @as_json
-@in_cluster
+@target_options
 def events(name: str | None, as_json: bool, target: Target) -> None:
-    """What happened, oldest first."""
-    with look(target, name, quiet=as_json) as job:
-        picture = job.picture()
-        for note in picture.notes:
+    """Show the events of a job, the oldest first.
+
+    These are the newest events that its master keeps. In a cluster, those that Kubernetes still
+    keeps are added.
+
+    \f
+
+    Args:
+        name: name of the job; None for the only one.
+        as_json: print each event as a line of JSON.
+        target: cluster that the flags name.
+    """
+    with selected_job(target, name, quiet=as_json) as job:
+        job_view = job.load_view()
+        for note in job_view.notes:
             click.echo(view.plain(f"dlrover: {note}"), err=True)
-        for event in picture.events:
+        for event in job_view.events:
             click.echo(event.model_dump_json() if as_json else view.event_line(event))
 
 
 @job.command()
 @job_name
-@click.option("--round", "round_number", type=int, help="Why this round was formed.")
+@click.option("--round", "round_number", type=int, help="Explain why this round was formed.")
 @as_json
-@in_cluster
+@target_options
 def why(name: str | None, round_number: int | None, as_json: bool, target: Target) -> None:
-    """Why the job is where it is: the chain of causes, with times."""
-    with look(target, name, quiet=as_json) as job:
-        picture = job.picture()
-    chain = view.story([e for e in picture.events if e.id > 0], round_number)
+    """Show the chain of causes that led to the job's present state.
+
+    Each cause is shown with its time, and so are the events in between. If no known event explains
+    the state, only the phase and its reason are shown.
+
+    \f
+
+    Args:
+        name: name of the job; None for the only one.
+        round_number: number of the round to explain; None for the job's present state.
+        as_json: print JSON instead of text.
+        target: cluster that the flags name.
+
+    Raises:
+        ConfigError: there is no such job, or no event is about the round.
+        DLRoverError: the job's cluster refuses a call, or does not answer.
+    """
+    with selected_job(target, name, quiet=as_json) as job:
+        job_view = job.load_view()
+    chain = view.causal_chain([e for e in job_view.events if e.id > 0], round_number)
+    newest = job_view.status.round if job_view.status is not None else 0
+    if round_number is not None and not chain:
+        raise ConfigError(
+            f"round {round_number}: no event is about it; the newest round is {newest}"
+        )
     if as_json:
-        click.echo(json.dumps([e.model_dump() for e in chain]))
+        click.echo(json.dumps([e.model_dump(mode="json") for e in chain]))
         return
     if round_number is None:
-        click.echo(view.plain(f"{picture.name} is {picture.phase}: {picture.reason}"))
-        for condition in view.troubles(picture.conditions):
-            if picture.reason not in condition.message:
-                click.echo(f"  {view.trouble_line(condition)}")
-    elif not chain:
-        newest = picture.status.round if picture.status is not None else 0
-        raise ConfigError(
-            f"round {round_number}: no event tells of it; the newest round is {newest}"
-        )
+        click.echo(view.plain(f"{job_view.name} is {job_view.phase}: {job_view.reason}"))
+        for condition in job_view.problems:
+            if not job_view.reason or job_view.reason not in condition.message:
+                click.echo(f"  {view.problem_line(condition)}")
     for event in chain:
         click.echo(f"  {view.event_line(event)}")
-    newest = picture.status.round if picture.status is not None else 0
     if (
         round_number is None
         and newest > 1
-        and all(event.reason != "RoundFormed" for event in chain)
+        and all(event.reason != EventReason.ROUND_FORMED for event in chain)
     ):
-        click.echo(f"why its last round was formed: dlrover job why {job.name} --round {newest}")
+        click.echo(f"for the causes of its last round: dlrover job why {job.name} --round {newest}")
 
 
 @job.command()
 @job_name
-@in_cluster
+@target_options
 def report(name: str | None, target: Target) -> None:
-    """One page of HTML on standard output: nodes, rounds, steps, goodput, failures.
+    """Write a page of HTML about a job: nodes, rounds, steps, goodput and failures.
 
-    It needs nothing from elsewhere: dlrover job report NAME > report.html
+    The page goes to standard output and needs no other files: dlrover job report NAME > report.html
+
+    \f
+
+    Raises:
+        ConfigError: there is no such job, or standard output is a terminal.
+        DLRoverError: the job's cluster refuses a call, or does not answer.
     """
     from dlrover_py.cli.report import page
 
-    with look(target, name) as job:
+    with selected_job(target, name) as job:
         if sys.stdout.isatty():
-            raise ConfigError(f"the page goes into a file: dlrover job report {job.name} > FILE")
-        text = page(job.picture(whole=True), job.history(), now=view.now())
-    click.echo(text, nl=False)
+            raise ConfigError(
+                "standard output is a terminal: write the page to a file, as in "
+                f"`dlrover job report {job.name} > {job.name}.html`"
+            )
+        text = page(job.load_view(with_pods=True), job.history(), now=view.now())
+    click.echo(text.encode(), nl=False)  # UTF-8, the encoding that the page declares
 
 
 @job.command()
 @job_name
-@click.option("-f", "--follow", is_flag=True, help="Go on until the job ends.")
-@click.option("--node", "only_node", help="Only this node.", shell_complete=complete.nodes)
-@click.option("--rank", "only_rank", type=int, help="Only this global rank; its node in a cluster.")
-@click.option("--round", "only_round", type=int, help="Only this round; not in a cluster.")
-@click.option("--agents", is_flag=True, help="What agents and master say, not the workers.")
-@click.option("--previous", is_flag=True, help="In a cluster: of Pods that have ended, too.")
-@in_cluster
+@click.option("-f", "--follow", is_flag=True, help="Continue until the job ends.")
+@click.option("--node", "only_node", help="Show only this node.", shell_complete=complete.nodes)
+@click.option(
+    "--rank",
+    "only_rank",
+    type=int,
+    help="Show only this global rank; in a cluster, all workers of its node.",
+)
+@click.option("--round", "only_round", type=int, help="Show only this round; not in a cluster.")
+@click.option("--agents", is_flag=True, help="Show the logs of agents and master instead.")
+@click.option("--previous", is_flag=True, help="In a cluster: include Pods that have ended.")
+@target_options
 def logs(
     name: str | None,
     follow: bool,
@@ -463,8 +618,24 @@ def logs(
     previous: bool,
     target: Target,
 ) -> None:
-    """What the workers have written."""
-    wish = LogWish(
+    """Show the output of the workers.
+
+    Without --follow, the command prints what there is now, and ends. If a running job on this
+    machine has no such log yet, it says so and succeeds.
+
+    \f
+
+    Args:
+        name: name of the job; None for the only one.
+        follow: continue until the job ends.
+        only_node: id of the only node; None for all nodes.
+        only_rank: the only global rank; None for all ranks.
+        only_round: number of the only round; None for all rounds. A cluster refuses it.
+        agents: print the lines of agents and master instead of those of the workers.
+        previous: in a cluster, include Pods that have ended.
+        target: cluster that the flags name.
+    """
+    query = LogQuery(
         node=only_node,
         rank=only_rank,
         round=only_round,
@@ -472,38 +643,55 @@ def logs(
         follow=follow,
         previous=previous,
     )
-    with look(target, name) as job:
-        job.show_logs(wish)
+    with selected_job(target, name) as job:
+        job.show_logs(query)
 
 
-# --- change ---
+# --- Commands that change jobs ---
 
 
 @job.command()
 @click.argument("replicas", type=click.IntRange(min=1))
 @of_job
-@in_cluster
+@target_options
 def scale(replicas: int, name: str | None, target: Target) -> None:
-    """Wish another number of nodes."""
-    with change(target, name) as job:
+    """Change the desired number of nodes.
+
+    The command returns when the request is accepted. The job's master then starts or ends nodes.
+
+    \f
+
+    Args:
+        replicas: desired number of nodes.
+        name: name of the job; None for the only one.
+        target: cluster that the flags name.
+    """
+    with selected_live_job(target, name) as job:
         click.echo(job.scale(replicas))
 
 
 @job.command()
 @job_name
-@in_cluster
+@target_options
 def suspend(name: str | None, target: Target) -> None:
-    """Stop all nodes, and start none until it is resumed."""
-    with change(target, name) as job:
+    """Stop all nodes; none is started until the job is resumed.
+
+    The command returns when the request is accepted. The nodes end afterwards.
+    """
+    with selected_live_job(target, name) as job:
         click.echo(job.suspend(on=True))
 
 
 @job.command()
 @job_name
-@in_cluster
+@target_options
 def resume(name: str | None, target: Target) -> None:
-    """Go on after a suspend."""
-    with change(target, name) as job:
+    """Continue a suspended job.
+
+    The command returns when the request is accepted. It has no effect on a job that is not
+    suspended.
+    """
+    with selected_live_job(target, name) as job:
         click.echo(job.suspend(on=False))
 
 
@@ -512,25 +700,47 @@ def resume(name: str | None, target: Target) -> None:
 @click.option(
     "--rolling",
     is_flag=True,
-    help="One unit of nodes after the other, each once the job trains at full size again.",
+    help="Replace one unit of nodes at a time, each once the job trains at full size again.",
 )
-@in_cluster
+@target_options
 def restart(name: str | None, rolling: bool, target: Target) -> None:
-    """Replace all nodes by new ones, of the job's present template.
+    """Replace all nodes with new ones.
 
-    The newest state is stored first, if the job stores checkpoints. Nobody is charged.
+    The new nodes are made from the job's present template. The newest state is stored first, if the
+    job stores checkpoints. The restart does not count against any restart budget. The command
+    returns when the request is accepted, before a node is replaced.
+
+    \f
+
+    Args:
+        name: name of the job; None for the only one.
+        rolling: replace one unit of nodes after the other, not all at the same time.
+        target: cluster that the flags name.
     """
-    with change(target, name) as job:
+    with selected_live_job(target, name) as job:
         click.echo(job.restart(rolling=rolling))
 
 
 @job.command()
 @job_name
-@click.option("--wait/--no-wait", default=True, show_default=True, help="Until it has ended.")
-@in_cluster
+@click.option(
+    "--wait/--no-wait", default=True, show_default=True, help="Wait until the job has ended."
+)
+@target_options
 def stop(name: str | None, wait: bool, target: Target) -> None:
-    """End a job on this machine, and all its processes; in a cluster: see `delete`."""
-    with change(target, name) as job:
+    """End a job on this machine, with all its processes.
+
+    If the job has not ended after a minute, the command fails, and the job is still being stopped.
+    For a job in a cluster see `delete`.
+
+    \f
+
+    Args:
+        name: name of the job; None for the only one.
+        wait: return only when the job has ended.
+        target: cluster that the flags name.
+    """
+    with selected_live_job(target, name) as job:
         click.echo(job.stop(wait=wait))
 
 
@@ -541,48 +751,91 @@ def stop(name: str | None, wait: bool, target: Target) -> None:
     type=click.Choice(["background", "foreground", "orphan"]),
     default="background",
     show_default=True,
-    help="What becomes of its Pods: deleted after it, before it, or left.",
+    help="Delete its Pods after it (background), before it (foreground), or not (orphan).",
 )
-@click.option("--wait", is_flag=True, help="Until it and its Pods are gone.")
-@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
-@in_cluster
+@click.option("--wait", is_flag=True, help="Wait until the job and its Pods are gone.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
+@target_options
 def delete(name: str, cascade: str, wait: bool, yes: bool, target: Target) -> None:
-    """Delete a job of a cluster, with its Pods and their logs."""
+    """Delete a job of a cluster, with its Pods and their logs.
 
-    def sure(what: str) -> None:
+    The name of the job must be typed to confirm, unless --yes is given. Without --wait, the command
+    returns when the API server has accepted the deletion.
+
+    \f
+
+    Args:
+        name: name of the job.
+        cascade: what happens to its Pods: ``background``, ``foreground`` or ``orphan``.
+        wait: return only when the job is gone, and its Pods if they are deleted.
+        yes: do not ask for confirmation.
+        target: cluster that the flags name.
+    """
+
+    def confirm(what: str) -> None:
         if yes:
             return
         if not sys.stdin.isatty():
-            raise ConfigError(f"this deletes {what}: say --yes, as there is nobody to be asked")
-        said = click.prompt(f"this deletes {what}\nits name, to go on", default="", err=True)
-        if said != name:
-            raise ConfigError(f"found {said!r}, expected {name!r}: nothing was deleted")
+            raise ConfigError(
+                f"this deletes {what}: standard input is no terminal; confirm with --yes"
+            )
+        answer = click.prompt(
+            f"this deletes {what}\ntype the name of the job to confirm", default="", err=True
+        )
+        if answer != name:
+            raise ConfigError(f"expected the name {name!r}, found {answer!r}: nothing was deleted")
 
-    with change(target, name) as job:
-        click.echo(job.delete(cascade=cascade, wait=wait, sure=sure))
+    with selected_live_job(target, name) as job:
+        click.echo(job.delete(cascade=cascade, wait=wait, confirm=confirm))
 
 
 @job.command("rm")
 @click.argument("jobs", nargs=-1, metavar="[NAME]...")
-@click.option("--older-than", metavar="AGE", help="Only runs that ended longer ago: 12h, 7d, 2w.")
-@click.option("--keep", type=click.IntRange(min=0), default=0, help="So many of each job stay.")
-@click.option("--all", "everything", is_flag=True, help="Of all jobs.")
-@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@click.option("--older-than", metavar="AGE", help="Remove runs that ended longer ago: 12h, 7d, 2w.")
+@click.option(
+    "--keep",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="N",
+    help="Keep the newest N runs of each job.",
+)
+@click.option("--all", "everything", is_flag=True, help="Remove the runs of all jobs.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
 def remove_runs(
     jobs: tuple[str, ...], older_than: str | None, keep: int, everything: bool, yes: bool
 ) -> None:
-    """Remove past runs of this machine, with their logs; never one that goes on."""
+    """Remove past runs of this machine, with their logs. Running jobs are never removed.
+
+    All given conditions must hold. If no past run matches, the command says so and succeeds.
+
+    \f
+
+    Args:
+        jobs: names of jobs; empty for all jobs.
+        older_than: least time since the end of a run, such as ``7d``; None for any time.
+        keep: number of the newest runs of each job that stay.
+        everything: permit that no other condition is given.
+        yes: do not ask for confirmation.
+
+    Raises:
+        ConfigError: no condition is given, ``older_than`` has another form, no run of a named job
+            has ended, a folder cannot be removed, or there is no terminal for the question.
+        Abort: the user does not confirm (click.Abort).
+    """
     settings = Settings.from_environment()
     if not (jobs or older_than or keep or everything):
-        raise ConfigError("say which runs: names of jobs, --older-than 7d, --keep 3, or --all")
+        raise ConfigError("no runs selected: expected names of jobs, --older-than, --keep or --all")
     limit = None if older_than is None else runs.seconds(older_than)
-    known = runs.ended(settings.state_root)
-    strangers = set(jobs) - {run.name for run in known}
-    if strangers:
-        raise ConfigError(f"no run of {', '.join(sorted(strangers))} has ended on this machine")
+    known = runs.ended(settings.state_folder)
+    unknown = set(jobs) - {run.name for run in known}
+    if unknown:
+        raise ConfigError(
+            f"no run of {', '.join(sorted(unknown))} has ended on this machine; see "
+            "`dlrover job list`"
+        )
     gone = runs.to_remove(known, jobs=jobs, older_than_s=limit, keep=keep, now=view.now())
     if not gone:
-        click.echo("no run is removed: none is meant", err=True)
+        click.echo("nothing to remove: no past run matches", err=True)
         return
     freed = sum(runs.size(run.folder) for run in gone)
     what = f"{counted(len(gone), 'run')} with their logs ({freed / 1e6:.1f} MB)"
@@ -592,56 +845,96 @@ def remove_runs(
         if len(gone) > 10:
             click.echo(f"… and {len(gone) - 10} more", err=True)
         if not sys.stdin.isatty():
-            raise ConfigError(f"this removes {what}: say --yes, as there is nobody to be asked")
-        click.confirm(f"this removes {what}\ngo on?", abort=True, err=True)
+            raise ConfigError(
+                f"this removes {what}: standard input is no terminal; confirm with --yes"
+            )
+        click.confirm(f"this removes {what}\ncontinue?", abort=True, err=True)
     removed = sum(map(runs.remove, gone))
     click.echo(f"removed {counted(removed, 'run')}")
 
 
-# --- nodes ---
+# --- Commands for nodes ---
 
 
-def _verb(verb: str, words: str) -> None:
-    @node.command(verb, help=words)
+def _add_node_command(verb: str, text: str) -> None:
+    """Add a command that makes a request about one node, under the name of the request."""
+
+    @node.command(verb, help=text)
     @click.argument("node_id", shell_complete=complete.nodes)
     @of_job
     def command(node_id: str, name: str | None) -> None:
-        _ask(name, f"/v1/nodes/{node_id}/{verb}")
+        if not re.fullmatch(NODE_ID, node_id):
+            raise ConfigError(f"node {node_id!r}: expected the id of a node, such as n0")
+        _request(name, f"/v1/nodes/{node_id}/{verb}")
 
 
-_verb("kill", "The host under a node is gone: all its processes are killed at once.")
-_verb("freeze", "All processes of a node stand still, as if it was cut off.")
-_verb("thaw", "A frozen node goes on; if it was replaced meanwhile it is refused, and ends.")
-_verb("drain", "A node is asked to leave, and its host takes no other.")
+_add_node_command(
+    "kill", "Kill all processes of a node and remove its host, as when a machine fails."
+)
+_add_node_command("freeze", "Stop all processes of a node (SIGSTOP), as when its network fails.")
+_add_node_command(
+    "thaw", "Continue a frozen node. If it was replaced in the meantime, it is refused and ends."
+)
+_add_node_command("drain", "Ask a node to leave. Its host takes no other node.")
 
 
 @node.command()
-@click.option("--count", type=click.IntRange(1, 1000), default=1, show_default=True)
+@click.option(
+    "--count",
+    type=click.IntRange(1, 1000),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Number of hosts to add.",
+)
 @of_job
 def add(count: int, name: str | None) -> None:
-    """Bring more hosts; nodes that wait for one start at once."""
-    _ask(name, f"/v1/hosts?count={count}")
+    """Add simulated hosts. Nodes that wait for a host start immediately.
+
+    Hosts for which no node waits stay free.
+    """
+    _request(name, f"/v1/hosts?count={count}")
 
 
-def _ask(name: str | None, path: str) -> None:
-    click.echo(here.to_change(Settings.from_environment(), name).ask(path))
+def _request(name: str | None, path: str) -> None:
+    """Make a request to the cluster process of a job, and print its answer."""
+    click.echo(local_jobs.find_to_change(Settings.from_environment(), name).request(path))
 
 
-# --- which job ---
+# --- Choice of a job ---
 
 
 @contextlib.contextmanager
-def look(target: Target, name: str | None, *, quiet: bool = False) -> Iterator[where.Job]:
-    """The job that is to be looked at; say which it is."""
-    with where.to_look(Settings.from_environment(), target, name) as job:
+def selected_job(
+    target: Target, name: str | None, *, quiet: bool = False
+) -> Iterator[locate.JobHandle]:
+    """Find the job to read, and print where it is on standard error, unless ``quiet``.
+
+    A connection to a cluster is closed at the end of the block. Errors are those of
+    :func:`dlrover_py.cli.locate.find_to_read`.
+
+    Args:
+        target: cluster that the flags name.
+        name: name of the job; None for the only one.
+        quiet: print nothing.
+    """
+    with locate.find_to_read(Settings.from_environment(), target, name) as job:
         if not quiet:
             click.echo(f"{job.name} {job.where}", err=True)
         yield job
 
 
 @contextlib.contextmanager
-def change(target: Target, name: str | None) -> Iterator[where.LivingJob]:
-    """The job that is to be changed; say which it is."""
-    with where.to_change(Settings.from_environment(), target, name) as job:
+def selected_live_job(target: Target, name: str | None) -> Iterator[locate.LiveJobHandle]:
+    """Find the job to change, and print where it is on standard error.
+
+    A connection to a cluster is closed at the end of the block. Errors are those of
+    :func:`dlrover_py.cli.locate.find_to_change`.
+
+    Args:
+        target: cluster that the flags name.
+        name: name of the job; None for the only one.
+    """
+    with locate.find_to_change(Settings.from_environment(), target, name) as job:
         click.echo(f"{job.name} {job.where}", err=True)
         yield job

@@ -1,4 +1,4 @@
-"""Reads a job file, and says where in it a fault stands."""
+"""A reader of job files that reports the line of each error."""
 
 import contextlib
 import sys
@@ -9,53 +9,67 @@ from typing import Any
 
 import yaml
 
-from dlrover_py.jsonyaml import Loader, fault
+from dlrover_py.kubernetes.json_yaml import Loader, fault
+from dlrover_py.process.blocking import read_at_most
 from dlrover_py.protocol.errors import ConfigError
-from dlrover_py.protocol.job import ElasticJob
+from dlrover_py.protocol.job import TEMPLATE, ElasticJob
+
+MAX_JOB_FILE_BYTES = 16 << 20
+"""Bytes of the largest job file. Kubernetes itself takes no object of more than 3 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
-    """One job of a file, as it is written and as it is understood."""
+class JobDocument:
+    """One job of a file: the document as written, and the parsed job."""
 
     written: dict[str, Any]
+    """The document as plain data."""
     job: ElasticJob
     remarks: tuple[str, ...]
-    """Fields of its templates that are not known here: ``file:line: path: what to do``."""
+    """Unknown fields of the job's templates, each as ``file:line: path: what to do``."""
 
 
-def load(path: Path) -> Document:
-    """Read and check a job file that is to be run on this machine.
+def load(path: Path) -> JobDocument:
+    """Read and check a job file that is run on this machine. No cluster is asked.
+
+    Unknown fields of the templates are no errors, but remarks of the result.
 
     Raises:
-        ConfigError: one line for each fault: ``file:line: path: found, expected``.
+        ConfigError: one line for each error: ``file:line: path: found, expected``.
     """
-    name, text = str(path), _text(path)
+    name = str(path)
+    text = _text(path, name)
     parsed = _parsed(name, text)
     root, document = parsed[0]
-    with _lines_of(name, parsed[-1][0]):
+    with _with_line_numbers(name, parsed[-1][0]):
         if len(parsed) > 1:
-            raise ConfigError(f"found {len(parsed)} documents; on this machine a file has one job")
-    with _lines_of(name, root):
+            raise ConfigError(
+                f"found {len(parsed)} jobs, expected one: `job run` runs a single job"
+            )
+    with _with_line_numbers(name, root):
         job = ElasticJob.parse(document)
-        _check_for_here(job)
-    return Document(document, job, _remarks(name, root, job))
+        _check_local(job)
+    return JobDocument(document, job, _remarks(name, root, job))
 
 
-def load_all(path: Path) -> list[Document]:
+def load_all(path: Path) -> list[JobDocument]:
     """Read and check all jobs of a file, or of standard input (``-``), for a cluster.
 
+    No cluster is asked. If one job has an error, none is returned. Unknown fields of the templates
+    are no errors, but remarks of the result.
+
     Raises:
-        ConfigError: one line for each fault: ``file:line: path: found, expected``.
+        ConfigError: one line for each error: ``file:line: path: found, expected``.
     """
     name = "standard input" if str(path) == "-" else str(path)
-    text = sys.stdin.read() if str(path) == "-" else _text(path)
+    text = _text(path, name)
     found, faults = [], []
     for root, document in _parsed(name, text):
         try:
-            with _lines_of(name, root):
+            with _with_line_numbers(name, root):
                 job = ElasticJob.parse(document)
-            found.append(Document(document, job, _remarks(name, root, job)))
+                _check_images(job)
+            found.append(JobDocument(document, job, _remarks(name, root, job)))
         except ConfigError as error:
             faults.append(str(error))
     if faults:
@@ -64,10 +78,14 @@ def load_all(path: Path) -> list[Document]:
 
 
 class _Loader(Loader):
-    """Refuses a key that stands twice in a mapping, where YAML's last one would count."""
+    """A YAML loader that refuses duplicate keys. Plain YAML would silently use the last one."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Check the keys before merges (``<<``) bring in others."""
+        """Check the keys of a mapping before merges (``<<``) add others.
+
+        Raises:
+            MarkedYAMLError: a key occurs twice.
+        """
         node = super().compose_mapping_node(anchor)
         first: dict[str, int] = {}
         for key, _ in node.value:
@@ -75,22 +93,37 @@ class _Loader(Loader):
             if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
                 continue
             if key.value in first:
-                words = f"the key {key.value!r} stands twice, first on line {first[key.value]}"
-                raise fault(f"{words}: keep one of the two", key)
+                text = f"the key {key.value!r} occurs twice, first on line {first[key.value]}"
+                raise fault(f"{text}: remove one of them", key)
             first[key.value] = line
         return node
 
 
-def _text(path: Path) -> str:
+def _text(path: Path, name: str) -> str:
+    """Return the text of a file, or of standard input (``-``).
+
+    Raises:
+        ConfigError: it cannot be read, is not UTF-8, or is larger than ``MAX_JOB_FILE_BYTES``.
+    """
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"{path}: {why}") from error
+        standard_input = contextlib.nullcontext(sys.stdin.buffer)
+        with standard_input if str(path) == "-" else path.open("rb", 0) as file:
+            data = read_at_most(file, MAX_JOB_FILE_BYTES)
+        if data is not None:
+            return data.decode()
+        why = f"it has more than {MAX_JOB_FILE_BYTES >> 20} MiB: expected a file with jobs"
+    except OSError as error:
+        why = error.strerror or str(error)
+    except UnicodeDecodeError:
+        why = "it is not UTF-8 text"
+    raise ConfigError(f"{name}: {why}")
 
 
 def _parsed(name: str, text: str) -> list[tuple[yaml.Node | None, Any]]:
-    """Each document as a tree that knows its lines and as plain data; one at least."""
+    """Return each document as a tree that has line numbers and as plain data; at least one pair.
+
+    Empty documents are left out. Without any other, the only pair is ``(None, None)``.
+    """
     try:
         roots = list(yaml.compose_all(text, Loader=_Loader))
         documents = list(yaml.load_all(text, Loader=_Loader))
@@ -99,17 +132,35 @@ def _parsed(name: str, text: str) -> list[tuple[yaml.Node | None, Any]]:
         where = f"{name}:{mark.line + 1}" if mark is not None else name
         what = getattr(error, "problem", None) or "cannot be read"
         raise ConfigError(f"{where}: not valid YAML: {what}") from error
-    except (ValueError, RecursionError) as error:  # a date that is none; nested without end
+    except (ValueError, RecursionError) as error:  # an impossible date, or endless nesting
         raise ConfigError(f"{name}: not valid YAML: {error}") from error
     pairs: list[tuple[yaml.Node | None, Any]] = [
-        (r, d) for r, d in zip(roots, documents, strict=True) if d is not None
+        (r, _as_created(d)) for r, d in zip(roots, documents, strict=True) if d is not None
     ]
     return pairs or [(None, None)]
 
 
+def _as_created(document: Any) -> Any:
+    """Return a document as the API server takes it at a creation: no status, and no null fields.
+
+    ``kubectl get -o yaml`` writes both. A Helm template often leaves fields that are null, such as
+    ``env:`` with nothing below it. A null ``metadata`` or ``spec`` is left to the parser.
+    """
+    if not isinstance(document, dict):
+        return document
+    return {key: _without_nulls(value) for key, value in document.items() if key != "status"}
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return plain data without the fields that are null, on all levels. Items of lists stay."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
 @contextlib.contextmanager
-def _lines_of(name: str, root: yaml.Node | None) -> Iterator[None]:
-    """Say of each fault on which line of the file it stands."""
+def _with_line_numbers(name: str, root: yaml.Node | None) -> Iterator[None]:
+    """Add to each line of a ConfigError of the block its file and line; let other errors pass."""
     try:
         yield
     except ConfigError as error:
@@ -121,28 +172,46 @@ def _lines_of(name: str, root: yaml.Node | None) -> Iterator[None]:
 
 
 def _remarks(name: str, root: yaml.Node | None, job: ElasticJob) -> tuple[str, ...]:
+    """Return the remarks about unknown fields of the job's templates."""
     unknown = [fault for fault in job.template_faults() if fault.unknown]
     return tuple(f"{name}:{_line_of(root, fault.path)}: {fault}" for fault in unknown)
 
 
-def _check_for_here(job: ElasticJob) -> None:
+def _check_local(job: ElasticJob) -> None:
+    """Raise ConfigError for a job that cannot run on this machine; otherwise do nothing."""
     where = "spec.replicaSpecs.worker.template.spec.containers[main]"
     container = job.worker.container()
     if not container.command:
         raise ConfigError(
-            f"{where}.command: missing; on this machine there is no image that could bring "
-            "one, such as [elastic-run, train.py]"
+            f"{where}.command: missing; expected a command such as [elastic-run, train.py], "
+            "because no image is used on this machine"
         )
     for variable in container.env:
         if variable.value_from is not None:
             raise ConfigError(
-                f"{where}.env: {variable.name} has valueFrom; on this machine there is nothing "
-                "to take it from: give it a value"
+                f"{where}.env: {variable.name} has valueFrom, which works on Kubernetes only: "
+                "expected a value"
             )
 
 
+def _check_images(job: ElasticJob) -> None:
+    """Raise ConfigError for a job for a cluster whose containers have no image; else do nothing."""
+    spec = job.worker.template["spec"]
+    missing = [
+        f"{TEMPLATE}.spec.{name}[{index}].image: missing: expected the name of an image"
+        for name in ("containers", "initContainers")
+        for index, container in enumerate(spec.get(name) or ())
+        if not container.get("image")
+    ]
+    if missing:
+        raise ConfigError("\n".join(missing))
+
+
 def _line_of(node: yaml.Node | None, path: str) -> int:
-    """Line of the deepest node on a path such as ``spec.a.b[0]``, from 1."""
+    """Return the line of the deepest node on a path such as ``spec.a.b[0]``. Lines count from 1.
+
+    If the document lacks the rest of the path, it is the line of the last part that exists.
+    """
     line = 1 if node is None else node.start_mark.line + 1
     for part in path.replace("[", ".[").split("."):
         found: yaml.Node | None = None

@@ -1,51 +1,57 @@
-"""Shows what Pods have written, and follows them while their job runs."""
+"""A printer of the logs of Pods, which can follow them while their job runs."""
 
 import asyncio
 import contextlib
 import re
 import sys
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from dlrover_py.cli.logs import LogWish
-from dlrover_py.kube import (
-    PODS,
-    Gone,
-    Invalid,
-    Kube,
-    KubeError,
-    Listed,
-    NotFound,
-    Obj,
-)
+from dlrover_py.cli.logs import LogQuery
+from dlrover_py.kubernetes.client import KubeClient
+from dlrover_py.kubernetes.errors import InvalidError, KubeError, NotFoundError
+from dlrover_py.kubernetes.kinds import PODS, Obj
+from dlrover_py.kubernetes.watch import Gone, Listed
 from dlrover_py.protocol import names
 from dlrover_py.protocol.errors import ConfigError, TransientError
 from dlrover_py.protocol.names import MAIN_CONTAINER, NodeId, id_key
 from dlrover_py.protocol.status import JobStatus, NodePhase
+from dlrover_py.protocol.words import counted
 
-AGAIN_S = 0.5
-"""Before a log whose line broke is asked for again."""
-LAST_S = 10.0
-"""For logs to come to their end once the job has ended."""
+RETRY_S = 0.5
+"""Seconds before a log whose connection broke is requested again."""
+FINISH_S = 10.0
+"""Seconds that logs get to reach their end once the job has ended."""
 _AGENT = re.compile(rb'^\{"at": "[^"]*", "level": "[^"]*", "event": "[^"]*", "program": ')
-"""A line of the agent's own, among those of its workers (dlrover_py/telemetry.py)."""
+"""The form of an agent's own log line, which appears among the lines of its workers
+(dlrover_py/telemetry.py).
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Pod:
-    """What is needed of a Pod to read its log."""
+    """The parts of a Pod that are needed to read its log."""
 
     uid: str
     name: str
     owner: str
-    """Uid of the job that it belongs to; empty for the master's, which its Deployment owns."""
+    """Uid of the job that owns the Pod; empty for the master's Pod, which belongs to its
+    Deployment.
+    """
     label: str
-    """Of its lines: the node's id, or ``master``."""
+    """Prefix of its lines: the id of the node, or ``master``."""
     container: str
-    begun: bool
+    started: bool
+    """The container has started, so it has a log."""
     ended: bool
+    """The container or the Pod has ended."""
 
     @classmethod
-    def view(cls, job: str, obj: Obj) -> "_Pod":
+    def from_object(cls, job: str, obj: Obj) -> "_Pod":
+        """Return these parts of a Pod object.
+
+        The container is ``main``, or else the first one. Without a status it counts as not started.
+        """
         meta, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
         is_master = (meta.get("labels") or {}).get(names.LABEL_ROLE) == names.ROLE_MASTER
         containers = [c.get("name", "") for c in spec.get("containers") or []]
@@ -62,7 +68,7 @@ class _Pod:
             owner=next((o["uid"] for o in owners if o.get("kind") == names.KIND), ""),
             label="master" if is_master else meta["name"].removeprefix(f"{job}-"),
             container=container,
-            begun=ended or "running" in state or "terminated" in state,
+            started=ended or "running" in state or "terminated" in state,
             ended=ended or "terminated" in state,
         )
 
@@ -70,98 +76,160 @@ class _Pod:
 class PodLogs:
     """The logs of a job's Pods."""
 
-    def __init__(self, kube: Kube, job: Obj, wish: LogWish, only: str | None) -> None:
-        """Remember what is wished: of the node ``only``, or of all."""
+    def __init__(self, kube: KubeClient, job: Obj, query: LogQuery, only_node: str | None) -> None:
+        """Set up the printer; no log is read yet.
+
+        Args:
+            kube: client of the cluster.
+            job: the ElasticJob.
+            query: selection of the lines.
+            only_node: id of the only node whose log is printed; None for all nodes.
+        """
         meta = job["metadata"]
         self._kube, self._job, self._namespace = kube, meta["name"], meta["namespace"]
         self._uid = meta["uid"]
-        self._wish, self._only = wish, only
+        self._query, self._only_node = query, only_node
         self._pods: dict[str, _Pod] = {}
         self._left_out: set[str] = set()
         self._following: dict[str, asyncio.Task[None]] = {}
-        self._labelled = only is None
+        self._prefixed = only_node is None
 
     async def print_all(self, *, ended: bool) -> None:
-        """Print what there is, Pod by Pod.
+        """Print the present logs, Pod by Pod.
+
+        Pods whose log does not exist are skipped. If no Pod runs, standard error says so.
+
+        Args:
+            ended: the job has ended, so the logs of ended Pods are printed, too.
 
         Raises:
-            ConfigError: there is no such node.
+            ConfigError: the only node to print has no Pod.
+            KubeError: the API server refuses a call, or does not answer.
         """
-        pods = self._chosen(await self._list(), ended=ended)
-        self._labelled = len(pods) > 1
+        pods = self._selected_pods(await self._list(), ended=ended)
+        self._prefixed = len(pods) > 1
         for pod in pods:
             await self._print(pod, follow=False)
 
-    async def follow(self, *, ended: bool) -> None:
-        """Print what there is and what comes, of all Pods at once; it does not end by itself."""
+    async def follow(self, until: Callable[[], Awaitable[None]], *, ended: bool) -> None:
+        """Print the logs of all Pods at the same time, and follow them to the end of the job.
+
+        After the end of the job, the logs have ``FINISH_S`` seconds to reach their end; the rest is
+        lost. Transient errors are retried every ``RETRY_S`` seconds, without a limit.
+
+        Args:
+            until: wait for the end of the job.
+            ended: the job has ended, so the logs of ended Pods are printed, too.
+
+        Raises:
+            ConfigError: the only node to print has no Pod.
+            KubeError: the watch of the Pods or a log fails in a way that only a person can resolve.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                watch = tasks.create_task(self._watch(tasks, ended=ended))
+                await until()
+                watch.cancel()
+                await self._finish(tasks)
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+
+    async def _watch(self, tasks: asyncio.TaskGroup, *, ended: bool) -> None:
+        """Follow the log of each Pod that exists or appears, until it is canceled.
+
+        Pods that had ended before the first list are left out, unless the query selects them.
+        """
         selector = f"{names.LABEL_JOB}={self._job}"
         changes = self._kube.watch(
             PODS,
             self._namespace,
             labels=selector,
-            view=lambda obj: _Pod.view(self._job, obj),
-            on_trouble=_give_up,
+            view=lambda obj: _Pod.from_object(self._job, obj),
+            on_error=_raise_if_permanent,
         )
         first = True
         async with contextlib.aclosing(changes):
             async for change in changes:
                 if isinstance(change, Listed):
                     if first:
-                        chosen = {p.uid for p in self._chosen(change.items, ended=ended)}
-                        self._left_out = {p.uid for p in change.items if p.ended} - chosen
+                        selected = {p.uid for p in self._selected_pods(change.items, ended=ended)}
+                        self._left_out = {p.uid for p in change.items if p.ended} - selected
                         first = False
                     for pod in change.items:
-                        self._start(pod)
+                        self._start(tasks, pod)
                 elif not isinstance(change, Gone):
-                    self._start(change.item)
+                    self._start(tasks, change.item)
 
-    async def finish(self) -> None:
-        """Print the rest, now that the job has ended, of Pods that have come last, too."""
+    async def _finish(self, tasks: asyncio.TaskGroup) -> None:
+        """Print the rest of the logs after the end of the job, for ``FINISH_S`` seconds at most.
+
+        This includes the logs of Pods that appeared last, if the API server lists them.
+        """
         with contextlib.suppress(KubeError):
             for pod in await self._list():
-                self._start(pod)
+                self._start(tasks, pod)
         if self._following:
-            _, late = await asyncio.wait(self._following.values(), timeout=LAST_S)
-            for task in late:
+            _, unfinished = await asyncio.wait(self._following.values(), timeout=FINISH_S)
+            for task in unfinished:
                 task.cancel()
 
     async def _list(self) -> list[_Pod]:
+        """Return the Pods of the job."""
         selector = f"{names.LABEL_JOB}={self._job}"
         found = await self._kube.list(PODS, self._namespace, labels=selector)
-        return [_Pod.view(self._job, obj) for obj in found]
+        return [_Pod.from_object(self._job, obj) for obj in found]
 
-    def _chosen(self, pods: list[_Pod], *, ended: bool) -> list[_Pod]:
-        """Those whose logs are there to be shown now."""
-        fitting = sorted((p for p in pods if self._fits(p)), key=lambda p: id_key(NodeId(p.label)))
-        if self._only is not None and not fitting:
-            there = ", ".join(sorted(p.label for p in pods if p.label != "master")) or "none"
-            raise ConfigError(f"node {self._only} has no Pod; these have: {there}")
-        if self._only is not None or self._wish.previous or ended:
-            return fitting
-        living = [p for p in fitting if not p.ended]
-        if not living:
-            hint = "; see those that have ended with --previous" if fitting else ""
+    def _selected_pods(self, pods: list[_Pod], *, ended: bool) -> list[_Pod]:
+        """Return the Pods whose logs are printed now, sorted by node.
+
+        Ended Pods are left out, unless one node or ``--previous`` was given or the job has ended.
+        If none is left, standard error says so.
+
+        Raises:
+            ConfigError: the only node to print has no Pod.
+        """
+        selected = sorted(
+            (p for p in pods if self._is_selected(p)), key=lambda p: id_key(NodeId(p.label))
+        )
+        if self._only_node is not None and not selected:
+            with_pod = ", ".join(sorted(p.label for p in pods if p.label != "master")) or "none"
+            raise ConfigError(f"node {self._only_node} has no Pod; nodes with a Pod: {with_pod}")
+        if self._only_node is not None or self._query.previous or ended:
+            return selected
+        running = [p for p in selected if not p.ended]
+        if not running:
+            hint = "; see those that have ended with --previous" if selected else ""
             print(f"dlrover: no Pod of {self._job} runs{hint}", file=sys.stderr, flush=True)
-        return living
+        return running
 
-    def _fits(self, pod: _Pod) -> bool:
+    def _is_selected(self, pod: _Pod) -> bool:
+        """Return whether the query selects a Pod."""
         if pod.label == "master":
-            return self._wish.agents and self._only is None
-        return pod.owner == self._uid and self._only in (None, pod.label)
+            return self._query.agents and self._only_node is None
+        return pod.owner == self._uid and self._only_node in (None, pod.label)
 
-    def _start(self, pod: _Pod) -> None:
-        """Follow a Pod from when its container runs."""
+    def _start(self, tasks: asyncio.TaskGroup, pod: _Pod) -> None:
+        """Start a task that follows the log of a Pod, once its container has started.
+
+        Nothing is started for a Pod that is followed already, was left out, or is not selected.
+        """
         self._pods[pod.uid] = pod
         if pod.uid in self._left_out or pod.uid in self._following:
             return
-        if pod.begun and self._fits(pod):
-            self._following[pod.uid] = asyncio.create_task(self._print(pod, follow=True))
+        if pod.started and self._is_selected(pod):
+            self._following[pod.uid] = tasks.create_task(self._print(pod, follow=True))
 
     async def _print(self, pod: _Pod, *, follow: bool) -> None:
-        """One log to its end, over lines that break; a log that is gone is no matter."""
+        """Print one log to its end; with ``follow`` across broken connections, without a limit.
+
+        A log that does not exist, or no longer, is skipped.
+
+        Raises:
+            KubeError: a call fails; with ``follow`` only if a person has to resolve that.
+        """
         last = ""
         while True:
-            over = not follow or self._pods[pod.uid].ended
+            at_end = not follow or self._pods[pod.uid].ended
             try:
                 lines = self._kube.log_lines(
                     pod.name, self._namespace, container=pod.container, follow=follow, since=last
@@ -170,32 +238,41 @@ class PodLogs:
                     async for stamp, line in lines:
                         last = stamp
                         self._write(pod, line)
-            except (NotFound, Invalid):  # deleted, or its container has not started
-                over = True
+            except (
+                NotFoundError,
+                InvalidError,
+            ):  # the Pod is deleted, or its container has not started
+                at_end = True
             except KubeError as error:
                 if not follow or not isinstance(error, TransientError):
                     raise
-                over = False
+                at_end = False
             finally:
                 sys.stdout.buffer.flush()
-            if over:
+            if at_end:
                 return
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(RETRY_S)
 
     def _write(self, pod: _Pod, line: bytes) -> None:
-        if pod.label != "master" and self._wish.agents != bool(_AGENT.match(line)):
+        """Print a line if the query selects it; otherwise drop it.
+
+        The query selects either the lines of the agent or those of the workers.
+        """
+        if pod.label != "master" and self._query.agents != bool(_AGENT.match(line)):
             return
-        origin = f"[{pod.label}] ".encode() if self._labelled else b""
+        origin = f"[{pod.label}] ".encode() if self._prefixed else b""
         sys.stdout.buffer.write(origin + line + b"\n")
-        if self._wish.follow:
+        if self._query.follow:
             sys.stdout.buffer.flush()
 
 
 def node_of_rank(status: JobStatus | None, rank: int) -> tuple[str, int]:
-    """The node that has this global rank, and how many workers it has.
+    """Return the node that has this global rank, and its number of workers.
+
+    Nodes that are gone do not count. A status that leaves out nodes knows only the first ranks.
 
     Raises:
-        ConfigError: nobody has, as far as can be seen.
+        ConfigError: no node in the status has this rank.
     """
     members = [
         n
@@ -210,11 +287,12 @@ def node_of_rank(status: JobStatus | None, rank: int) -> tuple[str, int]:
             return node.id, node.nproc
         first += node.nproc
     raise ConfigError(
-        f"rank {rank}: the status shows the nodes of {first} ranks; name a node with --node"
+        f"rank {rank}: the nodes in the status have {counted(first, 'rank')}; select a node with "
+        "--node"
     )
 
 
-def _give_up(error: KubeError | None) -> None:
-    """A person has to help, or the server will be there again."""
+def _raise_if_permanent(error: KubeError | None) -> None:
+    """Raise an error that only a person can resolve; ignore a transient one."""
     if error is not None and not isinstance(error, TransientError):
         raise error

@@ -1,4 +1,4 @@
-"""The folders of past runs on this machine: which there are, and how they are removed."""
+"""The folders of past runs on this machine: find them and remove them."""
 
 import contextlib
 import fcntl
@@ -8,15 +8,23 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from dlrover_py.owner import STATE_HINT, is_own
+from pydantic import BaseModel, ValidationError
+
+from dlrover_py.process.blocking import read_regular
+from dlrover_py.process.ownership import STATE_HINT, is_own
 from dlrover_py.protocol import names
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.status import JobStatus
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-LEAVING = ".removed-"
-"""Prefix of a folder that is being removed."""
+"""Seconds in each unit of a duration."""
+MAX_DOCUMENT_BYTES = 1 << 26
+"""Bytes of the largest document in the folder of a run."""
+D = TypeVar("D", bound=BaseModel)
+REMOVED_PREFIX = ".removed-"
+"""Prefix of the name of a folder that is being removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,22 +32,52 @@ class Run:
     """One run of a job that has ended."""
 
     folder: Path
+    """State folder of the run."""
     name: str
-    """Of the job."""
+    """Name of the job."""
     ended_at: float
-    """Unix seconds."""
+    """End of the run, in Unix seconds."""
     status: JobStatus | None
-    """The last one; None if the run was killed before it could be written."""
+    """The last status; None if the run was killed before it was written, or it is damaged."""
+    damage: str = ""
+    """Why the last status cannot be read; empty if it can, or if there is none."""
 
 
-def ended(state_root: Path) -> list[Run]:
-    """The runs that have ended, the newest first.
+def read_document(path: Path, kind: type[D]) -> D:
+    """Return a document from the folder of a run.
+
+    Args:
+        path: file of the document. A pipe or a device is not opened.
+        kind: model of the document.
 
     Raises:
-        ConfigError: another user could have put them there.
+        FileNotFoundError: there is no such file.
+        ConfigError: the file is damaged, or cannot be read.
+    """
+    hint = "remove the run with `dlrover job rm`, or read its logs with `dlrover job logs`"
+    try:
+        return kind.model_validate_json(read_regular(path, MAX_DOCUMENT_BYTES))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}; {hint}") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        text = f"{place}: {first['msg']}" if place else first["msg"]
+        raise ConfigError(f"{path}: it is damaged: {text}; {hint}") from error
+
+
+def ended(state_root: Path | None) -> list[Run]:
+    """Return the runs that have ended, the newest first; none if no folder is known or exists.
+
+    Folders that cannot be read are left out. A damaged status is reported in the run.
+
+    Raises:
+        ConfigError: another user could have made the folders.
     """
     found: list[Run] = []
-    if not is_own(state_root, shared=True, hint=STATE_HINT):
+    if state_root is None or not is_own(state_root, shared=True, hint=STATE_HINT):
         return found
     with contextlib.suppress(OSError):
         for folder in state_root.iterdir():
@@ -47,26 +85,37 @@ def ended(state_root: Path) -> list[Run]:
             if not at or name.startswith(".") or folder.is_symlink():
                 continue
             with contextlib.suppress(OSError):
-                if (run := _ended(folder, name)) is not None:
+                if (run := _ended_run(folder, name)) is not None:
                     found.append(run)
     return sorted(found, key=lambda run: run.ended_at, reverse=True)
 
 
-def _ended(folder: Path, name: str) -> Run | None:
-    status = None
-    with contextlib.suppress(FileNotFoundError, ValueError):
-        status = JobStatus.model_validate_json((folder / names.STATUS_FILE).read_text())
-    with _held(folder) as held:
-        if not held:
+def _ended_run(folder: Path, name: str) -> Run | None:
+    """Return the run of a folder; None if it still runs, or has neither a lock file nor a status.
+
+    Without a time in the status, the run ended when its folder last changed.
+    """
+    status, damage = None, ""
+    try:
+        status = read_document(folder / names.STATUS_FILE, JobStatus)
+    except FileNotFoundError:
+        pass
+    except ConfigError as error:
+        damage = str(error)
+    with _locked(folder) as locked:
+        if not locked:
             return None
     if status is not None and status.ended_at is not None:
         return Run(folder, name, status.ended_at, status)
-    return Run(folder, name, folder.stat().st_mtime, status)
+    return Run(folder, name, folder.stat().st_mtime, status, damage)
 
 
 @contextlib.contextmanager
-def _held(folder: Path) -> Iterator[bool]:
-    """Whether the run has ended. A folder without a lock file has, if its last status is there."""
+def _locked(folder: Path) -> Iterator[bool]:
+    """Lock the folder of a run for the block, without waiting; yield whether the run has ended.
+
+    A folder without a lock file belongs to an ended run if it has a last status. It is not locked.
+    """
     try:
         lock = os.open(folder / names.RUN_LOCK, os.O_RDWR | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -85,13 +134,13 @@ def _held(folder: Path) -> Iterator[bool]:
 def to_remove(
     runs: Sequence[Run], *, jobs: Sequence[str], older_than_s: float | None, keep: int, now: float
 ) -> list[Run]:
-    """Choose runs; each condition leaves fewer.
+    """Choose the runs to remove, without removing them. Each condition excludes more runs.
 
     Args:
-        runs: those that have ended, the newest first.
-        jobs: names of jobs; empty: of all.
-        older_than_s: only runs that ended longer ago, in seconds.
-        keep: so many of each job stay, the newest.
+        runs: ended runs, the newest first.
+        jobs: names of jobs; empty for all jobs.
+        older_than_s: only runs that ended longer ago, in seconds; None for all runs.
+        keep: number of the newest runs of each job that stay.
         now: Unix seconds.
     """
     left: dict[str, int] = {}
@@ -106,27 +155,29 @@ def to_remove(
 
 
 def remove(run: Run) -> bool:
-    """Remove the folder of a run; return False if it is in use after all.
+    """Remove the folder of a run; return False, and remove nothing, if it is in use or gone.
+
+    The folder is renamed first. If that is all that succeeds, its rest is no run any more.
 
     Raises:
-        ConfigError: it cannot be removed.
+        ConfigError: the folder cannot be removed.
     """
     try:
-        with _held(run.folder) as held:
-            if not held:
+        with _locked(run.folder) as locked:
+            if not locked:
                 return False
-            leaving = run.folder.with_name(LEAVING + run.folder.name)
-            run.folder.rename(leaving)
-        shutil.rmtree(leaving)
+            renamed = run.folder.with_name(REMOVED_PREFIX + run.folder.name)
+            run.folder.rename(renamed)
+        shutil.rmtree(renamed)
     except FileNotFoundError:
-        return False  # somebody else was faster
+        return False  # another command has removed it
     except OSError as error:
         raise ConfigError(f"{error.filename or run.folder}: {error.strerror}") from error
     return True
 
 
 def size(folder: Path) -> int:
-    """Bytes of all files below a folder."""
+    """Return the bytes of all files below a folder. What cannot be read counts as 0."""
     total = 0
     for path, _, files in os.walk(folder):
         for file in files:
@@ -136,10 +187,10 @@ def size(folder: Path) -> int:
 
 
 def seconds(text: str) -> float:
-    """``90s``, ``30m``, ``12h``, ``7d``, ``2w`` in seconds.
+    """Convert ``90s``, ``30m``, ``12h``, ``7d`` or ``2w`` to seconds.
 
     Raises:
-        ConfigError: it is no such time.
+        ConfigError: the text has another form.
     """
     match = re.fullmatch(r"(\d{1,9})([smhdw])", text)
     if match is None:

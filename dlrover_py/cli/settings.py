@@ -1,5 +1,6 @@
-"""Where jobs of this user keep what: the only reader of the command's environment."""
+"""The folders for jobs of this user. This is the only reader of the command's environment."""
 
+import contextlib
 import os
 import sys
 import tempfile
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from dlrover_py.protocol import names
+from dlrover_py.protocol.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,35 +17,60 @@ class Settings:
     """The environment of the ``dlrover`` command."""
 
     runtime_root: Path
-    """One folder for each running job: sockets and tokens. It is to be this user's alone
-    (:func:`dlrover_py.owner.is_own`)."""
-    state_root: Path
-    """One folder for each run of a job: logs, journal, last status. They stay."""
+    """Contains one folder for each running job, with sockets and tokens. Other users must not
+    have access to it (:func:`dlrover_py.process.ownership.is_own`).
+    """
+    state_folder: Path | None
+    """The folder of ``state_root``; None if the environment names none."""
     environ: dict[str, str]
-    """For nodes to inherit."""
+    """Environment that the nodes inherit."""
+
+    @property
+    def state_root(self) -> Path:
+        """The folder that contains one folder for each run of a job on this machine.
+
+        A run's folder has logs, journal and last status. They stay after the end of the run.
+
+        Raises:
+            ConfigError: no folder is known.
+        """
+        if self.state_folder is None:
+            raise ConfigError(
+                "there is no folder for the states of jobs, because this user has no home folder: "
+                "set HOME, or DLROVER_STATE_DIR"
+            )
+        return self.state_folder
 
     @classmethod
     def from_environment(cls) -> Self:
-        """Read the environment."""
+        """Return the settings in the environment of this process. No folder is made or checked.
+
+        The nodes' environment is without the variables of another job. Its PATH begins with the
+        programs of this installation.
+        """
         environ = dict(os.environ)
-        home = Path(environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-        for name in names.JOB_ENV:  # a job started from inside a job is a job of its own
+        state = environ.get("DLROVER_STATE_DIR")
+        if not state and (base := environ.get("XDG_STATE_HOME")):
+            state = f"{base}/dlrover"
+        with contextlib.suppress(RuntimeError):  # a user without a home folder, as in a container
+            state = state or str(Path.home() / ".local" / "state" / "dlrover")
+        for name in names.JOB_ENV:  # a job that is started inside another job is independent of it
             environ.pop(name, None)
         # `elastic-run` of this installation comes first.
         programs = str(Path(sys.executable).parent)
         environ["PATH"] = f"{programs}:{environ.get('PATH', '/usr/bin:/bin')}"
-        # A short path, for the sockets' sake: they can have 107 bytes.
+        # The path is short, because the path of a unix socket has at most 107 bytes.
         runtime = Path(tempfile.gettempdir()) / f"dlrover-{os.getuid()}"
         return cls(
             runtime_root=Path(environ.get("DLROVER_RUNTIME_DIR") or runtime),
-            state_root=Path(environ.get("DLROVER_STATE_DIR") or home / "dlrover"),
+            state_folder=Path(state) if state else None,
             environ=environ,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What the flags say of the place; each of them means a cluster."""
+    """The flags that select a cluster. With any of them a command uses the cluster's job."""
 
     namespace: str = ""
     context: str = ""
@@ -51,5 +78,5 @@ class Target:
 
     @property
     def given(self) -> bool:
-        """Whether a cluster is meant in any case."""
+        """Whether at least one of the flags is given."""
         return bool(self.namespace or self.context or self.kubeconfig)

@@ -1,14 +1,14 @@
-"""What people see of a job: pure functions from a snapshot to text and tables.
+"""The views of a job for people: pure functions from a snapshot to text and tables.
 
-What a script, a worker or another program has said is in them as :func:`plain` has it.
+Text of scripts, workers and other programs is shown only after :func:`plain` has escaped it.
 """
 
-import re
 import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import Literal
 
 from rich.cells import cell_len
 from rich.console import Group, RenderableType
@@ -20,6 +20,7 @@ from dlrover_py.protocol.agents import Progress
 from dlrover_py.protocol.job import ReplicaSpec
 from dlrover_py.protocol.local import Snapshot
 from dlrover_py.protocol.names import NodeId, id_key
+from dlrover_py.protocol.reasons import ConditionReason, ConditionType, EventReason
 from dlrover_py.protocol.status import (
     Condition,
     JobEvent,
@@ -30,6 +31,8 @@ from dlrover_py.protocol.status import (
     summarize,
 )
 from dlrover_py.protocol.words import are, counted
+from dlrover_py.protocol.words import output_line as output_line
+from dlrover_py.protocol.words import plain as plain
 
 _COLOUR = {
     JobPhase.PENDING: "yellow",
@@ -41,68 +44,91 @@ _COLOUR = {
     JobPhase.STOPPED: "blue",
 }
 
-_WELL_WHEN_TRUE = ("Accepted", "MasterReady", "JournalWritable")
-_NEITHER = ("PodsReady", "Running", "Succeeded", "Suspended", "Stopped")
-_CALM = ("Finished", "Suspended", "Waiting", "Creating")
-"""Reasons why a master is not ready that need nobody's help."""
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_GOOD_WHEN_TRUE = (
+    ConditionType.ACCEPTED,
+    ConditionType.MASTER_READY,
+    ConditionType.JOURNAL_WRITABLE,
+)
+"""Conditions that are good when they are true. Others are good when they are false."""
+_NEUTRAL = (
+    ConditionType.PODS_READY,
+    ConditionType.RUNNING,
+    ConditionType.SUCCEEDED,
+    ConditionType.SUSPENDED,
+    ConditionType.STOPPED,
+)
+"""Conditions that are neither good nor bad."""
+_NO_HELP_NEEDED = (
+    ConditionReason.FINISHED,
+    ConditionReason.SUSPENDED,
+    ConditionReason.WAITING,
+    ConditionReason.CREATING,
+)
+"""Reasons of a master that is not ready, though no help is needed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
-    """What is known of a job, wherever it is."""
+class JobView:
+    """What is known of a job, on this machine or in a cluster."""
 
     name: str
-    heads: Sequence[str]
-    """What is wished, and where it runs."""
+    header_lines: Sequence[str]
+    """Lines about the job's spec and the place where it runs."""
     phase: str
     reason: str
     status: JobStatus | None
-    """What its master has said; None: nothing yet."""
+    """The master's status; None if there is none yet."""
     conditions: Sequence[Condition]
-    """The master's, and in a cluster the operator's."""
+    """The master's conditions, and in a cluster also the operator's."""
     events: Sequence[JobEvent]
     document: object
-    """All of it, for scripts."""
+    """Everything, for ``--json``."""
     pods: Mapping[str, str] = field(default_factory=dict)
-    """In a cluster: the Pod of each node, in words."""
+    """In a cluster: a description of each node's Pod."""
     notes: Sequence[str] = ()
-    """What could not be found out."""
+    """What could not be read, and why."""
+
+    @property
+    def problems(self) -> list[Condition]:
+        """The conditions that report a problem."""
+        return problems(self.conditions, self.status.round if self.status is not None else 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """A job in a table, with the columns of ``kubectl get elasticjobs``."""
+class JobRow:
+    """A row of the table of jobs, with the columns of ``kubectl get elasticjobs``."""
 
     namespace: str
     name: str
     phase: str
+    reason: str
+    """In a cluster: the problem, in one word; empty if there is none."""
     ready: str
     round: str
     progress: str
     restarts: str
     goodput: str
     age: str
-    """Since the job was created or started."""
+    """Time since the job was created or started."""
     took: str = ""
-    """How long it ran, or has run until now."""
+    """Time that the job ran, or has run until now."""
     ended: str = ""
-    """How long ago it ended."""
+    """Time since the job ended."""
 
     @classmethod
-    def of(cls, status: JobStatus, *, namespace: str = "") -> "Row":
-        """Of a job whose master has spoken."""
-        words = summarize(status)
+    def of(cls, status: JobStatus, *, namespace: str = "") -> "JobRow":
+        """Return the row of a job from its master's status."""
+        summary = summarize(status)
         return cls(
             namespace=namespace,
             name=status.name,
             phase=status.phase.value,
-            ready=words.ready,
+            reason="",
+            ready=summary.ready,
             round=str(status.round),
-            progress=words.progress,
-            restarts=str(words.restarts),
-            goodput=words.goodput,
+            progress=summary.progress,
+            restarts=str(summary.restarts),
+            goodput=summary.goodput,
             age=short_age(status.started_at),
             took=short_age(status.started_at, status.ended_at),
             ended=f"{short_age(status.ended_at)} ago" if status.ended_at is not None else "",
@@ -113,6 +139,7 @@ _WIDTHS = {
     "namespace": 12,
     "name": 24,
     "phase": 10,
+    "reason": 16,
     "ready": 7,
     "round": 6,
     "progress": 16,
@@ -122,34 +149,45 @@ _WIDTHS = {
     "took": 5,
     "ended": 9,
 }
-_OF_A_CLUSTER = ("name", "phase", "ready", "round", "progress", "restarts", "goodput", "age")
-_OF_THIS_MACHINE = (*_OF_A_CLUSTER[:-1], "took", "ended")
-_DISPENSABLE = ("goodput", "round", "restarts", "took", "ready", "progress", "namespace")
+"""Least width of each column, in characters."""
+_FIGURES = ("ready", "round", "progress", "restarts", "goodput")
+_CLUSTER_COLUMNS = ("name", "phase", "reason", *_FIGURES, "age")
+_LOCAL_COLUMNS = ("name", "phase", *_FIGURES, "took", "ended")
+_DISPENSABLE_COLUMNS = (
+    "goodput",
+    "round",
+    "restarts",
+    "took",
+    "ready",
+    "progress",
+    "reason",
+    "namespace",
+)
 """Columns that are left out on a narrow terminal, in this order."""
 
 
 class JobTable:
-    """Rows of text, which keep their columns when more are said later."""
+    """A table whose columns keep their widths when rows are added later."""
 
     def __init__(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[JobRow],
         *,
         namespaces: bool = False,
-        here: bool = False,
+        local: bool = False,
         width: int | None = None,
     ) -> None:
         """Choose the columns.
 
         Args:
-            rows: the first ones.
-            namespaces: show the namespace of each.
-            here: they are jobs of this machine: show when they ended, and how long they took.
-            width: of the terminal, in characters; None: there is none, all columns are shown.
+            rows: the first rows.
+            namespaces: show the namespace of each job.
+            local: the jobs are of this machine: show when they ended, and how long they ran.
+            width: width of the terminal in characters; None to show all columns.
         """
         self._columns = [
             *(["namespace"] if namespaces else []),
-            *(_OF_THIS_MACHINE if here else _OF_A_CLUSTER),
+            *(_LOCAL_COLUMNS if local else _CLUSTER_COLUMNS),
         ]
         self._widths = {
             c: max([_WIDTHS[c], *(len(getattr(row, c)) + 2 for row in rows)]) for c in self._columns
@@ -158,55 +196,47 @@ class JobTable:
             return
         longest = max([len("name"), *(len(row.name) for row in rows)])
         self._widths["name"] = min(self._widths["name"], longest + 2)
-        for column in _DISPENSABLE:
+        for column in _DISPENSABLE_COLUMNS:
             if sum(self._widths[c] + 1 for c in self._columns) <= width:
                 break
             if column in self._columns:
                 self._columns.remove(column)
 
-    def head(self) -> str:
-        """The names of the columns."""
+    def header(self) -> str:
+        """Return the line with the names of the columns."""
         return self._line({c: c.upper() for c in self._columns})
 
-    def line(self, row: Row) -> str:
-        """One job."""
+    def line(self, row: JobRow) -> str:
+        """Return the line of one job. A cell that is wider than its column moves those after it."""
         return self._line({c: getattr(row, c) for c in self._columns})
 
     def _line(self, cells: Mapping[str, str]) -> str:
+        """Return a line of cells."""
         line = " ".join(cells[c].ljust(self._widths[c]) for c in self._columns)
         return plain(line.rstrip())
 
 
-def plain(said: str) -> str:
-    """Words that a terminal only shows: control characters other than newline and tab as ``\\x1b``.
-
-    Raw they would clear the screen of who looks, or write what was never so.
-    """
-    return _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", said)
-
-
-def output_line(said: str) -> str:
-    """A line that a script has printed, without its colours."""
-    return plain(_COLOURS.sub("", said))
-
-
-def _text(said: str, style: str = "") -> Text:
-    return Text(plain(said), style=style)
+def _text(text: str, style: str = "") -> Text:
+    """Return escaped text with a style."""
+    return Text(plain(text), style=style)
 
 
 def clock(at: float) -> str:
-    """Local time of day."""
+    """Return the local time of day."""
     return datetime.fromtimestamp(at).astimezone().strftime("%H:%M:%S")
 
 
 def event_line(event: JobEvent) -> str:
-    """One event on one line."""
+    """Return one event as one line."""
     took = f" [{duration(event.took_s)}]" if event.took_s is not None else ""
     return plain(f"{clock(event.at)} {event.reason}: {event.message}{took}")
 
 
 def duration(seconds: float) -> str:
-    """``43 ms``, ``2.1 s``, ``3 min 5 s``, ``2 h 40 min``, ``3 d 4 h``."""
+    """Return a duration: ``43 ms``, ``2.1 s``, ``3 min 5 s``, ``2 h 40 min`` or ``3 d 4 h``.
+
+    Smaller units are cut off, not rounded, from a minute on.
+    """
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 60:
@@ -219,7 +249,10 @@ def duration(seconds: float) -> str:
 
 
 def progress_words(progress: Progress | None) -> str:
-    """Step, speed and the script's own metrics."""
+    """Return step, speed and the script's own metrics as text; empty without progress.
+
+    A total or a speed of 0 is left out.
+    """
     if progress is None:
         return ""
     of = f"/{progress.total}" if progress.total else ""
@@ -229,45 +262,50 @@ def progress_words(progress: Progress | None) -> str:
 
 
 def summary(status: JobStatus) -> str:
-    """The job on one line."""
-    if status.phase.ended:  # no node trains any more, and nothing has a speed
-        words = f"{status.phase} · {counted(status.round, 'round')}"
+    """Return the state of a job as one line: phase, round, nodes, workers and progress."""
+    if status.phase.ended:  # no node trains any more, so there is no speed
+        text = f"{status.phase} · {counted(status.round, 'round')}"
         if status.world_size:
-            words += f" · {counted(status.world_size, 'worker')} at last"
+            text += f" · {counted(status.world_size, 'worker')} at the end"
     else:
-        words = f"{status.phase} · round {status.round}"
-        words += f" · {status.nodes_in_round}/{status.wanted} nodes"
-        words += f" · {counted(status.world_size, 'worker')}"
+        text = f"{status.phase} · round {status.round}"
+        text += f" · {status.present}/{status.desired} nodes"
+        text += f" · {counted(status.workers_in_training, 'worker')}"
         if status.standby:
-            words += f" · {status.standby} on standby"
-    said = progress_words(_last_progress(status))
-    return words + (f" · {said}" if said else "")
+            text += f" · {status.standby} on standby"
+    progress = progress_words(_last_progress(status))
+    return text + (f" · {progress}" if progress else "")
 
 
 def _last_progress(status: JobStatus) -> Progress | None:
-    """The progress; of a job that has ended without its speed."""
-    if status.progress is None or not status.phase.ended:
+    """Return the progress of a job, with speed 0 while no round runs; None if there is none."""
+    if status.progress is None or status.phase is JobPhase.RUNNING:
         return status.progress
     return status.progress.model_copy(update={"steps_per_s": 0.0})
 
 
-_LESS_NEEDED = ("RESTARTS", "HOST", "POD", "STEP", "ROLE")
-"""Columns of the nodes that are left out on a narrow terminal, in this order."""
+_DISPENSABLE_NODE_COLUMNS = ("RESTARTS", "HOST", "POD", "STEP", "ROLE")
+"""Columns of the table of nodes that are left out on a narrow terminal, in this order."""
 
 
+LAST_EVENTS = 10
+"""Largest number of events that a description and the final display of a job have."""
 NOTES_SHOWN = 3
+"""Largest number of node messages below a narrow table."""
 
 
 def nodes_table(
     nodes: Iterable[NodeStatus], pods: Mapping[str, str] | None = None, width: int | None = None
 ) -> RenderableType:
-    """The nodes that are there, and those that went.
+    """Return a table of the present nodes and of those that have left.
+
+    On a narrow terminal at most ``NOTES_SHOWN`` messages are shown. Without nodes only the head is.
 
     Args:
-        nodes: in this order.
-        pods: in a cluster: the Pod of each node, in words.
-        width: of the terminal, in characters. Columns that do not fit are left out, and messages
-            stand below the table. None: all is shown.
+        nodes: the nodes, in the order of the rows.
+        pods: in a cluster: a description of each node's Pod.
+        width: width of the terminal in characters. Columns that do not fit are left out, and
+            messages appear below the table. None shows everything.
     """
     pods = pods or {}
     shown, notes = [], []
@@ -289,7 +327,7 @@ def nodes_table(
             **({"POD": pods.get(node.id, "-")} if pods else {}),
             "": node.message,
         }
-        shown.append(({c: plain(words) for c, words in cells.items()}, gone))
+        shown.append(({c: plain(text) for c, text in cells.items()}, gone))
     columns = list(shown[0][0]) if shown else ["NODE", "PHASE"]
 
     def needed() -> int:
@@ -300,7 +338,7 @@ def nodes_table(
     if width is not None and needed() > width:
         columns.remove("")
         notes = [f"{row['NODE']}: {row['']}" for row, _ in shown if row[""]][:NOTES_SHOWN]
-        for column in _LESS_NEEDED:
+        for column in _DISPENSABLE_NODE_COLUMNS:
             if needed() > width and column in columns:
                 columns.remove(column)
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -311,12 +349,12 @@ def nodes_table(
     return Group(table, *(Text(note, style="dim") for note in notes))
 
 
-def wish(snapshot: Snapshot) -> list[str]:
-    """What is wished, and where it runs on this machine."""
+def spec_lines(snapshot: Snapshot) -> list[str]:
+    """Return the lines about the desired state of a job, and where it runs on this machine."""
     job, health = snapshot.job, snapshot.health_addr
     return [
         f"{job.metadata.name}  generation {job.metadata.generation}",
-        wished(job.worker),
+        desired_line(job.worker),
         f"hosts     {', '.join(snapshot.hosts)}",
         f"master    pid {snapshot.master_pid or '-'}, {snapshot.master_addr}",
         f"health    http://{health}/healthz, http://{health}/metrics",
@@ -324,97 +362,124 @@ def wish(snapshot: Snapshot) -> list[str]:
     ]
 
 
-def wished(worker: ReplicaSpec) -> str:
-    """How many nodes, and how they may fail."""
+def desired_line(worker: ReplicaSpec) -> str:
+    """Return the line about the desired number of nodes and the allowed restarts."""
     most = worker.max_replicas if worker.max_replicas is not None else "any"
     return (
-        f"wish      {counted(worker.replicas, 'node')} (min {worker.minimum}, max {most}, unit "
+        f"desired   {counted(worker.replicas, 'node')} (min {worker.minimum}, max {most}, unit "
         f"{worker.node_unit}, standby {worker.standby_replicas}), "
         f"{counted(worker.restart_count, 'restart')} per node"
     )
 
 
-def troubles(conditions: Iterable[Condition]) -> list[Condition]:
-    """Those conditions that say that something is wrong."""
+def problems(conditions: Iterable[Condition], rounds: int = 0) -> list[Condition]:
+    """Return the conditions that report a problem, in their order.
+
+    Left out are conditions that are neither good nor bad, and those with a reason that needs no
+    help.
+
+    Args:
+        conditions: all conditions of a job.
+        rounds: number of rounds that the job has formed. After the first one its command has
+            joined.
+    """
     found = []
     for condition in conditions:
-        if condition.type in _NEITHER:
+        if condition.type in _NEUTRAL:
             continue
-        well = "True" if condition.type in _WELL_WHEN_TRUE else "False"
-        if condition.status != well and condition.reason not in _CALM:
+        if (
+            condition.reason == ConditionReason.DOES_NOT_JOIN
+            and condition.status == "True"
+            and not rounds
+        ):
+            found.append(condition)
+            continue
+        good = "True" if condition.type in _GOOD_WHEN_TRUE else "False"
+        if condition.status != good and condition.reason not in _NO_HELP_NEEDED:
             found.append(condition)
     return found
 
 
-def trouble_line(condition: Condition) -> str:
-    """What is wrong, on one line."""
-    said = condition.message.splitlines()
-    words = condition.type if condition.status == "True" else f"not {condition.type}"
-    return plain(f"{words}: {said[0] if said else condition.reason}")
+def problems_without_event(conditions: Iterable[Condition]) -> list[Condition]:
+    """Return the problems that no event reports: a master that cannot write its journal."""
+    return [c for c in problems(conditions) if c.type == ConditionType.JOURNAL_WRITABLE]
 
 
-def of_old_templates(status: JobStatus) -> int:
-    """Number of living nodes that were made of a template that the job has no more."""
+def problem_line(condition: Condition) -> str:
+    """Return a problem as one line: its name and the first line of its message."""
+    lines = condition.message.splitlines()
+    label = condition.type if condition.status == "True" else f"not {condition.type}"
+    label = condition.reason if condition.reason == ConditionReason.DOES_NOT_JOIN else label
+    return plain(f"{label}: {lines[0] if lines else condition.reason}")
+
+
+def outdated_nodes(status: JobStatus) -> int:
+    """Return the number of present nodes that were made from an older template.
+
+    It is 0 if that is not known, or if the job has ended.
+    """
     if status.updated is None or status.phase.ended:
         return 0
     return max(0, status.ready - status.updated)
 
 
-def description(picture: Picture, width: int | None = None) -> list[RenderableType]:
-    """All that is known, what is wrong first.
+def description(job_view: JobView, width: int | None = None) -> list[RenderableType]:
+    """Return all that is known of a job, with problems first, as parts for rich to print.
+
+    Parts without data are left out. Of the events, the last ``LAST_EVENTS`` are shown.
 
     Args:
-        picture: what is known.
-        width: of the terminal, in characters; None: lines are not broken.
+        job_view: what is known.
+        width: width of the terminal in characters; None to keep lines unbroken.
     """
 
-    def text(said: str, indent: int, style: str = "") -> Text:
-        return _text(said if width is None else _broken(plain(said), indent, width), style)
+    def text(line: str, indent: int, style: str = "") -> Text:
+        return _text(line if width is None else _wrapped(plain(line), indent, width), style)
 
     parts: list[RenderableType] = [
-        text(f"trouble   {trouble_line(c)}", 10, "yellow") for c in troubles(picture.conditions)
+        text(f"problem   {problem_line(c)}", 10, "yellow") for c in job_view.problems
     ]
-    parts += [text(line, 10) for line in picture.heads]
-    status = picture.status
-    told = summary(status) if status is not None else ""
-    same = status is not None and status.phase.value == picture.phase
-    now = told if same else f"{picture.phase} (its master: {told})" if told else picture.phase
-    parts += [text(f"status    {now}", 10), text(f"why       {picture.reason}", 10)]
+    parts += [text(line, 10) for line in job_view.header_lines]
+    status = job_view.status
+    state = summary(status) if status is not None else ""
+    same = status is not None and status.phase.value == job_view.phase
+    now = state if same else f"{job_view.phase} (its master: {state})" if state else job_view.phase
+    parts += [text(f"status    {now}", 10), text(f"why       {job_view.reason}", 10)]
     if status is not None and status.restarts:
-        words = ", ".join(f"{n} by {cause}" for cause, n in status.restarts.items())
-        parts.append(text(f"rounds    {words}", 10))
-    if status is not None and (old := of_old_templates(status)):
-        words = f"{counted(old, 'node')} {are(old)} of an older template"
-        said = f"template  {words}: `dlrover job restart` replaces all nodes"
-        parts.append(text(said, 10, "yellow"))
-    parts += [text(f"note      {note}", 10) for note in picture.notes]
+        line = ", ".join(f"{n} by {cause}" for cause, n in status.restarts.items())
+        parts.append(text(f"rounds    {line}", 10))
+    if status is not None and (old := outdated_nodes(status)):
+        line = f"{counted(old, 'node')} {are(old)} from an older template"
+        hint = "`dlrover job restart` replaces all nodes"
+        parts.append(text(f"template  {line}: {hint}", 10, "yellow"))
+    parts += [text(f"note      {note}", 10) for note in job_view.notes]
     nodes = status.nodes if status is not None else []
-    parts += [Text(""), nodes_table(nodes, picture.pods, width)] if nodes else []
-    others = sorted({NodeId(n) for n in picture.pods} - {NodeId(n.id) for n in nodes}, key=id_key)
-    parts += [text(f"{node:9} {picture.pods[node]}", 10) for node in others[:20]]
+    parts += [Text(""), nodes_table(nodes, job_view.pods, width)] if nodes else []
+    others = sorted({NodeId(n) for n in job_view.pods} - {NodeId(n.id) for n in nodes}, key=id_key)
+    parts += [text(f"{node:9} {job_view.pods[node]}", 10) for node in others[:20]]
     if len(others) > 20:
         parts.append(_text(f"… and {len(others) - 20} more"))
     parts.append(Text(""))
-    longest = max((len(condition.type) for condition in picture.conditions), default=0)
-    for condition in picture.conditions:
+    longest = max((len(condition.type) for condition in job_view.conditions), default=0)
+    for condition in job_view.conditions:
         mark = {"True": "yes", "False": "no"}.get(condition.status, "?")
-        said = condition.message
-        if status is not None and status.last_failure is not None:  # it stands below
-            said = said.removesuffix(status.last_failure.worker.traceback).rstrip()
-        words = f"{condition.type:{longest}}  {mark:4} {said}"
-        parts.append(text(words, longest + 7))
+        message = condition.message
+        if status is not None and status.last_failure is not None:  # it is shown below
+            message = message.removesuffix(status.last_failure.worker.traceback).rstrip()
+        line = f"{condition.type:{longest}}  {mark:4} {message}"
+        parts.append(text(line, longest + 7))
     failure = status.last_failure if status is not None else None
     if failure is not None:
         where = f"{failure.node}, round {failure.round}, rank {failure.worker.rank}"
-        said = f"last failure at {clock(failure.at)}: {where}: {failure.worker.message}"
-        parts += [Text(""), text(said, 2), _text(failure.worker.traceback)]
+        line = f"last failure at {clock(failure.at)}: {where}: {failure.worker.message}"
+        parts += [Text(""), text(line, 2), _text(failure.worker.traceback)]
     parts.append(Text(""))
-    parts += [text(event_line(event), 9) for event in picture.events[-10:]]
+    parts += [text(event_line(event), 9) for event in job_view.events[-LAST_EVENTS:]]
     return parts
 
 
-def _broken(said: str, indent: int, width: int) -> str:
-    """Text whose lines fit into a terminal; all but the first begin further to the right."""
+def _wrapped(text: str, indent: int, width: int) -> str:
+    """Wrap text to the width of a terminal. All lines but the first are indented."""
     inner = " " * min(indent, width // 3)
     return "\n".join(
         textwrap.fill(
@@ -426,16 +491,23 @@ def _broken(said: str, indent: int, width: int) -> str:
             break_on_hyphens=False,
         )
         or line
-        for line in said.split("\n")
+        for line in text.split("\n")
     )
 
 
-def farewell(status: JobStatus, last_line: str = "") -> list[str]:
-    """The last words on a job that has ended.
+MAX_LAST_LINE = 1000
+"""Number of characters of a last line that are shown; a script can print a line of any length."""
+
+
+def closing_lines(status: JobStatus, last_line: str = "") -> list[str]:
+    """Return the last lines about a job that has ended.
+
+    These are its end, the traceback of the last failure if it failed, and a problem with
+    checkpoints. Longer lines are cut.
 
     Args:
-        status: its last one.
-        last_line: what the script of rank 0 printed last, if that is known.
+        status: its last status.
+        last_line: the last line that the script of rank 0 printed; empty if it is unknown.
     """
     took = age(status.started_at, status.ended_at)
     progress = status.progress
@@ -445,12 +517,20 @@ def farewell(status: JobStatus, last_line: str = "") -> list[str]:
     lines = [f"{status.name} {status.phase.value.lower()} after {took}{at}: {status.reason}"]
     if status.phase is JobPhase.FAILED and status.last_failure is not None:
         lines += status.last_failure.worker.traceback.splitlines()
+    # A success without a stored result must not look like a complete success.
+    lines += [
+        problem_line(c)
+        for c in problems(status.conditions)
+        if c.type == ConditionType.CHECKPOINT_FAILING
+    ]
     if last_line:
         lines.append(f"last line of rank 0: {last_line}")
-    return [plain(line) for line in lines]
+    return [
+        plain(line if len(line) <= MAX_LAST_LINE else f"{line[:MAX_LAST_LINE]}…") for line in lines
+    ]
 
 
-def live(
+def live_display(
     name: str,
     status: JobStatus | None,
     master: str,
@@ -459,19 +539,65 @@ def live(
     hint: str = "",
     size: tuple[int, int] = (160, 50),
 ) -> RenderableType:
-    """The picture that is drawn again and again while a job runs.
+    """Return the live display of a running job; without a status, a single line.
 
     Args:
-        name: of the job.
-        status: what its master says; None: nothing yet.
-        master: where that is, or why it says nothing.
+        name: name of the job.
+        status: the master's status; None if there is none yet.
+        master: where the master is, or why there is no status.
         output: the last lines that the script of rank 0 has printed.
-        hint: what else can be done, on the last line.
-        size: columns and rows of the terminal; what is less needed is left out.
+        hint: other commands, for the last line.
+        size: columns and rows of the terminal. The less important parts are left out to fit.
     """
     width, height = size
     if status is None:
         return _text(f"{name}: {master}")
+    parts = _state(name, status, master, width)
+    present = [n for n in status.nodes if n.phase is not NodePhase.GONE]
+    gone = [n for n in status.nodes if n.phase is NodePhase.GONE][-4:]
+    room = max(8, height - 8)  # without empty lines, head, progress and hint
+    nodes = [*present, *gone][: max(4, room // 2)]
+    parts += [Text(""), nodes_table(nodes, width=width)]
+    if more := len(present) + len(gone) - len(nodes):
+        parts.append(_text(f"… and {more} more", "dim"))
+    room = max(4, room - len(nodes) - 2 - min(NOTES_SHOWN, sum(1 for n in nodes if n.message)))
+    lines = output[-max(2, room // 2) :]
+    parts += _printed(lines)
+    parts.append(Text(""))
+    for event in status.events[-max(2, min(8, room - len(lines))) :]:
+        parts.append(_event(event, whole=False))
+    if hint:
+        parts += [Text(""), _text(hint, "dim")]
+    return Group(*parts)
+
+
+def final_display(
+    name: str,
+    status: JobStatus | None,
+    *,
+    output: Sequence[str] = (),
+    size: tuple[int, int] = (160, 50),
+) -> RenderableType:
+    """Return what stays of the live display after the job, with the last whole events.
+
+    The nodes are left out, because what they have last reported is old.
+
+    Args:
+        name: name of the job.
+        status: the master's last status; None if there is none.
+        output: the last lines that the script of rank 0 has printed.
+        size: columns and rows of the terminal.
+    """
+    width, height = size
+    if status is None:
+        return _text(f"{name}: there is no status")
+    lines = output[-max(2, height // 3) :]
+    events = [_event(e, whole=True) for e in status.events[-LAST_EVENTS:]]
+    return Group(*_state(name, status, "", width), *_printed(lines), Text(""), *events)
+
+
+def _state(name: str, status: JobStatus, master: str, width: int) -> list[RenderableType]:
+    """Return the first lines of the live display: phase, problems and progress."""
     took = age(status.started_at, status.ended_at)
     head = Text.assemble(
         (name, "bold"), "  ", (status.phase.value, _COLOUR[status.phase]), f"  {took}"
@@ -479,15 +605,16 @@ def live(
     if status.phase.ended:
         head.append(f"  {counted(status.round, 'round')}")
     else:
-        head.append(f"  round {status.round}  {status.nodes_in_round}/{status.wanted} nodes")
-        head.append(f"  {counted(status.world_size, 'worker')}")
+        head.append(f"  round {status.round}  {status.present}/{status.desired} nodes")
+        head.append(f"  {counted(status.workers_in_training, 'worker')}")
         if status.standby:
             head.append(f"  {status.standby} on standby")
-        if width >= 100 or "away" in master:
+        if width >= 100 or "not running" in master:
             head.append(f"  master {master} (term {status.term})", style="dim")
     parts: list[RenderableType] = [head]
-    if status.phase in (JobPhase.FORMING, JobPhase.PENDING):
+    if status.phase in (JobPhase.FORMING, JobPhase.PENDING, JobPhase.SUSPENDED):
         parts.append(_text(status.reason, "yellow"))
+    parts += [_text(problem_line(c), "yellow") for c in problems_without_event(status.conditions)]
     progress = _last_progress(status)
     if progress is not None:
         line = Table.grid(padding=(0, 2, 0, 0))
@@ -495,39 +622,43 @@ def live(
         line.add_row(*(bar if progress.total else []), _text(progress_words(progress)))
         parts.append(line)
     elif status.phase is JobPhase.RUNNING:
-        parts.append(_text("no step yet: session.report_step(step, total) shows them here", "dim"))
-    living = [n for n in status.nodes if n.phase is not NodePhase.GONE]
-    gone = [n for n in status.nodes if n.phase is NodePhase.GONE][-4:]
-    room = max(8, height - 8)  # the rest: lines between the parts, head, progress, hint
-    nodes = [*living, *gone][: max(4, room // 2)]
-    parts += [Text(""), nodes_table(nodes, width=width)]
-    if more := len(living) + len(gone) - len(nodes):
-        parts.append(_text(f"… and {more} more", "dim"))
-    room = max(4, room - len(nodes) - 2 - min(NOTES_SHOWN, sum(1 for n in nodes if n.message)))
-    lines = [output_line(said) for said in output][-max(2, room // 2) :]
-    if lines:
-        parts += [Text(""), _text("rank 0 prints:", "dim")]
-        parts += [Text(said, overflow="ellipsis", no_wrap=True) for said in lines]
-    parts.append(Text(""))
-    for event in status.events[-max(2, min(8, room - len(lines))) :]:
-        style = "yellow" if event.type == "Warning" else ""
-        parts.append(Text(event_line(event), style=style, overflow="ellipsis", no_wrap=True))
-    if hint:
-        parts += [Text(""), _text(hint, "dim")]
-    return Group(*parts)
+        parts.append(
+            _text("no step yet: the script can call session.report_step(step, total)", "dim")
+        )
+    return parts
 
 
-_LAST_WORDS = ("JobSucceeded", "Suspended")
+def _printed(lines: Sequence[str]) -> list[RenderableType]:
+    """Return lines that the script of rank 0 has printed, with a title; nothing without lines."""
+    if not lines:
+        return []
+    shown = [Text(output_line(line), overflow="ellipsis", no_wrap=True) for line in lines]
+    return [Text(""), _text("output of rank 0:", "dim"), *shown]
 
 
-def story(events: Sequence[JobEvent], round_number: int | None = None) -> list[JobEvent]:
-    """The chain of causes that led to a round, or to where the job stands now."""
+def _event(event: JobEvent, *, whole: bool) -> Text:
+    """Return an event, cut at the end of the line unless it is shown as a whole."""
+    style = "yellow" if event.type == "Warning" else ""
+    overflow: Literal["fold", "ellipsis"] = "fold" if whole else "ellipsis"
+    return Text(event_line(event), style=style, overflow=overflow, no_wrap=not whole)
+
+
+_FINAL_REASONS = (EventReason.JOB_SUCCEEDED, EventReason.SUSPENDED)
+"""Reasons of events that end a story without having a cause."""
+
+
+def causal_chain(events: Sequence[JobEvent], round_number: int | None = None) -> list[JobEvent]:
+    """Return the chain of causes that led to a round, or to the job's present state, oldest first.
+
+    Other events between its first and its last one are part of it. The list is empty if no event is
+    about the round, or none has a cause.
+    """
     by_id = {e.id: e for e in events}
     ends = [
         e
         for e in events
-        if e.reason in ("RoundFormed", "TrainingResumed")
-        or (round_number is None and (e.cause is not None or e.reason in _LAST_WORDS))
+        if e.reason in (EventReason.ROUND_FORMED, EventReason.TRAINING_RESUMED)
+        or (round_number is None and (e.cause is not None or e.reason in _FINAL_REASONS))
     ]
     if round_number is not None:
         ends = [e for e in ends if e.round == round_number]
@@ -539,22 +670,22 @@ def story(events: Sequence[JobEvent], round_number: int | None = None) -> list[J
         chain[last.id] = last
         last = by_id.get(last.cause or 0)
     first = min(chain)
-    # What else happened in between belongs to the story.
+    # Other events in between belong to the story.
     return [e for e in events if first <= e.id <= ends[-1].id]
 
 
 def now() -> float:
-    """Unix seconds."""
+    """Return the time in Unix seconds."""
     return time.time()  # noqa: TID251 - for people, not for decisions
 
 
 def age(since: float, until: float | None = None) -> str:
-    """Time that has passed, in words."""
+    """Return the time that has passed, as text."""
     return duration(max(0.0, (now() if until is None else until) - since))
 
 
 def short_age(since: float, until: float | None = None) -> str:
-    """Time that has passed, as kubectl's tables have it: ``45s``, ``12m``, ``5h``, ``3d``."""
+    """Return the time that has passed in kubectl's form: ``45s``, ``12m``, ``5h``, ``3d``."""
     seconds = max(0, int((now() if until is None else until) - since))
     for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
         if seconds >= 2 * size:
@@ -563,5 +694,5 @@ def short_age(since: float, until: float | None = None) -> str:
 
 
 def dump(status: JobStatus | None) -> object:
-    """For ``--json``, whose keys are in snake_case (docs/cli.md)."""
+    """Return a status for ``--json``, with keys in snake_case (docs/cli.md)."""
     return None if status is None else status.model_dump(mode="json")

@@ -1,1 +1,1 @@
-"""The master of one job: who is in the round, what happens after a failure, and why."""
+"""The master of one job: decides on membership, restarts and checkpoints, and records why."""

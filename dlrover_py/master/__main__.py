@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import shutil
 import ssl
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import uvloop
 
-from dlrover_py.kube import Kube
+from dlrover_py.kubernetes.client import KubeClient
 from dlrover_py.master.app import (
     Sockets,
     inherited,
@@ -22,54 +21,70 @@ from dlrover_py.master.app import (
     read_token,
     serve,
 )
+from dlrover_py.master.journal_store import FileJournalStore, JournalStore, SecretJournalStore
 from dlrover_py.master.loop import Clock
 from dlrover_py.master.platform import Platform
-from dlrover_py.master.platform.kubernetes import KubernetesPlatform
+from dlrover_py.master.platform.kubernetes.platform import KubernetesPlatform
+from dlrover_py.master.platform.kubernetes.pods import PodContext
+from dlrover_py.master.platform.kubernetes.timing import PlatformTiming
 from dlrover_py.master.platform.local import LocalPlatform
-from dlrover_py.master.platform.pods import Site
 from dlrover_py.master.platform.static import StaticPlatform
 from dlrover_py.master.settings import Settings
-from dlrover_py.master.store import FileStore, SecretStore, Store
+from dlrover_py.protocol import json_text
 from dlrover_py.protocol.errors import ConfigError, DLRoverError
 from dlrover_py.protocol.job import ElasticJob
+from dlrover_py.protocol.local import MasterPorts
 from dlrover_py.protocol.names import JOURNAL_FILE, journal_of
+from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.telemetry import setup
 
-BY_AGENT = frozenset(("WorkerFailed", "PeerLost", "RestartsExhausted", "NonRetryable"))
-"""What the agent that runs this master tells a person by itself: restarts, and the end."""
+BY_AGENT = frozenset(
+    {
+        EventReason.WORKER_FAILED,
+        EventReason.PEER_LOST,
+        EventReason.RESTARTS_EXHAUSTED,
+        EventReason.NON_RETRYABLE,
+    }
+)
+"""Reasons of the events that the agent beside this master shows itself: restarts, and the end."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     p = argparse.ArgumentParser(prog="dlrover-master", description=__doc__)
     where = p.add_mutually_exclusive_group(required=True)
-    where.add_argument("--cluster", metavar="SOCKET", help="the cluster on this machine")
-    where.add_argument("--static", metavar="JOB", help="a job's JSON; nodes come by themselves")
+    where.add_argument(
+        "--cluster", metavar="SOCKET", help="run a job of the local cluster with this socket"
+    )
+    where.add_argument(
+        "--static", metavar="JOB", help="run the job in this JSON; its nodes start by themselves"
+    )
     where.add_argument(
         "--kubernetes",
         metavar="NAMESPACE/JOB",
         type=_namespaced,
-        help="an ElasticJob of the cluster that this Pod is in",
+        help="run an ElasticJob of the cluster that this Pod is in",
     )
     p.add_argument("--listen", default="127.0.0.1:0", help="host:port for agents")
-    p.add_argument("--listen-fd", type=int, help="a listening socket to take instead")
+    p.add_argument("--listen-fd", type=int, help="descriptor of a listening socket to use instead")
     p.add_argument("--health", default="127.0.0.1:0", help="host:port for health and metrics")
-    p.add_argument("--health-fd", type=int, help="a listening socket to take instead")
-    p.add_argument("--state-dir", type=Path, help="where the journal is kept")
+    p.add_argument("--health-fd", type=int, help="descriptor of a listening socket to use instead")
+    p.add_argument("--state-dir", type=Path, help="folder of the journal")
     p.add_argument("--token-file", type=Path, required=True, help="file with the job's token")
+    p.add_argument("--tls-cert", type=Path, metavar="FILE", help="PEM certificate for TLS")
+    p.add_argument("--tls-key", type=Path, metavar="FILE", help="private key of the certificate")
+    p.add_argument("--lifeline-fd", type=int, help="end when this pipe is closed")
+    p.add_argument("--temporary", action="store_true", help="remove --state-dir at a normal end")
     p.add_argument(
-        "--tls-cert", type=Path, metavar="FILE", help="PEM certificate: agents are served over TLS"
-    )
-    p.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key")
-    p.add_argument("--lifeline-fd", type=int, help="end at this pipe's end of file")
-    p.add_argument("--temporary", action="store_true", help="remove --state-dir at an orderly end")
-    p.add_argument(
-        "--announce-fd", type=int, help="write the ports there, as JSON, once they listen"
+        "--announce-fd",
+        type=int,
+        help="write the ports, as JSON, to this descriptor once they listen",
     )
     return p
 
 
 def _namespaced(text: str) -> tuple[str, str]:
+    """Parse ``NAMESPACE/JOB``."""
     namespace, _, job = text.partition("/")
     if not (namespace and job):
         raise argparse.ArgumentTypeError(f"{text!r}: expected NAMESPACE/JOB")
@@ -83,20 +98,22 @@ async def _run(
     token: str,
     tls: ssl.SSLContext | None,
 ) -> None:
+    """Build the platform and the journal's store from the command line, and serve."""
     async with contextlib.AsyncExitStack() as stack:
         platform: Platform
-        store: Store
+        store: JournalStore
         clock = Clock()
         if args.kubernetes:
             namespace, name = args.kubernetes
             own = settings.in_cluster()
-            kube = await stack.enter_async_context(await Kube.connect())
-            clock.wall = kube.wall  # the next master, on another machine, reads what we stamp
-            site = Site(own.job_uid, own.service)
-            platform = KubernetesPlatform(
-                kube, namespace, name, site, progress_s=settings.progress_s
+            kube = await stack.enter_async_context(await KubeClient.connect())
+            clock.wall = kube.wall  # the next master, on another machine, reads these times
+            site = PodContext(own.job_uid, own.service)
+            timing = PlatformTiming(
+                progress_s=settings.progress_s, silence_s=settings.platform_silence_s
             )
-            store = SecretStore(
+            platform = KubernetesPlatform(kube, namespace, name, site, timing=timing)
+            store = SecretJournalStore(
                 kube,
                 namespace,
                 journal_of(name),
@@ -108,11 +125,11 @@ async def _run(
         else:
             if args.state_dir is None:
                 raise ConfigError("--state-dir is needed: a folder for the journal")
-            store = FileStore(args.state_dir / JOURNAL_FILE)
+            store = FileJournalStore(args.state_dir / JOURNAL_FILE)
             platform = (
                 LocalPlatform(args.cluster)
                 if args.cluster
-                else StaticPlatform(ElasticJob.parse(json.loads(args.static)))
+                else StaticPlatform(ElasticJob.parse(json_text.decoded(args.static)))
             )
         await serve(
             platform,
@@ -139,8 +156,8 @@ def main(argv: list[str] | None = None) -> int:
         job = listen(args.listen) if args.listen_fd is None else inherited(args.listen_fd)
         health = listen(args.health) if args.health_fd is None else inherited(args.health_fd)
         if args.announce_fd is not None:
-            ports = {"job": port_of(job), "health": port_of(health)}
-            os.write(args.announce_fd, json.dumps(ports).encode() + b"\n")
+            ports = MasterPorts(job=port_of(job), health=port_of(health))
+            os.write(args.announce_fd, ports.model_dump_json().encode() + b"\n")
             os.close(args.announce_fd)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_run(args, settings, Sockets(job, health), token, tls))

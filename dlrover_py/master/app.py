@@ -1,4 +1,4 @@
-"""Wiring: the only place that picks implementations."""
+"""Assembly of the master from its parts; the only module that connects them."""
 
 import asyncio
 import gc
@@ -13,28 +13,33 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, Counter
 
 from dlrover_py.master.exchange import Exchanges
+from dlrover_py.master.journal_store import JournalStore
 from dlrover_py.master.loop import Clock, Loop
 from dlrover_py.master.platform import Platform
 from dlrover_py.master.server import health_app, job_app, server
 from dlrover_py.master.settings import Settings
-from dlrover_py.master.store import Store
-from dlrover_py.processes import signal_at_parents_end
+from dlrover_py.net.http_client import enable_keepalive
+from dlrover_py.net.http_server import raise_file_limit
+from dlrover_py.process.blocking import open_regular
+from dlrover_py.process.identity import SENT_TO_ALL, signal_at_parents_end
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.names import MASTER_NAME
-from dlrover_py.rpc import watch_silence
-from dlrover_py.web import raise_file_limit
+from dlrover_py.protocol.timing import END_NOTICE_S
 
 log = logging.getLogger("master")
 
-FAREWELL_S = 6.0
-"""Where nodes come by themselves nobody but their master can tell them of its end."""
-LAST_WORDS_S = 1.0
-"""To publish what a job's end has left unsaid; its journal has it anyway."""
+MAX_TOKEN_CHARS = 1 << 16
+"""Characters of the token file that are read. No token is that long."""
+PUBLISH_END_S = 1.0
+"""Time to publish what the job's end has left unpublished, in seconds.
+
+The journal has it anyway.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Sockets:
-    """Where the master listens."""
+    """The sockets on which the master listens."""
 
     job: socket.socket
     health: socket.socket
@@ -42,7 +47,7 @@ class Sockets:
 
 async def serve(
     platform: Platform,
-    store: Store,
+    store: JournalStore,
     settings: Settings,
     sockets: Sockets,
     *,
@@ -51,15 +56,40 @@ async def serve(
     tls: ssl.SSLContext | None = None,
     lifeline: int | None = None,
 ) -> None:
-    """Run the master of one job until SIGTERM or SIGINT, or until its lifeline ends."""
+    """Run the master of one job until SIGTERM or SIGINT, or until its lifeline ends.
+
+    Where nodes come by themselves, the job ends with its master. Elsewhere the next master goes on
+    with it. Signal handlers, the signal mask, the limit of open files and the garbage collector of
+    this process are changed, and not restored.
+
+    Args:
+        platform: Where nodes run.
+        store: Where the journal is kept.
+        settings: Settings of the master.
+        sockets: The sockets on which it listens.
+        token: The job's token.
+        clock: Sources of time.
+        tls: TLS settings for agents; None for plain HTTP.
+        lifeline: Descriptor of a pipe. The master ends when the other end is closed. None if the
+            master does not depend on another process.
+
+    Raises:
+        ConfigError: The journal cannot be used.
+        ExceptionGroup: The loop of the job has failed. The group contains SupersededError if
+            another master holds the journal or has begun a later term.
+    """
     raise_file_limit()
     collect_seldom()
-    watch_silence(sockets.job, settings.lease_s)
-    rules = settings.rules(can_create=platform.can_create, routed_s=platform.routed_s)
+    enable_keepalive(sockets.job, settings.lease_s)
+    rules = settings.rules(
+        can_create=platform.can_create,
+        avoids_hosts=platform.avoids_hosts,
+        routed_s=platform.routed_s,
+    )
     loop = Loop(platform, store, rules, clock=clock, publish_s=settings.publish_s)
     registry = CollectorRegistry()
     denied = Counter(
-        "dlrover_unauthorized_requests", "Requests without the token.", registry=registry
+        "dlrover_unauthorized_requests", "Requests without a valid token.", registry=registry
     )
     exchanges = Exchanges(
         loop,
@@ -79,6 +109,13 @@ async def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         running.add_signal_handler(number, stop.set)
     if lifeline is not None:
+        # A batch system may send SIGUSR1 or SIGHUP to all processes of a job. The agents handle
+        # it, and need the master to store the newest step.
+        for number in set(SENT_TO_ALL) - {signal.SIGTERM, signal.SIGINT}:
+            signal.signal(number, signal.SIG_IGN)
+    # The program that starts the master may block signals at that time, as elastic-run does.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    if lifeline is not None:
         _follow(lifeline, stop)
     tasks = [
         asyncio.create_task(loop.run()),
@@ -89,9 +126,9 @@ async def serve(
     done, _ = await asyncio.wait([*tasks, stopped], return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
     if not done & set(tasks) and not platform.can_create:
-        await loop.farewell("the node that runs the job's master has ended", FAREWELL_S)
+        await loop.end_job("the node that runs the job's master has ended", END_NOTICE_S)
     if not tasks[0].done():
-        await loop.last_words(LAST_WORDS_S)
+        await loop.publish_end(PUBLISH_END_S)
     jobs.should_exit = health.should_exit = True
     tasks[0].cancel()
     ended = await asyncio.gather(*tasks, return_exceptions=True)
@@ -101,21 +138,21 @@ async def serve(
 
 
 def collect_seldom() -> None:
-    """Let the garbage collector look at what is new, and hardly ever at all there is.
+    """Make the garbage collector of this process look at all objects very rarely.
 
-    Ten thousand agents are a million objects that stay: to walk through them again and again as
-    they came took two fifths of the master's time, in steps of up to a second. What a closed
-    connection leaves behind is freed without it (``server``).
+    Ten thousand agents are a million objects that stay. To traverse them again and again while they
+    arrived took two fifths of the master's time, in pauses of up to a second. The objects of a
+    closed connection are freed without the collector (``server``). New objects are still looked at.
     """
     gc.freeze()
     gc.set_threshold(20_000, 1_000, 10)
 
 
 def listen(address: str) -> socket.socket:
-    """A listening socket at ``host:port``.
+    """Return a listening socket at ``host:port``.
 
     Raises:
-        ConfigError: the address cannot be used.
+        ConfigError: The address cannot be used.
     """
     host, _, port = address.rpartition(":")
     try:
@@ -123,29 +160,41 @@ def listen(address: str) -> socket.socket:
             raise ValueError(port)
         return socket.create_server((host.strip("[]"), int(port)), backlog=4096)
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else "the port is no number up to 65535"
+        why = (
+            error.strerror if isinstance(error, OSError) else "the port is not a number up to 65535"
+        )
         raise ConfigError(
             f"cannot listen on {address}: {why}; expected a free host:port (port 0 takes any)"
         ) from error
 
 
 def inherited(fd: int) -> socket.socket:
-    """A listening socket that the parent has opened: the port survives this process.
+    """Return the listening socket of a descriptor that the parent has opened.
+
+    The parent holds it too, so the port stays taken when this process ends.
 
     Raises:
-        ConfigError: it is not a socket.
+        ConfigError: The descriptor is not a listening socket.
     """
     try:
-        return socket.socket(fileno=fd)
-    except OSError as error:
-        raise ConfigError(f"descriptor {fd} is not a listening socket: {error.strerror}") from error
+        found = socket.socket(fileno=fd)
+        if not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            found.detach()
+            raise ValueError("it does not listen")
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"descriptor {fd} is not a listening socket: {why}") from error
+    return found
 
 
 def read_certificate(cert: Path | None, key: Path | None) -> ssl.SSLContext | None:
-    """What the master proves itself to agents with; None if it is to serve them without TLS.
+    """Return the TLS settings with which the master identifies itself to agents.
+
+    Returns:
+        None if agents are served without TLS.
 
     Raises:
-        ConfigError: one of the two is missing, cannot be used, or the key is no secret.
+        ConfigError: One of the two files is missing or cannot be used, or others may read the key.
     """
     if cert is None and key is None:
         return None
@@ -162,37 +211,43 @@ def read_certificate(cert: Path | None, key: Path | None) -> ssl.SSLContext | No
             raise ConfigError(f"TLS key {path}: others may read it; expected mode 0600")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    # An agent keeps its connection, and its next process knows no ticket.
+    # An agent keeps its connection, and its next process has no session ticket.
     context.num_tickets = 0
     context.options |= ssl.OP_NO_TICKET
     try:
         context.load_cert_chain(cert, key, password="")
     except (ssl.SSLError, ValueError) as error:
-        words = error.reason if isinstance(error, ssl.SSLError) else str(error)
+        message = error.reason if isinstance(error, ssl.SSLError) else str(error)
         raise ConfigError(
-            f"TLS certificate {cert} with key {key}: {words or 'not PEM'}; expected a certificate "
-            f"for {MASTER_NAME} and its key without a password, both as PEM"
+            f"TLS certificate {cert} with key {key}: {message or 'not PEM'}; expected a "
+            f"certificate for {MASTER_NAME} and its key without a password, both as PEM"
         ) from error
     return context
 
 
 def read_token(path: Path) -> str:
-    """The job's token.
+    """Return the job's token, without white space around it.
 
     Raises:
-        ConfigError: missing, empty, readable by others, or written by others.
+        ConfigError: The file is missing, has no valid token, can be read by others, can be written
+            by its group, or belongs to another user. A token has 16 or more printable ASCII
+            characters.
     """
     try:
-        with path.open() as file:
-            token = file.read().strip()
+        with open(path, opener=lambda name, _: open_regular(name)) as file:
+            token = file.read(MAX_TOKEN_CHARS).strip()
             found = os.fstat(file.fileno())
     except OSError as error:
         raise ConfigError(f"token file {path}: {error.strerror}") from error
+    except UnicodeDecodeError:
+        token = "\0"
+    if not (token.isascii() and (token.isprintable() or not token)):
+        raise ConfigError(f"token file {path}: expected one line of printable ASCII characters")
     if len(token) < 16:
         raise ConfigError(f"token file {path}: expected at least 16 characters")
     if found.st_mode & 0o007:
         raise ConfigError(f"token file {path}: others may read it; expected mode 0600")
-    if found.st_mode & 0o020:  # a mounted Secret is for its group to read: 0440, and root's
+    if found.st_mode & 0o020:  # a mounted Secret has mode 0440 and belongs to root: it passes
         raise ConfigError(f"token file {path}: its group may write to it; expected mode 0600")
     if found.st_uid not in (os.getuid(), 0):
         raise ConfigError(
@@ -203,13 +258,16 @@ def read_token(path: Path) -> str:
 
 
 def port_of(sock: socket.socket) -> int:
-    """The port that it listens on."""
+    """Return the port that the socket listens on."""
     return int(sock.getsockname()[1])
 
 
 def _follow(fd: int, stop: asyncio.Event) -> None:
-    """End when the pipe's other end is closed: its holder is gone. That wakes us if we were
-    stopped (SIGSTOP)."""
+    """Set ``stop`` later, when the other end of the pipe is closed; return immediately.
+
+    The process that holds the other end is gone then. The parent's end also sends SIGCONT, which
+    wakes this process if it was stopped (SIGSTOP).
+    """
     signal_at_parents_end(signal.SIGCONT)
     loop = asyncio.get_running_loop()
 

@@ -1,8 +1,9 @@
-"""The call that agents make all the time: a report in, an assignment out, held in between.
+"""The exchange, the call that agents repeat: a report in, an assignment out, held in between.
 
-It has two roads. FastAPI's (``server``) takes any request that HTTP allows. The direct one, for
-requests that are plain, stands where uvicorn would begin an ASGI call: no task, no routing, no
-scope, a kilobyte or two for each exchange that is held (docs/decisions/0006-scale.md).
+There are two paths. FastAPI's path (``server``) takes any request that HTTP allows. The direct path
+takes plain requests at the point where uvicorn would begin an ASGI call. It needs no task, no
+routing and no scope, and one or two kilobytes for each exchange that is held
+(docs/decisions/0006-scale.md).
 """
 
 import asyncio
@@ -15,82 +16,105 @@ from pydantic import ValidationError
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from dlrover_py.master.loop import Loop, Passive
+from dlrover_py.master.loop import Loop, PassiveMasterError
 from dlrover_py.protocol.agents import AgentReport, Assignment, ErrorReply
-from dlrover_py.protocol.errors import ErrorCode, Superseded
+from dlrover_py.protocol.errors import ErrorCode, SupersededError
 from dlrover_py.protocol.job import explain
-from dlrover_py.protocol.names import NodeId
+from dlrover_py.protocol.names import NODE_ID, NodeId
 
-NODE = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
-_PATH = re.compile(f"/v1/nodes/({NODE})/exchange".encode())
+_PATH = re.compile(f"/v1/nodes/({NODE_ID})/exchange".encode())
 
 Answer = Callable[[int, bytes], None]
-"""Takes the status and the body of a reply."""
-
-
-RENEWED_S = 30.0
-"""A master that may have been replaced keeps a connection for so long: only a new one is led to the
-master that the platform knows. Half of ``Rules.unreached_s``, in which that one waits for all."""
+"""A function that takes the status and the body of a reply."""
 
 
 def error_body(code: ErrorCode, message: str) -> bytes:
-    """Says what was wrong."""
+    """Return the body of an error reply."""
     return ErrorReply(code=code, message=message).model_dump_json().encode()
 
 
-def no_whole_body(body_s: float) -> bytes:
-    """The reply to a body that does not come to its end."""
-    return error_body(ErrorCode.INVALID, f"no whole body within {body_s:g} s")
+def body_timeout(body_s: float) -> bytes:
+    """Return the reply to a request whose body is incomplete after ``body_s`` seconds."""
+    return error_body(
+        ErrorCode.INVALID, f"the body of the request was not complete within {body_s:g} s"
+    )
 
 
 @dataclass(slots=True)
-class Recipe:
-    """The job's warm recipe, which only agents understand."""
+class JobRecipe:
+    """The job's list of modules to import beforehand, which only agents can read."""
 
     body: bytes = b""
     digest: str = ""
+    """Start of the SHA-256 of the body, in hexadecimal; empty if there is no list yet."""
 
 
 class Exchanges:
-    """Decodes reports, and encodes what the loop answers."""
+    """The exchanges of all agents: decodes reports, and encodes the answers of the loop."""
 
     def __init__(self, loop: Loop, *, token: str, max_body_bytes: int, body_s: float) -> None:
-        self.recipe = Recipe()
+        """Set the limits of requests.
+
+        Args:
+            loop: The loop that takes the reports.
+            token: The job's token.
+            max_body_bytes: Limit of a request's body.
+            body_s: Seconds that a request's body may take to arrive.
+        """
+        self.recipe = JobRecipe()
         self.token, self.max_body_bytes, self.body_s = token, max_body_bytes, body_s
         self._loop = loop
         self._bearer = f"Bearer {token}".encode()
 
     def ask(self, node: NodeId, body: bytes, answer: Answer) -> Callable[[], None]:
-        """Hand a report on; the answer comes at once, or when there is something new.
+        """Pass a report on to the loop, which answers when there is something new.
 
-        Returns what to call when the connection closes before.
+        An invalid report is answered immediately, with status 422, and not passed on.
+
+        Args:
+            node: The node that reports.
+            body: The report as JSON.
+            answer: Called once with the reply, possibly before this method returns.
+
+        Returns:
+            A function to call if the connection closes before the answer.
         """
         try:
             report = AgentReport.model_validate_json(body)
         except ValidationError as error:
-            words = explain(error, prefix="report")
-            answer(422, error_body(ErrorCode.INVALID, words))
-            return _nothing
+            message = explain(error, prefix="report")
+            answer(422, error_body(ErrorCode.INVALID, message))
+            return _no_reply
 
-        def told(outcome: Assignment | Passive | Superseded) -> None:
+        def on_reply(outcome: Assignment | PassiveMasterError | SupersededError) -> None:
             if isinstance(outcome, Assignment):
-                if self.recipe.digest or self._loop.adrift:
-                    beside = {"recipe": self.recipe.digest, "adrift": self._loop.adrift}
-                    outcome = outcome.model_copy(update=beside)
+                if self.recipe.digest or self._loop.disconnected:
+                    changes = {
+                        "recipe": self.recipe.digest,
+                        "master_disconnected": self._loop.disconnected,
+                    }
+                    outcome = outcome.model_copy(update=changes)
                 answer(200, outcome.model_dump_json().encode())
-            elif isinstance(outcome, Superseded):
+            elif isinstance(outcome, SupersededError):
                 answer(409, error_body(ErrorCode.SUPERSEDED, str(outcome)))
             else:
                 answer(503, error_body(ErrorCode.PASSIVE, str(outcome)))
 
-        return self._loop.exchange(node, report, told)
+        return self._loop.exchange(node, report, on_reply)
 
-    def strays(self, age_s: float) -> bool:
-        """Whether a connection of this age may lead to the wrong master by now."""
-        return age_s > RENEWED_S and self._loop.adrift
+    def may_be_stale(self, age_s: float) -> bool:
+        """Return whether a connection of this age may lead to the wrong master."""
+        return self._loop.may_be_stale(age_s)
 
-    def accept(self, protocol: HttpToolsProtocol, opened_at: float) -> "Held | None":
-        """Take the request whose head has just arrived, if all about it is plain."""
+    def accept(self, protocol: HttpToolsProtocol, opened_at: float) -> "PendingCycle | None":
+        """Take the request whose head has just arrived, if it is plain; the body follows later.
+
+        A plain request is a POST of a report over HTTP/1.1, on a connection that stays open. It has
+        a valid token, a length within the limits, and none of the headers in ``_NOT_PLAIN``.
+
+        Returns:
+            The exchange, or None if the request must take FastAPI's path.
+        """
         parser = protocol.parser
         if parser.get_method() != b"POST" or parser.get_http_version() != "1.1":
             return None
@@ -108,29 +132,30 @@ class Exchanges:
                 return None
         if not known or not 0 < length <= min(self.max_body_bytes, HIGH_WATER_LIMIT):
             return None
-        return Held(self, protocol, NodeId(found[1].decode()), opened_at)
+        return PendingCycle(self, protocol, NodeId(found[1].decode()), opened_at)
 
 
 _NOT_PLAIN = (b"expect", b"transfer-encoding", b"upgrade", b"connection")
+"""Headers with which a request is not plain."""
 
 
-def _nothing() -> None:
-    """The answer was given."""
+def _no_reply() -> None:
+    """Do nothing, because the answer was given already."""
 
 
-class Held:
-    """One exchange under way, in the place of uvicorn's ``RequestResponseCycle``.
+class PendingCycle:
+    """A running exchange, in the place of uvicorn's ``RequestResponseCycle``.
 
-    The protocol sets ``body``, ``more_body``, ``disconnected`` and ``keep_alive``, and rings
-    ``message_event`` when one of the first three has changed.
+    The protocol sets ``body``, ``more_body``, ``disconnected`` and ``keep_alive``. It calls ``set``
+    of ``message_event`` when one of the first three has changed.
     """
 
     __slots__ = (
+        "_body_timer",
         "_exchanges",
         "_leave",
         "_node",
         "_opened_at",
-        "_patience",
         "_protocol",
         "body",
         "disconnected",
@@ -145,7 +170,7 @@ class Held:
         self._exchanges, self._protocol, self._node = exchanges, protocol, node
         self._opened_at = opened_at
         self._leave: Callable[[], None] | None = None
-        self._patience: asyncio.TimerHandle | None = protocol.loop.call_later(
+        self._body_timer: asyncio.TimerHandle | None = protocol.loop.call_later(
             exchanges.body_s, self._too_late
         )
         self.body = b""
@@ -153,33 +178,42 @@ class Held:
         self.disconnected = self.response_complete = False
 
     @property
-    def message_event(self) -> "Held":
-        """What the protocol rings."""
+    def message_event(self) -> "PendingCycle":
+        """The object whose ``set`` the protocol calls: this one."""
         return self
 
     def set(self) -> None:
-        """Look at what has changed."""
+        """React to a change of ``body``, ``more_body`` or ``disconnected``.
+
+        Once the body is complete, the report is passed on. If the connection has closed, the
+        exchange ends without a reply. After the reply, nothing happens.
+        """
         if self.response_complete:
             return
         if self.disconnected:
-            self._wait_no_more()
+            self._cancel_body_timer()
             if self._leave is not None:
                 self._leave()
             self.response_complete = True
-        elif not self.more_body and self._patience is not None:
-            self._wait_no_more()
+        elif not self.more_body and self._body_timer is not None:
+            self._cancel_body_timer()
             body, self.body = self.body, b""
             leave = self._exchanges.ask(self._node, body, self._answer)
             if not self.response_complete:
                 self._leave = leave
 
     def _answer(self, status: int, body: bytes) -> None:
+        """Write the reply, and close the connection if it is not to be kept.
+
+        Nothing is written to a connection that is closing. A connection that may lead to a replaced
+        master is closed after the reply.
+        """
         protocol = self._protocol
         self.response_complete = True
         self._leave = None
         if protocol.transport.is_closing():
             return
-        if self._exchanges.strays(protocol.loop.time() - self._opened_at):
+        if self._exchanges.may_be_stale(protocol.loop.time() - self._opened_at):
             self.keep_alive = False
         parts = [STATUS_LINE[status]]
         for name, value in protocol.server_state.default_headers:
@@ -194,11 +228,13 @@ class Held:
         protocol.on_response_complete()
 
     def _too_late(self) -> None:
-        self._patience = None
+        """Answer that the body is incomplete."""
+        self._body_timer = None
         self.keep_alive = False
-        self._answer(408, no_whole_body(self._exchanges.body_s))
+        self._answer(408, body_timeout(self._exchanges.body_s))
 
-    def _wait_no_more(self) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
+    def _cancel_body_timer(self) -> None:
+        """Stop the timer that limits the wait for the body."""
+        if self._body_timer is not None:
+            self._body_timer.cancel()
+            self._body_timer = None

@@ -1,24 +1,21 @@
-"""The only writer: takes in what has happened, lets the core decide, journals, acts.
+"""The master's loop, the only writer of the job's state: take in events, decide, journal, act.
 
-Reports and facts of the platform meet in one mailbox; each turn hands all of them to
-``Job.step`` at once. What must outlive the master is on disk before anything else happens. If the
-journal cannot be written the loop stands still, on purpose: no round is formed that a later
-master would not know of, while running workers go on and agents get their old answers.
+Reports of agents and events of the platform are collected, and each turn hands all of them to
+``Job.step``. What must outlive the master is stored before anything else happens. While the journal
+cannot be written, the loop stands still on purpose: no round is formed that a later master would
+not know. Running workers go on meanwhile, and agents get their last assignments again.
 """
 
 import asyncio
 import contextlib
 import itertools
 import logging
-import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from dlrover_py.master.core.events import (
-    Answer,
-    Asked,
     Assign,
     CreateNode,
     DeleteNode,
@@ -26,21 +23,32 @@ from dlrover_py.master.core.events import (
     Effect,
     Event,
     JobStopped,
-    Journal,
     NodesListed,
     Refuse,
     Reported,
+    RestoreAnswer,
+    RestoreAsked,
     Rules,
     Stalled,
-    Step,
 )
 from dlrover_py.master.core.job import Job
+from dlrover_py.master.core.state import DurableState, Step
+from dlrover_py.master.journal_store import JournalStore, JournalUnwritableError
 from dlrover_py.master.platform import Platform
-from dlrover_py.master.store import Store, Unwritable
-from dlrover_py.protocol.agents import AgentReport, Assignment, Candidates, Directive, Holders
-from dlrover_py.protocol.errors import Superseded, TransientError
+from dlrover_py.pacing import Backoff
+from dlrover_py.protocol.agents import (
+    AgentReport,
+    Assignment,
+    Directive,
+    JobName,
+    ReplicaLocations,
+    RestoreCandidates,
+)
+from dlrover_py.protocol.checkpoint_id import CheckpointId
+from dlrover_py.protocol.errors import SupersededError, TransientError
 from dlrover_py.protocol.names import NodeId, Term
-from dlrover_py.protocol.status import Condition, JobStatus
+from dlrover_py.protocol.reasons import ConditionReason, ConditionType
+from dlrover_py.protocol.status import Condition, JobPhase, JobStatus
 from dlrover_py.telemetry import bind
 
 log = logging.getLogger("master.loop")
@@ -48,130 +56,151 @@ log = logging.getLogger("master.loop")
 T = TypeVar("T")
 
 REST_S = 5.0
-"""Turns come so often at least: to show life, and to see a master that stood still."""
+"""Longest time between two turns, in seconds. Turns show that the loop is alive, and detect a
+standstill of the master."""
 STALL_S = 0.25
-"""Later than this, a turn is not a late lease but a master that stood still."""
+"""A turn that is later than this many seconds means that the master itself stood still."""
 STORM_SAVE_S = 0.01
+"""If a write of the journal takes longer than this many seconds, turns are spaced out."""
 GATHER_S = 0.1
-"""After the journal was written, turns wait so long at most for what else comes: see `_gather`."""
+"""Longest time that a turn waits for more events after a write of the journal; see `_gather`."""
 PUBLISH_SHARE = 20
-"""Making the status takes at most this part of the time."""
-RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+"""Factor between the CPU time of a status and the pause after it: 1/20 of the time at most."""
+RETRY = Backoff(first_s=0.05, most_s=2.0)
+"""Pauses after failures of a call."""
 
 
 def pause_s(tries: int, error: TransientError | None = None) -> float:
-    """How long to wait after so many failures. Spread: a thousand masters fail at the same time."""
-    wait_s = RETRY_S[min(tries, len(RETRY_S) - 1)] * random.uniform(0.5, 1.0)
+    """Return the seconds to wait after this many failures; the caller sleeps.
+
+    The time is random within limits, because a thousand masters may fail at the same moment. It is
+    at least the ``retry_after`` of the error.
+    """
+    wait_s = RETRY.delay_s(tries)
     return wait_s if error is None else max(wait_s, error.retry_after)
 
 
 @dataclass(slots=True)
 class Clock:
-    """Where time comes from: ``now`` decides, ``wall`` dates what people read."""
+    """The sources of time: ``now`` is monotonic and decides, ``wall`` dates what people read."""
 
     now: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time  # noqa: TID251 - the one wall clock of the master
 
 
 @dataclass(slots=True)
-class _Desk:
-    """What the master has for one node, and who waits for it."""
+class _NodeMailbox:
+    """The newest assignment of one node, and the requests that wait for it."""
 
-    left: asyncio.Event
-    """Set when a node was dismissed; all desks have the same."""
+    dismissed_any: asyncio.Event
+    """Set when a node was dismissed or given up; all mailboxes share one event."""
     assignment: Assignment | None = None
     boot_id: str = ""
     """The agent process that the assignment is for."""
     seq: int = -1
-    """Newest report that has arrived from it."""
+    """Sequence number of the newest report of that agent process."""
     refused: dict[str, str] = field(default_factory=dict)
+    """Why an agent process is refused, by its boot id."""
     dismissed: bool = False
-    """It was told to stop."""
-    waiting: "set[Waiting]" = field(default_factory=set)
+    """Whether the node's agent was sent its order to stop."""
+    waiting: "set[PendingExchange]" = field(default_factory=set)
 
-    def ring(self) -> None:
+    def notify(self) -> None:
+        """Answer the waiting requests for which there is something new; the others wait on."""
         for waiting in list(self.waiting):
             waiting.look()
 
 
-ADRIFT_S = 25.0
-"""Where the platform is not heard of for so long, another master may be in our place."""
+class PassiveMasterError(TransientError):
+    """This master does not hold the journal, or does not know its nodes yet."""
 
 
-class Passive(TransientError):
-    """This master does not (yet) hold the journal, or has not yet seen its nodes."""
+ReplyCallback = Callable[["Assignment | PassiveMasterError | SupersededError"], None]
+"""A function that takes the outcome of an exchange."""
 
 
-Told = Callable[["Assignment | Passive | Superseded"], None]
+class PendingExchange:
+    """A report that is not answered yet.
 
+    There may be thousands of them, so it has neither a task nor a future. The answer comes when
+    there is something new, or after the ``exchange_s`` that the agent was given.
+    """
 
-class Waiting:
-    """A report that is not answered yet. There may be thousands: no task, no future."""
+    __slots__ = ("_due", "_mailbox", "_on_reply", "_report", "_timer")
 
-    __slots__ = ("_desk", "_due", "_report", "_timer", "_told")
-
-    def __init__(self, desk: _Desk, report: AgentReport, told: Told, hold_s: float) -> None:
-        self._desk, self._report, self._told = desk, report, told
+    def __init__(
+        self, mailbox: _NodeMailbox, report: AgentReport, on_reply: ReplyCallback, hold_s: float
+    ) -> None:
+        self._mailbox, self._report, self._on_reply = mailbox, report, on_reply
         self._due = False
-        # As long as the agent was told at most: it hangs up soon after that.
-        held = desk.assignment if desk.boot_id == report.boot_id else None
+        # Not held longer than the agent was promised: it hangs up soon after that time.
+        held = mailbox.assignment if mailbox.boot_id == report.boot_id else None
         if held is not None:
             hold_s = held.exchange_s
         self._timer = asyncio.get_running_loop().call_later(hold_s, self._late)
-        desk.waiting.add(self)
+        mailbox.waiting.add(self)
         self.look()
 
     def look(self) -> None:
-        """Answer, if there is something new or it is time."""
-        desk, report = self._desk, self._report
-        if desk.refused and report.boot_id in desk.refused:
-            self._answer(Superseded(desk.refused[report.boot_id]))
+        """Answer if there is something new or the time is over; otherwise wait on.
+
+        Without an assignment for this agent process, the agent must try again once the time is
+        over.
+        """
+        mailbox, report = self._mailbox, self._report
+        if mailbox.refused and report.boot_id in mailbox.refused:
+            self._answer(SupersededError(mailbox.refused[report.boot_id]))
             return
-        mine = desk.assignment if desk.boot_id == report.boot_id else None
-        if mine is None:
+        assignment = mailbox.assignment if mailbox.boot_id == report.boot_id else None
+        if assignment is None:
             if self._due:
-                self._answer(Passive("the master is busy; ask again"))
+                self._answer(PassiveMasterError("the master is busy; try again"))
         elif (
             self._due
-            or desk.seq > report.seq
-            or (mine.term, mine.version) != (report.have_term, report.have_version)
-            or self._is_last(mine)
+            or mailbox.seq > report.seq
+            or (assignment.term, assignment.version) != (report.have_term, report.have_version)
+            or self._is_last(assignment)
         ):
-            self._answer(mine)
+            self._answer(assignment)
 
     def leave(self) -> None:
-        """Nobody waits any more."""
+        """End the wait without an answer. Further calls have no effect."""
         self._timer.cancel()
-        self._desk.waiting.discard(self)
+        self._mailbox.waiting.discard(self)
 
-    def _is_last(self, mine: Assignment) -> bool:
-        """Whether the node has only told that its workers have ended, and goes now."""
-        stops = mine.directive is Directive.STOP and not mine.linger
+    def _is_last(self, assignment: Assignment) -> bool:
+        """Return whether the report says that the workers have ended and the node goes now."""
+        stops = assignment.directive is Directive.STOP and not assignment.stay_until_stored
         return stops and self._report.memory_round > self._report.follows
 
     def _late(self) -> None:
+        """Answer because the time is over."""
         self._due = True
         self.look()
 
-    def _answer(self, outcome: "Assignment | Passive | Superseded") -> None:
+    def _answer(self, outcome: "Assignment | PassiveMasterError | SupersededError") -> None:
+        """Pass on the outcome, and note that the node got its order to stop if it is one.
+
+        An order that lets the node stay until a checkpoint is stored does not count.
+        """
         self.leave()
         if (
             isinstance(outcome, Assignment)
             and outcome.directive is Directive.STOP
-            and not outcome.linger
+            and not outcome.stay_until_stored
         ):
-            self._desk.dismissed = True
-            self._desk.left.set()
-        self._told(outcome)
+            self._mailbox.dismissed = True
+            self._mailbox.dismissed_any.set()
+        self._on_reply(outcome)
 
 
 class Loop:
-    """Runs one job. ``run`` is its life; the other methods are for the server."""
+    """The loop of one job: :meth:`run` runs the job, the other methods serve the server."""
 
     def __init__(
         self,
         platform: Platform,
-        store: Store,
+        store: JournalStore,
         rules: Rules,
         *,
         publish_s: float = 0.1,
@@ -184,173 +213,228 @@ class Loop:
         self._mail: dict[tuple[NodeId, str], AgentReport] = {}
         self._facts: list[Event] = []
         self._awake = asyncio.Event()
+        """Set when there is something for the next turn."""
         self._changed = asyncio.Event()
-        self._left = asyncio.Event()
+        """Set when the status may have changed."""
+        self._dismissed_any = asyncio.Event()
         self._publishing = asyncio.Lock()
-        self._desks: dict[NodeId, _Desk] = {}
-        self._questions: dict[int, asyncio.Future[Candidates]] = {}
-        self._asked = 0
-        self._chores: dict[NodeId, asyncio.Task[None]] = {}
+        self._mailboxes: dict[NodeId, _NodeMailbox] = {}
+        self._restore_queries: dict[int, asyncio.Future[RestoreCandidates]] = {}
+        """The questions what could be restored, by their number."""
+        self._queries = 0
+        self._node_tasks: dict[NodeId, asyncio.Task[None]] = {}
+        """The background task that creates or deletes a node, by node."""
         self._tasks: asyncio.TaskGroup | None = None
         self._listed = False
+        """Whether the platform has listed its nodes."""
         self._turned_at = self._clock.now()
         self._saving = False
         self._saved_at = self._save_s = 0.0
         self._stored: JobStatus | None = None
-        """The status before the journal was last written."""
+        """The status before the last write of the journal."""
         self.journal_error = ""
+        """Why the journal cannot be written; empty if it can."""
         self.journal_writes = 0
+        """Number of writes of the journal."""
         self.exchanges = 0
+        """Number of reports that arrived."""
         self.refused = 0
+        """Number of refusals."""
 
-    # --- for the server ---
+    # --- Requests of the server ---
 
     @property
     def ready(self) -> bool:
-        """It holds the term and knows its nodes: agents should come here, and nowhere else, also
-        while the journal cannot be written."""
+        """Whether this master holds the term and knows its nodes; once true, it stays true.
+
+        Nodes are known once the platform has listed them. Agents must then use this master only,
+        even while the journal cannot be written.
+        """
         return self._listed
 
     @property
     def silent_s(self) -> float:
-        """Time since the loop last turned: it turns at least every few seconds."""
+        """Seconds since the last turn of the loop; it turns at least every few seconds."""
         return self._clock.now() - self._turned_at
 
     @property
-    def name(self) -> str:
-        """Of the job; empty as long as this master does not run it, and once it has ended where
-        nodes come by themselves: who asks then is about to be in the next one."""
-        return "" if self._job is None or self._is_over else self._job.job.metadata.name
+    def name(self) -> JobName | None:
+        """Name and size of the job; None while this master does not run it.
+
+        Where nodes come by themselves, it is also None once the job has ended: an agent that asks
+        then belongs to the next job.
+        """
+        if self._job is None or self._is_over:
+            return None
+        size = self._job.live.spec.worker
+        return JobName(name=self._job.state.job, fewest=size.minimum, most=size.replicas)
 
     def status(self) -> JobStatus | None:
-        """The state of the job, once there is one: what the next master would know of too."""
+        """Return the status of the job, or None before this master runs it.
+
+        While the journal is being written, this is the status before that write: a later master
+        would know nothing newer.
+        """
         if self._job is None:
             return None
         status = self._stored
         if status is None or not self._saving:
             status = self._stored = self._job.status(self._clock.now(), self._clock.wall())
         if self.journal_error:
+            if status.phase is JobPhase.RUNNING:
+                then = "training goes on, but neither a failure nor its end can be handled"
+            else:
+                then = "the job waits until it can be written"
             lost = Condition(
-                type="JournalWritable",
+                type=ConditionType.JOURNAL_WRITABLE,
                 status="False",
-                reason="JournalUnwritable",
-                message=f"{self.journal_error}; training goes on, but a failure cannot be handled",
+                reason=ConditionReason.JOURNAL_UNWRITABLE,
+                message=f"{self.journal_error}; {then}",
                 last_transition_time=self._clock.wall(),
             )
             status = status.model_copy(update={"conditions": [*status.conditions, lost]})
         return status
 
     @property
-    def adrift(self) -> bool:
-        """Whether this master may have been replaced without knowing of it."""
-        return self._platform.silent_s() > ADRIFT_S
+    def disconnected(self) -> bool:
+        """Whether this master may have been replaced without its knowledge.
 
-    def exchange(self, node_id: NodeId, report: AgentReport, told: Told) -> Callable[[], None]:
-        """Take in a report; tell the node's assignment once it differs from what it has.
+        That is so after ``platform_silence_s`` without contact to the platform.
+        """
+        return self._platform.silent_s() > self._rules.platform_silence_s
 
-        Or tell that the caller has to ask again later (:class:`Passive`), or that the node, or this
-        life of it, was given up (``Superseded``).
+    def may_be_stale(self, age_s: float) -> bool:
+        """Return whether a connection of this age may lead to a master that was replaced."""
+        return age_s > self._rules.renew_connection_s and self.disconnected
 
-        Returns what to call when the connection closes before that.
+    def exchange(
+        self, node_id: NodeId, report: AgentReport, on_reply: ReplyCallback
+    ) -> Callable[[], None]:
+        """Queue a report for the next turn, and answer it once the agent needs another assignment.
+
+        The outcome may also be a :class:`PassiveMasterError`: the agent must ask again later. It
+        comes immediately if this master does not know its nodes yet, or if the agent belongs to the
+        next job. It is a :class:`SupersededError` if the node, or this incarnation of it, was given
+        up. Without anything new, the same assignment is the outcome after ``exchange_s``.
+
+        Args:
+            node_id: The node that reports.
+            report: Its report.
+            on_reply: Called once with the outcome, possibly before this method returns.
+
+        Returns:
+            A function to call if the connection closes before the outcome.
         """
         if self._job is None or not self._listed:
-            told(Passive("this master is not ready yet: it takes over the job"))
+            on_reply(PassiveMasterError("this master is not ready yet: it is taking over the job"))
             return lambda: None
         self.exchanges += 1
         if self._is_of_the_next_job(node_id, report):
-            # An agent of the next job at this endpoint: its master will take our place.
-            told(Passive("the job of this master has ended; ask again"))
+            # An agent of the next job: the master of that job will listen at this endpoint.
+            on_reply(PassiveMasterError("the job of this master has ended; try again"))
             return lambda: None
-        desk = self._desk(node_id)
+        mailbox = self._mailbox(node_id)
         key = (node_id, report.boot_id)
         earlier = self._mail.get(key)
         if earlier is None or earlier.seq < report.seq:
             self._mail[key] = report
             self._awake.set()
-        if desk.boot_id == report.boot_id and desk.seq < report.seq:
-            desk.seq = report.seq
-            desk.ring()  # answers the older ones: only the newest report of a node is held
-        waiting = Waiting(desk, report, told, self._job.pace.exchange_s)
+        if mailbox.boot_id == report.boot_id and mailbox.seq < report.seq:
+            mailbox.seq = report.seq
+            mailbox.notify()  # answers the older ones: only the newest report of a node is held
+        waiting = PendingExchange(mailbox, report, on_reply, self._job.live.pace.exchange_s)
 
         def leave() -> None:
             waiting.leave()
-            self.tell([Disconnected(node_id, report.boot_id, report.seq)])
+            self.add_events([Disconnected(node_id, report.boot_id, report.seq)])
 
         return leave
 
-    async def candidates(self, round_number: int) -> Candidates:
-        """What could be restored in a round, once its members have said what they hold.
+    async def candidates(self, round_number: int) -> RestoreCandidates:
+        """Return what could be restored in a round, once its members have reported what they hold.
+
+        The job answers ``memory_wait_s`` after the question at the latest, with what is known by
+        then. There is no other time limit.
 
         Raises:
-            Passive: it is not known here yet.
+            PassiveMasterError: This master does not know it yet.
         """
         if self._job is None or not self._listed:
-            raise Passive("this master is not ready yet: it takes over the job")
-        self._asked += 1
-        number = self._asked
-        answer: asyncio.Future[Candidates] = asyncio.get_running_loop().create_future()
-        self._questions[number] = answer
+            raise PassiveMasterError("this master is not ready yet: it is taking over the job")
+        self._queries += 1
+        number = self._queries
+        answer: asyncio.Future[RestoreCandidates] = asyncio.get_running_loop().create_future()
+        self._restore_queries[number] = answer
         try:
-            self.tell([Asked(number, round_number)])
+            self.add_events([RestoreAsked(number, round_number)])
             return await answer
         finally:
-            del self._questions[number]
+            del self._restore_queries[number]
 
-    def holders(self, step: int, round_number: int, lap: int) -> Holders:
-        """Who has a checkpoint in memory.
+    def locations(self, checkpoint: CheckpointId) -> ReplicaLocations:
+        """Return the nodes that have a checkpoint in memory; empty if no node has it.
 
         Raises:
-            Passive: it is not known here yet.
+            PassiveMasterError: This master does not know it yet.
         """
         if self._job is None or not self._listed:
-            raise Passive("this master is not ready yet: it takes over the job")
-        return self._job.checkpoints.holders(step, round_number, lap)
+            raise PassiveMasterError("this master is not ready yet: it is taking over the job")
+        return self._job.live.checkpoints.memory.locations(checkpoint)
 
     @property
     def _is_over(self) -> bool:
-        """Whether our job has ended and another one may follow it at this endpoint."""
-        return not self._rules.can_create and self._job is not None and self._job.phase.ended
+        """Whether the job has ended and another one may follow at this endpoint."""
+        return not self._rules.can_create and self._job is not None and self._job.state.phase.ended
 
     def _is_of_the_next_job(self, node_id: NodeId, report: AgentReport) -> bool:
-        """Whether our job has ended and this agent was not in it: another one starts here."""
+        """Return whether the job has ended and this agent, which was not in it, starts another."""
         assert self._job is not None
         if not self._is_over:
             return False
-        node = self._job.nodes.get(node_id)
+        node = self._job.live.nodes.get(node_id)
         return node is None or node.boot_id != report.boot_id
 
-    async def farewell(self, why: str, within_s: float) -> None:
-        """End the job, and stay until every node that lives has been told."""
-        self.tell([JobStopped(why)])
+    async def end_job(self, why: str, within_s: float) -> None:
+        """Request the end of the job; wait until all living nodes have their order to stop.
+
+        The wait ends after this time without an error. There is no wait if the loop does not run
+        the job yet.
+        """
+        self.add_events([JobStopped(why)])
         job = self._job
         if job is None or self._tasks is None:
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
-                while not all(self._was_dismissed(n.id) for n in job.nodes if n.alive):
-                    self._left.clear()
-                    await self._left.wait()
+                while not all(self._was_dismissed(n.id) for n in job.live.nodes if n.alive):
+                    self._dismissed_any.clear()
+                    await self._dismissed_any.wait()
 
     def _was_dismissed(self, node_id: NodeId) -> bool:
-        desk = self._desks.get(node_id)
-        return desk is not None and desk.dismissed
+        """Return whether the node's agent was sent its order to stop."""
+        mailbox = self._mailboxes.get(node_id)
+        return mailbox is not None and mailbox.dismissed
 
-    def tell(self, events: list[Event]) -> None:
-        """Put facts into the mailbox."""
+    def add_events(self, events: list[Event]) -> None:
+        """Queue events for the next turn, and wake the loop; nothing is decided here."""
         self._facts.extend(events)
         self._awake.set()
 
-    # --- its life ---
+    # --- Turns ---
 
     async def run(self) -> None:
-        """Hold the journal and run the job, until cancelled."""
+        """Hold the journal and run the job until canceled; then release the journal.
+
+        The journal and the spec are awaited without a time limit. Errors that are not transient end
+        the loop.
+        """
         try:
             journal = await self._acquire()
             accepted = None if journal is None else journal.read_accepted()
             job = await self._until_works("get_job", lambda: self._platform.get_job(accepted))
             now, wall = self._clock.now(), self._clock.wall()
             known = self._platform.known
-            # A journal that was put back from elsewhere may be older than what was told since.
+            # A restored journal may be older than the last term that the platform knows.
             term = Term(max(known.term, journal.term if journal else 0) + 1)
             if journal is None:
                 self._job = Job(job, self._rules, term=term, now=now, wall=wall)
@@ -358,8 +442,8 @@ class Loop:
                     self._job.skip(known.round, known.node, known.event)
             else:
                 self._job = Job.resume(job, self._rules, journal, term=term, now=now, wall=wall)
-            bind(job=job.metadata.name, term=self._job.term)
-            log.info("term_begins", extra={"round": self._job.round})
+            bind(job=job.metadata.name, term=self._job.state.term)
+            log.info("term_started", extra={"round": self._job.state.round})
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
                 tasks.create_task(self._watch())
@@ -369,6 +453,11 @@ class Loop:
             await self._store.release()
 
     async def _turn_forever(self, job: Job) -> None:
+        """Repeat turns: wait, collect events, let the job decide, and carry out the result.
+
+        A turn begins when there is an event or the job wants one, and at least every ``REST_S``. If
+        a turn is late, the job learns of the standstill.
+        """
         wake_at = self._clock.now()
         while True:
             wake_at = min(wake_at, self._clock.now() + REST_S)
@@ -379,12 +468,12 @@ class Loop:
             events: list[Event] = []
             if now - wake_at > STALL_S:
                 events.append(Stalled(now - wake_at))
-                log.warning("master_stood_still", extra={"seconds": round(now - wake_at, 3)})
+                log.warning("master_stalled", extra={"seconds": round(now - wake_at, 3)})
             mail, self._mail = self._mail, {}
             facts, self._facts = self._facts, []
             events += [Reported(node_id, report) for (node_id, _), report in mail.items()]
             events += facts
-            seen = job.next_event
+            seen = job.state.next_event
             step = job.step(events, now, self._clock.wall())
             wake_at = step.wake_at
             self._log(job, seen)
@@ -395,95 +484,128 @@ class Loop:
                 self._changed.set()
 
     async def _rest(self, wake_at: float) -> None:
-        """Until there is mail, or it is time."""
-        left = wake_at - self._clock.now()
-        if not self._awake.is_set() and left > 0:
+        """Wait until there is an event, or until this time."""
+        wait_s = wake_at - self._clock.now()
+        if not self._awake.is_set() and wait_s > 0:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(left):
+                async with asyncio.timeout(wait_s):
                     await self._awake.wait()
         self._awake.clear()
 
     async def _gather(self) -> None:
-        """Let decisions share a journal: in a storm it is written for a fifth of the time at most.
+        """Wait a little after a slow write of the journal, so that decisions share the next write.
 
-        A small job's takes a millisecond or two, and nothing is ever waited for.
+        The wait is four times the write, but at most ``GATHER_S``. After writes of up to 25 ms, the
+        journal is thus written for a fifth of the time at most. In a small job a write takes a
+        millisecond or two, and there is no wait.
         """
-        left = self._saved_at + min(4 * self._save_s, GATHER_S) - self._clock.now()
-        if self._save_s > STORM_SAVE_S and left > 0:
-            await asyncio.sleep(left)
+        wait_s = self._saved_at + min(4 * self._save_s, GATHER_S) - self._clock.now()
+        if self._save_s > STORM_SAVE_S and wait_s > 0:
+            await asyncio.sleep(wait_s)
 
     def _address(self, job: Job, node_id: NodeId, report: AgentReport) -> None:
-        """Whom the node's assignment is for, now that its report was taken in."""
-        node = job.nodes.get(node_id)
-        desk = self._desk(node_id)
-        if node is not None and node.boot_id == report.boot_id and desk.boot_id != report.boot_id:
-            if desk.boot_id:
-                desk.assignment = None  # it was for the agent that was here before
-            desk.boot_id, desk.seq = report.boot_id, report.seq
+        """Set the agent process that the node's assignment is for, once its report was taken in.
+
+        Nothing happens if the report was refused, or its process is the same as before.
+        """
+        node = job.live.nodes.get(node_id)
+        mailbox = self._mailbox(node_id)
+        if (
+            node is not None
+            and node.boot_id == report.boot_id
+            and mailbox.boot_id != report.boot_id
+        ):
+            if mailbox.boot_id:
+                mailbox.assignment = None  # it was for the agent that was here before
+            mailbox.boot_id, mailbox.seq = report.boot_id, report.seq
 
     async def _carry_out(self, step: Step) -> None:
+        """Store the journal if it has changed, then carry out the effects of a step.
+
+        It waits for the journal without a time limit. Calls of the platform are only started here.
+        """
         if step.journal is not None:
             await self._save(step.journal)
-        # Answered once all is in place: a step may tell a node twice, and only the last one counts.
-        news: dict[NodeId, _Desk] = {}
+        # Answered only now: a step may assign a node twice, and only the last assignment counts.
+        news: dict[NodeId, _NodeMailbox] = {}
         for effect in step.effects:
             self._perform(effect, news)
-        for node_id, desk in news.items():
-            desk.ring()
-            desk.refused.clear()
-            if not desk.waiting and self._job is not None and not self._job.nodes.get(node_id):
-                self._desks.pop(node_id, None)  # callers may go by any name
-        self._left.set()  # somebody may have been given up who was waited for
+        for node_id, mailbox in news.items():
+            mailbox.notify()
+            mailbox.refused.clear()
+            if (
+                not mailbox.waiting
+                and self._job is not None
+                and not self._job.live.nodes.get(node_id)
+            ):
+                self._mailboxes.pop(node_id, None)  # an unknown caller may use any name
+        self._dismissed_any.set()  # a node may have been given up that `end_job` waits for
 
-    def _perform(self, effect: Effect, news: dict[NodeId, _Desk]) -> None:
+    def _perform(self, effect: Effect, news: dict[NodeId, _NodeMailbox]) -> None:
+        """Carry out one effect, or start a background task that does.
+
+        Mailboxes with a new assignment or refusal go into ``news``; the caller answers their
+        requests. Nodes are created and deleted by background tasks. An answer is dropped if its
+        asker has left.
+        """
         match effect:
             case Assign(node_id, assignment):
-                desk = news[node_id] = self._desk(node_id)
-                desk.assignment = assignment
+                mailbox = news[node_id] = self._mailbox(node_id)
+                mailbox.assignment = assignment
             case Refuse(node_id, boot_id, message):
                 self.refused += 1
-                desk = news[node_id] = self._desk(node_id)
-                desk.refused[boot_id] = message
-            case Answer(number, candidates):
-                answer = self._questions.get(number)
+                mailbox = news[node_id] = self._mailbox(node_id)
+                mailbox.refused[boot_id] = message
+            case RestoreAnswer(number, candidates):
+                answer = self._restore_queries.get(number)
                 if answer is not None and not answer.done():
                     answer.set_result(candidates)
             case CreateNode(node_id, avoid):
-                self._chore(node_id, lambda: self._platform.create_node(node_id, avoid))
+                self._run_task(node_id, lambda: self._platform.create_node(node_id, avoid))
             case DeleteNode(node_id, grace_s, _):
-                self._chore(node_id, lambda: self._platform.delete_node(node_id, grace_s))
+                self._run_task(node_id, lambda: self._platform.delete_node(node_id, grace_s))
 
-    def _desk(self, node_id: NodeId) -> _Desk:
-        desk = self._desks.get(node_id)
-        if desk is None:
-            desk = self._desks[node_id] = _Desk(self._left)
-        return desk
+    def _mailbox(self, node_id: NodeId) -> _NodeMailbox:
+        """Return the node's mailbox; create it if there is none."""
+        mailbox = self._mailboxes.get(node_id)
+        if mailbox is None:
+            mailbox = self._mailboxes[node_id] = _NodeMailbox(self._dismissed_any)
+        return mailbox
 
-    def _chore(self, node_id: NodeId, call: Callable[[], Awaitable[None]]) -> None:
-        """Do this for the node until it works; a newer wish for the same node replaces it."""
+    def _run_task(self, node_id: NodeId, call: Callable[[], Awaitable[None]]) -> None:
+        """Start a task that repeats this call until it succeeds.
+
+        A task for the same node that still runs is canceled: only the newest call counts.
+        """
         assert self._tasks is not None
-        old = self._chores.get(node_id)
+        old = self._node_tasks.get(node_id)
         if old is not None:
             old.cancel()
         task = self._tasks.create_task(self._until_works("platform", call))
-        self._chores[node_id] = task
+        self._node_tasks[node_id] = task
         task.add_done_callback(
-            lambda done: self._chores.pop(node_id) if self._chores.get(node_id) is done else None
+            lambda done: (
+                self._node_tasks.pop(node_id) if self._node_tasks.get(node_id) is done else None
+            )
         )
 
-    async def _acquire(self) -> Journal | None:
-        said = ""
+    async def _acquire(self) -> DurableState | None:
+        """Wait until this master holds the journal, without a time limit.
+
+        A new reason for the wait is logged. Returns None if there is no journal yet.
+        """
+        why = ""
         while True:
             try:
                 return await self._store.acquire()
             except TransientError as error:
-                if said != str(error):
-                    said = str(error)
-                    log.warning("passive", extra={"why": said})
-                await asyncio.sleep(pause_s(len(RETRY_S), error))
+                if why != str(error):
+                    why = str(error)
+                    log.warning("passive", extra={"why": why})
+                await asyncio.sleep(pause_s(RETRY.doublings, error))
 
-    async def _save(self, journal: Journal) -> None:
-        """Write the journal; nothing else happens until it is written."""
+    async def _save(self, journal: DurableState) -> None:
+        """Write the journal; the loop does nothing else until it is written."""
         self._saving = True
         began = self._clock.now()
         try:
@@ -493,18 +615,23 @@ class Loop:
             self._saved_at = self._clock.now()
             self._save_s = self._saved_at - began
 
-    async def _save_until_it_works(self, journal: Journal) -> None:
+    async def _save_until_it_works(self, journal: DurableState) -> None:
+        """Repeat the write of the journal until it succeeds, without a time limit.
+
+        Each new error is logged and shown in the status. Another master that has taken the journal
+        ends the loop (SupersededError).
+        """
         tries = 0
         while True:
             try:
                 await self._store.save(journal)
-            except Unwritable as error:
+            except JournalUnwritableError as error:
                 if self.journal_error != str(error):
                     self.journal_error = str(error)
                     log.error("journal_unwritable", extra={"why": self.journal_error})
                 self._changed.set()
                 wait_s = pause_s(tries, error)
-                self._turned_at = self._clock.now() + wait_s  # to wait so long is no standstill
+                self._turned_at = self._clock.now() + wait_s  # this wait is not a standstill
                 await asyncio.sleep(wait_s)
                 tries += 1
             else:
@@ -516,28 +643,38 @@ class Loop:
                 return
 
     async def _watch(self) -> None:
+        """Queue what the platform sees; watch again, after a pause, whenever the view is lost.
+
+        The first complete list makes this master ready. Where nodes come by themselves, the first
+        message does, also if it is empty.
+        """
         tries = 0
         while True:
             try:
                 async for events in self._platform.watch():
                     tries = 0
-                    self.tell(list(events))
+                    self.add_events(list(events))
                     if not events:  # nothing for the core, but a condition may have changed
                         self._changed.set()
                     self._listed |= not self._platform.can_create or any(
                         isinstance(event, NodesListed) for event in events
                     )
             except TransientError as error:
-                log.warning("watch_lost", extra={"why": str(error)})
+                log.warning("watch_failed", extra={"why": str(error)})
             await asyncio.sleep(pause_s(tries))
             tries += 1
 
     async def _publish(self) -> None:
+        """Publish the status whenever it may have changed, at intervals of ``publish_s`` or more.
+
+        A failure is logged, and the status of a later time is published after a pause. A later
+        master ends the loop (SupersededError).
+        """
         tries = 0
         while True:
             await self._changed.wait()
             self._changed.clear()
-            began = time.thread_time()  # not of the clock: to be held up is not to be busy
+            began = time.thread_time()  # CPU time: a thread that waits is not busy
             status = self.status()
             wait_s = max(self._publish_s, PUBLISH_SHARE * (time.thread_time() - began))
             if status is not None:
@@ -552,12 +689,13 @@ class Loop:
                     tries += 1
             await asyncio.sleep(wait_s)
 
-    async def last_words(self, within_s: float) -> None:
-        """Publish the job's end if that is not done yet, and can be done so soon.
+    async def publish_end(self, within_s: float) -> None:
+        """Publish the job's end, if that is still to be done and is possible within this time.
 
-        Nothing else: of a job that goes on another master may be speaking already.
+        Nothing else is published: another master may already publish for a job that goes on.
+        Failures are ignored, as the journal has the end.
         """
-        with contextlib.suppress(TimeoutError, TransientError, Superseded):
+        with contextlib.suppress(TimeoutError, TransientError, SupersededError):
             async with asyncio.timeout(within_s), self._publishing:
                 status = self.status()
                 if status is not None and status.phase.ended and self._changed.is_set():
@@ -565,6 +703,11 @@ class Loop:
                     await self._platform.publish(status)
 
     async def _until_works(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
+        """Repeat a call until it succeeds, without a time limit; return its result.
+
+        Only transient errors are repeated. Each is logged, and a pause of up to 2 s or
+        ``retry_after`` follows.
+        """
         tries = 0
         while True:
             try:
@@ -575,7 +718,8 @@ class Loop:
                 tries += 1
 
     def _log(self, job: Job, since: int) -> None:
-        fresh = list(itertools.takewhile(lambda e: e.id >= since, reversed(job.events)))
+        """Log the job's events from this id on, as far as the job still keeps them."""
+        fresh = list(itertools.takewhile(lambda e: e.id >= since, reversed(job.state.events)))
         for event in reversed(fresh):
             fields = event.model_dump(exclude_none=True, exclude={"at", "type", "reason"})
             fields["why"] = fields.pop("message")

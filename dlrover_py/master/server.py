@@ -1,6 +1,7 @@
-"""HTTP for agents and people: decode, hand to the loop, encode. No decisions.
+"""The master's HTTP endpoints for agents and people; decisions are made elsewhere.
 
-Two ports: the job's (token on every path) and one for health and metrics (no token, no secrets).
+There are two ports: the job's port, where every path needs the token, and a port for health and
+metrics, which needs no token and shows no secrets.
 """
 
 import asyncio
@@ -20,47 +21,73 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dlrover_py import __version__, web
-from dlrover_py.master.exchange import NODE, Exchanges, error_body, no_whole_body
-from dlrover_py.master.loop import Loop, Passive
-from dlrover_py.protocol.agents import AgentReport, Assignment, Candidates, ErrorReply, Holders
+from dlrover_py import __version__
+from dlrover_py.master.exchange import Exchanges, body_timeout, error_body
+from dlrover_py.master.loop import Loop, PassiveMasterError
+from dlrover_py.net import http_server
+from dlrover_py.protocol import proof
+from dlrover_py.protocol.agents import (
+    AgentReport,
+    Assignment,
+    ErrorReply,
+    JobName,
+    ReplicaLocations,
+    RestoreCandidates,
+)
+from dlrover_py.protocol.checkpoint_id import CheckpointId
 from dlrover_py.protocol.errors import ErrorCode
 from dlrover_py.protocol.job import in_words
-from dlrover_py.protocol.names import NodeId
+from dlrover_py.protocol.names import MAX_COUNT, NODE_ID, NodeId, Round, Step, Timeline
+from dlrover_py.protocol.reasons import ConditionType
 from dlrover_py.protocol.status import JobStatus
 
 log = logging.getLogger("master.server")
 
 
-class TooLarge(Exception):
-    """The body is over the limit."""
+class BodyTooLargeError(Exception):
+    """The body of a request is larger than the limit."""
 
 
 def error_reply(status: int, code: ErrorCode, message: str) -> Response:
-    """A reply that says what was wrong."""
+    """Return a reply that says what was wrong.
+
+    Args:
+        status: The HTTP status.
+        code: The error for programs.
+        message: The error for people.
+    """
     return json_reply(status, error_body(code, message))
 
 
 def json_reply(status: int, body: bytes) -> Response:
-    """A reply whose body is JSON already."""
+    """Return a reply whose body is JSON already."""
     return Response(body, status_code=status, media_type="application/json")
 
 
-class Guard:
-    """Stands before everything: the token, and the size of the body."""
+class RequestGuard:
+    """Middleware before every path: checks the token and the size of the body.
+
+    One request needs no token: the one for the master's proof that it knows the token.
+    """
 
     def __init__(self, app: ASGIApp, *, token: str, max_body_bytes: int, denied: Counter) -> None:
         self._app, self._denied, self._limit = app, denied, max_body_bytes
         self._expected = f"Bearer {token}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse the request, or hand it on."""
+        """Refuse the request, or pass it on; anything but HTTP is dropped without an answer.
+
+        A refusal has status 401 (no valid token, which is counted) or 413 (the body is too large).
+        """
         if scope["type"] != "http":
-            return  # the server speaks nothing else; if it ever does, nobody gets in by that
+            return  # the server speaks HTTP only; anything else gets no access without the token
+        if scope.get("method") == "GET" and scope["path"] == proof.PATH:
+            await self._app(scope, receive, send)  # asked before the client sends the token
+            return
         headers = dict(scope["headers"])
         if not hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
             self._denied.inc()
-            reply = error_reply(401, ErrorCode.UNAUTHORIZED, "the job's token is expected")
+            reply = error_reply(401, ErrorCode.UNAUTHORIZED, "the request needs the job's token")
             reply.headers["WWW-Authenticate"] = "Bearer"
             await reply(scope, receive, send)
             return
@@ -75,7 +102,7 @@ class Guard:
             message = await receive()
             got += len(message.get("body", b""))
             if got > self._limit:
-                raise TooLarge
+                raise BodyTooLargeError
             return message
 
         await self._app(scope, counted, send)
@@ -85,29 +112,34 @@ class Guard:
 
 
 def too_large(limit: int) -> Response:
-    """The reply to a body over the limit."""
+    """Return the reply to a body over the limit."""
     message = f"the body is too large: at most {limit} bytes are expected"
     return error_reply(413, ErrorCode.TOO_LARGE, message)
 
 
-Number = Annotated[int, Query(ge=0, le=2**53)]
-NodePath = Annotated[str, Path(pattern=f"^{NODE}$")]
+Number = Annotated[int, Query(ge=0, le=MAX_COUNT)]
+Nonce = Annotated[str, Query(pattern=proof.NONCE_PATTERN)]
+NodePath = Annotated[str, Path(pattern=f"^{NODE_ID}$")]
 
 
+DEAD_S = 30.0
+"""Seconds without a turn of the loop after which the master is unhealthy."""
 EXCHANGE = "/v1/nodes/{node_id}/exchange"
 OCTETS: dict[str, Any] = {"content": {"application/octet-stream": {}}}
 
 
 def _described(app: FastAPI) -> dict[str, Any]:
-    """The document of the API, with what FastAPI cannot see: bodies that we read ourselves, and the
-    guard before it."""
+    """Return the OpenAPI document, completed by hand.
+
+    FastAPI does not know the bodies that the endpoints read themselves, nor the guard before them.
+    """
     made = FastAPI.openapi(app)
     parts = made["components"]
     report = AgentReport.model_json_schema(ref_template="#/components/schemas/{model}")
     parts["schemas"] |= report.pop("$defs") | {AgentReport.__name__: report}
-    ours = {"$ref": f"#/components/schemas/{AgentReport.__name__}"}
+    report_schema = {"$ref": f"#/components/schemas/{AgentReport.__name__}"}
     paths = made["paths"]
-    body = {"content": {"application/json": {"schema": ours}}, "required": True}
+    body = {"content": {"application/json": {"schema": report_schema}}, "required": True}
     paths[EXCHANGE]["post"]["requestBody"] = body
     paths["/v1/recipe"]["put"]["requestBody"] = {**OCTETS, "required": True}
     parts["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
@@ -116,7 +148,17 @@ def _described(app: FastAPI) -> dict[str, Any]:
 
 
 def job_app(loop: Loop, exchanges: Exchanges, denied: Counter) -> ASGIApp:
-    """What agents, people and dashboards call."""
+    """Return the HTTP application of the job: reports, recipes, checkpoints in memory, the status.
+
+    Metrics and health are in :func:`health_app`. Every path but the proof needs the token. Plain
+    reports of agents do not pass through this application (:func:`server`).
+
+    Args:
+        loop: The loop that runs the job.
+        exchanges: Takes the reports of agents; holds the token, and the limits of a body's size and
+            time.
+        denied: Counter of the requests that this application refuses for want of the token.
+    """
     refusals: dict[int | str, Any] = {code: {"model": ErrorReply} for code in (401, 413, 422)}
     not_now: dict[int | str, Any] = {503: {"model": ErrorReply}}
     late: dict[int | str, Any] = {408: {"model": ErrorReply}}
@@ -125,7 +167,9 @@ def job_app(loop: Loop, exchanges: Exchanges, denied: Counter) -> ASGIApp:
     recipe, body_s = exchanges.recipe, exchanges.body_s
     token, max_body_bytes = exchanges.token, exchanges.max_body_bytes
 
-    @app.exception_handler(TooLarge)
+    app.add_exception_handler(404, http_server.no_such_path)
+
+    @app.exception_handler(BodyTooLargeError)
     async def refuse(request: Request, error: Exception) -> Response:
         return too_large(max_body_bytes)
 
@@ -139,7 +183,7 @@ def job_app(loop: Loop, exchanges: Exchanges, denied: Counter) -> ASGIApp:
             async with asyncio.timeout(body_s):
                 return await request.body()
         except TimeoutError:
-            reply = json_reply(408, no_whole_body(body_s))
+            reply = json_reply(408, body_timeout(body_s))
             reply.headers["Connection"] = "close"
             return reply
         except ClientDisconnect:
@@ -151,17 +195,20 @@ def job_app(loop: Loop, exchanges: Exchanges, denied: Counter) -> ASGIApp:
         responses={409: {"model": ErrorReply}, **not_now, **late},
     )
     async def exchange(node_id: NodePath, request: Request) -> Response:
-        """Report up, assignment down; held until there is something new."""
+        """Take an agent's report and answer its assignment, once there is something new.
+
+        Without anything new, the present assignment is the answer after ``exchange_s``.
+        """
         body = await whole_body(request)
         if isinstance(body, Response):
             return body
         answer: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
 
-        def told(status: int, said: bytes) -> None:
+        def on_reply(status: int, reply: bytes) -> None:
             if not answer.done():
-                answer.set_result((status, said))
+                answer.set_result((status, reply))
 
-        leave = exchanges.ask(NodeId(node_id), body, told)
+        leave = exchanges.ask(NodeId(node_id), body, on_reply)
         gone = asyncio.ensure_future(request.receive())
         try:
             either: tuple[asyncio.Future[Any], ...] = (answer, gone)
@@ -174,23 +221,32 @@ def job_app(loop: Loop, exchanges: Exchanges, denied: Counter) -> ASGIApp:
 
     @app.get("/v1/recipe", response_class=Response, responses={200: OCTETS})
     async def read_recipe() -> Response:
-        """What this job's workers import, for agents that come later; empty until one has told."""
+        """Return the list of modules that the job's workers import, for agents that come later.
+
+        The body is empty until an agent has sent a list.
+        """
         return Response(recipe.body, media_type="application/octet-stream")
 
     @app.put("/v1/recipe", responses=late)
     async def keep_recipe(request: Request) -> Response:
-        """Keep a recipe; in memory, as any agent of the running round has it too."""
+        """Keep a list of modules, in memory only: each agent of the running round has it too.
+
+        It replaces the list before. Agents get its digest with their next assignment.
+        """
         body = await whole_body(request)
         if isinstance(body, Response):
             return body
         recipe.body, recipe.digest = body, hashlib.sha256(body).hexdigest()[:16]
         return Response("{}", media_type="application/json")
 
-    @app.get("/v1/checkpoints", response_model=Candidates, responses=not_now)
+    @app.get("/v1/checkpoints", response_model=RestoreCandidates, responses=not_now)
     async def checkpoints(request: Request, round: Number) -> Response:
-        """What the nodes of a round could restore from memory, once all have looked."""
+        """Return what can be restored from memory, once all nodes of the round have reported.
+
+        The answer comes after ``memory_wait_s`` at the latest, with what is known by then.
+        """
         found = asyncio.ensure_future(loop.candidates(round))
-        gone = asyncio.ensure_future(request.receive())  # there is no body: the end of the line
+        gone = asyncio.ensure_future(request.receive())  # without a body: the connection's end
         try:
             await asyncio.wait((found, gone), return_when=asyncio.FIRST_COMPLETED)
             while not found.done() and gone.result()["type"] == "http.request":
@@ -199,87 +255,117 @@ def job_app(loop: Loop, exchanges: Exchanges, denied: Counter) -> ASGIApp:
             if not found.done():
                 return Response(status_code=499)
             return json_reply(200, found.result().model_dump_json().encode())
-        except Passive as error:
+        except PassiveMasterError as error:
             return error_reply(503, ErrorCode.PASSIVE, str(error))
         finally:
             found.cancel()
             gone.cancel()
 
-    @app.get("/v1/checkpoints/holders", response_model=Holders, responses=not_now)
-    async def holders(step: Number, round: Number, lap: Number = 0) -> Response:
-        """Which nodes have a checkpoint in memory, by rank."""
+    @app.get("/v1/checkpoints/locations", response_model=ReplicaLocations, responses=not_now)
+    async def locations(step: Number, round: Number, timeline: Number = 0) -> Response:
+        """Return which nodes have a checkpoint in memory, by rank; empty if no node has it."""
         try:
-            found = loop.holders(step, round, lap)
-        except Passive as error:
+            found = loop.locations(
+                CheckpointId(round=Round(round), timeline=Timeline(timeline), step=Step(step))
+            )
+        except PassiveMasterError as error:
             return error_reply(503, ErrorCode.PASSIVE, str(error))
         return json_reply(200, found.model_dump_json().encode())
 
     @app.get("/v1/job", response_model=JobStatus, responses=not_now)
     async def job() -> Response:
-        """All that a person or a dashboard needs to know."""
+        """Return the status of the job."""
         status = loop.status()
         if status is None:
             return error_reply(503, ErrorCode.PASSIVE, "this master does not run the job yet")
         return Response(status.model_dump_json(by_alias=True), media_type="application/json")
 
-    @app.get("/v1/job/name", response_model=str, responses=not_now)
-    async def name() -> Response:
-        """Of the job; where nodes come by themselves it is drawn for each run."""
-        if not loop.name:
-            return error_reply(503, ErrorCode.PASSIVE, "this master runs no job; ask again")
-        return json_reply(200, json.dumps(loop.name).encode())
+    @app.get(proof.PATH, response_model=str, openapi_extra={"security": []})
+    async def prove(request: Request, nonce: Nonce) -> Response:
+        """Prove that this master knows the job's token; the request needs no token.
 
-    return Guard(app, token=token, max_body_bytes=max_body_bytes, denied=denied)
+        The answer is the HMAC-SHA256, with the token as the key, of ``dlrover master proof``, a
+        zero byte, the nonce, a zero byte, and the address of the connection: ``:PORT``, with the
+        IP address before it on the loopback device.
+        """
+        server = request.scope["server"]
+        where = "" if server is None or server[1] is None else proof.connection_address(*server)
+        return json_reply(200, json.dumps(proof.master_proof(token, nonce, where)).encode())
+
+    @app.get("/v1/job/name", response_model=JobName, responses=not_now)
+    async def name() -> Response:
+        """Return the name and size of the job; status 503 if this master runs none."""
+        if loop.name is None:
+            return error_reply(503, ErrorCode.PASSIVE, "this master runs no job; try again")
+        return json_reply(200, loop.name.model_dump_json().encode())
+
+    return RequestGuard(app, token=token, max_body_bytes=max_body_bytes, denied=denied)
 
 
 class _JobMetrics:
-    """The job's state, read when it is asked for."""
+    """The metrics of the job, computed when they are read."""
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
 
     def collect(self) -> Iterator[Metric]:
+        """Yield the metrics of the present state; before this master runs the job, only its own."""
         loop = self._loop
-        yield _gauge("dlrover_master_ready", "This master holds the term.", loop.ready)
-        yield _count("dlrover_exchanges", "Reports of agents.", loop.exchanges)
-        yield _count("dlrover_refused_reports", "Reports that were refused.", loop.refused)
-        yield _count("dlrover_journal_writes", "Times the journal was stored.", loop.journal_writes)
         yield _gauge(
-            "dlrover_journal_writable", "The journal can be stored.", not loop.journal_error
+            "dlrover_master_ready",
+            "1 if this master holds the term and knows its nodes, else 0.",
+            loop.ready,
+        )
+        yield _count("dlrover_exchanges", "Reports of agents that arrived.", loop.exchanges)
+        yield _count("dlrover_refused_reports", "Reports that were refused.", loop.refused)
+        yield _count("dlrover_journal_writes", "Writes of the journal.", loop.journal_writes)
+        yield _gauge(
+            "dlrover_journal_writable",
+            "1 if the journal can be written, else 0.",
+            not loop.journal_error,
         )
         status = loop.status()
         if status is None:
             return
-        yield _gauge("dlrover_term", "Number of this master's reign.", status.term)
+        yield _gauge("dlrover_term", "Term of this master.", status.term)
         yield _gauge("dlrover_round", "Number of the round.", status.round)
         yield _gauge("dlrover_world_size", "Workers in the round.", status.world_size)
         yield _gauge("dlrover_nodes_in_round", "Nodes in the round.", status.nodes_in_round)
-        yield _gauge("dlrover_nodes_ready", "Nodes that live.", status.ready)
-        yield _gauge("dlrover_nodes_wanted", "Nodes that the spec wishes.", status.wanted)
+        yield _gauge(
+            "dlrover_nodes_ready", "Nodes that have reported and are not leaving.", status.ready
+        )
+        yield _gauge("dlrover_nodes_desired", "Desired number of nodes.", status.desired)
         if status.progress is not None:
-            yield _gauge("dlrover_step", "Newest step of the script.", status.progress.step)
+            yield _gauge(
+                "dlrover_step", "Newest step that the script has reported.", status.progress.step
+            )
             speed = status.progress.steps_per_s
-            yield _gauge("dlrover_steps_per_second", "Speed of the script.", speed)
+            yield _gauge("dlrover_steps_per_second", "Training steps per second.", speed)
         last = status.last_checkpoint
         if last is not None:
-            words = "Newest step that could be loaded."
-            yield _gauge("dlrover_checkpoint_step", words, last.step)
-            words = "Age of that, in seconds."
-            yield _gauge("dlrover_checkpoint_age_seconds", words, last.age_s)
+            help_text = "Step of the newest checkpoint that can be restored."
+            yield _gauge("dlrover_checkpoint_step", help_text, last.step)
+            help_text = "Age of the newest checkpoint that can be restored, in seconds."
+            yield _gauge("dlrover_checkpoint_age_seconds", help_text, last.age_s)
         if last is not None and last.stored_step is not None and last.stored_at is not None:
-            words = "Newest step in storage."
-            yield _gauge("dlrover_checkpoint_stored_step", words, last.stored_step)
-            words = "Age of that, in seconds."
+            help_text = "Step of the newest checkpoint in storage."
+            yield _gauge("dlrover_checkpoint_stored_step", help_text, last.stored_step)
+            help_text = "Age of the newest checkpoint in storage, in seconds."
             age = max(0.0, status.published_at - last.stored_at)
-            yield _gauge("dlrover_checkpoint_stored_age_seconds", words, age)
+            yield _gauge("dlrover_checkpoint_stored_age_seconds", help_text, age)
         failing = any(
-            c.type == "CheckpointFailing" and c.status == "True" for c in status.conditions
+            c.type == ConditionType.CHECKPOINT_FAILING and c.status == "True"
+            for c in status.conditions
         )
-        yield _gauge("dlrover_checkpoint_failing", "As the condition CheckpointFailing.", failing)
-        words = "Checkpoints that went to storage by this master's orders."
-        yield _count("dlrover_checkpoints_stored", words, status.checkpoints_stored)
-        words = "Orders that came to nothing."
-        yield _count("dlrover_checkpoint_failures", words, status.checkpoint_failures)
+        yield _gauge(
+            "dlrover_checkpoint_failing",
+            "1 if the condition CheckpointFailing is True, else 0.",
+            failing,
+        )
+        help_text = "Checkpoints that this master has had written to storage."
+        yield _count("dlrover_checkpoints_stored", help_text, status.checkpoints_stored)
+        help_text = "Attempts to write a checkpoint to storage that failed."
+        yield _count("dlrover_checkpoint_failures", help_text, status.checkpoint_failures)
         rounds = CounterMetricFamily(
             "dlrover_new_rounds", "Rounds after the first, by cause.", labels=["cause"]
         )
@@ -288,35 +374,43 @@ class _JobMetrics:
         yield rounds
 
 
-def _gauge(name: str, words: str, value: float) -> Metric:
-    return GaugeMetricFamily(name, words, value=float(value))
+def _gauge(name: str, help_text: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, help_text, value=float(value))
 
 
-def _count(name: str, words: str, value: float) -> Metric:
-    return CounterMetricFamily(name, words, value=float(value))
+def _count(name: str, help_text: str, value: float) -> Metric:
+    return CounterMetricFamily(name, help_text, value=float(value))
 
 
-def health_app(loop: Loop, registry: CollectorRegistry, *, dead_s: float = 30.0) -> ASGIApp:
-    """Health, readiness and metrics."""
+def health_app(loop: Loop, registry: CollectorRegistry, *, dead_s: float = DEAD_S) -> ASGIApp:
+    """Return the application for health, readiness and metrics.
+
+    The metrics of the job are registered here, so it must be called once for each registry.
+
+    Args:
+        loop: The loop that runs the job.
+        registry: Registry of the metrics.
+        dead_s: Seconds without a turn of the loop after which the master is unhealthy.
+    """
     registry.register(_JobMetrics(loop))
     app = FastAPI(title="dlrover-py master health", docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.get("/healthz")
     async def healthz() -> Response:
-        """Whether the loop turns; a master that only waits for its turn is healthy."""
+        """Report whether the loop is alive; a passive master is healthy."""
         alive = loop.silent_s < dead_s or not loop.ready
-        words = "ok" if alive else f"the loop has not turned for {loop.silent_s:.0f} s"
-        return Response(words, status_code=200 if alive else 503, media_type="text/plain")
+        help_text = "ok" if alive else f"the loop has made no turn for {loop.silent_s:.0f} s"
+        return Response(help_text, status_code=200 if alive else 503, media_type="text/plain")
 
     @app.get("/readyz")
     async def readyz() -> Response:
-        """Whether agents should come here."""
-        words = loop.journal_error or "ok" if loop.ready else "this master is passive"
-        return Response(words, status_code=200 if loop.ready else 503, media_type="text/plain")
+        """Report whether agents must use this master."""
+        help_text = loop.journal_error or "ok" if loop.ready else "this master is passive"
+        return Response(help_text, status_code=200 if loop.ready else 503, media_type="text/plain")
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        """Prometheus metrics."""
+        """Return the metrics in Prometheus format."""
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     return app
@@ -328,16 +422,28 @@ def server(
     header_s: float,
     exchanges: Exchanges | None = None,
     tls: ssl.SSLContext | None = None,
-) -> web.Server:
-    """A server that is ready to be run on a socket of ours."""
-    protocol = web.Impatient if exchanges is None else _direct(exchanges)
-    return web.server(app, header_s=header_s, protocol=protocol, tls=tls)
+) -> http_server.EmbeddedServer:
+    """Return a server to run on a socket that is open already; it is not started here.
+
+    Args:
+        app: The application.
+        header_s: Seconds that a connection may take to send the head of a request.
+        exchanges: Takes plain exchanges on the direct path; None if there are none.
+        tls: TLS settings; None for plain HTTP.
+    """
+    protocol = http_server.TimeoutHttpProtocol if exchanges is None else _direct(exchanges)
+    return http_server.server(app, header_s=header_s, protocol=protocol, tls=tls)
 
 
-def _direct(exchanges: Exchanges) -> type[web.Impatient]:
-    """A protocol in which exchanges that are plain take their direct road."""
+def _direct(exchanges: Exchanges) -> type[http_server.TimeoutHttpProtocol]:
+    """Return a protocol class in which plain exchanges take the direct path.
 
-    class Direct(web.Impatient):
+    All other requests take the path of FastAPI.
+    """
+
+    class Direct(http_server.TimeoutHttpProtocol):
+        """Protocol of connections on which plain exchanges skip the ASGI application."""
+
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             self._opened_at = self.loop.time()
@@ -346,7 +452,7 @@ def _direct(exchanges: Exchanges) -> type[web.Impatient]:
             if self.cycle is None or self.cycle.response_complete:
                 held = exchanges.accept(self, self._opened_at)
                 if held is not None:
-                    self._wait_no_more()
+                    self._stop_head_timer()
                     self.cycle = held  # type: ignore[assignment]
                     self.scope = self.headers = None  # type: ignore[assignment]
                     return

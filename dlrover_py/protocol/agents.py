@@ -1,8 +1,9 @@
-"""What an agent and the master tell each other: :class:`AgentReport` up, :class:`Assignment` down.
+"""The messages between an agent and its master: :class:`AgentReport` up, :class:`Assignment` down.
 
-Both are whole documents: a lost, repeated or late one does no harm, because numbers that only
-grow (``seq``, ``follows``, ``incarnation``; ``term``, ``version``, ``round``) say which is newer.
-Unknown fields are ignored, so that an old agent survives a new master.
+Both are complete documents. A message that is lost, repeated or late does no harm, because numbers
+that only grow say which message is newer. These are ``seq``, ``follows`` and ``incarnation`` in a
+report, and ``term``, ``version`` and ``round`` in an assignment. The paths of the HTTP API have its
+version (:mod:`dlrover_py.protocol.versions`).
 """
 
 from enum import StrEnum
@@ -11,22 +12,35 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 from pydantic.alias_generators import to_camel
 
-from dlrover_py.protocol.names import WIRE_VERSION
+from dlrover_py.protocol.checkpoint_id import CheckpointId
+from dlrover_py.protocol.names import MAX_COUNT, Round, Step, Timeline
+from dlrover_py.protocol.timing import Timing
 
+_TIMING = Timing()
+"""The default times of a master."""
 Name = Annotated[
     str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", max_length=253)
 ]
+"""A name in the form of a DNS subdomain, of at most 253 characters."""
 Line = Annotated[str, StringConstraints(max_length=1024)]
-"""A name of ours; a longer one is refused."""
+"""A short text that DLRover-Py has made; a longer one is refused."""
 
 
 def sendable(text: str) -> str:
-    """Text as UTF-8 has it: bytes that Python could not decode, such as those of a path or of an
-    environment variable, become question marks."""
+    """Return text that UTF-8 can encode.
+
+    Bytes that Python could not decode, such as those of a path or of an environment variable,
+    become question marks.
+    """
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def _cut(most: int) -> BeforeValidator:
+    """Return a validator that cuts text to a number of characters; the last one is then ``…``.
+
+    It leaves other values to the checks that follow.
+    """
+
     def cut(value: Any) -> Any:
         if not isinstance(value, str):
             return value
@@ -37,105 +51,109 @@ def _cut(most: int) -> BeforeValidator:
 
 
 Words = Annotated[str, StringConstraints(max_length=1024), _cut(1024)]
-"""Text for people that may hold what the user wrote: it is cut, and never refused."""
-COUNT = Field(ge=0, le=2**53)
+"""Text for people, which may contain text of the user: it is cut, and never refused."""
+COUNT = Field(ge=0, le=MAX_COUNT)
+"""A number that only grows, or a size."""
 Count = Annotated[int, COUNT]
 Counted = Annotated[int, Field(ge=0, le=2**48)]
-"""A number in a report that the master counts on from: the result is a Count."""
+"""A number in a report from which the master counts on: the result is a Count."""
 Port = Annotated[int, Field(ge=0, le=65535)]
-"""0: there is none."""
+"""A TCP port; 0: there is none."""
 
 _NOT_KEPT: set[str] = set()
 
 
 class Wire(BaseModel):
-    """Base of all messages: immutable, lenient towards newer peers."""
+    """Base of all messages: immutable, and lenient towards newer peers."""
 
-    # JSON has no NaN: it would be written as null, which its own reader then refuses.
+    # JSON has no NaN: it would be written as null, which the reader then refuses.
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
     def model_post_init(self, context: Any, /) -> None:
-        """Forget which fields were given: nobody asks, and of an assignment that is 2 kB."""
+        """Forget which fields were given: no code uses that, and an assignment saves 2 kB."""
         object.__setattr__(self, "__pydantic_fields_set__", _NOT_KEPT)
 
 
 class WorkerPhase(StrEnum):
-    """What the workers of one node do, taken together."""
+    """The state of one node's workers, taken together."""
 
-    IDLE = "idle"  # none runs
+    IDLE = "idle"  # no worker runs
     RUNNING = "running"
     STOPPING = "stopping"
-    SUCCEEDED = "succeeded"  # all of the round's workers exited 0
+    SUCCEEDED = "succeeded"  # all workers of the round exited with 0
     FAILED = "failed"
-    CHECKING = "checking"  # not the user's script: this node is tried out before it trains
+    CHECKING = "checking"  # a check of this node runs instead of the user's script
 
 
 class FailureKind(StrEnum):
-    """How a worker died."""
+    """The way in which a worker died."""
 
     EXCEPTION = "exception"  # an uncaught Python exception of the script
     PEER = "peer"  # an exception that says that another rank's connection broke
     SIGNAL = "signal"  # killed: segmentation fault, out of memory, kill -9
-    EXIT = "exit"  # another exit code than 0, with no exception seen
+    EXIT = "exit"  # another exit code than 0, without an exception
     START = "start"  # could not be started at all
 
 
-class Shown(Wire):
-    """A message that stands in the job's status as well, there in camelCase as all of it."""
+class StatusMessage(Wire):
+    """A message that is also part of the job's status, where its fields are in camelCase."""
 
     model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, loc_by_alias=False)
 
 
-class WorkerFailure(Shown):
-    """Why a worker died, as its agent saw it."""
+class WorkerFailure(StatusMessage):
+    """The death of a worker, as its agent saw it."""
 
     kind: FailureKind
-    """How it died."""
+    """The way in which it died."""
     local_rank: Count
     """Its rank on its node."""
     rank: Count
     """Its rank in the round."""
     pid: Count
-    """Its process id, on its host."""
+    """Its process id on its host."""
     exit_code: int
-    """Exit code; the negative signal number when a signal killed it."""
+    """Its exit code, or the negative number of the signal that killed it."""
     message: Annotated[str, StringConstraints(max_length=2048), _cut(2048)]
     """Why it died, in words."""
     traceback: Annotated[str, StringConstraints(max_length=8192), _cut(8192)] = ""
     """Its Python traceback, cut; empty if there was none."""
     fingerprint: Annotated[str, StringConstraints(max_length=512), _cut(512)] = ""
-    """Same text for the same exception at the same place; empty if no exception was seen."""
+    """The same text for the same exception at the same place; empty if there was no exception."""
     step: Count | None = None
-    """Last step that was reported before it."""
+    """The last step that was reported before."""
     ran_s: Annotated[float, Field(ge=0)] = 0.0
-    """Time from the start of the worker to its death."""
+    """Seconds from the worker's start to its death."""
     forked: bool = False
-    """It was a warm start: a fork could be to blame for an early death."""
+    """True if it was a warm start: an early death may be caused by the fork."""
     out_of_memory: Line = ""
-    """What the kernel's out-of-memory killer did, with limit and peak; empty if it is not to
-    blame."""
+    """What the kernel's out-of-memory killer did, with limit and peak; empty if it did not kill the
+    worker."""
 
 
 class Offer(Wire):
-    """Where rank 0 could listen if this node became the first: reserved by the agent."""
+    """An address for rank 0, which an agent has reserved in case its node becomes the first."""
 
     addr: Annotated[str, StringConstraints(min_length=1, max_length=253)]
+    """The host name or IP address."""
     port: Annotated[int, Field(ge=1, le=65535)]
+    """The port that is reserved."""
 
 
-class Progress(Shown):
-    """What the script said of itself through ``dlrover_py.trainer.session``."""
+class Progress(StatusMessage):
+    """The progress of the script, as it reports it through ``dlrover_py.trainer.session``."""
 
     step: Count
-    """Newest step that was reported."""
+    """The newest step that was reported."""
     total: Count | None = None
-    """Steps in all, if the script says so."""
+    """The number of all steps, if the script reports it."""
     started_at_step: Count
-    """First step that was reported in this round."""
+    """The first step that was reported in this round."""
     first_step_after_s: Annotated[float, Field(ge=0)]
-    """From taking up the round to that first step."""
+    """Seconds from the start of the round on this node to that first step."""
     steps_per_s: Annotated[float, Field(ge=0)] = 0.0
-    """Steps per second, lately."""
+    """Steps per second: a moving mean over about ten reports of this round; 0 before the second
+    report."""
     metrics: dict[Annotated[str, StringConstraints(max_length=64)], float] = Field(
         default_factory=dict, max_length=32
     )
@@ -143,258 +161,330 @@ class Progress(Shown):
 
 
 class CheckResult(Wire):
-    """How a node did in a check (docs/network-check.md): times are the slowest worker's."""
+    """The result of a node's check (docs/network-check.md). Times are of its slowest worker."""
 
     passed: bool
+    """True if the node passed the check."""
     why: Words = ""
-    """What went wrong, if it did not pass."""
+    """What failed, in words; empty if it passed."""
     matmul_s: Annotated[float, Field(ge=0)] = 0.0
-    """Of one matrix product: speaks of this node alone."""
+    """Seconds for one matrix product: they depend on this node alone."""
     allreduce_s: Annotated[float, Field(ge=0)] = 0.0
-    """Of one all-reduce: speaks of all nodes of the group; 0 for a worker that was alone."""
+    """Seconds for one all-reduce: they depend on all nodes of the group. 0 for a worker that was
+    alone."""
     algbw_gb_s: Annotated[float, Field(ge=0)] = 0.0
-    """Bytes that were reduced in a second, and what each link carried for it; only with
-    ``--precheck 2``."""
+    """Algorithm bandwidth: gigabytes that were reduced per second. Only with ``--precheck 2``."""
     busbw_gb_s: Annotated[float, Field(ge=0)] = 0.0
+    """Bus bandwidth: gigabytes per second that each link carried for it. Only with ``--precheck
+    2``."""
 
 
-class Held(Wire):
-    """What a node's memory holds whole of one checkpoint (:mod:`dlrover_py.arena`)."""
+class CheckpointReference(Wire):
+    """A message that is about one checkpoint, which these three fields identify."""
 
-    step: Count
-    round: Count
-    lap: Count = 0
+    step: Annotated[Step, COUNT]
+    """The step at which it was saved."""
+    round: Annotated[Round, COUNT]
+    """The round in which it was saved."""
+    timeline: Annotated[Timeline, COUNT] = Timeline(0)
+    """Its timeline within the round: it grows with each ``load()``."""
+
+    @property
+    def id(self) -> CheckpointId:
+        """The identity of the checkpoint."""
+        return CheckpointId(round=self.round, timeline=self.timeline, step=self.step)
+
+
+class MemoryCheckpoint(CheckpointReference):
+    """A checkpoint with complete slots in a node's memory (:mod:`dlrover_py.checkpoint.shm`)."""
+
     world: Annotated[Count, Field(ge=1)]
+    """The world size with which it was saved."""
     ranks: Annotated[
         dict[Count, Annotated[str, StringConstraints(max_length=32)]], Field(min_length=1)
     ]
-    """Digest of the part that each rank here has of it: equal digests, equal parts."""
-    hollow: list[Count] = Field(default_factory=list)
-    """Ranks of which only what is theirs alone is here: replicas where the rest is known to be."""
+    """Rank → digest of its shard group, for the ranks here. Ranks with equal digests have equal
+    shards."""
+    private_only: list[Count] = Field(default_factory=list)
+    """Ranks here that have only the values of their own: replicas without the bytes of the shard
+    group, which other nodes are known to have."""
     replica: bool = False
-    """Held for a peer."""
+    """True if the node keeps it for a peer."""
     persist: bool = False
-    """It is to go to storage."""
+    """True if it must be written to storage."""
 
 
 class PersistPhase(StrEnum):
-    """How far a node is with an order to write a checkpoint to storage."""
+    """The progress of a node with a request to write a checkpoint to storage."""
 
     WRITING = "writing"
-    READY = "ready"  # only of the coordinator: every shard is there, it asks for the grant
-    DONE = "done"  # its shards are there; of the coordinator: the manifest is
+    READY = "ready"  # only for the coordinator: all shards are written, it waits for the grant
+    DONE = "done"  # its shards are written; for the coordinator: the manifest is written
     FAILED = "failed"
 
 
-class Persisting(Wire):
-    """How a node's persister is."""
+class PersistProgress(Wire):
+    """The state of a node's persister."""
 
     attempt: Line = ""
-    """Of the newest order that it has taken up."""
+    """The ``attempt`` of the newest request that it has accepted."""
     phase: PersistPhase = PersistPhase.WRITING
+    """The progress of that request."""
     why: Words = ""
-    """What is wrong, in words, if it failed."""
+    """What failed, in words; empty if nothing did."""
 
 
-class Stored(Wire):
-    """A checkpoint that exists in storage: its manifest does."""
+class StoredCheckpoint(CheckpointReference):
+    """A checkpoint in storage whose manifest exists."""
 
-    step: Count
     where: Words
-    """Path or address of its folder."""
+    """The path or address of its folder."""
     at: float
-    """When it was committed, in seconds of the epoch, by the committer's clock: for people."""
+    """Time of the commit in seconds since the epoch, by the committer's clock. It is for people
+    only."""
     number: Count = 0
-    """Of the commit in its directory: what is newer is told by it."""
-    round: Count = 0
-    lap: Count = 0
-    """When it was saved; with the step they tell what is older than it."""
+    """The number of the commit in its directory: it decides which checkpoint is newer."""
+    round: Annotated[Round, COUNT] = Round(0)
+    """The round in which it was saved."""
 
 
 class AgentReport(Wire):
-    """All that a node has to say, each time."""
+    """The complete state of a node. Each report has all of it."""
 
-    wire: Line = WIRE_VERSION
     boot_id: Annotated[str, StringConstraints(min_length=8, max_length=64)]
-    """Random, drawn once by each agent process: tells a restarted agent from a retry."""
+    """Random text that each agent process draws once: it distinguishes a restarted agent from a
+    retry."""
     incarnation: Counted = 0
-    """As assigned by the master; 0 until it was."""
+    """The incarnation that the master has assigned; 0 before that."""
     seq: Counted
-    """Grows with each report of this agent process."""
+    """A number that grows with each report of this agent process."""
     have_term: Counted = 0
+    """The term of the newest assignment that arrived."""
     have_version: Counted = 0
-    """Term and version of the newest assignment that arrived."""
+    """The version of the newest assignment that arrived."""
     follows: Counted = 0
-    """Newest round that this agent has taken up. A join for the next round is told from a retry
-    by it, and an offer is good only for rounds after it."""
+    """The newest round that this agent has started. It distinguishes a join for the next round from
+    a retry. The offer is valid only for later rounds."""
     phase: WorkerPhase = WorkerPhase.IDLE
-    """Of the workers of round ``follows``."""
+    """The state of the workers of round ``follows``."""
     nproc: Annotated[int, Field(ge=1, le=1024)] = 1
+    """The number of its workers."""
     role: Line = "default"
-    """Of its workers: those of one role are counted on their own as well."""
+    """The role of its workers: workers of one role are also counted separately."""
     pids: list[Count] = Field(default_factory=list, max_length=1024)
-    """Worker processes by local rank; 0 for one that has ended."""
+    """Process ids of the workers by local rank; 0 for a worker that has ended."""
     agent_pid: Count = 0
+    """The process id of the agent."""
     offer: Offer
+    """An address that rank 0 can use if this node becomes the first of a round."""
     max_restarts: Count | None = None
-    """From ``--max-restarts`` where it was given; the job's spec beats it."""
+    """The value of ``--max-restarts`` if it was given; the job's spec takes precedence."""
     failure: WorkerFailure | None = None
-    """Why round ``follows`` failed here, until the next one is taken up."""
+    """Why round ``follows`` failed here. It stays until the next round starts."""
     progress: Progress | None = None
+    """The progress of the script; None before its first report."""
     warm: bool = False
-    """Its next start is a fork, and takes a moment only."""
+    """True if the next start is a fork, which takes only a moment."""
     warming: bool = False
-    """This agent is not ready for its first round: it makes itself able to start warm, which
-    takes no longer than a cold start would."""
+    """True if this agent is not ready for its first round, since it still prepares for a warm
+    start. The preparation takes no longer than a cold start would."""
     leaving: Words = ""
-    """Why this node is about to go (SIGTERM …); empty if it is not."""
+    """Why this node leaves (SIGTERM …); empty if it does not."""
     cut_off: Words = ""
-    """Why this node has stopped the workers of round ``follows`` without being told: it heard of
-    nobody, and others may train in its place. Empty if it did not."""
+    """Why this node stopped the workers of round ``follows`` without a request. It was cut off from
+    the master and from all other nodes, which may train in its place. Empty if it did not."""
     precheck: Annotated[int, Field(ge=0, le=2)] = 0
-    """The node wishes to be checked before its first round (1); speeds are told too (2)."""
+    """1: the node requests a check before its first round. 2: the check also measures bandwidth."""
     exclude_straggler: bool = False
-    """If the check shows that it is slow, it wishes to be left out."""
+    """True if the node asks to be left out when the check shows that it is slow."""
     checks: Counted = 0
-    """Newest check that this agent has taken up."""
+    """The number of the newest check that this agent has started."""
     check: CheckResult | None = None
-    """How check ``checks`` ended here."""
-    memory: list[Held] = Field(default_factory=list, max_length=64)
+    """The result of check ``checks`` here."""
+    memory: list[MemoryCheckpoint] = Field(default_factory=list, max_length=64)
+    """The checkpoints in the node's memory."""
     memory_round: Counted = 0
-    """The look at ``memory`` was taken when no worker of a round before this one ran any more."""
-    depot: Port = 0
-    """Port at which peers get at its memory; 0 if they cannot."""
-    persisting: Persisting | None = None
-    stored: Stored | None = None
-    """Newest checkpoint that this node's persister has seen in storage."""
+    """When ``memory`` was listed, no worker of a round before this one was running."""
+    transfer_port: Port = 0
+    """The port of the node's transfer server, at which peers read its memory; 0 if they cannot."""
+    persisting: PersistProgress | None = None
+    """The state of the node's persister; None if it has none."""
+    stored: StoredCheckpoint | None = None
+    """The newest checkpoint in storage that this node's persister has seen."""
     stores: bool = False
-    """A script here has said where checkpoints go that are to outlive the job."""
-    checkpoint_trouble: Words = ""
-    """Why checkpoints are not what they should be: the disk is full, memory does not suffice."""
+    """True if a script here has named a place for checkpoints that outlive the job."""
+    checkpoint_error: Words = ""
+    """Why checkpoints are not as complete as they should be: the disk is full, or memory is too
+    small."""
     save_at_breakpoint: bool = False
-    """After a failure of a worker the newest state is to be stored; the job's spec may say so
-    too."""
+    """True if the newest state must be stored after a worker fails. The job's spec may require it
+    as well."""
     gives_up: Words = ""
-    """Why this node ends the job for all, where no platform could replace it; empty if it does not.
-    torchrun's agents count restarts themselves, and the first that has none left closes the
-    rendezvous."""
+    """Why this node ends the job for all nodes, where no platform could replace it; empty if it
+    does not. As with torchrun, each agent counts its restarts itself. The first agent without
+    restarts left closes the rendezvous."""
     nested: Words = ""
-    """What another launcher below the workers has started, as a world of its own; empty if none
-    was seen."""
+    """What a second launcher below the workers has started as a world of its own; empty if there is
+    none."""
 
 
 class Directive(StrEnum):
-    """What the master wants of a node."""
+    """The kind of action that the master requests from a node."""
 
-    WAIT = "wait"  # run nothing: the node is a standby, or the round is still forming
-    CHECK = "check"  # try this node out, together with the others of `check`
+    WAIT = "wait"  # run nothing: the node is a standby, or the round is still pending
+    CHECK = "check"  # check this node, together with the others of `check`
     RUN = "run"  # run the workers of `round`
     STOP = "stop"  # end the workers, then exit with `exit_code`
 
 
-class Peer(Wire):
-    """The node whose memory this one keeps a copy of."""
+class ReplicationPeer(Wire):
+    """The node of whose memory this node keeps a replica."""
 
     node: Line
+    """The id of the node."""
     addr: Line
+    """The address of its transfer server."""
     port: Port
+    """The port of its transfer server."""
 
 
-class PersistOrder(Wire):
-    """Write a checkpoint from memory to storage; a newer order, or none, calls it off."""
+class PersistRequest(CheckpointReference):
+    """A request to write a checkpoint from memory to storage.
+
+    A newer request, or an assignment without one, cancels it.
+    """
 
     attempt: Annotated[str, StringConstraints(pattern=r"^[0-9a-z]{1,32}$")]
-    """Random, so that nobody else has written into its folder."""
-    step: Count
-    round: Count
-    lap: Count = 0
+    """Random text for the name of the folder, so that no other attempt has written to it."""
     world: Count
+    """The world size with which it was saved."""
     ranks: list[Count]
-    """Whose slots this node writes."""
+    """The ranks whose slots this node writes."""
     writers: list[Line] = Field(default_factory=list)
-    """To the coordinator alone, which makes the plan and commits: all nodes that write."""
-    grant: Count = 0
-    """The term in which the coordinator may commit; 0 as long as it may not."""
+    """All nodes that write. Only the coordinator, which makes the plan and commits, receives this
+    list."""
+    grant: Count | None = None
+    """The term in which the coordinator may commit; None while it may not commit, and 0 where there
+    is no master."""
 
 
-class Candidate(Wire):
-    """A checkpoint that is whole in memory, newest first in :class:`Candidates`."""
+class RestoreCandidate(CheckpointReference):
+    """A checkpoint that is complete in the memory of nodes."""
 
-    step: Count
-    round: Count
-    lap: Count = 0
     world: Count
+    """The world size with which it was saved."""
 
 
-class Candidates(Wire):
-    """Reply to ``GET /v1/checkpoints?round=R``: what the nodes of the round could restore from."""
+class RestoreCandidates(Wire):
+    """The reply to ``GET /v1/checkpoints?round=R``: checkpoints in memory of the round's nodes."""
 
-    candidates: list[Candidate] = Field(default_factory=list)
+    candidates: list[RestoreCandidate] = Field(default_factory=list)
+    """The checkpoints, newest first."""
 
 
-class Holders(Wire):
-    """Reply to ``GET /v1/checkpoints/holders?step=&round=&lap=``: who has it, by rank."""
+class ReplicaLocation(ReplicationPeer):
+    """A node that has one rank's slot of a checkpoint."""
 
-    ranks: dict[Count, Peer] = Field(default_factory=dict)
-    parts: dict[Count, Line] = Field(default_factory=dict)
-    hollow: list[Count] = Field(default_factory=list)
+    rank: Count
+    """The rank."""
+    part: Line = ""
+    """Digest of its shard group: ranks of the same group hold copies of the same tensors."""
+    private_only: bool = False
+    """True if the node has only the values of this rank alone, without the bytes of the shard
+    group."""
+
+
+class ReplicaLocations(Wire):
+    """The reply to ``GET /v1/checkpoints/locations?round=&timeline=&step=``."""
+
+    locations: list[ReplicaLocation] = Field(default_factory=list)
+    """Where the slot of each rank is, in the order of ranks."""
 
 
 class Assignment(Wire):
-    """What one node has to do; its own ranks and one endpoint, never the table of all nodes."""
+    """The task of one node: its own ranks and one endpoint, never the table of all nodes."""
 
-    wire: Line = WIRE_VERSION
     term: Count
+    """The term of the master that assigns."""
     version: Count
-    """Grows with each change of this node's assignment within a term."""
+    """A number that grows with each change of this node's assignment within a term."""
     incarnation: Count
+    """The incarnation that the node has."""
     directive: Directive
+    """The action that the node must take."""
     reason: Annotated[str, _cut(8192)]
-    """Why, in words."""
+    """Why the node must take it, in words."""
     round: Count = 0
+    """The round that the node must run; 0 if there is none."""
     check: Count = 0
-    """With CHECK: its number, which only grows; ranks and addresses are those of its group."""
+    """With CHECK: the number of the check, which only grows. Ranks and addresses are those of the
+    check's group."""
     node_rank: Count = 0
+    """The rank of this node in the round."""
     nnodes: Count = 0
+    """The number of nodes in the round."""
     rank_offset: Count = 0
-    """Global rank of this node's local rank 0."""
+    """The global rank of the worker with local rank 0."""
     world_size: Count = 0
-    """Workers in the round."""
+    """The number of workers in the round."""
     role_rank_offset: Count = 0
+    """The first rank of this node's workers among the workers of their role."""
     role_world_size: Count = 0
-    """The same, among the workers of this node's role."""
+    """The number of workers in the round that have the role of this node's workers."""
     master_addr: str = ""
+    """The host name or IP address of rank 0."""
     master_port: Port = 0
+    """The port of rank 0."""
     restart_count: Count = 0
-    """Rounds that ended in a failure before this one (TORCHELASTIC_RESTART_COUNT)."""
+    """The number of earlier rounds that ended in a failure (TORCHELASTIC_RESTART_COUNT)."""
     max_restarts: Count = 0
+    """The number of restarts that the job may have."""
     exit_code: Annotated[int, Field(ge=0, le=255)] = 0
+    """With STOP: the code with which the agent must exit."""
     cold: bool = False
-    """Start the workers cold: warm ones are in doubt."""
-    stop_grace_s: Annotated[float, Field(ge=0)] = 1.0
-    """SIGTERM to SIGKILL when the workers are stopped for this assignment."""
+    """True if the workers must be started cold, since a warm start may be the cause of a
+    failure."""
+    stop_grace_s: Annotated[float, Field(ge=0)] = _TIMING.stop_grace_s
+    """Seconds from SIGTERM to SIGKILL when the workers are stopped for this assignment."""
     last_step_s: Annotated[float, Field(ge=0)] = 0.0
-    """Scripts that ask ``should_stop()`` have so long to agree on a last step, and to save it,
-    before they are signalled. 0: their round is broken already."""
+    """Seconds that scripts with ``should_stop()`` have, before the signal, to agree on a last step
+    and to save it. 0: their round is already broken."""
     recipe: Line = ""
-    """Digest of the warm recipe that the master keeps (``/v1/recipe``); empty if it has none."""
+    """The digest of the list of modules to import beforehand, which the master keeps
+    (``/v1/recipe``); empty if it has none."""
     checkpoint: Annotated[str, StringConstraints(max_length=16384)] = ""
     """The job's ``checkpoint:`` as JSON, for the workers; empty if it has none."""
-    peer: Peer | None = None
-    persist: PersistOrder | None = None
-    linger: bool = False
-    """With STOP: the agent stays when its workers have ended, within the grace, for what its memory
-    holds is about to be stored."""
-    adrift: bool = False
-    """The master does not hear of its platform: another one may be in its place."""
-    exchange_s: Annotated[float, Field(gt=0)] = 2.0
-    """The master answers a report after this time at the latest."""
-    lease_s: Annotated[float, Field(gt=0)] = 5.0
-    """The node is taken for lost this long after its last report."""
+    peer: ReplicationPeer | None = None
+    """The node of whose memory this node must keep a replica; None if there is none."""
+    persist: PersistRequest | None = None
+    """The checkpoint that this node must write to storage; None if there is none."""
+    stay_until_stored: bool = False
+    """With STOP: after its workers have ended, the agent stays until its memory is stored, but no
+    longer than the grace period."""
+    master_disconnected: bool = False
+    """True if the master is disconnected from its platform: another master may have replaced it."""
+    exchange_s: Annotated[float, Field(gt=0)] = _TIMING.exchange_s
+    """Seconds within which the master answers a report."""
+    lease_s: Annotated[float, Field(gt=0)] = _TIMING.lease_s
+    """Seconds after its last report at which the node counts as lost."""
+
+
+class JobName(Wire):
+    """The name and size of a job, for an agent that comes by itself."""
+
+    name: Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+    """The name of the job; where nodes come by themselves, it is random."""
+    fewest: Count
+    """The fewest nodes of a round."""
+    most: Count
+    """The most nodes of a round."""
 
 
 class ErrorReply(Wire):
-    """Body of a reply that is not 200."""
+    """The body of a reply whose status is not 200."""
 
     code: str
+    """The kind of the error, for programs: one of
+    :class:`~dlrover_py.protocol.errors.ErrorCode`."""
     message: str
+    """The error in words, for people."""

@@ -1,9 +1,11 @@
-"""What a command line starts, as far as it can be read. Pure.
+"""Find out what a command line starts, as far as it can be read. Pure.
 
-Two rules hold wherever a command line is read:
+Two rules apply wherever a command line is read:
 
-* What stands behind a launcher's script belongs to the script, whatever it looks like.
-* Only torchrun's flags may be abbreviated, since torchrun allows that. Flags of ours may not.
+* Everything behind a launcher's script belongs to the script, even if it looks like a flag of the
+  launcher.
+* Only torchrun's flags may be abbreviated, since torchrun allows that. Flags that only
+  ``elastic-run`` has may not.
 """
 
 import re
@@ -14,14 +16,16 @@ from typing import Final
 
 
 def _words(text: str) -> frozenset[str]:
+    """Return the words of a text as a set."""
     return frozenset(text.split())
 
 
 ELASTIC_RUN: Final = "elastic-run"
-"""The one launcher that joins a job."""
+"""The only launcher that joins a job."""
 _OURS: Final = (ELASTIC_RUN, "dlrover-run")
+"""The programs that are ``elastic-run``."""
 
-# Flags by their spelling with dashes; each may be written with underscores too.
+# Flags are spelled with dashes here. Each may be written with underscores, too.
 SWITCHES: Final = _words(
     """
     --standalone --module --no-python --run-path --virtual-local-rank --help -m -h
@@ -38,21 +42,21 @@ VALUES: Final = _words(
     """
 )
 """torchrun's flags with a value."""
-OUR_SWITCHES: Final = _words(
+ELASTIC_RUN_SWITCHES: Final = _words(
     """
     --network-check --comm-perf-test --exclude-straggler --save-at-breakpoint --auto-config
     --numa-affinity --cold-start --version --auto-tunning --training-port --membind-policy
     --ucp-device-type
     """
 )
-"""Further flags of ``elastic-run`` without a value, or that it refuses."""
-OUR_VALUES: Final = frozenset(("--precheck", "--node-unit", "--accelerator"))
+"""Further flags of ``elastic-run`` that have no value, or that it refuses."""
+ELASTIC_RUN_VALUES: Final = frozenset(("--precheck", "--node-unit", "--accelerator"))
 """Further flags of ``elastic-run`` with a value."""
 
 LAUNCHERS: Final[Mapping[str, tuple[str, ...]]] = {
     "torchrun": ("torch.distributed.run", "torch.distributed.launch"),
     "accelerate launch": ("accelerate.commands.launch",),
-    "deepspeed": ("deepspeed.launcher.runner",),
+    "deepspeed": ("deepspeed.launcher.runner", "deepspeed.launcher.launch"),
     "colossalai run": (),
     "fabric run": (),
     "horovodrun": (),
@@ -60,53 +64,87 @@ LAUNCHERS: Final[Mapping[str, tuple[str, ...]]] = {
     "mpiexec": (),
 }
 """Other launchers, and the modules by which ``python -m`` starts them."""
+_ALSO: Final = {"accelerate-launch": "accelerate launch"}
+"""Further programs that are one of these launchers."""
 _BY_MODULE: Final = {module: name for name, modules in LAUNCHERS.items() for module in modules} | {
     "dlrover_agent": ELASTIC_RUN,
     "dlrover_agent.cli": ELASTIC_RUN,
 }
+"""Module → the launcher that ``python -m`` starts with it."""
 _BY_FILE: Final = {
     "torch/distributed/run.py": "torchrun",
     "torch/distributed/launch.py": "torchrun",
 }
+"""End of a script's path → the launcher that it is."""
 _TOOLS: Final = frozenset(("pip", "venv", "ensurepip", "compileall", "http.server", "site", "json"))
 """Modules of ``python -m`` that train nothing."""
 
 _SHELLS: Final = frozenset(("sh", "bash", "dash", "zsh", "ksh", "ash"))
+"""Programs that are shells."""
 _PYTHON: Final = re.compile(r"python[\d.]*|pypy[\d.]*")
+"""Programs that are Python."""
 _PYTHON_VALUES: Final = frozenset("WX")
+"""Short flags of Python with a value, besides ``-c`` and ``-m``."""
 _WRAPPERS: Final = _words(
     """
     env exec time command nohup timeout nice ionice chrt taskset numactl stdbuf setsid sudo gosu
-    su-exec tini dumb-init catchsegv xvfb-run conda mamba micromamba uv poetry pipenv nsys strace
+    su-exec tini dumb-init catatonit setpriv runuser prlimit catchsegv xvfb-run busybox eval
+    conda mamba micromamba uv uvx poetry pipenv pixi pdm hatch rye
+    nsys ncu strace py-spy ddtrace-run opentelemetry-instrument
     if then elif else do while until ! {
     """
 )
-"""Words before a program that is started all the same."""
+"""Words that may come before a program and still start it."""
+_ASIDE: Final = _words(
+    """
+    tee cat tail head grep sed awk sort tr wc date ts echo printf done fi esac } wait exit return
+    true false : sleep sync trap set unset export cd ls df du free ps mkdir touch rm cp mv chmod
+    chown tar gzip zip rsync curl wget aws gsutil rclone nvidia-smi
+    """
+)
+"""Programs and shell words that are used beside a training, and start none."""
+_FOUND: Final = re.compile(r"(?:\$\(|`)\s*(?:which|command\s+-v)\s+([\w./+-]+)\s*[)`]")
+"""A program whose path a shell looks up: ``$(which torchrun)``."""
 _ASSIGNMENT: Final = re.compile(r"[A-Za-z_]\w*\+?=.*", re.DOTALL)
+"""An assignment to a variable before a program: ``NAME=value``."""
 _NUMBER: Final = re.compile(r"-\d+|-\d*\.\d+")
-_COMMENT: Final = re.compile(r"^\s*#.*$", re.MULTILINE)
+"""A negative number, which is no flag."""
+_COMMENT: Final = re.compile(
+    r"""('[^']*'|"(?:\\.|[^"\\])*"|\\.)|(?:^|(?<=[\s;&|()]))\#[^\n]*""",
+    re.DOTALL | re.MULTILINE | re.VERBOSE,
+)
+"""A shell comment; or, as group 1, a quotation, which may look like one."""
+_HEREDOC: Final = re.compile(r"(?<!<)<<-?[ \t]*(['\"]?)([A-Za-z_]\w*)\1(?!\w)")
+"""The start of a here-document: the lines that follow are a program's input. Group 2 is the line
+after them."""
 _SEPARATORS: Final = "();<>|&\n"
+"""Characters that end a word of a shell, and separate commands or redirect."""
 _DEEPEST: Final = 8
-"""Programs in programs that are looked into."""
+"""Levels of programs in programs that are read."""
 _LONGEST: Final = 20_000
-"""Characters of a shell's line that are read."""
+"""Characters of a shell's command line that are read."""
+_MOST_WORDS: Final = 10_000
+"""Words of a command line that are read: an object at the API server may have a million."""
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A launcher's command line in two."""
+    """A launcher's command line, divided into flags and script."""
 
     flags: tuple[str, ...]
-    """The launcher's own words; abbreviations are written out."""
+    """The launcher's own words; abbreviated flags are completed."""
     script: tuple[str, ...]
-    """The script, module or program, and all that stands behind it. Empty if there is none."""
+    """The script, module or program, and all words behind it. Empty if there is none."""
 
     def has(self, *names: str) -> bool:
-        """Whether one of these switches is there."""
+        """Return whether one of these switches is present."""
         return any(word in names or _dashed(word) in names for word in self.flags)
 
     def value(self, name: str) -> str:
-        """The last value of a flag; empty if it is not there."""
+        """Return the last value of a flag; empty if the flag is absent or has no value.
+
+        The name is spelled with dashes.
+        """
         found, words = "", self.flags
         for at, word in enumerate(words):
             flag, equals, value = word.partition("=")
@@ -122,25 +160,26 @@ class Call:
     program: str
     """``elastic-run``, a name in :data:`LAUNCHERS`, ``python``, or the program's own name."""
     split: Split
-    """Of a launcher or of Python. Of another program all words are its script."""
+    """The command line of a launcher or of Python. For another program all words are its script."""
 
     @property
     def launches(self) -> bool:
-        """Whether it is another launcher than ours."""
+        """Return whether the program is a launcher other than ``elastic-run``."""
         return self.program in LAUNCHERS
 
 
-def split(words: Sequence[str], *, ours: bool) -> Split:
-    """Part the words behind a launcher's name into its own and its script's.
+def split(words: Sequence[str], *, elastic_run: bool) -> Split:
+    """Divide the words behind a launcher's name into its flags and its script.
 
-    An unknown flag is taken for one without a value.
+    The script begins with the first word that is neither a flag nor a flag's value, or behind
+    ``--``. An unknown flag is treated as a flag without a value. Nothing is refused.
 
     Args:
-        words: what follows the program's name.
-        ours: whether it is ``elastic-run``, which has more flags than torchrun.
+        words: the words behind the program's name.
+        elastic_run: whether the launcher is ``elastic-run``, which has more flags than torchrun.
     """
-    switches = SWITCHES | OUR_SWITCHES if ours else SWITCHES
-    values = VALUES | OUR_VALUES if ours else VALUES
+    switches = SWITCHES | ELASTIC_RUN_SWITCHES if elastic_run else SWITCHES
+    values = VALUES | ELASTIC_RUN_VALUES if elastic_run else VALUES
     flags: list[str] = []
     at = 0
     while at < len(words):
@@ -153,7 +192,7 @@ def split(words: Sequence[str], *, ours: bool) -> Split:
         name, equals, value = word.partition("=")
         known = _dashed(name)
         if known not in switches | values and " " in word:
-            break  # as argparse has it: no flag has a space
+            break  # as in argparse: no flag has a space
         if known not in switches | values and name.startswith("--"):
             full = abbreviated(name)
             if len(full) == 1:
@@ -171,18 +210,22 @@ def split(words: Sequence[str], *, ours: bool) -> Split:
 
 
 def abbreviated(name: str) -> list[str]:
-    """The flags of torchrun that a word such as ``--nproc`` may stand for; none if it is none."""
+    """Return the flags of torchrun that a word such as ``--nproc`` may abbreviate; maybe none."""
     start = _dashed(name)
     return sorted(flag for flag in SWITCHES | VALUES if flag.startswith(start) and len(start) > 2)
 
 
 def _dashed(name: str) -> str:
+    """Return a long flag with dashes instead of underscores; return any other word unchanged."""
     head, equals, value = name.partition("=")
     return "--" + head[2:].replace("_", "-") + equals + value if name.startswith("--") else name
 
 
 def _last_of_cluster(word: str, values: frozenset[str]) -> str:
-    """The flag that may take the next word, of short flags that are written together."""
+    """Return the flag that may take the next word, in a word of several short flags.
+
+    If none of them takes a value, it is the first.
+    """
     for letter in word[1:]:
         if f"-{letter}" in values:
             return f"-{letter}"
@@ -190,28 +233,38 @@ def _last_of_cluster(word: str, values: frozenset[str]) -> str:
 
 
 def calls(words: Sequence[str]) -> list[Call]:
-    """The programs that a command line starts, an outer one before those in it.
+    """Return the programs that a command line starts; an outer program comes before its inner ones.
 
     Shells (``sh -c``), wrappers (``env``, ``exec``, ``timeout`` …), ``python -m`` and the scripts
-    of launchers are looked into. What only a shell knows, such as a variable's value, is not.
+    of launchers are read. What only a running shell knows, such as the value of a variable, is not.
+    What cannot be read, or is behind the limits of this module, is left out without an error.
 
     Args:
         words: a container's command and arguments, or what a launcher starts.
     """
-    return list(_calls(list(words), _DEEPEST))
+    return list(_calls(list(words[:_MOST_WORDS]), _DEEPEST))
 
 
 def _calls(words: list[str], depth: int) -> Iterator[Call]:
-    while words and (_ASSIGNMENT.fullmatch(words[0]) or words[0] in _WRAPPERS):
-        wraps = words[0] in _WRAPPERS
-        words = words[1:]
-        if wraps:  # its own flags and their values end where a program is known
-            known = (i for i, word in enumerate(words) if _is_known(word))
-            otherwise = len(words) if words and words[0].startswith("-") else 0
-            words = words[next(known, otherwise) :]
-    if not words or depth == 0:
+    """Yield the programs that a command line starts; none without a program or if ``depth`` is 0.
+
+    Assignments and wrappers before a program are skipped.
+    """
+    at = known = 0
+    # Each word is read once: a line may be long, and may be written to slow its reader down.
+    while at < len(words) and (_ASSIGNMENT.fullmatch(words[at]) or _base(words[at]) in _WRAPPERS):
+        wraps = _base(words[at]) in _WRAPPERS
+        at += 1
+        if wraps:  # the wrapper's flags and values end at a known program
+            ahead = range(max(at, known), len(words))
+            known = next((i for i in ahead if _is_known(words[i])), len(words))
+            if known < len(words) or (at < len(words) and words[at].startswith("-")):
+                at = known
+    words = words[at:]
+    if not words or depth <= 0:
         return
     name, rest = _base(words[0]), words[1:]
+    name = _ALSO.get(name, name)
     two = f"{name} {rest[0]}" if rest else ""
     if name in _OURS:
         yield from _ours(rest, depth)
@@ -230,13 +283,17 @@ def _calls(words: list[str], depth: int) -> Iterator[Call]:
 
 
 def _ours(rest: list[str], depth: int) -> Iterator[Call]:
-    parts = split(rest, ours=True)
+    """Yield ``elastic-run`` and the programs that it starts."""
+    parts = split(rest, elastic_run=True)
     yield Call(ELASTIC_RUN, parts)
     yield from script_calls(parts, depth - 1)
 
 
 def script_calls(parts: Split, depth: int = _DEEPEST) -> Iterator[Call]:
-    """The programs that ``elastic-run`` starts as its script."""
+    """Yield the programs that ``elastic-run`` starts as its script; none if it has no script.
+
+    Without ``--no-python`` the script is Python's.
+    """
     if not parts.script:
         return
     words = list(parts.script)
@@ -249,12 +306,16 @@ def script_calls(parts: Split, depth: int = _DEEPEST) -> Iterator[Call]:
 
 
 def _launcher(name: str, rest: list[str]) -> Call:
-    ours = split(rest, ours=False) if name == "torchrun" else Split((), tuple(rest))
-    return Call(name, ours)
+    """Return another launcher. Only torchrun's command line is divided."""
+    parts = split(rest, elastic_run=False) if name == "torchrun" else Split((), tuple(rest))
+    return Call(name, parts)
 
 
 def _python(words: list[str], depth: int) -> Iterator[Call]:
-    """What ``python WORDS…`` starts."""
+    """Yield the programs that ``python WORDS…`` starts; none for ``-c`` and without a script.
+
+    A script that is a launcher is yielded as that launcher.
+    """
     at = 0
     while at < len(words) and len(words[at]) > 1 and words[at][0] == "-":
         word = words[at]
@@ -277,13 +338,17 @@ def _python(words: list[str], depth: int) -> Iterator[Call]:
         return
     two = f"{_base(script)} {rest[0]}" if rest else ""
     file = next((name for end, name in _BY_FILE.items() if script.endswith(end)), "")
-    if file or _base(script) in (*_OURS, *LAUNCHERS) or two in LAUNCHERS:
+    if file or _base(script) in (*_OURS, *LAUNCHERS, *_ALSO) or two in LAUNCHERS:
         yield from _calls([file or script, *rest], depth - 1)
     else:
         yield Call("python", Split((), (script, *rest)))
 
 
 def _module(module: str, rest: list[str], depth: int) -> Iterator[Call]:
+    """Yield the programs that ``python -m`` starts with a module.
+
+    A module that is no launcher is yielded as a call of ``python``.
+    """
     name = _BY_MODULE.get(module.removesuffix(".__main__"))
     if name in _OURS:
         yield from _ours(rest, depth)
@@ -296,18 +361,52 @@ def _module(module: str, rest: list[str], depth: int) -> Iterator[Call]:
 
 
 def _shell_lines(words: list[str]) -> Iterator[list[str]]:
-    """The simple commands of ``sh WORDS…``; none where it runs a file."""
-    for at, word in enumerate(words):
-        if not word.startswith(("-", "+")):
-            return
-        if not word.startswith("--") and word.endswith("c"):
-            text = "".join(words[at + 1 : at + 2])[:_LONGEST]
-            yield from _simple_commands(text)
-            return
+    """Yield the simple commands of ``sh WORDS…``; none if it runs a file.
+
+    ``$@`` is replaced by the arguments behind the line; other variables stay.
+    """
+    at, has_line = 0, False
+    while at < len(words) and words[at][:1] in ("-", "+"):
+        word = words[at]
+        at += 1
+        if word in ("-", "--"):
+            break
+        if word.startswith("--"):
+            at += word in ("--rcfile", "--init-file")
+        else:
+            has_line |= word[0] == "-" and "c" in word
+            at += word.count("o") + word.count("O")  # each takes a name, as in -o pipefail
+    if not has_line:
+        return
+    given = words[at + 2 :]  # after the line come $0 and the arguments
+    for command in _simple_commands("".join(words[at : at + 1])[:_LONGEST]):
+        yield [w for word in command for w in (given if word in ("$@", "$*") else [word])]
+
+
+def _without_heredocs(text: str) -> str:
+    """Return a shell's text without its here-documents.
+
+    If the end of one is missing, its lines stay in the text.
+    """
+    lines = text.split("\n")
+    last = {line.strip(): at for at, line in enumerate(lines)}
+    kept, ends = [], list[str]()
+    for at, line in enumerate(lines):
+        if ends:
+            del ends[: line.strip() == ends[0]]
+            continue
+        kept.append(_HEREDOC.sub("", line))
+        ends = [end for _, end in _HEREDOC.findall(line) if last.get(end, 0) > at]
+    return "\n".join(kept)
 
 
 def _simple_commands(text: str) -> Iterator[list[str]]:
-    text = _COMMENT.sub("", text.replace("\\\n", " "))
+    """Yield the simple commands of a shell's text, each as its words, which may be none.
+
+    Redirections are left out. If a quotation has no end, it and its command are dropped.
+    """
+    text = _COMMENT.sub(r"\1", _without_heredocs(text)).replace("\\\n", " ")
+    text = _FOUND.sub(r"\1", text)
     lexer = shlex.shlex(text, posix=True, punctuation_chars=_SEPARATORS)
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
     command: list[str] = []
@@ -319,7 +418,7 @@ def _simple_commands(text: str) -> Iterator[list[str]]:
             elif not set(word) & set("<>"):
                 yield command
                 command, redirected = [], False
-            elif not redirected:  # what follows is a file
+            elif not redirected:  # a file name follows
                 redirected = True
                 command = command[:-1] if command[-1:] in (["1"], ["2"]) else command
     except ValueError:  # a quotation without end
@@ -328,25 +427,31 @@ def _simple_commands(text: str) -> Iterator[list[str]]:
 
 
 def _is_known(word: str) -> bool:
+    """Return whether a word is the name of a shell, of Python or of a launcher."""
     base = _base(word)
     known = base in _OURS or base in _SHELLS or bool(_PYTHON.fullmatch(base))
-    return known or any(base == name.split()[0] for name in LAUNCHERS)
+    return known or base in _ALSO or any(base == name.split()[0] for name in LAUNCHERS)
 
 
 def _base(word: str) -> str:
+    """Return the last part of a path."""
     return word.rpartition("/")[2]
 
 
-# --- what it means for a job ---
+# --- What a command line means for a job ---
 
 
 def nested(found: Sequence[Call]) -> Call | None:
-    """The first launcher of another kind among these programs; None if there is none."""
+    """Return the first launcher other than ``elastic-run``; None if there is none."""
     return next((call for call in found if call.launches), None)
 
 
 def in_place_of(call: Call) -> str:
-    """The command line of ``elastic-run`` that does what this launcher, or Python, was to do."""
+    """Return the command line of ``elastic-run`` that replaces that of a launcher or of Python.
+
+    For a launcher other than torchrun it is an example with ``train.py``. It is cut after 159
+    characters.
+    """
     words = ["elastic-run"]
     if call.program in ("torchrun", "python"):
         own = (word for word in call.split.flags if _dashed(word) != "--use-env")
@@ -358,7 +463,9 @@ def in_place_of(call: Call) -> str:
 
 
 def remarks(words: Sequence[str]) -> str:
-    """Why nodes that run this command would not train together; empty if they may.
+    """Return why nodes that run a command would not train together; empty if no reason is found.
+
+    A command that cannot be read gives no reason.
 
     Args:
         words: command and arguments of the container ``main``.
@@ -366,31 +473,34 @@ def remarks(words: Sequence[str]) -> str:
     found = calls(words)
     joining = next((call for call in found if call.program == ELASTIC_RUN), None)
     if joining is None:
-        return _alone(found)
+        return _launcher_remark(found)
     if joining.split.has("--standalone"):
         return (
             "elastic-run is given --standalone, so that each node trains alone and does not join "
             "the job: leave the flag out"
         )
-    inner = nested(found[found.index(joining) :])
-    if inner is None:
-        return ""
-    return refusal(inner)
+    scripts = (script_calls(call.split) for call in found if call.program == ELASTIC_RUN)
+    inner = nested([call for script in scripts for call in script])
+    return refusal(inner) if inner is not None else ""
 
 
 def refusal(inner: Call) -> str:
-    """What ``elastic-run`` says of another launcher as its script."""
+    """Return the message of ``elastic-run`` about another launcher as its script."""
     return (
         f"the script is another launcher, {inner.program}: each worker would train alone, as a "
         f"world of its own; write: {in_place_of(inner)}"
     )
 
 
-def _alone(found: Sequence[Call]) -> str:
+def _launcher_remark(found: Sequence[Call]) -> str:
+    """Return why a command without ``elastic-run`` does not join the job; empty if it may.
+
+    It may if it is torchrun with DLRover's rendezvous, or a program that is not known to train.
+    """
     launcher = nested(found)
     if launcher is not None and launcher.split.value("--rdzv-backend") == "dlrover":
         return ""
-    call = launcher or (found[-1] if found else None)
+    call = launcher or next((one for one in found[::-1] if one.program not in _ASIDE), None)
     if call is None or not (call.launches or call.program == "python"):
         return ""
     script = call.split.script[:1]

@@ -3,25 +3,28 @@
 ::
 
     DLRoverError
-    ├── ConfigError      the user must act: bad file, flag or environment        exit 2
-    │   └── Unsupported  a good file of DLRover's, for training that is not run yet
-    ├── TransientError   the same call may work later
-    │   └── Unreachable  nobody answered at that address until the deadline      exit 4
-    ├── Superseded       a newer term, round or incarnation exists: stop         exit 3
-    ├── Unauthorized     the token was refused, or who answers not believed      exit 4
-    ├── CheckpointError  a checkpoint could not be read: what was tried, and what to do
-    ├── KubeError        the Kubernetes API server's refusal (dlrover_py.kube, with its own tree)
-    └── Bug              an invariant is broken: crash, the journal stays        exit 70
+    ├── ConfigError           the user must act: bad file, flag or environment       exit 2
+    │   └── UnsupportedError  a valid file for training that is not supported yet
+    ├── TransientError        the same call may succeed later
+    │   ├── FileLimitError    this process may open no more files
+    │   └── UnreachableError  no answer from the address before the deadline         exit 4
+    ├── SupersededError       a newer term, round or incarnation exists: stop        exit 3
+    ├── UnauthorizedError     the token or the peer's certificate was refused        exit 4
+    ├── CheckpointError       a checkpoint could not be read: what was tried, what to do
+    ├── KubeError             the Kubernetes API server refused a request
+    │                         (dlrover_py.kubernetes.errors, with subclasses of its own)
+    └── InvariantError        a bug: crash, the journal stays                        exit 70
 
-Each says what was expected, what was found, and what to do.
+Each message says what was expected, what was found, and what to do.
 """
 
+import resource
 from collections.abc import Iterable
 from enum import IntEnum, StrEnum
 
 
 class ExitCode(IntEnum):
-    """Exit codes of our programs. 1 is a training failure, as with torchrun."""
+    """Exit codes of DLRover-Py's programs. 1: the training failed, as with torchrun."""
 
     OK = 0
     FAILED = 1
@@ -32,7 +35,7 @@ class ExitCode(IntEnum):
 
 
 class ErrorCode(StrEnum):
-    """``code`` in the body of an error reply."""
+    """The ``code`` in the body of an error reply."""
 
     UNAUTHORIZED = "unauthorized"
     SUPERSEDED = "superseded"
@@ -44,52 +47,68 @@ class ErrorCode(StrEnum):
 
 
 class DLRoverError(Exception):
-    """Root of the tree."""
+    """Base class of all errors of DLRover-Py."""
 
     exit_code = ExitCode.FAILED
+    """The exit code of a program that ends with this error."""
 
 
 class ConfigError(DLRoverError):
-    """What the user gave cannot be used; nothing was changed."""
+    """An input of the user cannot be used. Nothing was changed."""
 
     exit_code = ExitCode.USAGE
 
 
-class Unsupported(ConfigError):
-    """A job that DLRover runs and that is not run here yet."""
+class UnsupportedError(ConfigError):
+    """A job that DLRover runs and that DLRover-Py does not run yet."""
 
 
 class TransientError(DLRoverError):
-    """The same call may work later."""
+    """The same call may succeed later."""
 
     retry_after: float = 0.0
-    """It was asked not to be repeated for so long."""
+    """Seconds for which the server asked the caller not to repeat the call."""
 
 
-class Unreachable(TransientError):
-    """Nobody answered at the address until the deadline."""
+class UnreachableError(TransientError):
+    """The address did not answer before the deadline."""
 
     exit_code = ExitCode.UNREACHABLE
 
 
-class Superseded(DLRoverError):
-    """A newer term, round or incarnation exists: the caller must stop, and not retry."""
+USUAL_FILES = 256
+"""Limit of open files that is enough for an agent with 8 workers, which needs about 60."""
+
+
+class FileLimitError(TransientError):
+    """This process has as many open files as its limit (``ulimit -n``) allows."""
+
+    def __init__(self, message: str) -> None:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        super().__init__(
+            f"{message}; this process may have {limit} open files (ulimit -n): expected at least "
+            f"{max(USUAL_FILES, 2 * limit)}"
+        )
+
+
+class SupersededError(DLRoverError):
+    """A newer term, round or incarnation exists: the caller must stop, and must not retry."""
 
     exit_code = ExitCode.SUPERSEDED
 
 
-class Unauthorized(DLRoverError):
-    """The token was refused, or the certificate of who answers is not to be believed."""
+class UnauthorizedError(DLRoverError):
+    """The token was refused, or the certificate of the peer cannot be verified."""
 
     exit_code = ExitCode.UNREACHABLE
 
 
 class CheckpointError(DLRoverError):
-    """A checkpoint that exists could not be read as a whole."""
+    """A checkpoint that exists could not be read completely."""
 
 
-class Bug(DLRoverError):
-    """An invariant of ours is broken."""
+class InvariantError(DLRoverError):
+    """An invariant of DLRover-Py does not hold: this is a bug."""
 
     exit_code = ExitCode.BUG
 
@@ -98,24 +117,31 @@ _KINDS = {
     dict: "a mapping",
     list: "a list",
     str: "text",
-    bool: "a truth value",
+    bool: "a boolean",
     int: "a number",
     float: "a number",
-    type(None): "nothing",
 }
 
 
 def shown(value: object) -> str:
-    """A value in an error message: its kind in words, and the first of its characters."""
+    """Return a value for an error message: its kind in words, and at most 60 of its characters.
+
+    None is ``nothing``. Control characters are escaped.
+    """
+    if value is None:
+        return "nothing"
     text = repr(value)
     kind = _KINDS.get(type(value), type(value).__name__)
     return f"{kind} {text if len(text) <= 60 else text[:57] + '…'}"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """What to do about a name that is not among the known ones."""
+    """Return a hint about a name that is not among the known ones.
+
+    It is the closest known one, or advice to check the spelling. Upper and lower case do not count.
+    """
     import difflib  # rarely needed
 
-    small = {one.lower(): one for one in known}
-    close = difflib.get_close_matches(name.lower(), small, n=1)
-    return f"did you mean {small[close[0]]}?" if close else "check its spelling"
+    by_lower_case = {one.lower(): one for one in known}
+    close = difflib.get_close_matches(name.lower(), by_lower_case, n=1)
+    return f"did you mean {by_lower_case[close[0]]}?" if close else "check its spelling"

@@ -1,10 +1,12 @@
-"""``ElasticJob``: what the user wants, and how a job file is checked; the CRD is made from it.
+"""``ElasticJob``: what the user wants. The CRD is generated from this module.
 
-DLRover's group, version and kind, and all fields of its schema. A field of ours stands here once
-its behaviour exists, not before; one of DLRover's that has none here is marked ``INERT``:
-accepted, and told (:meth:`ElasticJob.without_effect`).
-Files are checked strictly: an unknown field is an error with its path. Objects of the API are
-read leniently (:meth:`ElasticJob.read`): the server has checked them, maybe by a newer schema.
+The module has DLRover's group, version and kind, and all fields of DLRover's schema. A field that
+DLRover does not have is added only once its behavior exists. A field of DLRover's that has no
+effect here is marked ``INERT``: it is accepted, and the user gets a message
+(:meth:`ElasticJob.without_effect`).
+
+Files are checked strictly: an unknown field is an error with its path. Objects of the API are read
+leniently (:meth:`ElasticJob.read`): the API server has checked them, perhaps by a newer schema.
 """
 
 import hashlib
@@ -20,50 +22,67 @@ from pydantic import (
     PrivateAttr,
     StringConstraints,
     ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
 )
 from pydantic.alias_generators import to_camel
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from dlrover_py.protocol import names
 from dlrover_py.protocol.commands import ELASTIC_RUN, calls, remarks
-from dlrover_py.protocol.errors import ConfigError, Unsupported, did_you_mean, shown
+from dlrover_py.protocol.errors import ConfigError, UnsupportedError, did_you_mean, shown
 from dlrover_py.protocol.names import API_VERSION, KIND, MAIN_CONTAINER
-from dlrover_py.protocol.template import DEPTH, Fault, faults_of, is_deeper
+from dlrover_py.protocol.template import (
+    DEPTH,
+    TemplateFault,
+    faults_of,
+    in_lines,
+    is_deeper,
+    reference_faults,
+)
 
 JobName = Annotated[
     str, StringConstraints(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$", min_length=1, max_length=37)
 ]
+"""The name of a job. It is the prefix of its Pods' names."""
 Text = Annotated[str, StringConstraints(max_length=253)]
+"""A text as long as the name of an object at most."""
 Int32 = Annotated[int, Field(ge=0, le=2**31 - 1)]
+"""A number of Kubernetes' type int32, 0 or more."""
 Seconds = Annotated[int, Field(ge=1, le=2**31 - 1)]
+"""A duration in whole seconds, at least 1."""
 
 INERT: Final = "accepted, without effect"
-"""Marks a field of DLRover's schema that changes nothing here."""
+"""Mark of a field of DLRover's schema that has no effect here."""
 CLUSTER_ONLY: Final = "has an effect on Kubernetes only"
-"""Marks a field that a job on this machine does not follow."""
+"""Mark of a field that has no effect for a job on this machine."""
 
 ALLREDUCE: Final = "AllreduceStrategy"
+"""The distribution strategy that can be run."""
 PARAMETER_SERVER: Final = "ParameterServerStrategy"
+"""A distribution strategy of DLRover that is not supported yet."""
 OTHER_ROLES: Final = ("ps", "chief", "evaluator", "master")
-"""Roles of DLRover's jobs that are not run yet."""
+"""Roles of DLRover's jobs that are not supported yet."""
 
 TEMPLATE: Final = "spec.replicaSpecs.worker.template"
+"""The path of the Pod template of the nodes."""
 HERE: Final = ("command", "args", "env")
-"""Fields of the main container that a job on this machine follows."""
+"""Fields of the main container that have an effect for a job on this machine."""
 MASTER_TAKES: Final = (
     *("nodeSelector", "affinity", "priorityClassName", "schedulerName"),
     *("tolerations", "imagePullSecrets"),
 )
-"""Fields of a Pod that a master has from its template."""
+"""Fields of a Pod that the master's Pod takes from its template."""
 MASTER_SETTING: Final = "DLROVER_MASTER_"
-"""Environment variables of these names a master has from its template."""
+"""Prefix of the environment variables that the master's Pod takes from its template."""
 MASTER_TEMPLATE: Final = "spec.replicaSpecs.dlrover-master.template"
+"""The path of the master's Pod template."""
 
 MASTER_ARGUMENTS: Final = (
     *("pending_timeout", "pending_fail_strategy", "service_type", "pre_check_ops"),
     *("pre_check_bypass", "training_elastic_mode", "enable_dashboard", "dashboard_port"),
 )
-"""Annotations of an ElasticJob that DLRover's operator makes its master's arguments of."""
+"""Annotations of an ElasticJob that DLRover's operator turns into arguments of its master."""
 OWN_ENV: Final = (
     *(names.ENV_MASTER_ADDR, names.ENV_TOKEN_FILE, names.ENV_CA_FILE),
     *(names.ENV_JOB_NAME, names.ENV_NODE_ID, names.ENV_POD_IP),
@@ -74,16 +93,34 @@ OWN_LABELS: Final = (
 )
 """Labels of a Pod that its template cannot set."""
 
+_KUBEFLOW_FIELD: Final = (
+    "this is a field of a PyTorchJob: docs/migrating-from-pytorchjob.md says what it becomes"
+)
+ELSEWHERE: Final = {
+    "spec.elasticPolicy": _KUBEFLOW_FIELD,
+    "spec.runPolicy": _KUBEFLOW_FIELD,
+    "spec.pytorchReplicaSpecs": _KUBEFLOW_FIELD,
+    "spec.nprocPerNode": _KUBEFLOW_FIELD,
+    "metadata.generateName": "it is not supported: write metadata.name",
+}
+"""Advice for fields of other kinds of objects, by their paths."""
+
+KUBEFLOW: Final = ("PyTorchJob", "TrainJob")
+"""Kinds of Kubeflow from which an ElasticJob can be written."""
+
 SIZES: Final = ("replicas", "minReplicas", "maxReplicas", "nodeUnit", "standbyReplicas")
-"""Fields of a role that say how many nodes."""
+"""Fields of a role that say how many nodes it has."""
 
 _FRACTION = re.compile(r"[0-9]*\.?[0-9]+")
+"""A priority that is a fraction."""
 
 
 class _Strict(BaseModel):
+    """Base of the parts of a job: immutable, strict, with fields in camelCase."""
+
     model_config = ConfigDict(
         frozen=True,
-        strict=True,  # "3" and true are no numbers, as for Kubernetes
+        strict=True,  # as for Kubernetes, "3" and true are no numbers
         extra="forbid",
         alias_generator=to_camel,
         populate_by_name=True,
@@ -91,31 +128,38 @@ class _Strict(BaseModel):
 
 
 class EnvVar(_Strict):
-    """A literal environment variable of a container."""
+    """An environment variable of a container."""
 
     name: Annotated[str, StringConstraints(pattern=r"^[-._a-zA-Z][-._a-zA-Z0-9]*$")]
     """Name of the variable."""
     value: Annotated[str, StringConstraints(pattern=r"^[^\x00]*$")] = ""
     """Its value."""
     value_from: dict[str, Any] | None = None
-    """Where Kubernetes takes the value from; there is no such place on this machine."""
+    """The source of the value on Kubernetes; there is no such source on this machine."""
 
 
 class Container(BaseModel):
-    """What a node on this machine needs of a container; the rest is for Kubernetes."""
+    """The fields of a container that a node on this machine needs.
+
+    All other fields are for Kubernetes.
+    """
 
     model_config = ConfigDict(
         frozen=True, extra="ignore", alias_generator=to_camel, populate_by_name=True
     )
 
     name: str
+    """Name of the container."""
     command: list[str] = Field(default_factory=list)
+    """The command that replaces the image's entrypoint."""
     args: list[str] = Field(default_factory=list)
+    """Arguments of the command."""
     env: list[EnvVar] = Field(default_factory=list)
+    """Environment variables of the container."""
 
 
 class Role(_Strict):
-    """What DLRover's schema has for each role."""
+    """The fields that DLRover's schema has for each role."""
 
     restart_policy: Annotated[Text | None, INERT] = None
     """Accepted, without effect: ``restartCount`` decides, and Pods have ``Never``."""
@@ -127,40 +171,48 @@ class Role(_Strict):
     """Accepted, without effect: ``schedulerName`` in the template chooses a scheduler."""
 
 
-MOST_REPLICAS = 100_000
+MAX_REPLICAS = 100_000
+"""Nodes that a role may have at most."""
 
 
 class ReplicaSpec(Role):
-    """How many nodes, and what each runs."""
+    """The number of nodes, and what each node runs."""
 
-    replicas: Annotated[int, Field(ge=1, le=MOST_REPLICAS)] = 1
-    """Wished number of nodes, standbys not counted."""
+    replicas: Annotated[int, Field(ge=1, le=MAX_REPLICAS)] = 1
+    """Desired number of nodes, without standbys."""
     min_replicas: Annotated[int, Field(ge=1, le=100_000)] | None = None
-    """Training goes on with this many nodes. If absent: the least number in the command's
-    ``--nnodes MIN:MAX``, else ``replicas``."""
+    """Least number of nodes with which training continues. If absent: the least number in the
+    command's ``--nnodes MIN:MAX``, else ``replicas``."""
     max_replicas: Annotated[int, Field(ge=1, le=100_000)] | None = None
-    """``replicas`` may be scaled up to this; no bound if absent."""
+    """Greatest value to which ``replicas`` may be scaled; no limit if absent."""
     node_unit: Annotated[int, Field(ge=1, le=100_000)] = 1
     """The number of nodes in a round is a multiple of this."""
     standby_replicas: Annotated[int, Field(ge=0, le=10_000)] = 0
-    """Nodes that are up but not in the round, ready to take a lost one's rank."""
+    """Number of nodes that run outside of the round, ready to take the rank of a lost node."""
     restart_count: Annotated[int, Field(ge=0, le=1_000_000)] = 3
-    """Worker failures that a node may have, and relaunches that its rank may have, without
-    steady progress between them."""
+    """Number of worker failures that a node may have, and of replacements that its rank may have.
+    The counts start again at 0 once a round has run for 5 minutes and has reached new steps. A
+    script that reports no steps needs 50 minutes. ``DLROVER_MASTER_FORGIVE_AFTER_S`` changes this
+    time."""
     priority: Annotated[Text | None, CLUSTER_ONLY] = None
-    """Name of the Pods' priority class, unless the template has one (DLRover's ``high`` and
-    ``low`` are such names). A fraction such as ``0.5`` is accepted, without effect."""
+    """Name of the Pods' priority class, unless the template has one (DLRover's ``high`` and ``low``
+    are such names). A fraction such as ``0.5`` is accepted, without effect."""
     template: dict[str, Any]
-    """A Pod template, kept as written. Nodes that are created after a change have the new one."""
+    """A Pod template, kept as it is written. Nodes that are created after a change use the new
+    template."""
 
     _least: int | None = PrivateAttr(default=None)
+    """The least number in the command's ``--nnodes``, if ``minReplicas`` is absent."""
 
     def model_post_init(self, context: Any, /) -> None:
-        """Read the command once: the minimum is asked for at every step."""
+        """Read the command once: the minimum is needed at every step."""
         self._least = None if self.min_replicas is not None else least_nodes(self.template)
 
     def problems(self) -> list[str]:
-        """Relations between the fields that do not hold, in words."""
+        """Return the relations between fields that do not hold, in words; empty if all hold.
+
+        These are ``minReplicas`` ≤ ``replicas`` ≤ ``maxReplicas``, and multiples of ``nodeUnit``.
+        """
         found = []
         minimum, maximum = self.minimum, self.max_replicas
         if minimum > self.replicas:
@@ -190,7 +242,11 @@ class ReplicaSpec(Role):
 
     @property
     def minimum(self) -> int:
-        """Least number of nodes that a round may have."""
+        """Return the least number of nodes that a round may have.
+
+        It is ``minReplicas``, else the number in the command's ``--nnodes``, rounded up to the unit
+        and at most ``replicas``, else ``replicas``.
+        """
         if self.min_replicas is not None:
             return self.min_replicas
         if self._least is None:
@@ -199,54 +255,61 @@ class ReplicaSpec(Role):
 
     @property
     def priority_class(self) -> str:
-        """``priorityClassName`` of a Pod whose template has none; empty for none."""
+        """Return ``priorityClassName`` for a Pod whose template has none; empty for none."""
         return "" if self._fraction else self.priority or ""
 
     @property
     def _fraction(self) -> bool:
+        """Return whether the priority is a fraction, which has no effect."""
         return self.priority is not None and _FRACTION.fullmatch(self.priority) is not None
 
-    def faults(self) -> list[Fault]:
-        """Places of the template that Kubernetes cannot read, as far as is known here."""
+    def faults(self) -> list[TemplateFault]:
+        """Return the known places of the template that Kubernetes cannot read."""
         return list(faults_of(self.template, TEMPLATE))
 
     def container(self) -> Container:
-        """The container that runs the agent: the one named ``main``, or the only one.
+        """Return the container that runs the agent: the one named ``main``, or the only one.
 
         Raises:
             ConfigError: there is no such container, or a field that is needed is malformed.
         """
-        where, index = f"{TEMPLATE}.spec.containers", self.main_container()
+        index = self.main_container()
         try:
             return Container.model_validate(self.template["spec"]["containers"][index])
         except ValidationError as error:
+            where = f"{TEMPLATE}.spec.containers[{index}]"
             raise ConfigError(explain(error, prefix=where)) from error
 
     def command_remarks(self) -> str:
-        """Why nodes of this template would not train together, by their command; empty if they
-        may, or if it cannot be read. A command in the image is not known."""
+        """Return why the command makes nodes of this template train alone; empty if it does not.
+
+        It is also empty if the command cannot be read. A command in the image is not known. The
+        text begins with the path of the command, and nothing is printed.
+        """
         try:
             index = self.main_container()
         except ConfigError:
-            return ""  # said elsewhere
+            return ""  # reported elsewhere
         container = _mapping(_containers(self.template)[index])
-        words = [*_words(container.get("command")), *_words(container.get("args"))]
-        found = remarks(words)
+        command = [*_words(container.get("command")), *_words(container.get("args"))]
+        found = remarks(command)
         where = f"spec.replicaSpecs.worker.template.spec.containers[{index}]"
         part = "command" if container.get("command") else "args"
         return f"{where}.{part}: {found}" if found else ""
 
     @property
     def template_hash(self) -> str:
-        """What tells a Pod of this template from one of another."""
+        """Return a digest that distinguishes Pods of this template from Pods of another one."""
         text = json.dumps(self.template, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def main_container(self) -> int:
-        """Index of that container.
+        """Return the index of the container that runs the agent.
+
+        It is the one named ``main``, or the only one.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: there is no such container.
         """
         where = f"{TEMPLATE}.spec.containers"
         containers = _containers(self.template)
@@ -258,16 +321,19 @@ class ReplicaSpec(Role):
         if len(containers) > 1:
             raise ConfigError(
                 f"{where}: found {len(containers)} containers and none named "
-                f"'{MAIN_CONTAINER}'; name the one that runs elastic-run so"
+                f"'{MAIN_CONTAINER}'; give the one that runs elastic-run this name"
             )
         return 0
 
 
 class OtherSpec(Role):
-    """A role that is not run yet: a job that has one is accepted and told ``Unsupported``."""
+    """A role that is not supported yet.
+
+    A job that has such a role is accepted and gets the reason ``Unsupported``.
+    """
 
     replicas: Int32 | None = None
-    """With 0 the job is run, and the role is without effect."""
+    """Number of nodes. With 0 the job runs, and the role is without effect."""
     restart_count: Int32 | None = None
     """Without effect."""
     priority: Text | None = None
@@ -277,22 +343,23 @@ class OtherSpec(Role):
 
 
 class MasterSpec(Role):
-    """How the job's own master is scheduled; what it runs is the operator's to say."""
+    """The scheduling of the job's own master; the operator decides what the master runs."""
 
     replicas: Annotated[Int32 | None, INERT] = None
     """Accepted, without effect: there is one master."""
     restart_count: Annotated[Int32 | None, INERT] = None
     """Accepted, without effect: a master that ends is always started again."""
     priority: Annotated[Text | None, INERT] = None
-    """Accepted, without effect: ``priorityClassName`` in the template has one."""
+    """Accepted, without effect: use ``priorityClassName`` in the template."""
     template: Annotated[dict[str, Any], CLUSTER_ONLY] = Field(default_factory=dict)
-    """A Pod template of which this is taken, at the job's creation and at a resume: labels,
-    annotations, nodeSelector, tolerations, affinity, priorityClassName, schedulerName,
-    imagePullSecrets, and the resources of its container ``main``, or of the only one."""
+    """A Pod template, which is read when the job is created and when it is resumed. The master's
+    Pod takes from it: labels, annotations, nodeSelector, tolerations, affinity,
+    priorityClassName, schedulerName, imagePullSecrets, and the resources and
+    ``DLROVER_MASTER_*`` environment variables of its container ``main``, or of the only one."""
 
 
 class ReplicaSpecs(_Strict):
-    """The roles of a job; all-reduce training has workers, and settings for its master."""
+    """The roles of a job. All-reduce training has workers, and settings for its master."""
 
     worker: ReplicaSpec
     dlrover_master: MasterSpec | None = Field(default=None, alias="dlrover-master")
@@ -302,57 +369,77 @@ class ReplicaSpecs(_Strict):
     master: OtherSpec | None = None
 
 
-Often = (
+_TIME = r"([1-9][0-9]{0,6}(\.[0-9]{1,6})?|0\.[0-9]{0,5}[1-9][0-9]{0,5})[smh]"
+"""A time above 0 in seconds, minutes or hours, as ``SaveInterval`` reads it."""
+
+
+def _interval(value: object, check: ValidatorFunctionWrapHandler) -> object:
+    """Check an interval, and describe all forms in one error."""
+    try:
+        return check(value)
+    except ValidationError as error:
+        forms = 'expected a number of steps (10), a time ("30s", "5m", "2h") or "auto"'
+        raise PydanticCustomError("interval", forms) from error
+
+
+Often = Annotated[
     Annotated[int, Field(ge=1, le=2**31 - 1)]
-    | Annotated[str, StringConstraints(pattern=r"^(auto|[1-9][0-9]{0,6}s)$")]
-)
+    | Annotated[str, StringConstraints(pattern=rf"^(auto|{_TIME})$")],
+    WrapValidator(_interval),
+]
+"""An interval: a number of steps, a time such as ``30s``, ``5m`` or ``2h``, or ``auto``."""
 
 
 class KeepSpec(_Strict):
-    """Which checkpoints stay in storage; the newest one always does."""
+    """Which checkpoints stay in storage; the newest one always stays."""
 
     last: Annotated[int, Field(ge=1, le=1_000_000)] = 3
-    """The newest so many."""
+    """Number of the newest checkpoints that stay."""
     every: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
-    """And those whose step is a multiple of this."""
+    """Checkpoints whose step is a multiple of this stay as well."""
     best: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
-    """And so many with the best metric, where the script gives one to ``save()``: the lowest."""
+    """Number of checkpoints with the best metric that stay as well, if the script gives a metric to
+    ``save()``. The lowest metric is the best."""
     highest: bool = False
-    """The best metric is the highest."""
+    """If true, the highest metric is the best."""
 
 
 class CheckpointSpec(_Strict):
-    """When the script's state is saved, and where to. A ``Checkpointer`` in the script takes from
-    here what it is not given itself, and has defaults for what is absent here too."""
+    """When the state of the script is saved, and where.
+
+    A ``Checkpointer`` in the script takes from here what the script does not set itself, and has
+    defaults for all other values.
+    """
 
     dir: Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None = None
-    """Folder that all nodes share, or a bucket (``s3://…``). If absent checkpoints are kept in
+    """Directory that all nodes share, or a bucket (``s3://…``). If absent, checkpoints are kept in
     memory only: they outlive workers and nodes, but not the job."""
     every: Often | None = None
-    """How often the state is saved in memory: a number of steps, seconds (``30s``), or ``auto``,
-    which loses least time by what was measured."""
+    """How often the state is saved in memory: a number of steps, a time (``30s``, ``5m``, ``2h``),
+    or ``auto``. ``auto`` measures, and chooses the interval that loses the least time."""
     persist_every: Often | None = None
-    """How often one of those goes to ``dir``; as ``every``."""
+    """How often a checkpoint in memory is written to ``dir``; values as for ``every``."""
     keep: KeepSpec | None = None
-    """Which of them stay there."""
+    """Which checkpoints stay in ``dir``."""
     replicas: Annotated[int, Field(ge=0, le=1)] = 1
-    """Copies of each node's state in the memory of another node; a job of one node has none."""
+    """Number of copies of each node's state in the memory of other nodes; a job of one node has
+    none."""
     bandwidth: Annotated[int, Field(ge=1_000_000, le=2**53)] | None = None
-    """Bytes per second that a node takes for such copies at most; no bound if absent. With less
-    than 1 MB/s no copy would ever be whole."""
+    """Bytes per second that a node uses for such copies at most; no limit if absent. With less than
+    1 MB/s no copy would ever be complete."""
     save_at_breakpoint: bool = False
-    """After a failure of a worker the newest state goes to ``dir``."""
+    """If true, the newest state is written to ``dir`` after a worker fails."""
 
 
 class RestartSpec(_Strict):
-    """The wish that all nodes be replaced by new ones of the present template."""
+    """A request to replace all nodes by new ones of the current template."""
 
     at: Annotated[str, StringConstraints(min_length=1, max_length=64)]
-    """Any text that was not here before, such as the time. Nodes that were made under another one
-    are replaced."""
+    """Any text that was not here before, such as the time. Nodes that were created under another
+    text are replaced."""
     rolling: bool = False
-    """One unit of nodes after the other, each once the round of the one before trains; else all at
-    once."""
+    """If true, one unit of nodes is replaced after the other, each once the round of the previous
+    one trains. If false, all are replaced at the same time."""
 
 
 class JobSpec(_Strict):
@@ -361,72 +448,90 @@ class JobSpec(_Strict):
     distribution_strategy: (
         Literal["AllreduceStrategy", "ParameterServerStrategy", "CustomStrategy", "Local"] | None
     ) = None
-    """``AllreduceStrategy`` is run; the others are accepted and told ``Unsupported``. If absent
-    the roles decide: workers only is ``AllreduceStrategy``. Cannot be changed."""
+    """``AllreduceStrategy`` is supported; the others are accepted and get the reason
+    ``Unsupported``. If absent, the roles decide: a job with workers only is
+    ``AllreduceStrategy``. Cannot be changed."""
     replica_specs: ReplicaSpecs
     suspend: bool = False
-    """All nodes are stopped and none is started while this is true."""
+    """While this is true, all nodes are stopped and none is started."""
     restart: RestartSpec | None = None
     """Replaces all nodes by new ones: ``dlrover job restart`` sets it."""
     ttl_seconds_after_finished: Annotated[
         Annotated[int, Field(ge=0, le=2**31 - 1)] | None, CLUSTER_ONLY
     ] = None
-    """The job is deleted, with its Pods, this long after its end; never if absent."""
+    """Seconds after its end at which the job and its Pods are deleted; never if absent."""
     active_deadline_seconds: Annotated[Seconds | None, CLUSTER_ONLY] = None
-    """The job has failed if it is not over by then; counted from its start or its last resume."""
+    """Seconds since its start or its last resume after which a job that is not over has failed."""
     pending_timeout_seconds: Annotated[Seconds | None, CLUSTER_ONLY] = None
-    """The job has failed if it had fewer nodes than its minimum for so long."""
+    """Seconds with fewer nodes than the minimum after which the job has failed."""
     checkpoint: CheckpointSpec | None = None
-    """Flash checkpoints. If absent, what the script says of them holds."""
+    """Flash checkpoints. If absent, only the settings in the script apply."""
     managed_by: Annotated[
         Annotated[str, StringConstraints(min_length=1, max_length=63)] | None, CLUSTER_ONLY
     ] = None
-    """Who looks after the job, if not this operator (``MANAGED_BY`` in names.py), which then
-    leaves it alone. Cannot be changed."""
+    """The controller that manages the job. The operator of DLRover-Py ignores a job with another
+    value than ``elastic.iml.github.io/dlrover-py-operator``. Absent means this value. Cannot be
+    changed."""
 
     optimize_mode: Annotated[Text | None, INERT] = None
     """Accepted, without effect."""
     brain_service: Annotated[Text | None, INERT] = None
     """Accepted, without effect (nor has it one in DLRover)."""
     resource_limits: Annotated[dict[str, Text] | None, INERT] = Field(default=None, max_length=64)
-    """Accepted, without effect: a ResourceQuota of the namespace limits."""
+    """Accepted, without effect: use a ResourceQuota of the namespace."""
     envs: Annotated[dict[str, EnvVar] | None, INERT] = Field(default=None, max_length=1024)
-    """Accepted, without effect (nor has it one in DLRover): ``env`` of the template's container."""
+    """Accepted, without effect (nor has it one in DLRover): use ``env`` of the template's
+    container."""
     enable_dynamic_sharding: Annotated[bool | None, INERT] = None
-    """Accepted, without effect: who reads its data by shards gets them."""
+    """Accepted, without effect: a script that reads its data in shards gets them."""
     enable_elastic_scheduling: Annotated[bool | None, INERT] = None
-    """Accepted, without effect: every job is elastic between its bounds."""
+    """Accepted, without effect: every job is elastic within its limits."""
 
 
 class Metadata(BaseModel):
-    """What is used of ``metadata``; Kubernetes knows the rest."""
+    """The fields of ``metadata`` that are used; Kubernetes has further ones."""
 
     model_config = ConfigDict(
         frozen=True, extra="ignore", alias_generator=to_camel, populate_by_name=True
     )
 
     name: JobName
+    """Name of the job."""
     namespace: str = "default"
+    """Namespace of the job."""
     uid: str = ""
+    """uid of the object on Kubernetes."""
     generation: Annotated[int, Field(ge=0)] = 1
+    """Number that grows with each change of the spec."""
     labels: dict[str, str] = Field(default_factory=dict)
+    """Labels of the object."""
     annotations: dict[str, str] = Field(default_factory=dict)
+    """Annotations of the object."""
 
 
 class ElasticJob(_Strict):
     """A job as its user writes it."""
 
     api_version: Literal["elastic.iml.github.io/v1alpha1"]
+    """API group and version."""
     kind: Literal["ElasticJob"]
+    """Kind of the object."""
     metadata: Metadata
+    """Name of the job and similar data."""
     spec: JobSpec
+    """The desired job."""
 
     @classmethod
     def parse(cls, document: object) -> Self:
-        """Check a document that was read from a file.
+        """Return the job in a document that was read from a file, or refuse it.
+
+        Unknown fields are refused, but not those within a Pod template. Nothing is asked of a
+        cluster.
 
         Raises:
-            ConfigError: with one line for each fault: its path, what was found and expected.
+            ConfigError: the document is invalid. The message has one line for each fault that was
+                found: its path, what was found and what was expected. Later checks are left out
+                after a fault, and of more than 20 faults in the templates the rest is only counted.
         """
         _check_depth(document)
         if not isinstance(document, dict):
@@ -434,29 +539,45 @@ class ElasticJob(_Strict):
                 f"expected a mapping with apiVersion: {API_VERSION} and kind: {KIND}, "
                 f"found {shown(document)}"
             )
+        kind = document.get("kind")
+        if isinstance(kind, str) and kind != KIND:
+            raise ConfigError(f"kind: found {kind}: expected {KIND}; {_instead_of(kind)}")
         job = cls._checked(document, "forbid")
-        wrong = [str(fault) for fault in job.template_faults() if not fault.unknown]
+        wrong = [fault for fault in job.template_faults() if not fault.unknown]
+        wrong = wrong or list(
+            reference_faults(job.worker.template["spec"], f"{TEMPLATE}.spec", names.NODE_VOLUME)
+        )
         if wrong:
-            raise ConfigError("\n".join(wrong))
+            raise ConfigError(in_lines(wrong))
         job.worker.container()
         return job
 
     @classmethod
     def read(cls, obj: dict[str, Any]) -> Self:
-        """Take in an object that the API server holds: what is unknown is left out.
+        """Return the job in an object that the API server has stored. Unknown fields are ignored.
+
+        Pod templates are not checked, except that the container of the agent must be there.
 
         Raises:
-            Unsupported: a kind of training that is not run yet.
-            ConfigError: it cannot be used, with one line for each fault.
+            UnsupportedError: the kind of training is not supported yet.
+            ConfigError: the object cannot be used; the message has one line for each fault.
         """
         return cls._checked(obj, "ignore")
 
     @classmethod
     def _checked(cls, document: dict[str, Any], extra: Literal["forbid", "ignore"]) -> Self:
+        """Return the job in a document of either kind, or refuse it.
+
+        ``extra`` says what happens to unknown fields.
+
+        Raises:
+            UnsupportedError: the kind of training is not supported yet.
+            ConfigError: the document is invalid.
+        """
         _check_depth(document)
         unsupported = _unsupported(document)
         if unsupported:
-            raise Unsupported(unsupported)
+            raise UnsupportedError(unsupported)
         try:
             job = cls.model_validate(document, extra=extra)
         except ValidationError as error:
@@ -467,14 +588,21 @@ class ElasticJob(_Strict):
         job.worker.main_container()
         return job
 
-    def template_faults(self) -> list[Fault]:
-        """Places of the Pod templates that Kubernetes cannot read, as far as is known here."""
+    def template_faults(self) -> list[TemplateFault]:
+        """Return the known places of all Pod templates that Kubernetes cannot read."""
+        return [*self.worker.faults(), *self.master_faults()]
+
+    def master_faults(self) -> list[TemplateFault]:
+        """Return the known places of the master's Pod template that Kubernetes cannot read."""
         master = self.spec.replica_specs.dlrover_master
-        of_master = faults_of(master.template, MASTER_TEMPLATE) if master is not None else ()
-        return [*self.worker.faults(), *of_master]
+        return list(faults_of(master.template, MASTER_TEMPLATE)) if master is not None else []
 
     def without_effect(self) -> list[str]:
-        """Paths of what the user has set and what changes nothing here."""
+        """Return the paths of fields that are set and have no effect; empty if there are none.
+
+        They are those of DLRover's schema, other roles, and parts of the templates that are not
+        used.
+        """
         found = list(_marked(self.spec, INERT, "spec"))
         if self.worker.priority is not None and not self.worker.priority_class:
             found.append("spec.replicaSpecs.worker.priority")
@@ -487,7 +615,10 @@ class ElasticJob(_Strict):
         return found + [f"metadata.annotations.{n}" for n in MASTER_ARGUMENTS if n in notes]
 
     def for_clusters_only(self) -> list[str]:
-        """Paths of what the user has set and what a job on this machine does not follow."""
+        """Return the paths of fields that are set and have no effect on this machine; maybe none.
+
+        Unknown fields of the template are left out, because they are reported elsewhere.
+        """
         unknown = {fault.path for fault in self.worker.faults()}
         of_pods = [path for path in _of_pods(self.worker.template) if path not in unknown]
         return [*_marked(self.spec, CLUSTER_ONLY, "spec"), *of_pods]
@@ -498,33 +629,37 @@ class ElasticJob(_Strict):
         return self.spec.replica_specs.worker
 
     def scaled(self, replicas: int) -> Self:
-        """This job with another wish for the number of nodes, one generation later.
+        """Return this job with another desired number of nodes, one generation later.
+
+        The same number gives this job itself. Nothing is sent.
 
         Raises:
-            ConfigError: the number does not fit the bounds or the unit.
+            ConfigError: the number does not fit the limits or the unit.
         """
         old = self.worker
         worker = old.model_copy(
             update={
                 "replicas": replicas,
-                # An absent minimum means "all of them", and must not lag behind the wish.
+                # An absent minimum means "all nodes": it must follow the desired number.
                 "min_replicas": None if old.min_replicas is None else old.min_replicas,
             }
         )
         problems = worker.problems()
-        if not 1 <= replicas <= MOST_REPLICAS:
-            problems = [f"expected 1 to {MOST_REPLICAS} replicas"]
+        if not 1 <= replicas <= MAX_REPLICAS:
+            problems = [f"expected 1 to {MAX_REPLICAS} replicas"]
         if problems:
             raise ConfigError("\n".join(f"cannot scale to {replicas}: {p}" for p in problems))
         specs = self.spec.replica_specs.model_copy(update={"worker": worker})
         return self.changed(self.spec.model_copy(update={"replica_specs": specs}))
 
     def suspended(self, suspend: bool) -> Self:
-        """This job with ``spec.suspend`` set, one generation later."""
+        """Return this job with ``spec.suspend`` set, one generation later."""
         return self.changed(self.spec.model_copy(update={"suspend": suspend}))
 
     def restarted(self, at: str, *, rolling: bool) -> Self:
-        """This job with ``spec.restart`` set, one generation later.
+        """Return this job with ``spec.restart`` set, one generation later.
+
+        If it is set so already, that is this job itself. Nothing is restarted here.
 
         Raises:
             ConfigError: ``at`` is empty, or longer than 64 characters.
@@ -535,16 +670,20 @@ class ElasticJob(_Strict):
             raise ConfigError(explain(error, prefix="spec.restart")) from error
         return self.changed(self.spec.model_copy(update={"restart": restart}))
 
-    def under(self, obj: dict[str, Any]) -> Self:
-        """This job going on under an edit that :meth:`read` refuses, of that generation: as it is,
-        but with what can still be obeyed of it, ``suspend`` and the numbers of nodes."""
+    def with_fields_of(self, obj: dict[str, Any]) -> Self:
+        """Return this job under an edit that :meth:`read` refuses, with the generation of the edit.
+
+        The job continues unchanged, except for the parts of the edit that can still be followed:
+        ``suspend`` and the numbers of nodes. If one of these numbers is wrong, all keep their old
+        values.
+        """
         asked = _mapping(obj.get("spec"))
         wanted = _mapping(_mapping(asked.get("replicaSpecs")).get("worker"))
         worker = self.worker
         kept = worker.model_dump(by_alias=True, exclude_unset=True)
         for name in SIZES:
             kept.pop(name, None)
-        try:  # all or none: they are bounds of each other
+        try:  # all or none: they limit each other
             sizes = {name: wanted[name] for name in SIZES if wanted.get(name) is not None}
             fresh = ReplicaSpec.model_validate(kept | sizes, extra="ignore")
             worker = fresh if sizes and not fresh.problems() else worker
@@ -563,7 +702,7 @@ class ElasticJob(_Strict):
         return self.model_copy(update={"spec": spec, "metadata": metadata})
 
     def changed(self, spec: JobSpec) -> Self:
-        """This job with another spec; the generation grows only if it differs."""
+        """Return this job with another spec. The generation grows only if the spec differs."""
         if spec == self.spec:
             return self
         generation = self.metadata.generation + 1
@@ -572,24 +711,31 @@ class ElasticJob(_Strict):
 
 
 def least_nodes(template: dict[str, Any]) -> int | None:
-    """The minimum in ``elastic-run --nnodes MIN:MAX`` of a Pod template; None if it has no number.
+    """Return the minimum in ``elastic-run --nnodes MIN:MAX`` of a Pod template, if any.
 
-    The command may be a list of words or a line for a shell; what only an environment knows
-    (``$NODE_NUM``) is no number.
+    The command may be a list of words or a line for a shell. A variable such as ``$NODE_NUM``,
+    whose value only the environment has, is no number. None: there is no number, or it is 0.
     """
     for container in _containers(template):
         if not isinstance(container, dict):
             continue
-        words = [*_words(container.get("command")), *_words(container.get("args"))]
-        for call in calls(words) if any("-run" in word for word in words) else ():
-            found = re.match(r"\d+", call.split.value("--nnodes"), re.ASCII)
+        command = [*_words(container.get("command")), *_words(container.get("args"))]
+        for call in calls(command) if any("-run" in word for word in command) else ():
+            found = re.match(r"0*(\d{1,9})(?!\d)", call.split.value("--nnodes"), re.ASCII)
             if call.program == ELASTIC_RUN and found and int(found[0]):
                 return int(found[0])
     return None
 
 
+def _instead_of(kind: str) -> str:
+    """Return what to do with an object of another kind."""
+    if kind in KUBEFLOW:
+        return f"docs/migrating-from-pytorchjob.md says what each field of a {kind} becomes"
+    return f"{kind} objects are for kubectl apply"
+
+
 def _unused_of_worker(wanted: dict[str, Any]) -> Iterator[str]:
-    """What no Pod of a node has of its template."""
+    """Yield the paths in the nodes' template that their Pods do not use, or overwrite."""
     meta, spec = _mapping(wanted.get("metadata")), _mapping(wanted.get("spec"))
     for name, value in meta.items():
         if name not in ("labels", "annotations") and value is not None:
@@ -606,7 +752,7 @@ def _unused_of_worker(wanted: dict[str, Any]) -> Iterator[str]:
 
 
 def _unused_of_master(wanted: dict[str, Any]) -> Iterator[str]:
-    """What no master has of its template."""
+    """Yield the paths in the master's template that its Pod does not use."""
     for name, value in _mapping(wanted.get("metadata")).items():
         if name not in ("labels", "annotations") and value is not None:
             yield f"{MASTER_TEMPLATE}.metadata.{name}"
@@ -628,7 +774,7 @@ def _unused_of_master(wanted: dict[str, Any]) -> Iterator[str]:
 
 
 def _of_pods(wanted: dict[str, Any]) -> Iterator[str]:
-    """What of a template only a Pod has: on this machine a node is a process."""
+    """Yield the paths in a template that only a Pod uses: on this machine a node is a process."""
     index, main = _main_of(wanted)
     for name, value in _mapping(wanted.get("spec")).items():
         if name not in ("containers", "restartPolicy") and value is not None:
@@ -642,7 +788,7 @@ def _of_pods(wanted: dict[str, Any]) -> Iterator[str]:
 
 
 def _main_of(wanted: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    """The container named ``main``, or the only one, and its index; -1 and nothing if absent."""
+    """Return the index of the main container, and the container; -1 and nothing if absent."""
     containers = [_mapping(container) for container in _containers(wanted)]
     named = [i for i, one in enumerate(containers) if one.get("name") == MAIN_CONTAINER]
     index = named[0] if named else 0 if len(containers) == 1 else -1
@@ -650,51 +796,63 @@ def _main_of(wanted: dict[str, Any]) -> tuple[int, dict[str, Any]]:
 
 
 def _check_depth(document: object) -> None:
+    """Raise ConfigError if mappings and lists are nested too deeply."""
     if is_deeper(document):
         raise ConfigError(f"mappings and lists are nested: expected at most {DEPTH} levels")
 
 
 def _mapping(value: object) -> dict[str, Any]:
+    """Return the value if it is a mapping, else an empty one."""
     return value if isinstance(value, dict) else {}
 
 
 def _items(value: object) -> list[Any]:
+    """Return the value if it is a list, else an empty one."""
     return value if isinstance(value, list) else []
 
 
 def _words(value: object) -> list[str]:
+    """Return the strings in a list; empty for any other value."""
     return [w for w in value if isinstance(w, str)] if isinstance(value, list) else []
 
 
 def _containers(template: dict[str, Any]) -> list[Any]:
+    """Return the containers of a Pod template, as far as they are a list."""
     spec = template.get("spec")
     containers = spec.get("containers") if isinstance(spec, dict) else None
     return containers if isinstance(containers, list) else []
 
 
 def _unsupported(document: dict[str, Any]) -> str:
-    """Why a job that is otherwise good cannot be run; before anything else is looked at."""
+    """Return why a valid job cannot be run; empty if it can. It is checked before anything else.
+
+    It is also empty for a document whose ``spec`` is no mapping, which a later check refuses.
+    """
     spec = document.get("spec")
     if not isinstance(spec, dict):
         return ""
     roles = spec.get("replicaSpecs")
     others = [r for r in OTHER_ROLES if isinstance(roles, dict) and _has_nodes(roles.get(r))]
     strategy = spec.get("distributionStrategy")
-    ours = f"{ALLREDUCE} with the role worker is what can be run"
+    supported = f"only {ALLREDUCE} with the role worker is supported"
     if others:
         named = f"found the role{'s' if len(others) > 1 else ''} {', '.join(others)}"
-        return f"spec.replicaSpecs.{others[0]}: {named}: not supported yet; {ours}"
+        return f"spec.replicaSpecs.{others[0]}: {named}: not supported yet; {supported}"
     if strategy in (PARAMETER_SERVER, "CustomStrategy", "Local"):
-        return f"spec.distributionStrategy: found {strategy}: not supported yet; {ours}"
+        return f"spec.distributionStrategy: found {strategy}: not supported yet; {supported}"
     return ""
 
 
 def _has_nodes(role: object) -> bool:
-    """Whether a role wishes nodes, as far as it says; absent ``replicas`` are not 0."""
+    """Return whether a role desires nodes. Absent ``replicas`` are not 0."""
     return role is not None and not (isinstance(role, dict) and role.get("replicas") == 0)
 
 
 def _marked(model: BaseModel, mark: str, path: str) -> Iterator[str]:
+    """Yield the paths of fields that are set, also in inner parts, and have a mark.
+
+    Fields that are set to null, and the items of lists and mappings, are left out.
+    """
     for name, field in type(model).model_fields.items():
         value = getattr(model, name)
         if name not in model.model_fields_set or value is None:
@@ -707,12 +865,12 @@ def _marked(model: BaseModel, mark: str, path: str) -> Iterator[str]:
 
 
 def explain(error: ValidationError, prefix: str = "", model: type[BaseModel] | None = None) -> str:
-    """One line for each fault: path, what was found, what was expected.
+    """Return one line for each fault: its path, what was found, what was expected.
 
     Args:
-        error: what the check of a document has found.
-        prefix: the document's own path, which each path begins with.
-        model: the document's; by its fields an unknown one may be told for a misspelt one.
+        error: the faults that a check has found.
+        prefix: the path of the document, with which each path begins.
+        model: the document's model. Its fields help to recognize a field with a spelling error.
     """
     return in_words(error.errors(include_url=False), prefix, model)
 
@@ -720,17 +878,29 @@ def explain(error: ValidationError, prefix: str = "", model: type[BaseModel] | N
 def in_words(
     faults: Iterable[ErrorDetails], prefix: str = "", model: type[BaseModel] | None = None
 ) -> str:
-    """The same of faults that were found by another way."""
+    """Return one line for each fault, as :func:`explain` does, for faults from another source.
+
+    Args:
+        faults: the faults, in the form of pydantic.
+        prefix: the path of the document, with which each path begins.
+        model: the document's model.
+    """
     return "\n".join(_line(detail, prefix, model) for detail in faults)
 
 
+_KINDS = {"model_type": "expected a mapping", "dict_type": "expected a mapping"}
+"""Replacements for messages of pydantic that name types of Python."""
+
+
 def _line(detail: ErrorDetails, prefix: str, model: type[BaseModel] | None) -> str:
+    """Return the line for one fault."""
     path = prefix
     for part in detail["loc"]:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
-    expected = detail["msg"]
+    expected = _KINDS.get(detail["type"], detail["msg"])
     if detail["type"] == "extra_forbidden":
-        advice = did_you_mean(str(detail["loc"][-1]), _known(model, detail["loc"][:-1]))
+        name = str(detail["loc"][-1])
+        advice = ELSEWHERE.get(path) or did_you_mean(name, _known(model, detail["loc"][:-1]))
         return f"{path}: unknown field (found {shown(detail['input'])}); {advice}"
     if detail["type"] == "missing":
         return f"{path}: missing; expected a value here"
@@ -738,7 +908,10 @@ def _line(detail: ErrorDetails, prefix: str, model: type[BaseModel] | None) -> s
 
 
 def _known(model: type[BaseModel] | None, path: tuple[int | str, ...]) -> list[str]:
-    """Names of the fields at a path in a document of this model."""
+    """Return the names of the fields at a path in a document of a model.
+
+    There are none if the path leads out of the model.
+    """
     for part in path:
         if model is None:
             return []
@@ -748,7 +921,7 @@ def _known(model: type[BaseModel] | None, path: tuple[int | str, ...]) -> list[s
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The model that a field's type is, or is one of."""
+    """Return the model that a field's type is, or that a union contains."""
     for one in (annotation, *get_args(annotation)):
         if isinstance(one, type) and issubclass(one, BaseModel):
             return one

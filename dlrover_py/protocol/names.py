@@ -1,88 +1,116 @@
-"""Every string that two processes share: ids, environment names, ports, file names.
+"""All strings that two processes share: ids, environment variables, ports, file names.
 
-A worker's environment follows torchrun (torch/distributed/elastic/agent/server)
-and, inside an ElasticJob, DLRover's names; ours begin with ``DLROVER_``.
+A worker's environment has the names of torchrun (torch/distributed/elastic/agent/server) and,
+inside an ElasticJob, those of DLRover. Names that only DLRover-Py has begin with ``DLROVER_``.
 """
 
 import re
 from typing import Final, NewType
 
 NodeId = NewType("NodeId", str)
-"""Name of one agent's place in the job (``n0``, ``n1`` …): never reused, and not a rank."""
+"""Name of one agent's place in the job (``n0``, ``n1`` …): it is never reused, and is not a
+rank."""
+
+NODE_ID: Final = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
+"""Regular expression of a node id. The folder of a node's logs and its Pod have this name."""
 
 _PART = re.compile(r"(\D*)(\d*)")
 
 
 def id_key(node: NodeId) -> tuple[tuple[str, int], ...]:
-    """Sorts n2 before n10 (torchrun sorts node10 before node2, pytorch#191190)."""
+    """Return a sort key that sorts n2 before n10.
+
+    Any text has a key. (torchrun sorts node10 before node2, pytorch#191190.)
+    """
     return tuple((word, int(number or -1)) for word, number in _PART.findall(node))
 
 
 Round = NewType("Round", int)
-"""Number of an agreed membership, +1 each time; 0 means none yet."""
+"""Number of an agreed membership, +1 each time; 0 means that there is none yet."""
+
+Timeline = NewType("Timeline", int)
+"""Number of a timeline within a round: it grows when a script loads a state or goes back a step."""
+
+Step = NewType("Step", int)
+"""Number of a training step."""
 
 Incarnation = NewType("Incarnation", int)
-"""Lives of a node id, assigned by the master; 0 means not assigned yet."""
+"""Number of a node id's incarnation, assigned by the master; 0 means that none is assigned yet."""
 
 Term = NewType("Term", int)
-"""Number of a master's reign, from the journal; agents refuse lower ones."""
+"""Number of a master's term, from the journal; agents refuse lower ones."""
+
+MAX_COUNT: Final = 2**53
+"""Largest number of steps, rounds, ranks or bytes in a message: JSON carries it exactly."""
 
 GROUP: Final = "elastic.iml.github.io"
+"""API group of the ElasticJob, DLRover's."""
 API_VERSION: Final = f"{GROUP}/v1alpha1"
+"""API group and version of the ElasticJob."""
 KIND: Final = "ElasticJob"
 PLURAL: Final = "elasticjobs"
 MANAGED_BY: Final = f"{GROUP}/dlrover-py-operator"
-"""``spec.managedBy`` of a job that our operator looks after; absent means the same."""
+"""``spec.managedBy`` of a job that the operator of DLRover-Py manages; absent means the same."""
 MAIN_CONTAINER: Final = "main"
+"""Name of the container that runs the agent."""
 
-WIRE_VERSION: Final = "1.0"
-
-# --- what the platform tells an agent (environment of a node) ---
+# --- What the platform tells an agent: the environment of a node ---
 ENV_MASTER_ADDR: Final = "DLROVER_MASTER_ADDR"
 """``host:port`` of the job's master."""
 ENV_TOKEN_FILE: Final = "DLROVER_TOKEN_FILE"
 """File with the job's token; only its owner can read it."""
 ENV_CA_FILE: Final = "DLROVER_CA_FILE"
-"""Certificate of the authority that the master's is checked by; without it the line is plain."""
+"""Certificate of the authority that verifies the master's certificate; if it is not set, the
+connection is not encrypted."""
 ENV_JOB_NAME: Final = "ELASTIC_JOB_NAME"
+"""Name of the job."""
 ENV_NODE_ID: Final = "DLROVER_NODE_ID"
+"""Id of the node."""
 ENV_JOB_UID: Final = "JOB_UID"
+"""uid of the job."""
 ENV_NODE_NUMBER: Final = "NODE_ID"
 """The number in the node's id."""
 ENV_NODE_RANK: Final = "NODE_RANK"
-"""The same: DLRover's scripts may read it; a node's rank is the master's to give."""
+"""The number in the node's id, too: scripts of DLRover may read it. The master assigns the rank."""
 ENV_NODE_NUM: Final = "NODE_NUM"
-"""The wished number of nodes when the Pod was made."""
+"""Desired number of nodes when the Pod was created."""
 ENV_NODE_TYPE: Final = "NODE_TYPE"
+"""Role of the node: always ``worker``."""
 ENV_NODE_IP: Final = "NODE_IP"
+"""Address of the node."""
 ENV_POD_NAME: Final = "POD_NAME"
+"""Name of the node's Pod."""
 ENV_POD_IP: Final = "POD_IP"
+"""IP address of the node's Pod."""
 ENV_LOG_DIR: Final = "DLROVER_LOG_DIR"
-"""Where an agent keeps its workers' logs: ``<dir>/<node>/<incarnation>/<round>/<rank>/``."""
+"""Directory of an agent's worker logs: ``<dir>/<node>/<incarnation>/<round>/<rank>/``."""
 ENV_LIFELINE_FD: Final = "DLROVER_LIFELINE_FD"
-"""A pipe's read end: when it reports end of file the platform is gone, and so ends the process."""
+"""Read end of a pipe. At its end of file the platform is gone, and the process ends."""
 
 ENV_CONNECT_S: Final = "DLROVER_CONNECT_S"
-"""The master must have answered an agent once within this time; 60 s if it is not set."""
+"""Seconds within which the master must have answered an agent once; 60 if it is not set."""
 ENV_NODE_MARK: Final = "DLROVER_NODE_MARK"
-"""Random per node of this machine's cluster: every process of the node carries it."""
+"""Random text for each node of the cluster on this machine: all processes of the node have it."""
 
-# --- what an agent tells its workers, beyond torchrun's names ---
+# --- What an agent tells its workers, in addition to torchrun's names ---
 ENV_AGENT_MARK: Final = "DLROVER_AGENT_MARK"
-"""Random per agent: all that it starts, and that its workers start, carries it."""
+"""Random text for each agent: all processes that it or its workers start have it."""
 ENV_AGENT_SOCKET: Final = "DLROVER_AGENT_SOCKET"
+"""Unix datagram socket to which workers report their progress."""
 ENV_LOCAL_RANK: Final = "DLROVER_LOCAL_RANK"
-"""The worker's place on its node; LOCAL_RANK is 0 for all of them with --virtual-local-rank."""
+"""Rank of the worker on its node; with --virtual-local-rank, LOCAL_RANK is 0 for all workers."""
 ENV_ROUND: Final = "DLROVER_ROUND"
+"""Number of the round that the worker is in."""
 ENV_RESTART_REASON: Final = "DLROVER_RESTART_REASON"
-ENV_ARENA: Final = "DLROVER_ARENA"
-"""The node's folder of shared memory (:mod:`dlrover_py.arena`)."""
-ENV_DEPOT: Final = "DLROVER_DEPOT"
-"""Unix socket at which the agent answers its workers' questions on checkpoints."""
+"""Why the round was formed; empty in the first round."""
+ENV_SHM_POOL: Final = "DLROVER_SHM_POOL"
+"""Directory of the node's shared-memory pool (:mod:`dlrover_py.checkpoint.shm`)."""
+ENV_TRANSFER_SOCKET: Final = "DLROVER_TRANSFER_SOCKET"
+"""Unix socket at which the agent answers its workers' requests about checkpoints."""
 ENV_CHECKPOINT: Final = "DLROVER_CHECKPOINT"
-"""The job's ``checkpoint:``, as JSON."""
+"""The job's ``checkpoint:`` as JSON."""
 ENV_SHM_DIR: Final = "DLROVER_SHM_DIR"
-"""Where agents have their arenas; ``/dev/shm`` if it is not set."""
+"""Directory in which agents have their shared-memory pools; ``/dev/shm`` if it is not set."""
 
 JOB_ENV: Final = (
     ENV_MASTER_ADDR,
@@ -98,103 +126,131 @@ JOB_ENV: Final = (
     ENV_LOCAL_RANK,
     ENV_ROUND,
     ENV_RESTART_REASON,
-    ENV_ARENA,
-    ENV_DEPOT,
+    ENV_SHM_POOL,
+    ENV_TRANSFER_SOCKET,
     ENV_CHECKPOINT,
 )
-"""All that makes a process a part of a job."""
+"""All variables that make a process a part of a job."""
 
-# --- what is kept from the workers, so that no script speaks for its agent unasked; one that looks
-# for the token in its Pod, or as its user, finds it ---
+# --- Variables that workers do not receive ---
+# They are removed so that no script acts as its agent by accident. A script that searches its
+# Pod, or the files of its user, still finds the token.
 PRIVATE_ENV: Final = (ENV_TOKEN_FILE, ENV_LIFELINE_FD)
 
-# --- the master ---
+# --- The master ---
 MASTER_PORT: Final = 50001
-"""DLRover's port, kept."""
+"""Default port of the master: DLRover's."""
 MASTER_NAME: Final = "dlrover-master"
-"""The name in the master's certificate: it is called by its address."""
+"""The name in the master's certificate, since agents connect to its address."""
 
-# --- a job on Kubernetes: what the operator and the master make ---
+# --- A job on Kubernetes: objects of the operator and the master ---
 LABEL_JOB: Final = "elasticjob.dlrover/name"
+"""Label of an object: the name of its job."""
 LABEL_ROLE: Final = "elasticjob.dlrover/replica-type"
+"""Label of a Pod: its role in the job."""
 LABEL_INDEX: Final = "elasticjob.dlrover/replica-index"
+"""Label of a node's Pod: the number in the node's id."""
 LABEL_UID: Final = "elasticjob.dlrover/uid"
-"""Tells whose a Pod is once its ElasticJob was deleted without it (``--cascade=orphan``)."""
+"""Label with the job's uid. It shows to which job a Pod belongs after the ElasticJob was deleted
+without its Pods (``--cascade=orphan``)."""
 NOTE_PLAN: Final = "elasticjob.dlrover/plan"
-"""Annotation of a master's Deployment: a sum of what was planned."""
+"""Annotation of a master's Deployment: a digest of the plan."""
 NOTE_TEMPLATE: Final = "elasticjob.dlrover/template"
-"""Annotation of a node's Pod: of which template it was made."""
+"""Annotation of a node's Pod: the digest of its template."""
 LABEL_APP: Final = "app"
+"""Label of all objects: the application."""
 APP: Final = "dlrover"
+"""Value of ``LABEL_APP``."""
 ROLE_WORKER: Final = "worker"
+"""Value of ``LABEL_ROLE`` for a node's Pod."""
 ROLE_MASTER: Final = "dlrover-master"
+"""Value of ``LABEL_ROLE`` for the master's Pod."""
 
 OPERATOR_MANAGER: Final = "dlrover-operator"
-"""Field managers of server-side apply: each owns its own part of the status."""
+"""Field manager of the operator for server-side apply: it owns its own part of the status."""
 MASTER_MANAGER: Final = "dlrover-master"
+"""Field manager of the master for server-side apply: it owns its own part of the status."""
 
 HEALTH_PORT: Final = 8080
+"""Port of the health endpoint."""
 AGENTS_PORT_NAME: Final = "agents"
+"""Name of the master's port for agents."""
 HEALTH_PORT_NAME: Final = "health"
+"""Name of the port of the health endpoint."""
 TOKEN_MOUNT: Final = "/var/run/dlrover/token"
-"""In the master's Pod: a folder with the keys of the token's Secret."""
+"""Directory in the master's Pod with the keys of the token's Secret."""
 TLS_MOUNT: Final = "/var/run/dlrover/tls"
+"""Directory in the master's Pod with its certificate and key."""
+NODE_VOLUME: Final = "dlrover-job"
+"""Name of the volume in a worker's Pod with the job's token, and prefix of other added volumes."""
 NODE_MOUNT: Final = "/var/run/dlrover"
-"""In a worker's Pod: the same Secret."""
+"""Directory in a worker's Pod with the keys of the token's Secret."""
 SECRET_TOKEN: Final = "token"
+"""Key of the token in a Secret."""
 SECRET_CA: Final = "ca.crt"
+"""Key of the authority's certificate in a Secret."""
 SECRET_CERT: Final = "tls.crt"
+"""Key of the master's certificate in a Secret."""
 SECRET_KEY: Final = "tls.key"
+"""Key of the master's private key in a Secret."""
 TOKEN_FOLLOWS: Final = "elasticjob.dlrover/token-follows"
-"""Annotation of a certificate's Secret: the job's token is what follows from its key."""
+"""Annotation of a certificate's Secret: the job's token is derived from its key."""
 ENV_MASTER_JOB_UID: Final = "DLROVER_JOB_UID"
-"""To a master: it adopts only what belongs to this very object."""
+"""uid of the job, for a master: it adopts only objects that belong to this job."""
 ENV_MASTER_SERVICE: Final = "DLROVER_MASTER_SERVICE"
-"""To a master: ``host:port`` that its nodes are to call."""
+"""``host:port`` to which the nodes connect, for a master."""
 ENV_POD_UID: Final = "POD_UID"
+"""uid of the master's Pod."""
 
 
 def master_of(job: str) -> str:
-    """Name of a job's Deployment, Service, ServiceAccount, Role, RoleBinding, NetworkPolicy."""
+    """Return the name of the objects of a job's master.
+
+    These are a Deployment, Service, ServiceAccount, Role, RoleBinding and NetworkPolicy.
+    """
     return f"elasticjob-{job}-dlrover-master"
 
 
 def workers_policy_of(job: str) -> str:
-    """Name of the NetworkPolicy of a job's worker Pods."""
+    """Return the name of the NetworkPolicy of a job's worker Pods."""
     return f"elasticjob-{job}-worker"
 
 
 def token_of(job: str, uid: str) -> str:
-    """Secret with the job's token and the authority that its master's certificate is by.
+    """Return the name of the Secret with the job's token.
 
-    The job's uid is in the name: a kubelet may keep an immutable Secret for as long as one Pod has
-    it, and give it to the Pods of the next job of this name too.
+    The Secret also has the authority that signed the certificate of the job's master. The job's uid
+    is in the name. A kubelet may keep an immutable Secret as long as one Pod uses it. It would give
+    this Secret to the Pods of the next job with the same name.
     """
     return f"elasticjob-{job}-token-{uid[:8]}"
 
 
 def tls_of(job: str, uid: str) -> str:
-    """Secret with the master's certificate and key; only the master has it."""
+    """Return the name of the Secret with the master's certificate and key.
+
+    Only the master mounts it.
+    """
     return f"elasticjob-{job}-tls-{uid[:8]}"
 
 
 def journal_of(job: str) -> str:
-    """Secret that the master keeps its journal in."""
+    """Return the name of the Secret in which the master keeps its journal."""
     return f"elasticjob-{job}-journal"
 
 
 def pod_of(job: str, node: NodeId) -> str:
-    """Name of a node's Pod."""
+    """Return the name of a node's Pod."""
     return f"{job}-{node}"
 
 
 def workers_of(job: str) -> str:
-    """Label selector of a job's worker Pods."""
+    """Return the label selector of a job's worker Pods."""
     return f"{LABEL_JOB}={job},{LABEL_ROLE}={ROLE_WORKER}"
 
 
 def owner(job: str, uid: str) -> dict[str, object]:
-    """The owner reference that has everything of a job deleted with it."""
+    """Return the owner reference by which everything of a job is deleted together with the job."""
     return {
         "apiVersion": API_VERSION,
         "kind": KIND,
@@ -205,12 +261,20 @@ def owner(job: str, uid: str) -> dict[str, object]:
     }
 
 
-# --- a job on this machine ---
+# --- A job on this machine ---
 CLUSTER_SOCKET: Final = "cluster.sock"
+"""Unix socket of the cluster, in the directory of a run."""
 JOB_FILE: Final = "job.json"
+"""File with the job, in the directory of a run."""
 STATUS_FILE: Final = "status.json"
+"""File with the newest status, in the directory of a run."""
 HISTORY_FILE: Final = "history.json"
+"""File with the history, in the directory of a run."""
+RUNTIME_LINK: Final = "runtime"
+"""Link in the directory of a run to its runtime folder, which depends on the user's TMPDIR."""
 RUN_LOCK: Final = "run.lock"
-"""In the folder of a run: locked as long as it goes on."""
+"""File in the directory of a run, which is locked while the run goes on."""
 JOURNAL_FILE: Final = "journal.json"
+"""File with the master's journal, in the directory of a run."""
 TOKEN_FILE: Final = "token"
+"""File with the job's token, in the directory of a run."""

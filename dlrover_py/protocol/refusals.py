@@ -1,7 +1,7 @@
-"""Why a Kubernetes API server refuses an object, by its words. PURE.
+"""Find out from its message why a Kubernetes API server refused an object. Pure.
 
-The status code does not tell: a right that is missing, a quota, Pod Security and webhooks all give
-403, and a ValidatingAdmissionPolicy gives 422, as an object does that is not valid.
+The status code is not enough: missing permissions, a quota, Pod Security and webhooks all give 403.
+A ValidatingAdmissionPolicy gives 422, as an invalid object does.
 """
 
 import re
@@ -9,9 +9,9 @@ from enum import StrEnum
 
 
 class Refusal(StrEnum):
-    """Reason of a condition."""
+    """The kind of a refusal, which is the reason of a condition."""
 
-    RIGHTS = "PermissionDenied"  # the account may not do it
+    RIGHTS = "PermissionDenied"  # the account lacks the permission
     QUOTA = "QuotaExceeded"
     POLICY = "PodsForbidden"  # Pod Security, a policy, a webhook, a LimitRange, a missing account
 
@@ -23,22 +23,26 @@ _RIGHTS = re.compile(
     )""",
     re.VERBOSE,
 )
-"""Of the authorizer, and of the admission plug-in ``OwnerReferencesPermissionEnforcement``."""
+"""Messages of the authorizer and of the admission plug-in
+``OwnerReferencesPermissionEnforcement``."""
 _POLICY = re.compile(
     r"""\badmission\ webhook\ "[^"]*"\ denied\ the\ request |
         \bis\ forbidden:\ ValidatingAdmissionPolicy\ ' |
         \bis\ forbidden:\ violates\ PodSecurity\b""",
     re.VERBOSE,
 )
+"""Messages of admission webhooks, ValidatingAdmissionPolicy and Pod Security."""
 _QUOTA = re.compile(
     r"\bis forbidden: (?:exceeded quota|failed quota|insufficient quota|status unknown for quota)\b"
 )
+"""Messages of the quota plug-in."""
 
 
-def refusal_in(words: str) -> Refusal | None:
-    """Which refusal the words of a server are; None if they say no more than that it refuses.
+def refusal_in(message: str) -> Refusal | None:
+    """Return the kind of refusal in a server's message; None if the message shows no kind.
 
-    What a policy's author has written stands behind the server's own words, and does not count.
+    If the message shows several, the first counts: the text of a policy's author follows the
+    server's own text.
     """
     first = min(
         (
@@ -48,7 +52,7 @@ def refusal_in(words: str) -> Refusal | None:
                 (Refusal.POLICY, _POLICY),
                 (Refusal.QUOTA, _QUOTA),
             )
-            if (found := pattern.search(words))
+            if (found := pattern.search(message))
         ),
         default=None,
     )

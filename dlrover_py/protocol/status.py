@@ -1,34 +1,114 @@
-"""What a person, a script or a dashboard may know of a job: :class:`JobStatus`.
+"""The state of a job for people, scripts and dashboards: :class:`JobStatus`.
 
-The master writes it whole: it serves it at ``/v1/job`` and publishes it through its platform.
-Times are Unix seconds (wall clock, for people); durations were measured on a monotonic clock.
+The master writes the complete document. It serves the document at ``/v1/job`` and publishes it
+through its platform. Times are of the wall clock, for people: :data:`WallTime`. Durations were
+measured by a monotonic clock.
 
-On Kubernetes it stands, cut to size, in ``status.training`` of the object (:class:`Training`);
-the rest of :class:`ElasticJobStatus` is Kubernetes' own way of telling the same, and has two
-writers: ``phase``, ``observedGeneration``, the times and some conditions are the operator's.
+On Kubernetes it is in ``status.training`` of the object, cut to size (:class:`Training`). The other
+fields of :class:`ElasticJobStatus` say the same in the form of Kubernetes. They have two writers:
+``phase``, ``observedGeneration``, the times and some conditions belong to the operator.
 """
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from enum import StrEnum
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Annotated, Final, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    WithJsonSchema,
+)
 from pydantic.alias_generators import to_camel
 
 from dlrover_py.protocol.agents import Progress, WorkerFailure, WorkerPhase
 
 
-class _Doc(BaseModel):
+class _StatusModel(BaseModel):
+    """Base of the parts of a status: immutable, with fields in camelCase; unknown fields are
+    ignored."""
+
     model_config = ConfigDict(
         frozen=True, extra="ignore", alias_generator=to_camel, populate_by_name=True
     )
 
 
-_D = TypeVar("_D", bound=_Doc)
+_D = TypeVar("_D", bound=_StatusModel)
+
+
+# --- Times ---
+
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_END_MS: Final = (datetime(9999, 12, 31, tzinfo=UTC) - _EPOCH) // timedelta(milliseconds=1)
+"""The last time that is accepted, in milliseconds since 1970: one day before Python's calendar
+ends, so that every local time exists, too."""
+
+
+def rfc3339(at: float) -> str:
+    """Return Unix seconds as Kubernetes writes them, cut to whole seconds."""
+    return _text(at, "seconds")
+
+
+def date_time(at: float) -> str:
+    """Return Unix seconds as RFC 3339 in UTC, to the millisecond: ``2026-11-26T01:02:03.123Z``."""
+    return _text(at, "milliseconds")
+
+
+def unix_seconds(value: object) -> float | None:
+    """Return Unix seconds, to the millisecond, of a time in RFC 3339 or in Unix seconds.
+
+    Returns:
+        The time; None for a value that is neither, or that has no time zone; 0 for a time before
+        1970, or on the last day of the year 9999 and later.
+    """
+    if isinstance(value, (int, float)):
+        return _ms(value) / 1000
+    if not isinstance(value, str):
+        return None
+    try:
+        at = datetime.fromisoformat(value)
+    except ValueError:
+        return None
+    return None if at.tzinfo is None else _ms((at - _EPOCH).total_seconds()) / 1000
+
+
+def _text(at: float, precision: Literal["seconds", "milliseconds"]) -> str:
+    """Return Unix seconds as RFC 3339 in UTC."""
+    moment = _EPOCH + timedelta(milliseconds=_ms(at))
+    return moment.replace(tzinfo=None).isoformat(timespec=precision) + "Z"
+
+
+def _ms(at: float) -> int:
+    """Return milliseconds since 1970; 0 for a time before 1970 or beyond the calendar.
+
+    A clock that is wrong must not end a program.
+    """
+    ms = round(at * 1000) if abs(at) < _END_MS else 0
+    return ms if 0 <= ms < _END_MS else 0
+
+
+def _wall_time(value: object) -> float:
+    """Return the Unix seconds of a time that was read; raise ValueError if it is no time."""
+    at = unix_seconds(value)
+    if at is None:
+        raise ValueError("expected a time as RFC 3339, such as 2026-11-26T01:02:03.123Z")
+    return at
+
+
+WallTime = Annotated[
+    float,
+    BeforeValidator(_wall_time),
+    PlainSerializer(date_time, when_used="json"),
+    WithJsonSchema({"type": "string", "format": "date-time"}),
+]
+"""A time of the wall clock: Unix seconds in a program, RFC 3339 in JSON. It has whole milliseconds,
+so that it is equal after it was written and read. A number is read from JSON as well."""
 
 
 class JobPhase(StrEnum):
-    """Where the job as a whole stands."""
+    """The phase of the job as a whole."""
 
     PENDING = "Pending"  # no round has been formed yet
     RUNNING = "Running"  # a round runs
@@ -40,45 +120,50 @@ class JobPhase(StrEnum):
 
     @property
     def ended(self) -> bool:
-        """Nothing more will happen."""
+        """True if the phase cannot change any more."""
         return self in (JobPhase.SUCCEEDED, JobPhase.FAILED, JobPhase.STOPPED)
 
 
 class NodePhase(StrEnum):
-    """Life of a node, in this order."""
+    """The phases of a node, in this order."""
 
-    PENDING = "pending"  # wished, but the platform has no place for it yet
-    STARTING = "starting"  # its process runs, its agent has not spoken
+    PENDING = "pending"  # desired, but the platform has no place for it yet
+    STARTING = "starting"  # its process runs, its agent has not reported yet
     LIVE = "live"
-    SUSPECT = "suspect"  # its connection closed; it may come back at once
+    SUSPECT = "suspect"  # its connection closed; it may come back immediately
     GONE = "gone"
 
 
 class NodeRole(StrEnum):
-    """What a node does in the current round."""
+    """The role of a node in the current round."""
 
     MEMBER = "member"
     STANDBY = "standby"
     NONE = "none"
 
 
-class Condition(_Doc):
-    """One aspect of the job, as Kubernetes shows it."""
+class Condition(_StatusModel):
+    """One aspect of the job, in the form of a Kubernetes condition."""
 
     type: str
+    """Type of the condition; docs/operations.md lists all types."""
     status: Literal["True", "False", "Unknown"]
+    """``True``, ``False`` or ``Unknown``."""
     reason: str
+    """One CamelCase word for the reason."""
     message: str
-    last_transition_time: float
+    """The reason in words."""
+    last_transition_time: WallTime
+    """When ``status`` last changed."""
 
 
-class JobEvent(_Doc):
-    """Something that happened or was decided, and why."""
+class JobEvent(_StatusModel):
+    """An event or a decision, and its cause."""
 
     id: int
     """Number of the event in its job; it grows."""
-    at: float
-    """Unix seconds."""
+    at: WallTime
+    """When the event happened."""
     type: Literal["Normal", "Warning"] = "Normal"
     """``Normal`` or ``Warning``."""
     reason: str
@@ -86,26 +171,26 @@ class JobEvent(_Doc):
     message: str
     """What happened, in words."""
     node: str | None = None
-    """The node that it is about."""
+    """The node that the event is about."""
     round: int | None = None
-    """The round that it is about."""
+    """The round that the event is about."""
     cause: int | None = None
-    """``id`` of the event that this one follows from."""
+    """``id`` of the event that caused this one."""
     took_s: float | None = None
-    """Since the event at the root of the chain of causes."""
+    """Seconds since the first event in the chain of causes."""
 
 
-class NodeStatus(_Doc):
-    """One node."""
+class NodeStatus(_StatusModel):
+    """The state of one node."""
 
     id: str
     """Name of the node, such as ``n7``; its Pod is named after it."""
     phase: NodePhase
-    """Where its life stands: pending, starting, live, suspect, leaving or gone."""
+    """Phase of the node: pending, starting, live, suspect or gone."""
     role: NodeRole
-    """``member`` of the round, ``standby`` or ``none``."""
+    """Role of the node: ``member`` of the round, ``standby`` or ``none``."""
     incarnation: int
-    """Lives of this node's agent."""
+    """Incarnation of the node: it grows each time that its agent starts."""
     node_rank: int | None = None
     """Rank of the node in the round."""
     nproc: int = 1
@@ -113,56 +198,56 @@ class NodeStatus(_Doc):
     host: str = ""
     """The host that it runs on."""
     agent_pid: int = 0
-    """Process id of its agent, on its host."""
+    """Process id of its agent on its host."""
     pids: list[int] = Field(default_factory=list)
     """Process ids of its workers."""
     workers: WorkerPhase = WorkerPhase.IDLE
-    """What its workers do."""
+    """State of its workers, taken together."""
     warm: bool = False
-    """Its next workers have their imports before they start (docs/warm-start.md)."""
+    """True if its next workers start with their modules already imported (docs/warm-start.md)."""
     step: int | None = None
     """Newest step that one of its workers has reported."""
     restarts: int = 0
     """Failures of its workers that count against ``restartCount``."""
     relaunches: int = 0
-    """Replacements of its place that count against ``restartCount``."""
+    """Replacements of the node that count against ``restartCount``."""
     message: str = ""
-    """What is wrong with it, in words; empty if nothing is."""
+    """What is wrong with the node, in words; empty if nothing is."""
 
 
-class Failure(_Doc):
-    """The last failure that was charged to a node."""
+class Failure(_StatusModel):
+    """The last failure that was counted against a node's ``restartCount``."""
 
-    at: float
-    """Unix seconds."""
+    at: WallTime
+    """When the failure was seen."""
     node: str
-    """The node that was charged."""
+    """The node against which it was counted."""
     round: int
-    """The round that ended by it."""
+    """The round that the failure ended."""
     worker: WorkerFailure
     """The worker that failed."""
 
 
-class LastCheckpoint(_Doc):
-    """What a job that begins anew would go on from."""
+class LastCheckpoint(_StatusModel):
+    """The checkpoint from which a new start of the job would continue."""
 
     step: int
-    """Its step."""
+    """The step of the checkpoint."""
     where: Literal["memory", "storage"]
-    """``memory`` of the nodes, or ``storage``."""
-    at: float
-    """When it was committed, or was seen to be whole in memory."""
+    """Where the checkpoint is: in ``memory`` of the nodes, or in ``storage``."""
+    at: WallTime
+    """When it was committed, or when it was seen to be complete in memory."""
     age_s: float = 0.0
-    """At ``published_at``."""
+    """Its age in seconds at ``publishedAt``."""
     stored_step: int | None = None
-    """The newest one in storage."""
-    stored_at: float | None = None
-    """When that was committed, in Unix seconds."""
+    """The step of the newest checkpoint in storage."""
+    stored_at: WallTime | None = None
+    """When the newest checkpoint in storage was committed."""
     folder: str = ""
-    """Of that."""
+    """Folder of the newest checkpoint in storage."""
 
 
-class JobStatus(_Doc):
+class JobStatus(_StatusModel):
     """The state of a job at one moment."""
 
     name: str
@@ -170,121 +255,138 @@ class JobStatus(_Doc):
     namespace: str = "default"
     """Namespace of the job."""
     generation: int
-    """Of the spec that the master has taken in."""
+    """Generation of the spec that the master follows."""
     phase: JobPhase
-    """Where the job stands, by its master."""
+    """Phase of the job, as its master sees it."""
     reason: str
-    """Why it is in this phase, in words."""
+    """Why the job is in this phase, in words."""
     term: int
-    """Number of the master's term; each new master takes the next one."""
+    """Term of the master; each new master takes the next number."""
     round: int
     """Number of the newest round; 0 if there was none."""
     world_size: int
-    """Workers in the round."""
+    """Number of workers in the round."""
     nodes_in_round: int
-    """Nodes in the round; once the job has ended: in its last round."""
-    wanted: int
-    """Nodes that the spec wishes, standbys not counted."""
+    """Number of nodes in the round; once the job has ended, in its last round."""
+    desired: int
+    """Desired number of nodes, without standbys."""
     minimum: int
-    """Fewest nodes that a round may have."""
+    """Least number of nodes that a round may have."""
     ready: int
-    """Nodes that can train, standbys too."""
+    """Number of nodes that can train, with standbys."""
     standby: int
-    """Nodes that wait to take a lost one's place."""
+    """Number of nodes that wait to replace a lost one."""
     updated: int | None = None
-    """Nodes that were made of the present template, standbys too; None if that is not known."""
+    """Number of nodes that were created from the current template, with standbys; absent if it is
+    unknown."""
     progress: Progress | None = None
-    """How far the script is, as it reports by ``report_step``."""
+    """Progress of the script, as it reports it by ``report_step``."""
     restarts: dict[str, int] = Field(default_factory=dict)
-    """New rounds by cause: failure, loss, drain, scale, join."""
+    """Number of new rounds by cause: failure, loss, drain, scale, join."""
     goodput: float | None = None
-    """Part of the time since the job's start, suspensions left out, that brought new steps; None
-    until a step was reported."""
+    """Fraction of the time since the job's start, without suspensions, that brought new steps.
+    Absent until a step is reported."""
     lost_s: dict[str, float] = Field(default_factory=dict)
-    """The other part, in seconds: by what cost it (start, and as ``restarts``)."""
+    """Seconds that brought no new steps, by cause: start, or a cause as in ``restarts``."""
     last_failure: Failure | None = None
-    """The newest failure that was charged to a node."""
+    """The newest failure that was counted against a node's ``restartCount``."""
     last_checkpoint: LastCheckpoint | None = None
-    """None as long as no node has told of one."""
+    """The newest checkpoint; absent until a node reports one."""
     checkpoints_stored: int = 0
-    """By this master's orders."""
+    """Number of checkpoints that were stored at this master's request."""
     checkpoint_failures: int = 0
-    """Checkpoints that could not be stored."""
+    """Number of checkpoints that could not be stored."""
     conditions: list[Condition] = Field(default_factory=list)
+    """Conditions of the job."""
     nodes: list[NodeStatus] = Field(default_factory=list)
     """The job's nodes."""
     events: list[JobEvent] = Field(default_factory=list)
-    """The newest ones, oldest first."""
-    started_at: float
-    """Unix seconds."""
-    ended_at: float | None = None
-    """Unix seconds; absent while the job goes on."""
-    published_at: float = 0.0
-    """Unix seconds at which this status was made."""
+    """The newest events, oldest first."""
+    started_at: WallTime
+    """When the job began."""
+    ended_at: WallTime | None = None
+    """When the job ended; absent until then."""
+    published_at: WallTime = 0.0
+    """When this status was made."""
+
+    @property
+    def present(self) -> int:
+        """Number of nodes to show beside the desired number.
+
+        A round that is over does not count: its nodes may be gone.
+        """
+        if self.phase.ended:
+            return 0
+        if self.phase is JobPhase.FORMING:
+            return min(self.ready, self.desired)
+        return self.nodes_in_round
+
+    @property
+    def workers_in_training(self) -> int:
+        """Number of workers that train; 0 while no round runs."""
+        return self.world_size if self.phase is JobPhase.RUNNING else 0
 
 
-# --- on Kubernetes ---
-
-
-def rfc3339(at: float) -> str:
-    """Unix seconds as Kubernetes writes them, whole seconds only."""
-    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def unix_seconds(text: object) -> float | None:
-    """The same, read; None for what is no such time."""
-    if not isinstance(text, str):
-        return None
-    try:
-        return datetime.fromisoformat(text).timestamp()
-    except ValueError:
-        return None
+# --- Status on Kubernetes ---
 
 
 PROGRESS_S = 10.0
-"""On Kubernetes, seconds between two writes of a status in which only the progress is new."""
+"""Seconds between two writes of a status on Kubernetes in which only the progress is new."""
 TRAINING_NODES = 64
+"""Number of nodes that ``status.training`` has at most."""
 TRAINING_EVENTS = 30
+"""Number of events that ``status.training`` has at most."""
 TRAINING_BYTES = 50_000
-"""The object is read whole by everyone who lists jobs, and etcd keeps each version."""
+"""Size of ``status.training`` at most. Each client that lists jobs reads the complete object, and
+etcd keeps each version."""
 
 
-class Summary(_Doc):
-    """The columns of ``kubectl get elasticjobs``, which can show a text but cannot make one."""
+class StatusColumns(_StatusModel):
+    """The columns of ``kubectl get elasticjobs``, which can show a text but cannot compose one."""
 
     ready: str
-    """Nodes in the round of those that are wished: ``7/8``; none once the job has ended."""
+    """Nodes in the round, and desired nodes: ``7/8``. While the next round is being formed, the
+    first number counts the nodes that are ready for it. It is 0 once the job has ended."""
     progress: str = ""
-    """``40% (200/500)``, or the step where the script did not say how many there are."""
+    """Progress such as ``40% (200/500)``, or the step if the script does not report the total."""
     restarts: int = 0
-    """Rounds that followed from a failure or a loss."""
+    """Number of rounds that followed a failure or a loss."""
     goodput: str = ""
-    """Part of the time that brought new steps, such as ``97.5%``."""
+    """Fraction of the time that brought new steps, such as ``97.5%``."""
 
 
 class Training(JobStatus):
     """``status.training``: a :class:`JobStatus` of at most 50 kB, and its summary."""
 
-    summary: Summary
+    summary: StatusColumns
+    """The columns of ``kubectl get elasticjobs``."""
     left_out: int = 0
-    """Nodes that are not shown: those that are not in order come first, those gone last."""
+    """Number of nodes that are not shown. Nodes with problems are shown first, nodes that are gone
+    last."""
 
     @classmethod
     def of(cls, status: JobStatus) -> Self:
-        """Cut a status to size; its conditions stand beside it, as Kubernetes has them."""
+        """Return a status cut to ``TRAINING_BYTES``, without its conditions.
+
+        Kubernetes has the conditions in ``status.conditions``. The newest events stay, up to
+        ``TRAINING_EVENTS``, and nodes up to ``TRAINING_NODES``, those with problems first.
+        """
         fields = {name: getattr(status, name) for name in JobStatus.model_fields}
         fields |= {"conditions": [], "nodes": [], "events": []}
         bare = cls(**fields, summary=summarize(status), left_out=len(status.nodes))
         left = TRAINING_BYTES - _size(bare)
         events = _fitting(status.events[: -TRAINING_EVENTS - 1 : -1], left // 2)
         left -= sum(map(_size, events))
-        nodes = _fitting(sorted(status.nodes, key=_dullness)[:TRAINING_NODES], left)
+        nodes = _fitting(sorted(status.nodes, key=_display_order)[:TRAINING_NODES], left)
         update = {"nodes": nodes, "events": events[::-1]}
         return bare.model_copy(update=update | {"left_out": len(status.nodes) - len(nodes)})
 
 
 def _fitting(items: list[_D], budget: int) -> list[_D]:
-    """The first of them that have room."""
+    """Return as many of the first items as the budget of bytes allows; maybe none.
+
+    An item that is too large also ends the search for smaller ones behind it.
+    """
     found: list[_D] = []
     for item in items:
         budget -= _size(item)
@@ -294,69 +396,78 @@ def _fitting(items: list[_D], budget: int) -> list[_D]:
     return found
 
 
-def _size(doc: _Doc) -> int:
+def _size(doc: _StatusModel) -> int:
+    """Return the size of a document in a list, in bytes of JSON."""
     return len(doc.model_dump_json(by_alias=True).encode()) + 1
 
 
-def _dullness(node: NodeStatus) -> int:
+def _display_order(node: NodeStatus) -> int:
+    """Return the sort key of a node: problems first, then nodes in order, then nodes that are
+    gone."""
     if node.phase is NodePhase.GONE:
         return 2
     return int(node.phase is NodePhase.LIVE and not node.message and not node.restarts)
 
 
-def summarize(status: JobStatus) -> Summary:
-    """The columns of a job."""
+def summarize(status: JobStatus) -> StatusColumns:
+    """Return the columns for a job's status. A column without a value is empty."""
     done, progress = status.progress, ""
     if done is not None:
         progress = str(done.step)
         if done.total:
             progress = f"{100 * done.step // done.total}% ({done.step}/{done.total})"
-    ready = 0 if status.phase.ended else status.nodes_in_round
-    return Summary(
-        ready=f"{ready}/{status.wanted}",
+    return StatusColumns(
+        ready=f"{status.present}/{status.desired}",
         progress=progress,
         restarts=sum(status.restarts.get(cause, 0) for cause in ("failure", "loss")),
         goodput="" if status.goodput is None else f"{100 * status.goodput:.1f}%",
     )
 
 
-class ObjectCondition(_Doc):
-    """A condition as Kubernetes has it; one for each type, and each type has one writer."""
+class ObjectCondition(_StatusModel):
+    """A condition in the form of Kubernetes.
+
+    There is one for each type, and each type has one writer.
+    """
 
     type: Annotated[str, Field(max_length=316)]
-    """What it is about; docs/operations.md lists all."""
+    """Type of the condition; docs/operations.md lists all types."""
     status: Annotated[str, Field(max_length=16)]
     """``True``, ``False`` or ``Unknown``."""
     reason: Annotated[str, Field(max_length=1024)] = ""
-    """One word for why it is so."""
+    """One CamelCase word for the reason."""
     message: Annotated[str, Field(max_length=32768)] = ""
-    """Why it is so, in words."""
-    last_transition_time: str = ""
-    """RFC 3339."""
+    """The reason in words."""
+    last_transition_time: WallTime = 0.0
+    """When ``status`` last changed."""
     observed_generation: int | None = None
-    """Generation of the spec that it speaks of."""
+    """Generation of the spec that the condition refers to."""
 
 
-class ElasticJobStatus(_Doc):
+class ElasticJobStatus(_StatusModel):
     """``status`` of an ElasticJob."""
 
     phase: str = ""
-    """``Created``, then the words of :class:`JobPhase`. Written by the operator."""
+    """``Created``, then one of the phases Pending, Running, Forming, Suspended, Succeeded, Failed
+    and Stopped. Written by the operator."""
     reason: str = ""
     """One word for what keeps the job from running as it should, or for why it has failed; the
-    condition of that name has the message. Empty if all is well. Written by the operator."""
+    condition with this reason has the message. Empty if there is no problem. Written by the
+    operator."""
     observed_generation: int | None = None
-    """Of the spec that the operator has taken in."""
-    start_time: str | None = None
-    """RFC 3339: creation of the job's master; the last resume starts anew."""
-    pending_since: str | None = None
-    """RFC 3339: when the operator first saw that fewer nodes than the minimum run."""
-    completion_time: str | None = None
-    """RFC 3339: when the operator first saw that the job is over; ``training.endedAt`` is exact."""
+    """Generation of the spec that the operator follows."""
+    start_time: WallTime | None = None
+    """When the job's master was created, or when the job was last resumed."""
+    pending_since: WallTime | None = None
+    """When the operator first saw that fewer nodes than the minimum run."""
+    completion_time: WallTime | None = None
+    """When the operator first saw that the job is over; ``training.endedAt`` is exact."""
     conditions: list[ObjectCondition] = Field(default_factory=list, max_length=64)
-    """What holds of the job; docs/operations.md explains each."""
+    """Conditions of the job; docs/operations.md explains each type."""
     replicas: int | None = None
-    """Nodes that are there, standbys not counted. Written by the master, as what follows."""
+    """Number of nodes that exist, without standbys. Written by the master, as the fields that
+    follow."""
     selector: str | None = None
-    """Of the worker Pods, for ``/scale``."""
+    """Label selector of the worker Pods, for ``/scale``."""
     training: Training | None = None
+    """The job's detailed state, written by its master."""

@@ -1,11 +1,44 @@
-"""English in messages: numbers with their nouns."""
+"""Words for messages: English grammar, and text of other programs that is safe to show."""
+
+import re
+
+_CONTROLS = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+"""Control characters, marks that change the direction of text, and halves of surrogate pairs."""
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+"""Escape sequences that set the color of text."""
 
 
 def counted(number: int, noun: str) -> str:
-    """``1 node``, ``2 nodes``: for nouns whose plural only adds an s."""
+    """Return ``1 node``, ``2 nodes``: for nouns whose plural only adds an s."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def are(number: int) -> str:
-    """The verb for so many things: ``is`` or ``are``."""
+    """Return the verb for a number of things: ``is`` or ``are``."""
     return "is" if number == 1 else "are"
+
+
+def plain(text: str) -> str:
+    """Escape control characters other than newline and tab, for example as ``\\x1b``.
+
+    Unescaped they could clear the reader's screen, or show text that was never written. Halves of
+    surrogate pairs are escaped because they cannot be encoded.
+    """
+
+    def spelled(found: re.Match[str]) -> str:
+        number = ord(found[0])
+        return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}"
+
+    return _CONTROLS.sub(spelled, text)
+
+
+def plain_json(document: str) -> str:
+    """Escape the characters of :func:`plain` in a JSON document on one line, as JSON does."""
+    return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", document)
+
+
+def output_line(text: str) -> str:
+    """Return a line that a script has printed, without its colors."""
+    return plain(_COLOURS.sub("", text))

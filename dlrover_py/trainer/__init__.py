@@ -1,21 +1,27 @@
-"""The SDK inside the user's script: it speaks with the local agent, and with nobody else.
+"""The SDK that a training script imports; it communicates only with the agent on the same machine.
 
-Light on purpose: no torch, no pydantic, nothing that a script would not have imported anyway.
-``Checkpointer`` and ``PerRank`` bring torch in, and are loaded when they are first asked for.
+Importing this package is cheap: it imports neither torch nor pydantic. ``Checkpointer`` and
+``PerRank`` need torch. They are imported when they are first accessed.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dlrover_py.trainer.checkpoint import Checkpointer
-    from dlrover_py.trainer.state import PerRank
+    from dlrover_py.trainer.checkpointer import Checkpointer
+    from dlrover_py.trainer.state_dict import PerRank
 
 __all__ = ["Checkpointer", "PerRank"]
 
-_HOMES = {"Checkpointer": "checkpoint", "PerRank": "state"}
+_HOMES = {"Checkpointer": "checkpointer", "PerRank": "state_dict"}
+"""Module of each name that is imported when it is first accessed."""
 
 
 def __getattr__(name: str) -> Any:
+    """Import a public name when it is first accessed.
+
+    Raises:
+        AttributeError: this package has no such name.
+    """
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

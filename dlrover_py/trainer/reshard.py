@@ -1,10 +1,10 @@
-"""Boxes out of other boxes: cut by torch DCP's planner, and copied straight into tensors.
+"""Cut tensor chunks out of other chunks, by the planner of torch's DCP, and copy them into tensors.
 
-A part that lies in one run, in a piece as in the tensor that needs it, is read into the tensor
-itself, if that is on the CPU: boxes that were saved as they are needed and, from memory, what
-``fully_shard`` cuts. The rest is cut out of pieces. Each piece is read whole, for only then its
-XXH3 tells anything. The planner, which takes long to import, is not asked where no box has to be
-cut.
+A region is read directly into the tensor that needs it, if the tensor is on the CPU. The region
+must be contiguous both in the saved chunk and in the tensor. This applies to chunks that were saved
+as they are needed. It also applies to chunks from memory that ``fully_shard`` cuts. All other
+regions are copied out of chunks. Each chunk is read completely, since its XXH3 digest cannot be
+checked otherwise. The planner takes long to import. It is not used where no chunk has to be cut.
 """
 
 import ctypes
@@ -18,276 +18,296 @@ from typing import Protocol, runtime_checkable
 import torch
 import xxhash
 
-from dlrover_py.arena import NEAR, Damaged
-from dlrover_py.protocol.checkpoint import Piece
+from dlrover_py.checkpoint.shm import CACHED_COPY_BYTES, DamagedDataError
 from dlrover_py.protocol.errors import CheckpointError
-from dlrover_py.trainer.catalog import TROUBLE, Catalog, Peer, Place
-from dlrover_py.trainer.state import Leaf, decode_object
+from dlrover_py.protocol.slots import TensorChunk
+from dlrover_py.trainer.object_codec import decode_object
+from dlrover_py.trainer.sources import READ_ERRORS, Catalog, PeerSource, TensorLocation
+from dlrover_py.trainer.state_dict import StateLeaf
+from dlrover_py.trainer.torch_compat import cuts
 
 THREADS = 2
-"""That read and sum; the GIL is held for neither."""
+"""Number of threads that read and compute digests; they hold the GIL for neither."""
 
 
 @runtime_checkable
-class Files(Protocol):
-    """A source whose pieces are files of ``torch.save``, which nobody has summed."""
+class TorchFileSource(Protocol):
+    """A source whose tensor chunks are files of ``torch.save``, for which there are no digests."""
 
     def entry(self, file: str, position: int) -> bytes:
-        """The whole of the one that begins there."""
+        """Return all bytes of the file that begins at the position."""
 
 
 @dataclass(slots=True)
-class _Job:
-    """A part of a piece that goes into a part of a tensor."""
+class _CopyTask:
+    """A region of a saved tensor chunk, and the region of a tensor into which it is copied."""
 
-    piece: Piece
-    places: list[Place]
+    chunk: TensorChunk
+    """The saved chunk."""
+    places: list[TensorLocation]
+    """The places where its bytes can be read."""
     tried: int
+    """Number of places that have been tried: the index of the next one."""
     target: torch.Tensor
+    """The region of the tensor that is filled."""
     offsets: Sequence[int]
+    """Where the region begins in the saved chunk."""
     lengths: Sequence[int]
+    """The region's shape."""
     why: str = ""
+    """Why the last attempt failed, in words; empty if it succeeded."""
 
-    def direct(self) -> bool:
-        """Whether the piece's bytes are the target's as they are."""
-        return tuple(self.lengths) == self.piece.shape and self.run() is not None
+    def is_direct(self) -> bool:
+        """Return whether the bytes of the whole chunk are the target's bytes, unchanged."""
+        return tuple(self.lengths) == self.chunk.shape and self.run() is not None
 
     def run(self) -> int | None:
-        """Where in the piece's bytes the target's lie as they are; None: in no one place."""
-        dtype = getattr(torch, self.piece.dtype)
+        """Return the offset of the target's bytes in the chunk.
+
+        None: the bytes cannot be read straight into the target, because it is not on the CPU, has
+        another type, or is not contiguous in both.
+        """
+        dtype = getattr(torch, self.chunk.dtype)
         fits = self.target.device.type == "cpu" and self.target.dtype == dtype
         if not fits or not self.target.is_contiguous():
             return None
         if self.target.is_conj() or self.target.is_neg():  # its bytes are not its values
             return None
-        if tuple(self.lengths) == self.piece.shape:
+        if tuple(self.lengths) == self.chunk.shape:
             return 0
-        there = self.cut(torch.empty(self.piece.shape, dtype=dtype, device="meta"))
+        there = self.cut(torch.empty(self.chunk.shape, dtype=dtype, device="meta"))
         return int(there.storage_offset()) * dtype.itemsize if there.is_contiguous() else None
 
-    def cut(self, piece: torch.Tensor) -> torch.Tensor:
-        """The part that is wanted."""
+    def cut(self, chunk: torch.Tensor) -> torch.Tensor:
+        """Return the region of a chunk that is copied."""
         for dim, (start, size) in enumerate(zip(self.offsets, self.lengths, strict=True)):
-            piece = piece.narrow(dim, start, size)
-        return piece
+            chunk = chunk.narrow(dim, start, size)
+        return chunk
 
 
-class _Reader:
-    """Reads pieces, each from the next one who has it where one does not."""
+class _ChunkReader:
+    """Reads tensor chunks, each from its next source if one source fails."""
 
     def __init__(self, catalog: Catalog, log: logging.Logger) -> None:
         self._catalog, self._log = catalog, log
         self.nbytes: dict[str, int] = {}
 
-    def run(self, jobs: list[_Job]) -> None:
-        """Read all of it, wherever it can be had.
+    def run(self, tasks: list[_CopyTask]) -> None:
+        """Read all chunks from any source that has them; the list of tasks is sorted.
+
+        A warning is logged for each chunk in a source that cannot be used.
 
         Raises:
-            CheckpointError: something can be had nowhere.
+            CheckpointError: a chunk can be read from no source.
         """
-        jobs.sort(key=lambda job: job.piece.nbytes, reverse=True)
+        tasks.sort(key=lambda job: job.chunk.nbytes, reverse=True)
         with ThreadPoolExecutor(THREADS, "dlrover-restore") as pool:
-            while jobs:
-                jobs = self._round(jobs, pool)
+            while tasks:
+                tasks = self._try_once(tasks, pool)
 
-    def _round(self, jobs: list[_Job], pool: ThreadPoolExecutor) -> list[_Job]:
-        """Try each once; returns those that have to be tried elsewhere.
+    def _try_once(self, tasks: list[_CopyTask], pool: ThreadPoolExecutor) -> list[_CopyTask]:
+        """Try each chunk once. Return those that must be tried at another source.
+
+        More sources are looked at if a chunk has none left. Each failure is logged.
 
         Raises:
-            CheckpointError: one of them can be had nowhere else.
+            CheckpointError: there is no other source for a chunk.
         """
-        while any(job.tried >= len(job.places) for job in jobs):
+        while any(job.tried >= len(job.places) for job in tasks):
             if not self._catalog.more():
-                job = next(job for job in jobs if job.tried >= len(job.places))
-                raise CheckpointError(f"{job.piece.key}: {job.why}; nobody else has it")
-        waves: dict[int, list[_Job]] = {}
-        others: list[_Job] = []
-        for job in jobs:
+                job = next(job for job in tasks if job.tried >= len(job.places))
+                raise CheckpointError(f"{job.chunk.key}: {job.why}; no other source has it")
+        by_peer: dict[int, list[_CopyTask]] = {}
+        others: list[_CopyTask] = []
+        for job in tasks:
             source = job.places[job.tried].source
-            if isinstance(source, Peer) and job.direct():
-                waves.setdefault(id(source), []).append(job)
+            if isinstance(source, PeerSource) and job.is_direct():
+                by_peer.setdefault(id(source), []).append(job)
             else:
                 others.append(job)
-        turns = iter(others)  # a thread takes the next when it is done: the largest come first
-        results = [pool.submit(_wave, wave) for wave in waves.values()]
-        results += [pool.submit(_attempts, turns) for _ in range(THREADS)]
+        shared = iter(others)  # a thread that is done takes the next: the largest come first
+        results = [pool.submit(_read_from_peer, wave) for wave in by_peer.values()]
+        results += [pool.submit(_read_tasks, shared) for _ in range(THREADS)]
         for result in results:
             result.result()
-        for job in jobs:
+        for job in tasks:
             if not job.why:
                 kind = job.places[job.tried].source.kind
                 self.nbytes[kind] = self.nbytes.get(kind, 0) + job.target.nbytes
-        failed = [job for job in jobs if job.why]
+        failed = [job for job in tasks if job.why]
         for job in failed:
-            place = job.places[job.tried]
+            location = job.places[job.tried]
             self._log.warning(
-                "%s in %s is not used: %s", job.piece.key, place.source.where, job.why
+                "%s in %s is not used: %s", job.chunk.key, location.source.where, job.why
             )
             job.tried += 1
         return failed
 
 
-def _attempts(jobs: Iterator[_Job]) -> None:
-    """Take one after the other, as other threads do; the GIL keeps the iterator whole."""
-    for job in jobs:
-        _attempt(job)
+def _read_tasks(tasks: Iterator[_CopyTask]) -> None:
+    """Read tasks from an iterator that threads share, until it is empty.
+
+    The GIL keeps the iterator consistent.
+    """
+    for job in tasks:
+        _read_task(job)
 
 
-def _attempt(job: _Job) -> None:
-    """Read a piece from where it is its turn; ``why`` says what is wrong, if anything is."""
-    place = job.places[job.tried]
-    job.why = ""
+def _read_task(task: _CopyTask) -> None:
+    """Read a chunk from its current source; ``why`` says what failed, if something did."""
+    location = task.places[task.tried]
+    task.why = ""
     try:
-        if isinstance(place.source, Files):
-            found = decode_object(place.source.entry(place.file, place.position))
-            if not isinstance(found, torch.Tensor) or tuple(found.shape) != job.piece.shape:
-                raise Damaged(f"{place.source.where}/{place.file}: {job.piece.key} is not there")
-            _put(found, job)
-        elif (start := job.run()) is not None and (
-            job.direct() or place.source.kind == "memory"  # elsewhere each part is asked for
+        if isinstance(location.source, TorchFileSource):
+            found = decode_object(location.source.entry(location.file, location.position))
+            if not isinstance(found, torch.Tensor) or tuple(found.shape) != task.chunk.shape:
+                raise DamagedDataError(
+                    f"{location.source.where}/{location.file}: {task.chunk.key} is not there"
+                )
+            _copy_region(found, task)
+        elif (start := task.run()) is not None and (
+            task.is_direct() or location.source.kind == "memory"  # others: one request per part
         ):
-            _fill(place, _around(_bytes_of(job.target), start, job.piece.nbytes))
+            _read_chunk(location, _read_targets(_bytes_of(task.target), start, task.chunk.nbytes))
         else:
-            scratch = torch.empty(job.piece.shape, dtype=getattr(torch, job.piece.dtype))
-            _fill(place, [_bytes_of(scratch)])
-            _put(scratch, job)
-    except TROUBLE as error:
-        job.why = str(error) or type(error).__name__
+            scratch = torch.empty(task.chunk.shape, dtype=getattr(torch, task.chunk.dtype))
+            _read_chunk(location, [_bytes_of(scratch)])
+            _copy_region(scratch, task)
+    except READ_ERRORS as error:
+        task.why = str(error) or type(error).__name__
 
 
-def _put(piece: torch.Tensor, job: _Job) -> None:
-    """Copy the part that is wanted."""
+def _copy_region(chunk: torch.Tensor, task: _CopyTask) -> None:
+    """Copy the region into the target."""
     with torch.no_grad():
-        job.target.copy_(job.cut(piece))
+        task.target.copy_(task.cut(chunk))
 
 
-def _around(target: memoryview, start: int, nbytes: int) -> Iterator[memoryview]:
-    """Where a piece is read to, whose bytes from ``start`` on are the target's.
+def _read_targets(target: memoryview, start: int, nbytes: int) -> Iterator[memoryview]:
+    """Yield the memory into which a chunk is read, if its bytes from ``start`` on are the target's.
 
-    The others are only summed, so that one small memory, which stays in the cache, does for them.
+    The other bytes are needed only for the digest. One small buffer, which stays in the CPU cache,
+    takes all of them.
     """
     end = start + len(target)
-    aside = memoryview(bytearray(min(NEAR, nbytes - len(target))))
-    yield from (aside[: start - at] for at in range(0, start, NEAR))
+    discarded = memoryview(bytearray(min(CACHED_COPY_BYTES, nbytes - len(target))))
+    yield from (discarded[: start - offset] for offset in range(0, start, CACHED_COPY_BYTES))
     yield target
-    yield from (aside[: nbytes - at] for at in range(end, nbytes, NEAR))
+    yield from (discarded[: nbytes - offset] for offset in range(end, nbytes, CACHED_COPY_BYTES))
 
 
-class _Sums:
-    """Sums memory as it is filled, so that it is still in the cache."""
+class _RunningDigest:
+    """Computes the digest of memory while it is filled: the bytes are in the CPU cache then."""
 
     def __init__(self, target: memoryview) -> None:
-        self._target, self._sums, self._at = target, xxhash.xxh3_64(), 0
+        self._target, self._digest, self._position = target, xxhash.xxh3_64(), 0
 
     def more(self, nbytes: int) -> None:
-        """So many more bytes are there."""
-        self._sums.update(self._target[self._at : self._at + nbytes])
-        self._at += nbytes
+        """Add the next bytes, which have arrived."""
+        self._digest.update(self._target[self._position : self._position + nbytes])
+        self._position += nbytes
 
     @property
     def xxh3(self) -> int:
-        """Of what is there."""
-        return self._sums.intdigest()
+        """The digest of the bytes that have arrived."""
+        return self._digest.intdigest()
 
 
-def _fill(place: Place, targets: Iterable[memoryview]) -> None:
-    """Read a piece, and compare.
+def _read_chunk(place: TensorLocation, targets: Iterable[memoryview]) -> None:
+    """Read a chunk and compare its digest.
 
     Raises:
-        Damaged: the bytes are not those that were saved.
+        DamagedDataError: the bytes are not those that were saved.
     """
     sums, position = xxhash.xxh3_64(), place.position
     for target in targets:
-        step = NEAR if place.source.kind == "memory" else max(NEAR, len(target))
+        step = (
+            CACHED_COPY_BYTES
+            if place.source.kind == "memory"
+            else max(CACHED_COPY_BYTES, len(target))
+        )
         for start in range(0, len(target), step):
             part = target[start : start + step]
             place.source.read(place.file, position, part)
             sums.update(part)
             position += len(part)
     if sums.intdigest() != place.xxh3:
-        raise Damaged(f"{place.source.where}: the bytes are not those that were saved")
+        raise DamagedDataError(f"{place.source.where}: the bytes are not those that were saved")
 
 
-def _wave(jobs: list[_Job]) -> None:
-    """Read many pieces from one peer, without waiting for one before the next is asked for."""
-    source = jobs[0].places[jobs[0].tried].source
-    assert isinstance(source, Peer)
-    wanted = []
-    for job in jobs:
-        job.why = "it did not come"
-        wanted.append((job.places[job.tried].position, _bytes_of(job.target)))
-    summed = deque(_Sums(target) for _, target in wanted)
+def _read_from_peer(tasks: list[_CopyTask]) -> None:
+    """Read many chunks from one peer. Each is requested without waiting for the one before it.
+
+    Nothing is raised if one fails: its ``why`` says what failed.
+    """
+    source = tasks[0].places[tasks[0].tried].source
+    assert isinstance(source, PeerSource)
+    ranges = []
+    for job in tasks:
+        job.why = "the peer did not send it"
+        ranges.append((job.places[job.tried].position, _bytes_of(job.target)))
+    digests = deque(_RunningDigest(target) for _, target in ranges)
     try:
         with source.turn:
             read = source.link.read_all(
-                source.name, source.fill, wanted, pin=True, arrived=lambda n: summed[0].more(n)
+                source.name, source.fill, ranges, pin=True, arrived=lambda n: digests[0].more(n)
             )
-            for job, _ in zip(jobs, read, strict=True):
-                good = summed.popleft().xxh3 == job.places[job.tried].xxh3
-                job.why = "" if good else "the bytes are not those that were saved"
-    except TROUBLE as error:
-        for job in jobs:
+            for job, _ in zip(tasks, read, strict=True):
+                intact = digests.popleft().xxh3 == job.places[job.tried].xxh3
+                job.why = "" if intact else "the bytes are not those that were saved"
+    except READ_ERRORS as error:
+        for job in tasks:
             job.why = job.why and str(error)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, writable."""
+    """Return the memory of a contiguous tensor on the CPU, writable."""
     if not tensor.nbytes:
         return memoryview(bytearray())
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def copy_leaves(catalog: Catalog, leaves: Iterable[Leaf], log: logging.Logger) -> dict[str, int]:
-    """Fill tensors from whoever has their bytes, the next one where they are damaged or gone.
+def copy_leaves(
+    catalog: Catalog, leaves: Iterable[StateLeaf], log: logging.Logger
+) -> dict[str, int]:
+    """Fill tensors. Where bytes are damaged or gone, the next source is read.
 
     Args:
-        catalog: who has what; asked for more sources when those that it has do not do.
-        leaves: keys that the catalog has.
-        log: told of each piece that was not what it should be.
+        catalog: the places of all bytes. It looks for more sources when those that it has fail.
+        leaves: the tensors to be filled; the catalog has all their keys.
+        log: receives a warning for each chunk that could not be used.
 
     Returns:
         Bytes that have been written, by kind of source.
 
     Raises:
-        CheckpointError: something cannot be had, or is damaged wherever it is.
+        CheckpointError: a chunk is in no source, or is damaged in all of them.
     """
-    jobs: list[_Job] = []
+    jobs: list[_CopyTask] = []
     for leaf in leaves:
-        saved = catalog.boxes[leaf.piece.key]
-        piece, places = saved.get((leaf.piece.at, leaf.piece.shape), (None, []))
-        if piece is not None and places:  # the same box was saved: nothing is to be planned
-            at = (0,) * len(piece.shape)
-            jobs.append(_Job(piece, places, 0, leaf.tensor, at, piece.shape))
-        elif 0 not in leaf.piece.shape:
+        saved = catalog.chunks[leaf.chunk.key]
+        chunk, locations = saved.get((leaf.chunk.at, leaf.chunk.shape), (None, []))
+        if chunk is not None and locations:  # the same chunk was saved: there is nothing to plan
+            start = (0,) * len(chunk.shape)
+            jobs.append(_CopyTask(chunk, locations, 0, leaf.tensor, start, chunk.shape))
+        elif 0 not in leaf.chunk.shape:
             jobs += _planned(leaf, [one for one in saved.values() if one[1]])
-    reader = _Reader(catalog, log)
+    reader = _ChunkReader(catalog, log)
     reader.run(jobs)
     return reader.nbytes
 
 
-def _planned(leaf: Leaf, saved: Sequence[tuple[Piece, list[Place]]]) -> Iterator[_Job]:
-    """Cut the box that is needed out of those that there are, as DCP's DefaultLoadPlanner does.
-
-    (torch/distributed/checkpoint/default_planner.py: create_default_local_load_plan.)
-    """
-    from torch.distributed.checkpoint.metadata import (
-        ChunkStorageMetadata,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
-    from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-
-    def chunk(piece: Piece) -> ChunkStorageMetadata:
-        return ChunkStorageMetadata(torch.Size(piece.at), torch.Size(piece.shape))
-
+def _planned(
+    leaf: StateLeaf, saved: Sequence[tuple[TensorChunk, list[TensorLocation]]]
+) -> Iterator[_CopyTask]:
+    """Yield the tasks that cut a chunk out of those that were saved; nothing is read yet."""
     first = saved[0][0]
-    properties = TensorProperties(dtype=getattr(torch, first.dtype))
-    chunks = [chunk(piece) for piece, _ in saved]
-    there = TensorStorageMetadata(properties, torch.Size(first.whole), chunks)
-    for item in create_read_items_for_chunk_list(first.key, there, [chunk(leaf.piece)]):
+    bounds = [(chunk.at, chunk.shape) for chunk, _ in saved]
+    wanted = leaf.chunk.at, leaf.chunk.shape
+    for index, start, offsets, lengths in cuts(first.key, first.dtype, first.whole, bounds, wanted):
         target = leaf.tensor
-        for dim, (start, size) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+        for dim, (offset, size) in enumerate(zip(start, lengths, strict=True)):
             if size != target.shape[dim]:
-                target = target.narrow(dim, start, size)
-        piece, places = saved[item.storage_index.index]
-        yield _Job(piece, places, 0, target, item.storage_offsets, item.lengths)
+                target = target.narrow(dim, offset, size)
+        chunk, locations = saved[index]
+        yield _CopyTask(chunk, locations, 0, target, offsets, lengths)

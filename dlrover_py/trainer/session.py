@@ -1,4 +1,6 @@
-"""A script's line to its agent: where it stands goes up, a wish to stop comes down.
+"""The connection of a training script to its agent.
+
+The script reports its progress to the agent. The agent can ask the script to stop.
 
 ::
 
@@ -8,15 +10,16 @@
         loss = train(step)
         session.report_step(step + 1, total, loss=loss)
 
-Nothing here ever waits for the agent or fails because of it, and outside an elastic job
-everything is a no-op with a neutral answer, so the same script runs under ``python`` and
-``torchrun``. Any thread may call: each datagram is a whole document, so a race costs at most
-one datagram more. The messages are those of :mod:`dlrover_py.protocol.workers`.
+No function here waits for the agent, and none fails because of it. Outside an elastic job every
+function does nothing and returns a neutral value. The same script therefore runs under ``python``
+and ``torchrun``.
+
+All functions may be called from any thread. Each datagram is a complete document, so a race costs
+at most one extra datagram. The messages are defined in :mod:`dlrover_py.protocol.workers`.
 """
 
 import atexit
 import errno
-import json
 import os
 import socket
 import time
@@ -25,47 +28,65 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import SupportsFloat
 
-from dlrover_py.owner import is_own_socket
+from dlrover_py.process.ownership import is_own_socket
+from dlrover_py.protocol.names import MAX_COUNT
+from dlrover_py.protocol.sdk import (
+    MAX_DATAGRAM,
+    MAX_DIR,
+    MAX_METRICS,
+    MAX_NAME,
+    VERSION,
+    ProgressFields,
+    TargetFields,
+    encode,
+    read_stop,
+)
 from dlrover_py.trainer.settings import Settings
 
 INTERVAL_S = 0.05
-"""At most one datagram in this time: a status that a person reads needs no more, and an agent of
-eight workers then gets 160 a second."""
+"""Seconds between two datagrams, at least. A status that a person reads needs no more, and the
+agent of eight workers then receives at most 160 datagrams a second."""
 EXIT_WAIT_S = 0.1
-"""The last datagram of a process may wait so long for room in the agent's queue, which the kernel
-keeps at ten: all workers of a node end at the same moment."""
-MAX_METRICS = 32
-MAX_NAME = 64
-MAX_COUNT = 2**53
-"""Limits of the protocol. Copied, as its types need pydantic; a test holds them together."""
-MAX_DATAGRAM = 8192
-MAX_WORDS = 1000
-FEW_WORDS = 100
-"""The same, where a long path leaves no room for more."""
+"""Seconds that the last datagram of a process may wait for space in the agent's queue. The kernel
+limits the queue to ten datagrams, and all workers of a node end at the same moment."""
+MAX_STORE = 7168
+"""Greatest size of a directory with its rules, in bytes of JSON. The rest of a datagram has space
+for the step, and for a reason of ``SHORT_REASON``."""
+MAX_REASON = 1000
+"""Greatest length of a reason, in characters."""
+SHORT_REASON = 100
+"""Greatest length of a reason, in characters, if a long path leaves no space for more."""
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The worker's place among the workers of its round; fixed for the life of the process."""
+    """The place of this worker among the workers of its round; constant within a process."""
 
     rank: int
+    """Global rank of this worker, from 0."""
     size: int
-    """Number of workers, not of nodes."""
+    """Number of workers in the round (not of nodes)."""
     local_rank: int
+    """Rank of this worker on its node, from 0."""
     local_size: int
+    """Number of workers on this node."""
     node_rank: int
+    """Rank of this node among the nodes of the round, from 0."""
     nodes: int
+    """Number of nodes in the round."""
 
 
 class Session:
-    """One worker's line to its agent. Scripts use the functions of this module instead."""
+    """The connection of one worker to its agent. Scripts use this module's functions instead."""
 
     def __init__(self, settings: Settings, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Open nothing yet: the first report or question does.
+        """Create the session.
+
+        The socket is opened by the first report or by the first ``should_stop()``.
 
         Args:
-            settings: the worker's place, and its agent's socket if there is one.
-            clock: seconds that only grow.
+            settings: the worker's place, and the path of its agent's socket if there is an agent.
+            clock: returns seconds that never decrease.
         """
         self.settings = settings
         self.world = World(
@@ -77,9 +98,11 @@ class Session:
             nodes=settings.nodes,
         )
         self.stop_reason = ""
+        """Why the script must stop, in words. Empty as long as the agent has not asked for it."""
         self._clock = clock
-        # A forked child (a DataLoader's worker) inherits all of this, the socket too. It must not
-        # speak for its parent, nor take the orders that its parent waits for.
+        # A forked child (a DataLoader's worker, for example) inherits this object and its socket.
+        # The child must not send in its parent's name. It must not receive the requests that its
+        # parent waits for.
         self._pid = os.getpid()
         self._socket: socket.socket | None = None
         self._step: int | None = None
@@ -87,43 +110,59 @@ class Session:
         self._metrics: dict[str, float] = {}
         self._staged: int | None = None
         self._unsaved = ""
-        self._store: dict[str, object] | None = None
+        self._store: TargetFields | None = None
         self._polls = False
         self._unsent = False
         self._due_at = 0.0
 
     @property
     def active(self) -> bool:
-        """Whether there is an agent to speak with."""
+        """Whether this process has an agent."""
         return bool(self.settings.agent_socket)
 
     def report_step(
         self, step: int, total: int | None, metrics: Mapping[str, SupportsFloat]
     ) -> None:
-        """Do what :func:`report_step` promises."""
-        # Checked without an agent too: a script must not fail for the first time in its job.
+        """Report the progress; see :func:`report_step`.
+
+        The report is sent now if it is the first or the last was sent `INTERVAL_S` ago. Otherwise
+        it is sent with a later call.
+
+        Args:
+            step: number of finished steps since the start of the training.
+            total: total number of steps, if known.
+            metrics: numbers to show, by name.
+
+        Raises:
+            ValueError: an argument cannot be used.
+        """
+        # The arguments are checked without an agent, too. Otherwise a script would fail for the
+        # first time in its job.
         _check_count("step", step)
         if total is not None:
             _check_count("total", total)
         numbers = _numbers(metrics) if metrics else {}
-        if not self._mine():
+        if not self._may_send():
             return
         first = self._step is None
         self._step, self._total = step, total
         if numbers or not self._unsent:
-            self._metrics = numbers  # else: a metric of each tenth step outlives the other nine
+            self._metrics = numbers  # keep unsent metrics that only every tenth step reports
         self._unsent = True
         if first or self._clock() >= self._due_at:
             self._send()
 
     def report_staged(self, step: int, *, urgent: bool) -> None:
-        """Tell the agent that this worker's slot of a step is sealed; it looks for itself then.
+        """Report that this worker has sealed the slot of a step. The agent then inspects the slot.
+
+        This also withdraws a reason of :meth:`report_unsaved`. If the last report was sent less
+        than `INTERVAL_S` ago, this one goes with a later call.
 
         Args:
-            step: of the slot.
-            urgent: it is to go to storage, so the agent is told at once.
+            step: the step that the slot holds.
+            urgent: True sends the report immediately, because the step must go to storage.
         """
-        if not self._mine():
+        if not self._may_send():
             return
         first = self._staged is None or bool(self._unsaved)
         self._staged, self._unsaved, self._unsent = step, "", True
@@ -131,22 +170,46 @@ class Session:
             self._send()
 
     def report_unsaved(self, why: str) -> None:
-        """Tell the agent that the state is not saved; true until a slot is sealed again."""
-        why = why[:MAX_WORDS]
-        if self._mine() and why != self._unsaved:
+        """Report that the current state is not saved. This holds until a slot is sealed again.
+
+        It is sent now, once; the same reason again is not sent. It is cut to `MAX_REASON`
+        characters.
+        """
+        why = why[:MAX_REASON]
+        if self._may_send() and why != self._unsaved:
             self._unsaved = why
             self._send()
 
     def report_store(self, dir: str, keep: Mapping[str, int], spare: Sequence[str]) -> None:
-        """Do what :func:`report_store` promises."""
-        if self._mine():
-            self._store = {"dir": dir, "keep": dict(keep), "spare": list(spare)}
+        """Report where checkpoints are stored, now and with each later report.
+
+        Args:
+            dir: an absolute path or an fsspec address.
+            keep: the rules of retention, as in the job's ``checkpoint.keep``.
+            spare: folders in the directory that are never deleted.
+
+        Raises:
+            ValueError: no report can carry this.
+        """
+        store: TargetFields = {"dir": dir, "keep": dict(keep), "spare": list(spare)}
+        nbytes = len(encode(store))
+        if not 0 < len(dir) <= MAX_DIR or nbytes > MAX_STORE:  # no later report would arrive
+            raise ValueError(
+                f"the directory {_shown(dir)} has {len(dir)} characters, and {nbytes} bytes with "
+                f"its rules: expected 1 to {MAX_DIR} characters and at most {MAX_STORE} bytes"
+            )
+        if self._may_send():
+            self._store = store
             self._send()
 
     def should_stop(self) -> bool:
-        """Do what :func:`should_stop` promises."""
-        if self._mine() and not self.stop_reason:
-            self._drain()
+        """Return whether the script must stop; see :func:`should_stop`.
+
+        The first call reports to the agent that the script asks. Later calls also send an unsent
+        report once it is due.
+        """
+        if self._may_send() and not self.stop_reason:
+            self._read_requests()
             if not self._polls:
                 self._polls = True
                 self._send()
@@ -154,70 +217,99 @@ class Session:
                 self._send()
         return bool(self.stop_reason)
 
-    def close(self) -> None:
-        """Send what is unsent, waiting at most ``EXIT_WAIT_S``, and close the socket."""
-        if self._unsent and self._mine():
-            self._send(wait_s=EXIT_WAIT_S)
-        self._hang_up()  # a forked child closes its copy; the parent's stays open
+    def close(self, wait_s: float = EXIT_WAIT_S) -> None:
+        """Send the unsent report, if there is one, and close the socket.
 
-    def _mine(self) -> bool:
+        The report is lost if it cannot be sent in time.
+
+        Args:
+            wait_s: seconds that the report may wait for space in the agent's queue.
+        """
+        if self._unsent and self._may_send():
+            self._send(wait_s=wait_s)
+        self._close_socket()  # a forked child closes only its copy
+
+    def _may_send(self) -> bool:
+        """Return whether there is an agent and this process is not a forked child."""
         return self.active and os.getpid() == self._pid
 
     def _send(self, wait_s: float = 0.0) -> None:
-        """Try once; what could not be sent stays unsent until it is due again."""
+        """Try once to send the state. On failure it stays unsent until the next report is due.
+
+        Nothing is raised. If the agent is gone, the socket is closed, and the next try opens it.
+        """
         self._unsent = True
         self._due_at = self._clock() + INTERVAL_S
         try:
-            link = self._link()
-            link.settimeout(wait_s)  # 0: never waits, whatever socket.setdefaulttimeout() says
-            link.send(self._datagram())
+            connection = self._connected_socket()
+            connection.settimeout(
+                wait_s
+            )  # 0: never blocks, whatever socket.setdefaulttimeout() says
+            connection.send(self._encode_state())
         except (BlockingIOError, TimeoutError):
-            return  # the agent is slow: its queue is full
+            return  # the agent's queue is full
         except OSError:
-            self._hang_up()  # the agent is gone; one that comes back has another socket
+            self._close_socket()  # the agent is gone; a new agent has a new socket
             return
         self._unsent = False
 
-    def _link(self) -> socket.socket:
+    def _connected_socket(self) -> socket.socket:
+        """Return the connected socket; connect it first if necessary."""
         if self._socket is None:
-            link = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
             try:
-                link.bind(b"")  # the kernel picks a name, so that the agent can answer
-                # Anybody on the machine can see that name; a connected socket takes datagrams
-                # from its peer alone.
-                link.connect(self.settings.agent_socket)
+                connection.connect(self.settings.agent_socket)
+                # The kernel chooses a name for this socket, so that the agent can answer. Every
+                # process on the machine could send to that name. A connected socket accepts
+                # datagrams only from its peer. So connect it before it has a name: datagrams that
+                # arrive in between would be kept.
+                connection.bind(b"")
                 if not is_own_socket(self.settings.agent_socket):
                     raise PermissionError(errno.EACCES, "the socket belongs to another user")
             except OSError:
-                link.close()
+                connection.close()
                 raise
-            self._socket = link
+            self._socket = connection
         return self._socket
 
-    def _hang_up(self) -> None:
+    def _close_socket(self) -> None:
+        """Close the socket. The next report opens a new one."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
 
-    def _drain(self) -> None:
-        """Take all orders that have arrived; the newest wish to stop counts."""
-        link = self._socket
-        if link is None:
+    def _read_requests(self) -> None:
+        """Read, without waiting, all requests of the agent; keep the newest reason to stop.
+
+        Requests that cannot be read are dropped. If the agent is gone, the socket is closed.
+        """
+        connection = self._socket
+        if connection is None:
             return
         try:
-            link.settimeout(0.0)
+            connection.settimeout(0.0)
             while True:
-                self.stop_reason = _stop_in(link.recv(MAX_DATAGRAM)) or self.stop_reason
+                datagram = connection.recv(MAX_DATAGRAM + 1)
+                try:
+                    self.stop_reason = read_stop(datagram) or self.stop_reason
+                except ValueError:
+                    continue  # an agent of another version has refused this script's reports
         except BlockingIOError:
             return
         except OSError:
-            self._hang_up()
+            self._close_socket()
 
-    def _datagram(self) -> bytes:
-        place = self.settings.place
-        news: dict[str, object] = {
+    def _encode_state(self) -> bytes:
+        """Encode the newest state as one datagram.
+
+        If it has more than ``MAX_DATAGRAM`` bytes, all metrics are left out. If that is not enough,
+        the reason in ``unsaved`` is cut to ``SHORT_REASON`` characters.
+        """
+        number = self.settings.place
+        report: ProgressFields = {
+            "version": VERSION,
             "round": self.settings.round,
-            "local_rank": self.settings.local_rank if place is None else place,
+            "local_rank": self.settings.local_rank if number is None else number,
             "step": self._step,
             "total": self._total,
             "staged": self._staged,
@@ -225,22 +317,23 @@ class Session:
             "store": self._store,
             "polls": self._polls,
         }
-        whole = _encode(news | {"metrics": self._metrics})
-        # 32 long names in a script of 4 bytes a letter do not fit; the step matters more.
-        for less in ({}, {"unsaved": self._unsaved[:FEW_WORDS]}):
-            if len(whole) > MAX_DATAGRAM:
-                whole = _encode(news | less)
-        return whole
+        datagram = encode(report | {"metrics": self._metrics})
+        # 32 long names in a script of 4 bytes per character do not fit. The step matters more.
+        for unsaved in (self._unsaved, self._unsaved[:SHORT_REASON]):
+            if len(datagram) > MAX_DATAGRAM:
+                datagram = encode(report | {"unsaved": unsaved})
+        return datagram
 
 
 _session: Session | None = None
+"""The session of this process, or None before its first use."""
 
 
 def _current() -> Session:
-    """Give this process's session, made when it is first needed.
+    """Return the session of this process; create it on the first call.
 
-    Not at import: a warm worker is forked from a process that has imported this module, and
-    learns its rank after that.
+    It is not created at import. A warm worker is forked from a process that has already imported
+    this module, and receives its rank only afterwards.
     """
     global _session
     if _session is None:
@@ -250,76 +343,97 @@ def _current() -> Session:
 
 
 def active() -> bool:
-    """Say whether the script runs inside an elastic job (under ``elastic-run``)."""
+    """Return whether the script runs inside an elastic job (under ``elastic-run``)."""
     return _current().active
 
 
 def world() -> World:
-    """Give this worker's place in the world, as ``elastic-run`` or ``torchrun`` set it."""
+    """Return the place of this worker in the world, as set by ``elastic-run`` or ``torchrun``."""
     return _current().world
 
 
 def round() -> int:
-    """Give the number of the agreed membership that this process belongs to; 0 outside a job."""
+    """Return the number of the rendezvous round of this process; 0 outside a job."""
     return _current().settings.round
 
 
 def restart_count() -> int:
-    """Give the number of rounds that ended in a failure before this one."""
+    """Return the number of earlier rounds that ended in a failure."""
     return _current().settings.restart_count
 
 
 def restart_reason() -> str:
-    """Say in words why the workers were started anew; empty in the first round."""
+    """Return why the workers were restarted, in words; empty in the first round."""
     return _current().settings.restart_reason
 
 
 def report_step(step: int, total: int | None = None, **metrics: SupportsFloat) -> None:
-    """Tell the agent how far the training is; costs microseconds, never waits for the agent.
+    """Report the progress of the training to the agent. It takes microseconds and never waits.
 
-    The first report of a process goes out at once, later ones at most 20 times a second; the
-    newest always arrives in the end, at the latest when the process exits.
+    The first report of a process is sent immediately, later ones at most 20 times a second. A
+    report that comes too early is sent with a later one, at the latest when the interpreter exits.
+    It is lost if the process is killed or the agent is gone. Nothing is sent without an agent, or
+    in a forked child.
 
     Args:
-        step: steps finished, counted from the start of the training, not of this process.
-        total: steps in all, if known.
-        metrics: at most 32 numbers to show: whatever ``float()`` takes, such as a tensor of one
-            element (on a GPU that waits for the GPU: pass it every so many steps). A value that is
-            not finite is left out: it must not end a training that can live with it.
+        step: number of finished steps since the start of the training (not of this process).
+        total: total number of steps, if known.
+        metrics: at most 32 numbers to show. Each is a value that ``float()`` accepts, such as a
+            tensor of one element. Reading a tensor on a GPU waits for the GPU, so pass it only
+            every few steps. A value that is not finite is left out, because it must not end the
+            training.
 
     Raises:
-        ValueError: an argument cannot be used; what was found and expected.
+        ValueError: an argument cannot be used. The message says what was expected and found.
     """
     _current().report_step(step, total, metrics)
 
 
 def report_staged(step: int, *, urgent: bool = False) -> None:
-    """Tell the agent that a slot is sealed; :class:`dlrover_py.trainer.Checkpointer` does."""
+    """Report to the agent that a slot is sealed: it holds a complete snapshot.
+
+    :class:`dlrover_py.trainer.Checkpointer` calls this, in the thread that copies the state.
+
+    Args:
+        step: the step that the slot holds.
+        urgent: True sends the report immediately, because the step must go to storage.
+    """
     _current().report_staged(step, urgent=urgent)
 
 
 def report_unsaved(why: str) -> None:
-    """Tell the agent that a state is not saved; :class:`dlrover_py.trainer.Checkpointer` does."""
+    """Report to the agent that a state is not saved, and why.
+
+    :class:`dlrover_py.trainer.Checkpointer` calls this.
+    """
     _current().report_unsaved(why)
 
 
 def report_store(dir: str, keep: Mapping[str, int], spare: Sequence[str] = ()) -> None:
-    """Tell the agent where checkpoints go; :class:`dlrover_py.trainer.Checkpointer` does.
+    """Report to the agent where checkpoints are stored.
+
+    :class:`dlrover_py.trainer.Checkpointer` calls this.
 
     Args:
-        dir: a path, not a relative one, or an fsspec address.
-        keep: which stay there, as the job's ``checkpoint.keep``.
-        spare: folders there that stay in any case.
+        dir: an absolute path or an fsspec address.
+        keep: the rules of retention, as in the job's ``checkpoint.keep``.
+        spare: folders in the directory that are never deleted.
+
+    Raises:
+        ValueError: no report can carry this.
     """
     _current().report_store(dir, keep, spare)
 
 
 def should_stop() -> bool:
-    """Say whether this process should finish its step, save, and exit with 0; stays true.
+    """Return whether this process should finish its step, save, and exit with code 0.
 
-    A script that asks is told before its agent signals it. Ask once a step: it costs
-    microseconds. **Ranks may get the answer at different steps**, and one that leaves a loop of
-    collectives alone lets the others hang in theirs. So agree on it first::
+    Once true, it stays true. Call it once per step: it takes microseconds. A script that calls it
+    learns of the stop before its agent sends a signal. The first call lets the agent know this. It
+    is always false without an agent.
+
+    **Ranks may get the answer at different steps.** A rank that leaves a loop of collectives alone
+    makes the other ranks hang in theirs. So let all ranks agree first::
 
         stop = torch.tensor(float(session.should_stop()), device=device)
         dist.all_reduce(stop, op=dist.ReduceOp.MAX)
@@ -327,35 +441,22 @@ def should_stop() -> bool:
             save(step)
             break
 
-    In a forked child: what was known at the fork.
+    In a forked child it returns what was known at the time of the fork.
     """
     return _current().should_stop()
 
 
 def stop_reason() -> str:
-    """Say in words why to stop, as the last :func:`should_stop` learned it; empty if it did not.
+    """Return why the script should stop, in words, as last learned by :func:`should_stop`.
 
-    It can be empty on a rank that stops because another one was told to.
+    It is empty before that. It can also be empty on a rank that stops because another rank was
+    asked to stop.
     """
     return _current().stop_reason
 
 
-def _encode(document: dict[str, object]) -> bytes:
-    text = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
-    return text.encode("utf-8", "replace")
-
-
-def _stop_in(datagram: bytes) -> str:
-    """Read the reason to stop from an order; what cannot be read asks for nothing."""
-    try:
-        order = json.loads(datagram)
-    except (ValueError, RecursionError):
-        return ""
-    stop = order.get("stop") if isinstance(order, dict) else None
-    return stop if isinstance(stop, str) else ""
-
-
 def _check_count(what: str, value: object) -> None:
+    """Raise ValueError if a value is not an integer from 0 to ``MAX_COUNT``."""
     if type(value) is int and 0 <= value <= MAX_COUNT:
         return
     raise ValueError(
@@ -364,6 +465,7 @@ def _check_count(what: str, value: object) -> None:
 
 
 def _numbers(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
+    """Return the finite metrics as floats; raise ValueError for a value that is not a number."""
     if len(metrics) > MAX_METRICS:
         raise ValueError(f"found {len(metrics)} metrics: expected at most {MAX_METRICS}")
     numbers = {}
@@ -372,17 +474,32 @@ def _numbers(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
             raise ValueError(
                 f"the metric name {name!r} has {len(name)} characters: expected at most {MAX_NAME}"
             )
-        if getattr(value, "requires_grad", False):  # a loss: torch warns of a number taken from it
-            value = value.detach()  # type: ignore[attr-defined]
-        try:
-            number = float(value)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"metric {name!r} is {_shown(value)}: expected a number") from error
+        number = number_of(f"metric {name!r}", value)
         if isfinite(number):
             numbers[name] = number
     return numbers
 
 
+def number_of(what: str, value: SupportsFloat) -> float:
+    """Return a value as a number. The value may be a loss that is attached to a graph.
+
+    Args:
+        what: the name of the value, for the message.
+        value: a number, or a tensor with one element.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    # a loss: torch warns when such a tensor is converted to a number
+    if getattr(value, "requires_grad", False):
+        value = value.detach()  # type: ignore[attr-defined]
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise ValueError(f"{what} is {_shown(value)}: expected a number") from error
+
+
 def _shown(value: object) -> str:
+    """Return the type and the shortened representation of a value, for a message."""
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '…'}"

@@ -1,60 +1,75 @@
-"""What a worker is told by its agent, or by torchrun: the only reader of its environment."""
+"""The settings of a worker. Only this module reads its environment.
 
-import json
+The agent, or torchrun, sets the environment variables.
+"""
+
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from dlrover_py.protocol import json_text
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.names import (
     ENV_AGENT_SOCKET,
-    ENV_ARENA,
     ENV_CHECKPOINT,
-    ENV_DEPOT,
     ENV_JOB_NAME,
     ENV_JOB_UID,
     ENV_LOCAL_RANK,
     ENV_RESTART_REASON,
     ENV_ROUND,
     ENV_SHM_DIR,
+    ENV_SHM_POOL,
+    ENV_TRANSFER_SOCKET,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A worker's place in its round; the defaults are those of a script that runs alone."""
+    """The place of a worker in its round. The defaults are those of a script that runs alone."""
 
     rank: int = 0
+    """Global rank of this worker (``RANK``)."""
     size: int = 1
+    """Number of workers in the round (``WORLD_SIZE``)."""
     local_rank: int = 0
+    """Rank of this worker on its node (``LOCAL_RANK``)."""
     local_size: int = 1
+    """Number of workers on this node (``LOCAL_WORLD_SIZE``)."""
     node_rank: int = 0
+    """Rank of this node (``GROUP_RANK``)."""
     nodes: int = 1
+    """Number of nodes in the round (``GROUP_WORLD_SIZE``)."""
     restart_count: int = 0
+    """Number of earlier rounds that ended in a failure (``TORCHELASTIC_RESTART_COUNT``)."""
     place: int | None = None
-    """By which its agent knows it; its local rank if absent, which may be virtual."""
+    """Number by which the agent knows this worker. None: ``local_rank``, which may be virtual."""
     agent_socket: str = ""
     """Path of the agent's socket; empty outside an elastic job."""
     round: int = 0
+    """Number of the rendezvous round; 0 outside an elastic job."""
     restart_reason: str = ""
+    """Why the workers were restarted, in words; empty in the first round."""
     job: str = ""
-    """The job's uid; empty outside an elastic job."""
+    """Uid of the job; its name if it has no uid; empty outside an elastic job."""
     arena: str = ""
-    """The agent's folder of shared memory; empty where there is no agent that has one."""
-    depot: str = ""
-    """Path of the socket at which the agent tells of checkpoints."""
+    """Folder of the agent's shared-memory pool; empty if no agent has one."""
+    transfer_socket: str = ""
+    """Path of the socket of the agent's transfer server, which serves checkpoints."""
     checkpoint: dict[str, Any] = field(default_factory=dict)
-    """The job's ``checkpoint:``."""
+    """The ``checkpoint:`` section of the job."""
     shm_dir: str = "/dev/shm"
-    """Where a worker without an agent has its arena."""
+    """Folder in which a worker without an agent creates its shared-memory pool."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Self:
-        """Read the environment; what is absent or empty takes its default.
+        """Read the environment. A variable that is absent or empty gives the default.
+
+        Args:
+            environ: the variables. None: those of this process.
 
         Raises:
-            ConfigError: a number is malformed, or a rank lies outside its world.
+            ConfigError: a number or a JSON document is malformed, or the rank is outside the world.
         """
         environ = os.environ if environ is None else environ
         settings = cls(
@@ -70,8 +85,8 @@ class Settings:
             round=_count(environ, ENV_ROUND, 0),
             restart_reason=environ.get(ENV_RESTART_REASON, ""),
             job=environ.get(ENV_JOB_UID) or environ.get(ENV_JOB_NAME, ""),
-            arena=environ.get(ENV_ARENA, ""),
-            depot=environ.get(ENV_DEPOT, ""),
+            arena=environ.get(ENV_SHM_POOL, ""),
+            transfer_socket=environ.get(ENV_TRANSFER_SOCKET, ""),
             checkpoint=_document(environ, ENV_CHECKPOINT),
             shm_dir=environ.get(ENV_SHM_DIR) or "/dev/shm",
         )
@@ -84,6 +99,7 @@ class Settings:
 
 
 def _count(environ: Mapping[str, str], name: str, default: int) -> int:
+    """Return a variable as a whole number; raise ConfigError if it is not one."""
     text = environ.get(name, "")
     if not text:
         return default
@@ -93,11 +109,12 @@ def _count(environ: Mapping[str, str], name: str, default: int) -> int:
 
 
 def _document(environ: Mapping[str, str], name: str) -> dict[str, Any]:
+    """Return a variable as a JSON object; raise ConfigError if it is not one."""
     text = environ.get(name, "")
     if not text:
         return {}
     try:
-        found = json.loads(text)
+        found = json_text.decoded(text)
     except ValueError as error:
         raise ConfigError(f"environment: {name} is no JSON: {error}") from error
     if not isinstance(found, dict):

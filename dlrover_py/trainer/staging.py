@@ -1,29 +1,32 @@
-"""Copies a worker's state into a slot of shared memory, while the training goes on.
+"""Copies the state of a worker into a slot of shared memory while the training goes on.
 
-:meth:`Stager.stage` returns when everything that may change before the next optimizer step has
-been copied. The rest (parameters and the optimizers' state: a :class:`Leaf` says ``deferrable``) is
-copied by one thread, for which the *fence* waits: torch's global hook before each optimizer step.
-Who waits helps: its processor has nothing else to do, and it has the GIL, for which the thread may
-have stood in line. Both move memory through ctypes, which does without the GIL, and sum it on the
-way, at the source: so what is sealed is compared by each reader with what the training had. To open
-the fence after the copy and sum the slot later would save the waiting one a sixth of the work, and
-a bit that flipped in the slot before that would be sealed as right.
+:meth:`Stager.stage` returns when it has copied everything that may change before the next optimizer
+step. The rest consists of the parameters and the optimizers' state; a :class:`StagedTensor` marks
+it as ``deferrable``. One thread copies the rest. The *fence* waits for this thread. It is torch's
+global hook before each optimizer step.
 
-What may not change is watched all the same, since torch cannot forbid it. A save is thrown away,
-and all later ones are copied before ``stage`` returns, when one of these has changed:
+The training's thread helps with the copy while it waits at the fence: its processor has nothing
+else to do. It also holds the GIL, for which the copying thread may have waited. Both threads copy
+memory through ctypes, which releases the GIL. They sum the bytes at the source during the copy. A
+reader therefore compares a sealed slot with what the training had. The alternative would be to open
+the fence after the copy and to sum the slot later. This would save the waiting thread a sixth of
+the work. But a bit that flipped in the slot before the sum would be sealed as correct.
 
-- the tensor's version, which torch counts with each operation in place (but not for those of
-  ``.data``, nor in some fused kernels), between ``stage`` and the end of the copy;
-- a few bytes at changing places of each tensor, between ``stage`` and the tensor's copy, and once
-  more before the fence opens;
-- the sum of a sample of the tensors, between their copy and the opening of the fence: all of them
-  in the first two saves, a sixteenth of the bytes afterwards.
+torch cannot forbid a change of what must not change, so the stager detects changes. When it finds
+one, it discards the save. All later saves are then copied before ``stage`` returns. It checks:
 
-Through ``.data`` an edit of some elements in this short time can go unnoticed, and one of all that
-is still under way when the fence opens.
+- the version of the tensor, between ``stage`` and the end of the copy. torch increments it with
+  each operation in place, but not for operations through ``.data``, nor in some fused kernels;
+- a few bytes of each tensor at changing offsets, between ``stage`` and the copy of the tensor, and
+  again before the fence opens;
+- the sum of a sample of the tensors, between their copy and the opening of the fence. The sample is
+  all tensors in the first two saves, and a sixteenth of the bytes afterwards.
 
-On GPUs the copies are enqueued on a stream of their own, into slots that CUDA has registered; the
-fence is then an event which the training's stream waits for. This has not been run on a GPU yet.
+Two edits through ``.data`` can remain undetected: an edit of some elements in this short time, and
+any edit that is still in progress when the fence opens.
+
+On GPUs the copies are enqueued on a separate stream, into slots that are registered with CUDA. The
+fence is then an event for which the training's stream waits. This has not been run on a GPU yet.
 """
 
 import ctypes
@@ -34,348 +37,302 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from dlrover_py import arena
-from dlrover_py.arena import NoRoom, Slot
-from dlrover_py.protocol.checkpoint import Id, Layout, Piece, Summary, encode_objects
+from dlrover_py.checkpoint import shm
+from dlrover_py.checkpoint.shm import ShmFullError, ShmSlot
+from dlrover_py.protocol.checkpoint_id import CheckpointId
+from dlrover_py.protocol.slots import Layout, SlotHeader, TensorChunk, encode_objects
+from dlrover_py.trainer.copy_items import (
+    CopyItem,
+    StagedTensor,
+    enqueue,
+    key_of_changed_bytes,
+    key_of_changed_version,
+    sample_bytes,
+    take_item,
+)
+from dlrover_py.trainer.slot_pool import SlotPool
+from dlrover_py.trainer.torch_compat import (
+    constant_when_traced,
+    traces_one_graph,
+    untraced,
+    version_of,
+)
 
 log = logging.getLogger(__name__)
 
 CLONED = 16 << 20
-"""What is not deferrable is cloned within ``stage`` if it is at most so many bytes; else the thread
-copies it into the slot first, and ``stage`` waits for that."""
-PEEK = 64
-"""Bytes that are looked at in each of two places of a tensor, before, in and after its copy."""
-SAMPLE = 16
-"""This part of the deferred bytes is summed a second time."""
-THOROUGH = 2
-"""So many saves at first have all of them summed a second time."""
-STRIDE = 32 << 20
-"""Bytes of memory that are prepared at once: a save that begins meanwhile waits for so much."""
-
-
-class Leaf(Protocol):
-    """A box of the state, where it lies."""
-
-    @property
-    def piece(self) -> Piece:
-        """What it is."""
-
-    @property
-    def tensor(self) -> Any:
-        """The bytes: a plain local tensor of the piece's shape and type."""
-
-    @property
-    def deferrable(self) -> bool:
-        """Nothing changes it before the next step of a hooked optimizer."""
+"""Greatest number of bytes of tensors that are not deferrable for which ``stage`` makes a clone. If
+there are more, the thread copies them into the slot first, and ``stage`` waits for that."""
+SAMPLE_DIVISOR = 16
+"""Divisor of the deferred bytes: one part of so many is summed a second time."""
+FULL_CHECK_SAVES = 2
+"""Number of first saves in which all deferred bytes are summed a second time."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Who stages: the fields of a :class:`Summary` that stay."""
+class StagingContext:
+    """The fields of a :class:`SlotHeader` that are the same for all saves of a worker."""
 
     job: str
+    """Uid of the job."""
     round: int = 0
+    """Number of the rendezvous round."""
     world: int = 1
+    """Number of ranks."""
     rank: int = 0
-
-
-@dataclass(slots=True)
-class _Item:
-    """A copy to make."""
-
-    leaf: Leaf
-    number: int
-    """In the layout."""
-    at: int
-    nbytes: int
-    source: Any
-    address: int
-    version: int | None = None
-    peeks: tuple[tuple[int, bytes], ...] = ()
+    """Global rank of this worker."""
 
 
 @dataclass(eq=False)
-class _Room:
-    """Memory to have."""
+class _SlotSpace:
+    """A request to allocate memory for the slots."""
 
     nbytes: int
-    slot: Slot | None = None
-    """Which is to be filled then."""
+    """Bytes that each slot must have."""
+    slot: ShmSlot | None = None
+    """The slot that is filled next; None if it is not known yet."""
     done: threading.Event = field(default_factory=threading.Event)
+    """Set when the request has succeeded or failed."""
     error: Exception | None = None
+    """Why it has failed; None if it has not."""
 
 
 @dataclass(eq=False)
-class Staging:
-    """One save on its way. Its events are set whatever happens."""
+class StagedSave:
+    """A save that is under way. All its events are set in the end, whether it succeeds or fails."""
 
     step: int
-    slot: Slot
+    slot: ShmSlot
     layout: Layout
     table: bytes
+    """The encoded layout."""
     objects: bytes
+    """The encoded values that are not tensors."""
     facts: dict[str, object]
+    """Fields of the slot's header."""
     need: int
-    """Bytes of the slot."""
-    first: list[_Item] = field(default_factory=list)
+    """Bytes that the slot must have."""
+    first: list[CopyItem] = field(default_factory=list)
+    """Copies of tensors that are not deferrable."""
     clone: bytearray = field(default_factory=bytearray)
-    """Of all that is first."""
-    deferred: list[_Item] = field(default_factory=list)
-    on_device: list[_Item] = field(default_factory=list)
+    """A clone of all tensors in ``first``; empty if they are too large for one."""
+    deferred: list[CopyItem] = field(default_factory=list)
+    """Copies of deferrable tensors in host memory."""
+    on_device: list[CopyItem] = field(default_factory=list)
+    """Copies of tensors on GPUs."""
     events: list[tuple[Any, Any]] = field(default_factory=list)
-    """A device, and the event after its last copy."""
-    left: tuple[deque[_Item], deque[_Item]] = field(default_factory=lambda: (deque(), deque()))
-    """What nobody has taken yet, of what is first and of what is deferred."""
+    """Pairs of a device and the event after its last copy."""
+    left: tuple[deque[CopyItem], deque[CopyItem]] = field(
+        default_factory=lambda: (deque(), deque())
+    )
+    """Copies that no thread has taken yet: of ``first`` and of ``deferred``."""
     sums: list[int] = field(default_factory=list)
-    """XXH3 of each piece."""
-    helping: threading.Lock = field(default_factory=threading.Lock)
-    """Held by who copies beside the thread."""
+    """XXH3 of each tensor, in the layout's order."""
+    help_lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held by a thread that copies beside the stager's thread."""
     error: BaseException | None = None
-    """What the one who helped has met."""
+    """The error of the thread that helped; None if there was none."""
     begun: threading.Event = field(default_factory=threading.Event)
-    """The slot may be written."""
+    """Set when the slot may be written."""
     fenced: bool = False
-    """The training's streams wait for these events: versions may count on."""
+    """The training's streams wait for ``events``. The tensors' versions may change from then on."""
     awaited: bool = False
-    """The training does nothing else now."""
+    """The training's thread waits for this save."""
     captured: threading.Event = field(default_factory=threading.Event)
-    """What is not deferrable is safe."""
+    """Set when everything that is not deferrable is copied."""
     opened: threading.Event = field(default_factory=threading.Event)
-    """So is the rest: the optimizer may step."""
+    """Set when the rest is copied, too: the optimizer may step."""
     done: threading.Event = field(default_factory=threading.Event)
-    """The slot is sealed, or this save has failed."""
-    summary: Summary | None = None
-    """Of the sealed slot."""
+    """Set when the slot is sealed, or the save has failed."""
+    header: SlotHeader | None = None
+    """The header of the sealed slot; None before, or if the save has failed."""
     why: str = ""
-    """Why it has failed."""
+    """Why the save has failed, in words; empty if it has not."""
     moved: str = ""
-    """Key of a tensor that was changed while it was being copied."""
+    """Key of a tensor that was changed while it was being copied; empty if there is none."""
     copied_s: float = 0.0
-
-
-def choose(found: Sequence[Summary | None], spared: Collection[Id]) -> list[int]:
-    """Which slots may be filled, best first.
-
-    Spared are the sets named, and of those that are to go to storage the newest: an older one
-    would be given up for it anyway.
-
-    Args:
-        found: what each slot holds.
-        spared: sets that are needed.
-    """
-    order = [s.age if s else (-1, -1, -1) for s in found]
-    flagged = max((order[i] for i, s in enumerate(found) if s and s.persist), default=None)
-    free = [
-        i
-        for i, s in enumerate(found)
-        if not s or (s.id not in spared and not (s.persist and order[i] == flagged))
-    ]
-    return sorted(free, key=lambda i: order[i])
+    """Seconds that the copy in host memory took."""
 
 
 class Stager:
-    """The slots of one worker, the thread that fills them, and the fence."""
+    """The slots of a worker, the thread that fills them, and the fence."""
 
     def __init__(
         self,
         paths: Sequence[Path],
-        place: Place,
+        context: StagingContext,
         *,
         extra: Path | None = None,
-        told: Callable[[Summary], None] = lambda _: None,
-        failed: Callable[[str], None] = lambda _: None,
-        copy: Callable[[int, memoryview, int], int] = arena.copy_summed,
+        on_sealed: Callable[[SlotHeader], None] = lambda _: None,
+        on_failed: Callable[[str], None] = lambda _: None,
+        copy: Callable[[int, memoryview, int], int] = shm.copy_summed,
     ) -> None:
-        """Open the slots; the fence stands until :meth:`close`.
+        """Open the slots and install the fence, which remains until :meth:`close`.
 
         Args:
-            paths: of the slots (:func:`dlrover_py.arena.place`).
-            place: who stages.
-            extra: a further slot, for :meth:`grow`.
-            told: called by the thread with each slot that was sealed.
-            failed: called by it with why one could not be.
-            copy: from an address into memory, in chunks of so many bytes; gives the XXH3.
+            paths: paths of the slots (:func:`dlrover_py.checkpoint.shm.slots_of`).
+            context: the constant fields of the headers.
+            extra: path of a further slot for :meth:`grow`; None if there is none.
+            on_sealed: receives the header of each sealed slot, in the stager's thread.
+            on_failed: receives the reason of each failed save, in the stager's thread.
+            copy: copies from an address into memory, in chunks of the given number of bytes, and
+                returns the XXH3.
 
         Raises:
             OSError: the folder cannot be written.
+            ConfigError: a slot has a newer format.
         """
-        self.place = place
+        self.place = context
         self.synchronous = ""
-        """Why nothing is deferred any more; empty while it is."""
+        """Why no copy is deferred any more; empty while copies are deferred."""
         self.waited_s = 0.0
-        """What the fence has cost, all in all."""
+        """Total seconds that the fence has made optimizers wait."""
         self.waiter: int | None = None
-        """The thread that is at the fence."""
-        self._slots = [Slot(path, write=True) for path in paths]
-        self._prepared: list[int] = []
-        """Bytes of each slot that are mapped; empty before a state is known: a load is faster."""
-        self._preparing = threading.Lock()
-        """Held while slots are made larger or mapped ahead of a save, or one comes or goes."""
-        self._extra = extra
-        self._older = set(self._slots)
-        """Not filled by this one yet: what they hold may be of a world with larger parts."""
-        self._told, self._failed, self._copy = told, failed, copy
+        """Id of the thread that waits at the fence; None if there is none."""
+        self._pool = SlotPool(paths, extra)
+        self._on_sealed, self._on_failed, self._copy = on_sealed, on_failed, copy
         self._pid = os.getpid()
-        self._job: Staging | None = None
+        self._current_save: StagedSave | None = None
         self._saves = 0
         self._cursor = 0
-        self._shape: tuple[list[Piece], list[str], tuple[Layout, bytes, str, list[int]]] | None = (
-            None
-        )
+        self._cached_layout: (
+            tuple[list[TensorChunk], list[str], tuple[Layout, bytes, str, list[int]]] | None
+        ) = None
         self._streams: dict[Any, Any] = {}
-        self._pinned: dict[Slot, tuple[int, int]] = {}
-        self._work: deque[Staging | _Room] = deque()
+        self._queue: deque[StagedSave | _SlotSpace] = deque()
         self._wake = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="dlrover-staging", daemon=True)
         self._thread.start()
         self._hook = register_optimizer_step_pre_hook(_fence_of(weakref.ref(self)))
-        _stagers.add(self)
+        _all_stagers.add(self)
 
-    # --- the training's thread ---
+    # --- The training's thread ---
 
-    def found(self) -> list[Summary | None]:
-        """What the slots hold whole; costs a read of a page each."""
-        return [slot.summary() for slot in self._slots]
+    def found(self) -> list[SlotHeader | None]:
+        """Return the header of each complete slot, else None. This reads one page per slot."""
+        return self._pool.found()
 
     def warm(self, nbytes: int) -> None:
-        """Have memory for a state of this size, in the background; too little is told by a save."""
-        if self._mine():
-            self._put(_Room(nbytes + arena.SPARE))
+        """Request memory for a state of this size; the stager's thread allocates it later.
+
+        Nothing is reported if there is too little memory: the next save reports it. Nothing is done
+        in a forked child.
+        """
+        if self._is_own_process():
+            self._submit(_SlotSpace(nbytes + shm.OBJECT_HEADROOM))
 
     def stage(
         self,
         step: int,
-        leaves: Sequence[Leaf],
+        leaves: Sequence[StagedTensor],
         objects: Sequence[tuple[str, bytes]] = (),
         *,
-        lap: int = 0,
+        timeline: int = 0,
         persist: bool = False,
         metric: float | None = None,
         copy: bool = False,
-        spared: Collection[Id] = (),
-    ) -> Staging | None:
-        """Copy what cannot wait, and have the rest copied.
+        protected: Collection[CheckpointId] = (),
+    ) -> StagedSave | None:
+        """Copy what cannot wait, and start the copy of the rest.
 
-        A save that is still on its way is waited for.
+        It waits for a previous save that is still under way. A forked child must not call it.
 
         Args:
-            step: of the training.
-            leaves: the state's tensors.
-            objects: its other values, encoded.
-            lap: of this round.
-            persist: it is to go to storage.
-            metric: what the step is worth.
-            copy: it is the one that peers copy, if there is a further slot.
-            spared: sets whose slots are not to be filled.
+            step: step of the training.
+            leaves: the tensors of the state.
+            objects: the keys and encodings of its other values.
+            timeline: number of the timeline in this round.
+            persist: whether the checkpoint is to go to storage.
+            metric: how good the step is; None if not known.
+            copy: whether this is the checkpoint that peers copy. It is not if the further slot had
+                to be removed for lack of memory (``facts["copy"]``).
+            protected: ids of checkpoints whose slots must not be filled.
 
         Returns:
-            What comes of it; None if no slot is free now.
+            The save, which may still fail (`StagedSave.done`); None if no slot is free now.
 
         Raises:
-            NoRoom: there is not so much memory; nothing was changed.
+            ShmFullError: there is not enough memory; no slot was filled. The further slot may have
+                been removed.
         """
-        assert self._mine(), "a forked child does not save"
+        assert self._is_own_process(), "a forked child does not save"
         self.wait()
-        layout, table, part, order = self._layout(leaves, [key for key, _ in objects])
+        layout, table, shard_group, order = self._layout(leaves, [key for key, _ in objects])
         leaves = [leaves[index] for index in order]
         encoded = encode_objects(objects)
         need = layout.end + len(table) + 8 * len(layout) + len(encoded)
-        if any(slot.size < need for slot in self._slots):
-            need += arena.SPARE
-            try:
-                self._must_have(need)
-            except NoRoom:
-                if not self._do_without():
-                    raise
-                self._must_have(need)
-                copy = False
-        slot = self._take(spared)
+        if any(slot.size < need for slot in self._pool.slots):
+            need += shm.OBJECT_HEADROOM
+            copy = self._pool.make_room(need) and copy
+        slot = self._pool.take(protected)
         if slot is None:
             return None
         facts: dict[str, object] = {
             "step": step,
-            "lap": lap,
+            "timeline": timeline,
             "job": self.place.job,
             "round": self.place.round,
             "world": self.place.world,
             "rank": self.place.rank,
-            "part": part,
+            "part": shard_group,
             "persist": persist,
             "metric": metric,
             "copy": copy,
-            "private_at": layout.private_at,
+            "private_offset": layout.private_offset,
         }
-        job = Staging(step, slot, layout, table, encoded, facts, need)
+        job = StagedSave(step, slot, layout, table, encoded, facts, need)
         try:
             waits = self._capture(job, leaves)
         except BaseException:
             slot.unlock()
             raise
         self._saves += 1
-        self._put(job)
-        self._job = job  # not before: a signal's handler may end it here, and close() waits for it
+        self._submit(job)
+        # not earlier: a signal handler may call close() here, which would wait for the save
+        self._current_save = job
         if waits:
             job.awaited = True
             self._help(job, job.left[:1])
-            _outlast(job.captured, self._thread)
+            _wait_while_alive(job.captured, self._thread)
             job.awaited = False
         if self.synchronous:
-            _outlast(job.done, self._thread)
+            _wait_while_alive(job.done, self._thread)
         return job
 
     def grow(self) -> bool:
-        """Have the further slot too; False if there is none, or no memory for it."""
-        if self._extra is None:
-            return False
-        if self._extra == self._slots[-1].path:
-            return True
-        self.wait()
-        need = max(slot.size for slot in self._slots) + arena.SPARE * (len(self._slots) + 1)
-        slot = Slot(self._extra, write=True)
-        with self._preparing:
-            self._slots.append(slot)
-            self._older.add(slot)
-            if self._prepared:
-                self._prepared.append(0)
-        return need - slot.size <= arena.headroom(self._extra.parent) or not self._do_without()
+        """Add the further slot. Return False if there is none, or not enough memory for it.
 
-    def _do_without(self) -> bool:
-        """Let the further slot go, for want of memory; False if there is none."""
-        if self._extra is None or self._extra != self._slots[-1].path:
-            return False
-        with self._preparing:
-            slot = self._slots.pop()
-            del self._prepared[len(self._slots) :]  # nobody looks at the two without the lock
-            if slot in self._pinned:
-                self._unpin(slot)
-            slot.close()
-        self._extra.unlink(missing_ok=True)
-        self._extra = None
-        log.warning(
-            "no memory for a further slot that keeps what peers copy from being overtaken: "
-            "after the loss of a node, what is in memory may be of different steps"
-        )
-        return True
+        If it is not there yet, this waits for the save that is under way.
+        """
+        if self._pool.may_add_extra_slot:
+            self.wait()
+        return self._pool.grow()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the save on its way is sealed, or has failed; False if it took too long."""
-        job = self._job
-        if job is None or not self._mine():
+        """Wait until the current save is sealed or has failed. Return False after the timeout.
+
+        True does not mean that it was sealed. It is also the result if there is no save, and in a
+        forked child.
+        """
+        job = self._current_save
+        if job is None or not self._is_own_process():
             return True
-        return _outlast(job.done, self._thread, timeout_s)
+        return _wait_while_alive(job.done, self._thread, timeout_s)
 
     def close(self) -> None:
-        """Wait for the save on its way, open the fence for good, let go of the slots."""
-        if not self._mine() or self._closed:
+        """Wait for the save that is under way, remove the fence, and release the slots.
+
+        A second call does nothing, and neither does one in a forked child.
+        """
+        if not self._is_own_process() or self._closed:
             return
         self.wait()
         self._hook.remove()
@@ -383,20 +340,19 @@ class Stager:
             self._closed = True
             self._wake.notify()
         self._thread.join()
-        for slot in list(self._pinned):
-            self._unpin(slot)
-        for slot in self._slots:
-            slot.close()
+        self._pool.close()
 
-    def disarm(self) -> None:
-        """In a forked child: have nothing to do with it, and hold no lock."""
-        self._job = None
-        for slot in self._slots:
-            with suppress(OSError):
-                slot.close()
+    def close_in_child(self) -> None:
+        """Detach a forked child from the stager, so that it holds no lock."""
+        self._current_save = None
+        self._pool.close_in_child()
 
     def fence(self) -> None:
-        """Wait for what must be copied before an optimizer steps."""
+        """Wait for the copies that must be complete before an optimizer steps.
+
+        torch calls this before each step of any optimizer, in the thread of the step. It returns
+        immediately if no save is under way.
+        """
         self.waiter = threading.get_ident()
         try:
             self._await()
@@ -404,29 +360,30 @@ class Stager:
             self.waiter = None
 
     def _await(self) -> None:
-        job = self._job
-        if job is None or job.done.is_set() or not self._mine():
+        """Wait as :meth:`fence` describes, and help with the copy meanwhile."""
+        job = self._current_save
+        if job is None or job.done.is_set() or not self._is_own_process():
             return
         began = time.perf_counter()
         if job.on_device and not job.fenced:
-            job.moved = job.moved or _moved(job.on_device)
+            job.moved = job.moved or key_of_changed_version(job.on_device)
             job.fenced = True
         for device, event in job.events:
             torch.cuda.current_stream(device).wait_event(event)
         job.awaited = True
         self._help(job, job.left)
-        _outlast(job.opened, self._thread)
+        _wait_while_alive(job.opened, self._thread)
         self.waited_s += time.perf_counter() - began
 
     def unbroken(self) -> bool:
-        """Whether torch's compiler, which asks as it traces a step, makes one graph of it.
+        """Return whether torch's compiler makes one graph of the step that it traces.
 
-        Such a graph (``fullgraph=True``) waits for nothing: the save on its way is waited for now,
-        before it runs, and nothing is deferred any more.
+        The compiler calls this during the trace. Such a graph (``fullgraph=True``) cannot wait for
+        a copy. The save that is under way is therefore awaited now, before the graph runs. From
+        then on, nothing is deferred, and a warning is logged once. If the result is false, nothing
+        is done, because the hook can wait.
         """
-        from torch._dynamo.symbolic_convert import InstructionTranslator
-
-        if not getattr(InstructionTranslator.current_tx(), "one_graph", True):
+        if not traces_one_graph():
             return False
         self.fence()
         if not self.synchronous:
@@ -438,101 +395,95 @@ class Stager:
             )
         return True
 
-    def _mine(self) -> bool:
+    def _is_own_process(self) -> bool:
+        """Return whether this process created the stager and is not a forked child."""
         return os.getpid() == self._pid
 
-    def _put(self, work: Staging | _Room) -> None:
+    def _submit(self, work: StagedSave | _SlotSpace) -> None:
+        """Append work to the queue of the stager's thread, without waiting."""
         with self._wake:
-            self._work.append(work)
+            self._queue.append(work)
             self._wake.notify()
 
     def _layout(
-        self, leaves: Sequence[Leaf], keys: list[str]
+        self, leaves: Sequence[StagedTensor], keys: list[str]
     ) -> tuple[Layout, bytes, str, list[int]]:
-        """The same as last time, mostly: it takes longer to make than all else.
+        """Return the layout of a state. It is cached: it rarely changes and is slow to make.
 
         Returns:
-            The layout, encoded too, the digest of its part, and the leaves' places in its order.
+            The layout, the encoded layout, the digest of the shard group, and the index of each
+            leaf in the layout's order.
         """
-        pieces = [leaf.piece for leaf in leaves]
-        if self._shape is None or self._shape[0] != pieces or self._shape[1] != keys:
-            order = sorted(range(len(pieces)), key=lambda index: pieces[index].private)
-            layout = Layout(pieces)
-            part = f"{arena.digest(layout.part(keys)):016x}"
-            self._shape = pieces, keys, (layout, layout.encode(), part, order)
-        return self._shape[2]
+        chunks = [leaf.chunk for leaf in leaves]
+        if (
+            self._cached_layout is None
+            or self._cached_layout[0] != chunks
+            or self._cached_layout[1] != keys
+        ):
+            order = sorted(range(len(chunks)), key=lambda index: chunks[index].private)
+            layout = Layout(chunks)
+            shard_group = f"{shm.digest(layout.part(keys)):016x}"
+            self._cached_layout = chunks, keys, (layout, layout.encode(), shard_group, order)
+        return self._cached_layout[2]
 
-    def _must_have(self, need: int) -> None:
-        """See whether all slots can have this size before any is touched.
+    def _capture(self, job: StagedSave, leaves: Sequence[StagedTensor]) -> bool:
+        """Record what to copy, and from where. Return whether the caller must wait for it.
 
-        Raises:
-            NoRoom: they cannot.
+        Small tensors that are not deferrable are cloned here. Copies from GPUs are enqueued here.
         """
-        more = sum(max(0, need - slot.size) for slot in self._slots)
-        folder = self._slots[0].path.parent
-        arena.check_room(folder, more, f"{len(self._slots)} slots of {need / 1e6:,.0f} MB need")
-
-    def _take(self, spared: Collection[Id]) -> Slot | None:
-        for index in choose(self.found(), spared):
-            slot = self._slots[index]
-            if not slot.lock(shared=False):
-                continue
-            now = slot.summary()  # somebody may just have written its first page anew
-            if now is None or now.id not in spared:
-                return slot
-            slot.unlock()
-        return None
-
-    def _capture(self, job: Staging, leaves: Sequence[Leaf]) -> bool:
-        """Note what is to be copied, and from where; says whether the thread must be waited for."""
-        first: list[_Item] = []
-        turn = self._saves * 0x9E3779B97F4A7C15
-        for number, (leaf, at) in enumerate(zip(leaves, job.layout.positions, strict=True)):
+        first: list[CopyItem] = []
+        seed = self._saves * 0x9E3779B97F4A7C15
+        for number, (leaf, offset) in enumerate(zip(leaves, job.layout.slot_offsets, strict=True)):
             tensor = leaf.tensor
             nbytes = tensor.nbytes
             if not tensor.is_cpu:
-                item = _Item(leaf, number, at, nbytes, tensor.detach(), 0, _version(tensor))
+                item = CopyItem(
+                    leaf, number, offset, nbytes, tensor.detach(), 0, version_of(tensor)
+                )
                 job.on_device.append(item)
             elif leaf.deferrable and not self.synchronous and tensor.is_contiguous():
-                # Detached, it keeps these bytes: a parameter may be given others meanwhile, and
-                # what it had is what is saved.
+                # A detached tensor keeps these bytes. A parameter may get other memory meanwhile,
+                # and the old values are the ones to save.
                 source = tensor.detach()
                 address = source.data_ptr()
-                peeks = _peeks(address, nbytes, turn)
-                item = _Item(leaf, number, at, nbytes, source, address, _version(source), peeks)
+                peeks = sample_bytes(address, nbytes, seed)
+                item = CopyItem(
+                    leaf, number, offset, nbytes, source, address, version_of(source), peeks
+                )
                 job.deferred.append(item)
             else:
                 if not tensor.is_contiguous():
                     tensor = tensor.detach().contiguous()
-                first.append(_Item(leaf, number, at, nbytes, tensor, tensor.data_ptr()))
+                first.append(CopyItem(leaf, number, offset, nbytes, tensor, tensor.data_ptr()))
         job.first = first
         size = sum(item.nbytes for item in first)
         clone = size <= CLONED and not self.synchronous
-        if clone:  # many small ones: torch's clone would take ten times as long
+        if clone:  # for many small tensors, torch's clone would take ten times as long
             job.clone = bytearray(size)
-            at = ctypes.addressof(ctypes.c_char.from_buffer(job.clone)) if size else 0
+            offset = ctypes.addressof(ctypes.c_char.from_buffer(job.clone)) if size else 0
             for item in first:
-                ctypes.memmove(at, item.address, item.nbytes)
-                item.address = at
-                at += item.nbytes
+                ctypes.memmove(offset, item.address, item.nbytes)
+                item.address = offset
+                offset += item.nbytes
         job.sums = [0] * len(job.layout)
-        # The largest first, so that two who copy end together.
+        # The largest go first, so that two copying threads end at the same time.
         job.deferred.sort(key=lambda item: item.nbytes, reverse=True)
         job.left = deque(first), deque(job.deferred)
         if job.on_device:
             self._enqueue(job)
         return bool(first) and not clone
 
-    # --- the copying thread ---
+    # --- The copying thread ---
 
     def _run(self) -> None:
+        """Handle requests until the stager is closed. This is the body of the stager's thread."""
         while (work := self._next()) is not None:
-            if isinstance(work, _Room):
+            if isinstance(work, _SlotSpace):
                 try:
-                    with self._preparing:
-                        self._reserve(work.nbytes, work.slot)
-                except (NoRoom, OSError) as error:
-                    work.error = error  # said by the save that needs it
+                    with self._pool.lock:
+                        self._pool.reserve(work.nbytes, work.slot)
+                except (ShmFullError, OSError) as error:
+                    work.error = error  # reported by the save that needs it
                 finally:
                     work.done.set()
                 continue
@@ -544,130 +495,100 @@ class Stager:
             finally:
                 for items in job.left:
                     items.clear()
-                with job.helping:  # nobody writes into the slot any more
+                with job.help_lock:  # no thread writes into the slot from here on
                     job.begun.set()
                 job.opened.set()
                 job.captured.set()
                 self._finish(job)
 
-    def _next(self) -> Staging | _Room | None:
-        """Wait for work; prepare memory meanwhile."""
+    def _next(self) -> StagedSave | _SlotSpace | None:
+        """Wait for a request, and populate memory meanwhile; None once the stager is closed."""
         while True:
             with self._wake:
-                index = self._unprepared()
-                while not self._work and not self._closed and index is None:
+                index = self._pool.next_unpopulated()
+                while not self._queue and not self._closed and index is None:
                     self._wake.wait()
-                if self._work:
-                    return self._work.popleft()
+                if self._queue:
+                    return self._queue.popleft()
                 if self._closed:
                     return None
-            with self._preparing:
-                if index is not None and index < len(self._prepared):
-                    slot = self._slots[index]
-                    try:
-                        slot.populate(self._prepared[index], STRIDE)
-                        self._prepared[index] += STRIDE
-                    except (OSError, ValueError):  # it cannot be mapped
-                        self._prepared[index] = slot.size  # said by the save that needs it
+            if index is not None:
+                self._pool.populate(index)
 
-    def _unprepared(self) -> int | None:
-        with self._preparing:
-            for index, prepared in enumerate(self._prepared):
-                if prepared < self._slots[index].size:
-                    return index
-        return None
+    def _fill(self, job: StagedSave) -> None:
+        """Copy everything into the slot, check for changes, and seal the slot.
 
-    def _reserve(self, need: int, filled: Slot | None = None) -> None:
-        """Have all slots, before any is filled; of the one that is, no more than is needed.
-
-        Raises:
-            NoRoom: nothing was taken.
+        If a tensor was changed meanwhile, the slot stays empty, and later saves are not deferred.
         """
-        self._prepared = self._prepared or [0] * len(self._slots)
-        # Once: a state may be larger at some saves than at others.
-        if filled is not None and filled in self._older:
-            self._older.discard(filled)
-            if filled.size > need + arena.SURPLUS:
-                self._unpin(filled)
-                filled.give_back(need + arena.SPARE)  # it is locked: nobody has it mapped
-                self._prepared[self._slots.index(filled)] = 0
-        before = [slot.size for slot in self._slots]
-        if min(before) >= need:
-            return
-        with arena.turn(self._slots[0].path.parent):
-            self._must_have(need)
-            for slot in list(self._pinned):
-                self._unpin(slot)
-            try:
-                for slot in self._slots:
-                    slot.reserve(need)
-            except NoRoom:
-                for slot, size in zip(self._slots, before, strict=True):
-                    if slot.size > size:
-                        slot.give_back(size)
-                raise
-            finally:
-                self._prepared = [0] * len(self._slots)
-
-    def _fill(self, job: Staging) -> None:
         began = time.perf_counter()
-        self._reserve(job.need, job.slot)
+        self._pool.reserve(job.need, job.slot)
         job.slot.begin()
         job.begun.set()
         for items, safe in zip(job.left, (job.captured, None), strict=True):
-            self._move(job, items)
-            with job.helping:  # the last one may be in other hands
+            self._copy_items(job, items)
+            with job.help_lock:  # the other thread may still copy the last item
                 if job.error is not None:
                     raise job.error
             if safe is not None:
                 safe.set()
-        job.moved = job.moved or _moved(job.deferred) or self._sampled(job.deferred, job.sums)
-        job.moved = job.moved or _edited(job.deferred)
+        job.moved = (
+            job.moved
+            or key_of_changed_version(job.deferred)
+            or self._key_of_changed_sample(job.deferred, job.sums)
+        )
+        job.moved = job.moved or key_of_changed_bytes(job.deferred)
         job.copied_s = time.perf_counter() - began
         job.opened.set()
         for _, event in job.events:
             event.synchronize()
-        moved = _moved(job.on_device)
-        if not job.fenced:  # looked at after the versions: else a step may have begun meanwhile
+        moved = key_of_changed_version(job.on_device)
+        if not job.fenced:  # read after the versions: otherwise a step may have begun in between
             job.moved = job.moved or moved
         view = job.slot.view()
         for item in job.on_device:
-            job.sums[item.number] = arena.digest(view[item.at : item.at + item.nbytes])
+            job.sums[item.number] = shm.digest(view[item.at : item.at + item.nbytes])
         if job.moved:
             self.synchronous = f"{job.moved} was changed between save() and the optimizer's step"
             job.why = self.synchronous
             return
-        job.summary = job.slot.seal(job.table, job.sums, job.objects, job.layout.end, **job.facts)
+        job.header = job.slot.seal(job.table, job.sums, job.objects, job.layout.end, **job.facts)
 
-    def _move(self, job: Staging, items: deque[_Item]) -> None:
-        """Copy what is left, beside whoever else does."""
-        while (item := _taken(items)) is not None:
+    def _copy_items(self, job: StagedSave, items: deque[CopyItem]) -> None:
+        """Copy the remaining items. Another thread may do the same at the same time."""
+        while (item := take_item(items)) is not None:
             target = job.slot.view()[item.at : item.at + item.nbytes]
-            chunk = arena.NEAR if job.awaited else arena.CHUNK
+            chunk = shm.CACHED_COPY_BYTES if job.awaited else shm.COPY_BYTES
             job.sums[item.number] = self._copy(item.address, target, chunk)
-            for at, bytes_then in item.peeks:
-                if target[at : at + len(bytes_then)] != bytes_then:
-                    job.moved = job.moved or item.leaf.piece.key
+            for offset, bytes_then in item.samples:
+                if target[offset : offset + len(bytes_then)] != bytes_then:
+                    job.moved = job.moved or item.leaf.chunk.key
 
-    def _help(self, job: Staging, left: Sequence[deque[_Item]]) -> None:
-        """Copy what is left, in the training's thread; an error costs the save alone."""
-        if not _outlast(job.begun, self._thread):
-            return  # what the slot held is still there, for all who read it
+    def _help(self, job: StagedSave, left: Sequence[deque[CopyItem]]) -> None:
+        """Copy the remaining items in the training's thread. An error costs only this save.
+
+        It waits until the slot may be written. An exception other than an Exception, such as
+        KeyboardInterrupt, is raised as well.
+        """
+        if not _wait_while_alive(job.begun, self._thread):
+            return  # the slot still has its old content, and readers may use it
         for items in left:
-            with job.helping:
+            with job.help_lock:
                 try:
-                    self._move(job, items)
+                    self._copy_items(job, items)
                 except Exception as error:  # noqa: BLE001 - said by the copying thread
                     job.error = error
                 except BaseException as error:
                     job.error = error
                     raise
 
-    def _sampled(self, items: Sequence[_Item], sums: Sequence[int]) -> str:
-        """Sum some tensors again where they lie; the key of one that has changed."""
+    def _key_of_changed_sample(self, items: Sequence[CopyItem], sums: Sequence[int]) -> str:
+        """Sum some tensors again at the source. Return the key of one that has changed, or "".
+
+        Each save continues with other tensors, so "" does not mean that none has changed.
+        """
         budget = sum(item.nbytes for item in items)
-        if self._saves > THOROUGH:
-            budget //= SAMPLE
+        if self._saves > FULL_CHECK_SAVES:
+            budget //= SAMPLE_DIVISOR
         for _ in items:
             if budget <= 0:
                 break
@@ -675,169 +596,112 @@ class Stager:
             item = items[self._cursor]
             budget -= item.nbytes
             there = (ctypes.c_char * item.nbytes).from_address(item.address)
-            if arena.digest(memoryview(there)) != sums[item.number]:
-                return item.leaf.piece.key
+            if shm.digest(memoryview(there)) != sums[item.number]:
+                return item.leaf.chunk.key
         return ""
 
-    def _finish(self, job: Staging) -> None:
-        """Let go of everything, and say what has come of it."""
+    def _finish(self, job: StagedSave) -> None:
+        """Release everything that the save holds, and report its outcome.
+
+        A failure is logged. Its reason is also passed to ``on_failed``, unless a tensor was changed
+        meanwhile.
+        """
         try:
             job.slot.unlock()
             job.first, job.deferred, job.on_device, job.events = [], [], [], []
             job.clone = bytearray()
-            if job.summary is not None:
-                self._told(job.summary)
+            if job.header is not None:
+                self._on_sealed(job.header)
             elif job.moved:
                 log.warning(
-                    "checkpoint of step %d is thrown away: %s. Later ones are copied before "
+                    "checkpoint of step %d is discarded: %s. Later ones are copied before "
                     "save() returns, which takes longer",
                     job.step,
                     job.why,
                 )
             else:
                 log.warning("checkpoint of step %d failed: %s", job.step, job.why)
-                self._failed(job.why)
+                self._on_failed(job.why)
         except BaseException:  # a message that cannot be sent must not end this thread
             log.exception("checkpoint of step %d", job.step)
         finally:
             job.done.set()
 
-    # --- GPUs ---
+    def _enqueue(self, job: StagedSave) -> None:
+        """Enqueue all copies from GPUs. The training's stream waits for the urgent ones.
 
-    def _enqueue(self, job: Staging) -> None:
-        """Enqueue all copies from GPUs; those that cannot wait hold their stream up."""
-        room = _Room(job.need, job.slot)
-        self._put(room)
-        _outlast(room.done, self._thread)
+        It waits until the slots have their memory, but not for the copies. The slot counts as empty
+        from here on.
+
+        Raises:
+            ShmFullError: there is not enough memory.
+            OSError: the slot cannot be enlarged.
+        """
+        room = _SlotSpace(job.need, job.slot)
+        self._submit(room)
+        _wait_while_alive(room.done, self._thread)
         if room.error is not None:
             raise room.error
         job.slot.begin()
         view = job.slot.view()
-        self._pin(job.slot, view)
+        self._pool.pin(job.slot, view)
         for device in {item.source.device for item in job.on_device}:
-            here = [item for item in job.on_device if item.source.device == device]
-            here.sort(key=lambda item: item.leaf.deferrable)
-            current = torch.cuda.current_stream(device)
             if device not in self._streams:
                 self._streams[device] = torch.cuda.Stream(device)
-            side = self._streams[device]
-            side.wait_stream(current)
-            urgent = None
-            with torch.cuda.stream(side):
-                for item in here:
-                    if urgent is None and item.leaf.deferrable and not self.synchronous:
-                        urgent = side.record_event()
-                    if item.nbytes:
-                        source = item.source.contiguous().reshape(-1).view(torch.uint8)
-                        target = torch.frombuffer(
-                            view, dtype=torch.uint8, count=item.nbytes, offset=item.at
-                        )
-                        target.copy_(source, non_blocking=True)
-                        item.source.record_stream(side)
-                last = side.record_event()
-            current.wait_event(urgent or last)
+            here = [item for item in job.on_device if item.source.device == device]
+            last = enqueue(here, view, self._streams[device], wait_for_all=bool(self.synchronous))
             job.events.append((device, last))
         job.on_device.sort(key=lambda item: item.number)
 
-    def _pin(self, slot: Slot, view: memoryview) -> None:
-        address = ctypes.addressof(ctypes.c_char.from_buffer(view))
-        if self._pinned.get(slot) != (address, len(view)):
-            self._unpin(slot)
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, len(view), 0))
-            self._pinned[slot] = (address, len(view))
 
-    def _unpin(self, slot: Slot) -> None:
-        if (known := self._pinned.pop(slot, None)) is not None:
-            torch.cuda.cudart().cudaHostUnregister(known[0])
+_all_stagers: "weakref.WeakSet[Stager]" = weakref.WeakSet()
+"""All stagers of this process, for :func:`_close_all_in_child`."""
 
 
-_stagers: "weakref.WeakSet[Stager]" = weakref.WeakSet()
+def _close_all_in_child() -> None:
+    """Detach all stagers in a forked child."""
+    for stager in list(_all_stagers):
+        stager.close_in_child()
 
 
-def _disarm_all() -> None:
-    for stager in list(_stagers):
-        stager.disarm()
-
-
-os.register_at_fork(after_in_child=_disarm_all)
+os.register_at_fork(after_in_child=_close_all_in_child)
 
 
 def _fence_of(stager: "weakref.ref[Stager]") -> Callable[..., None]:
-    """The hook; it does not keep the stager alive.
+    """Return the hook of a stager. It does not keep the stager alive.
 
-    torch's compiler traces it with the step. A lock is nothing to compile: the graph is broken
-    there or, where it must not be, does without it. That is asked while it is traced, and once: for
-    another stager's hook, as for none, the compiler traces anew.
+    torch's compiler traces the hook with the optimizer's step. A lock cannot be compiled. The graph
+    is therefore broken there or, where that is not allowed, works without the hook. This is decided
+    once, during the trace. The compiler traces again for the hook of another stager, or if there is
+    none.
     """
 
+    @untraced
     def wait() -> None:
         if (found := stager()) is not None:
             found.fence()
 
-    def unbroken() -> bool:
+    @constant_when_traced
+    def one_graph() -> bool:
         return (found := stager()) is not None and found.unbroken()
 
     def fence(*_: object) -> None:
-        if not (torch.compiler.is_dynamo_compiling() and unbroken()):
+        if not (torch.compiler.is_dynamo_compiling() and one_graph()):
             wait()
 
-    # What torch.compiler's decorators do, without importing the compiler.
-    wait._torchdynamo_disable = True  # type: ignore[attr-defined]
-    unbroken._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fence
 
 
-def _outlast(
+def _wait_while_alive(
     event: threading.Event, thread: threading.Thread, limit_s: float | None = None
 ) -> bool:
-    """Wait for what the thread will set; not for ever if it is gone."""
+    """Wait for an event that the thread sets; return whether it is set.
+
+    False: the time is over, or, without a limit, the thread has ended without setting it.
+    """
     if limit_s is not None:
         return event.wait(limit_s)
     while thread.is_alive():
         if event.wait(5.0):
             return True
     return event.is_set()
-
-
-def _taken(items: deque[_Item]) -> _Item | None:
-    try:
-        return items.popleft()
-    except IndexError:
-        return None
-
-
-def _version(tensor: Any) -> int | None:
-    try:
-        return int(tensor._version)
-    except RuntimeError:  # a tensor of inference mode counts none
-        return None
-
-
-def _moved(items: Sequence[_Item]) -> str:
-    for item in items:
-        if _version(item.source) != item.version:
-            return item.leaf.piece.key
-    return ""
-
-
-def _edited(items: Sequence[_Item]) -> str:
-    """The key of one whose bytes are others at the places that were looked at: they may have been
-    copied before they were changed, and the rest of it after that."""
-    for item in items:
-        for at, bytes_then in item.peeks:
-            if ctypes.string_at(item.address + at, len(bytes_then)) != bytes_then:
-                return item.leaf.piece.key
-    return ""
-
-
-def _peeks(address: int, nbytes: int, turn: int) -> tuple[tuple[int, bytes], ...]:
-    """A few bytes at two places, others each time."""
-    if nbytes < 2 * PEEK:
-        return ((0, ctypes.string_at(address, nbytes)),)
-    places = nbytes // PEEK
-    one = turn % places
-    two = (one + places // 2) % places
-    return (
-        (one * PEEK, ctypes.string_at(address + one * PEEK, PEEK)),
-        (two * PEEK, ctypes.string_at(address + two * PEEK, PEEK)),
-    )

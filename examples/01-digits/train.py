@@ -1,7 +1,8 @@
 """Classify handwritten digits with DistributedDataParallel: a plain torchrun script.
 
-Not a line of it knows of DLRover. It saves and resumes its own checkpoint, reads each sample once
-per epoch in the same order at any world size, and so goes on wherever its workers are restarted.
+The script does not use DLRover. It saves and resumes its own checkpoint. It reads each sample once
+per epoch, in the same order at any world size. It can therefore continue wherever its workers are
+restarted.
 """
 
 import argparse
@@ -14,17 +15,18 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from sklearn.datasets import load_digits
+from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 SEED = 1
-SAVE_EVERY = 20  # steps: a restart repeats less than two epochs
+SAVE_EVERY = 20
+"""Steps between two checkpoints. A restart repeats less than two epochs."""
 
 
 def main() -> None:
-    """Train, and print the accuracy on samples that were held out."""
+    """Train the model, and print its accuracy on held-out samples."""
     args = parse_args()
     device = start()
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -39,11 +41,12 @@ def main() -> None:
     while epoch < args.epochs:
         order = epoch_order(epoch, len(inputs))
         while offset < len(inputs):
-            # The batch is the same for any world size; each rank takes every world-th sample.
+            # The batch is the same for any world size. Each rank takes every world-th sample.
             batch = order[offset : offset + args.batch]
             mine = batch[rank::world].to(device)
-            # DDP divides the sum of gradients by the world size, so this is the batch's mean, even
-            # where the ranks' shares differ (the last one of an epoch, or a rank without any).
+            # DDP divides the sum of the gradients by the world size, so this is the mean of the
+            # batch. It is correct even if the ranks have different numbers of samples (in the last
+            # batch of an epoch, or if a rank has none).
             loss = cross_entropy(ddp(inputs[mine]), labels[mine], reduction="sum")
             loss = loss * world / len(batch)
             optimizer.zero_grad()
@@ -66,7 +69,7 @@ def main() -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--batch", type=int, default=96, help="samples in a step, of all workers")
@@ -80,7 +83,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def start() -> torch.device:
-    """Join the group: NCCL if each worker of this node has a GPU of its own, else gloo."""
+    """Join the process group: NCCL if each worker of this node has its own GPU, else gloo."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     local_rank = int(os.environ["LOCAL_RANK"])
@@ -93,7 +96,7 @@ def start() -> torch.device:
 
 
 def load() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Give 1,437 samples to train on and 360 to test with: each fifth one."""
+    """Return 1,437 samples for training and 360 for the test, which takes every fifth sample."""
     digits = load_digits()
     inputs = torch.from_numpy(digits.data.astype(np.float32) / 16)
     labels = torch.from_numpy(digits.target)
@@ -102,28 +105,28 @@ def load() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def epoch_order(epoch: int, samples: int) -> Tensor:
-    """Shuffle by the epoch alone: the world size must not change what comes next."""
+    """Return a shuffled order of the samples that depends on the epoch, not on the world size."""
     return torch.randperm(samples, generator=torch.Generator().manual_seed(SEED + epoch))
 
 
 def resume(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[int, int, int]:
-    """Load the newest checkpoint, if there is one, and give (step, epoch, offset in the epoch).
+    """Load the newest checkpoint, if there is one, and return (step, epoch, offset in the epoch).
 
-    Who has the newest one gives it to all: the folder may be each node's own, and a node that has
-    come later has none.
+    The rank with the newest checkpoint sends it to all ranks. The folder may be local to each node,
+    and a node that joined later has no checkpoint.
     """
     path = folder / "checkpoint.pt"
     if int(os.environ["LOCAL_RANK"]) == 0:
-        for draft in folder.glob("*.tmp"):  # its writer was killed
+        for draft in folder.glob("*.tmp"):  # left by a writer that was killed
             draft.unlink(missing_ok=True)
     mine = torch.load(path, map_location="cpu", weights_only=True) if path.exists() else None
     steps: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(steps, mine["position"][0] if mine is not None else -1)
     if max(steps) < 0:
         return 0, 0, 0
-    found = [mine]
+    found: list[Any] = [mine]
     dist.broadcast_object_list(found, src=steps.index(max(steps)))
     model.load_state_dict(found[0]["model"])
     optimizer.load_state_dict(found[0]["optimizer"])
@@ -136,11 +139,12 @@ def resume(
 def save(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, position: tuple[int, int, int]
 ) -> None:
-    """Write the checkpoint, a copy for each node; the file is either the old or the new one."""
+    """Write one checkpoint per node. The file always holds either the old or the new checkpoint."""
     if int(os.environ["LOCAL_RANK"]) != 0:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    # A name of its own: the folder may be of all nodes, and a worker of an older round still there.
+    # The name is unique: all nodes may share the folder, and a worker of an older round may still
+    # write.
     draft = folder / f"{uuid.uuid4().hex}.tmp"
     state = {
         "model": model.state_dict(),

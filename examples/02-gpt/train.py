@@ -1,8 +1,9 @@
 """Train a small GPT on the source of Python's standard library, byte by byte.
 
-Any number of workers, at any time, computes the same: the batch of a step depends on the seed and
-the step alone, and gradients are weighted so that they are the batch's mean whoever computed them.
-With ``dlrover_py.trainer`` it reports its steps, and its checkpoints cost it next to nothing.
+Any number of workers computes the same result, even if the number changes during the training. The
+batch of a step depends only on the seed and the step. The gradients are weighted so that they are
+the mean of the batch, whichever workers compute them. The script uses ``dlrover_py.trainer`` to
+report its steps, and to save checkpoints at almost no cost.
 """
 
 import argparse
@@ -23,15 +24,15 @@ from torch.nn.parallel import DistributedDataParallel
 from dlrover_py.trainer import Checkpointer, session
 
 SEED = 1
-CONTEXT = 64  # bytes that the model looks back
+CONTEXT = 64  # length of the context in bytes
 WIDTH, LAYERS, HEADS = 96, 3, 4  # 364,000 parameters
 TEXT_BYTES = 2_000_000
 HELD_OUT_BYTES = 100_000
 LEARNING_RATE, WARMUP_STEPS = 3e-3, 20
 
 
-class Block(nn.Module):
-    """Attention, then a feed-forward network, each on the normalised input."""
+class Block(nn.Module):  # type: ignore[misc]
+    """Attention and a feed-forward network, each on the normalized input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +44,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shape (batch, length, width), as given."""
+        """Return a tensor of the same shape as the input: (batch, length, width)."""
         batch, length, _ = x.shape
         qkv = self.qkv(self.norm1(x)).view(batch, length, 3, HEADS, WIDTH // HEADS)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
@@ -52,8 +53,8 @@ class Block(nn.Module):
         return x + self.feed(self.norm2(x))
 
 
-class GPT(nn.Module):
-    """Logits of the next byte, for each place of the input."""
+class GPT(nn.Module):  # type: ignore[misc]
+    """Computes the logits of the next byte for each position of the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,14 +66,14 @@ class GPT(nn.Module):
             nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, text: Tensor) -> Tensor:
-        """From (batch, length) bytes to (batch, length, 256) logits."""
+        """Return logits of shape (batch, length, 256) for bytes of shape (batch, length)."""
         places = torch.arange(text.shape[1], device=text.device)
         x = self.norm(self.blocks(self.bytes(text) + self.places(places)))
-        return x @ self.bytes.weight.T  # the embedding serves as the output layer too
+        return x @ self.bytes.weight.T  # the embedding is also the output layer
 
 
 def main() -> None:
-    """Train until the last step, or until the agent asks to stop."""
+    """Train until the last step, or until the agent asks the script to stop."""
     args = parse_args()
     device = start()
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -83,8 +84,9 @@ def main() -> None:
     model = GPT().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
     ddp = DistributedDataParallel(model)
-    # Each step's state goes to memory while the next step runs, and each minute one of these to the
-    # folder. No data position is in it: a batch depends on the step alone.
+    # The state of each step is copied to memory while the next step runs. Once a minute, such a
+    # checkpoint goes to the folder. It contains no data position, because a batch depends only on
+    # the step.
     checkpointer = Checkpointer(args.ckpt, every=args.ckpt_every, persist_every=args.persist_every)
     state = {"model": model, "optimizer": optimizer}
     step = checkpointer.load(state) or 0
@@ -94,10 +96,11 @@ def main() -> None:
     while step < args.steps and not checkpointer.should_stop:
         began = time.perf_counter()
         inputs, targets = batch(train, step, args.global_batch)
-        mine = slice(rank, None, world)  # shares differ by one where the world does not divide
+        mine = slice(rank, None, world)  # numbers of samples differ by at most one
         logits = ddp(inputs[mine])
         loss = cross_entropy(logits.flatten(0, 1), targets[mine].flatten(), reduction="sum")
-        # DDP divides the sum of gradients by the world size; this makes it the batch's mean.
+        # DDP divides the sum of the gradients by the world size. This makes it the mean of the
+        # batch.
         (loss * world / targets.numel()).backward()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, args.steps)
@@ -126,7 +129,7 @@ def main() -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument(
@@ -143,7 +146,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def start() -> torch.device:
-    """Join the group: NCCL if each worker of this node has a GPU of its own, else gloo."""
+    """Join the process group: NCCL if each worker of this node has its own GPU, else gloo."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     here = session.world()
@@ -160,7 +163,10 @@ def start() -> torch.device:
 
 
 def load_text() -> Tensor:
-    """Give the first files of the standard library, by name: fixed for a version of Python."""
+    """Return the first files of the standard library in order of their names.
+
+    The text is always the same for one version of Python.
+    """
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = bytearray()
     for path in sorted(folder.glob("*.py")):
@@ -176,7 +182,7 @@ def load_text() -> Tensor:
 
 
 def batch(text: Tensor, step: int, size: int) -> tuple[Tensor, Tensor]:
-    """Give the samples of a step, and for each place the byte that follows."""
+    """Return the samples of a step, and for each position the byte that follows."""
     generator = torch.Generator().manual_seed(SEED * 1_000_003 + step)
     starts = torch.randint(len(text) - CONTEXT, (size,), generator=generator)
     samples = text[(starts[:, None] + torch.arange(CONTEXT + 1)).to(text.device)]
@@ -184,16 +190,16 @@ def batch(text: Tensor, step: int, size: int) -> tuple[Tensor, Tensor]:
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """Warm up, then fall to a tenth along a cosine."""
+    """Return the learning rate of a step: a linear warm-up, then a cosine down to a tenth."""
     if step < WARMUP_STEPS:
         return LEARNING_RATE * (step + 1) / WARMUP_STEPS
     done = (step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS)
     return LEARNING_RATE * (0.55 + 0.45 * math.cos(math.pi * done))
 
 
-@torch.no_grad()
+@torch.no_grad()  # type: ignore[untyped-decorator]
 def report(model: nn.Module, held_out: Tensor, step: int, out: Path | None) -> None:
-    """Print the loss on text that was held out; the same samples each time."""
+    """Print the loss on held-out text and write the result; the samples are always the same."""
     inputs, targets = batch(held_out, 0, 256)
     loss = cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).item()
     print(f"loss {loss:.4f} at step {step}", flush=True)
@@ -206,8 +212,8 @@ def report(model: nn.Module, held_out: Tensor, step: int, out: Path | None) -> N
         "step": step,
         "loss": loss,
         "world_size": dist.get_world_size(),
-        # Of the exact bytes: equal for equal runs at one world size. Sums of another world size
-        # are taken in another order; compare the loss, within 0.01.
+        # Digest of the exact bytes. It is equal for equal runs at one world size. Another world
+        # size adds in another order; compare the loss instead, within 0.01.
         "params_sha256": digest.hexdigest(),
     }
     out.write_text(json.dumps(result) + "\n")

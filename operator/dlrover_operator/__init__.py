@@ -1,1 +1,4 @@
-"""The operator: makes each ElasticJob's master, and looks after it. Workers are the master's."""
+"""The operator: it makes the master of each ElasticJob and keeps it running.
+
+The master makes the worker Pods; the operator never does.
+"""

@@ -1,4 +1,4 @@
-"""``dlrover-operator``: looks after the ElasticJobs of a cluster."""
+"""``dlrover-operator``: runs the operator for the ElasticJobs of a cluster."""
 
 import asyncio
 import contextlib
@@ -9,22 +9,25 @@ from collections.abc import Sequence
 
 import uvloop
 
-from dlrover_operator import health
-from dlrover_operator.loop import Operator
 from dlrover_operator.settings import Settings
-from dlrover_py.kube import Kube
-from dlrover_py.protocol.errors import DLRoverError
+from dlrover_py.kubernetes.client import KubeClient
+from dlrover_py.net.http_server import raise_file_limit, server
+from dlrover_py.protocol.errors import ConfigError, DLRoverError
 from dlrover_py.telemetry import setup
-from dlrover_py.web import raise_file_limit, server
 
 log = logging.getLogger("operator")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the operator until SIGTERM or SIGINT; return its exit code."""
+    """Run the operator until SIGTERM or SIGINT; return its exit code.
+
+    An error that ends the operator is written to standard error. The exit code is then that of the
+    error. A wrong option ends the process with exit code 2.
+    """
     try:
         settings = Settings.parse(argv)
         setup("operator", level=settings.log_level, aside=True)
+        _check_cryptography()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_run(settings))
     except DLRoverError as error:
@@ -33,14 +36,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _check_cryptography() -> None:
+    """Check that the package can be imported that makes the masters' certificates.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        from dlrover_operator import credentials  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"the package {error.name} is not installed: install DLRover-Py with its extra operator"
+        ) from error
+
+
 async def _run(settings: Settings) -> None:
+    # Imported here, because they import cryptography.
+    """Serve health pages and manage the jobs until SIGTERM or SIGINT.
+
+    It also ends if one of the two fails, and raises the error.
+    """
+    from dlrover_operator import health
+    from dlrover_operator.loop import Operator
+
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     raise_file_limit()
     pages = health.listen(settings.health)
-    async with await Kube.connect() as api:
+    async with await KubeClient.connect() as api:
         operator = Operator(api, settings.masters, settings.namespaces)
         serving = server(health.app(operator))
         port = pages.getsockname()[1]

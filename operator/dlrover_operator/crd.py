@@ -1,8 +1,9 @@
-"""``python -m dlrover_operator.crd``: the CustomResourceDefinition, made from ``protocol``.
+"""The CustomResourceDefinition of ElasticJobs, generated from the models in ``protocol``.
 
-The schema of the spec is that of ``protocol/job.py``; what holds between fields is said in CEL.
-That of the status is lenient (no bounds, nothing required): after an upgrade of the CRD masters of
-the last version go on writing theirs.
+``python -m dlrover_operator.crd`` prints it. The schema of the spec is that of
+``protocol/job.py``; rules between fields are written in CEL. The schema of the status is lenient:
+it has no bounds and no required fields. After an upgrade of the CRD, masters of the previous
+version continue to write their status.
 """
 
 import argparse
@@ -21,18 +22,23 @@ from dlrover_py.protocol.job import (
     OTHER_ROLES,
     JobSpec,
 )
+from dlrover_py.protocol.reasons import ConditionType
 from dlrover_py.protocol.status import ElasticJobStatus
 
 Schema = dict[str, Any]
+"""A part of an OpenAPI schema, or of the definition."""
 
 KEPT: tuple[str, ...] = ("type", "enum", "default", "pattern", "minimum", "maximum", "format")
 KEPT += ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+"""Keywords of JSON schema that the schema of the spec keeps."""
 LENIENT: tuple[str, ...] = ("type", "format")
+"""Keywords of JSON schema that the schema of the status keeps."""
 MAP_KEYS = {"conditions": ["type"]}
+"""Lists that are maps, with the keys of their elements."""
 
 
 def definition() -> Schema:
-    """The whole CustomResourceDefinition."""
+    """Return the complete CustomResourceDefinition."""
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
@@ -70,21 +76,24 @@ def definition() -> Schema:
 
 
 def schema() -> Schema:
-    """The schema of the object."""
+    """Return the schema of an ElasticJob.
+
+    It consists of the schemas of the spec and the status, and of the rules between fields.
+    """
     spec = _convert(JobSpec.model_json_schema(by_alias=True), JobSpec, KEPT)
     spec["x-kubernetes-validations"] = [
         _fixed("managedBy"),
         _fixed("distributionStrategy"),
     ]
     roles = spec["properties"]["replicaSpecs"]
-    roles.pop("required")  # a PS job may have no worker: it is accepted, and told Unsupported
+    roles.pop("required")  # a PS job without workers is accepted; its status says Unsupported
     roles["x-kubernetes-validations"] = [
         _rule(
             " || ".join(f"has(self.{role})" for role in ("worker", *OTHER_ROLES)),
             "expected the role worker",
         ),
         _rule(
-            # A job of another role is told Unsupported, whatever its workers are.
+            # The status of a job with another role says Unsupported, whatever its workers are.
             " || ".join(
                 (
                     "!has(self.worker)",
@@ -104,11 +113,12 @@ def schema() -> Schema:
     status = _convert(ElasticJobStatus.model_json_schema(by_alias=True), ElasticJobStatus, LENIENT)
     training = status["properties"]["training"]
     training["properties"].pop("conditions")
-    # A master that was cut off says what it has to say as soon as it is back, before it can know.
+    # A master that was disconnected writes its status as soon as it is connected again, before it
+    # can know that a newer one has taken over.
     training["x-kubernetes-validations"] = [
         _rule(
             "!has(oldSelf.term) || (has(self.term) && self.term >= oldSelf.term)",
-            "a newer master has written the status: that of an older one is refused",
+            "a newer master has written the status: an older master must not write it",
         )
     ]
     return {
@@ -118,24 +128,26 @@ def schema() -> Schema:
         "properties": {
             "apiVersion": {"description": "Version of the schema.", "type": "string"},
             "kind": {"description": "ElasticJob.", "type": "string"},
-            "metadata": {"type": "object"},  # the API server describes it itself
-            "spec": {"description": "What the user wants."} | spec,
-            "status": {"description": "How the job is, by operator and master."} | status,
+            "metadata": {"type": "object"},  # the API server adds its description
+            "spec": {"description": "The desired state, written by the user."} | spec,
+            "status": {"description": "The observed state, written by the operator and the master."}
+            | status,
         },
         "x-kubernetes-validations": [
             _rule(
                 "size(self.metadata.name) <= 37",
-                "metadata.name: expected at most 37 characters, as Pods are named after it",
+                "metadata.name: expected at most 37 characters, because Pods are named after it",
             ),
             _rule(
                 "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
-                "metadata.name: expected small letters, digits and '-', and a letter first",
+                "metadata.name: expected lowercase letters, digits and '-', and a letter first",
             ),
         ],
     }
 
 
 def _columns() -> list[Schema]:
+    """Return the columns of ``kubectl get``."""
     training = ".status.training"
     shown = [
         ("Phase", "string", ".status.phase", 0),
@@ -148,8 +160,8 @@ def _columns() -> list[Schema]:
         ("Round", "integer", f"{training}.round", 1),
         ("World", "integer", f"{training}.worldSize", 1),
         ("Standby", "integer", f"{training}.standby", 1),
-        ("Accepted", "string", _reason_of("Accepted"), 1),
-        ("Master", "string", _reason_of("MasterReady"), 1),
+        ("Accepted", "string", _reason_of(ConditionType.ACCEPTED), 1),
+        ("Master", "string", _reason_of(ConditionType.MASTER_READY), 1),
         ("Why", "string", f"{training}.reason", 1),
     ]
     return [
@@ -158,15 +170,17 @@ def _columns() -> list[Schema]:
     ]
 
 
-def _reason_of(condition: str) -> str:
+def _reason_of(condition: ConditionType) -> str:
+    """Return the JSON path of the reason of a condition."""
     return f'.status.conditions[?(@.type=="{condition}")].reason'
 
 
-# --- what holds between fields ---
+# --- Rules between fields ---
 
 
 def _of_worker() -> Iterator[Schema]:
-    # The messages hold no numbers: the cost of string(int) has no bound that the server accepts.
+    """Yield the rules between the fields of the worker role."""
+    # The messages contain no numbers. The server refuses string(int), whose cost it cannot bound.
     yield _rule(
         "!has(self.minReplicas) || self.minReplicas <= self.replicas",
         "minReplicas is larger than replicas: expected minReplicas <= replicas",
@@ -179,30 +193,40 @@ def _of_worker() -> Iterator[Schema]:
         absent = "" if field == "replicas" else f"!has(self.{field}) || "
         yield _rule(
             f"{absent}self.{field} % self.nodeUnit == 0",
-            f"{field} is no multiple of nodeUnit",
+            f"{field} is not a multiple of nodeUnit",
         )
 
 
 def _fixed(field: str) -> Schema:
-    """Cannot be changed: on the parent, since a field that goes and comes has no old self."""
+    """Return the rule that a field cannot be changed, added or removed.
+
+    The rule is on the parent, because a field that is removed or added has no ``oldSelf``.
+    """
     same = f"!has(self.{field}) || self.{field} == oldSelf.{field}"
     return _rule(
         f"has(self.{field}) == has(oldSelf.{field}) && ({same})",
-        f"{field} cannot be changed, added or removed; delete the job and make another",
+        f"{field} cannot be changed, added or removed; delete the job and create it again",
     )
 
 
 def _rule(rule: str, message: str) -> Schema:
+    """Return a validation rule in CEL."""
     return {"rule": rule, "message": message}
 
 
-# --- from pydantic's JSON schema to a structural one ---
+# --- From pydantic's JSON schema to a structural schema ---
 
 
 def _convert(whole: Schema, model: type[BaseModel], kept: tuple[str, ...]) -> Schema:
+    """Return the structural schema of a model, with these keywords kept.
+
+    Descriptions come from the docstrings of the model. ``null`` in a choice of types is dropped,
+    and so are empty defaults and all other keywords. Required fields are kept for the spec only.
+    """
     models = {m.__name__: m for m in _models(model)}
 
     def convert(node: Schema, owner: type[BaseModel] | None = None) -> Schema:
+        """Convert a node; ``owner`` is the model whose docstrings describe its fields."""
         if "$ref" in node:
             name = node["$ref"].rpartition("/")[2]
             beside = {k: v for k, v in node.items() if k != "$ref"}
@@ -230,24 +254,28 @@ def _convert(whole: Schema, model: type[BaseModel], kept: tuple[str, ...]) -> Sc
             made |= fields(node, owner)
         return made
 
-    def int_or_string(node: Schema, number: Schema, words: Schema) -> Schema:
-        """The one choice that a structural schema has; a bound holds for its own type only."""
+    def int_or_string(node: Schema, number: Schema, text: Schema) -> Schema:
+        """Return the only choice of types that a structural schema permits.
+
+        A bound applies only to values of its own type.
+        """
         if kept is not KEPT:
             return {"x-kubernetes-int-or-string": True}
-        bounds = {k: v for n in (number, words) for k, v in n.items() if k in kept and k != "type"}
+        bounds = {k: v for n in (number, text) for k, v in n.items() if k in kept and k != "type"}
         default = {"default": node["default"]} if node.get("default") is not None else {}
         types = [{"type": "integer"}, {"type": "string"}]
         return {"anyOf": types, "x-kubernetes-int-or-string": True} | bounds | default
 
     def fields(node: Schema, owner: type[BaseModel] | None) -> Schema:
+        """Return the keywords for the fields of an object, or for the values of a mapping."""
         if "properties" in node:
-            told = _docs(owner) if owner is not None else {}
+            descriptions = _docs(owner) if owner is not None else {}
             properties = {}
             for name, child in node["properties"].items():
                 properties[name] = convert(child)
-                words = told.get(name) or _about(child, models)
-                if words:
-                    properties[name] = {"description": words} | properties[name]
+                text = descriptions.get(name) or _about(child, models)
+                if text:
+                    properties[name] = {"description": text} | properties[name]
                 if name in MAP_KEYS:
                     properties[name] |= {
                         "x-kubernetes-list-type": "map",
@@ -265,7 +293,7 @@ def _convert(whole: Schema, model: type[BaseModel], kept: tuple[str, ...]) -> Sc
 
 
 def _models(model: type[BaseModel]) -> set[type[BaseModel]]:
-    """A model and all that its fields are made of."""
+    """Return a model and all models in its fields, recursively, as a set without order."""
     found: set[type[BaseModel]] = set()
     todo: list[Any] = [model]
     while todo:
@@ -279,23 +307,30 @@ def _models(model: type[BaseModel]) -> set[type[BaseModel]]:
     return found
 
 
-def _plain(words: str) -> str:
-    """Text without the marks of docstrings."""
-    return " ".join(re.sub(r":\w+:`([^`]*)`|``", r"\1", words).split())
+def _plain_text(text: str) -> str:
+    """Return text without the markup of docstrings."""
+    return " ".join(re.sub(r":\w+:`([^`]*)`|``", r"\1", text).split())
 
 
 def _about(node: Schema, models: dict[str, type[BaseModel]]) -> str:
-    """What the model of a field says of itself, where the field says nothing."""
+    """Return the docstring of the model of a field, for a field without a docstring of its own.
+
+    It is "" if the field's type is no model.
+    """
     for one in (node, *node.get("anyOf", ())):
         model = models.get(one.get("$ref", "").rpartition("/")[2])
         if model is not None:
-            return _plain(inspect.getdoc(model) or "")
+            return _plain_text(inspect.getdoc(model) or "")
     return ""
 
 
 def _docs(model: type[BaseModel]) -> dict[str, str]:
-    """What stands below each field, by its name in the object."""
-    told: dict[str, str] = {}
+    """Return the docstring below each field of a model, by the field's name in the object.
+
+    Fields without a docstring are left out. A docstring of a subclass replaces that of its base
+    class.
+    """
+    descriptions: dict[str, str] = {}
     for base in reversed(model.__mro__):
         if not issubclass(base, BaseModel) or base is BaseModel:
             continue
@@ -305,14 +340,14 @@ def _docs(model: type[BaseModel]) -> dict[str, str]:
             match field, text:
                 case (
                     ast.AnnAssign(target=ast.Name(id=name)),
-                    ast.Expr(value=ast.Constant(value=str(words))),
+                    ast.Expr(value=ast.Constant(value=str(doc))),
                 ) if name in model.model_fields:
                     alias = model.model_fields[name].alias or name
-                    told[alias] = _plain(words)
-    return told
+                    descriptions[alias] = _plain_text(doc)
+    return descriptions
 
 
-# --- as text ---
+# --- As text ---
 
 _HEAD = """\
 {{- /* Made by `python -m dlrover_operator.crd --chart`; a test fails when it differs. */ -}}
@@ -327,17 +362,23 @@ _KEEP = """\
 
 
 class _Dumper(yaml.SafeDumper):
+    """A YAML dumper without anchors and aliases."""
+
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 def text() -> str:
-    """The definition as YAML."""
+    """Return the definition as YAML."""
     return yaml.dump(definition(), Dumper=_Dumper, sort_keys=False, width=100)
 
 
 def chart() -> str:
-    """The same as a template of the Helm chart: it can be left out, and outlives the release."""
+    """Return the definition as a template of the Helm chart.
+
+    Values of the chart decide whether it is installed, and whether it stays when the release is
+    uninstalled.
+    """
     plain = text().replace("{{", '{{ "{{" }}')
     name = f"  name: {names.PLURAL}.{names.GROUP}\n"
     assert plain.count(name) == 1
@@ -345,7 +386,7 @@ def chart() -> str:
 
 
 def main() -> int:
-    """Print the definition."""
+    """Print the definition and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m dlrover_operator.crd", description=__doc__)
     parser.add_argument("--chart", action="store_true", help="as a template of the Helm chart")
     sys.stdout.write(chart() if parser.parse_args().chart else text())

@@ -1,4 +1,7 @@
-"""A job's token, and its master's certificate by an authority whose key nobody keeps."""
+"""A job's token and its master's certificate.
+
+The key of the authority that signs the certificate is discarded.
+"""
 
 import base64
 import hashlib
@@ -10,19 +13,26 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from dlrover_operator.manifests import Credentials
+from dlrover_operator.manifests import MasterCredentials
 from dlrover_py.protocol import names
 
 LASTS = timedelta(days=3650)
-"""Longer than any job: it is not renewed, since agents hold the authority for their whole life."""
+"""Validity of certificates, longer than any job.
+
+A certificate is never renewed, because an agent keeps the authority that it got at its start.
+"""
 SKEW = timedelta(hours=1)
+"""Tolerated difference between clocks: a certificate is valid from this time before its issue."""
 
 
-def issue(wall: float) -> Credentials:
-    """Make a certificate (ECDSA P-256).
+def issue(wall: float) -> MasterCredentials:
+    """Make an authority and a certificate of the master (ECDSA P-256). Nothing is stored.
+
+    They are valid from one hour before ``wall``, for ten years. The key of the authority is
+    discarded.
 
     Args:
-        wall: Unix seconds as the API server has them: this machine's clock may be another.
+        wall: time in Unix seconds by the API server's clock, from which this machine's may differ.
     """
     now = datetime.fromtimestamp(wall, UTC)
     authority_key = ec.generate_private_key(ec.SECP256R1())
@@ -46,7 +56,7 @@ def issue(wall: float) -> Credentials:
         .add_extension(by, critical=False)
         .sign(authority_key, hashes.SHA256())
     )
-    return Credentials(
+    return MasterCredentials(
         ca=root.public_bytes(serialization.Encoding.PEM),
         cert=leaf.public_bytes(serialization.Encoding.PEM),
         key=key.private_bytes(
@@ -58,10 +68,14 @@ def issue(wall: float) -> Credentials:
 
 
 def token(key: bytes) -> bytes:
-    """What a job's nodes and its master know each other by.
+    """Return the token by which a job's nodes and its master authenticate each other.
 
-    It follows from the certificate's key, which only the master has: a Secret that somebody has
-    deleted is made again as it was, for nodes that run hold what it said for their whole life.
+    It is derived from the private key of the certificate, which only the master has. A deleted
+    Secret of the token can therefore be restored with the same token, which running nodes keep for
+    their whole life.
+
+    Args:
+        key: private key of the master's certificate in PEM.
     """
     return base64.urlsafe_b64encode(hmac.digest(key, b"dlrover job token", hashlib.sha256)).rstrip(
         b"="
@@ -69,12 +83,14 @@ def token(key: bytes) -> bytes:
 
 
 def _name(common: str) -> x509.Name:
+    """Return an X.509 name with this common name."""
     return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, common)])
 
 
 def _begun(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, now: datetime
 ) -> x509.CertificateBuilder:
+    """Return an unsigned certificate builder with the fields that both certificates have."""
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -87,10 +103,12 @@ def _begun(
 
 
 def _id_of(key: ec.EllipticCurvePrivateKey) -> x509.SubjectKeyIdentifier:
+    """Return the subject key identifier of a key."""
     return x509.SubjectKeyIdentifier.from_public_key(key.public_key())
 
 
 def _usage(*, signs: bool) -> x509.KeyUsage:
+    """Return the key usage of an authority, which signs, or of a server."""
     return x509.KeyUsage(
         digital_signature=True,
         key_cert_sign=signs,
@@ -105,5 +123,5 @@ def _usage(*, signs: bool) -> x509.KeyUsage:
 
 
 def decoded(secret: dict[str, Any], key: str) -> bytes:
-    """What a Secret says under a key."""
+    """Return the decoded value of a key of a Secret; empty if the key is missing."""
     return base64.b64decode((secret.get("data") or {}).get(key, ""))

@@ -11,38 +11,55 @@ from dlrover_py.protocol.errors import ConfigError
 
 
 def app(operator: Operator) -> FastAPI:
-    """The three pages."""
+    """Return the application with ``/healthz``, ``/readyz`` and ``/metrics``. It is not served yet.
+
+    ``/healthz`` answers 503 while work on a job has run for more than STUCK_S seconds. ``/readyz``
+    answers 503 until all watched objects were listed once.
+
+    Args:
+        operator: The operator that the pages are about.
+    """
     pages = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
     @pages.get("/healthz")
     async def healthz() -> Response:
-        """An answer is the proof: it comes from the loop that does the work."""
+        """Report liveness.
+
+        An answer shows that the event loop that does the work is running.
+        """
         if operator.stuck:
-            return PlainTextResponse(f"work on a job runs for {STUCK_S:g} s", status_code=503)
+            return PlainTextResponse(
+                f"the work on a job has not ended for {STUCK_S:g} s", status_code=503
+            )
         return PlainTextResponse("ok")
 
     @pages.get("/readyz")
     async def readyz() -> Response:
+        """Report whether all watched objects were listed once."""
         if operator.ready:
             return PlainTextResponse("ok")
-        return PlainTextResponse("not everything is listed yet", status_code=503)
+        return PlainTextResponse("the objects of the operator are not listed yet", status_code=503)
 
     @pages.get("/metrics")
     async def metrics() -> Response:
+        """Return the metrics in the format of Prometheus."""
         return Response(generate_latest(operator.registry), media_type=CONTENT_TYPE_LATEST)
 
     return pages
 
 
 def listen(address: str) -> socket.socket:
-    """A listening socket.
+    """Return a listening socket. The caller must accept its connections and close it.
+
+    Args:
+        address: ``host:port``; an empty host means all addresses.
 
     Raises:
-        ConfigError: it cannot be had.
+        ConfigError: the address is not valid, or it cannot be used.
     """
     host, _, port = address.rpartition(":")
     try:
         return socket.create_server((host or "0.0.0.0", int(port)))
     except (OSError, OverflowError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else "the port is no number"
+        why = error.strerror if isinstance(error, OSError) else "the port is not a number"
         raise ConfigError(f"--health {address}: {why}; expected a free host:port") from error

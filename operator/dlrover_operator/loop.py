@@ -1,15 +1,15 @@
-"""The operator's shell: what is seen goes into plans, plans into calls of the API server.
+"""The operator's control loop: it observes jobs, plans, and calls the API server.
 
-Four watches keep a view of all jobs and of what belongs to their masters. Whatever changes puts
-its job's key into a queue; a few workers plan and carry out, one key at a time. Nothing else is
-remembered: an operator that starts anew sees the same and plans the same.
+Four watches keep a view of all jobs and of the objects of their masters. Each change puts the key
+of its job into a queue. A few workers take keys, make plans and carry them out; a key is processed
+by one worker at a time. The operator keeps no other state that matters: after a restart it sees the
+same objects and makes the same plans.
 """
 
 import asyncio
 import contextlib
 import hashlib
 import logging
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,22 +17,28 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.metrics_core import GaugeMetricFamily
 
-from dlrover_operator import credentials, manifests, plan
+from dlrover_operator import actions, credentials, manifests, plan
 from dlrover_operator.manifests import Options
-from dlrover_operator.plan import (
+from dlrover_operator.observed import (
     Deployment,
+    LastError,
     MasterPod,
-    Plan,
-    Seen,
+    ObservedJob,
     Service,
-    Trouble,
     WorkerPod,
 )
+from dlrover_operator.plan import JobPlan
+from dlrover_operator.timing import OperatorTiming
 from dlrover_operator.workqueue import WorkQueue
-from dlrover_py import kube
-from dlrover_py.kube import Kind, Kube, KubeError, Obj
+from dlrover_py.kubernetes import errors, kinds
+from dlrover_py.kubernetes.client import KubeClient
+from dlrover_py.kubernetes.errors import KubeError
+from dlrover_py.kubernetes.kinds import Kind, Obj
+from dlrover_py.kubernetes.watch import Changed, Gone, Listed
+from dlrover_py.pacing import Backoff, random_delay_s
 from dlrover_py.protocol import names
 from dlrover_py.protocol.errors import TransientError
+from dlrover_py.protocol.reasons import ConditionReason
 from dlrover_py.protocol.refusals import Refusal, refusal_in
 from dlrover_py.protocol.status import rfc3339, unix_seconds
 
@@ -42,32 +48,45 @@ Key = tuple[str, str]
 """Namespace and name of a job."""
 
 WORKERS = 8
+"""Number of jobs that are processed at the same time."""
 RESYNC_S = 30.0
-RETRY_S = (0.2, 30.0)
-REFUSED_S = (2.0, 60.0)
-"""What was refused may be allowed later: a quota, a right, a name."""
-DOUBT_S = 10.0
-"""An API server that starts refuses with 403 what it does not know to be allowed yet. A right
-that is missing for longer is told."""
+"""Longest time in seconds between two plans of a job that does not change."""
+RETRY = Backoff(first_s=0.2, most_s=30.0, jitter=0.3)
+"""First and longest delay in seconds before a retry after a transient failure."""
+REFUSED = Backoff(first_s=2.0, most_s=60.0, jitter=0.3)
+"""First and longest delay in seconds before a retry after a refusal.
+
+A refused request may succeed later, when a quota, a right or a name conflict has changed.
+"""
 STUCK_S = 300.0
-"""Work on one job never takes as long: each call has its own deadline."""
+"""Seconds of work on one job after which the operator is not healthy.
+
+Work never takes as long, because each call has its own deadline.
+"""
 
 KINDS: dict[str, Kind] = {
-    "ServiceAccount": kube.SERVICE_ACCOUNTS,
-    "Role": kube.ROLES,
-    "RoleBinding": kube.ROLE_BINDINGS,
-    "NetworkPolicy": kube.NETWORK_POLICIES,
-    "Secret": kube.SECRETS,
-    "Service": kube.SERVICES,
-    "Deployment": kube.DEPLOYMENTS,
+    "ServiceAccount": kinds.SERVICE_ACCOUNTS,
+    "Role": kinds.ROLES,
+    "RoleBinding": kinds.ROLE_BINDINGS,
+    "NetworkPolicy": kinds.NETWORK_POLICIES,
+    "Secret": kinds.SECRETS,
+    "Service": kinds.SERVICES,
+    "Deployment": kinds.DEPLOYMENTS,
 }
+"""Kinds of objects that a plan may create."""
 FOLLOWS = {"Role": ("rules",), "RoleBinding": ("subjects",), "NetworkPolicy": ("spec",)}
-"""What another version of the operator, another template, or somebody who edits it may want
-otherwise than it is."""
+"""Parts of existing objects that are replaced if they differ from the plan.
+
+They differ after a change of the operator's version or of the template, or after a manual edit.
+"""
+OVERTAKEN = (errors.ConflictError, errors.NotFoundError, errors.AlreadyExistsError)
+"""Errors of a write after another client has changed, deleted or created the object meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Item:
+class _QueueItem:
+    """An observed object and the key of its job."""
+
     key: Key
     name: str
     view: Any
@@ -75,52 +94,77 @@ class _Item:
 
 @dataclass(frozen=True, slots=True)
 class _Watch:
+    """A watch of one kind of object."""
+
     kind: Kind
     labels: str
+    """Label selector."""
     view: Callable[[Obj], Any]
+    """Returns the part of an object that is kept in memory."""
 
 
 _OF_JOB = names.LABEL_JOB
 WATCHES = (
-    _Watch(kube.ELASTICJOBS, "", lambda obj: _lean(obj)),
-    _Watch(kube.SERVICES, _OF_JOB, Service.of),
-    _Watch(kube.DEPLOYMENTS, _OF_JOB, Deployment.of),
-    _Watch(kube.PODS, f"{names.LABEL_ROLE}={names.ROLE_MASTER}", MasterPod.of),
+    _Watch(kinds.ELASTICJOBS, "", lambda obj: _without_unused(obj)),
+    _Watch(kinds.SERVICES, _OF_JOB, Service.of),
+    _Watch(kinds.DEPLOYMENTS, _OF_JOB, Deployment.of),
+    _Watch(kinds.PODS, f"{names.LABEL_ROLE}={names.ROLE_MASTER}", MasterPod.of),
 )
 JOBS, MASTER_SERVICES, MASTERS, MASTER_PODS = (watch.kind for watch in WATCHES)
 
 
 class Operator:
-    """Looks after the ElasticJobs of a cluster, or of some namespaces."""
+    """The operator of the ElasticJobs of a cluster, or of some namespaces."""
 
     def __init__(
         self,
-        api: Kube,
+        api: KubeClient,
         options: Options,
         namespaces: tuple[str, ...] = (),
         *,
         registry: CollectorRegistry | None = None,
+        timing: OperatorTiming | None = None,
     ) -> None:
-        """Remember who to call; nothing is called yet."""
+        """Make an operator; it starts with `run`.
+
+        Args:
+            api: client of the API server.
+            options: settings for all masters.
+            namespaces: namespaces whose jobs are managed; empty: all namespaces.
+            registry: registry of the metrics; None: a new one.
+            timing: times of the operator; None: the defaults.
+        """
         self._api, self._options = api, options
+        self._timing = timing or OperatorTiming()
         self._scopes = namespaces or ("",)
         self.registry = registry or CollectorRegistry()
         self._queue: WorkQueue[Key] = WorkQueue("elasticjobs", self.registry)
-        self._held: dict[Kind, dict[Key, dict[str, _Item]]] = {w.kind: {} for w in WATCHES}
+        self._cache: dict[Kind, dict[Key, dict[str, _QueueItem]]] = {w.kind: {} for w in WATCHES}
+        """Observed objects by kind, job and name."""
         self._listed: set[tuple[Kind, str]] = set()
+        """Kinds and namespaces that were listed once."""
         self._failures: dict[Key, int] = {}
-        self._doubted: dict[Key, float] = {}
-        """Since when a right is missing."""
-        self._trouble: dict[Key, Trouble] = {}
-        self._made_at: dict[Key, float] = {}
-        self._rights_at: dict[Key, float] = {}
-        self._account_at: dict[Key, float] = {}
-        self._metrics = _Metrics(self)
+        """Number of failures in a row."""
+        self._denied_since: dict[Key, float] = {}
+        """Time since which a right is missing, on the clock of the event loop."""
+        self._last_errors: dict[Key, LastError] = {}
+        """Last refusal of the API server."""
+        self._credentials_checked_at: dict[Key, float] = {}
+        """Time at which the credentials of a job were last made or checked."""
+        self._rights_checked_at: dict[Key, float] = {}
+        """Time at which the rights of a master were last made or checked."""
+        self._account_created_at: dict[Key, float] = {}
+        """Creation time of a master's ServiceAccount."""
+        self._metrics = _OperatorMetrics(self)
 
-    # --- life ---
+    # --- Start and health ---
 
     async def run(self) -> None:
-        """Work until this is cancelled."""
+        """Manage the jobs until the task is canceled.
+
+        Plans begin when all watches have listed their objects. An error of the API server does not
+        end it.
+        """
         async with asyncio.TaskGroup() as tasks:
             for watch in WATCHES:
                 for scope in self._scopes:
@@ -130,99 +174,126 @@ class Operator:
 
     @property
     def ready(self) -> bool:
-        """Everything has been listed once."""
+        """Whether all watched objects were listed once. It stays True when a watch breaks later."""
         return len(self._listed) == len(WATCHES) * len(self._scopes)
 
     @property
     def stuck(self) -> bool:
-        """Work on one job does not end."""
+        """Whether work on one job runs for more than STUCK_S seconds."""
         return self._queue.longest_s > STUCK_S
 
-    # --- seeing ---
+    # --- Observation ---
 
     async def _follow(self, watch: _Watch, scope: str) -> None:
-        def view(obj: Obj) -> _Item:
+        """Follow one watch in one namespace indefinitely.
+
+        It keeps the view up to date and queues the jobs whose objects change. A failure of the
+        watch is counted and logged, when it differs from the last one.
+        """
+
+        def view(obj: Obj) -> _QueueItem:
             meta = obj["metadata"]
             name = meta["name"]
             job = name if watch.kind is JOBS else (meta.get("labels") or {}).get(_OF_JOB, "")
-            return _Item((meta["namespace"], job), name, watch.view(obj))
+            return _QueueItem((meta["namespace"], job), name, watch.view(obj))
 
-        def trouble(error: KubeError | None) -> None:
+        def note_error(error: KubeError | None) -> None:
             fields = {"kind": watch.kind.plural, "namespace": scope}
             if error is None:
                 log.info("watch_recovered", extra=fields)
             else:
-                self._metrics.watch_troubles.labels(watch.kind.plural).inc()
+                self._metrics.watch_errors.labels(watch.kind.plural).inc()
                 log.warning("watch_failed", extra=fields | {"why": str(error)})
 
         async with contextlib.aclosing(
-            self._api.watch(watch.kind, scope, labels=watch.labels, view=view, on_trouble=trouble)
+            self._api.watch(watch.kind, scope, labels=watch.labels, view=view, on_error=note_error)
         ) as changes:
             async for change in changes:
                 match change:
-                    case kube.Listed(items):
-                        self._take_all(watch.kind, scope, items)
-                    case kube.Changed(item):
-                        self._hold(watch.kind, item)
-                    case kube.Gone(item):
+                    case Listed(items):
+                        self._replace_all(watch.kind, scope, items)
+                    case Changed(item):
+                        self._keep(watch.kind, item)
+                    case Gone(item):
                         self._drop(watch.kind, item)
 
-    def _take_all(self, kind: Kind, scope: str, items: list[_Item]) -> None:
-        held = self._held[kind]
+    def _replace_all(self, kind: Kind, scope: str, items: list[_QueueItem]) -> None:
+        """Replace the view of a kind in a namespace by a new list.
+
+        When this was the last kind to be listed, and at each list afterwards, all jobs are queued.
+        """
+        held = self._cache[kind]
         fresh = {(item.key, item.name) for item in items}
         for key, named in list(held.items()):
             for item in list(named.values()):
                 if scope in ("", key[0]) and (item.key, item.name) not in fresh:
                     self._drop(kind, item)
         for item in items:
-            self._hold(kind, item)
+            self._keep(kind, item)
         self._listed.add((kind, scope))
-        if self.ready:  # a job that was listed before its master was would look masterless
-            for key in self._held[JOBS]:
+        if self.ready:  # before, a job could seem to have no master
+            for key in self._cache[JOBS]:
                 self._queue.add(key)
 
-    def _hold(self, kind: Kind, item: _Item) -> None:
-        self._held[kind].setdefault(item.key, {})[item.name] = item
+    def _keep(self, kind: Kind, item: _QueueItem) -> None:
+        """Add an object to the view, or replace it.
+
+        Its job is queued, unless some kind of objects was not listed yet.
+        """
+        self._cache[kind].setdefault(item.key, {})[item.name] = item
         if self.ready:
             self._queue.add(item.key)
 
-    def _drop(self, kind: Kind, item: _Item) -> None:
-        named = self._held[kind].get(item.key, {})
+    def _drop(self, kind: Kind, item: _QueueItem) -> None:
+        """Remove an object from the view; one that is not there is ignored.
+
+        Its job is queued, unless some kind of objects was not listed yet.
+        """
+        named = self._cache[kind].get(item.key, {})
         named.pop(item.name, None)
         if not named:
-            self._held[kind].pop(item.key, None)
+            self._cache[kind].pop(item.key, None)
         if self.ready:
             self._queue.add(item.key)
 
-    def _seen(self, key: Key) -> Seen | None:
+    def _observed(self, key: Key) -> ObservedJob | None:
+        """Return the view of one job; None if the job does not exist. No request is made.
+
+        The first call for a job also sets the time of its first check of rights, at random.
+        """
         master = names.master_of(key[1])
 
         def one(kind: Kind, name: str) -> Any:
-            item = self._held[kind].get(key, {}).get(name)
+            """Return the view of an object of the job; None if it does not exist."""
+            item = self._cache[kind].get(key, {}).get(name)
             return None if item is None else item.view
 
         job = one(JOBS, key[1])
         if job is None:
             return None
-        pods = self._held[MASTER_PODS].get(key, {}).values()
-        return Seen(
+        pods = self._cache[MASTER_PODS].get(key, {}).values()
+        return ObservedJob(
             job=job,
             deployment=one(MASTERS, master),
             service=one(MASTER_SERVICES, master),
             pods=tuple(item.view for item in pods),
-            made_at=self._made_at.get(key, 0.0),
-            account_at=self._account_at.get(key, 0.0),
-            refused=self._trouble[key].message if key in self._trouble else "",
-            jobs=len(self._held[JOBS]),
-            # After a start of ours the jobs are spread: each turn asks six things of each.
-            rights_at=self._rights_at.setdefault(
-                key, self._api.wall() + random.uniform(0, plan.RIGHTS_S)
+            credentials_checked_at=self._credentials_checked_at.get(key, 0.0),
+            account_created_at=self._account_created_at.get(key, 0.0),
+            refused=self._last_errors[key].message if key in self._last_errors else "",
+            jobs=len(self._cache[JOBS]),
+            # Spread over time after a start of the operator: a check makes six requests per job.
+            rights_checked_at=self._rights_checked_at.setdefault(
+                key, self._api.wall() + random_delay_s(0, self._timing.rights_interval_s)
             ),
         )
 
-    # --- doing ---
+    # --- Action ---
 
     async def _work(self) -> None:
+        """Take keys from the queue and process them indefinitely.
+
+        An unexpected error is logged, and the job is tried again after at most 30 s.
+        """
         while True:
             key = await self._queue.take()
             try:
@@ -230,125 +301,160 @@ class Operator:
             except Exception as error:
                 result = "error"
                 log.error("reconcile_failed", exc_info=error, extra=_fields(key))
-                self._queue.retry_after(key, self._backoff(key, RETRY_S))
+                self._queue.retry_after(key, self._delay_s(key, RETRY))
             finally:
                 self._queue.done(key)
             self._metrics.reconciles.labels(result).inc()
 
     async def _reconcile(self, key: Key) -> str:
-        seen = self._seen(key)
+        """Plan one job, carry the plan out, and return the result for the metrics.
+
+        Unless the job is gone, it is queued again: after at most 30 s without a failure, and with
+        growing delays up to 60 s after one. Errors of the API server are not raised. A refusal
+        becomes a condition of the job.
+
+        Returns:
+            ``gone`` if the job does not exist, and all about it was forgotten; ``refused`` if an
+            action was refused; ``retry`` after an error that may pass; otherwise ``done``, or
+            ``unchanged`` if the plan was empty.
+        """
+        seen = self._observed(key)
         if seen is None:
             self._failures.pop(key, None)
-            self._doubted.pop(key, None)
-            self._trouble.pop(key, None)
-            self._made_at.pop(key, None)
-            self._rights_at.pop(key, None)
-            self._account_at.pop(key, None)
+            self._denied_since.pop(key, None)
+            self._last_errors.pop(key, None)
+            self._credentials_checked_at.pop(key, None)
+            self._rights_checked_at.pop(key, None)
+            self._account_created_at.pop(key, None)
             self._queue.forget(key)
             return "gone"
         now = self._api.wall()
-        wish = plan.plan(seen, now, self._options)
+        job_plan = self._plan(seen, now)
         try:
-            if wish.looks:
-                seen = replace(seen, holding=await self._holding(key, seen.job))
-                wish = plan.plan(seen, now, self._options)
-            if wish.grave:  # what is watched may be old: the watch has broken, or hangs
+            if job_plan.needs_pods:
+                seen = replace(seen, remaining_pods=await self._remaining_pods(key, seen.job))
+                job_plan = self._plan(seen, now)
+            if job_plan.disruptive:  # the view may be outdated, if the watch is broken or hangs
                 job = await self._api.get(JOBS, key[1], key[0])
                 if job["metadata"]["uid"] != seen.job["metadata"]["uid"]:
-                    raise TransientError("another job has its name, which is about to be seen")
-                if self._api.wall.doubtful:
-                    raise TransientError("its time is in doubt: the next answer may say the same")
-                seen, now = replace(seen, job=_lean(job)), self._api.wall()
-                wish = plan.plan(seen, now, self._options)
-            for action in wish.actions:
+                    raise TransientError("another job has this name now; it is observed soon")
+                if self._api.wall.disputed:
+                    raise TransientError(
+                        "the time of the API server is uncertain: its next answer may confirm it"
+                    )
+                seen, now = replace(seen, job=_without_unused(job)), self._api.wall()
+                job_plan = self._plan(seen, now)
+            for action in job_plan.actions:
                 await self._do(key, seen.job, action)
-            self._trouble.pop(key, None)
-        except (TransientError, kube.Conflict, kube.NotFound) as error:
-            return self._later(key, error)
+            self._last_errors.pop(key, None)
+        except (TransientError, *OVERTAKEN) as error:
+            return self._retry_later(key, error)
         except KubeError as error:
-            if _may_be_starting(error) and self._doubts(key):
-                return self._later(key, error)
-            trouble = Trouble(_reason(error), str(error))
-            if self._trouble.get(key) != trouble:
-                log.warning("refused", extra=_fields(key) | {"why": str(error)})
-            self._trouble[key] = trouble
-            wish = plan.plan(replace(seen, trouble=trouble), now, self._options)
+            if _may_be_starting(error) and self._is_recent_denial(key):
+                return self._retry_later(key, error)
+            last_error = LastError(_reason(error), str(error))
+            if self._last_errors.get(key) != last_error:
+                log.warning("action_refused", extra=_fields(key) | {"why": str(error)})
+            self._last_errors[key] = last_error
+            job_plan = self._plan(replace(seen, last_error=last_error), now)
             with contextlib.suppress(KubeError):
-                await self._report(key, seen.job, wish)
-            self._queue.retry_after(key, self._backoff(key, REFUSED_S))
+                await self._report(key, seen.job, job_plan)
+            self._queue.retry_after(key, self._delay_s(key, REFUSED))
             return "refused"
         try:
-            await self._report(key, seen.job, wish)
-        except KubeError as error:  # there is no other place to tell it
-            return self._later(key, error)
+            await self._report(key, seen.job, job_plan)
+        except KubeError as error:  # the status is the only place to report it
+            return self._retry_later(key, error)
         self._failures.pop(key, None)
-        self._doubted.pop(key, None)
-        wait_s = RESYNC_S * random.uniform(0.8, 1.0)
-        if wish.wake_at is not None:
-            wait_s = min(wait_s, max(wish.wake_at - now, 0.05))
+        self._denied_since.pop(key, None)
+        wait_s = random_delay_s(0.8 * RESYNC_S, RESYNC_S)
+        if job_plan.wake_at is not None:
+            wait_s = min(wait_s, max(job_plan.wake_at - now, 0.05))
         self._queue.add_after(key, wait_s)
-        return "done" if wish.actions or wish.status else "unchanged"
+        return "done" if job_plan.actions or job_plan.status else "unchanged"
 
-    def _doubts(self, key: Key) -> bool:
-        """Whether a right is missing for so short a time that it may be the server's start."""
+    def _plan(self, seen: ObservedJob, now: float) -> JobPlan:
+        """Return the plan for a job."""
+        return plan.plan(seen, now, self._options, self._timing)
+
+    def _is_recent_denial(self, key: Key) -> bool:
+        """Return whether a missing right may be due to the start of the API server.
+
+        The first call after a success starts the time, and the result is True for
+        ``api_server_start_s`` seconds.
+        """
         now = asyncio.get_running_loop().time()
-        return now < self._doubted.setdefault(key, now) + DOUBT_S
+        return now < self._denied_since.setdefault(key, now) + self._timing.api_server_start_s
 
-    def _later(self, key: Key, error: Exception) -> str:
-        wait_s = self._backoff(key, RETRY_S)
-        if isinstance(error, kube.Throttled):
+    def _retry_later(self, key: Key, error: Exception) -> str:
+        """Queue a job again after a delay; return the result for the metrics.
+
+        The delay grows with the failures in a row up to 30 s, or longer if the server asks for it.
+        The error is logged.
+        """
+        wait_s = self._delay_s(key, RETRY)
+        if isinstance(error, errors.ThrottledError):
             wait_s = max(wait_s, error.retry_after)
         log.info("retry", extra=_fields(key) | {"why": str(error), "in_s": round(wait_s, 2)})
         self._queue.retry_after(key, wait_s)
         return "retry"
 
-    def _backoff(self, key: Key, bounds: tuple[float, float]) -> float:
+    def _delay_s(self, key: Key, backoff: Backoff) -> float:
+        """Return the delay of a job after a failure, in seconds, and count the failure."""
         failures = self._failures.get(key, 0)
         self._failures[key] = failures + 1
-        least, most = bounds
-        return min(most, least * 2.0 ** min(failures, 16)) * random.uniform(0.7, 1.0)
+        return backoff.delay_s(failures)
 
-    async def _report(self, key: Key, job: Obj, wish: Plan) -> None:
-        for action in wish.status:
+    async def _report(self, key: Key, job: Obj, job_plan: JobPlan) -> None:
+        """Carry out the part of a plan that writes status and events."""
+        for action in job_plan.status:
             await self._do(key, job, action)
 
-    async def _do(self, key: Key, job: Obj, action: plan.Action) -> None:
+    async def _do(self, key: Key, job: Obj, action: actions.Action) -> None:
+        """Carry out one action, log it and count it. Status and events are not logged.
+
+        An existing object is kept, except for the parts in ``FOLLOWS``, which are replaced if they
+        differ.
+
+        Raises:
+            KubeError: The API server refuses the action.
+        """
         namespace, name = key
         uid = job["metadata"]["uid"]
         api = self._api
-        if not isinstance(action, (plan.SetStatus, plan.Tell)):
-            log.info("action", extra=_fields(key) | {"action": _words(action)})
+        if not isinstance(action, (actions.SetStatus, actions.RecordEvent)):
+            log.info("action", extra=_fields(key) | {"action": _action_name(action)})
         self._metrics.actions.labels(type(action).__name__).inc()
         match action:
-            case plan.Create(what, obj):
+            case actions.Create(what, obj):
                 there = await api.create_or_own(KINDS[what], obj, uid, strict=True)
                 if any(there.get(part) != obj[part] for part in FOLLOWS.get(what, ())):
                     await api.replace(KINDS[what], obj | {"metadata": there["metadata"]})
                 if what == "ServiceAccount":
-                    self._see_account(key, there)
+                    self._note_account(key, there)
                 if what == "RoleBinding":
-                    self._rights_at[key] = api.wall()
-            case plan.MakeCredentials(elastic_job):
+                    self._rights_checked_at[key] = api.wall()
+            case actions.MakeCredentials(elastic_job):
                 await self._make_credentials(elastic_job)
-                self._made_at[key] = api.wall()
-            case plan.KeepToken(elastic_job):
-                with contextlib.suppress(kube.NotFound):
+                self._credentials_checked_at[key] = api.wall()
+            case actions.RestoreToken(elastic_job):
+                with contextlib.suppress(errors.NotFoundError):
                     await self._keep_token(elastic_job)
-                self._made_at[key] = api.wall()
-            case plan.Replan(obj):
-                await api.replace(kube.DEPLOYMENTS, obj, strict=True)
-            case plan.ScaleToZero(what, its):
+                self._credentials_checked_at[key] = api.wall()
+            case actions.ReplaceDeployment(obj):
+                await api.replace(kinds.DEPLOYMENTS, obj, strict=True)
+            case actions.ScaleToZero(what, its):
                 patch = {"metadata": {"uid": its}, "spec": {"replicas": 0}}
-                await api.patch(kube.DEPLOYMENTS, what, patch, namespace)
-            case plan.DeleteService(what, its):
-                await api.delete(kube.SERVICES, what, namespace, uid=its)
-            case plan.DeleteMasterPod(what, its):
-                await api.delete(kube.PODS, what, namespace, uid=its)
-            case plan.DeletePods():
+                await api.patch(kinds.DEPLOYMENTS, what, patch, namespace)
+            case actions.DeleteService(what, its):
+                await api.delete(kinds.SERVICES, what, namespace, uid=its)
+            case actions.DeleteMasterPod(what, its):
+                await api.delete(kinds.PODS, what, namespace, uid=its)
+            case actions.DeletePods():
                 await self._delete_pods(key, job)
-            case plan.DeleteJob(its):
+            case actions.DeleteJob(its):
                 await api.delete(JOBS, name, namespace, uid=its, propagation="Background")
-            case plan.SetStatus(status):
+            case actions.SetStatus(status):
                 meta = {"name": name, "namespace": namespace, "uid": uid}
                 await api.apply(
                     JOBS,
@@ -356,60 +462,81 @@ class Operator:
                     manager=names.OPERATOR_MANAGER,
                     subresource="status",
                 )
-            case plan.Tell(loud, reason, message):
-                await self._tell(key, job, loud, reason, message)
+            case actions.RecordEvent(event_type, reason, message):
+                await self._record_event(key, job, event_type, reason, message)
 
-    def _see_account(self, key: Key, account: Obj) -> None:
-        made_at = unix_seconds(account["metadata"].get("creationTimestamp")) or 0.0
-        if self._account_at.get(key) != made_at:
-            self._account_at[key] = made_at
-            self._queue.add(key)  # what was planned did not know of it
+    def _note_account(self, key: Key, account: Obj) -> None:
+        """Record the creation time of the master's ServiceAccount.
+
+        If it is new, the job is planned again after this plan.
+        """
+        created_at = unix_seconds(account["metadata"].get("creationTimestamp")) or 0.0
+        if self._account_created_at.get(key) != created_at:
+            self._account_created_at[key] = created_at
+            self._queue.add(key)  # the current plan did not know it
 
     async def _make_credentials(self, job: Any) -> None:
-        """Whoever makes the certificate first has said the authority: the token's follows."""
+        """Make the Secrets of the certificate and the token, or keep existing ones.
+
+        If two operators do this at the same time, the first certificate decides the authority. The
+        Secret of the token follows it: one with another authority is deleted and made again.
+        """
         fresh = credentials.issue(self._api.wall())
         uid = job.metadata.uid
-        tls = await self._api.create_or_own(kube.SECRETS, manifests.tls_secret(job, fresh), uid)
+        tls = await self._api.create_or_own(kinds.SECRETS, manifests.tls_secret(job, fresh), uid)
         ca, wanted = credentials.decoded(tls, names.SECRET_CA), _token_of(job, tls)
-        token = await self._api.create_or_own(kube.SECRETS, wanted, uid)
+        token = await self._api.create_or_own(kinds.SECRETS, wanted, uid)
         if credentials.decoded(token, names.SECRET_CA) != ca:  # the certificate was deleted
             meta = token["metadata"]
-            await self._api.delete(kube.SECRETS, meta["name"], meta["namespace"], uid=meta["uid"])
-            await self._api.create_or_own(kube.SECRETS, wanted, uid)
+            await self._api.delete(kinds.SECRETS, meta["name"], meta["namespace"], uid=meta["uid"])
+            await self._api.create_or_own(kinds.SECRETS, wanted, uid)
 
     async def _keep_token(self, job: Any) -> None:
-        """Make what the master that runs knows, or nothing: by another one its nodes are refused.
+        """Restore a deleted Secret of the token with the token that the running master knows.
+
+        Nothing is done if the Secret exists. If that token cannot be derived, nothing is made: the
+        master would refuse nodes with another token.
 
         Raises:
-            NotFound: the certificate is gone.
+            NotFoundError: the Secret of the certificate does not exist.
         """
         name, uid, namespace = job.metadata.name, job.metadata.uid, job.metadata.namespace
-        with contextlib.suppress(kube.NotFound):
-            await self._api.get(kube.SECRETS, names.token_of(name, uid), namespace)
+        with contextlib.suppress(errors.NotFoundError):
+            await self._api.get(kinds.SECRETS, names.token_of(name, uid), namespace)
             return
-        tls = await self._api.get(kube.SECRETS, names.tls_of(name, uid), namespace)
+        tls = await self._api.get(kinds.SECRETS, names.tls_of(name, uid), namespace)
         if names.TOKEN_FOLLOWS in (tls["metadata"].get("annotations") or {}):
-            await self._api.create_or_own(kube.SECRETS, _token_of(job, tls), uid)
+            await self._api.create_or_own(kinds.SECRETS, _token_of(job, tls), uid)
 
-    async def _holding(self, key: Key, job: Obj) -> tuple[WorkerPod, ...]:
-        """Ask which worker Pods of the job hold resources."""
-        listed = await self._api.list(kube.PODS, key[0], labels=names.workers_of(key[1]))
+    async def _remaining_pods(self, key: Key, job: Obj) -> tuple[WorkerPod, ...]:
+        """List the worker Pods of the job that hold resources, by a request to the API server."""
+        listed = await self._api.list(kinds.PODS, key[0], labels=names.workers_of(key[1]))
         seen = (WorkerPod.of(pod, job["metadata"]["uid"]) for pod in listed)
         return tuple(pod for pod in seen if pod is not None)
 
     async def _delete_pods(self, key: Key, job: Obj) -> None:
-        for pod in await self._holding(key, job):
-            if not pod.leaving:
-                await self._api.delete(kube.PODS, pod.name, key[0], uid=pod.uid)
+        """Delete the worker Pods that hold resources and were not deleted before.
 
-    async def _tell(self, key: Key, job: Obj, loud: str, reason: str, message: str) -> None:
-        """An event, named after what it says: told again it is the same one."""
+        It does not wait for their end.
+        """
+        for pod in await self._remaining_pods(key, job):
+            if not pod.leaving:
+                await self._api.delete(kinds.PODS, pod.name, key[0], uid=pod.uid)
+
+    async def _record_event(
+        self, key: Key, job: Obj, event_type: str, reason: str, message: str
+    ) -> None:
+        """Create an event whose name is derived from its contents, so that it is created once.
+
+        An event that exists is left as it is. A refusal is only logged, because the condition of
+        the job has the same message.
+        """
         meta = job["metadata"]
-        said = "\0".join((meta["uid"], str(meta.get("generation")), reason, message))
+        identity = "\0".join((meta["uid"], str(meta.get("generation")), reason, message))
         now = rfc3339(self._api.wall())
         event = {
             "metadata": {
-                "name": f"{key[1]}.{hashlib.sha256(said.encode()).hexdigest()[:16]}",
+                "name": f"{key[1]}.{hashlib.sha256(identity.encode()).hexdigest()[:16]}",
                 "namespace": key[0],
             },
             "involvedObject": {
@@ -419,7 +546,7 @@ class Operator:
                 "namespace": key[0],
                 "uid": meta["uid"],
             },
-            "type": loud,
+            "type": event_type,
             "reason": reason,
             "message": message or reason,
             "count": 1,
@@ -428,33 +555,49 @@ class Operator:
             "source": {"component": names.OPERATOR_MANAGER},
         }
         try:
-            await self._api.create(kube.EVENTS, event)
-        except kube.AlreadyExists:
+            await self._api.create(kinds.EVENTS, event)
+        except errors.AlreadyExistsError:
             pass
-        except KubeError as error:  # the condition says the same
-            log.info("event_lost", extra=_fields(key) | {"why": str(error)})
+        except KubeError as error:  # the condition of the job has the same message
+            log.info("event_not_recorded", extra=_fields(key) | {"why": str(error)})
 
 
-class _Metrics:
+class _OperatorMetrics:
+    """The metrics of the operator."""
+
     def __init__(self, operator: Operator) -> None:
+        """Register the metrics of an operator."""
         registry = operator.registry
         self._operator = operator
         self.reconciles = Counter(
-            "elasticjob_reconcile", "Plans that were carried out.", ["result"], registry=registry
+            "elasticjob_reconcile",
+            "Plans that were carried out, by result.",
+            ["result"],
+            registry=registry,
         )
         self.actions = Counter(
-            "elasticjob_actions", "What was done for jobs.", ["action"], registry=registry
+            "elasticjob_actions",
+            "Actions on objects of jobs, by kind of action.",
+            ["action"],
+            registry=registry,
         )
-        self.watch_troubles = Counter(
-            "elasticjob_watch_troubles", "Failures of watches.", ["kind"], registry=registry
+        self.watch_errors = Counter(
+            "elasticjob_watch_errors",
+            "Failures of watches, by kind of object.",
+            ["kind"],
+            registry=registry,
         )
-        ready = Gauge("elasticjob_operator_ready", "Everything was listed.", registry=registry)
+        ready = Gauge(
+            "elasticjob_operator_ready",
+            "1 if the operator has listed all objects, else 0.",
+            registry=registry,
+        )
         ready.set_function(lambda: operator.ready)
         registry.register(self)
 
     def collect(self) -> Any:
-        """What prometheus_client asks for."""
-        held = self._operator._held
+        """Yield gauges of jobs by phase and of observed objects; prometheus_client calls this."""
+        held = self._operator._cache
         phases: dict[str, int] = {}
         for named in held[JOBS].values():
             for item in named.values():
@@ -464,19 +607,27 @@ class _Metrics:
         for phase, count in phases.items():
             jobs.add_metric([phase], count)
         yield jobs
-        cached = GaugeMetricFamily("elasticjob_cache_objects", "Objects in view.", labels=["kind"])
+        cached = GaugeMetricFamily(
+            "elasticjob_cache_objects",
+            "Objects in the cache of the operator, by kind.",
+            labels=["kind"],
+        )
         for kind, items in held.items():
             cached.add_metric([kind.plural], sum(map(len, items.values())))
         yield cached
 
 
-def _lean(obj: Obj) -> Obj:
-    """A job without what only others need: a thousand of them stay in memory."""
+def _without_unused(obj: Obj) -> Obj:
+    """Return a job without the parts that the operator does not use, to save memory.
+
+    There may be a thousand jobs in memory. Of each node only its phase is kept. The object itself
+    is not changed.
+    """
     meta = {k: v for k, v in obj["metadata"].items() if k != "managedFields"}
     status = obj.get("status") or {}
     training = status.get("training")
     if training:
-        kept = ("phase", "generation", "endedAt", "leftOut", "nodesInRound", "wanted")
+        kept = ("phase", "generation", "endedAt", "leftOut", "nodesInRound", "desired")
         lean = {k: training[k] for k in kept if k in training}
         lean["nodes"] = [{"phase": n.get("phase")} for n in training.get("nodes") or ()]
         status = status | {"training": lean}
@@ -484,31 +635,40 @@ def _lean(obj: Obj) -> Obj:
 
 
 def _token_of(job: Any, tls: Obj) -> Obj:
+    """Return the Secret of the token that belongs to a Secret of a certificate."""
     ca = credentials.decoded(tls, names.SECRET_CA)
     token = credentials.token(credentials.decoded(tls, names.SECRET_KEY))
     return manifests.token_secret(job, token, ca)
 
 
-def _reason(error: KubeError) -> str:
-    if isinstance(error, kube.Leftover):
-        return "Waiting"
-    if isinstance(error, (kube.NameConflict, kube.AlreadyExists)):
-        return "NameConflict"
+def _reason(error: KubeError) -> ConditionReason:
+    """Return the reason of a condition for an error of the API server.
+
+    It is ``Refused`` for an error of no known kind.
+    """
+    if isinstance(error, errors.LeftoverError):
+        return ConditionReason.WAITING
+    if isinstance(error, (errors.NameConflictError, errors.AlreadyExistsError)):
+        return ConditionReason.NAME_CONFLICT
     if (refusal := refusal_in(str(error))) is not None:
-        return refusal.value
-    if isinstance(error, kube.Forbidden):
-        return Refusal.POLICY.value
-    return "Refused"
+        return ConditionReason(refusal.value)
+    if isinstance(error, errors.ForbiddenError):
+        return ConditionReason.PODS_FORBIDDEN
+    return ConditionReason.REFUSED
 
 
 def _may_be_starting(error: KubeError) -> bool:
-    """Whether it may be an API server that does not know yet who may do what."""
-    return isinstance(error, kube.Unauthenticated) or refusal_in(str(error)) is Refusal.RIGHTS
+    """Return whether a starting API server may be the cause, which does not know the rights yet."""
+    return (
+        isinstance(error, errors.UnauthenticatedError) or refusal_in(str(error)) is Refusal.RIGHTS
+    )
 
 
 def _fields(key: Key) -> dict[str, str]:
+    """Return the log fields of a job."""
     return {"namespace": key[0], "job": key[1]}
 
 
-def _words(action: plan.Action) -> str:
-    return f"Create {action.what}" if isinstance(action, plan.Create) else type(action).__name__
+def _action_name(action: actions.Action) -> str:
+    """Return the name of an action for the log."""
+    return f"Create {action.what}" if isinstance(action, actions.Create) else type(action).__name__

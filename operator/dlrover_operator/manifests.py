@@ -1,6 +1,7 @@
-"""PURE: from a job to the objects of its master. Made once, and again at a resume only.
+"""The Kubernetes objects of a job's master, made from the ElasticJob (pure functions).
 
-Nothing here looks at the cluster. What is random (the token, the certificate) is handed in.
+The objects are made once, and again only when the job is resumed. Nothing here accesses the
+cluster. Random values (the token, the certificate) are arguments.
 """
 
 import base64
@@ -17,53 +18,71 @@ from dlrover_py.protocol.status import PROGRESS_S
 Obj = dict[str, Any]
 
 USER = 65532
-"""Of the image: no user of the node has it."""
+"""User id and group id in the image; no user of the node has it."""
 AWAY_S = 10
-"""A master on a node that is not ready is given up after so long; Kubernetes would wait 300 s."""
+"""Seconds after which the master leaves a node that is not ready; Kubernetes would wait 300 s."""
+MASTER_GRACE_S = 10
+"""Seconds that a master has to end."""
 PROGRESS_WRITES_PER_S = 50.0
-"""Masters together write progress so often at most: each write is a version in etcd and goes to all
-who watch jobs. Doubling keeps the plan of a master the same while single jobs come and go."""
+"""Largest number of progress updates per second that all masters together should write.
+
+Each write is a version in etcd and is sent to all clients that watch jobs. The interval is only
+ever doubled, so that the plan of a master stays the same while single jobs come and go.
+"""
 NOT_READY = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
+"""Taints of a node that is not ready."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the administrator of the operator decides for all masters."""
+    """The settings of the operator's administrator for all masters."""
 
     image: str
+    """Image of the master's container."""
     pull_policy: str = ""
+    """``imagePullPolicy`` of the master's container; empty: the default of Kubernetes."""
     pull_secrets: tuple[str, ...] = ()
+    """Names of image pull Secrets in the job's namespace."""
     resources: Obj = field(
         default_factory=lambda: {
             "requests": {"cpu": "100m", "memory": "192Mi"},
             "limits": {"cpu": "2", "memory": "1Gi"},
         }
     )
+    """Resources of a master whose job requests none."""
     workers_policy: bool = True
     """Whether a job's worker Pods get a NetworkPolicy."""
     progress_s: float = PROGRESS_S
-    """Seconds between two writes of a status in which only the progress is new, with few jobs."""
+    """Seconds between two status updates that change only the progress; it grows with the jobs."""
 
     def progress_for(self, jobs: int) -> float:
-        """The same with so many jobs: doubled until all masters together write seldom enough."""
+        """Return the seconds between two progress updates of a master, for a number of jobs.
+
+        The interval is doubled until all masters together keep to PROGRESS_WRITES_PER_S. With few
+        jobs it is ``progress_s``.
+        """
         doublings = math.ceil(math.log2(max(1.0, jobs / (PROGRESS_WRITES_PER_S * self.progress_s))))
         return self.progress_s * 2.0**doublings
 
 
 @dataclass(frozen=True, slots=True)
-class Credentials:
-    """What agents know their master by."""
+class MasterCredentials:
+    """The certificates by which agents authenticate their master, in PEM."""
 
     ca: bytes
+    """Certificate of the authority."""
     cert: bytes
+    """Certificate of the master."""
     key: bytes
+    """Private key of the master's certificate."""
 
 
 def role(job: ElasticJob) -> Obj:
-    """What a master may do: Pods of its namespace, and its own journal and job."""
+    """Return the Role of a master: access to Pods of its namespace, its journal and its job."""
     name = job.metadata.name
 
     def allow(group: str, resources: list[str], verbs: list[str], only: str = "") -> Obj:
+        """Return one rule; ``only`` restricts it to the object of this name."""
         rule: Obj = {"apiGroups": [group], "resources": resources, "verbs": verbs}
         return rule | ({"resourceNames": [only]} if only else {})
 
@@ -75,14 +94,14 @@ def role(job: ElasticJob) -> Obj:
         allow("", ["events"], ["create"]),
         allow(names.GROUP, [jobs], ["get", "list", "watch"], name),
         allow(names.GROUP, [f"{jobs}/status"], ["get", "patch"], name),
-        # Where OwnerReferencesPermissionEnforcement is on, Pods cannot block it otherwise.
+        # Required for blockOwnerDeletion of Pods with OwnerReferencesPermissionEnforcement.
         allow(names.GROUP, [f"{jobs}/finalizers"], ["update"], name),
     ]
     return {"metadata": _master_meta(job), "rules": rules}
 
 
 def role_binding(job: ElasticJob) -> Obj:
-    """Gives the role to the master's account."""
+    """Return the RoleBinding that gives the Role to the master's ServiceAccount."""
     name = names.master_of(job.metadata.name)
     account = {"kind": "ServiceAccount", "name": name, "namespace": job.metadata.namespace}
     role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name}
@@ -90,14 +109,22 @@ def role_binding(job: ElasticJob) -> Obj:
 
 
 def service_account(job: ElasticJob) -> Obj:
-    """The master's account; its Pod asks for the token, others of that account get none."""
+    """Return the master's ServiceAccount.
+
+    The master's Pod requests the token explicitly; other Pods of this account get none.
+    """
     return {"metadata": _master_meta(job), "automountServiceAccountToken": False}
 
 
 def network_policy(job: ElasticJob) -> Obj:
-    """Agents' port for the job's Pods only; health and metrics for anyone in the cluster."""
+    """Return the NetworkPolicy of the master.
+
+    Only Pods of the job may reach the port for agents. With ``hostNetwork``, any peer may, because
+    such Pods have the address of their host. Health and metrics are open to all Pods of the
+    cluster.
+    """
     agents: Obj = {"ports": [{"protocol": "TCP", "port": names.MASTER_PORT}]}
-    if not _spec(job.worker.template).get("hostNetwork"):  # such Pods have no address of their own
+    if not _spec(job.worker.template).get("hostNetwork"):  # such Pods have the node's address
         agents["from"] = [_of_job(job)]
     health = {"ports": [{"protocol": "TCP", "port": names.HEALTH_PORT}]}
     spec = {
@@ -109,9 +136,12 @@ def network_policy(job: ElasticJob) -> Obj:
 
 
 def workers_network_policy(job: ElasticJob) -> Obj:
-    """Workers' ports for the job's Pods only: the store that they meet at, gloo and NCCL ask for no
-    password."""
-    on_host = _spec(job.worker.template).get("hostNetwork")  # nothing can tell such Pods apart
+    """Return the NetworkPolicy by which only Pods of the job may reach its workers.
+
+    It is needed because the rendezvous store, gloo and NCCL do not authenticate their peers. With
+    ``hostNetwork`` it allows all peers, because a policy cannot select such Pods.
+    """
+    on_host = _spec(job.worker.template).get("hostNetwork")  # a policy cannot select such Pods
     spec = {
         "podSelector": {"matchLabels": _selector(job, names.ROLE_WORKER)},
         "policyTypes": ["Ingress"],
@@ -121,7 +151,14 @@ def workers_network_policy(job: ElasticJob) -> Obj:
 
 
 def service(job: ElasticJob, cluster_ip: str = "") -> Obj:
-    """Where agents call: by its address, since Pods of the host network may not resolve names."""
+    """Return the master's Service.
+
+    Agents use its address, because Pods of the host network may not resolve names of Services.
+
+    Args:
+        job: the job.
+        cluster_ip: address that the Service must have; empty: any address.
+    """
     port = {
         "name": names.AGENTS_PORT_NAME,
         "protocol": "TCP",
@@ -134,8 +171,11 @@ def service(job: ElasticJob, cluster_ip: str = "") -> Obj:
     return {"metadata": _master_meta(job), "spec": spec}
 
 
-def tls_secret(job: ElasticJob, made: Credentials) -> Obj:
-    """The master's certificate; the authority stands beside it, so that the token's can follow."""
+def tls_secret(job: ElasticJob, made: MasterCredentials) -> Obj:
+    """Return the Secret with the master's certificate and its authority.
+
+    The Secret of the token takes its authority from this one.
+    """
     data = {names.SECRET_CERT: made.cert, names.SECRET_KEY: made.key, names.SECRET_CA: made.ca}
     name = names.tls_of(job.metadata.name, job.metadata.uid)
     made_of = _secret(job, name, data, kind="kubernetes.io/tls")
@@ -144,48 +184,58 @@ def tls_secret(job: ElasticJob, made: Credentials) -> Obj:
 
 
 def token_secret(job: ElasticJob, token: bytes, ca: bytes) -> Obj:
-    """What each node has."""
+    """Return the Secret that each node mounts: the job's token and the authority.
+
+    Args:
+        job: the job.
+        token: the token.
+        ca: certificate of the authority in PEM.
+    """
     data = {names.SECRET_TOKEN: token, names.SECRET_CA: ca}
     return _secret(job, names.token_of(job.metadata.name, job.metadata.uid), data)
 
 
 def journal_secret(job: ElasticJob) -> Obj:
-    """An empty page; only the master writes on it."""
+    """Return an empty Secret for the journal, which only the master writes."""
     return {"metadata": _meta(job, names.journal_of(job.metadata.name)), "type": "Opaque"}
 
 
 def deployment(job: ElasticJob, cluster_ip: str, options: Options, jobs: int = 1) -> Obj:
-    """The master: one at a time, within Pod Security ``restricted``.
+    """Return the master's Deployment: one Pod at a time, within Pod Security ``restricted``.
+
+    The job's master template decides the node selector, affinity, tolerations, priority class,
+    scheduler, pull Secrets, labels and annotations. Of its main container, only the resources and
+    the master settings are used. All other fields are ignored.
 
     Args:
-        job: whose master it is.
+        job: the job of the master.
         cluster_ip: address of the master's Service.
-        options: what holds for all masters.
-        jobs: how many ElasticJobs the operator looks after.
+        options: settings for all masters.
+        jobs: number of ElasticJobs in the operator's namespaces.
     """
     name = names.master_of(job.metadata.name)
     asked = job.spec.replica_specs.dlrover_master
     template = asked.template if asked is not None else {}
-    theirs, meta = _spec(template), _dict(template.get("metadata"))
-    main = _main(theirs)
+    user_spec, meta = _spec(template), _dict(template.get("metadata"))
+    main = _main(user_spec)
     pod: Obj = {
-        key: theirs[key]
+        key: user_spec[key]
         for key in ("nodeSelector", "affinity", "priorityClassName", "schedulerName")
-        if theirs.get(key)
+        if user_spec.get(key)
     }
     away = [
         {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": AWAY_S}
         for key in NOT_READY
     ]
     pulls = [{"name": secret} for secret in options.pull_secrets]
-    pulls += [s for s in _list(theirs.get("imagePullSecrets")) if s not in pulls]
+    pulls += [s for s in _list(user_spec.get("imagePullSecrets")) if s not in pulls]
     pod |= {"imagePullSecrets": pulls} if pulls else {}
     pod |= {
         "serviceAccountName": name,
         "automountServiceAccountToken": True,
         "enableServiceLinks": False,
-        "terminationGracePeriodSeconds": 10,
-        "tolerations": [*_list(theirs.get("tolerations")), *away],
+        "terminationGracePeriodSeconds": MASTER_GRACE_S,
+        "tolerations": [*_list(user_spec.get("tolerations")), *away],
         "securityContext": {
             "runAsNonRoot": True,
             "runAsUser": USER,
@@ -201,7 +251,7 @@ def deployment(job: ElasticJob, cluster_ip: str, options: Options, jobs: int = 1
         ],
     }
     labels = _dict(meta.get("labels")) | _labels(job) | _selector(job)
-    # What is in its /tmp may go: else Cluster Autoscaler would keep its host for it.
+    # The contents of /tmp may be lost. Without this, Cluster Autoscaler would not remove the node.
     evictable = {"cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes": "tmp"}
     pod_meta: Obj = {"labels": labels, "annotations": evictable | _dict(meta.get("annotations"))}
     spec: Obj = {
@@ -211,7 +261,7 @@ def deployment(job: ElasticJob, cluster_ip: str, options: Options, jobs: int = 1
         "selector": {"matchLabels": _selector(job)},
         "template": {"metadata": pod_meta, "spec": pod},
     }
-    # What a server stores has its defaults too: by this it is told whether another was planned.
+    # The stored object also has defaults of the server. This hash shows whether the plan changed.
     planned = hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:16]
     return {
         "metadata": _master_meta(job) | {"annotations": {names.NOTE_PLAN: planned}},
@@ -220,19 +270,26 @@ def deployment(job: ElasticJob, cluster_ip: str, options: Options, jobs: int = 1
 
 
 def _container(job: ElasticJob, cluster_ip: str, options: Options, jobs: int, main: Obj) -> Obj:
+    """Return the master's container; ``main`` is that of the job's own master template.
+
+    Only the resources of ``main``, and those of its environment variables that are settings of the
+    master, are used.
+    """
     meta = job.metadata
-    ours = {
+    own_env = {
         names.ENV_MASTER_JOB_UID: meta.uid,
         names.ENV_MASTER_SERVICE: f"{_host(cluster_ip)}:{names.MASTER_PORT}",
     }
-    env: list[Obj] = [{"name": name, "value": value} for name, value in ours.items()]
+    env: list[Obj] = [{"name": name, "value": value} for name, value in own_env.items()]
     for name, path in ((names.ENV_POD_NAME, "name"), (names.ENV_POD_UID, "uid")):
         env.append({"name": name, "valueFrom": {"fieldRef": {"fieldPath": f"metadata.{path}"}}})
     progress = f"{MASTER_SETTING}PROGRESS_S"
-    theirs = {str(_dict(v).get("name", "")): v for v in _list(main.get("env"))}
-    if progress not in theirs:
+    user_env = {str(_dict(v).get("name", "")): v for v in _list(main.get("env"))}
+    if progress not in user_env:
         env.append({"name": progress, "value": f"{options.progress_for(jobs):g}"})
-    env += [v for name, v in theirs.items() if name.startswith(MASTER_SETTING) and name not in ours]
+    env += [
+        v for name, v in user_env.items() if name.startswith(MASTER_SETTING) and name not in own_env
+    ]
     container: Obj = {
         "name": names.MAIN_CONTAINER,
         "image": options.image,
@@ -280,20 +337,24 @@ def _container(job: ElasticJob, cluster_ip: str, options: Options, jobs: int, ma
 
 
 def _volume(name: str, secret: str) -> Obj:
-    # 0440: root's, readable by the group of fsGroup; others may not.
+    """Return a volume of a Secret."""
+    # 0440: owned by root and readable by the group of fsGroup only.
     return {"name": name, "secret": {"secretName": secret, "defaultMode": 0o440}}
 
 
 def _secret(job: ElasticJob, name: str, data: dict[str, bytes], kind: str = "Opaque") -> Obj:
+    """Return an immutable Secret."""
     coded = {key: base64.b64encode(value).decode() for key, value in data.items()}
     return {"metadata": _meta(job, name), "type": kind, "immutable": True, "data": coded}
 
 
 def _master_meta(job: ElasticJob) -> Obj:
+    """Return the metadata of an object with the master's name."""
     return _meta(job, names.master_of(job.metadata.name))
 
 
 def _meta(job: ElasticJob, name: str) -> Obj:
+    """Return the metadata of an object that the job owns."""
     return {
         "name": name,
         "namespace": job.metadata.namespace,
@@ -303,34 +364,46 @@ def _meta(job: ElasticJob, name: str) -> Obj:
 
 
 def _labels(job: ElasticJob) -> dict[str, str]:
+    """Return the labels of all objects of a job."""
     return {names.LABEL_APP: names.APP, names.LABEL_JOB: job.metadata.name}
 
 
 def _selector(job: ElasticJob, role: str = names.ROLE_MASTER) -> dict[str, str]:
+    """Return the labels that select the Pods of one role of a job."""
     return {names.LABEL_JOB: job.metadata.name, names.LABEL_ROLE: role}
 
 
 def _of_job(job: ElasticJob) -> Obj:
+    """Return the peer of a NetworkPolicy that means all Pods of a job."""
     return {"podSelector": {"matchLabels": {names.LABEL_JOB: job.metadata.name}}}
 
 
 def _host(cluster_ip: str) -> str:
+    """Return an address as it is written before a port."""
     return f"[{cluster_ip}]" if ":" in cluster_ip else cluster_ip
 
 
 def _main(pod: Obj) -> Obj:
+    """Return the main container of a Pod spec; {} if there is none.
+
+    A single container counts whatever its name is. Of several, only the one with the name
+    ``names.MAIN_CONTAINER`` does.
+    """
     containers = [_dict(c) for c in _list(pod.get("containers"))]
     mains = [c for c in containers if c.get("name") == names.MAIN_CONTAINER]
     return (mains or containers or [{}])[0] if len(containers) == 1 or mains else {}
 
 
 def _spec(template: Obj) -> Obj:
+    """Return the Pod spec of a template."""
     return _dict(template.get("spec"))
 
 
 def _dict(value: object) -> Obj:
+    """Return a value if it is a mapping, otherwise {}."""
     return value if isinstance(value, dict) else {}
 
 
 def _list(value: object) -> list[Any]:
+    """Return a value if it is a list, otherwise []."""
     return value if isinstance(value, list) else []

@@ -1,8 +1,9 @@
-"""``python -m dlrover_operator.selftest``: a small job from its creation to its end (`helm test`).
+"""Self-test of an installation (`helm test`), which runs a small job from its creation to its end.
 
-It proves what no look at the installed objects can: that the definition is there and refuses what
-is wrong, that the operator sees jobs and may make masters, that masters may make Pods, and that
-images are found. It needs nothing from outside the cluster.
+``python -m dlrover_operator.selftest`` shows what an inspection of the installed objects cannot
+show. The CustomResourceDefinition exists and refuses wrong jobs. The operator sees jobs and may
+create masters. Masters may create Pods, and images are found. The test needs nothing from outside
+the cluster.
 """
 
 import argparse
@@ -11,17 +12,27 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from dlrover_py import kube
-from dlrover_py.kube import ELASTICJOBS, Kube, KubeError, Obj
+from dlrover_py.kubernetes import errors
+from dlrover_py.kubernetes.client import KubeClient
+from dlrover_py.kubernetes.errors import KubeError
+from dlrover_py.kubernetes.kinds import ELASTICJOBS, Obj
+from dlrover_py.kubernetes.watch import Gone, Listed
 from dlrover_py.protocol import names
 from dlrover_py.protocol.errors import DLRoverError
 
 KEEP_S = 600
-"""If this process is killed the operator removes the job so long after its end."""
+"""Seconds after its end at which the operator removes the job if this process was killed."""
 
 
 def job(name: str, namespace: str, image: str, pull_secrets: Sequence[str] = ()) -> Obj:
-    """One node whose worker ends at once; within Pod Security ``restricted``."""
+    """Return a job of one node that ends immediately and fits Pod Security ``restricted``.
+
+    Args:
+        name: name of the job.
+        namespace: namespace of the job.
+        image: image of the worker, which must contain ``elastic-run``.
+        pull_secrets: names of image pull Secrets.
+    """
     container = {
         "name": names.MAIN_CONTAINER,
         "image": image,
@@ -53,17 +64,30 @@ def job(name: str, namespace: str, image: str, pull_secrets: Sequence[str] = ())
     }
 
 
-async def check(api: Kube, wanted: Obj) -> str:
-    """Run the job; return why it did not succeed, "" if it did. The job is deleted afterwards."""
+async def check(api: KubeClient, wanted: Obj) -> str:
+    """Run a job, delete it, and return the reason why it did not succeed.
+
+    A job of the same name that exists already is deleted first. Progress is printed. The caller
+    limits the time.
+
+    Args:
+        api: client of the API server.
+        wanted: the job.
+
+    Returns:
+        "" if the job succeeded.
+    """
     meta = wanted["metadata"]
     name, namespace = meta["name"], meta["namespace"]
     worker = wanted["spec"]["replicaSpecs"]["worker"]
     wrong = wanted["spec"] | {"replicaSpecs": {"worker": worker | {"minReplicas": 2}}}
     try:
         await api.create(ELASTICJOBS, wanted | {"spec": wrong}, dry_run=True)
-        return "a job with minReplicas 2 and replicas 1 was accepted: the definition is another one"
-    except kube.Invalid as error:
-        _say(f"a wrong job is refused: {error}")
+        return (
+            "a job with minReplicas 2 and replicas 1 was accepted: the CRD is not the expected one"
+        )
+    except errors.InvalidError as error:
+        _say(f"an invalid job was refused, as expected: {error}")
     await _remove(api, name, namespace)
     made = await api.create(ELASTICJOBS, wanted)
     try:
@@ -72,80 +96,92 @@ async def check(api: Kube, wanted: Obj) -> str:
         await _remove(api, name, namespace)
 
 
-async def _ended(api: Kube, made: Obj) -> str:
+async def _ended(api: KubeClient, made: Obj) -> str:
+    """Print new conditions until the job ends; return the reason why it failed, or "".
+
+    It waits indefinitely for a job that was deleted.
+    """
     meta = made["metadata"]
-    told: set[str] = set()
+    printed: set[str] = set()
     async for change in api.watch(
         ELASTICJOBS, meta["namespace"], fields=f"metadata.name={meta['name']}", view=_same
     ):
-        items = change.items if isinstance(change, kube.Listed) else [change.item]
+        items = change.items if isinstance(change, Listed) else [change.item]
         for status in (i.get("status") or {} for i in items if _is(i, meta["uid"])):
             for condition in status.get("conditions") or ():
-                words = " ".join(str(condition.get(k, "")) for k in ("type", "status", "message"))
-                if words not in told:
-                    told.add(words)
-                    _say(words.strip())
+                line = " ".join(str(condition.get(k, "")) for k in ("type", "status", "message"))
+                if line not in printed:
+                    printed.add(line)
+                    _say(line.strip())
             phase = status.get("phase")
             if phase == "Succeeded":
                 return ""
             if phase in ("Failed", "Stopped"):
-                return f"the job has ended as {phase}"
+                return f"the job ended with phase {phase}"
     raise AssertionError("a watch does not end")
 
 
-async def _remove(api: Kube, name: str, namespace: str) -> None:
-    """Delete a job, and wait until it is gone."""
+async def _remove(api: KubeClient, name: str, namespace: str) -> None:
+    """Delete a job and wait until it no longer exists; nothing if there is none.
+
+    The deletion is repeated if a job of this name appears again.
+    """
     fields = f"metadata.name={name}"
     while await api.delete(ELASTICJOBS, name, namespace, propagation="Background"):
         async for change in api.watch(ELASTICJOBS, namespace, fields=fields, view=_same):
-            if isinstance(change, kube.Gone) or (
-                isinstance(change, kube.Listed) and not change.items
-            ):
+            if isinstance(change, Gone) or (isinstance(change, Listed) and not change.items):
                 break
 
 
 def _same(obj: Obj) -> Obj:
+    """Return an object as it is."""
     return obj
 
 
 def _is(obj: Obj, uid: str) -> bool:
+    """Return whether an object has this uid."""
     return bool(obj["metadata"]["uid"] == uid)
 
 
-def _say(words: str) -> None:
-    sys.stdout.write(f"{words}\n")
+def _say(line: str) -> None:
+    """Print a line immediately."""
+    sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
 
 async def _run(args: Any) -> str:
-    async with await Kube.connect() as api:
+    """Run the job within the time limit; return the reason why it failed, or "".
+
+    A refusal of the API server, and the passing of the limit, are such reasons.
+    """
+    async with await KubeClient.connect() as api:
         try:
             async with asyncio.timeout(args.within):
                 return await check(
                     api, job(args.name, args.namespace, args.image, args.image_pull_secret)
                 )
         except TimeoutError:
-            return f"the job has not ended within {args.within:g} s: see the last lines"
+            return f"the job did not end within {args.within:g} s: see the last lines"
         except KubeError as error:
             return str(error)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Say how it went; return 0 if all is well."""
+    """Run the self-test and print the result; return 0 if the job succeeded, otherwise 1."""
     parser = argparse.ArgumentParser(
         prog="python -m dlrover_operator.selftest", description="Runs a small job to its end."
     )
     parser.add_argument("--namespace", required=True)
-    parser.add_argument("--name", required=True, help="of the job")
-    parser.add_argument("--image", required=True, help="of its worker: one with elastic-run")
+    parser.add_argument("--name", required=True, help="name of the job")
+    parser.add_argument("--image", required=True, help="image of the worker, with elastic-run")
     parser.add_argument("--image-pull-secret", action="append", default=[])
-    parser.add_argument("--within", type=float, default=180.0, help="seconds")
+    parser.add_argument("--within", type=float, default=180.0, help="time limit in seconds")
     args = parser.parse_args(argv)
     try:
         why = asyncio.run(_run(args))
     except DLRoverError as error:
         why = str(error)
-    _say(f"FAILED: {why}" if why else "the job has succeeded: all is well")
+    _say(f"FAILED: {why}" if why else "the test passed: the job succeeded")
     return 1 if why else 0
 
 

@@ -2,33 +2,41 @@
 
 import argparse
 import contextlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dlrover_operator.manifests import Options
+from dlrover_py.protocol import json_text
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.status import PROGRESS_S
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+"""Permitted log levels."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What an administrator can set."""
+    """The settings of the operator that the command line can change."""
 
     masters: Options
+    """Settings for all masters."""
     namespaces: tuple[str, ...]
-    """Where jobs are looked after; none means everywhere."""
+    """Namespaces whose jobs the operator manages; empty: all namespaces."""
     health: str
+    """``host:port`` of the health and metrics pages."""
     log_level: str
 
     @classmethod
     def parse(cls, argv: Sequence[str] | None = None) -> "Settings":
-        """Read the command line.
+        """Return the settings in a command line.
+
+        A wrong option ends the process with a message and exit code 2; ``--help`` ends it with 0.
+
+        Args:
+            argv: the arguments; None: those of this process.
 
         Raises:
-            ConfigError: a value cannot be used.
+            ConfigError: the value of ``--master-resources`` is not valid.
         """
         args = _parser().parse_args(argv)
         options = Options(
@@ -45,8 +53,13 @@ class Settings:
 
 
 def _resources(text: str) -> dict[str, object]:
+    """Return the value of ``--master-resources``. The quantities in it are not checked.
+
+    Raises:
+        ConfigError: it is no JSON object, or has other fields than requests and limits.
+    """
     try:
-        resources = json.loads(text)
+        resources = json_text.decoded(text)
     except ValueError as error:
         raise ConfigError(f"--master-resources: not JSON: {error}") from error
     if not isinstance(resources, dict) or not resources.keys() <= {"requests", "limits"}:
@@ -58,6 +71,11 @@ def _resources(text: str) -> dict[str, object]:
 
 
 def _seconds(text: str) -> float:
+    """Return a number of seconds from 1 to 3600.
+
+    Raises:
+        ArgumentTypeError: the text is no number, or is out of the range.
+    """
     with contextlib.suppress(ValueError):
         if 1 <= (seconds := float(text)) <= 3600:
             return seconds
@@ -65,52 +83,58 @@ def _seconds(text: str) -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="dlrover-operator", description="Looks after ElasticJobs.")
-    p.add_argument(
-        "--master-image", required=True, metavar="IMAGE", help="what each job's master runs"
+    """Return the parser of the command line."""
+    p = argparse.ArgumentParser(
+        prog="dlrover-operator", description="Runs the masters of ElasticJobs."
     )
+    p.add_argument("--master-image", required=True, metavar="IMAGE", help="image of the masters")
     p.add_argument(
         "--namespace",
         action="append",
         default=[],
         metavar="NS",
-        help="look after jobs here only; may be given several times (default: everywhere)",
+        help="run only the jobs of this namespace; may be given several times "
+        "(default: all namespaces)",
     )
     p.add_argument(
-        "--health", default="0.0.0.0:8080", metavar="HOST:PORT", help="health and metrics"
+        "--health",
+        default="0.0.0.0:8080",
+        metavar="HOST:PORT",
+        help="address of health and metrics",
     )
     p.add_argument(
         "--image-pull-policy",
         default="",
         choices=("", "Always", "IfNotPresent", "Never"),
-        help="of masters",
+        help="pull policy of the masters' image",
     )
     p.add_argument(
         "--image-pull-secret",
         action="append",
         default=[],
         metavar="NAME",
-        help="of masters, in the job's namespace; may be given several times",
+        help="pull secret of the masters' image, in the job's namespace; may be given several "
+        "times",
     )
     p.add_argument(
         "--master-resources",
         default="",
         metavar="JSON",
-        help="requests and limits of a master whose job has none of its own",
+        help="requests and limits of a master whose job sets none",
     )
     p.add_argument(
         "--workers-network-policy",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="let nobody but the job's Pods reach its workers",
+        help="only the Pods of a job can connect to its workers",
     )
     p.add_argument(
         "--progress-interval",
         type=_seconds,
         default=PROGRESS_S,
         metavar="SECONDS",
-        help="between two writes of a job's progress; it grows with the number of jobs, "
-        "from 500 jobs on by default (default: %(default)g)",
+        help="interval between two writes of a job's progress into its status; with more than 500 "
+        "jobs it grows with their number (default: %(default)g)",
     )
     p.add_argument("--log-level", default="INFO", choices=LEVELS)
     return p

@@ -1,6 +1,7 @@
-"""Keys that wait for work: each once, none twice at the same time, some not before their time.
+"""A work queue of keys, each of which is processed by at most one worker at a time.
 
-The metrics have the names that controllers in Go give theirs, so that dashboards fit.
+A key waits only once, and may be added with a delay. The metrics have the names that controllers in
+Go use, so that existing dashboards work.
 """
 
 import asyncio
@@ -13,25 +14,40 @@ from prometheus_client.metrics_core import GaugeMetricFamily
 
 K = TypeVar("K", bound=Hashable)
 BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0, 300.0)
+"""Buckets of the histograms, in seconds."""
 
 
 class WorkQueue(Generic[K]):
-    """A queue of one event loop."""
+    """A work queue of keys, for the tasks of one event loop."""
 
     def __init__(
         self, name: str, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        """Make an empty queue and register its metrics.
+
+        Args:
+            name: label of the metrics.
+            registry: registry of the metrics.
+            clock: a monotonic clock in seconds.
+        """
         self._name, self._clock = name, clock
         self._waiting: dict[K, float] = {}
+        """Time since which each key waits, in the order of processing."""
         self._running: dict[K, float] = {}
+        """Time since which each key is processed."""
         self._again: set[K] = set()
+        """Running keys that must be processed again afterwards."""
         self._timers: dict[K, asyncio.TimerHandle] = {}
+        """Timers of delayed keys."""
         self._ready = asyncio.Semaphore(0)
-        self._metrics = _Metrics(name, registry)
+        self._metrics = _QueueMetrics(name, registry)
         registry.register(self)
 
     def add(self, key: K) -> None:
-        """Have a key worked on, once: now, or once the work that runs on it is over."""
+        """Add a key; a key that is being processed is processed again afterwards.
+
+        A key that waits already stays at its place. A delayed addition of the key is canceled.
+        """
         if (timer := self._timers.pop(key, None)) is not None:
             timer.cancel()
         if key in self._running:
@@ -42,7 +58,11 @@ class WorkQueue(Generic[K]):
             self._ready.release()
 
     def add_after(self, key: K, delay_s: float) -> None:
-        """Have a key worked on by then at the latest."""
+        """Add a key after a delay in seconds, by a timer of the event loop.
+
+        A timer that is set for an earlier time stays; one for a later time is replaced. Any
+        :meth:`add` of the key cancels it.
+        """
         loop = asyncio.get_running_loop()
         timer = self._timers.get(key)
         if timer is not None:
@@ -52,12 +72,15 @@ class WorkQueue(Generic[K]):
         self._timers[key] = loop.call_later(max(0.0, delay_s), self.add, key)
 
     def retry_after(self, key: K, delay_s: float) -> None:
-        """The same after a failure."""
+        """Add a key after a delay in seconds, and count it as a retry after a failure."""
         self._metrics.retries.inc()
         self.add_after(key, delay_s)
 
     async def take(self) -> K:
-        """Wait for the next key; :meth:`done` must follow."""
+        """Wait for the key that has waited longest, and return it.
+
+        The key counts as being processed until the caller calls :meth:`done`.
+        """
         await self._ready.acquire()
         key = next(iter(self._waiting))
         now = self._clock()
@@ -66,47 +89,71 @@ class WorkQueue(Generic[K]):
         return key
 
     def done(self, key: K) -> None:
-        """The work on a key is over."""
+        """Record that the work on a key has ended.
+
+        If the key was added during the work, it waits again now.
+        """
         self._metrics.worked.observe(self._clock() - self._running.pop(key))
         if key in self._again:
             self._again.discard(key)
             self.add(key)
 
     def forget(self, key: K) -> None:
-        """Nothing is to be done for it later."""
+        """Cancel the delayed addition of a key. A key that waits or is being processed stays."""
         if (timer := self._timers.pop(key, None)) is not None:
             timer.cancel()
 
     @property
+    def is_idle(self) -> bool:
+        """Whether no key waits to be taken, and no work runs."""
+        return not self._running and not self._waiting
+
+    @property
     def longest_s(self) -> float:
-        """How long the oldest work runs."""
+        """Seconds since the start of the oldest running work; 0.0 if none runs."""
         return self._clock() - min(self._running.values()) if self._running else 0.0
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """What prometheus_client asks for."""
+        """Yield the gauges of the queue; prometheus_client calls this."""
         unfinished = sum(self._clock() - since for since in self._running.values())
-        for metric, words, value in (
-            ("depth", "Keys that wait.", len(self._waiting)),
-            ("unfinished_work_seconds", "Sum of the ages of the work that runs.", unfinished),
-            ("longest_running_processor_seconds", "Age of the oldest.", self.longest_s),
+        for metric, help_text, value in (
+            ("depth", "Keys that wait in the queue.", len(self._waiting)),
+            (
+                "unfinished_work_seconds",
+                "Sum of the running times of the work in progress, in seconds.",
+                unfinished,
+            ),
+            (
+                "longest_running_processor_seconds",
+                "Running time of the oldest work in progress, in seconds.",
+                self.longest_s,
+            ),
         ):
-            family = GaugeMetricFamily(f"workqueue_{metric}", words, labels=["name"])
+            family = GaugeMetricFamily(f"workqueue_{metric}", help_text, labels=["name"])
             family.add_metric([self._name], value)
             yield family
 
 
-class _Metrics:
-    def __init__(self, name: str, registry: CollectorRegistry) -> None:
-        def counter(metric: str, words: str) -> Counter:
-            return Counter(f"workqueue_{metric}", words, ["name"], registry=registry).labels(name)
+class _QueueMetrics:
+    """The counters and histograms of a queue."""
 
-        def histogram(metric: str, words: str) -> Histogram:
+    def __init__(self, name: str, registry: CollectorRegistry) -> None:
+        def counter(metric: str, help_text: str) -> Counter:
+            return Counter(f"workqueue_{metric}", help_text, ["name"], registry=registry).labels(
+                name
+            )
+
+        def histogram(metric: str, help_text: str) -> Histogram:
             family = Histogram(
-                f"workqueue_{metric}", words, ["name"], buckets=BUCKETS, registry=registry
+                f"workqueue_{metric}", help_text, ["name"], buckets=BUCKETS, registry=registry
             )
             return family.labels(name)
 
         self.adds = counter("adds", "Keys that were added.")
         self.retries = counter("retries", "Keys that were added after a failure.")
-        self.waited = histogram("queue_duration_seconds", "How long keys have waited.")
-        self.worked = histogram("work_duration_seconds", "How long work on a key took.")
+        self.waited = histogram(
+            "queue_duration_seconds", "Time that keys waited in the queue, in seconds."
+        )
+        self.worked = histogram(
+            "work_duration_seconds", "Duration of the work on a key, in seconds."
+        )

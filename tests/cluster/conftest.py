@@ -14,7 +14,7 @@ SYSTEM = "dlrover-system"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The first test's clock runs while the cluster comes up and the images are built."""
+    """Give tests a longer timeout: the first one waits for the cluster and the images."""
     for item in items:
         if "cluster" in getattr(item, "fixturenames", ()) and not item.get_closest_marker(
             "timeout"
@@ -24,14 +24,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """A real cluster: the one that runs, else one for these tests; skips where none can be had."""
+    """A real cluster: the running one, or one for these tests. Skipped if there can be none."""
     with cluster_for_tests() as cluster:
         yield cluster
 
 
 @pytest.fixture
 def namespace(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[str]:
-    """A namespace for one test; afterwards it is deleted, and nodes are uncordoned."""
+    """A namespace for one test. After the test it is deleted, and nodes are uncordoned."""
     words = re.sub(r"[^a-z0-9]+", "-", request.node.name.removeprefix("test_").lower())
     name = f"{words[:40].strip('-')}-{secrets.token_hex(3)}"
     cluster.make_namespace(name)
@@ -42,45 +42,45 @@ def namespace(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[str]
 
 @pytest.fixture(scope="session")
 def agent_image(cluster: Cluster) -> str:
-    """Our agent's image, built from the working tree, on every node."""
+    """The image of the agent, built from the working tree, on each node."""
     return cluster.image("agent")
 
 
 @pytest.fixture(scope="session")
 def master_image(cluster: Cluster) -> str:
-    """Our master's image."""
+    """The image of the master."""
     return cluster.image("master")
 
 
 @pytest.fixture(scope="session")
 def operator_image(cluster: Cluster) -> str:
-    """Our operator's image."""
+    """The image of the operator."""
     return cluster.image("operator")
 
 
 @pytest.fixture
 def operator(cluster: Cluster, operator_image: str, master_image: str) -> str:
-    """The operator, installed from the chart, and running; its namespace."""
+    """The namespace of the operator, which is installed from the chart and runs."""
     release = installed(cluster, operator_image, master_image)
-    rolled_out(cluster, release)  # what went before may have moved it
+    rolled_out(cluster, release)  # an earlier test may have moved it
     return release
 
 
 @pytest.fixture
 def there(cluster: Cluster, operator: str, namespace: str) -> Iterator[Watched]:
-    """A namespace that is watched, of a cluster with the operator in it."""
+    """A watched namespace in a cluster with the operator."""
     with watching(cluster, namespace) as watched:
         yield watched
 
 
 def rolled_out(cluster: Cluster, release: str) -> None:
-    """Wait until as many operators as are wished are ready."""
+    """Wait until the desired number of operators is ready."""
     ready = ("rollout", "status", "deploy/dlrover-operator", "--timeout=230s")
     cluster.kubectl(*ready, "-n", release, within_s=240)
 
 
 def installed(cluster: Cluster, operator_image: str, master_image: str) -> str:
-    """Install or upgrade the chart, if that is not what is there; the release's namespace."""
+    """Install or upgrade the chart if needed; return the namespace of the release."""
     values = []
     for key, image in (("image", operator_image), ("master.image", master_image)):
         name, _, tag = image.rpartition(":")

@@ -1,10 +1,11 @@
-"""A real cluster for tests: what runs on it, our images on it, and tools to hurt it.
+"""A real cluster for tests: its state, DLRover's images on it, and tools that inject faults.
 
-``Cluster`` is one of three: the lab of this machine (all tools), the one of ``KUBECONFIG``, or
-`kind` (there the tools that need a node's inside skip the test, and say so). Nothing here sleeps:
-``until`` looks for a condition and has a deadline.
+``Cluster`` is one of three: the lab of this machine (with all tools), the cluster of
+``KUBECONFIG``, or `kind`. On the last two, tools that need the inside of a node skip the test with
+a reason. Nothing here sleeps: ``until`` polls a condition under a deadline.
 """
 
+import builtins
 import copy
 import json
 import os
@@ -17,6 +18,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,60 +36,71 @@ from tests.cluster.lab.waiting import until
 
 __all__ = ["Cluster", "LabError", "Obj", "on_fakes", "send", "until"]
 Obj = dict[str, Any]
-LIBRARIES = "/opt/libraries"  # where our images take libraries from (Dockerfile)
+LIBRARIES = "/opt/libraries"  # folder from which the images load libraries (Dockerfile)
 
 
 def inside(pid: int, path: str) -> Path:
-    """A file as that process sees it, from outside of its container."""
+    """Return the path of a file in the container of a process, as this machine sees it."""
     return Path("/proc", str(pid), "root") / path.lstrip("/")
 
 
 def send(number: signal.Signals, pids: Iterable[int]) -> None:
-    """Signal processes; some may have just gone."""
+    """Send a signal to processes. Processes that have ended are skipped."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
 class Cluster:
-    """A Kubernetes cluster as its administrator, with hands on its machines."""
+    """A Kubernetes cluster, with the rights of its administrator and access to its machines."""
 
     def __init__(self, kubeconfig: Path, lab: Lab | None = None) -> None:
         self.kubeconfig, self._lab = kubeconfig, lab
         self._images: dict[str, str] = {}
-        self._hurts: Counter[str] = Counter()
+        self._faults: Counter[str] = Counter()
         found = str(lab.bin) + os.pathsep if lab else ""
         self.env = {**os.environ, "KUBECONFIG": str(kubeconfig), "PATH": found + os.environ["PATH"]}
 
-    # Talk to it.
+    # --- Commands ---
 
     def kubectl(self, *args: str, stdin: str | None = None, within_s: float = 120) -> str:
-        """Run kubectl; its standard output. LabError with its words if it fails."""
+        """Run kubectl; return its standard output.
+
+        Args:
+            args: arguments of kubectl.
+            stdin: standard input.
+            within_s: seconds after which the command fails.
+
+        Raises:
+            LabError: kubectl fails. The message has its output.
+        """
         return self._run("kubectl", *args, stdin=stdin, within_s=within_s)
 
     def helm(self, *args: str, within_s: float = 300) -> str:
-        """Run helm; its standard output."""
+        """Run helm; return its standard output."""
         return self._run("helm", *args, within_s=within_s)
 
     def get(self, kind: str, name: str, namespace: str = "") -> Obj | None:
-        """An object, None if there is none."""
+        """Return an object; None if it does not exist."""
         said = self.kubectl("get", kind, name, *_of(namespace), "-ojson", "--ignore-not-found")
         return dict(json.loads(said)) if said.strip() else None
 
-    def list(self, kind: str, namespace: str = "", labels: str = "") -> "list[Obj]":
-        """Objects of a namespace, or of all of them."""
+    def list(self, kind: str, namespace: str = "", labels: str = "") -> builtins.list[Obj]:
+        """Return the objects of a namespace, or of all namespaces."""
         where = _of(namespace) or ["--all-namespaces"]
         chosen = ["-l", labels] if labels else []
         return list(json.loads(self.kubectl("get", kind, *where, *chosen, "-ojson"))["items"])
 
     def apply(self, *objects: Obj, namespace: str = "") -> None:
-        """Create or change objects, by server-side apply."""
+        """Create or change objects by server-side apply."""
         body = yaml.safe_dump_all(objects)
         self.kubectl("apply", "--server-side", "-f", "-", *_of(namespace), stdin=body)
 
     def refusal(self, obj: Obj, namespace: str) -> str:
-        """Why it may not be created; "" if it may. Who admits it may hear of what was changed
-        just now a little later."""
+        """Return why an object cannot be created; empty if it can.
+
+        Admission may lag behind a change that was just made.
+        """
         try:
             self.kubectl("create", "--dry-run=server", "-f", "-", "-n", namespace,
                          stdin=json.dumps(obj))  # fmt: skip
@@ -96,34 +109,34 @@ class Cluster:
         return ""
 
     def make_namespace(self, name: str) -> None:
-        """Create one; when this returns Pods can be made in it: it has its account."""
+        """Create a namespace, and wait for its service account, so that Pods can be created."""
         self.kubectl("create", "namespace", name)
         until(lambda: self.get("serviceaccount", "default", name), f"the account of {name}")
 
-    # What can be seen.
+    # --- State ---
 
     @property
-    def nodes(self) -> "list[str]":
-        """Names of all nodes."""
+    def nodes(self) -> builtins.list[str]:
+        """The names of all nodes."""
         return self.kubectl("get", "nodes", "-ojsonpath={.items[*].metadata.name}").split()
 
     def node_ready(self, node: str) -> bool:
-        """Whether Kubernetes believes that the node is well."""
+        """Return whether a node is Ready."""
         found = self.get("node", node)
         return found is not None and _condition(found, "Ready") == "True"
 
     def pod_ready(self, name: str, namespace: str) -> bool:
-        """Whether the Pod is Ready."""
+        """Return whether a Pod is Ready."""
         pod = self.get("pod", name, namespace)
         return pod is not None and _condition(pod, "Ready") == "True"
 
     def pod_phase(self, name: str, namespace: str) -> str:
-        """The Pod's phase, "" if it is gone."""
+        """Return the phase of a Pod; empty if the Pod does not exist."""
         pod = self.get("pod", name, namespace)
         return str(pod["status"].get("phase", "")) if pod else ""
 
     def logs(self, pod: str, namespace: str, *, container: str = "") -> str:
-        """What a Pod has said so far; "" while there is nothing to read."""
+        """Return the log of a Pod; empty if there is none yet."""
         chosen = ["-c", container] if container else []
         with suppress(LabError):
             return self.kubectl("logs", pod, "-n", namespace, *chosen)
@@ -131,9 +144,12 @@ class Cluster:
 
     @contextmanager
     def following(self, pod: str, namespace: str) -> Iterator[Callable[[], str]]:
-        """Read what a Pod says while the block runs; the call waits until it has ended.
+        """Follow the log of a Pod while the block runs.
 
-        A Pod that is deleted takes its log with it: the block begins once something was read.
+        A deleted Pod has no log, so the block begins once a part of the log was read.
+
+        Yields:
+            A function that waits for the end of the Pod and returns its whole log.
         """
         argv = ["logs", "-f", pod, "-n", namespace]
         program = shutil.which("kubectl", path=self.env["PATH"]) or "kubectl"
@@ -155,20 +171,20 @@ class Cluster:
                 log.kill()
 
     def node_of(self, pod: str, namespace: str) -> str:
-        """Where a Pod runs."""
+        """Return the node of a Pod; empty if it has none."""
         return str((self.get("pod", pod, namespace) or {}).get("spec", {}).get("nodeName", ""))
 
-    # Our images, and what Pods need to run them.
+    # --- Images ---
 
     @property
     def base_image(self) -> str:
-        """An image with python3 and a shell, on every node."""
+        """An image with python3 and a shell, which is on every node."""
         return (
             base_name() if self._lab else os.environ.get("DLROVER_BASE_IMAGE", "python:3.12-slim")
         )
 
     def image(self, target: str) -> str:
-        """The name of our image of this target, built from the working tree, on every node."""
+        """Return the name of an image of DLRover, built from the working tree and on each node."""
         if not self._images:
             self._images = self._load()
         if target not in self._images:
@@ -176,10 +192,10 @@ class Cluster:
         return self._images[target]
 
     def with_torch(self, template: Obj) -> Obj:
-        """A Pod (or its template) whose containers of our images can ``import torch``.
+        """Return a Pod (or a Pod template) whose containers can ``import torch``.
 
-        torch is too large for every image and every node: the libraries of the virtual environment
-        that runs the tests are mounted instead, read-only. The image's own ones come first.
+        torch is too large for the images. Instead, the libraries of the virtual environment that
+        runs the tests are mounted read-only. The libraries of the image come first.
         """
         if self._lab is None:
             pytest.skip("torch is mounted from this machine: that needs the lab's own nodes")
@@ -194,14 +210,18 @@ class Cluster:
             container.setdefault("volumeMounts", []).append(mount)
         return made
 
-    # Faults of processes and Pods.
+    # --- Faults of processes and Pods ---
 
     def processes(
         self, pod: str, namespace: str, *, container: str = "", having: str = ""
     ) -> dict[int, str]:
-        """Processes of a Pod's (only, or named) container: pid on this machine, command line.
+        """Return the processes of a Pod: process id on this machine, and command line.
 
-        Perhaps only those that have this ``NAME=value`` in their environment.
+        Args:
+            pod: name of the Pod.
+            namespace: namespace of the Pod.
+            container: name of the container; empty for the first one.
+            having: only processes with this ``NAME=value`` in their environment.
         """
         found = self.get("pod", pod, namespace)
         if found is None:
@@ -218,7 +238,7 @@ class Cluster:
         return {}
 
     def in_pods(self) -> dict[int, str]:
-        """Processes of all Pods there are, and of those that should be gone: pid, command line."""
+        """Return the processes of all Pods, including deleted ones: process id and command line."""
         nodes = self._needs_lab("see all processes").nodes.values()
         return {pid: said for n in nodes for pid in n.processes() if (said := command(pid))}
 
@@ -232,11 +252,19 @@ class Cluster:
         having: str = "",
         number: signal.Signals = signal.SIGKILL,
         within_s: float = 60,
-    ) -> "list[int]":
-        """Signal a Pod's processes whose command line has the pattern; pids, at least one.
+    ) -> builtins.list[int]:
+        """Signal the processes of a Pod whose command line matches a pattern; return their ids.
 
-        One that has just been started has none for a moment: it is waited for. With SIGKILL they
-        are gone when this returns.
+        The call waits until there is such a process. After SIGKILL it waits until they are gone.
+
+        Args:
+            pod: name of the Pod.
+            namespace: namespace of the Pod.
+            pattern: regular expression; empty for all processes.
+            container: name of the container; empty for the first one.
+            having: only processes with this ``NAME=value`` in their environment.
+            number: the signal.
+            within_s: seconds to wait for a process.
         """
 
         def look() -> dict[int, str]:
@@ -264,97 +292,105 @@ class Cluster:
         return sorted(pids)
 
     def delete_pod(self, name: str, namespace: str, *, force: bool = False) -> None:
-        """Order a Pod's deletion and return; by force it is gone from the API at once."""
+        """Delete a Pod without waiting. With ``force`` it leaves the API immediately."""
         how = ["--grace-period=0", "--force"] if force else []
         self.kubectl("delete", "pod", name, "-n", namespace, "--wait=false", *how)
 
-    # Faults of nodes.
+    # --- Faults of nodes ---
 
     def cut_off(self, node: str) -> AbstractContextManager[None]:
-        """Nothing reaches the node, and it reaches nobody, while the block runs."""
-        return self._hurt(node, Node.cut, Node.mend)
+        """Cut a node off from the network while the block runs."""
+        return self._inject(node, Node.cut, Node.mend)
 
     def cut_off_from_api(self, node: str) -> AbstractContextManager[None]:
-        """Nothing on the node reaches the API server while the block runs; all else it does."""
-        return self._hurt(node, Node.cut_api, Node.mend_api)
+        """Cut a node off from the API server only, while the block runs."""
+        return self._inject(node, Node.cut_api, Node.mend_api)
 
     def hung(self, node: str) -> AbstractContextManager[None]:
-        """The node's kubelet hangs while the block runs: its Pods run on, and nobody ends them."""
-        return self._hurt(node, Node.hang, Node.go_on)
+        """Stop a node's kubelet while the block runs. Its Pods run on, and are not ended."""
+        return self._inject(node, Node.hang, Node.go_on)
 
     def crashed(self, node: str) -> AbstractContextManager[None]:
-        """The node's power is off while the block runs; then it starts again."""
-        return self._hurt(node, Node.crash, lambda n: n.start([]))
+        """Crash a node, as after a loss of power; start it again after the block."""
+        return self._inject(node, Node.crash, lambda n: n.start([]))
 
     def cordon(self, node: str) -> None:
-        """No new Pods there."""
+        """Cordon a node: it gets no new Pods."""
         self.kubectl("cordon", node)
 
     def uncordon(self, node: str) -> None:
-        """New Pods again."""
+        """Uncordon a node."""
         self.kubectl("uncordon", node)
 
     def drain(self, node: str, *, within_s: float = 180) -> None:
-        """Evict all Pods of the node by the eviction API, which heeds disruption budgets."""
+        """Evict all Pods of a node by the eviction API, which respects disruption budgets."""
         self.kubectl("drain", node, "--ignore-daemonsets", "--delete-emptydir-data", "--force",
                      f"--timeout={within_s:g}s", within_s=within_s + 60)  # fmt: skip
 
-    # Faults of the control plane.
+    # --- Faults of the control plane ---
 
     def api_server_stopped(self) -> AbstractContextManager[None]:
-        """It does not answer while the block runs: connections hang (SIGSTOP)."""
+        """Stop the API server while the block runs (SIGSTOP): connections hang."""
         return self._needs_lab("stop the API server").api_server_stopped()
 
     @contextmanager
     def etcd_stopped(self) -> Iterator[None]:
-        """The API server can neither read nor write while the block runs (SIGSTOP).
+        """Stop etcd while the block runs (SIGSTOP): the API server can neither read nor write.
 
-        Afterwards Kubernetes may hold hosts for lost until it has heard of them again.
+        After the block, wait until the nodes are Ready again: Kubernetes may have marked them as
+        lost.
         """
         lab = self._needs_lab("stop etcd")
         with lab.etcd_stopped():
             yield
         for node in lab.nodes:
-            until(lambda n=node: self._is_back(n), f"{node} is Ready again")
+            until(partial(self._is_back, node), f"{node} is Ready again")
 
     def api_server_killed(self) -> AbstractContextManager[None]:
-        """It is gone while the block runs: connections are refused (SIGKILL)."""
+        """Kill the API server, and start it again after the block: connections are refused."""
         return self._needs_lab("kill the API server").api_server_killed()
 
     def between(self) -> AbstractContextManager[Between]:
-        """Pods that start while the block runs reach the API server through a proxy."""
+        """Make Pods that start while the block runs reach the API server through a proxy."""
         return self._needs_lab("stand between Pods and the API server").between()
 
     def compact(self) -> None:
-        """All history is gone: no watch can go on from where it was."""
+        """Compact all history of etcd, so that no watch can continue where it was."""
         self._needs_lab("compact its history").compact()
 
-    # What it was asked for.
+    # --- Requests ---
 
-    def asked(self, account: str, namespace: str) -> "list[Obj]":
-        """What a service account has asked of the API server, the oldest first: audit events.
+    def asked(self, account: str, namespace: str) -> builtins.list[Obj]:
+        """Return the audit events of a service account's requests, the oldest first.
 
-        Of a watch the start counts, of all else the end.
+        Each request has one event: a watch that of its start, other requests that of their end.
         """
         found = self._needs_lab("read its audit log").asked(
             f"system:serviceaccount:{namespace}:{account}"
         )
         return [e for e in found if (e["stage"] == "ResponseStarted") == (e["verb"] == "watch")]
 
-    def fake_nodes(self, number: int, *, pods: int = 250) -> AbstractContextManager["list[str]"]:
-        """So many more nodes for so many Pods each, on which nothing runs; see `on_fakes`."""
+    def fake_nodes(
+        self, number: int, *, pods: int = 250
+    ) -> AbstractContextManager[builtins.list[str]]:
+        """Add fake nodes, on which nothing runs, while the block runs; see `on_fakes`.
+
+        Args:
+            number: number of nodes.
+            pods: largest number of Pods on each.
+        """
         return self._needs_lab("have fake nodes").fake_nodes(number, pods)
 
-    # How.
+    # --- Internals ---
 
     def heal(self) -> None:
-        """What a test left cordoned is no longer."""
+        """Uncordon the nodes that a test has left cordoned."""
         for node in self.list("nodes"):
             if node["spec"].get("unschedulable"):
                 self.uncordon(node["metadata"]["name"])
 
     def _run(self, *argv: str, **options: Any) -> str:
-        # The path of the program by our PATH, not by the one of this process.
+        # The program is searched in the PATH of this cluster, not in that of this process.
         program = shutil.which(argv[0], path=self.env["PATH"])
         if program is None:
             raise LabError(f"there is no {argv[0]} on this machine")
@@ -369,21 +405,26 @@ class Cluster:
         return self._needs_lab("reach into a node").nodes[name]
 
     @contextmanager
-    def _hurt(self, name: str, hurt: Any, mend: Any) -> Iterator[None]:
-        """And wait for the node once nothing hurts it any more: these blocks may be nested."""
+    def _inject(self, name: str, inject: Any, undo: Any) -> Iterator[None]:
+        """Inject a fault into a node during the block. Blocks may be nested.
+
+        After the last fault of the node, wait until the node is Ready.
+        """
         node = self._node(name)
-        hurt(node)
-        self._hurts[name] += 1
+        inject(node)
+        self._faults[name] += 1
         try:
             yield
         finally:
-            mend(node)
-            self._hurts[name] -= 1
-            if not self._hurts[name]:
+            undo(node)
+            self._faults[name] -= 1
+            if not self._faults[name]:
                 until(lambda: self._is_back(name), f"{name} is Ready again")
 
     def _is_back(self, node: str) -> bool:
-        with suppress(LabError):  # who was hurt may answer, and not for a moment more
+        with suppress(
+            LabError
+        ):  # after a fault, the API server may stop answering again for a moment
             return self.node_ready(node)
         return False
 
@@ -400,7 +441,7 @@ class Cluster:
 
 @contextmanager
 def cluster_for_tests() -> Iterator[Cluster]:
-    """The cluster that there is, or one that lives as long as the tests."""
+    """Yield the existing cluster, or one that is removed after the tests."""
     lab = Lab()
     if settings.KUBECONFIG and str(lab.kubeconfig) != settings.KUBECONFIG:
         yield Cluster(Path(settings.KUBECONFIG))
@@ -426,7 +467,7 @@ def cluster_for_tests() -> Iterator[Cluster]:
 
 @contextmanager
 def _kind() -> Iterator[Path]:
-    """A cluster of `kind`, where there is Docker."""
+    """Yield the kubeconfig of a cluster of `kind`, which needs Docker."""
     if not (shutil.which("kind") and shutil.which("docker")):
         pytest.skip("DLROVER_CLUSTER_KIND=1, but there is no kind or no docker")
     name = settings.NAME
@@ -458,11 +499,11 @@ def _kind_images() -> dict[str, str]:
 
 
 def on_fakes() -> Obj:
-    """Of a template: Pods on fake nodes, which are Running as soon as they are there."""
+    """Return fields of a Pod template for fake nodes, on which Pods are Running immediately."""
     return {"nodeSelector": {FAKE: "yes"}, "tolerations": [{"key": FAKE, "operator": "Exists"}]}
 
 
-def _of(namespace: str) -> "list[str]":
+def _of(namespace: str) -> list[str]:
     return ["-n", namespace] if namespace else []
 
 

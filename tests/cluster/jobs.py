@@ -1,4 +1,4 @@
-"""ElasticJobs for tests: submitted, watched (no polling), hurt."""
+"""ElasticJobs for tests: to submit them, to watch them without polling, and to inject faults."""
 
 import asyncio
 import contextlib
@@ -8,39 +8,39 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import yaml
 
-from dlrover_py.kube import ELASTICJOBS, PODS, Changed, Gone, Kind, Kube, Listed
-from dlrover_py.master.store import HOLDER
+from dlrover_py.kubernetes.client import KubeClient
+from dlrover_py.kubernetes.kinds import ELASTICJOBS, PODS, Kind
+from dlrover_py.kubernetes.watch import Changed, Gone, Listed
+from dlrover_py.master.journal_store import HOLDER
 from dlrover_py.protocol.agents import WorkerPhase
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import ENV_ROUND, journal_of, master_of
 from dlrover_py.protocol.status import JobPhase, NodeRole, Training
 from tests.cluster.harness import Cluster, Obj, until
+from tests.programs import PROGRAMS, source
 
 T = TypeVar("T")
 OPERATOR = "app.kubernetes.io/name=dlrover-operator"
 WORKER = r"^\S*python3 -c"
-"""Command line of a worker of ``steps()``; its agent's has the script too, further behind."""
-LEASE_S = 10.0
-"""Of these jobs' masters. The product's 5 s are too short for agents that share two busy cores with
-a whole cluster; a host is NotReady only after 12."""
+"""Pattern of the command line of a worker of ``steps()``.
 
-STEPS = """
-import sys, time
-from dlrover_py.trainer import session
-total, pause = int(sys.argv[1]), float(sys.argv[2])
-for step in range(1, total + 1):
-    if session.should_stop():
-        print("asked to stop at", step, flush=True)
-        sys.exit(0)
-    session.report_step(step, total)
-    time.sleep(pause)
-print("done", session.world().rank, flush=True)
+The agent's command line has the script too, but not at the beginning.
 """
-"""A script without torch: it starts in a moment."""
+LEASE_S = 10.0
+"""Lease of the masters of these jobs, in seconds.
+
+The default of 5 s is too short for agents that share two busy cores with a whole cluster. A host is
+NotReady only after 12 s.
+"""
+
+STEPS = source(PROGRAMS / "report_steps.py")
+"""A script without torch, which starts quickly."""
+UNTIL_STOPPED = source(PROGRAMS / "report_in_a_pod.py")
+"""A script whose argument is the pause between two steps."""
 
 
 def document(
@@ -54,9 +54,20 @@ def document(
     lease_s: float = LEASE_S,
     **worker: Any,
 ) -> Obj:
-    """An ElasticJob; ``worker`` are fields of its replica spec, ``pod`` of its template's spec."""
+    """Return an ElasticJob as plain data.
+
+    Args:
+        name: name of the job.
+        image: image of the workers.
+        command: command of the workers.
+        replicas: number of nodes.
+        spec: more fields of the job's spec.
+        pod: fields of the spec of the Pod template.
+        lease_s: lease of the master in seconds.
+        worker: fields of the replica spec.
+    """
     main = {"name": "main", "image": image, "command": command}
-    # Short, but a kubelet that is late must be able to say that a Pod has ended by itself.
+    # Short, but long enough for a slow kubelet to report that a Pod has ended by itself.
     template = {"spec": {"containers": [main], "terminationGracePeriodSeconds": 15, **(pod or {})}}
     role = {"replicas": replicas, "template": template, **worker}
     return {
@@ -71,18 +82,23 @@ def document(
 
 
 def patient(lease_s: float = LEASE_S) -> Obj:
-    """A master's replica spec, with that lease."""
+    """Return the replica spec of a master with this lease."""
     env = [{"name": "DLROVER_MASTER_LEASE_S", "value": str(lease_s)}]
     return {"template": {"spec": {"containers": [{"name": "main", "env": env}]}}}
 
 
 def steps(total: int = 100_000, pause: float = 0.05) -> list[str]:
-    """The command of a job that takes so many steps and does nothing else."""
+    """Return the command of a job that only makes steps.
+
+    Args:
+        total: number of steps.
+        pause: seconds between two steps.
+    """
     return ["elastic-run", "--no-python", "python3", "-c", STEPS, str(total), str(pause)]
 
 
 def spread() -> Obj:
-    """Of a template: Pods of the job on different hosts."""
+    """Return fields of a Pod template that put the Pods of the job on different hosts."""
     term = {
         "topologyKey": "kubernetes.io/hostname",
         "labelSelector": {"matchLabels": {"elasticjob.dlrover/name": "job",
@@ -93,10 +109,10 @@ def spread() -> Obj:
 
 
 class Watched:
-    """What there is in a namespace, by a watch of its own.
+    """The objects of a namespace, kept up to date by a watch in a thread.
 
-    ``notice`` is told of each version that is seen, in the watch's thread: the kind, the object,
-    and whether it comes from a list, before which versions may have been missed.
+    The thread calls ``notice`` with each version of an object: the kind, the object, and whether it
+    comes from a list. Versions before a list may be missing.
     """
 
     def __init__(
@@ -124,10 +140,10 @@ class Watched:
         self._loop.close()
 
     async def _watch_all(self) -> None:
-        async with await Kube.connect(kubeconfig=self.cluster.kubeconfig) as kube:
+        async with await KubeClient.connect(kubeconfig=self.cluster.kubeconfig) as kube:
             await asyncio.gather(*(self._watch(kube, kind) for kind in self._kinds))
 
-    async def _watch(self, kube: Kube, kind: Kind) -> None:
+    async def _watch(self, kube: KubeClient, kind: Kind) -> None:
         changes = kube.watch(kind, self.namespace, view=lambda obj: obj)
         async with contextlib.aclosing(changes):
             async for change in changes:
@@ -147,29 +163,37 @@ class Watched:
                     self._news.notify_all()
 
     def all(self, kind: str) -> dict[str, Obj]:
-        """Objects by name, as they were last seen."""
+        """Return the newest known objects of a kind, by name."""
         with self._news:
             return dict(self._found[kind])
 
-    def until(self, look: Callable[[], T], what: str, *, within_s: float = 120.0) -> T:
-        """Wait until there is something (truthy), and return it."""
+    def until(
+        self, look: Callable[[], T | Literal[False] | None], what: str, *, within_s: float = 120.0
+    ) -> T:
+        """Call a function until its result is true, and return the result.
+
+        Args:
+            look: the function.
+            what: what the test waits for, for the error message.
+            within_s: seconds after which the test fails.
+        """
         deadline = time.monotonic() + within_s
         with self._news:
             while not (seen := look()):
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise AssertionError(f"not within {within_s:g} s: {what}\n{self.story()}")
-                self._news.wait(min(left, 1.0))  # not all that is looked at is watched
+                self._news.wait(min(left, 1.0))  # the function may also read what is not watched
             return seen
 
     def close(self) -> None:
-        """Watch no more."""
+        """End the watch."""
         if self._main is not None:
             self._loop.call_soon_threadsafe(self._main.cancel)
         self._thread.join(10)
 
     def story(self) -> str:
-        """What there is to be said of jobs and Pods when something has gone wrong."""
+        """Return the state of jobs and Pods as text, for the message of a failed test."""
         lines = []
         for name, job in self._found["ElasticJob"].items():
             status = job.get("status") or {}
@@ -188,7 +212,7 @@ class Watched:
 
 
 class Job:
-    """One ElasticJob."""
+    """An ElasticJob in a watched namespace."""
 
     def __init__(self, cluster: Cluster, watched: Watched, name: str) -> None:
         self.cluster, self.watched, self.name = cluster, watched, name
@@ -196,45 +220,45 @@ class Job:
 
     @property
     def obj(self) -> Obj:
-        """The object; empty if it is gone."""
+        """The object; empty if it does not exist."""
         return self.watched.all("ElasticJob").get(self.name, {})
 
     @property
     def status(self) -> Obj:
-        """Its status."""
+        """The status of the job; empty if it has none."""
         found: Obj = self.obj.get("status") or {}
         return found
 
     @property
     def phase(self) -> str:
-        """As the operator says."""
+        """The phase that the operator publishes."""
         return str(self.status.get("phase", ""))
 
     @property
     def seen(self) -> Training | None:
-        """As the master says, if it has said anything."""
+        """The status that the master publishes; None if there is none yet."""
         found = self.status.get("training")
         return None if found is None else Training.model_validate(found)
 
     @property
     def training(self) -> Training:
-        """As the master says."""
+        """The status that the master publishes. The test fails if there is none."""
         seen = self.seen
         assert seen is not None, f"no master of {self.name} has said anything"
         return seen
 
     def condition(self, kind: str) -> Obj:
-        """The condition of this type; empty if there is none."""
+        """Return the condition of a type; empty if there is none."""
         found = (c for c in self.status.get("conditions") or [] if c["type"] == kind)
         return next(found, {})
 
     def holds(self, kind: str) -> bool:
-        """Whether the condition is True."""
+        """Return whether a condition is True."""
         return bool(self.condition(kind).get("status") == "True")
 
     @property
     def pods(self) -> dict[str, Obj]:
-        """Its workers' Pods by node id."""
+        """The Pods of the workers, by node id."""
         label = "elasticjob.dlrover/replica-type"
         return {
             name.removeprefix(f"{self.name}-"): pod
@@ -243,13 +267,28 @@ class Job:
             and pod["metadata"]["labels"].get("elasticjob.dlrover/name") == self.name
         }
 
-    def until(self, look: Callable[[], T], what: str, *, within_s: float = 120.0) -> T:
-        """Wait until there is something (truthy)."""
+    def until(
+        self, look: Callable[[], T | Literal[False] | None], what: str, *, within_s: float = 120.0
+    ) -> T:
+        """Call a function until its result is true, and return the result.
+
+        Args:
+            look: the function.
+            what: what the test waits for, for the error message.
+            within_s: seconds after which the test fails.
+        """
         return self.watched.until(look, f"{self.name}: {what}", within_s=within_s)
 
     def runs(self, nodes: int, *, after: int = 0, within_s: float = 180.0) -> Training:
-        """Wait for a round of so many nodes, later than that one, that has made a step and of
-        whose nodes each has said what it runs: the first step may be another node's."""
+        """Wait until a round of this many nodes trains, and return the master's status.
+
+        The round has made a step, and each of its nodes has reported its processes.
+
+        Args:
+            nodes: number of nodes.
+            after: the round must be newer than this one.
+            within_s: seconds after which the test fails.
+        """
 
         def look() -> Training | None:
             seen = self.seen
@@ -272,8 +311,10 @@ class Job:
         return self.until(look, f"a round of {nodes} nodes after {after}", within_s=within_s)
 
     def formed(self, number: int, *, within_s: float = 120.0) -> str:
-        """Wait for a round; what was said of it. It may be over already: the status of one that
-        lasts for a moment is never written."""
+        """Wait for the event that a round was formed, and return its message.
+
+        The round may have ended already. The status of a very short round is never written.
+        """
 
         def look() -> str:
             events = self.seen.events if self.seen is not None else []
@@ -284,24 +325,24 @@ class Job:
 
     @property
     def holder(self) -> str:
-        """The master's Pod that has written the journal last; "" once it has let go of it."""
+        """The Pod of the master that holds the journal; empty once it has released it."""
         journal = self.cluster.get("secret", journal_of(self.name), self.namespace) or {}
         notes: dict[str, str] = journal.get("metadata", {}).get("annotations") or {}
         return str(json.loads(notes[HOLDER])["pod"]) if notes.get(HOLDER) else ""
 
     @property
     def account(self) -> str:
-        """Who its master is to the API server."""
+        """The user name of the job's master at the API server."""
         return f"system:serviceaccount:{self.namespace}:{master_of(self.name)}"
 
     def workers(self, node: str) -> set[int]:
-        """The node's workers of the present round; none while it is about to start them."""
+        """Return the process ids of a node's workers in this round; empty before they start."""
         pod, mark = f"{self.name}-{node}", f"{ENV_ROUND}={self.training.round}"
         found = self.cluster.processes(pod, self.namespace, having=mark)
         return {pid for pid, said in found.items() if re.search(WORKER, said)}
 
     def kill_worker(self, node: str) -> None:
-        """Kill the node's worker of the present round, once it runs."""
+        """Wait for a node's worker of the present round, and kill it."""
 
         def look() -> int:
             number = self.training.round
@@ -311,24 +352,24 @@ class Job:
         self.cluster.kill(f"{self.name}-{node}", self.namespace, WORKER, having=mark)
 
     def ends(self, phase: str, *, within_s: float = 180.0) -> Obj:
-        """Wait until it has ended so."""
+        """Wait until the job has ended in this phase, and return its status."""
         self.until(lambda: self.phase == phase, f"phase {phase}", within_s=within_s)
         return self.status
 
     def patch(self, spec: Obj) -> None:
-        """Change its spec."""
+        """Change fields of the job's spec."""
         self.cluster.kubectl(
             *("patch", "elasticjob", self.name, "-n", self.namespace, "--type=merge"),
             *("-p", json.dumps({"spec": spec})),
         )
 
     def kubectl(self, *args: str) -> str:
-        """kubectl in its namespace."""
+        """Run kubectl in the namespace of the job."""
         return self.cluster.kubectl(*args, "-n", self.namespace)
 
 
 def submit(cluster: Cluster, watched: Watched, doc: Obj) -> Job:
-    """Create a job."""
+    """Create a job from its document."""
     ElasticJob.parse(doc)
     cluster.kubectl("create", "-f", "-", "-n", watched.namespace, stdin=yaml.safe_dump(doc))
     return Job(cluster, watched, doc["metadata"]["name"])
@@ -336,7 +377,7 @@ def submit(cluster: Cluster, watched: Watched, doc: Obj) -> Job:
 
 @contextmanager
 def watching(cluster: Cluster, namespace: str) -> Iterator[Watched]:
-    """A watch for a test."""
+    """Watch a namespace during the block."""
     watched = Watched(cluster, namespace)
     try:
         yield watched
@@ -346,8 +387,7 @@ def watching(cluster: Cluster, namespace: str) -> Iterator[Watched]:
 
 @contextmanager
 def no_operator(cluster: Cluster, release: str) -> Iterator[None]:
-    """Nobody mends what the block breaks, nor does what it wishes: the operator comes back after
-    it."""
+    """Stop the operator while the block runs, so that it repairs and changes nothing."""
     scale = ("scale", "deploy/dlrover-operator", "-n", release)
     cluster.kubectl(*scale, "--replicas=0")
     try:

@@ -1,8 +1,8 @@
-"""Jobs of very many Pods: what they cost the API server, and agents for Pods that have none.
+"""Jobs of thousands of Pods: their requests to the API server, and simulated agents.
 
-The Pods are Running on fake nodes, where nothing runs. What a master has asked for stands in the
-API server's audit log. Agents, where a test needs them, are those of ``benchmarks/scale.py``: they
-speak to the master in its Pod from here, and are told from real ones by nobody.
+The Pods are Running on fake nodes, where nothing runs. The requests of a master are in the audit
+log of the API server. Simulated agents (``benchmarks/scale.py``) connect to the master in its Pod
+from this process. The master cannot distinguish them from real agents.
 """
 
 import asyncio
@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.scale import Agent, Swarm
-from dlrover_py.kube import IN_FLIGHT, PODS, Kube
-from dlrover_py.master.platform import pods
-from dlrover_py.master.platform.pods import Site
+from dlrover_py.kubernetes.client import IN_FLIGHT, KubeClient
+from dlrover_py.kubernetes.kinds import PODS
+from dlrover_py.master.platform.kubernetes import pods
+from dlrover_py.master.platform.kubernetes.pods import PodContext
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import MASTER_PORT, NodeId, master_of, token_of
 from tests.cluster.harness import Cluster, Obj, on_fakes
@@ -31,18 +32,18 @@ WRITES = ("create", "update", "patch", "delete", "deletecollection")
 
 
 def at(stamp: str) -> float:
-    """The time of an audit event, as ``time.time()`` says it."""
+    """Return the time of an audit event in Unix seconds."""
     return datetime.fromisoformat(stamp).timestamp()
 
 
 def what(event: Obj) -> tuple[str, str]:
-    """Verb, and resource with its subresource."""
+    """Return the verb of an audit event, and its resource with the subresource."""
     ref = event["objectRef"]
     return event["verb"], "/".join(filter(None, (ref["resource"], ref.get("subresource"))))
 
 
-class Asked:
-    """What a job's master has asked of the API server, since a moment; trials are left out."""
+class MasterRequests:
+    """The requests of a job's master to the API server since a time, without dry runs."""
 
     def __init__(self, run: Job, since: float = 0.0) -> None:
         found = run.cluster.asked(master_of(run.name), run.namespace)
@@ -53,7 +54,13 @@ class Asked:
         ]
 
     def of(self, verb: str, resource: str, code: int = 0) -> "list[Obj]":
-        """Calls of one kind, perhaps only those with this answer."""
+        """Return the requests of one kind.
+
+        Args:
+            verb: verb of the requests.
+            resource: resource with its subresource.
+            code: only requests with this HTTP status; 0 for all.
+        """
         return [
             e
             for e in self.events
@@ -62,11 +69,11 @@ class Asked:
 
     @property
     def writes(self) -> Counter[tuple[str, str]]:
-        """How many of each kind, refused ones too."""
+        """The number of writes of each kind, including refused ones."""
         return Counter(what(e) for e in self.events if e["verb"] in WRITES)
 
     def created(self) -> tuple[int, float, float]:
-        """How many Pods, when the first was asked for, and when the last was there."""
+        """Return the number of created Pods, and the times of the first request and last reply."""
         made = self.of("create", "pods", 201)
         return (
             len(made),
@@ -75,46 +82,64 @@ class Asked:
         )
 
     def closest(self, verb: str, resource: str) -> float:
-        """The shortest time between two calls of a kind."""
+        """Return the shortest time between two requests of a kind, in seconds."""
         times = sorted(at(e["requestReceivedTimestamp"]) for e in self.of(verb, resource))
         return min((b - a for a, b in pairwise(times)), default=float("inf"))
 
 
 def many(there: Watched, name: str, replicas: int, **more: Any) -> Job:
-    """A job whose Pods are on fake nodes."""
+    """Submit a job whose Pods are on fake nodes.
+
+    Args:
+        there: the namespace.
+        name: name of the job.
+        replicas: number of nodes.
+        more: other arguments of ``document()``.
+    """
     doc = document(name, "no/image:1", ["elastic-run", "x.py"], replicas=replicas, pod=on_fakes(),
                    **more)  # fmt: skip
     return submit(there.cluster, there, doc)
 
 
 def running(run: Job) -> int:
-    """How many of its Pods run."""
+    """Return the number of the job's Pods that run."""
     return sum(p["status"].get("phase") == "Running" for p in run.pods.values())
 
 
 async def bare(kubeconfig: Path, job: Obj, first: int, number: int) -> float:
-    """Create the Pods that a master would for this job, from that id on, and do nothing else.
+    """Create the Pods of a job as its master would, and do nothing else.
 
-    With the same client and as many calls at once as it lets through. Returns the time it took.
+    The client and the number of parallel requests are those of a master.
+
+    Args:
+        kubeconfig: kubeconfig of the cluster.
+        job: the ElasticJob.
+        first: number in the id of the first node.
+        number: number of Pods.
+
+    Returns:
+        The seconds that it took.
     """
     parsed = ElasticJob.read(job)
-    site = Site(job["metadata"]["uid"], "10.0.0.1:50001")
+    site = PodContext(job["metadata"]["uid"], "10.0.0.1:50001")
     wishes = [pods.pod(parsed, NodeId(f"n{first + i}"), site) for i in range(number)]
     turns = asyncio.Semaphore(IN_FLIGHT)
-    async with await Kube.connect(kubeconfig=kubeconfig) as kube:
+    async with await KubeClient.connect(kubeconfig=kubeconfig) as kube:
 
         async def create(wish: Obj) -> None:
             async with turns:
                 await kube.create(PODS, wish)
 
-        await kube.list(PODS, job["metadata"]["namespace"])  # connected: as a master is
+        await kube.list(
+            PODS, job["metadata"]["namespace"]
+        )  # the connection is open, as that of a master
         began = time.monotonic()
         await asyncio.gather(*map(create, wishes))
         return time.monotonic() - began
 
 
 def master_mb(run: Job) -> float:
-    """The most memory that its master has had."""
+    """Return the peak memory of the job's master in MiB."""
     (pod,) = run.cluster.list("pods", run.namespace, MASTER)
     peaks = []
     for pid in run.cluster.processes(pod["metadata"]["name"], run.namespace):
@@ -124,17 +149,17 @@ def master_mb(run: Job) -> float:
 
 
 class Agents:
-    """Agents of a job's nodes, with ids that grow as Pods are replaced."""
+    """Simulated agents of a job's nodes. Ids grow as Pods are replaced."""
 
     def __init__(self, run: Job, swarm: Swarm) -> None:
         self.run, self.swarm = run, swarm
 
     def of(self, nodes: Sequence[str]) -> "list[Agent]":
-        """The agents of these nodes."""
+        """Return the agents of these nodes."""
         return [self.swarm.agents[int(node.removeprefix("n"))] for node in nodes]
 
     async def form(self, nodes: Sequence[str], size: int) -> None:
-        """These come, and those and all who are there find themselves in a round of this size."""
+        """Connect the agents of these nodes; wait until all agents are in a round of this size."""
         agents = self.of(nodes)
         await self.swarm.connect(agents)
         told = self.swarm.until(self.swarm.living, lambda told: told.get("nnodes") == size)
@@ -144,13 +169,13 @@ class Agents:
 
     @property
     def rounds(self) -> dict[int, int]:
-        """Size of each round that any agent was told of."""
+        """The size of each round that an agent has received."""
         return {number: formed.nnodes for (_, number), formed in self.swarm.formed.items()}
 
 
 @asynccontextmanager
 async def agents_of(run: Job, number: int) -> AsyncIterator[Agents]:
-    """Up to so many agents for a job on fake nodes."""
+    """Yield at most this number of agents for a job on fake nodes."""
     cluster: Cluster = run.cluster
     (pod,) = await asyncio.to_thread(cluster.list, "pods", run.namespace, MASTER)
     name = token_of(run.name, run.obj["metadata"]["uid"])

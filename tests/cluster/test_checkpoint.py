@@ -4,19 +4,19 @@ The script (tests/flash.py) says so when it has loaded anything but one whole st
 """
 
 import re
-import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dlrover_agent.saver import held
-from dlrover_py.arena import PREFIX
+from dlrover_agent.checkpoint.saver import memory_checkpoints
+from dlrover_py.checkpoint.directory import CheckpointDirectory
+from dlrover_py.checkpoint.shm import POOL_PREFIX
 from dlrover_py.protocol.status import JobPhase, LastCheckpoint, NodeStatus, Training
-from dlrover_py.storage import Store
 from tests.cluster.harness import Obj, inside, until
 from tests.cluster.jobs import Job, Watched, document, submit
 from tests.cluster.lab.parts import FAKETIME
@@ -105,7 +105,7 @@ class Saving:
         folders = [self.memory(node, uid) for node in nodes]
 
         def look() -> int:
-            found = [one for folder in folders for one in held(folder, uid)]
+            found = [one for folder in folders for one in memory_checkpoints(folder, uid)]
             step = doubled(found, range(len(nodes)))
             return step if step > after else 0
 
@@ -114,7 +114,7 @@ class Saving:
     def memory(self, node: NodeStatus, uid: str) -> Path:
         """A node's, from outside: as its agent sees it."""
         agent = min(self.cluster.processes(f"job-{node.id}", self.run.namespace))
-        return inside(agent, f"/dev/shm/{PREFIX}{uid}-{node.id}")
+        return inside(agent, f"/dev/shm/{POOL_PREFIX}{uid}-{node.id}")
 
     def stores(self, *, after: int) -> int:
         """Wait until a step after that one is in storage; which."""
@@ -126,10 +126,14 @@ class Saving:
 
     def can_store(self, status: Training) -> None:
         """Wait until each node's persister is there: it has torch to import before."""
-        ready = '"event": "persister_ready"'
+
+        def ready(node: NodeStatus) -> bool:
+            log = self.cluster.logs(f"job-{node.id}", self.run.namespace)
+            return '"event": "persister_ready"' in log
+
         for node in members(status):
             until(
-                lambda n=node: ready in self.cluster.logs(f"job-{n.id}", self.run.namespace),  # type: ignore[misc]
+                partial(ready, node),
                 f"the persister of {node.id}",
                 within_s=240,
             )
@@ -137,7 +141,7 @@ class Saving:
     @property
     def stored(self) -> list[int]:
         """Steps in storage."""
-        return sorted(m.step for m in Store(self.folder / "store").checkpoints())
+        return sorted(m.step for m in CheckpointDirectory(self.folder / "store").checkpoints())
 
     def at(self, rank: int) -> int:
         """Steps that a rank has finished."""
@@ -158,7 +162,7 @@ def saving(
 ) -> Iterator[Saving]:
     """A job whose Pods share a folder, with the script in it. It is let go in the end."""
     folder.chmod(0o777)
-    (folder / "train.py").write_text(textwrap.dedent(WORKER))
+    (folder / "train.py").write_text(WORKER.read_text())
     permit(folder, 0)
     logs = ["--tee=3", f"--log-dir={SHARED}/logs/$(DLROVER_NODE_ID)"]
     script = [f"{SHARED}/train.py", "sharded", f"{SHARED}/gate", SHARED]
@@ -212,7 +216,7 @@ def test_memory_outlives_a_worker_a_pod_and_a_host(
     there: Watched, agent_image: str, tmp_path: Path
 ) -> None:
     """There is no storage: what is loaded is a node's own, or its peer's."""
-    sizes = {"replicas": 3, "minReplicas": 2}
+    sizes: Obj = {"replicas": 3, "minReplicas": 2}
     with saving(there, agent_image, tmp_path, pod=spread(), **sizes) as its:
         first = its.reach(5, "memory")
         its.kill(members(first)[1])
@@ -239,7 +243,7 @@ def test_what_goes_with_notice_is_stored_first(
     there: Watched, agent_image: str, tmp_path: Path
 ) -> None:
     policy = {"dir": f"{SHARED}/store", "persistEvery": 100_000}
-    sizes = {"replicas": 2, "minReplicas": 1}
+    sizes: Obj = {"replicas": 2, "minReplicas": 1}
     with saving(
         there,
         agent_image,

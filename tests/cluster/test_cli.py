@@ -68,7 +68,7 @@ def test_a_job_is_submitted_looked_at_changed_and_deleted(
     (terminal.folder / "job.yaml").write_text(yaml.safe_dump(wish))
     assert "would be submitted" in terminal.call("submit", "--dry-run", "job.yaml")
     assert "job submitted" in terminal.call("submit", "job.yaml")
-    assert "is already" in terminal.call("submit", "job.yaml", code=2)
+    assert "exists already" in terminal.call("submit", "job.yaml", code=2)
     assert "unchanged" in terminal.call("submit", "--apply", "job.yaml")
     run = Job(there.cluster, there, "job")
     first = run.runs(2)
@@ -98,7 +98,7 @@ def test_a_job_is_submitted_looked_at_changed_and_deleted(
     )
     assert '"program": "elastic-run"' in terminal.call("logs", "job", "--agents", "--node", "n0")
 
-    assert "now wishes 3 nodes" in terminal.call("scale", "3", "--job", "job")
+    assert "is scaled to 3 nodes" in terminal.call("scale", "3", "--job", "job")
     second = run.runs(3, after=first.round)
     assert "maxReplicas is 3" in terminal.call("scale", "4", "--job", "job", code=2)
     lines = terminal.folder / "followed"

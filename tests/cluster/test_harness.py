@@ -3,10 +3,13 @@
 import json
 import signal
 import textwrap
+from functools import partial
+from typing import Any
 
 import pytest
 
 from tests.cluster.harness import Cluster, LabError, Obj, until
+from tests.programs import PROGRAMS, source
 
 SLEEP = "import signal, sys; print('here', flush=True); signal.pause()"
 
@@ -27,9 +30,9 @@ def pod(
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
-def sleeper(cluster: Cluster, name: str = "sleeper", **where: object) -> Obj:
+def sleeper(cluster: Cluster, name: str = "sleeper", **where: Any) -> Obj:
     """A Pod that waits for a signal."""
-    return pod(cluster.base_image, name, "python3", "-c", SLEEP, **where)  # type: ignore[arg-type]
+    return pod(cluster.base_image, name, "python3", "-c", SLEEP, **where)
 
 
 def runs(cluster: Cluster, namespace: str, *objects: Obj) -> None:
@@ -37,12 +40,15 @@ def runs(cluster: Cluster, namespace: str, *objects: Obj) -> None:
     cluster.apply(*objects, namespace=namespace)
     for obj in objects:
         name = obj["metadata"]["name"]
-        until(lambda name=name: cluster.pod_ready(name, namespace), f"{name} is Ready")  # type: ignore[misc]
+        until(partial(cluster.pod_ready, name, namespace), f"{name} is Ready")
 
 
 def test_pods_talk_to_each_other_across_nodes_and_by_a_service(
     cluster: Cluster, namespace: str
 ) -> None:
+    def got_through(name: str) -> bool:
+        return cluster.pod_phase(name, namespace) == "Succeeded"
+
     first, *_, last = cluster.nodes
     serve = "import http.server as h; h.test(h.SimpleHTTPRequestHandler, port=8000)"
     server = pod(cluster.base_image, "server", "python3", "-c", serve, node=first,
@@ -56,24 +62,15 @@ def test_pods_talk_to_each_other_across_nodes_and_by_a_service(
     cluster.apply(service, namespace=namespace)
     runs(cluster, namespace, server)
     address = (cluster.get("pod", "server", namespace) or {})["status"]["podIP"]
+    fetch = source(PROGRAMS / "fetch_url.py")
     for name, url in (
         ("direct", f"http://{address}:8000"),
         ("service", "http://$(WEB_SERVICE_HOST)"),
     ):
-        look = textwrap.dedent(f"""
-            import time, urllib.request
-            for _ in range(300):
-                try:
-                    print(urllib.request.urlopen("{url}", timeout=2).status); break
-                except OSError: time.sleep(0.2)
-        """)
-        cluster.apply(pod(cluster.base_image, name, "python3", "-c", look, node=last),
+        cluster.apply(pod(cluster.base_image, name, "python3", "-c", fetch, url, node=last),
                       namespace=namespace)  # fmt: skip
-        until(
-            lambda name=name: cluster.pod_phase(name, namespace) == "Succeeded",
-            f"{name} got through",
-        )  # type: ignore[misc]
-        assert until(lambda n=name: cluster.logs(n, namespace), "its log").strip() == "200"  # type: ignore[misc]
+        until(partial(got_through, name), f"{name} got through")
+        assert until(partial(cluster.logs, name, namespace), "its log").strip() == "200"
 
 
 def test_admission_is_that_of_a_real_cluster(cluster: Cluster, namespace: str) -> None:
@@ -188,19 +185,11 @@ def test_a_node_is_cordoned_and_drained(cluster: Cluster, namespace: str) -> Non
 
 def test_the_agents_image_trains(cluster: Cluster, namespace: str, agent_image: str) -> None:
     """Our image as users have it: not root, torch by a mount, two workers that reduce."""
-    script = textwrap.dedent("""
-        import os, torch, torch.distributed as dist
-        dist.init_process_group("gloo")
-        x = torch.ones(1)
-        dist.all_reduce(x)
-        os.write(1, f"sum {int(x)} uid {os.getuid()}\\n".encode())
-        dist.destroy_process_group()
-    """)
     config = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": {"name": "script"},
-        "data": {"train.py": script},
+        "data": {"train.py": source(PROGRAMS / "sum_in_a_pod.py")},
     }
     train = pod(agent_image, "train", "elastic-run", "--standalone", "--nproc-per-node=2",
                 "/scripts/train.py")  # fmt: skip
@@ -230,12 +219,7 @@ def test_the_masters_image_starts_its_program(
 
 def test_a_name_that_nobody_knows_is_refused_at_once(cluster: Cluster, namespace: str) -> None:
     """There is no name server; each of four lookups would take 5 s, as torch's would."""
-    ask = (
-        "import contextlib, socket, time\nbegan = time.monotonic()\n"
-        "for _ in range(4):\n    with contextlib.suppress(OSError):\n"
-        "        socket.getnameinfo(('10.1.2.3', 80), 0)\n"
-        "print('asked', 'at once' if time.monotonic() - began < 15 else 'slowly')"
-    )
+    ask = source(PROGRAMS / "look_up_names.py")
     cluster.apply(pod(cluster.base_image, "asks", "python3", "-c", ask), namespace=namespace)
     said = until(lambda: cluster.logs("asks", namespace), "an answer")
     assert "asked at once" in said

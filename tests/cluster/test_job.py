@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,12 @@ def test_the_columns_tell_the_story(there: Watched, agent_image: str) -> None:
         "both are ready",
     )
     about = ("get", "events", "--field-selector=involvedObject.kind=ElasticJob")
+
+    def told(reason: str) -> bool:
+        return reason in run.kubectl(*about)
+
     for reason in ("RoundFormed", "TrainingResumed"):
-        until(lambda r=reason: r in run.kubectl(*about), reason)  # type: ignore[misc]
+        until(partial(told, reason), reason)
 
 
 def test_dlrovers_own_kind_of_manifest_runs(there: Watched, agent_image: str) -> None:
@@ -135,7 +140,7 @@ def test_a_pod_that_is_lost_is_replaced_and_the_rest_goes_on_without_it(
     before = run.runs(3)
     there.cluster.delete_pod("job-n1", there.namespace, force=True)
     full = run.runs(3, after=before.round + 1)
-    assert "2 nodes, 2 workers (out: n1)" in run.formed(before.round + 1)
+    assert "2 nodes, 2 workers (left: n1)" in run.formed(before.round + 1)
     assert {n.id for n in full.nodes if n.phase.value == "live"} == {"n0", "n2", "n3"}
     assert full.restarts.keys() <= {"drain", "join"}, "the API server gives notice first"
     budgets = [n.relaunches for n in full.nodes]
@@ -271,7 +276,7 @@ def test_a_job_with_sidecars_leaves_no_pod_that_holds_resources(
     bad = started("bad", ["elastic-run", "--no-python", "false"], replicas=1, restartCount=0)
     for run, phase in ((good, "Succeeded"), (bad, "Failed")):
         run.ends(phase)
-        run.until(lambda run=run: run.condition("PodsLeft"), "all has gone")  # type: ignore[misc]
+        run.until(partial(run.condition, "PodsLeft"), "all has gone")
         assert run.condition("PodsLeft")["status"] == "False"
         assert holding(run) == []
     before = goes.runs(2)
@@ -292,7 +297,7 @@ def test_the_first_example_runs(there: Watched, cluster: Cluster) -> None:
     main["command"] += ["--epochs=3", "--step-delay=0.05"]
     run = submit(cluster, there, doc)
     run.ends("Succeeded", within_s=400)
-    logs = [until(lambda n=n: cluster.logs(f"digits-{n}", there.namespace), n) for n in run.pods]  # type: ignore[misc]
+    logs = [until(partial(cluster.logs, f"digits-{n}", there.namespace), n) for n in run.pods]
     assert "accuracy 0." in "".join(logs)
 
 
@@ -305,7 +310,7 @@ def test_a_host_that_is_cut_off_is_survived_and_kept_out(there: Watched, agent_i
     victim = next(n for n, p in run.pods.items() if p["spec"]["nodeName"] != near_master)
     host = run.pods[victim]["spec"]["nodeName"]
     with cluster.cut_off(host):
-        assert f"1 node, 1 worker (out: {victim})" in run.formed(before.round + 1)
+        assert f"1 node, 1 worker (left: {victim})" in run.formed(before.round + 1)
         again = run.runs(2, after=before.round + 1)
         assert host not in {n.host for n in again.nodes if n.role.value == "member"}
     new = next(n for n in again.nodes if n.role.value == "member" and n.id not in ("n0", "n1"))
@@ -382,6 +387,7 @@ def test_an_autoscaler_finds_its_way(there: Watched, agent_image: str) -> None:
         },
     }
     there.cluster.apply(scaler, namespace=there.namespace)
+    # no assert: runs() waits for 2 nodes, and fails without them
     run.runs(2, after=one.round)
 
 
@@ -499,12 +505,20 @@ def test_what_a_pod_lacks_is_a_condition(there: Watched, agent_image: str) -> No
         (bad, "InvalidTemplate"),
         (volume, "PodNotStarting"),
     ):
-        run.until(lambda r=run, w=why: r.training.reason.startswith(w), f"{why} in the column")
+        run.until(partial(in_column, run, why), f"{why} in the column")
         # Kubelets say by turns that they try and that they wait.
         until(
-            lambda r=run, w=why: f"{w}: " in r.kubectl("get", "ej", r.name, "-owide"),  # type: ignore[misc]
+            partial(printed, run, why),
             f"{why} in the column, as people see it",
         )
+
+
+def in_column(run: Job, why: str) -> bool:
+    return run.training.reason.startswith(why)
+
+
+def printed(run: Job, why: str) -> bool:
+    return f"{why}: " in run.kubectl("get", "ej", run.name, "-owide")
 
 
 def test_a_job_keeps_its_size_under_what_cannot_be_had_and_grows_once_it_can(
@@ -512,6 +526,10 @@ def test_a_job_keeps_its_size_under_what_cannot_be_had_and_grows_once_it_can(
 ) -> None:
     """Its user scales it up with a template that is no good, mends that, and tries the next."""
     run = job(there, agent_image, replicas=1, maxReplicas=2)
+
+    def over(kind: str) -> bool:
+        return not run.holds(kind)
+
     one = run.runs(1)
     good = run.obj["spec"]["replicaSpecs"]["worker"]["template"]["spec"]
     main = good["containers"][0]
@@ -529,7 +547,7 @@ def test_a_job_keeps_its_size_under_what_cannot_be_had_and_grows_once_it_can(
         mended = {**dict.fromkeys(bad), **good}
         run.patch({"replicaSpecs": {"worker": {"template": {"spec": mended}}}})
         two = run.runs(2, after=one.round)
-        run.until(lambda k=kind: not run.holds(k), "it is over")
+        run.until(partial(over, kind), "it is over")
         run.patch({"replicaSpecs": {"worker": {"replicas": 1}}})
         one = run.runs(1, after=two.round)
     assert one.term == 1, "nothing was started anew"
@@ -575,7 +593,7 @@ def test_a_name_that_is_taken_is_a_condition(there: Watched, agent_image: str) -
                     "terminationGracePeriodSeconds": 1}}  # fmt: skip
     there.cluster.apply(pod, namespace=there.namespace)
     run = job(there, agent_image, replicas=1)
-    assert "not of this job" in trouble(run, "NameConflict")
+    assert "does not belong to this job" in trouble(run, "NameConflict")
     run.kubectl("delete", "pod", "job-n0")
     assert run.runs(1).term == 1, "without a new master"
 

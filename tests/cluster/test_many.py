@@ -9,10 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from dlrover_py.kube import PODS, Kube
+from dlrover_py.kubernetes.client import KubeClient
+from dlrover_py.kubernetes.kinds import PODS
 from tests.cluster.harness import Cluster, until
 from tests.cluster.jobs import Watched, watching
-from tests.cluster.many import Asked, agents_of, many, running
+from tests.cluster.many import MasterRequests, agents_of, many, running
 
 pytestmark = pytest.mark.timeout(900)
 PODS_OF_A_JOB = 100
@@ -33,8 +34,8 @@ def test_a_large_job_costs_the_api_server_little(there: Watched) -> None:
     run.until(lambda: running(run) == PODS_OF_A_JOB, "all run", within_s=240)
     run.patch({"suspend": True})
     run.until(lambda: run.holds("Suspended") and not run.pods, "none is left", within_s=240)
-    until(lambda: len(Asked(run).of("delete", "pods", 200)) >= PODS_OF_A_JOB, LOGGED)
-    asked = Asked(run)
+    until(lambda: len(MasterRequests(run).of("delete", "pods", 200)) >= PODS_OF_A_JOB, LOGGED)
+    asked = MasterRequests(run)
     assert len(asked.of("create", "pods", 201)) == PODS_OF_A_JOB
     assert len(asked.of("delete", "pods", 200)) == PODS_OF_A_JOB
     status = "patch", "elasticjobs/status"  # one a second, however long it takes
@@ -52,7 +53,7 @@ async def test_pods_that_are_deleted_at_once_are_one_decision(there: Watched) ->
         await agents.form(first, 32)
         before, since = max(agents.rounds), time.time()
         left = agents.swarm.until(agents.of(first[:2]), lambda told: told.get("nnodes") == 2)
-        async with await Kube.connect(kubeconfig=there.cluster.kubeconfig) as kube:
+        async with await KubeClient.connect(kubeconfig=there.cluster.kubeconfig) as kube:
             gone = (kube.delete(PODS, f"mass-{n}", there.namespace, grace_s=0) for n in first[2:])
             calls = asyncio.gather(*gone)
             agents.swarm.lose(agents.of(first[2:]))
@@ -62,7 +63,7 @@ async def test_pods_that_are_deleted_at_once_are_one_decision(there: Watched) ->
         await asyncio.to_thread(run.until, lambda: set(run.pods) == {"n0", "n1", *new}, "new ones")
 
         def made() -> int:
-            return len(Asked(run, since).of("create", "pods", 201))
+            return len(MasterRequests(run, since).of("create", "pods", 201))
 
         await asyncio.to_thread(until, lambda: made() >= 30, LOGGED)
         assert {n: size for n, size in agents.rounds.items() if n > before} == {before + 1: 2}

@@ -2,28 +2,17 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 
 import pytest
 
 from dlrover_py.protocol.status import Training
 from tests.cluster.harness import LabError, Obj, until
-from tests.cluster.jobs import Job, Watched, document, spread, submit
+from tests.cluster.jobs import UNTIL_STOPPED, Job, Watched, document, spread, submit
 from tests.cluster.many import MASTER
 from tests.cluster.test_worst import hosts, members
 
 pytestmark = pytest.mark.timeout(900)
-SCRIPT = """
-import time
-from dlrover_py.trainer import session
-step = 0
-while not session.should_stop():
-    step += 1
-    session.report_step(step)
-    if step == 1:
-        print("hears in round", session.round(), flush=True)
-    time.sleep(0.05)
-print("asked to stop", flush=True)
-"""
 SPOT, IMPORTANT = "dlrover.test/spot", "dlrover-test-important"
 
 
@@ -34,7 +23,7 @@ def test_who_is_taken_away_with_notice_leaves_in_time_and_is_nobodys_failure(
     cluster = there.cluster
     own = {"name": "own", "emptyDir": {"sizeLimit": "1Mi"}}
     pod = spread() | {"volumes": [own], "terminationGracePeriodSeconds": 20}
-    command = ["elastic-run", "--no-python", "python3", "-c", SCRIPT]
+    command = ["elastic-run", "--no-python", "python3", "-c", UNTIL_STOPPED, "0.05"]
     doc = document("job", agent_image, command, replicas=3, minReplicas=1, restartCount=0, pod=pod)
     main = doc["spec"]["replicaSpecs"]["worker"]["template"]["spec"]["containers"][0]
     main |= {
@@ -46,6 +35,7 @@ def test_who_is_taken_away_with_notice_leaves_in_time_and_is_nobodys_failure(
     for take in (preempt, spot):
         with given_back(run):
             seen = loses(run, seen, take, hears=True)
+    # no assert: loses() looks at each loss
     loses(run, seen, fill, hears=False)
 
 
@@ -61,9 +51,12 @@ def loses(
         for n, host in zip(members(seen), hosts_of, strict=True)
         if host != near or take is fill  # which leaves the master alone
     )
-    heard = f"hears in round {seen.round}\n"
+
+    def heard(name: str) -> bool:
+        return f"hears in round {seen.round}\n" in run.cluster.logs(f"job-{name}", run.namespace)
+
     for name in (n.id for n, host in zip(members(seen), hosts_of, strict=True) if host == where):
-        until(lambda n=name: heard in run.cluster.logs(f"job-{n}", run.namespace), f"{name} hears")
+        until(partial(heard, name), f"{name} hears")
     with run.cluster.following(f"job-{victim}", run.namespace) as log:
         take(run, victim, where)
         said = log()

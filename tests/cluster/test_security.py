@@ -7,50 +7,15 @@ from collections.abc import Iterator
 import pytest
 
 from dlrover_py.protocol.names import (
-    HEALTH_PORT,
-    MASTER_PORT,
-    NODE_MOUNT,
-    SECRET_CA,
-    SECRET_TOKEN,
     master_of,
 )
 from tests.cluster.harness import Cluster
 from tests.cluster.jobs import Job, Watched, document, steps, submit, watching
 from tests.cluster.many import MASTER
 from tests.cluster.test_chart import may
+from tests.programs import PROGRAMS, source
 
 pytestmark = pytest.mark.timeout(900)
-PROBE = f"""
-import json, os, ssl, sys, urllib.error, urllib.request
-
-mine = {NODE_MOUNT!r}
-token = open(f"{{mine}}/{SECRET_TOKEN}").read().strip()
-believing = ssl.create_default_context(cafile=f"{{mine}}/{SECRET_CA}")
-believing.check_hostname = False  # agents expect a name that is no host's
-blind = ssl._create_unverified_context()
-
-def ask(url, context=None, **headers):
-    request = urllib.request.Request(url, headers=headers)
-    try:
-        with urllib.request.urlopen(request, timeout=20, context=context) as page:
-            return page.status
-    except urllib.error.HTTPError as error:
-        return error.code
-    except urllib.error.URLError as error:
-        return type(error.reason).__name__
-
-own, other = os.environ["DLROVER_MASTER_ADDR"], sys.argv[1]
-bearer = {{"Authorization": f"Bearer {{token}}"}}
-print(json.dumps({{
-    "own": ask(f"https://{{own}}/v1/job", believing, **bearer),
-    "without a token": ask(f"https://{{own}}/v1/job", believing),
-    "other, believing": ask(f"https://{{other}}:{MASTER_PORT}/v1/job", believing, **bearer),
-    "other": ask(f"https://{{other}}:{MASTER_PORT}/v1/job", blind, **bearer),
-    "health": ask(f"http://{{other}}:{HEALTH_PORT}/healthz"),
-    "more of health": ask(f"http://{{other}}:{HEALTH_PORT}/v1/job", **bearer),
-    "account": os.path.exists("/var/run/secrets/kubernetes.io"),
-}}))
-"""
 
 
 @pytest.fixture
@@ -71,7 +36,9 @@ def asks(run: Job, other: Job) -> dict[str, object]:
         if pod["metadata"]["name"].startswith(master_of(other.name))
     )
     inside = ("exec", f"{run.name}-n0", "-n", run.namespace, "-c", "main", "--")
-    found = run.cluster.kubectl(*inside, "python3", "-c", PROBE, address)
+    found = run.cluster.kubectl(
+        *inside, "python3", "-c", source(PROGRAMS / "try_other_doors.py"), address
+    )
     said = json.loads(found)
     assert isinstance(said, dict)
     return said

@@ -12,15 +12,23 @@ from itertools import pairwise
 
 import pytest
 
-from dlrover_py.master.loop import RETRY_S
+from dlrover_py.master.loop import RETRY
 from dlrover_py.protocol.names import journal_of, master_of
 from tests.cluster.conftest import installed
 from tests.cluster.harness import Cluster, Obj, send, until
-from tests.cluster.jobs import WORKER, Job, document, no_operator, submit, watching
+from tests.cluster.jobs import (
+    UNTIL_STOPPED,
+    WORKER,
+    Job,
+    document,
+    no_operator,
+    submit,
+    watching,
+)
 from tests.cluster.lab.between import Between, Call
-from tests.cluster.many import MASTER, Asked
+from tests.cluster.many import MASTER, MasterRequests
 from tests.cluster.test_chart import may
-from tests.cluster.test_worst import STORY, members, pids, starts, steady, step, trainers
+from tests.cluster.test_worst import PAUSE_S, members, pids, starts, steady, step, trainers
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -41,7 +49,7 @@ def run(
     namespace = f"storms-{secrets.token_hex(3)}"
     cluster.make_namespace(namespace)
     with watching(cluster, namespace) as there:
-        command = ["elastic-run", "--no-python", "python3", "-c", STORY]
+        command = ["elastic-run", "--no-python", "python3", "-c", UNTIL_STOPPED, str(PAUSE_S)]
         job = submit(
             cluster, there, document("job", agent_image, command, replicas=2, restartCount=99)
         )
@@ -138,7 +146,7 @@ def test_what_is_lost_with_all_history_is_noticed_by_one_list(run: Job) -> None:
     after = run.runs(2, after=before.round)
     assert {n.id for n in members(after)} > {left}
     assert lost not in {n.id for n in members(after)}
-    asked = Asked(run, since)
+    asked = MasterRequests(run, since)
     assert len(asked.of("create", "pods", 201)) == 1
     if not given_up(run, master):
         assert after.term == before.term
@@ -173,7 +181,7 @@ def test_a_master_that_is_refused_everything_asks_seldom_and_goes_on(
     with between.refuses(code, reason, retry_after=retry_after):
         began = time.monotonic()
         run.kill_worker(first.id)
-        enough = 7 if retry_after else len(RETRY_S) + 6
+        enough = 7 if retry_after else RETRY.doublings + 6
         until(
             lambda: len(puts(asked_in_vain(between, account, code, began))) >= enough,
             "it asks again and again",
@@ -195,8 +203,8 @@ def test_a_master_that_is_refused_everything_asks_seldom_and_goes_on(
     else:
         # Its pauses grow to the longest one. A busy machine only adds to that: what is shorter was
         # drawn.
-        longest = gaps(writes)[len(RETRY_S) - 1 :]
-        assert min(longest) < 0.95 * RETRY_S[-1], f"spread: {longest}"
+        longest = gaps(writes)[RETRY.doublings :]
+        assert min(longest) < 0.95 * RETRY.most_s, f"spread: {longest}"
 
 
 def asked_in_vain(between: Between, account: str, code: int, since: float) -> list[Call]:

@@ -10,17 +10,21 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dlrover_py.kube import ELASTICJOBS, Kube
+from dlrover_py.kubernetes.client import KubeClient
+from dlrover_py.kubernetes.kinds import ELASTICJOBS
 from dlrover_py.protocol import names
 from dlrover_py.protocol.status import NodeRole, NodeStatus, Training
 from tests.cluster.conftest import installed, rolled_out
 from tests.cluster.harness import Cluster, LabError, Obj, inside, send, until
 from tests.cluster.jobs import (
     OPERATOR,
+    UNTIL_STOPPED,
     WORKER,
     Job,
     Watched,
@@ -37,20 +41,6 @@ pytestmark = pytest.mark.timeout(900)
 AWAY_S = int(os.environ.get("DLROVER_TEST_AWAY_S", "20"))
 """For so long nobody answers: hosts are NotReady by then."""
 PAUSE_S = 0.05
-STORY = """
-import os, time
-from dlrover_py.trainer import session
-world, step = session.world(), 0
-print("starts", session.round(), world.rank, world.size, flush=True)
-path = f"/tmp/step-{session.round()}"
-while not session.should_stop():
-    step += 1
-    session.report_step(step)
-    with open(f"{path}.new", "w") as file:
-        file.write(str(step))
-    os.replace(f"{path}.new", path)
-    time.sleep(PAUSE_S)
-""".replace("PAUSE_S", str(PAUSE_S))
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +83,8 @@ def kill_operators(cluster: Cluster, release: str) -> None:
             cluster.delete_pod(name, release, force=True)
 
 
-def job(there: Watched, image: str, replicas: int, name: str = "job", **more: object) -> Job:
-    command = ["elastic-run", "--no-python", "python3", "-c", STORY]
+def job(there: Watched, image: str, replicas: int, name: str = "job", **more: Any) -> Job:
+    command = ["elastic-run", "--no-python", "python3", "-c", UNTIL_STOPPED, str(PAUSE_S)]
     return submit(there.cluster, there, document(name, image, command, replicas=replicas, **more))
 
 
@@ -159,6 +149,10 @@ def alive(pid: int) -> bool:
         return False
 
 
+def a_hundred_on(workers: set[int], since: int) -> bool:
+    return step(workers) > since + 100
+
+
 def step(workers: set[int]) -> int:
     """How far the worker among these is in its round, by what it writes in its container; 0 if it
     has not."""
@@ -192,13 +186,13 @@ def test_a_node_that_is_cut_off_stops_its_workers_before_it_is_back(
         if host != master_host(run)
     )
     host = where[victim.node_rank or 0]
-    said(run, victim.id, "contact_made")
+    said(run, victim.id, "peer_probe_answered")
     workers, agents = pids(run, victim.id, WORKER), pids(run, victim.id, r"elastic-run")
     logs = {victim.id: cluster.logs(f"job-{victim.id}", run.namespace)}
     assert workers
     with cluster.cut_off_from_api(host):  # so its kubelet, once back, does not end the agent first
         with cluster.cut_off(host):
-            assert f"2 nodes, 2 workers (out: {victim.id})" in run.formed(before.round + 1)
+            assert f"2 nodes, 2 workers (left: {victim.id})" in run.formed(before.round + 1)
             until(lambda: not any(map(alive, workers)), "its workers are stopped")
             assert any(map(alive, agents)), "by its agent, which goes on asking"
             until(lambda: not cluster.node_ready(host), "nobody told it to")
@@ -228,7 +222,7 @@ def test_what_a_cut_off_master_believes_is_never_written(there: Watched, agent_i
     assert hosts(run, before)[0] == master_host(run) == host
     first, second, third = members(before)
     for node in (second, third):
-        said(run, node.id, "contact_made")
+        said(run, node.id, "peer_probe_answered")
     old = master_of(run)["metadata"]["name"]
     with cluster.cut_off(host):
         # What was on its way when it was cut off may still be written.
@@ -403,11 +397,11 @@ def test_workers_train_while_nothing_can_be_written(shared: Job, who: str) -> No
     with cluster.etcd_stopped() if who == "etcd" else cluster.api_server_stopped():
         for mine in workers.values():
             now = step(mine)
-            until(lambda m=mine, n=now: step(m) > n + 100, "a hundred steps")
+            until(partial(a_hundred_on, mine, now), "a hundred steps")
         send(signal.SIGKILL, workers.pop(victim))
         for mine in workers.values():
             now = step(mine)
-            until(lambda m=mine, n=now: step(m) > n + 100, "a hundred more")
+            until(partial(a_hundred_on, mine, now), "a hundred more")
     after = run.runs(len(members(before)), after=before.round)
     # Who is back has heard of no host for a while: Kubernetes may move the master.
     assert after.term == before.term or run.holder != master
@@ -431,7 +425,7 @@ def test_a_job_outlives_a_long_absence_of_all_who_look_after_it(shared: Job, ope
                 return done * PAUSE_S > (time.monotonic() - began) / 4
 
             for node in workers:  # where this machine has stood still they catch up
-                until(lambda n=node: keeps_pace(n), f"{node} trains at its pace")
+                until(partial(keeps_pace, node), f"{node} trains at its pace")
             cluster.compact()
         assert {n: pids(run, n, WORKER) for n in workers} == workers
         run.kill_worker(min(workers))
@@ -501,7 +495,7 @@ Edit = tuple[str, Obj]
 
 async def edit(run: Job, edits: list[Edit], *, at_once: bool = False) -> None:
     """Make these changes one right after the other, or all at once."""
-    async with await Kube.connect(kubeconfig=run.cluster.kubeconfig) as kube:
+    async with await KubeClient.connect(kubeconfig=run.cluster.kubeconfig) as kube:
         made = [
             kube.patch(ELASTICJOBS, run.name, patch, run.namespace, subresource=subresource)
             for subresource, patch in edits
@@ -551,7 +545,7 @@ def test_jobs_are_deleted_while_there_is_no_operator(
     assert set(orphan.pods) == kept
     for node in kept:
         cluster.kill(f"orphan-{node}", orphan.namespace, WORKER)
-        until(lambda n=node: pids(orphan, n, WORKER), "its agent has started another worker")
+        until(partial(pids, orphan, node, WORKER), "its agent has started another worker")
     label = "elasticjob.dlrover/name"
     kinds = "pods,secrets,deployments,services,roles,rolebindings,serviceaccounts,networkpolicies"
     until(

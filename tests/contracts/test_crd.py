@@ -13,18 +13,10 @@ import pytest
 
 from dlrover_operator import crd, manifests
 from dlrover_operator.manifests import Options
-from dlrover_py.kube import (
-    CRDS,
-    ELASTICJOBS,
-    NAMESPACES,
-    PODS,
-    Changed,
-    Invalid,
-    Kube,
-    KubeError,
-    NotFound,
-    Obj,
-)
+from dlrover_py.kubernetes.client import KubeClient
+from dlrover_py.kubernetes.errors import InvalidError, KubeError, NotFoundError
+from dlrover_py.kubernetes.kinds import CRDS, ELASTICJOBS, NAMESPACES, PODS, Obj
+from dlrover_py.kubernetes.watch import Changed
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.status import ElasticJobStatus
@@ -36,8 +28,8 @@ WORKER = "spec.replicaSpecs.worker"
 
 
 @asynccontextmanager
-async def cluster(kubeconfig: Path) -> AsyncIterator[tuple[Kube, str]]:
-    async with await Kube.connect(kubeconfig=kubeconfig) as kube:
+async def cluster(kubeconfig: Path) -> AsyncIterator[tuple[KubeClient, str]]:
+    async with await KubeClient.connect(kubeconfig=kubeconfig) as kube:
         if not await served(kube):
             await kube.apply(CRDS, crd.definition(), manager="test")
             async with asyncio.timeout(60):
@@ -47,12 +39,12 @@ async def cluster(kubeconfig: Path) -> AsyncIterator[tuple[Kube, str]]:
         yield kube, made["metadata"]["name"]
 
 
-async def served(kube: Kube) -> bool:
+async def served(kube: KubeClient) -> bool:
     """Whether the kind is served."""
     try:
         held = await kube.get(CRDS, crd.definition()["metadata"]["name"])
         await kube.list(ELASTICJOBS, "default")
-    except NotFound:
+    except NotFoundError:
         return False
     wanted = crd.definition()["spec"]["versions"][0]["schema"]
     assert held["spec"]["versions"][0]["schema"] == wanted, "the server has changed the schema"
@@ -61,12 +53,12 @@ async def served(kube: Kube) -> bool:
 
 
 @pytest.fixture
-async def bed(kube_api: Path) -> AsyncIterator[tuple[Kube, str]]:
+async def bed(kube_api: Path) -> AsyncIterator[tuple[KubeClient, str]]:
     async with cluster(kube_api) as found:
         yield found
 
 
-Bed = tuple[Kube, str]
+Bed = tuple[KubeClient, str]
 
 
 def job(namespace: str, changes: dict[str, Any] | None = None, **worker: Any) -> Obj:
@@ -89,9 +81,9 @@ def job(namespace: str, changes: dict[str, Any] | None = None, **worker: Any) ->
         ({f"{WORKER}.maxReplicas": 4}, ""),
         ({f"{WORKER}.maxReplicas": 3}, "replicas is larger than maxReplicas"),
         ({f"{WORKER}.nodeUnit": 2, f"{WORKER}.minReplicas": 2}, ""),
-        ({f"{WORKER}.nodeUnit": 3}, "replicas is no multiple of nodeUnit"),
-        ({f"{WORKER}.nodeUnit": 2, f"{WORKER}.minReplicas": 3}, "minReplicas is no multiple"),
-        ({f"{WORKER}.nodeUnit": 2, f"{WORKER}.maxReplicas": 5}, "maxReplicas is no multiple"),
+        ({f"{WORKER}.nodeUnit": 3}, "replicas is not a multiple of nodeUnit"),
+        ({f"{WORKER}.nodeUnit": 2, f"{WORKER}.minReplicas": 3}, "minReplicas is not a multiple"),
+        ({f"{WORKER}.nodeUnit": 2, f"{WORKER}.maxReplicas": 5}, "maxReplicas is not a multiple"),
         ({f"{WORKER}.replicas": 0}, "worker.replicas is 0: expected at least 1"),
         ({f"{WORKER}.replicas": 0, "spec.replicaSpecs.ps": {"replicas": 1}}, ""),
         ({f"{WORKER}.replicas": 0, "spec.replicaSpecs.ps": {"replicas": 0}}, "expected at least 1"),
@@ -99,7 +91,7 @@ def job(namespace: str, changes: dict[str, Any] | None = None, **worker: Any) ->
         ({f"{WORKER}.template": "x"}, "must be of type object"),
         ({"metadata.name": "x" * 37}, ""),
         ({"metadata.name": "x" * 38}, "at most 37 characters"),
-        ({"metadata.name": "x.y"}, "expected small letters"),
+        ({"metadata.name": "x.y"}, "expected lowercase letters"),
         ({"spec.distributionStrategy": "AllreduceStrategy"}, ""),
         ({"spec.distributionStrategy": "X"}, "Unsupported value"),
         ({"spec.replicaSpecs": {}}, "expected the role worker"),
@@ -117,7 +109,7 @@ async def test_each_rule_lets_the_good_pass_and_tells_the_bad(
     if not words:
         await kube.create(ELASTICJOBS, document, dry_run=True)
         return
-    with pytest.raises(Invalid, match=words):
+    with pytest.raises(InvalidError, match=words):
         await kube.create(ELASTICJOBS, document, dry_run=True)
 
 
@@ -139,7 +131,7 @@ async def test_what_is_fixed_cannot_be_added_removed_or_changed(
     made = job(namespace)
     made["spec"] |= before
     await kube.create(ELASTICJOBS, made)
-    with pytest.raises(Invalid, match="cannot be changed, added or removed"):
+    with pytest.raises(InvalidError, match="cannot be changed, added or removed"):
         await kube.patch(ELASTICJOBS, "x", {"spec": after}, namespace)
     await kube.patch(ELASTICJOBS, "x", {"spec": {"suspend": True}}, namespace)
 
@@ -148,6 +140,7 @@ async def test_the_templates_and_the_bounds_can_be_changed(bed: Bed) -> None:
     kube, namespace = bed
     await kube.create(ELASTICJOBS, job(namespace))
     worker = {"minReplicas": 2, "maxReplicas": 8, "template": {"spec": {"priority": 1}}}
+    # no assert: a refused change raises
     await kube.patch(ELASTICJOBS, "x", {"spec": {"replicaSpecs": {"worker": worker}}}, namespace)
 
 
@@ -182,12 +175,12 @@ async def test_the_scale_subresource(bed: Bed) -> None:
     assert (await scale(6))["status"] == {"replicas": 3, "selector": "a=b"}
     held = await kube.get(ELASTICJOBS, "x", namespace)
     assert held["spec"]["replicaSpecs"]["worker"]["replicas"] == 6
-    for bad, words in ((8, "larger than maxReplicas"), (5, "no multiple")):
-        with pytest.raises(Invalid, match=words):
+    for bad, words in ((8, "larger than maxReplicas"), (5, "not a multiple")):
+        with pytest.raises(InvalidError, match=words):
             await scale(bad)
 
 
-async def strictly(kube: Kube, document: Obj) -> Obj:
+async def strictly(kube: KubeClient, document: Obj) -> Obj:
     """Create as ``kubectl apply --validate=strict`` does."""
     path = ELASTICJOBS.path(document["metadata"]["namespace"])
     query = {"fieldValidation": "Strict", "dryRun": "All"}
@@ -210,7 +203,7 @@ async def test_dlrovers_manifests_are_taken_strictly(bed: Bed) -> None:
     document["spec"]["replicaSpecs"] |= {"ps": ps, "chief": ps, "evaluator": ps}
     await strictly(kube, document)
     document["spec"]["replicaSpecs"]["worker"]["minReplica"] = 1
-    with pytest.raises(Invalid, match=r"worker\.minReplica"):
+    with pytest.raises(InvalidError, match=r"worker\.minReplica"):
         await strictly(kube, document)
 
 
@@ -247,9 +240,8 @@ async def test_two_writers_share_the_status_and_nothing_of_it_is_dropped(bed: Be
     )
 
     def condition(kind: str) -> Obj:
-        at = "2026-01-01T00:00:00Z"
-        made = ObjectCondition(type=kind, status="True", reason="R", last_transition_time=at)
-        return made.model_dump(by_alias=True, exclude_none=True)
+        made = ObjectCondition(type=kind, status="True", reason="R", last_transition_time=1e9)
+        return made.model_dump(mode="json", by_alias=True, exclude_none=True)
 
     for manager, said in (
         ("master", {"training": training, "replicas": 3, "conditions": [condition("Running")]}),
@@ -266,6 +258,13 @@ async def test_two_writers_share_the_status_and_nothing_of_it_is_dropped(bed: Be
     read = ElasticJobStatus.model_validate(held)
     assert read.training is not None
     assert read.training.summary.progress == "33% (3/9)"
+    with pytest.raises(InvalidError, match="endedAt"):
+        await kube.apply(
+            ELASTICJOBS,
+            {"metadata": meta, "status": {"training": training | {"endedAt": 1.5}}},
+            manager="master",
+            subresource="status",
+        )
 
 
 async def test_a_master_of_an_older_term_does_not_write_the_status(bed: Bed) -> None:
@@ -282,7 +281,7 @@ async def test_a_master_of_an_older_term_does_not_write_the_status(bed: Bed) -> 
     await tell(3, 5)
     await tell(3, 6)
     await tell(4, 7)
-    with pytest.raises(Invalid, match="a newer master"):
+    with pytest.raises(InvalidError, match="a newer master"):
         await tell(3, 9)
     held = (await kube.get(ELASTICJOBS, "x", namespace))["status"]["training"]
     assert (held["term"], held["round"]) == (4, 7)

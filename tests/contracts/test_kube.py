@@ -1,4 +1,4 @@
-"""What the client promises, against a fake API server and a real one; and what it does in trouble.
+"""What the client promises, against a fake API server and a real one; and what it does on errors.
 
 The first part is one suite: it proves the fake by what the real server does. Faults are the fake's.
 """
@@ -15,7 +15,20 @@ import pytest
 import uvloop
 import yaml
 
-from dlrover_py.kube import (
+from dlrover_py.kubernetes.client import KubeClient
+from dlrover_py.kubernetes.errors import (
+    AlreadyExistsError,
+    ConflictError,
+    ForbiddenError,
+    InvalidError,
+    KubeError,
+    NameConflictError,
+    NotFoundError,
+    ServerDownError,
+    ThrottledError,
+    UnauthenticatedError,
+)
+from dlrover_py.kubernetes.kinds import (
     CRDS,
     ELASTICJOBS,
     NAMESPACES,
@@ -24,31 +37,18 @@ from dlrover_py.kube import (
     SECRETS,
     SERVICE_ACCOUNTS,
     SERVICES,
-    AlreadyExists,
-    Changed,
-    Conflict,
-    Forbidden,
-    Gone,
-    Invalid,
     Kind,
-    Kube,
-    KubeError,
-    Listed,
-    NameConflict,
-    NotFound,
     Obj,
-    ServerDown,
-    Throttled,
-    Times,
-    Unauthenticated,
 )
-from dlrover_py.protocol.errors import TransientError, Unreachable
+from dlrover_py.kubernetes.watch import Changed, ClientTimes, Gone, Listed
+from dlrover_py.kubernetes.wire import AnswerLimits
+from dlrover_py.protocol.errors import TransientError, UnreachableError
 from dlrover_py.protocol.refusals import Refusal, refusal_in
 from tests.fakes_kube import FakeCluster, fake_cluster, write_kubeconfig
 from tests.kube_server import api_server, programs
 
 SOON = 60.0
-QUICK = Times(
+QUICK = ClientTimes(
     call_s=60, first_wait_s=0.02, longest_wait_s=0.2, denied_s=0.1, stall_s=60, steady_s=0.05
 )
 
@@ -83,11 +83,11 @@ class Watcher:
     """Follows a watch as its users do: what there is now, and what was said."""
 
     said: list[Any] = field(default_factory=list)
-    troubles: list[KubeError | None] = field(default_factory=list)
+    errors: list[KubeError | None] = field(default_factory=list)
     there: dict[str, Obj] = field(default_factory=dict)
 
-    async def run(self, kube: Kube, *what: Any, **options: Any) -> None:
-        told = {"view": lambda obj: obj, "on_trouble": self.troubles.append} | options
+    async def run(self, kube: KubeClient, *what: Any, **options: Any) -> None:
+        told = {"view": lambda obj: obj, "on_error": self.errors.append} | options
         async with contextlib.aclosing(kube.watch(*what, **told)) as events:
             async for event in events:
                 self.said.append(event)
@@ -104,7 +104,7 @@ class Watcher:
 
 
 @contextlib.asynccontextmanager
-async def watching(kube: Kube, *what: Any, **options: Any) -> AsyncIterator[Watcher]:
+async def watching(kube: KubeClient, *what: Any, **options: Any) -> AsyncIterator[Watcher]:
     watcher = Watcher()
     task = asyncio.create_task(watcher.run(kube, *what, **options))
     try:
@@ -120,7 +120,7 @@ async def watching(kube: Kube, *what: Any, **options: Any) -> AsyncIterator[Watc
 
 @dataclass
 class Bed:
-    kube: Kube
+    kube: KubeClient
     namespace: str
     kubeconfig: Path
 
@@ -141,19 +141,19 @@ async def bed(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[B
             yield Bed(kube, "default", tmp_path / "kubeconfig")
         return
     kubeconfig = request.getfixturevalue("real_server")
-    async with await Kube.connect(kubeconfig=kubeconfig) as kube:
+    async with await KubeClient.connect(kubeconfig=kubeconfig) as kube:
         await have_elasticjobs(kube)
         made = {"metadata": {"generateName": "test-"}}
         yield Bed(kube, name_of(await kube.create(NAMESPACES, made)), kubeconfig)
 
 
-async def have_elasticjobs(kube: Kube) -> None:
+async def have_elasticjobs(kube: KubeClient) -> None:
     anything = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
-    condition = {"type": "object", "properties": {"type": {"type": "string"}}}
+    condition: Obj = {"type": "object", "properties": {"type": {"type": "string"}}}
     condition |= {"required": ["type"], "x-kubernetes-preserve-unknown-fields": True}
     conditions = {"type": "array", "items": condition}
     conditions |= {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}
-    schema = {"type": "object", "properties": {"spec": anything, "status": anything}}
+    schema: Obj = {"type": "object", "properties": {"spec": anything, "status": anything}}
     schema["properties"]["status"] = anything | {"properties": {"conditions": conditions}}
     version = {"name": "v1alpha1", "served": True, "storage": True, "subresources": {"status": {}}}
     names = {"plural": ELASTICJOBS.plural, "singular": "elasticjob", "kind": ELASTICJOBS.name}
@@ -166,11 +166,11 @@ async def have_elasticjobs(kube: Kube) -> None:
             "versions": [version | {"schema": {"openAPIV3Schema": schema}}],
         },
     }
-    with contextlib.suppress(AlreadyExists):
+    with contextlib.suppress(AlreadyExistsError):
         await kube.create(CRDS, crd)
     async with asyncio.timeout(SOON):
         while True:
-            with contextlib.suppress(NotFound):
+            with contextlib.suppress(NotFoundError):
                 await kube.list(ELASTICJOBS)
                 return
             await asyncio.sleep(0.05)
@@ -183,7 +183,7 @@ async def test_an_object_comes_and_goes(bed: Bed) -> None:
     assert made["status"]["phase"] == "Pending"
     assert (await bed.kube.get(PODS, "a", bed.namespace)) == made
     assert await bed.kube.delete(PODS, "a", bed.namespace)
-    with pytest.raises(NotFound, match='pods "a" not found') as told:
+    with pytest.raises(NotFoundError, match='pods "a" not found') as told:
         await bed.kube.get(PODS, "a", bed.namespace)
     assert (told.value.status, told.value.reason) == (404, "NotFound")
     assert not await bed.kube.delete(PODS, "a", bed.namespace)
@@ -191,17 +191,17 @@ async def test_an_object_comes_and_goes(bed: Bed) -> None:
 
 async def test_a_name_is_taken_once(bed: Bed) -> None:
     await bed.kube.create(PODS, pod("a", bed.namespace))
-    with pytest.raises(AlreadyExists, match='pods "a" already exists'):
+    with pytest.raises(AlreadyExistsError, match='pods "a" already exists'):
         await bed.kube.create(PODS, pod("a", bed.namespace))
 
 
 async def test_what_cannot_be_is_refused_in_the_servers_words(bed: Bed) -> None:
     spec = {"containers": [{"name": "main"}]}
-    with pytest.raises(Invalid, match=r'Pod "a" is invalid: spec\.containers\[0\]\.image'):
+    with pytest.raises(InvalidError, match=r'Pod "a" is invalid: spec\.containers\[0\]\.image'):
         await bed.kube.create(PODS, pod("a", bed.namespace) | {"spec": spec})
-    with pytest.raises(Invalid, match=r"is invalid: metadata\.name"):
+    with pytest.raises(InvalidError, match=r"is invalid: metadata\.name"):
         await bed.kube.create(PODS, pod("A!", bed.namespace))
-    with pytest.raises(NotFound, match='namespaces "nowhere" not found'):
+    with pytest.raises(NotFoundError, match='namespaces "nowhere" not found'):
         await bed.kube.create(PODS, pod("a", "nowhere"))
 
 
@@ -219,7 +219,7 @@ async def test_an_unknown_field_is_a_warning_or_a_refusal(bed: Bed) -> None:
     await bed.kube.create(PODS, odd, dry_run=True, on_warning=told.append)
     assert {f'unknown field "{field}"' for field in fields} <= set(told)
     told.clear()
-    with pytest.raises(Invalid) as refused:
+    with pytest.raises(InvalidError) as refused:
         await bed.kube.create(PODS, odd, dry_run=True, strict=True, on_warning=told.append)
     assert "strict decoding error" in str(refused.value)
     assert all(f'unknown field "{field}"' in str(refused.value) for field in fields)
@@ -236,7 +236,7 @@ async def test_create_or_own_keeps_what_is_ours_and_no_other(bed: Bed) -> None:
     made = await bed.kube.create_or_own(SECRETS, ours, "owner-1")
     again = await bed.kube.create_or_own(SECRETS, ours | {"stringData": {"word": "2"}}, "owner-1")
     assert again == made
-    with pytest.raises(NameConflict, match=f"Secret {bed.namespace}/s is there already"):
+    with pytest.raises(NameConflictError, match=f"Secret {bed.namespace}/s already exists"):
         await bed.kube.create_or_own(SECRETS, ours, "owner-2")
 
 
@@ -244,7 +244,7 @@ async def test_a_stale_replace_is_a_conflict(bed: Bed) -> None:
     first = await bed.kube.create(SECRETS, secret("s", bed.namespace, word="1"))
     second = await bed.kube.replace(SECRETS, first | {"data": {"word": "Mg=="}})
     assert second["data"] == {"word": "Mg=="}
-    with pytest.raises(Conflict) as told:
+    with pytest.raises(ConflictError) as told:
         await bed.kube.replace(SECRETS, first | {"data": {"word": "Mw=="}})
     assert told.value.reason == "Conflict"
     assert (await bed.kube.get(SECRETS, "s", bed.namespace))["data"] == {"word": "Mg=="}
@@ -252,7 +252,7 @@ async def test_a_stale_replace_is_a_conflict(bed: Bed) -> None:
 
 async def test_immutable_secrets_stay(bed: Bed) -> None:
     made = await bed.kube.create(SECRETS, secret("s", bed.namespace, a="1") | {"immutable": True})
-    with pytest.raises(Invalid, match="immutable"):
+    with pytest.raises(InvalidError, match="immutable"):
         await bed.kube.replace(SECRETS, made | {"data": {"a": "Mg=="}})
 
 
@@ -283,7 +283,7 @@ async def test_a_pod_that_runs_is_given_its_grace(bed: Bed) -> None:
     meta = (await bed.kube.get(PODS, "a", bed.namespace))["metadata"]
     assert meta["deletionGracePeriodSeconds"] == 1, "a later order may only hurry it"
     assert await bed.kube.delete(PODS, "a", bed.namespace, grace_s=0)
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         await bed.kube.get(PODS, "a", bed.namespace)
 
 
@@ -294,7 +294,7 @@ async def test_a_finalizer_holds_an_object(bed: Bed) -> None:
     assert await bed.kube.delete(SECRETS, "s", bed.namespace)
     assert (await bed.kube.get(SECRETS, "s", bed.namespace))["metadata"]["deletionTimestamp"]
     await bed.kube.patch(SECRETS, "s", {"metadata": {"finalizers": None}}, bed.namespace)
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         await bed.kube.get(SECRETS, "s", bed.namespace)
 
 
@@ -394,22 +394,22 @@ async def test_two_managers_share_a_status(bed: Bed) -> None:
 
 async def test_apply_does_not_bring_back_the_dead(bed: Bed) -> None:
     gone = {"name": "job", "namespace": bed.namespace, "uid": "of-one-that-is-gone"}
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         await bed.kube.apply(
             ELASTICJOBS, {"metadata": gone, "status": {}}, manager="m", subresource="status"
         )
-    with pytest.raises(Conflict, match="uid mismatch"):
+    with pytest.raises(ConflictError, match="uid mismatch"):
         await bed.kube.apply(ELASTICJOBS, {"metadata": gone, "spec": {}}, manager="m")
     assert await bed.kube.list(ELASTICJOBS, bed.namespace) == []
 
 
 async def test_a_log_needs_a_pod(bed: Bed) -> None:
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         await bed.kube.log("nobody", bed.namespace, tail=5)
 
 
 async def test_an_unknown_kind_is_not_found(bed: Bed) -> None:
-    with pytest.raises(NotFound, match="404 page not found"):
+    with pytest.raises(NotFoundError, match="404 page not found"):
         await bed.kube.list(Kind("example.test", "v1", "nothings", "Nothing"))
 
 
@@ -427,7 +427,7 @@ async def test_a_watch_says_what_is_and_what_changes(bed: Bed) -> None:
         assert [type(event) for event in w.said] == [Listed, Changed, Changed, Changed, Gone]
         assert w.there["a"]["metadata"]["labels"] == {"n": "1"}
         assert list(w.there["a"]) == ["metadata"], "only the view is kept"
-        assert w.troubles == []
+        assert w.errors == []
 
 
 async def test_who_leaves_the_selection_is_gone(bed: Bed) -> None:
@@ -465,17 +465,21 @@ async def test_lines_of_any_length(bed: Bed) -> None:
 
 
 async def test_a_watch_goes_on_after_the_server_ends_it(bed: Bed) -> None:
-    bed.kube.times = Times(watch_s=1.0, steady_s=0.1)
+    bed.kube.times = ClientTimes(watch_s=1.0, steady_s=0.1)
     async with watching(bed.kube, PODS, bed.namespace) as w:
         await until(lambda: w.said, "a list")
         for number in range(12):  # for longer than two watches last
             await bed.kube.create(PODS, pod(f"p{number}", bed.namespace))
-            await until(lambda n=number: f"p{n}" in w.there, "a Pod")
+
+            def there(name: str = f"p{number}") -> bool:
+                return name in w.there
+
+            await until(there, "a Pod")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.2):
                     await asyncio.Event().wait()
         assert [type(event) for event in w.said] == [Listed] + [Changed] * 12
-        assert w.troubles == []
+        assert w.errors == []
 
 
 async def test_a_watch_ends_at_once_when_it_is_cancelled(bed: Bed) -> None:
@@ -498,8 +502,8 @@ async def test_a_wrong_token_is_said(bed: Bed, tmp_path: Path) -> None:
     config = yaml.safe_load(bed.kubeconfig.read_text())
     cluster = config["clusters"][0]["cluster"]
     path = write_kubeconfig(tmp_path / "wrong", cluster, {"token": "wrong"})
-    async with await Kube.connect(kubeconfig=path) as kube:
-        with pytest.raises(Unauthenticated, match="Unauthorized") as told:
+    async with await KubeClient.connect(kubeconfig=path) as kube:
+        with pytest.raises(UnauthenticatedError, match="Unauthorized") as told:
             await kube.get(PODS, "a", "default")
         assert told.value.status == 401
 
@@ -508,13 +512,13 @@ async def test_a_wrong_token_is_said(bed: Bed, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-async def fake(tmp_path: Path) -> AsyncIterator[tuple[FakeCluster, Kube]]:
+async def fake(tmp_path: Path) -> AsyncIterator[tuple[FakeCluster, KubeClient]]:
     async with fake_cluster(tmp_path) as (cluster, kube):
         kube.times = QUICK
         yield cluster, kube
 
 
-Fake = tuple[FakeCluster, Kube]
+Fake = tuple[FakeCluster, KubeClient]
 secret_ = secret("s", "default")
 
 
@@ -559,7 +563,7 @@ async def test_compacted_history_means_a_new_list(fake: Fake) -> None:
         await until(lambda: w.lists == 2, "a second list")
         assert list(w.there) == ["a", "c"], "what went unseen is not among what is listed"
         assert Gone not in map(type, w.said)
-        assert w.troubles == []
+        assert w.errors == []
 
 
 async def test_a_watch_that_is_refused_as_expired_means_a_new_list(fake: Fake) -> None:
@@ -568,7 +572,7 @@ async def test_a_watch_that_is_refused_as_expired_means_a_new_list(fake: Fake) -
     async with watching(kube, SECRETS, "default") as w:
         await until(lambda: cluster.watches, "a watch")
         assert w.lists == 2
-        assert w.troubles == []
+        assert w.errors == []
 
 
 async def test_other_errors_in_a_watch_go_on_from_where_it_was(fake: Fake) -> None:
@@ -576,11 +580,11 @@ async def test_other_errors_in_a_watch_go_on_from_where_it_was(fake: Fake) -> No
     async with watching(kube, SECRETS, "default") as w:
         await until(lambda: cluster.watches, "a watch")
         cluster.say("ERROR", {"kind": "Status", "code": 500, "message": "etcd: no leader"})
-        await until(lambda: len(w.troubles) == 2, "trouble and its end")
+        await until(lambda: len(w.errors) == 2, "an error and its end")
         cluster.put(SECRETS, secret("a", "default"))
         await until(lambda: "a" in w.there, "what comes then")
         assert w.lists == 1
-        assert [str(trouble) for trouble in w.troubles] == ["etcd: no leader", "None"]
+        assert [str(error) for error in w.errors] == ["etcd: no leader", "None"]
 
 
 async def test_a_cut_in_mid_line_loses_nothing(fake: Fake) -> None:
@@ -596,7 +600,7 @@ async def test_a_cut_in_mid_line_loses_nothing(fake: Fake) -> None:
         cluster.stalled = False
         await until(lambda: "b" in w.there, "b")
         assert [type(event) for event in w.said] == [Listed, Changed, Changed]
-        assert w.troubles == []
+        assert w.errors == []
 
 
 async def test_a_server_that_goes_away_is_waited_for(fake: Fake) -> None:
@@ -604,23 +608,23 @@ async def test_a_server_that_goes_away_is_waited_for(fake: Fake) -> None:
     async with watching(kube, SECRETS, "default") as w:
         await until(lambda: cluster.watches, "a watch")
         await cluster.stop()
-        await until(lambda: w.troubles, "trouble")  # the cut alone is none
-        assert isinstance(w.troubles[0], ServerDown)
+        await until(lambda: w.errors, "an error")  # the cut alone is none
+        assert isinstance(w.errors[0], ServerDownError)
         with pytest.raises(
-            ServerDown, match=r"http://127\.0\.0\.1:\d+: Connection refused; is it up"
+            ServerDownError, match=r"http://127\.0\.0\.1:\d+: Connection refused; is it running"
         ) as told:
             await kube.create(SECRETS, secret_)
-        assert isinstance(told.value, Unreachable)
+        assert isinstance(told.value, UnreachableError)
         cluster.put(SECRETS, secret("a", "default"))
         await cluster.start()
         await until(lambda: "a" in w.there, "what happened meanwhile")
-        assert [type(trouble) for trouble in w.troubles] == [ServerDown, type(None)]
+        assert [type(error) for error in w.errors] == [ServerDownError, type(None)]
         assert w.lists == 1
 
 
 async def test_a_stalled_watch_is_left(fake: Fake) -> None:
     cluster, kube = fake
-    kube.times = Times(stall_s=0.3, steady_s=0.05, first_wait_s=0.02)
+    kube.times = ClientTimes(stall_s=0.3, steady_s=0.05, first_wait_s=0.02)
     cluster.bookmark_s = 0.05
     async with watching(kube, SECRETS, "default") as w:
         await until(lambda: cluster.watches, "a watch")
@@ -633,12 +637,12 @@ async def test_a_stalled_watch_is_left(fake: Fake) -> None:
         cluster.stalled = False
         assert cluster.calls[-1].query["resourceVersion"] != before
         assert w.lists == 1
-        assert w.troubles == []
+        assert w.errors == []
 
 
 async def test_bookmarks_keep_a_quiet_watch_and_carry_its_version(fake: Fake) -> None:
     cluster, kube = fake
-    kube.times = Times(stall_s=6.0, steady_s=0.05, first_wait_s=0.02)
+    kube.times = ClientTimes(stall_s=6.0, steady_s=0.05, first_wait_s=0.02)
     cluster.bookmark_s = 0.05
     async with watching(kube, SECRETS, "default") as w:
         await until(lambda: cluster.watches, "a watch")
@@ -670,13 +674,13 @@ async def test_throttled_calls_say_for_how_long(fake: Fake, watch: bool) -> None
     cluster, kube = fake
     cluster.fail(429, "TooManyRequests", "slow down", watch=watch, retry_after=1)
     async with watching(kube, SECRETS, "default") as w:
-        await until(lambda: len(w.troubles) == 2, "trouble and its end")
+        await until(lambda: len(w.errors) == 2, "an error and its end")
         times = [call.at for call in cluster.calls if call.watch == watch]
         assert times[1] - times[0] >= 1.0
         assert w.lists == 1
-        assert [type(trouble) for trouble in w.troubles] == [Throttled, type(None)]
+        assert [type(error) for error in w.errors] == [ThrottledError, type(None)]
     cluster.fail(429, "TooManyRequests", "slow down", method="POST", retry_after=7)
-    with pytest.raises(Throttled, match="slow down") as told:
+    with pytest.raises(ThrottledError, match="slow down") as told:
         await kube.create(SECRETS, secret_)
     assert 7.0 <= told.value.retry_after <= 7.0 * 1.25
     assert isinstance(told.value, TransientError)
@@ -684,7 +688,7 @@ async def test_throttled_calls_say_for_how_long(fake: Fake, watch: bool) -> None
 
 @pytest.mark.parametrize("watch", [False, True])
 @pytest.mark.parametrize(
-    ("code", "kind"), [(401, Unauthenticated), (403, Forbidden), (404, NotFound)]
+    ("code", "kind"), [(401, UnauthenticatedError), (403, ForbiddenError), (404, NotFoundError)]
 )
 async def test_what_needs_a_person_is_said_once(
     fake: Fake, code: int, kind: type[KubeError], watch: bool
@@ -693,41 +697,45 @@ async def test_what_needs_a_person_is_said_once(
     fault = cluster.fail(code, "Why", "its own words", watch=watch, times=1000)
     async with watching(kube, SECRETS, "default") as w:
         await until(lambda: fault.times < 985, "some attempts")
-        assert [type(trouble) for trouble in w.troubles] == [kind]
-        assert str(w.troubles[0]) == "its own words"
+        assert [type(error) for error in w.errors] == [kind]
+        assert str(w.errors[0]) == "its own words"
         times = [call.at for call in cluster.calls if call.watch == watch]
         apart = 2 if code == 401 else 1  # a token that is refused is read again at once
         waits = [b - a for a, b in zip(times, times[apart:], strict=False)]
         assert min(waits[-3:]) >= 0.05  # they have grown to `denied_s`, or half of it at random
         fault.times = 0
-        await until(lambda: w.troubles[1:], "its end")
-        assert w.troubles[1:] == [None]
+        await until(lambda: w.errors[1:], "its end")
+        assert w.errors[1:] == [None]
 
 
 async def test_failures_wait_longer_and_longer(fake: Fake) -> None:
     cluster, kube = fake
     cluster.fail(500, "InternalError", "no leader", times=8)
     async with watching(kube, SECRETS, "default") as w:
-        await until(lambda: len(w.troubles) == 2, "trouble and its end")
+        await until(lambda: len(w.errors) == 2, "an error and its end")
         times = [call.at for call in cluster.calls][:9]
         gaps = [b - a for a, b in itertools.pairwise(times)]
         for number, gap in enumerate(gaps):
             assert gap >= min(0.2, 0.02 * 2**number) / 2
-        assert len(w.troubles) == 2
+        assert len(w.errors) == 2
 
 
 async def test_watches_that_end_at_once_are_no_hot_loop(fake: Fake) -> None:
     cluster, kube = fake
-    kube.times = Times(first_wait_s=0.05, longest_wait_s=0.4, steady_s=1000)
+    kube.times = ClientTimes(first_wait_s=0.05, longest_wait_s=0.4, steady_s=1000)
     async with watching(kube, SECRETS, "default") as w:
         for number in range(2, 6):
             await until(lambda: cluster.watches, "a watch")
             cluster.cut()
-            await until(lambda n=number: asked(cluster, watch=True) == n, "the next watch")
+
+            def next_watch(watches: int = number) -> bool:
+                return asked(cluster, watch=True) == watches
+
+            await until(next_watch, "the next watch")
         times = [call.at for call in cluster.calls if call.watch]
         assert times[4] - times[3] >= 0.2
         assert w.lists == 1
-        assert w.troubles == []
+        assert w.errors == []
 
 
 async def test_a_log_shows_its_end(fake: Fake) -> None:
@@ -788,11 +796,54 @@ async def test_a_call_has_a_deadline(tmp_path: Path) -> None:
     address = "http://{}:{}".format(*server.sockets[0].getsockname())
     async with server:
         config = write_kubeconfig(tmp_path / "kubeconfig", {"server": address}, {"token": "t"})
-        async with await Kube.connect(kubeconfig=config) as kube:
-            kube.times = Times(call_s=0.2)
-            with pytest.raises(ServerDown, match=f"{address}: no answer within 0.2 s"):
+        async with await KubeClient.connect(kubeconfig=config) as kube:
+            kube.times = ClientTimes(call_s=0.2)
+            with pytest.raises(ServerDownError, match=f"{address}: no answer within 0.2 s"):
                 await kube.get(PODS, "a", "default")
         await asyncio.wait_for(left.wait(), SOON)  # its connection is broken off
+
+
+@pytest.mark.parametrize("code", [200, 403])
+@pytest.mark.parametrize("watch", [False, True])
+async def test_an_answer_without_end_is_given_up(tmp_path: Path, code: int, watch: bool) -> None:
+    """By a proxy, say. Without a line's end it is no event of a watch either."""
+
+    async def endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            asked = await reader.readuntil(b"\r\n\r\n")
+            if watch and b"watch=1" not in asked:
+                text = b'{"metadata": {"resourceVersion": "1"}, "items": []}'
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(text))
+                writer.write(text)
+                await writer.drain()
+                asked = await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 %d Said\r\nConnection: close\r\n\r\n" % code)
+            while True:
+                writer.write(b"x" * (1 << 16))
+                await writer.drain()
+
+    server = await asyncio.start_server(endless, "127.0.0.1", 0)
+    address = "http://{}:{}".format(*server.sockets[0].getsockname())
+    errors: list[KubeError | None] = []
+    async with server:
+        config = write_kubeconfig(tmp_path / "kubeconfig", {"server": address}, {"token": "t"})
+        async with await KubeClient.connect(kubeconfig=config) as kube:
+            kube.times = ClientTimes(call_s=60)
+            kube.limits = AnswerLimits(answer_bytes=1 << 20, event_bytes=1 << 20)
+            if watch:
+                async with watching(kube, PODS, on_error=errors.append):
+                    await until(lambda: errors, "an error")
+                error: KubeError | None = errors[0]
+            else:
+                with pytest.raises(KubeError) as told:
+                    await kube.get(PODS, "a", "default")
+                error = told.value
+    if code == 200:
+        assert isinstance(error, ServerDownError)
+        assert "the answer does not end: at most 1 MiB were expected" in str(error)
+    else:
+        assert isinstance(error, ForbiddenError)
+        assert str(error) == "x" * 200
 
 
 async def test_what_a_real_server_refuses_is_told_by_its_words(
@@ -823,7 +874,7 @@ async def test_what_a_real_server_refuses_is_told_by_its_words(
         "metadata": {"name": "refusing"},
         "spec": {"policyName": "refusing", "validationActions": ["Deny"]},
     }
-    async with await Kube.connect(kubeconfig=real_server) as kube:
+    async with await KubeClient.connect(kubeconfig=real_server) as kube:
         for name in ("refusing", "full"):
             await kube.create(NAMESPACES, {"metadata": {"name": name}})
         await kube.create(policies, policy)
@@ -856,10 +907,10 @@ async def test_what_a_real_server_refuses_is_told_by_its_words(
         token = await kube.create(asked, wish | {"spec": {}})
         its = yaml.safe_load(real_server.read_text())["clusters"][0]["cluster"]
         config = write_kubeconfig(tmp_path / "k", its, {"token": token["status"]["token"]})
-        async with await Kube.connect(kubeconfig=config) as robot:
-            with pytest.raises(Forbidden) as by_rights:
+        async with await KubeClient.connect(kubeconfig=config) as robot:
+            with pytest.raises(ForbiddenError) as by_rights:
                 await robot.create(PODS, pod("a", "full"))
             assert refusal_in(str(by_rights.value)) is Refusal.RIGHTS
-            with pytest.raises(Forbidden) as by_rights:
+            with pytest.raises(ForbiddenError) as by_rights:
                 await robot.delete(PODS, "a", "full")
             assert refusal_in(str(by_rights.value)) is Refusal.RIGHTS

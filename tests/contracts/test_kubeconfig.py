@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from dlrover_py import kubeconfig
-from dlrover_py.kube import Kube, KubeError
+from dlrover_py.kubernetes import kubeconfig
+from dlrover_py.kubernetes.client import KubeClient
+from dlrover_py.kubernetes.errors import KubeError
 from dlrover_py.protocol.errors import ConfigError
 from tests.certificates import issue
 from tests.kube_server import kubectl
@@ -188,6 +189,7 @@ async def agrees(program: Path, folder: Path, files: Sequence[Any]) -> None:
 
 
 async def test_what_is_read_is_what_kubectl_reads(program: Path, tmp_path: Path) -> None:
+    # no assert: agrees() compares both
     for number, files in enumerate(FILES):
         await agrees(program, tmp_path / str(number), files)
 
@@ -198,6 +200,7 @@ def test_files_at_random_are_read_as_kubectl_reads_them(
     program: Path, tmp_path_factory: pytest.TempPathFactory, files: list[Any]
 ) -> None:
     folder = tmp_path_factory.mktemp("random")
+    # no assert: agrees() compares both
     asyncio.run(agrees(program, folder, files))
 
 
@@ -233,7 +236,7 @@ PLUGIN = """#!/bin/sh
 printf '{"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential",
  "status": {"token": "%s"}}' "$WORD"
 """
-EXEC = {
+EXEC: dict[str, Any] = {
     "apiVersion": "client.authentication.k8s.io/v1",
     "command": "./plugin",
     "interactiveMode": "Never",
@@ -290,7 +293,7 @@ async def both(program: Path, folder: Path, user: Any) -> list[Any]:
         found.append(said(seen))
         seen.clear()
         try:
-            async with await Kube.connect(kubeconfig=folder / "config") as kube:
+            async with await KubeClient.connect(kubeconfig=folder / "config") as kube:
                 await kube._json("GET", "/version")
         except (ConfigError, KubeError):
             assert not seen

@@ -5,7 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dlrover_py.kube import DEPLOYMENTS, ELASTICJOBS, SERVICES, Kube, NotFound, Obj
+from dlrover_py.kubernetes.client import KubeClient
+from dlrover_py.kubernetes.errors import NotFoundError
+from dlrover_py.kubernetes.kinds import DEPLOYMENTS, ELASTICJOBS, SERVICES, Obj
 from dlrover_py.protocol import names
 from tests.contracts.test_crd import cluster, job
 from tests.process.test_operator import SOON, operator
@@ -13,13 +15,15 @@ from tests.process.test_operator import SOON, operator
 MASTER = names.master_of("x")
 
 
-async def seen(kube: Kube, kind: Any, name: str, space: str, look: Callable[[Obj], Any]) -> Obj:
+async def seen(
+    kube: KubeClient, kind: Any, name: str, space: str, look: Callable[[Obj], Any]
+) -> Obj:
     """Watch an object until it looks so."""
     async with asyncio.timeout(SOON):
         while True:
             try:
                 held = await kube.get(kind, name, space)
-            except NotFound:
+            except NotFoundError:
                 held = {}
             if look(held):
                 return held
@@ -28,7 +32,7 @@ async def seen(kube: Kube, kind: Any, name: str, space: str, look: Callable[[Obj
 
 def said(held: Obj, kind: str) -> tuple[str, str]:
     found = (held.get("status") or {}).get("conditions") or ()
-    one = next((c for c in found if c["type"] == kind), {})
+    one: Obj = next((c for c in found if c["type"] == kind), {})
     return one.get("status", ""), one.get("reason", "")
 
 
@@ -87,7 +91,7 @@ async def test_a_jobs_life_on_a_real_api_server(kube_api: Path) -> None:
         )
         assert other["spec"]["clusterIP"] == address
 
-        await master_says(phase="Succeeded", endedAt=1_800_000_000.5)
+        await master_says(phase="Succeeded", endedAt="2027-01-15T08:00:00.500Z")
         held = await seen(
             kube, ELASTICJOBS, "x", space, lambda j: j["status"].get("phase") == "Succeeded"
         )

@@ -1,45 +1,52 @@
-"""What a ``Store`` promises, for the file and for the fake alike."""
+"""What a ``JournalStore`` promises, for the file and for the fake alike."""
 
+import asyncio
 import base64
+import contextlib
 import gzip
 import os
+import shutil
 import signal
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import count
 from pathlib import Path
 
 import pytest
 
-from dlrover_py.kube import PODS, SECRETS, Kube, Obj
-from dlrover_py.master.core.job import Journal, NodeRecord, Opening
-from dlrover_py.master.core.rendezvous import Member, World
-from dlrover_py.master.store import (
+from dlrover_py.kubernetes.client import KubeClient
+from dlrover_py.kubernetes.kinds import PODS, SECRETS, Obj
+from dlrover_py.master.core.nodes import NodeRecord
+from dlrover_py.master.core.rendezvous import Member, RoundMembers
+from dlrover_py.master.core.state import DurableState, PendingRound, ReplacementSlot
+from dlrover_py.master.journal_store import (
     HOLDER,
     JOURNAL_KEY,
-    MOST,
-    FileStore,
-    Held,
-    SecretStore,
-    Store,
-    Unwritable,
+    MAX_BYTES,
+    FileJournalStore,
+    JournalLockedError,
+    JournalStore,
+    JournalUnwritableError,
+    SecretJournalStore,
 )
 from dlrover_py.protocol.agents import FailureKind, WorkerFailure
-from dlrover_py.protocol.errors import ConfigError, Superseded, TransientError
+from dlrover_py.protocol.errors import ConfigError, SupersededError, TransientError
 from dlrover_py.protocol.names import Incarnation, NodeId, Round, Term, owner
 from dlrover_py.protocol.status import Failure, JobEvent, JobPhase
 from tests.fakes import MemoryStore, Shelf, fill_up, small_disk
 from tests.fakes_kube import FakeCluster, Fault, fake_cluster
+from tests.programs import PROGRAMS
 
 
 @dataclass
 class Case:
     """One kind of store: stores on the same place, and what can be done to that place."""
 
-    open: Callable[[], Store]
+    open: Callable[[], JournalStore]
     spoil: Callable[[bytes], None]
     fill: Callable[[bool], None]
     """Whether the place has no room any more."""
@@ -72,7 +79,7 @@ def file(folder: Path) -> Iterator[Case]:
         else:
             obstacle.rmdir()
 
-    yield Case(lambda: FileStore(path), spoil, fill)
+    yield Case(lambda: FileJournalStore(path), spoil, fill)
 
 
 SECRET, JOB = "elasticjob-x-journal", "uid-of-x"
@@ -82,16 +89,16 @@ def master_pod(name: str, phase: str = "Running") -> Obj:
     return {"metadata": {"name": name, "uid": f"uid-{name}"}, "status": {"phase": phase}}
 
 
-def secret_store(kube: Kube, pod: str) -> SecretStore:
-    return SecretStore(kube, "default", SECRET, job_uid=JOB, pod=pod, pod_uid=f"uid-{pod}")
+def secret_store(kube: KubeClient, pod: str) -> SecretJournalStore:
+    return SecretJournalStore(kube, "default", SECRET, job_uid=JOB, pod=pod, pod_uid=f"uid-{pod}")
 
 
-def secret(cluster: FakeCluster, kube: Kube) -> Case:
+def secret(cluster: FakeCluster, kube: KubeClient) -> Case:
     cluster.put(SECRETS, {"metadata": {"name": SECRET}})
     pods = (f"m{number}" for number in count())
     faults: list[Fault] = []
 
-    def open_() -> Store:
+    def open_() -> JournalStore:
         name = next(pods)
         cluster.put(PODS, master_pod(name))
         return secret_store(kube, name)
@@ -121,13 +128,13 @@ async def case(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
 
 
 @pytest.fixture
-async def store(case: Case) -> AsyncIterator[Store]:
+async def store(case: Case) -> AsyncIterator[JournalStore]:
     store = case.open()
     yield store
     await store.release()
 
 
-def journal(term: int = 1) -> Journal:
+def journal(term: int = 1) -> DurableState:
     failure = WorkerFailure(
         kind=FailureKind.EXCEPTION,
         local_rank=0,
@@ -141,44 +148,41 @@ def journal(term: int = 1) -> Journal:
         ran_s=1.25,
     )
     node = NodeId("n0")
-    return Journal(
+    return DurableState(
         job="x",
         term=Term(term),
         next_node=3,
         next_event=9,
         phase=JobPhase.FORMING,
         reason="waiting — for n2",
-        world=World(
+        world=RoundMembers(
             round=Round(4),
             members=(Member(node=node, incarnation=2, nproc=2, rank_offset=0),),
             master_addr="10.0.0.1",
             master_port=4000,
         ),
         round=Round(4),
-        opening=Opening(kind="loss", reason="n1 is lost", cause=8, since=12.5),
-        succeeded=[node],
-        nodes=[
-            NodeRecord(
-                id=node, incarnation=Incarnation(2), boot_id="b" * 16, restarts=1, relaunches=2
-            )
-        ],
-        vacancies=[1, 0],
-        exhausted=1,
-        restart_count=2,
+        pending_round=PendingRound(kind="loss", reason="node n1 was lost", cause=8, since=12.5),
+        succeeded={node},
+        nodes={
+            node: NodeRecord(incarnation=Incarnation(2), boot_id="b" * 16, restarts=1, relaunches=2)
+        },
+        replacement_slots=[ReplacementSlot(relaunches=1), ReplacementSlot(relaunches=0)],
+        abandoned_slots=1,
         restarts={"failure": 1, "loss": 1},
         last_exception=failure,
         last_failure=Failure(at=1e9, node="n0", round=4, worker=failure),
         max_step=41,
         started_at=1e9,
-        events=[JobEvent(id=8, at=1e9, reason="NodeLost", message="n1 is lost", cause=None)],
+        events=[JobEvent(id=8, at=1e9, reason="NodeLost", message="node n1 was lost", cause=None)],
     )
 
 
-async def test_an_empty_store_holds_nothing(store: Store) -> None:
+async def test_an_empty_store_holds_nothing(store: JournalStore) -> None:
     assert await store.acquire() is None
 
 
-async def test_what_was_saved_is_there_for_the_next_master(case: Case, store: Store) -> None:
+async def test_what_was_saved_is_there_for_the_next_master(case: Case, store: JournalStore) -> None:
     await store.acquire()
     await store.save(journal())
     await store.release()
@@ -187,42 +191,44 @@ async def test_what_was_saved_is_there_for_the_next_master(case: Case, store: St
     await later.release()
 
 
-async def test_the_last_write_counts(store: Store) -> None:
+async def test_the_last_write_counts(store: JournalStore) -> None:
     await store.acquire()
     for term in (1, 2, 3):
         await store.save(journal(term))
     assert await store.acquire() == journal(3), "its holder may ask again"
 
 
-async def test_only_one_master_holds_it_at_a_time(case: Case, store: Store) -> None:
+async def test_only_one_master_holds_it_at_a_time(case: Case, store: JournalStore) -> None:
     await store.acquire()
     await store.save(journal(1))
     second = case.open()
-    with pytest.raises(Held, match="another master holds"):
+    with pytest.raises(JournalLockedError, match="another master holds"):
         await second.acquire()
-    with pytest.raises(Held):
+    with pytest.raises(JournalLockedError):
         await second.acquire()
     await store.save(journal(2))
     await store.release()
     assert await second.acquire() == journal(2)
-    with pytest.raises(Held):
+    with pytest.raises(JournalLockedError):
         await store.acquire()
     await second.release()
 
 
 async def test_one_that_never_held_it_takes_nothing_away_by_releasing(
-    case: Case, store: Store
+    case: Case, store: JournalStore
 ) -> None:
     await store.acquire()
     other = case.open()
-    with pytest.raises(Held):
+    with pytest.raises(JournalLockedError):
         await other.acquire()
     await other.release()
-    with pytest.raises(Held):
+    with pytest.raises(JournalLockedError):
         await case.open().acquire()
 
 
-async def test_releasing_twice_or_without_holding_does_no_harm(case: Case, store: Store) -> None:
+async def test_releasing_twice_or_without_holding_does_no_harm(
+    case: Case, store: JournalStore
+) -> None:
     await store.release()
     await store.acquire()
     await store.release()
@@ -230,19 +236,19 @@ async def test_releasing_twice_or_without_holding_does_no_harm(case: Case, store
     other = case.open()
     assert await other.acquire() is None
     await store.release()
-    with pytest.raises(Held):
+    with pytest.raises(JournalLockedError):
         await store.acquire()
     await other.release()
 
 
 async def test_a_failed_write_changes_nothing_and_the_next_may_work(
-    case: Case, store: Store
+    case: Case, store: JournalStore
 ) -> None:
     await store.acquire()
     await store.save(journal(1))
     case.fill(True)
     for _ in range(2):
-        with pytest.raises(Unwritable):
+        with pytest.raises(JournalUnwritableError):
             await store.save(journal(2))
     assert await store.acquire() == journal(1)
     case.fill(False)
@@ -264,16 +270,16 @@ async def test_a_failed_write_changes_nothing_and_the_next_may_work(
         b"\0" * 4096,
     ],
 )
-async def test_what_cannot_be_read_is_said(case: Case, store: Store, data: bytes) -> None:
+async def test_what_cannot_be_read_is_said(case: Case, store: JournalStore, data: bytes) -> None:
     case.spoil(data)
     with pytest.raises(ConfigError, match="not a journal of this version"):
         await store.acquire()
 
 
 async def test_a_journal_of_a_newer_release_with_more_fields_is_read(
-    case: Case, store: Store
+    case: Case, store: JournalStore
 ) -> None:
-    text = journal().model_dump_json()
+    text = journal().to_json()
     case.spoil(text.replace("{", '{"invented_later": [1], ', 1).encode())
     assert await store.acquire() == journal()
 
@@ -283,7 +289,7 @@ async def test_a_journal_of_a_newer_release_with_more_fields_is_read(
 
 async def test_the_file_and_its_folder_are_private_and_nothing_else_is_left(tmp_path: Path) -> None:
     path = tmp_path / "job" / "journal.json"
-    store = FileStore(path)
+    store = FileJournalStore(path)
     await store.acquire()
     await store.save(journal())
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -295,35 +301,57 @@ async def test_the_file_and_its_folder_are_private_and_nothing_else_is_left(tmp_
 async def test_half_a_write_is_never_seen(tmp_path: Path) -> None:
     """A master that was killed in the middle of a write has left its new file behind."""
     path = tmp_path / "journal.json"
-    first = FileStore(path)
+    first = FileJournalStore(path)
     await first.acquire()
     await first.save(journal(1))
     await first.release()
     path.with_suffix(".new").write_text('{"version": 1, "jo' + "x" * 100_000)
-    second = FileStore(path)
+    second = FileJournalStore(path)
     assert await second.acquire() == journal(1)
     await second.save(journal(2))
     assert await second.acquire() == journal(2)
     await second.release()
 
 
+async def test_a_journal_whose_folder_was_removed_is_made_again(tmp_path: Path) -> None:
+    path = tmp_path / "temporary" / "state" / "journal.json"
+    store = FileJournalStore(path)
+    await store.acquire()
+    await store.save(journal(1))
+    shutil.rmtree(tmp_path / "temporary")
+    await store.save(journal(2))
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    with pytest.raises(JournalLockedError):
+        await FileJournalStore(path).acquire()
+    await store.release()
+    assert await FileJournalStore(path).acquire() == journal(2)
+
+
+async def test_a_master_whose_lock_file_was_removed_gives_way_to_the_one_that_took_it(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "journal.json"
+    first, second = FileJournalStore(path), FileJournalStore(path)
+    await first.acquire()
+    await first.save(journal(1))
+    path.with_suffix(".lock").unlink()
+    assert await second.acquire() == journal(1)
+    with pytest.raises(SupersededError):
+        await first.save(journal(2))
+    await second.save(journal(3))
+    await second.release()
+    await first.release()
+
+
 async def test_a_killed_master_holds_nothing(tmp_path: Path) -> None:
     path = tmp_path / "journal.json"
-    script = (
-        "import asyncio, pathlib, signal, sys\n"
-        "from dlrover_py.master.store import FileStore\n"
-        "store = FileStore(pathlib.Path(sys.argv[1]))\n"
-        "asyncio.run(store.acquire())\n"
-        "print('held', flush=True)\n"
-        "signal.pause()\n"
-    )
-    argv = [sys.executable, "-c", script, str(path)]
+    argv = [sys.executable, str(PROGRAMS / "hold_journal.py"), str(path)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "held\n"
-            store = FileStore(path)
-            with pytest.raises(Held):
+            store = FileJournalStore(path)
+            with pytest.raises(JournalLockedError):
                 await store.acquire()
         finally:
             os.kill(process.pid, signal.SIGKILL)
@@ -332,25 +360,26 @@ async def test_a_killed_master_holds_nothing(tmp_path: Path) -> None:
 
 
 async def test_a_full_disk_is_called_so_and_leaves_no_torn_file(tmp_path: Path) -> None:
+    # no assert: on_a_full_disk() looks at the file
     with small_disk(tmp_path / "disk", "64k") as disk:
-        store = FileStore(disk / "journal.json")
+        store = FileJournalStore(disk / "journal.json")
         await on_a_full_disk(store, disk)
         await store.release()
 
 
-async def on_a_full_disk(store: FileStore, disk: Path) -> None:
+async def on_a_full_disk(store: FileJournalStore, disk: Path) -> None:
     await store.acquire()
     await store.save(journal(1))
     event = JobEvent(id=1, at=1e9, reason="Large", message="x" * 6000)
-    large = journal(2).model_copy(update={"events": [event]})
+    large = replace(journal(2), events=[event])
     filler = disk / "filler"
     fill_up(filler)
-    with pytest.raises(Unwritable, match=r"journal\.json: the disk is full"):
+    with pytest.raises(JournalUnwritableError, match=r"journal\.json: the disk is full"):
         await store.save(journal(2))
     assert await store.acquire() == journal(1)
     assert not (disk / "journal.new").exists()
     os.truncate(filler, filler.stat().st_size - 4096)
-    with pytest.raises(Unwritable):
+    with pytest.raises(JournalUnwritableError):
         await store.save(large)  # its first half fits
     assert await store.acquire() == journal(1)
     filler.unlink()
@@ -358,18 +387,115 @@ async def on_a_full_disk(store: FileStore, disk: Path) -> None:
     assert await store.acquire() == journal(3)
 
 
+class Hanging(DurableState):
+    """A journal whose write hangs, until the disk answers."""
+
+    def to_json(self) -> str:
+        HANGS.set()
+        assert ANSWERS.wait(60)
+        return super().to_json()
+
+
+def hanging(whole: DurableState) -> Hanging:
+    """The same journal, whose write hangs."""
+    return Hanging(**{f.name: getattr(whole, f.name) for f in fields(DurableState) if f.init})
+
+
+HANGS, ANSWERS = threading.Event(), threading.Event()
+
+
+@pytest.fixture
+def disk_hangs() -> Iterator[None]:
+    HANGS.clear()
+    ANSWERS.clear()
+    yield
+    ANSWERS.set()
+
+
+async def held_later(store: JournalStore) -> DurableState | None:
+    async with asyncio.timeout(60):
+        while True:
+            with contextlib.suppress(JournalLockedError):
+                return await store.acquire()
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.usefixtures("disk_hangs")
+async def test_a_write_that_comes_late_does_not_replace_what_the_next_master_has_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A master is told to end while its write hangs, and another one takes its place."""
+    path = tmp_path / "journal.json"
+    first, second = FileJournalStore(path, release_timeout_s=0.05), FileJournalStore(path)
+    await first.acquire()
+    saving = asyncio.create_task(first.save(hanging(journal(1))))
+    await asyncio.to_thread(HANGS.wait, 60)
+    saving.cancel()
+    await first.release()
+    assert "journal_lock_kept" in caplog.text
+    with pytest.raises(JournalLockedError):
+        await second.acquire()
+    ANSWERS.set()
+    assert await held_later(second) == journal(1), "its write has ended before its lock"
+    await second.save(journal(2))
+    assert await second.acquire() == journal(2)
+    await second.release()
+
+
+@pytest.mark.usefixtures("disk_hangs")
+async def test_a_disk_that_hangs_is_said_and_written_to_again_once_it_answers(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "journal.json"
+    store = FileJournalStore(path, save_s=0.05)
+    await store.acquire()
+    for late in (hanging(journal(1)), journal(2)):
+        with pytest.raises(
+            JournalUnwritableError, match=r"json: the disk has not answered within 0\.05 s"
+        ):
+            await store.save(late)
+    with pytest.raises(TransientError, match="cannot be read: the disk has not answered"):
+        await store.acquire()
+    ANSWERS.set()
+    async with asyncio.timeout(60):
+        while True:
+            with contextlib.suppress(JournalUnwritableError):
+                await store.save(journal(3))
+                break
+    await store.release()
+    later = FileJournalStore(path)
+    assert await later.acquire() == journal(3)
+    await later.release()
+
+
+@pytest.mark.parametrize("what", ["pipe", "folder", "large"])
+async def test_only_a_regular_file_of_a_journals_size_is_read(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "journal.json"
+    if what == "pipe":
+        os.mkfifo(path)
+    elif what == "folder":
+        path.mkdir()
+    else:
+        with path.open("wb") as file:
+            file.truncate(MAX_BYTES + 1)
+    with pytest.raises(
+        ConfigError, match=f"{path}: (it is not a regular|Is a dir|it has more than)"
+    ):
+        await FileJournalStore(path).acquire()
+
+
 async def test_a_place_that_cannot_be_used_is_said(tmp_path: Path) -> None:
     obstacle = tmp_path / "file"
     obstacle.write_text("no folder")
     with pytest.raises(ConfigError, match=str(obstacle)):
-        await FileStore(obstacle / "journal.json").acquire()
+        await FileJournalStore(obstacle / "journal.json").acquire()
 
 
 # --- the Secret alone ---
 
 
 @pytest.fixture
-async def site(tmp_path: Path) -> AsyncIterator[tuple[FakeCluster, Kube]]:
+async def site(tmp_path: Path) -> AsyncIterator[tuple[FakeCluster, KubeClient]]:
     async with fake_cluster(tmp_path) as (cluster, kube):
         cluster.put(SECRETS, {"metadata": {"name": SECRET}})
         for name in ("m0", "m1"):
@@ -377,7 +503,7 @@ async def site(tmp_path: Path) -> AsyncIterator[tuple[FakeCluster, Kube]]:
         yield cluster, kube
 
 
-Site = tuple[FakeCluster, Kube]
+Site = tuple[FakeCluster, KubeClient]
 
 
 def terminating(pod: Obj) -> Obj:
@@ -397,7 +523,7 @@ async def test_a_later_job_of_the_same_name_gets_nothing_of_an_earlier_ones_jour
     await store.save(journal(1))
     cluster.remove(SECRETS, SECRET)
     cluster.put(SECRETS, next_ones)
-    with pytest.raises(Superseded, match="another job of this name"):
+    with pytest.raises(SupersededError, match="another job of this name"):
         await store.save(journal(2))
     with pytest.raises(TransientError, match="another job of this name"):
         await secret_store(kube, "m1").acquire()
@@ -413,7 +539,7 @@ async def test_a_master_whose_pod_is_no_more_holds_nothing(site: Site, fate: str
     first, second = secret_store(kube, "m0"), secret_store(kube, "m1")
     await first.acquire()
     await first.save(journal(1))
-    with pytest.raises(Held, match="that in Pod m0"):
+    with pytest.raises(JournalLockedError, match="the one in Pod m0"):
         await second.acquire()
     if fate == "gone":
         cluster.remove(PODS, "m0")
@@ -426,7 +552,7 @@ async def test_a_master_whose_pod_is_no_more_holds_nothing(site: Site, fate: str
         cluster.put(PODS, master_pod("m0", "Failed"))
     assert await second.acquire() == journal(1)
     await second.save(journal(2))
-    with pytest.raises(Superseded, match="held by the master in Pod m1"):
+    with pytest.raises(SupersededError, match="held by the master in Pod m1"):
         await first.save(journal(3))
     assert await second.acquire() == journal(2), "an old master never writes again"
 
@@ -438,7 +564,7 @@ async def test_the_next_process_of_the_same_pod_goes_on(site: Site) -> None:
     await first.save(journal(1))
     second = secret_store(kube, "m0")
     assert await second.acquire() == journal(1)
-    with pytest.raises(Superseded):
+    with pytest.raises(SupersededError):
         await first.save(journal(2))
 
 
@@ -451,7 +577,7 @@ async def test_a_write_whose_answer_was_lost_is_not_taken_for_another_masters(si
     await store.save(journal(1))
     landed = cluster.one(SECRETS, SECRET)
     assert landed is not None
-    store._held = written  # as if the answer to it had not come
+    store._secret = written  # as if the answer to it had not come
     await store.save(journal(2))
     assert await store.acquire() == journal(2)
 
@@ -478,7 +604,7 @@ async def test_a_secret_that_was_made_anew_gets_what_its_master_knows(site: Site
     await store.acquire()
     await store.save(journal(1))
     cluster.remove(SECRETS, SECRET)
-    with pytest.raises(Unwritable, match="not found"):
+    with pytest.raises(JournalUnwritableError, match="not found"):
         await store.save(journal(2))
     cluster.put(SECRETS, {"metadata": {"name": SECRET}})
     await store.save(journal(3))
@@ -501,10 +627,20 @@ async def test_a_secret_that_cannot_be_unpacked_is_said(site: Site, data: str) -
 
 async def test_a_secret_that_would_unpack_to_more_than_memory_is_refused(site: Site) -> None:
     cluster, kube = site
-    bomb = base64.b64encode(gzip.compress(b" " * (MOST + 1), compresslevel=1)).decode()
+    bomb = base64.b64encode(gzip.compress(b" " * (MAX_BYTES + 1), compresslevel=1)).decode()
     cluster.put(SECRETS, {"metadata": {"name": SECRET}, "data": {JOURNAL_KEY: bomb}})
     with pytest.raises(ConfigError, match="more than 64 MB"):
         await secret_store(kube, "m0").acquire()
+
+
+async def test_a_secret_deleted_between_read_and_write_is_waited_for(site: Site) -> None:
+    cluster, kube = site
+    words = f'secrets "{SECRET}" not found'
+    cluster.fail(404, "NotFound", words, method="PUT", path="/secrets/")
+    store = secret_store(kube, "m0")
+    with pytest.raises(TransientError, match="not found"):
+        await store.acquire()
+    assert await store.acquire() is None
 
 
 async def test_a_right_that_was_taken_away_is_waited_for(site: Site) -> None:
@@ -512,7 +648,7 @@ async def test_a_right_that_was_taken_away_is_waited_for(site: Site) -> None:
     store = secret_store(kube, "m0")
     await store.acquire()
     cluster.fail(403, "Forbidden", "may not update secrets", method="PUT")
-    with pytest.raises(Unwritable, match="may not update secrets"):
+    with pytest.raises(JournalUnwritableError, match="may not update secrets"):
         await store.save(journal(1))
     await store.save(journal(1))
     cluster.fail(403, "Forbidden", "may not get secrets", method="GET")

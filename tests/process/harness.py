@@ -1,10 +1,11 @@
-"""Runs a real job on this machine for a test: real master, agents and workers, no sleeps.
+"""A harness that runs a real job on this machine: real master, agents and workers, no sleeps.
 
-Everything that a job starts carries a mark of the test in its environment, so that a test fails
-if it leaves a process behind.
+Each process of a job has a random mark of its test in its environment. A test fails if it leaves a
+process behind.
 """
 
 import asyncio
+import ctypes
 import json
 import os
 import random
@@ -16,28 +17,30 @@ import socket
 import subprocess
 import sys
 import tempfile
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import yaml
 
+from dlrover_py.net.http_client import HttpClient
 from dlrover_py.protocol.agents import Directive  # noqa: F401 - re-exported for tests
 from dlrover_py.protocol.local import Snapshot
 from dlrover_py.protocol.status import JobStatus, NodePhase, NodeStatus
-from dlrover_py.rpc import Client
+from tests.programs import source
 
 MARK = "DLROVER_TEST_MARK"
 BIN = Path(sys.executable).parent
 T = TypeVar("T")
 
 CALM = {"lease_s": "30"}
-"""For tests that are not about silence: a busy machine may hold an agent for longer than the
-product's lease of five seconds."""
+"""Settings of a master for tests that do not test the lease.
+
+On a busy machine an agent may be delayed by more than the default lease of five seconds.
+"""
 
 SLEEPER = """
     import os, signal, sys
@@ -46,8 +49,16 @@ SLEEPER = """
 """
 
 
-def eventually(look: Callable[[], T], what: str, *, within_s: float = 60.0) -> T:
-    """Look until there is something (truthy); fail with the last thing seen after a deadline."""
+def eventually(
+    look: Callable[[], T | Literal[False] | None], what: str, *, within_s: float = 60.0
+) -> T:
+    """Call a function until its result is true, and return the result.
+
+    Args:
+        look: the function.
+        what: what the test waits for, for the error message.
+        within_s: seconds after which the test fails, with the last result in the message.
+    """
     deadline = time.monotonic() + within_s
     pause = threading.Event()
     while True:
@@ -60,8 +71,11 @@ def eventually(look: Callable[[], T], what: str, *, within_s: float = 60.0) -> T
 
 
 def free_port() -> int:
-    """A port of the loopback device that nobody had a moment ago, and which none is given who asks
-    the kernel for any (``ip_local_port_range`` begins at 32768)."""
+    """Return a port of the loopback device that was free a moment ago.
+
+    The kernel does not give it to a program that asks for any port, because
+    ``ip_local_port_range`` begins at 32768.
+    """
     while True:
         with (
             suppress(OSError),
@@ -71,7 +85,7 @@ def free_port() -> int:
 
 
 def alive(pid: int) -> bool:
-    """Whether the process runs (a zombie does not)."""
+    """Return whether a process runs. A zombie does not run."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
@@ -80,7 +94,7 @@ def alive(pid: int) -> bool:
 
 
 def carrying(mark: str) -> dict[int, str]:
-    """Living processes with the test's mark: pid and command line."""
+    """Return the running processes that have a test's mark: process id and command line."""
     needle = f"{MARK}={mark}".encode()
     found = {}
     for entry in Path("/proc").iterdir():
@@ -95,7 +109,7 @@ def carrying(mark: str) -> dict[int, str]:
 
 
 class Place:
-    """Folders and environment of one test."""
+    """The folders and the environment of one test."""
 
     def __init__(self) -> None:
         self.mark = secrets.token_hex(8)
@@ -109,34 +123,34 @@ class Place:
             "KUBECONFIG": str(self.folder / "no-kubeconfig"),
         }
 
-    def script(self, text: str, name: str = "train.py") -> Path:
-        """Write a script for the workers."""
+    def script(self, program: Path | str, name: str = "train.py") -> Path:
+        """Write a script for the workers, a copy of a program or a text, and return its path."""
         path = self.folder / name
-        path.write_text(textwrap.dedent(text))
+        path.write_text(source(program))
         return path
 
     def popen(self, *argv: str, **options: Any) -> "subprocess.Popen[str]":
-        """Start one of our programs."""
+        """Start one of DLRover's programs."""
         env = self.env | options.pop("env", {})
         return subprocess.Popen(
             [str(BIN / argv[0]), *argv[1:]], env=env, text=True, cwd=self.folder, **options
         )
 
     def call(self, *argv: str, **options: Any) -> "subprocess.CompletedProcess[str]":
-        """Run one of our programs to its end."""
+        """Run one of DLRover's programs to its end."""
         env = self.env | options.pop("env", {})
         return subprocess.run(
             [str(BIN / argv[0]), *argv[1:]],
             env=env,
             text=True,
-            cwd=self.folder,
+            cwd=options.pop("cwd", self.folder),
             capture_output=True,
             timeout=options.pop("timeout", 150),
             check=False,
         )
 
     def close(self) -> None:
-        """Fail if a process is left; clean up in any case."""
+        """Clean up, and fail if a process or a socket was left behind."""
         deadline = time.monotonic() + 30
         pause = threading.Event()
         while (left := carrying(self.mark)) and time.monotonic() < deadline:
@@ -147,6 +161,65 @@ class Place:
         shutil.rmtree(self.folder, ignore_errors=True)
         assert not left, f"processes were left behind: {left}"
         assert not sockets, f"sockets were left behind: {sockets}"
+
+
+class Halt:
+    """Stops threads of a process with ptrace(2).
+
+    SIGCONT does not continue these threads, unlike those that SIGSTOP has stopped. Agents send
+    SIGCONT to their persisters from time to time.
+    """
+
+    def __init__(self, pid: int, *, first: bool = True) -> None:
+        """Stop all threads, or all but the first one, which runs the program's event loop."""
+        self._tasks = Path(f"/proc/{pid}/task")
+        self._held: set[int] = set()
+        spared = set() if first else {pid}
+        while fresh := {int(task.name) for task in self._tasks.iterdir()} - self._held - spared:
+            for thread in fresh:
+                with suppress(ProcessLookupError):  # this thread has just ended
+                    self._hold(thread)
+                    # A thread that computes may hold Python's interpreter lock.
+                    while not first and self._computes(thread):
+                        self._let_go(thread)
+                        self._hold(thread)
+
+    def resume(self) -> None:
+        """Continue the threads and detach from them."""
+        for thread in list(self._held):
+            self._let_go(thread)
+
+    def _hold(self, thread: int) -> None:
+        _ptrace(_SEIZE, thread)
+        self._held.add(thread)
+        _ptrace(_INTERRUPT, thread)
+        os.waitpid(thread, _WALL)
+
+    def _computes(self, thread: int) -> bool:
+        """Return whether a thread is stopped outside of system calls."""
+        call = (self._tasks / str(thread) / "syscall").read_text()
+        return call.startswith(("-1", "running"))
+
+    def _let_go(self, thread: int) -> None:
+        self._held.discard(thread)
+        with suppress(ProcessLookupError):  # it was killed
+            _ptrace(_DETACH, thread)
+            return
+        with suppress(ChildProcessError):
+            os.waitpid(thread, _WALL)
+
+
+_SEIZE, _INTERRUPT, _DETACH = 0x4206, 0x4207, 17
+_WALL = 0x40000000
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.ptrace.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)
+_libc.ptrace.restype = ctypes.c_long
+
+
+def _ptrace(request: int, thread: int) -> None:
+    if _libc.ptrace(request, thread, None, None) < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 class Job:
@@ -168,8 +241,8 @@ class Job:
         return self.place.folder / "run" / self.name / "cluster.sock"
 
     def api(self, method: str, path: str, body: bytes = b"") -> Any:
-        """Call the cluster."""
-        client = Client(f"unix:{self.socket}")
+        """Make a request to the job's cluster process, and return the answer."""
+        client = HttpClient(f"unix:{self.socket}")
 
         async def call() -> bytes:
             try:
@@ -190,7 +263,7 @@ class Job:
     def until(
         self, good: Callable[[JobStatus], Any], what: str, *, within_s: float = 120.0
     ) -> JobStatus:
-        """Wait for a status that fits."""
+        """Wait for a status for which ``good`` is true, and return it."""
 
         def look() -> JobStatus | None:
             assert self.process.poll() is None, f"the job has ended: {''.join(self.output)}"
@@ -203,8 +276,13 @@ class Job:
             raise AssertionError(f"{error}\n{''.join(self.output)}") from error
 
     def running(self, nodes: int, *, round_after: int = 0, within_s: float = 120.0) -> JobStatus:
-        """Wait until a round of so many nodes runs, newer than a given one, with all its workers
-        started."""
+        """Wait until a round of this many nodes runs, with all its workers started.
+
+        Args:
+            nodes: number of nodes of the round.
+            round_after: the round must be newer than this one.
+            within_s: seconds after which the test fails.
+        """
 
         def good(s: JobStatus) -> bool:
             members = [n for n in s.nodes if n.node_rank is not None and n.phase is NodePhase.LIVE]
@@ -221,8 +299,8 @@ class Job:
         return self.until(good, f"a round of {nodes} nodes after {round_after}", within_s=within_s)
 
     def metric(self, name: str) -> float:
-        """What the master tells everybody."""
-        client = Client(self.snapshot().health_addr)
+        """Return the value of a metric of the master."""
+        client = HttpClient(self.snapshot().health_addr)
 
         async def read() -> bytes:
             try:
@@ -250,7 +328,7 @@ class Job:
         return code
 
     def stop(self) -> int:
-        """End the job as a user would."""
+        """End the job as a user does: by SIGINT."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
         return self.wait(within_s=170)
@@ -265,13 +343,13 @@ class Job:
 
 
 def last(status: JobStatus) -> tuple[int, str] | None:
-    """Step of the newest checkpoint, and where it is."""
+    """Return the step of the newest checkpoint and where it is."""
     found = status.last_checkpoint
     return None if found is None else (found.step, found.where)
 
 
 def members(status: JobStatus) -> list[NodeStatus]:
-    """The nodes of the round, in the order of their ranks."""
+    """Return the nodes of the round, in the order of their ranks."""
     found = [n for n in status.nodes if n.node_rank is not None]
     return sorted(found, key=lambda n: n.node_rank or 0)
 
@@ -284,11 +362,19 @@ def document(
     spec: dict[str, Any] | None = None,
     **worker: Any,
 ) -> dict[str, Any]:
-    """An ElasticJob; ``spec`` are further fields of its spec, others of the worker's replicas."""
+    """Return an ElasticJob as plain data.
+
+    Args:
+        command: command of the workers' container.
+        name: name of the job.
+        env: environment of the container.
+        spec: more fields of the job's spec.
+        worker: fields of the worker's replica spec.
+    """
     container: dict[str, Any] = {"name": "main", "image": "none", "command": command}
     if env:
         container["env"] = [{"name": k, "value": v} for k, v in env.items()]
-    # Nothing is killed in the middle of its last save because the machine is busy.
+    # On a busy machine, no worker is killed in the middle of its last save.
     pod = {"containers": [container], "terminationGracePeriodSeconds": 150}
     return {
         "apiVersion": "elastic.iml.github.io/v1alpha1",
@@ -306,7 +392,7 @@ def document(
 def job(
     place: Place,
     *,
-    script: str = SLEEPER,
+    script: Path | str = SLEEPER,
     hosts: int | None = None,
     flags: tuple[str, ...] = (),
     args: tuple[str, ...] = (),
@@ -316,15 +402,18 @@ def job(
     spec: dict[str, Any] | None = None,
     **worker: Any,
 ) -> Iterator[Job]:
-    """Run a job; it is stopped in the end.
+    """Run a job, and stop it at the end of the block.
 
     Args:
-        script: of the workers.
-        hosts: ``--nodes``.
-        flags: of elastic-run; ``args``: of the script.
-        settings: of the master, without their prefix.
-        env: of the container.
-        spec: further fields of the job's spec.
+        place: folders and environment of the test.
+        script: program of the workers.
+        hosts: value of ``--nodes``; None for the default.
+        flags: flags of elastic-run.
+        args: arguments of the script.
+        name: name of the job.
+        settings: settings of the master, without their prefix.
+        env: environment of the container.
+        spec: more fields of the job's spec.
         worker: fields of the replica spec.
     """
     place.script(script)
@@ -359,7 +448,7 @@ def job(
 
 
 def lines(job: Job, node: str, pattern: str) -> list[str]:
-    """Lines of a node's workers that match; none that is only half written."""
+    """Return the complete lines of a node's workers that match a pattern."""
     found = []
     for path in sorted(job.logs.glob(f"{node}/*/*/*/stdout.log")):
         whole = path.read_text().rpartition("\n")[0]

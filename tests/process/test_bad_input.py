@@ -1,5 +1,6 @@
 """What a user can get wrong: it is said where and what, nothing is started, and the code is 2."""
 
+import io
 import json
 import os
 import socket
@@ -107,7 +108,7 @@ def desk(
         (
             "replicas: 2",
             "replicas: true",
-            [f":8: {WORKER}.replicas: found a truth value True: input should be a valid integer"],
+            [f":8: {WORKER}.replicas: found a boolean True: input should be a valid integer"],
         ),
         (
             "replicas: 2",
@@ -127,7 +128,7 @@ def desk(
         ),
         ("name: job", "name: My_Job", [":4: metadata.name: found text 'My_Job': string should"]),
         ("name: job", "name: " + "j" * 38, [":4: metadata.name: found text 'jjj"]),
-        ("  name: job\n", "", [":3: metadata: found nothing None: input should be"]),
+        ("  name: job\n", "", [":3: metadata: found nothing: expected a mapping"]),
         (
             "v1alpha1",
             "v1",
@@ -136,7 +137,11 @@ def desk(
                 "'elastic.iml.github.io/v1alpha1'"
             ],
         ),
-        ("kind: ElasticJob", "kind: Job", [":2: kind: found text 'Job': input should be 'Elastic"]),
+        (
+            "kind: ElasticJob",
+            "kind: Job",
+            [":2: kind: found Job: expected ElasticJob; Job objects are for kubectl apply"],
+        ),
         ("kind: ElasticJob\n", "", [":1: kind: missing; expected a value here"]),
         (
             "spec:\n  rep",
@@ -146,7 +151,7 @@ def desk(
         (
             "              command: [elastic-run, train.py]\n",
             "",
-            [f":11: {POD}[main].command: missing; on this machine there is no image"],
+            [f":11: {POD}[main].command: missing; expected a command"],
         ),
         ("[elastic-run, train.py]", "elastic-run", [f":13: {POD}[0].command: found text"]),
         (
@@ -180,7 +185,7 @@ def test_a_fault_in_the_job_file_is_named_with_its_line(
         ("just words", ":1: expected a mapping with apiVersion"),
         (GOOD.replace("spec:", "spec: [", 1), ": not valid YAML: "),
         (GOOD.replace("  name: job", "\tname: job"), ":4: not valid YAML: found character '\\t'"),
-        (GOOD + "---\n" + GOOD, ":15: found 2 documents; on this machine a file has one job"),
+        (GOOD + "---\n" + GOOD, ":15: found 2 jobs, expected one"),
         ("a: !!python/object/apply:os.system ['touch pwned']", ":1: not valid YAML: "),
         ("a: *unknown", ":1: not valid YAML: "),
         (b"\xff\xfe\x00binary", ": it is not UTF-8 text"),
@@ -206,6 +211,8 @@ def test_a_file_that_is_not_there(desk: Desk) -> None:
         ["job", "run", "job.yaml", "--nodes", "0"],
         ["job", "run", "job.yaml", "--nodes", "many"],
         ["job", "run", "job.yaml", "--grace", "-1"],
+        ["job", "run", "job.yaml", "--grace", "nan"],
+        ["ckpt", "export", ".", "out", "--shard-gb", "nan"],
         ["job", "run", "job.yaml", "--no-such-flag"],
         ["job", "jump"],
         ["job", "describe", "nobody"],
@@ -217,6 +224,51 @@ def test_a_file_that_is_not_there(desk: Desk) -> None:
 )
 def test_flags_and_names_that_make_no_sense(desk: Desk, argv: list[str]) -> None:
     assert desk.refuse(*argv)
+
+
+def test_a_job_file_without_an_end_is_refused(desk: Desk) -> None:
+    (line,) = desk.refuse("job", "run", "/dev/zero")
+    assert line == "dlrover: /dev/zero: it has more than 16 MiB: expected a file with jobs"
+
+
+def test_standard_input_that_is_no_text_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a: \xff\n"), "utf-8"))
+    assert main(["job", "submit", "-"]) == 2
+    assert capsys.readouterr().err.splitlines() == ["dlrover: standard input: it is not UTF-8 text"]
+
+
+def test_a_user_without_a_home_folder_can_still_use_a_cluster(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Containers run as users who are not in /etc/passwd."""
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    assert main(["job", "list"]) == 0
+    for name in ("DLROVER_STATE_DIR", "XDG_STATE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert main(["job", "list"]) == 0
+    assert "no jobs; start one" in capsys.readouterr().err
+    desk.file.write_text(GOOD)
+    (line,) = desk.refuse("job", "run", str(desk.file))
+    assert line.endswith("this user has no home folder: set HOME, or DLROVER_STATE_DIR")
+
+
+def test_a_token_file_that_is_a_pipe_is_refused(place: Place) -> None:
+    """To open it would block, and no signal would end elastic-run."""
+    pipe = place.folder / "token"
+    os.mkfifo(pipe, 0o600)
+    place.script("")
+    master = {"DLROVER_MASTER_ADDR": "127.0.0.1:9", "DLROVER_NODE_ID": "n0"}
+    done = place.call(
+        "elastic-run", "train.py", env={**master, "DLROVER_TOKEN_FILE": str(pipe)}, timeout=30
+    )
+    assert done.returncode == 2
+    assert f"token file {pipe}: it is not a regular file; expected a file with" in done.stderr
 
 
 def test_a_folder_that_cannot_be_made_is_named(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +328,7 @@ def test_a_folder_that_is_somebody_elses_as_well_is_not_used(
         (line,) = desk.refuse(*argv)
         with pytest.raises(BlockingIOError):
             stranger.accept()
-    assert line.startswith(f"dlrover: {root}: {words}; expected a folder of your own")
+    assert line.startswith(f"dlrover: {root}: {words}; expected a folder that belongs to you")
     assert "set DLROVER_RUNTIME_DIR to another" in line
     assert {p.name for p in root.iterdir()} == {"job"}
 
@@ -306,7 +358,7 @@ def test_a_path_that_is_too_long_for_a_socket_is_named(
     monkeypatch.setenv("DLROVER_RUNTIME_DIR", str(deep))
     monkeypatch.setenv("DLROVER_STATE_DIR", str(deep))
     (line,) = desk.refuse("job", "run", str(desk.file))
-    assert "DLROVER_RUNTIME_DIR sets another place" in line
+    assert "DLROVER_RUNTIME_DIR can name another folder" in line
     assert not (deep / "job").exists()
 
 
@@ -330,6 +382,11 @@ def test_what_elastic_run_cannot_use_is_said_and_nothing_is_started(place: Place
     token = {"DLROVER_TOKEN_FILE": str(place.folder / "no-token")}
     job = {"DLROVER_MASTER_ADDR": "h:1"}
     two = ["--nnodes=2"]
+    binary = {"DLROVER_TOKEN_FILE": str(place.folder / "binary")}
+    (place.folder / "binary").write_bytes(b"\xff\xfe")
+    good = member | {"DLROVER_TOKEN_FILE": str(place.folder / "good")}
+    (place.folder / "good").write_text("0123456789abcdef")
+    long = "9" * 5000
     nowhere = ["--rdzv-backend=c10d", "--rdzv-endpoint=no.such.host.invalid"]
     nowhere += ["--rdzv-conf=read_timeout=1"]
     free, taken = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
@@ -344,6 +401,12 @@ def test_what_elastic_run_cannot_use_is_said_and_nothing_is_started(place: Place
         (1, ["--no-python", "./text"], {}, "program ./text: not found, or not executable"),
         (1, ["--no-python", "-m", "text"], {}, "--module and --no-python exclude each other"),
         (1, ["--max-restarts=-1", "train.py"], {}, "expected a number from 0"),
+        (1, [f"--max-restarts={10**30}", "train.py"], {}, "expected a number from 0 to 1000000000"),
+        (1, [f"--nnodes={long}", "train.py"], {}, "expected N or MIN:MAX"),
+        (1, ["--nnodes=100001", "train.py"], {}, "expected 0 < MIN ≤ MAX ≤ 100000"),
+        (1, ["--nproc-per-node=²", "train.py"], {}, "expected a number from 1 to 1024"),
+        (1, ["--local-addr=\udcff", "train.py"], {}, "expected a host name or an IP address"),
+        (1, [f"--tee={long}:1", "train.py"], {}, "expected 0, 1, 2 or 3, or by local rank"),
         (1, ["--redirects=7", "train.py"], {}, "--redirects is '7': expected 0, 1, 2 or 3"),
         (1, ["--local-ranks-filter=a", "train.py"], {}, "expected local ranks, such as 0,1"),
         (1, ["--logs-specs=none", "train.py"], {}, "group torchrun.logs_specs; installed are"),
@@ -353,7 +416,7 @@ def test_what_elastic_run_cannot_use_is_said_and_nothing_is_started(place: Place
         (1, ["--log-dir=text", "-r3", "train.py"], {}, "cannot be used as a folder: File exists"),
         (1, [*two, "--rdzv-backend=etcd", "train.py"], {}, "expected c10d or static"),
         (1, [*two, "--node-rank=2", "train.py"], {}, "expected a rank from 0 to 1"),
-        (1, [*two, f"--rdzv-endpoint={taken}", "train.py"], {}, "is in use: this node is to run"),
+        (1, [*two, f"--rdzv-endpoint={taken}", "train.py"], {}, "is in use: this node must run"),
         (
             1,
             [*two, "--node-rank=1", f"--rdzv-endpoint={free}", "--rdzv-conf=timeout=1", "train.py"],
@@ -367,15 +430,28 @@ def test_what_elastic_run_cannot_use_is_said_and_nothing_is_started(place: Place
             "endpoint no.such.host.invalid: no such host within 1 s",
         ),
         (1, ["train.py"], {"DLROVER_CONNECT_S": "soon"}, "DLROVER_CONNECT_S is 'soon': expected a"),
+        (1, ["train.py"], {"DLROVER_CONNECT_S": "nan"}, "DLROVER_CONNECT_S is 'nan': expected a"),
+        (1, ["train.py"], {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "²"}, "expected a number of seconds"),
         (1, ["train.py"], {"PET_MODULE": "yes"}, "PET_MODULE is 'yes': expected 0 or 1"),
         (2, [*alone], {}, "the following arguments are required: training_script"),
         (2, ["--max-restarts=x", "train.py"], {}, "invalid int value: 'x'"),
         (2, ["--frob", "train.py"], {}, "unknown flag --frob: neither torchrun nor DLRover"),
-        (2, ["--auto_tunning", "train.py"], {}, "is not supported: nothing here changes a"),
+        (
+            2,
+            ["--auto_tunning", "train.py"],
+            {},
+            "is not supported: the script's parameters are never changed",
+        ),
         (2, ["train.py"], {"DLROVER_MASTER_ADDR": "nowhere"}, "address 'nowhere': expected host:"),
         (2, ["train.py"], job, "DLROVER_NODE_ID is not"),
         (2, ["gone.py"], job, "there is no such file"),
         (2, ["train.py"], member | token, "no-token: No such file or directory"),
+        (2, ["train.py"], member | binary, "binary: expected one line of printable ASCII"),
+        (2, ["train.py"], good | {"POD_IP": "\udcff"}, "POD_IP is '\\udcff': expected a host"),
+        (2, ["train.py"], good | {"DLROVER_NODE_ID": "a b"}, "NODE_ID is 'a b': expected an id"),
+        (2, ["train.py"], good | {"DLROVER_LIFELINE_FD": "99"}, "LIFELINE_FD is 99: expected the"),
+        (2, ["train.py"], good | {"DLROVER_CONNECT_S": "soon"}, "DLROVER_CONNECT_S is 'soon'"),
+        (2, ["train.py"], {"DLROVER_MASTER_ADDR": f"h:{long}"}, "expected host:port, such as"),
     ]
     with socket.create_server(("127.0.0.1", int(taken.rpartition(":")[2]))):
         for some in (cases[i : i + 6] for i in range(0, len(cases), 6)):
@@ -522,7 +598,9 @@ def test_a_missing_program_ends_the_job(place: Place) -> None:
     status = last_status(done.stdout)
     assert status["phase"] == "Failed"
     assert "no-such-program: no such program on the PATH" in done.stdout
-    assert len(status["nodes"]) <= 4, "each place has one replacement"
+    (failed,) = [c for c in status["conditions"] if c["type"] == "Failed"]
+    assert failed["reason"] == "InvalidCommand"
+    assert {n["id"] for n in status["nodes"]} <= {"n0", "n1"}, "no node was replaced"
 
 
 def test_a_command_that_never_joins_is_told_before_and_after(place: Place) -> None:
@@ -572,7 +650,7 @@ def test_strangers_are_turned_away_from_a_job_that_goes_on(place: Place) -> None
         (_, first), (_, other) = (s.communicate(timeout=60) for s in strangers)
         assert (strangers[0].returncode, strangers[1].returncode) == (4, 3)
         assert "elastic-run: " in first
-        assert "the job's token is expected" in first
+        assert "the request needs the job's token" in first
         assert Path(snapshot.token_file).read_text() not in first
         assert "a-token-of-another-job" not in first
         assert "n7: it is not a node of this job" in other

@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 import yaml
 
+from dlrover_py.net.http_client import HttpClient
 from dlrover_py.protocol.errors import TransientError
 from dlrover_py.protocol.status import Condition, JobStatus
-from dlrover_py.rpc import Client
 from tests.fakes import fill_up, small_disk
 from tests.process.harness import (
     SLEEPER,
+    Halt,
     Job,
     Place,
     alive,
@@ -32,41 +33,11 @@ from tests.process.harness import (
     lines,
     members,
 )
+from tests.programs import PROGRAMS
 
-STEPPER = """
-    import os, threading
-    from pathlib import Path
-    from dlrover_py.trainer import session
-    mine = Path(os.environ["STEPS"] + os.environ["RANK"])
-    new = mine.with_suffix(".new")
-    wait = threading.Event()
-    for step in range(1, 1_000_000):
-        session.report_step(step)
-        print("step", step, flush=True)
-        new.write_text(str(step))
-        new.rename(mine)
-        wait.wait(0.02)
-    """
-
-STUBBORN = """
-    import os, signal
-    def say(words):  # two workers share a pipe, and print() writes each word by itself
-        os.write(1, (words + chr(10)).encode())
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: say(f"no {number}"))
-    say("ready")
-    while True:
-        signal.pause()
-    """
-
-POLITE = """
-    import signal, sys
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: sys.exit(0))
-    print("ready", flush=True)
-    while True:
-        signal.pause()
-    """
+STEPPER = PROGRAMS / "count_steps.py"
+HANDLER = PROGRAMS / "handle_signals.py"
+RAISE = PROGRAMS / "raise_exceptions.py"
 
 
 def condition(status: JobStatus, kind: str) -> Condition | None:
@@ -122,6 +93,40 @@ def test_while_the_disk_is_full_training_goes_on_and_afterwards_all_is_handled(
         assert "Traceback" not in "".join(run.output)
 
 
+def test_while_the_disk_hangs_training_goes_on_and_afterwards_all_is_handled(
+    place: Place,
+) -> None:
+    """All threads of the master that write to a disk stand still."""
+    steps = place.folder / "steps"
+    with (
+        job(place, script=STEPPER, replicas=2, env={"STEPS": str(steps)}) as run,
+        contextlib.ExitStack() as resumed,
+    ):
+        before = run.running(2)
+        survivor, victim = members(before)
+        master = run.snapshot().master_pid
+        disk = Halt(master, first=False)
+        resumed.callback(disk.resume)
+        os.kill(victim.pids[0], signal.SIGKILL)
+        hung = run.until(unwritable, "a journal that cannot be written")
+        said = condition(hung, "JournalWritable")
+        assert said is not None
+        assert "journal.json: the disk has not answered within 5 s; training" in said.message
+        reached = Path(f"{steps}0")
+        at = int(eventually(lambda: reached.exists() and reached.read_text(), "steps"))
+        eventually(lambda: int(reached.read_text()) > at + 400, "steps of longer than a lease")
+        assert "the disk has not answered" in readiness(run)
+        assert alive(survivor.pids[0])
+        assert run.status().round == before.round
+        disk.resume()
+        after = run.running(2, round_after=before.round)
+        assert condition(after, "JournalWritable") is None
+        assert after.restarts == {"failure": 1}
+        assert run.snapshot().master_pid == master
+        assert after.term == before.term
+        assert run.stop() == 130
+
+
 def unwritable(status: JobStatus) -> bool:
     said = condition(status, "JournalWritable")
     return said is not None and said.status == "False"
@@ -129,7 +134,7 @@ def unwritable(status: JobStatus) -> bool:
 
 def readiness(run: Job) -> str:
     """What ``/readyz`` of the master says."""
-    client = Client(run.snapshot().health_addr)
+    client = HttpClient(run.snapshot().health_addr)
 
     async def read() -> bytes:
         try:
@@ -233,25 +238,15 @@ def many_descriptors(number: int) -> Iterator[None]:
 def test_an_exception_that_comes_again_at_the_same_place_ends_the_job(
     place: Place, reports: bool
 ) -> None:
-    script = f"""
-        import os, signal
-        from dlrover_py.trainer import session
-        print("start", flush=True)
-        if os.environ["RANK"] == "1":
-            signal.pause()
-        for step in range(1, 6):
-            if {reports}:
-                session.report_step(step)
-        raise ValueError(f"loss of process {{os.getpid()}} is nan")
-        """
-    with job(place, script=script, replicas=2, restartCount=5) as run:
+    args = ("at-step-5" if reports else "without-steps",)
+    with job(place, script=RAISE, args=args, replicas=2, restartCount=5) as run:
         assert run.wait() == 1
         status = final(run)
         assert status.phase == "Failed"
         failed = condition(status, "Failed")
         assert failed is not None
         assert failed.reason == "NonRetryable"
-        assert ("at step 5" if reports else "after a like time") in failed.message
+        assert ("at step 5" if reports else "after a similar time") in failed.message
         assert 'raise ValueError(f"loss of process' in failed.message
         assert "ValueError: loss of process" in failed.message
         assert status.last_failure is not None
@@ -265,13 +260,7 @@ def test_an_exception_that_comes_again_at_the_same_place_ends_the_job(
 
 
 def test_different_exceptions_use_up_the_budgets_of_node_and_place(place: Place) -> None:
-    script = """
-        from dlrover_py.trainer import session
-        kinds = [ValueError, KeyError, TypeError, OSError, IndexError, ArithmeticError]
-        print("start", flush=True)
-        raise kinds[session.round() - 1]("bad")
-        """
-    with job(place, script=script, replicas=1, restartCount=1, hosts=1) as run:
+    with job(place, script=RAISE, args=("by-round",), replicas=1, restartCount=1, hosts=1) as run:
         assert run.wait() == 1
         status = final(run)
         failed = condition(status, "Failed")
@@ -279,35 +268,25 @@ def test_different_exceptions_use_up_the_budgets_of_node_and_place(place: Place)
         assert failed.reason == "RestartsExhausted"
         assert "its 1 restart is used up" in failed.message
         assert "OSError: bad" in failed.message
-        assert 'raise kinds[session.round() - 1]("bad")' in failed.message
+        assert 'raise KINDS[session.round() - 1]("bad")' in failed.message
         replaced = [e.message for e in status.events if e.reason == "RestartsExhausted"]
         assert "n0: its 1 restart is used up without steady progress; it is replaced" in replaced
         assert [n.id for n in status.nodes] == ["n0", "n1"]
         assert [len(lines(run, node, "start")) for node in ("n0", "n1")] == [2, 2]
 
 
-FAILING = """
-    import sys
-    from pathlib import Path
-    runs = Path("runs")
-    runs.write_text((runs.read_text() if runs.exists() else "") + "x")
-    kinds = [ValueError, KeyError, TypeError]
-    raise kinds[len(runs.read_text()) - 1 if sys.argv[1] == "differently" else 0]("always")
-    """
-
-
 @pytest.mark.parametrize(
     ("restarts", "how", "runs", "words"),
     [
-        (0, "the same", 1, "its 0 restarts are used up"),
+        (0, "always", 1, "no restarts are allowed (restartCount, --max-restarts)"),
         (2, "differently", 3, "its 2 restarts are used up"),
-        (2, "the same", 2, "the same exception came again"),
+        (2, "always", 2, "the same exception was raised again"),
     ],
 )
 def test_a_script_alone_that_fails_is_started_again_so_often(
     place: Place, restarts: int, how: str, runs: int, words: str
 ) -> None:
-    place.script(FAILING)
+    place.script(RAISE)
     flags = ["--standalone", f"--max-restarts={restarts}"]
     done = place.call("elastic-run", *flags, "train.py", how)
     assert done.returncode == 1
@@ -321,20 +300,41 @@ def test_a_script_alone_that_fails_is_started_again_so_often(
     assert words in last
 
 
+def test_an_agent_that_may_open_no_file_for_a_while_still_ends_the_round(place: Place) -> None:
+    """It cannot list the processes of the round then. It tries again, and the training goes on.
+
+    If its exchange with the master needs a new connection meanwhile, it ends and says why.
+    """
+    place.script("import os, signal; print(os.getpid(), flush=True); signal.pause()")
+    process = place.popen(
+        *("elastic-run", "--standalone", "--nproc-per-node=2", "--max-restarts=3", "train.py"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    first = [int(process.stdout.readline()) for _ in range(2)]
+    limits = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (0, limits[1]))
+    os.kill(first[0], signal.SIGKILL)
+    errors = ""
+    while "processes_not_listed" not in errors and (line := process.stderr.readline()):
+        errors += line
+    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, limits)
+    second = [process.stdout.readline() for _ in range(2)]
+    process.terminate()
+    errors += process.communicate(timeout=60)[1]
+    assert not any(alive(pid) for pid in first)
+    why = "open files (ulimit -n): expected at least"
+    assert ("processes_not_listed" in errors and all(second)) or why in errors, errors
+
+
 @pytest.mark.parametrize("flag", [(), ("--cold-start",)], ids=["observed", "cold"])
 def test_an_exception_counts_though_its_process_is_aborted_while_it_ends(
     place: Place, flag: tuple[str, ...]
 ) -> None:
-    place.script(
-        """
-        import atexit, os
-        atexit.register(os.abort)
-        with open("runs", "a") as runs:
-            runs.write("x")
-        raise ValueError("a mistake of the user")
-        """
-    )
-    done = place.call("elastic-run", *flag, "--max-restarts=3", "train.py")
+    place.script(RAISE)
+    done = place.call("elastic-run", *flag, "--max-restarts=3", "train.py", "aborted")
     assert done.returncode == 1
     assert (place.folder / "runs").read_text() == "xx", "the same exception again ends the job"
     last = done.stderr.splitlines()[-1]
@@ -343,7 +343,7 @@ def test_an_exception_counts_though_its_process_is_aborted_while_it_ends(
 
 
 def test_exit_0_after_an_order_to_stop_is_no_success(place: Place) -> None:
-    with job(place, script=POLITE, replicas=2, minReplicas=1, hosts=2) as run:
+    with job(place, script=HANDLER, replicas=2, minReplicas=1, hosts=2) as run:
         before = run.running(2)
         eventually(lambda: len(ready(run)) == 2, "both scripts are ready")
         run.hurt(members(before)[1].id, "drain")
@@ -444,9 +444,14 @@ def test_elastic_run_alone_ends_at_every_stage(place: Place, stage: Stage, numbe
 
 @SIGNALS
 def test_the_second_signal_ends_workers_that_ignore_the_first(place: Place, number: int) -> None:
-    place.script(STUBBORN)
+    place.script(HANDLER)
     process = place.popen(
-        "elastic-run", "--standalone", "--nproc-per-node=2", "train.py", stdout=subprocess.PIPE
+        "elastic-run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "train.py",
+        "deaf",
+        stdout=subprocess.PIPE,
     )
     with process:
         out = process.stdout
@@ -461,7 +466,7 @@ def test_the_second_signal_ends_workers_that_ignore_the_first(place: Place, numb
 
 @SIGNALS
 def test_workers_that_exit_0_on_a_signal_have_not_succeeded(place: Place, number: int) -> None:
-    place.script(POLITE)
+    place.script(HANDLER)
     process = place.popen(
         "elastic-run",
         "--standalone",
@@ -519,20 +524,7 @@ def test_a_job_ends_at_every_stage(place: Place, stage: Stage, number: int) -> N
 
 @pytest.mark.parametrize("how", ["stop", "drain, then Ctrl-C"])
 def test_a_job_that_is_stopped_has_time_to_save(place: Place, how: str) -> None:
-    script = """
-        import os, signal, sys, threading
-        from pathlib import Path
-
-        def save(number, frame):
-            print("saving", flush=True)
-            threading.Event().wait(1.0)
-            Path("saved-by-" + os.environ["NODE"]).touch()
-            sys.exit(0)
-
-        signal.signal(signal.SIGTERM, save)
-        print("ready", flush=True)
-        signal.pause()
-        """
+    script = PROGRAMS / "save_when_stopped.py"
     env = {"NODE": "$(DLROVER_NODE_ID)"}
     with job(place, script=script, replicas=2, minReplicas=1, hosts=2, env=env) as run:
         run.running(2)
@@ -551,7 +543,7 @@ def test_a_job_that_is_stopped_has_time_to_save(place: Place, how: str) -> None:
 
 @SIGNALS
 def test_a_second_ctrl_c_ends_a_job_at_once(place: Place, number: int) -> None:
-    with job(place, script=STUBBORN, replicas=2) as run:
+    with job(place, script=HANDLER, args=("deaf",), replicas=2) as run:
         run.running(2)
         eventually(lambda: len(ready(run)) == 2, "both scripts are ready")
         run.process.send_signal(number)
@@ -564,7 +556,7 @@ def test_a_second_ctrl_c_ends_a_job_at_once(place: Place, number: int) -> None:
 
 
 def test_two_signals_at_the_same_moment(place: Place) -> None:
-    with job(place, script=STUBBORN, replicas=1) as run:
+    with job(place, script=HANDLER, args=("deaf",), replicas=1) as run:
         run.running(1)
         for number in (signal.SIGINT, signal.SIGTERM):  # two of a kind would be one
             run.process.send_signal(number)
@@ -572,11 +564,7 @@ def test_two_signals_at_the_same_moment(place: Place) -> None:
 
 
 def test_when_the_cluster_is_killed_all_ends_even_a_frozen_node(place: Place) -> None:
-    child = """
-    import subprocess, sys
-    subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
-    """
-    with job(place, replicas=2, script=child + STUBBORN) as run:
+    with job(place, replicas=2, script=HANDLER, args=("deaf", "child")) as run:
         before = run.running(2)
         eventually(lambda: len(ready(run)) == 2, "both scripts are ready")
         run.hurt("n1", "freeze")
@@ -615,6 +603,23 @@ def guardians_of(agent: int) -> list[int]:
             with contextlib.suppress(OSError):
                 argv = (entry / "cmdline").read_bytes().split(b"\0")
                 its = any(a.startswith(f"{agent}@".encode()) for a in argv)
-                if its and any(a.endswith(b"guardian.py") for a in argv):
+                if its and any(a.endswith(b"reaper.py") for a in argv):
                     found.append(int(entry.name))
     return found
+
+
+@pytest.mark.parametrize("flag", [(), ("--cold-start",)], ids=["observed", "cold"])
+def test_a_temporary_folder_that_is_removed_meanwhile_costs_nothing(
+    place: Place, flag: tuple[str, ...]
+) -> None:
+    """Batch systems remove TMPDIR at the end of a job step, and cleaners what is old in /tmp."""
+    temporary = place.folder / "tmp"
+    temporary.mkdir()
+    place.script(PROGRAMS / "remove_temporary_folder.py")
+    env = {"TMPDIR": str(temporary)}
+    flags = ["--standalone", "--max-restarts=5", *flag]
+    done = place.call("elastic-run", *flags, "train.py", env=env, timeout=60)
+    told = [line for line in done.stdout.splitlines() if line.startswith("attempt")]
+    assert told == [f"attempt {n} [True, True]" for n in range(3)], done.stderr
+    assert done.returncode == 0
+    assert list(temporary.iterdir()) == []

@@ -26,7 +26,7 @@ def test_good_nodes_are_checked_and_train(place: Place) -> None:
     with job(place, replicas=2, flags=("--precheck=2", "--nproc-per-node=2")) as run:
         status = run.running(2, within_s=LONG)
         assert status.round == 1
-        assert said(status, "CheckStarted") == ["check 1: n0+n1"]
+        assert said(status, "CheckStarted") == ["check 1 started: n0+n1"]
         (passed,) = said(status, "NodesChecked")
         assert passed.startswith("2 nodes are fit to train: n0 matmul ")
         assert "busbw" in passed
@@ -48,12 +48,12 @@ def test_a_node_that_fails_is_replaced_and_the_rest_trains(place: Place) -> None
         status = run.running(2, within_s=LONG)
         assert [n.id for n in members(status)] == ["n0", "n2"]
         (why,) = said(status, "NodeExcluded")
-        assert why.startswith("n1 is not fit to train: n1: worker 0 raised RuntimeError")
+        assert why.startswith("node n1 is not fit to train: n1: worker 0 raised RuntimeError")
         assert status.restarts == {}
         assert status.last_failure is None
         after = run.running(3, within_s=LONG)
         assert [n.id for n in members(after)] == ["n0", "n2", "n3"]
-        assert "n1 is not fit to train" in run.cli("job", "events")
+        assert "node n1 is not fit to train" in run.cli("job", "events")
 
 
 def test_where_the_replacements_fail_too_the_job_fails_and_says_why(place: Place) -> None:
@@ -122,7 +122,7 @@ def test_a_master_that_is_killed_in_a_check_begins_it_anew(place: Place) -> None
         os.kill(run.snapshot().master_pid, signal.SIGKILL)
         run.until(lambda s: s.term == 2, "another master")
         after = run.running(2, within_s=LONG)
-        assert said(after, "CheckStarted") == ["check 1: n0+n1", "check 2: n0+n1"]
+        assert said(after, "CheckStarted") == ["check 1 started: n0+n1", "check 2 started: n0+n1"]
 
 
 def straggler(place: Place, *flags: str) -> tuple[Job, JobStatus]:
@@ -142,7 +142,7 @@ def test_a_straggler_is_left_out_where_that_is_wished(place: Place) -> None:
     _, status = straggler(place, "--exclude-straggler")
     assert [n.id for n in members(status)] == ["n0", "n2"]
     (why,) = said(status, "NodeExcluded")
-    assert why.startswith("n1 is slow: ")
+    assert why.startswith("node n1 is slow: ")
 
 
 def test_a_node_that_joins_is_checked_and_disturbs_nobody(place: Place) -> None:
@@ -157,7 +157,7 @@ def test_a_node_that_joins_is_checked_and_disturbs_nobody(place: Place) -> None:
         )
         assert (late.phase, late.round, members(late)[0].pids) == ("Running", 1, pids)
         after = run.running(2, round_after=1, within_s=LONG)
-        assert said(after, "CheckStarted") == ["check 1: n0", "check 2: n1"]
+        assert said(after, "CheckStarted") == ["check 1 started: n0", "check 2 started: n1"]
 
 
 def test_a_job_of_one_node_is_checked_alone(place: Place) -> None:

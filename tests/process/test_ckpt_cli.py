@@ -2,25 +2,26 @@
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
 
+from dlrover_py.checkpoint.directory import LEASE_FILE, CheckpointDirectory
 from dlrover_py.cli.checkpoints import _damage
 from dlrover_py.cli.commands import main
-from dlrover_py.protocol.checkpoint import Phase
-from dlrover_py.storage import CLAIM, Store
+from dlrover_py.protocol.agents import PersistPhase
+from tests import jsonform
+from tests.programs import PROGRAMS
 from tests.slots import Persister, full, order, raw, rows, saved, stage
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 
+WITHOUT = str(PROGRAMS / "command_without_package.py")
 W = torch.arange(12 * 5, dtype=torch.float32).reshape(12, 5)
 HALF = torch.linspace(0, 1, 7).to(torch.bfloat16)
 
@@ -51,9 +52,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
                     metric=1.0 / step,
                 )
             wish = order(folder / "arena", folder / "store", f"c{step}", step=step)
-            one.send(replace(wish, world=2, ranks=(0, 1)))
+            one.send(wish.model_copy(update={"world": 2, "ranks": [0, 1]}))
             answer = one.end(f"c{step}")
-            assert answer.phase is Phase.DONE, answer
+            assert answer.phase is PersistPhase.DONE, answer
     finally:
         one.close()
     return folder / "store"
@@ -81,9 +82,7 @@ def test_ls_and_show(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, "ls", str(written), "--json")
     listed = json.loads(out)
     assert [row["step"] for row in listed] == [7, 6, 5]
-    assert {
-        key for row in listed for key in row if not re.fullmatch("[a-z]+(_[a-z]+)*", key)
-    } == set()
+    assert jsonform.faults(listed) == set()
     assert [row["at"] for row in listed] == sorted((row["at"] for row in listed), reverse=True)
     code, out, _ = call(capsys, "show", str(written))
     assert "model.w" in out
@@ -91,6 +90,8 @@ def test_ls_and_show(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, "show", str(written), "6", "--json")
     said = json.loads(out)
     assert said["step"] == 6
+    assert jsonform.faults(said) == set()
+    assert said["at"] == listed[1]["at"]
     assert {t["key"]: t["shape"] for t in said["tensors"]}["model.w"] == [12, 5]
     assert [o["key"] for o in said["objects"]] == ["epoch"]
 
@@ -100,7 +101,7 @@ def test_what_is_not_there_is_told(
 ) -> None:
     code, _, err = call(capsys, "show", str(written), "8")
     assert code == 2
-    assert "no checkpoint '8'; there are steps 7, 6, 5" in err
+    assert "no checkpoint '8'; existing steps: 7, 6, 5" in err
     code, out, _ = call(capsys, "ls", str(tmp_path))
     assert (code, "there is no checkpoint" in out) == (0, True)
     code, _, err = call(capsys, "verify", str(tmp_path))
@@ -113,9 +114,9 @@ def test_what_is_not_there_is_told(
 def test_verify_finds_a_flipped_bit(store: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, "verify", store)
     assert code == 0
-    assert out.count(": whole: ") == 3
-    manifest = Store(store).checkpoints()[1]
-    at = next(w for w in manifest.pieces if w.piece.key == "model.w")
+    assert out.count(": intact: ") == 3
+    manifest = CheckpointDirectory(store).checkpoints()[1]
+    at = next(w for w in manifest.chunks if w.chunk.key == "model.w")
     path = Path(store, manifest.folder, at.file)
     data = bytearray(path.read_bytes())
     data[at.position + 9] ^= 16
@@ -124,7 +125,7 @@ def test_verify_finds_a_flipped_bit(store: str, capsys: pytest.CaptureFixture[st
     code, out, err = call(capsys, "verify", store, "--json")
     said = json.loads(out)
     assert code == 1
-    assert said["whole"] == ["step-7.c7"]
+    assert said["intact"] == ["step-7.c7"]
     assert list(said["damaged"]) == ["step-5.c5.json", "step-6.c6"]
     assert "model.w: its 120 bytes at" in said["damaged"]["step-6.c6"][0]
     assert "step-5.c5.json is damaged" in err
@@ -149,7 +150,7 @@ def test_verify_reads_what_torch_will_read(store: str, capsys: pytest.CaptureFix
         path.write_bytes(damaged)
         code, out, _ = call(capsys, "verify", store, "7")
         assert code == 1
-        assert "torch cannot load it: .metadata: the bytes are not those" in out
+        assert "torch cannot load it: .metadata: the bytes differ from those" in out
 
 
 def test_no_flipped_byte_of_any_file_is_missed(tmp_path: Path) -> None:
@@ -162,25 +163,25 @@ def test_no_flipped_byte_of_any_file_is_missed(tmp_path: Path) -> None:
             {"epoch": saved(7)},
         )
         one.send(order(tmp_path / "arena", tmp_path / "store", "c7"))
-        assert one.end("c7").phase is Phase.DONE
+        assert one.end("c7").phase is PersistPhase.DONE
     finally:
         one.close()
-    (whole,) = Store(tmp_path / "store").checkpoints()
+    (whole,) = CheckpointDirectory(tmp_path / "store").checkpoints()
     names = {str(p.relative_to(tmp_path / "store")) for p in (tmp_path / "store").rglob("*.*")}
     folder = whole.folder
-    assert names - {folder, CLAIM} == {
+    assert names - {folder, LEASE_FILE} == {
         f"{folder}.json", f"{folder}/.metadata", f"{folder}/__0_0.distcp"
     }  # fmt: skip
-    store = Store(tmp_path / "store")
+    store = CheckpointDirectory(tmp_path / "store")
     assert _damage(store, whole, quiet=True) == []
 
     def is_missed(name: str) -> bool:
         if name == f"{folder}.json":
-            return Store(tmp_path / "store").checkpoints() == [whole]
+            return CheckpointDirectory(tmp_path / "store").checkpoints() == [whole]
         return not _damage(store, whole, quiet=True)
 
     missed = []
-    for name in sorted(names - {folder, CLAIM}):
+    for name in sorted(names - {folder, LEASE_FILE}):
         with (tmp_path / "store" / name).open("r+b", buffering=0) as file:
             for at, byte in enumerate(file.read()):
                 os.pwrite(file.fileno(), bytes([byte ^ 1 << at % 8]), at)
@@ -196,7 +197,7 @@ def test_no_flipped_byte_of_any_file_is_missed(tmp_path: Path) -> None:
 def test_a_folder_of_torchs_own_is_told_so(store: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, "ls", f"{store}/step-7.c7")
     assert code == 0
-    assert "is one checkpoint by itself" in out
+    assert "is itself a checkpoint" in out
     code, _, err = call(capsys, "show", f"{store}/step-7.c7")
     assert code == 2
     assert "name the folder above it" in err
@@ -214,9 +215,9 @@ def test_export_as_safetensors(
     assert torch.equal(loaded["half"], HALF)
     code, _, err = call(capsys, "export", str(written), str(out))
     assert code == 2
-    assert "is there: name another" in err
+    assert "exists already: choose another path" in err
     code, _, err = call(capsys, "export", str(written), str(tmp_path / "x"), "--keys", "modell")
-    assert "no tensor's key begins with 'modell'; they begin with model, optimizer" in err
+    assert "no tensor's key begins with 'modell'; the keys begin with model, optimizer" in err
 
 
 def test_export_in_shards(
@@ -230,11 +231,21 @@ def test_export_in_shards(
     assert index["metadata"]["total_size"] == 14 + 240 + 240
     files = sorted(set(index["weight_map"].values()))
     assert files == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    loaded = {}
+    loaded: dict[str, torch.Tensor] = {}
     for file in files:
         loaded |= safetensors.torch.load_file(out / file)
     assert torch.equal(loaded["model.w"], W + 5)
     assert torch.equal(loaded["optimizer.state.w.exp_avg"], -W)
+
+
+@pytest.mark.parametrize(("name", "form"), [("x.safetensors", "safetensors"), ("x", "torch")])
+def test_a_shard_size_for_a_single_file_is_refused(
+    store: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, form: str
+) -> None:
+    argv = (str(tmp_path / name), "--format", form, "--shard-gb", "1")
+    code, _, err = call(capsys, "export", store, *argv)
+    assert (code, "--shard-gb splits safetensors in a folder" in err) == (2, True)
+    assert not list(tmp_path.glob("x*"))
 
 
 def test_export_for_torch_load(
@@ -252,17 +263,18 @@ def test_export_for_torch_load(
 def test_an_export_that_fails_leaves_nothing(
     store: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str
 ) -> None:
-    manifest = Store(store).checkpoints()[0]
-    at = next(w for w in manifest.pieces if w.piece.key == "optimizer.state.w.exp_avg")
+    manifest = CheckpointDirectory(store).checkpoints()[0]
+    at = next(w for w in manifest.chunks if w.chunk.key == "optimizer.state.w.exp_avg")
     path = Path(store, manifest.folder, at.file)
     whole = path.read_bytes()
     data = bytearray(whole)
     data[at.position + 9] ^= 16
     path.write_bytes(data)
     folder = tmp_path / "exports"
-    argv = ("export", store, str(folder / "out"), "--format", form, "--shard-gb", "0.0000003")
+    size = ("--shard-gb", "0.0000003") if form == "safetensors" else ()
+    argv = ("export", store, str(folder / "out"), "--format", form, *size)
     code, out, err = call(capsys, *argv)
-    assert (code, out, "are not those that were written" in err) == (1, "", True)
+    assert (code, out, "differ from those that were written" in err) == (1, "", True)
     assert list(folder.iterdir()) == [], "neither a shard without its index nor a part"
     path.write_bytes(whole)
     left = folder / ".out.part"
@@ -295,21 +307,26 @@ def test_a_prefix_that_is_a_whole_key_leaves_no_name(
     out = tmp_path / "half.safetensors"
     code, _, err = call(capsys, "export", str(written), str(out), "--keys", "model.half")
     assert (code, out.exists()) == (2, False)
-    assert "'model.half' is a whole key" in err
+    assert "'model.half' is a complete key" in err
 
 
 def test_rm(store: str, capsys: pytest.CaptureFixture[str]) -> None:
     def steps() -> list[int]:
-        return [m.step for m in Store(store).checkpoints()]
+        return [m.step for m in CheckpointDirectory(store).checkpoints()]
 
     code, _, err = call(capsys, "rm", store)
-    assert (code, "say which" in err) == (2, True)
+    assert (code, "expected either WHICH" in err) == (2, True)
     code, _, err = call(capsys, "rm", store, "7", "--yes")
     assert (code, "step 7 is the newest" in err) == (2, True)
     code, _, err = call(capsys, "rm", store, "6")
-    assert (code, "say --yes, as there is nobody to be asked" in err) == (2, True)
+    assert (code, "confirm with --yes" in err) == (2, True)
     code, _, err = call(capsys, "rm", store, "--keep", "1", "6", "--yes")
     assert code == 2
+    for argv in (["--keep", "1", "--highest"], ["6", "--highest"]):
+        code, _, err = call(capsys, "rm", store, *argv, "--yes")
+        assert (code, "--highest changes the meaning of --best" in err) == (2, True), argv
+    code, _, err = call(capsys, "rm", store, "--keep", "1", "--newest-too", "--yes")
+    assert (code, "--newest-too works only with WHICH" in err) == (2, True)
     assert steps() == [7, 6, 5], "nothing was removed so far"
     assert call(capsys, "rm", store, "--keep", "1", "--best", "1", "--highest", "--yes")[0] == 0
     assert steps() == [7, 5]
@@ -324,7 +341,11 @@ def test_rm_of_what_is_damaged(store: str, capsys: pytest.CaptureFixture[str]) -
     code, _, err = call(capsys, "rm", store, "7", "--yes")
     assert (code, "no checkpoint '7'" in err) == (2, True), "by its step one may mean another"
     code, _, err = call(capsys, "rm", store, "step-7.c7")
-    assert (code, "this removes 0 of 1" in err, "its manifest: step-7.c7: say" in err) == (2, 1, 1)
+    assert (
+        code,
+        "this removes 0 of 1" in err,
+        "a damaged manifest: step-7.c7: standard input" in err,
+    ) == (2, 1, 1)
     code, out, _ = call(capsys, "rm", store, "step-7.c7", "--yes")
     assert (code, out) == (0, f"removed {store}/step-7.c7\n")
     assert list(Path(store).glob("step-7*")) == []
@@ -334,13 +355,49 @@ def test_rm_of_what_is_damaged(store: str, capsys: pytest.CaptureFixture[str]) -
 
 def test_looking_does_without_torch(written: Path, tmp_path: Path) -> None:
     """It is not installed where an administrator looks; and it takes seconds to import."""
-    script = (
-        "import sys; sys.modules['torch'] = None\n"
-        "from dlrover_py.cli.commands import main\n"
-        "for argv in (['ls'], ['show'], ['verify']):\n"
-        "    assert main(['ckpt', *argv, sys.argv[1]]) == 0\n"
-        "assert main(['ckpt', 'export', sys.argv[1], sys.argv[2], '--keys', 'optimizer.']) == 0\n"
-    )
     out = tmp_path / "o.safetensors"
-    subprocess.run([sys.executable, "-c", script, str(written), str(out)], check=True)
+    for verb in ("ls", "show", "verify"):
+        subprocess.run([sys.executable, WITHOUT, "torch", "ckpt", verb, str(written)], check=True)
+    export = [sys.executable, WITHOUT, "torch", "ckpt", "export", str(written), str(out)]
+    subprocess.run([*export, "--keys", "optimizer."], check=True)
     assert torch.equal(safetensors.torch.load_file(out)["state.w.exp_avg"], -W)
+
+
+@pytest.mark.parametrize("flags", [["--format", "torch"], ["--keys", "model."]])
+def test_an_export_that_needs_torch_says_so_before_it_reads(
+    written: Path, tmp_path: Path, flags: list[str]
+) -> None:
+    argv = [
+        sys.executable,
+        WITHOUT,
+        "torch",
+        "ckpt",
+        "export",
+        str(written),
+        str(tmp_path / "out"),
+        *flags,
+    ]
+    done = subprocess.run(argv, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert "which is not installed" in done.stderr
+    assert "extra torch" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_of_shards_does_without_numpy(written: Path, tmp_path: Path) -> None:
+    """torch does not depend on it."""
+    out = tmp_path / "one.safetensors"
+    argv = [
+        sys.executable,
+        "-W",
+        "ignore",
+        WITHOUT,
+        "numpy",
+        "ckpt",
+        "export",
+        str(written),
+        str(out),
+    ]
+    subprocess.run([*argv, "--keys", "model."], check=True)
+    assert torch.equal(safetensors.torch.load_file(out)["w"], W + 7)

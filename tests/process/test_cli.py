@@ -1,30 +1,23 @@
 """What people see: the commands of a second terminal, and the SDK's news in the status."""
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import signal
 import stat
+import subprocess
+from pathlib import Path
 
+import pytest
 import yaml
 
-from tests.process.harness import Place, document, eventually, job, members
+from tests import jsonform
+from tests.process.harness import SLEEPER, Place, document, eventually, job, members
+from tests.programs import PROGRAMS
 
-STEPPER = """
-    import os, signal, sys, threading
-    from dlrover_py.trainer import session
-    world = session.world()
-    assert world.rank == int(os.environ["RANK"]) and session.active()
-    print("round", session.round(), "because", session.restart_reason() or "-", flush=True)
-    wait = threading.Event()
-    step = 0
-    while not session.should_stop():
-        step += 1
-        session.report_step(step, total=1000000, loss=1 / step)
-        wait.wait(0.01)
-    print("asked to stop:", session.stop_reason(), flush=True)
-"""
+STEPPER = PROGRAMS / "report_until_stopped.py"
 
 
 def test_steps_and_metrics_reach_the_status_and_a_stop_reaches_the_script(place: Place) -> None:
@@ -58,6 +51,19 @@ def test_steps_and_metrics_reach_the_status_and_a_stop_reaches_the_script(place:
         }
 
 
+def test_a_terminal_with_another_tmpdir_finds_the_job(place: Place) -> None:
+    """Slurm sets a TMPDIR for each of its jobs."""
+    with job(place) as run:
+        run.running(1)
+        env = {"DLROVER_RUNTIME_DIR": str(place.folder / "another")}
+        listed = place.call("dlrover", "job", "list", env=env).stdout.splitlines()
+        assert listed[1].split()[:2] == ["job", "Running"]
+        assert place.call("dlrover", "job", "stop", "job", env=env).returncode == 0
+        run.wait()
+    listed = place.call("dlrover", "job", "list", env=env).stdout.splitlines()
+    assert listed[1].split()[:2] == ["job", "Stopped"]
+
+
 def test_the_second_terminal(place: Place) -> None:
     with job(place, replicas=2, minReplicas=1, hosts=2) as run:
         before = run.running(2)
@@ -69,7 +75,7 @@ def test_the_second_terminal(place: Place) -> None:
         (row,) = json.loads(run.cli("job", "list", "--json"))
         assert (row["name"], row["state"]) == ("job", "running")
         described = run.cli("job", "describe")
-        for word in ("wish", "2 nodes", "n0", "PodsReady", "RoundFormed"):
+        for word in ("desired", "2 nodes", "n0", "PodsReady", "RoundFormed"):
             assert word in described
         assert json.loads(run.cli("job", "describe", "--json"))["status"]["round"] == 1
         node = members(before)[0].id
@@ -81,7 +87,7 @@ def test_the_second_terminal(place: Place) -> None:
         run.running(1, round_after=before.round)
         why = run.cli("job", "why")
         # On a busy machine the master is the first to notice.
-        assert re.search(r"n1 is lost: (host-1 was killed|its connection closed)", why)
+        assert re.search(r"node n1 was lost: (host-1 was killed|its connection closed)", why)
         assert "RoundFormed" in why
         assert "the job starts" in run.cli("job", "why", "--round", "1")
         chain = json.loads(run.cli("job", "why", "--json"))
@@ -89,19 +95,30 @@ def test_the_second_terminal(place: Place) -> None:
         assert "NodeLost" in run.cli("job", "events")
         assert "host-2" in run.cli("node", "add")
         for bad, words in (
-            (("node", "kill", "n77"), "node n77 does not run; these do: n0"),
+            (("node", "kill", "n77"), "node n77 does not run; running nodes: n0"),
+            (("node", "kill", "a b"), "node 'a b': expected the id of a node, such as n0"),
+            (("node", "drain", "n0/kill?"), "node 'n0/kill?': expected the id of a node"),
+            (("node", "thaw", "é"), "node 'é': expected the id of a node"),
             (("job", "describe", "nosuch"), "job nosuch is not known"),
-            (("job", "why", "--round", "99"), "round 99"),
+            (("job", "why", "--round", "99"), "round 99: no event is about it"),
+            (("job", "why", "--round", "99", "--json"), "round 99: no event is about it"),
         ):
             done = place.call("dlrover", *bad)
-            assert done.returncode == 2, bad
+            assert (done.returncode, done.stdout) == (2, ""), bad
             assert words in done.stderr
+            assert "Traceback" not in done.stderr
         assert "is being stopped" in run.cli("job", "stop")
         assert run.wait() == 0
     ended = place.call("dlrover", "job", "list").stdout.splitlines()[1].split()
     assert (ended[1:3], ended[-1]) == (["Stopped", "0/2"], "ago")
     assert place.call("dlrover", "job", "get", "job").stdout.splitlines()[1].split()[1] == "Stopped"
     described = place.call("dlrover", "job", "describe").stdout
+    # A locale without our dots and dashes shows others in their place.
+    ascii_only = place.call("dlrover", "job", "describe", env={"PYTHONIOENCODING": "ascii"})
+    assert (ascii_only.returncode, ascii_only.stdout) == (0, described.replace("·", "?"))
+    absent = place.call("dlrover", "job", "logs", "job", "--node", "n77")
+    assert absent.returncode == 2
+    assert "there is no log of node n77; existing logs: n0 round 1 rank" in absent.stderr
     assert "trouble" not in described
     assert re.search(r"PodsReady +no +the job has ended", described)
     assert "start 0 2" in place.call("dlrover", "job", "logs", "job").stdout
@@ -110,17 +127,77 @@ def test_the_second_terminal(place: Place) -> None:
     assert (nothing.returncode, "no job runs" in nothing.stderr) == (2, True)
 
 
+@pytest.mark.parametrize("moment", ["job@*", "job@*/logs/master.log", "job@*/logs/n0/agent.log"])
+def test_a_job_that_is_stopped_while_it_starts_has_ended_like_any_other(
+    place: Place, moment: str
+) -> None:
+    place.script(SLEEPER)
+    (place.folder / "job.yaml").write_text(
+        yaml.safe_dump(document(["elastic-run", "train.py"], replicas=2))
+    )
+    process = place.popen(
+        *("dlrover", "job", "run", "job.yaml", "--plain"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    eventually(lambda: list((place.folder / "state").glob(moment)), moment)
+    os.killpg(process.pid, signal.SIGINT)
+    printed, _ = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGINT
+    assert "NodeLost" not in printed
+    assert "JobStopped: the job was ended by its user" in printed
+    assert re.search(r"^job stopped after .+: the job was ended by its user$", printed, re.M)
+    listed = place.call("dlrover", "job", "list", "--all").stdout.splitlines()
+    assert listed[1].split()[:3] == ["job", "Stopped", "0/2"]
+    for command in ("describe", "report", "events", "why", "rm --yes"):
+        done = place.call("dlrover", "job", *command.split(), "job")
+        assert done.returncode == 0, (command, done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["no-such", "train.py"], "no-such: no such program on the PATH"),
+        (["/opt/no-such"], "/opt/no-such: there is no such file"),
+        (
+            ["no-such launch train.py"],
+            "no such program; expected each word as an item of a list: [no-such, launch, train.py]",
+        ),
+    ],
+)
+def test_a_program_that_is_not_there_fails_the_job_at_once(
+    place: Place, command: list[str], words: str
+) -> None:
+    (place.folder / "job.yaml").write_text(yaml.safe_dump(document(command, replicas=2)))
+    done = place.call("dlrover", "job", "run", "job.yaml", "--plain")
+    assert done.returncode == 1
+    assert re.search(
+        rf"^job failed after .*: n\d: could not be started: .*{re.escape(words)}$",
+        done.stdout,
+        re.M,
+    )
+    assert len(set(re.findall(r"n\d+ was lost", done.stdout))) <= 2
+
+
+def test_get_shows_no_jobs_where_there_is_neither_a_cluster_nor_a_job(place: Place) -> None:
+    done = place.call("dlrover", "job", "get", "--json")
+    assert (done.returncode, json.loads(done.stdout)) == (0, [])
+    done = place.call("dlrover", "job", "get")
+    assert done.returncode == 0
+    assert "no job runs on this machine, and no cluster: kubeconfig" in done.stderr
+    assert place.call("dlrover", "job", "get", "nosuch").returncode == 2
+
+
+def test_a_file_is_no_folder_of_checkpoints_and_a_folder_is_no_script(place: Place) -> None:
+    place.script("")
+    done = place.call("dlrover", "ckpt", "ls", "train.py")
+    assert (done.returncode, "this is a file; expected a folder" in done.stderr) == (2, True)
+    done = place.call("elastic-run", "--standalone", ".")
+    assert (done.returncode, "a folder without a __main__.py" in done.stderr) == (1, True)
+
+
 def test_what_the_script_prints_is_shown_while_it_runs_and_at_the_end(place: Place) -> None:
-    script = """
-        import os, pathlib, threading
-        from dlrover_py.trainer import session
-        rank = os.environ["RANK"]
-        session.report_step(7, 7)
-        print("hello from", rank, flush=True)
-        while not pathlib.Path("go").exists():
-            threading.Event().wait(0.02)
-        print("bye from", rank, flush=True)
-    """
     for flags, expected in (
         ((), {"n0 rank 0": ["hello from 0", "bye from 0"]}),
         (
@@ -128,7 +205,7 @@ def test_what_the_script_prints_is_shown_while_it_runs_and_at_the_end(place: Pla
             {f"n{r} rank {r}": [f"hello from {r}", f"bye from {r}"] for r in (0, 1)},
         ),
     ):
-        place.script(script)
+        place.script(PROGRAMS / "greet.py")
         (place.folder / "go").unlink(missing_ok=True)
         command = document(["elastic-run", "train.py"], replicas=2)
         (place.folder / "job.yaml").write_text(yaml.safe_dump(command))
@@ -147,16 +224,13 @@ def test_what_the_script_prints_is_shown_while_it_runs_and_at_the_end(place: Pla
             assert node in ("n0", "n1")
         assert found == {name.split(" ", 1)[1]: said for name, said in expected.items()}, text
         assert "in another terminal: dlrover job describe|why|logs -f job" in text
-        assert "at step 7/7: all workers exited 0" in text
+        assert "at step 7/7: all workers exited with code 0" in text
         assert "last line of rank 0: bye from 0" in text
 
 
-def test_keys_are_in_snake_case_but_for_the_object_of_kubernetes(place: Place) -> None:
-    def keys(found: object) -> set[str]:
-        if isinstance(found, dict):
-            return set(found).union(*(keys(v) for k, v in found.items() if k != "job"))
-        return set().union(*map(keys, found)) if isinstance(found, list) else set()
-
+def test_what_is_printed_for_scripts_has_one_form_but_for_the_object_of_kubernetes(
+    place: Place,
+) -> None:
     with job(place, script=STEPPER, replicas=1) as run:
         run.until(lambda s: s.progress is not None, "a step")
         told = {verb: run.cli("job", verb, "--json") for verb in ("list", "get", "describe", "why")}
@@ -173,10 +247,11 @@ def test_keys_are_in_snake_case_but_for_the_object_of_kubernetes(place: Place) -
             ),
         }
     for verb, text in told.items():
-        found = set().union(*(keys(json.loads(line)) for line in text.splitlines()))
-        assert len(found) > 5, verb
-        assert {key for key in found if key != key.lower()} == set(), verb
-    assert "started_at" in keys(json.loads(told["describe"]))
+        found = [json.loads(line) for line in text.splitlines()]
+        assert len(jsonform.keys(found)) > 5, verb
+        assert jsonform.faults(found) == set(), verb
+    assert "started_at" in jsonform.keys(json.loads(told["describe"]))
+    assert "at" in jsonform.keys(json.loads(told["why"]))
 
 
 def test_past_runs_are_removed_and_one_that_goes_on_is_not(place: Place) -> None:
@@ -187,10 +262,10 @@ def test_past_runs_are_removed_and_one_that_goes_on_is_not(place: Place) -> None
         run.running(1)
         assert len(list(state.iterdir())) == 2
         for argv, words in (
-            (("rm",), "say which runs"),
+            (("rm",), "no runs selected"),
             (("rm", "--older-than", "1x"), "expected a time such as 12h"),
             (("rm", "other"), "no run of other has ended"),
-            (("rm", "--all"), "nobody to be asked"),
+            (("rm", "--all"), "confirm with --yes"),
         ):
             done = place.call("dlrover", "job", *argv)
             assert (done.returncode, words in done.stderr) == (2, True), done.stderr
@@ -245,14 +320,7 @@ def test_a_script_says_nothing_to_the_terminal_of_who_looks(place: Place) -> Non
 
 
 def test_logs_are_followed_to_the_end(place: Place) -> None:
-    script = """
-        import os, pathlib, threading
-        print("hello from", os.environ["RANK"], flush=True)
-        while not pathlib.Path("go").exists():
-            threading.Event().wait(0.02)
-        print("bye from", os.environ["RANK"], flush=True)
-    """
-    with job(place, script=script, replicas=2) as run:
+    with job(place, script=PROGRAMS / "greet.py", replicas=2) as run:
         run.running(2)
         follower = place.popen("dlrover", "job", "logs", "-f", stdout=-1)
         assert follower.stdout is not None
@@ -302,3 +370,44 @@ def test_the_job_environment_is_torchruns(place: Place) -> None:
         assert {k: env[k] for k in expected} == expected
         assert "DLROVER_TOKEN_FILE" not in env
         assert "DLROVER_LIFELINE_FD" not in env
+
+
+SYS_WRITE = ("1", "64")
+"""Number of write(2) on x86-64 and on ARM."""
+TALKER = """
+    import signal
+    for number in range(300):
+        print(number, "x" * 1000, flush=True)
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_job_run_although_its_output_has_no_reader(
+    place: Place, number: int, terminal: bool
+) -> None:
+    place.script(TALKER)
+    command = ["elastic-run", "train.py"]
+    (place.folder / "job.yaml").write_text(yaml.safe_dump(document(command, replicas=1)))
+    read, write = os.openpty() if terminal else os.pipe()
+    run = place.popen("dlrover", "job", "run", "job.yaml", "--logs=all", stdout=write)
+    os.close(write)
+
+    def blocked() -> bool:
+        """Whether a thread of the program waits in write(2) on its standard output."""
+        for task in Path(f"/proc/{run.pid}/task").iterdir():
+            with contextlib.suppress(OSError):
+                call = (task / "syscall").read_text().split()
+                if call[0] in SYS_WRITE and call[1] == "0x1":
+                    return True
+        return False
+
+    try:
+        eventually(lambda: all(blocked() for _ in range(50)), "the output is full")
+        run.send_signal(number)
+        assert run.wait(timeout=60) == 128 + number
+    finally:
+        os.close(read)
+        run.kill()
+        run.wait()

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from dlrover_py.kube import ELASTICJOBS, EVENTS, NAMESPACES, PODS, Obj
+from dlrover_py.kubernetes.kinds import ELASTICJOBS, EVENTS, NAMESPACES, PODS, Obj
+from tests import jsonform
 from tests.builders import job_file
 from tests.fakes_kube import FakeCluster
 from tests.process.harness import BIN, Place
@@ -66,6 +67,8 @@ async def terminal(place: Place) -> AsyncIterator[Terminal]:
 def document(name: str = "x", replicas: int = 2, **worker: Any) -> Obj:
     made = job_file(replicas, **worker)
     made["metadata"] = {"name": name}
+    for container in made["spec"]["replicaSpecs"]["worker"]["template"]["spec"]["containers"]:
+        container.setdefault("image", "i")
     return made
 
 
@@ -80,7 +83,7 @@ def training(phase: str = "Running", **fields: Any) -> Obj:
         "round": 2,
         "worldSize": 2,
         "nodesInRound": 2,
-        "wanted": 2,
+        "desired": 2,
         "minimum": 2,
         "ready": 2,
         "standby": 0,
@@ -100,7 +103,7 @@ def training(phase: str = "Running", **fields: Any) -> Obj:
         ],
         "events": [
             event(1, "JobStarted", "the job starts"),
-            event(4, "NodeLost", "n1 is lost: its Pod was deleted"),
+            event(4, "NodeLost", "node n1 was lost: its Pod was deleted"),
             event(5, "RoundFormed", "round 2 of 2 nodes", cause=4),
         ],
         **fields,
@@ -185,7 +188,7 @@ async def test_submit_checks_creates_and_never_overwrites(terminal: Terminal) ->
 
     other = terminal.file(document("a", 3), document("c"))
     said = await terminal.call("submit", other, "-n", "ml", code=2)
-    assert "job a is already in namespace ml" in said
+    assert "job a exists already in namespace ml" in said
     assert "--apply" in said
     assert cluster.one(ELASTICJOBS, "c", "ml") is None, "all or none"
     said = await terminal.call("submit", "--apply", other, "-n", "ml")
@@ -199,7 +202,7 @@ async def test_submit_checks_creates_and_never_overwrites(terminal: Terminal) ->
     fixed = document("a")
     fixed["metadata"]["namespace"] = "default"
     said = await terminal.call("submit", terminal.file(fixed), "-n", "ml", code=2)
-    assert "its file says namespace default and --namespace ml" in said
+    assert "its file has namespace default, and --namespace is ml" in said
 
 
 async def test_submit_waits_for_the_end_and_exits_with_it(terminal: Terminal) -> None:
@@ -231,7 +234,7 @@ async def test_who_waits_no_longer_leaves_the_job_running(terminal: Terminal) ->
         await asyncio.wait({asyncio.create_task(process.wait())}, timeout=0.02)
     process.send_signal(signal.SIGINT)
     _, err = await asyncio.wait_for(process.communicate(), 90)
-    said = f"x goes on in namespace default of {terminal.cluster.url}"
+    said = f"x continues in namespace default of {terminal.cluster.url}"
     assert (process.returncode, err.decode().strip()) == (130, said)
     assert terminal.cluster.one(ELASTICJOBS, "x") is not None
 
@@ -243,20 +246,28 @@ async def test_a_job_that_the_operator_refuses_is_not_waited_for(terminal: Termi
         conditions=[condition("Accepted", "False", "spec: not like this", "InvalidSpec")],
     )
     said = await terminal.call("describe", "x")
-    assert said.splitlines()[0] == "trouble   not Accepted: spec: not like this"
+    assert said.splitlines()[0] == "problem   not Accepted: spec: not like this"
 
 
 async def test_the_table_of_jobs_and_its_changes(terminal: Terminal) -> None:
     cluster = terminal.cluster
+    for flags in [(), ("-A",)]:
+        process = await terminal.start("get", "missing", "--watch", *flags)
+        _, err = await asyncio.wait_for(process.communicate(), 90)
+        assert (process.returncode, b"missing" in err) == (2, True)
     assert await terminal.call("get") == ""
     put_job(cluster, phase="Running", training=training())
     put_job(cluster, "y", "ml")
     (head, row) = (await terminal.call("get")).splitlines()
-    columns = ["NAME", "PHASE", "READY", "ROUND", "PROGRESS", "RESTARTS", "GOODPUT", "AGE"]
-    assert head.split() == columns
+    columns = "NAME PHASE REASON READY ROUND PROGRESS RESTARTS GOODPUT AGE"
+    assert head.split() == columns.split()
     assert row.split()[:-1] == ["x", "Running", "2/2", "2", "40%", "(4/10)", "1", "97.5%"]
     everywhere = (await terminal.call("get", "-A")).splitlines()
     assert [line.split()[:2] for line in everywhere[1:]] == [["default", "x"], ["ml", "y"]]
+    for more in ((), ("--json",)):
+        said = await terminal.call("get", "nosuch", "-A", *more, code=2)
+        assert f"job nosuch is in no namespace of {cluster.url}" in said
+        assert "start one" not in said
     (one,) = json.loads(await terminal.call("get", "x", "--json"))
     assert (one["phase"], one["status"]["round"]) == ("Running", 2)
 
@@ -296,7 +307,7 @@ async def test_describe_why_and_events_put_trouble_first(terminal: Terminal) -> 
         phase="Running",
         training=training(lastFailure=failure),
         conditions=[
-            condition("MasterReady", "True", "it serves its nodes"),
+            condition("MasterReady", "True", "the master serves its nodes"),
             condition("Unschedulable", "True", "n3: 0/3 nodes are available"),
         ],
     )
@@ -321,7 +332,7 @@ async def test_describe_why_and_events_put_trouble_first(terminal: Terminal) -> 
         )
     said = await terminal.call("describe", "x")
     lines = said.splitlines()
-    assert lines[0] == "trouble   Unschedulable: n3: 0/3 nodes are available"
+    assert lines[0] == "problem   Unschedulable: n3: 0/3 nodes are available"
     for words in ("2 nodes (min 1, max 4", f"in namespace default of {cluster.url}", "round 2"):
         assert words in said
     assert any(line.startswith("n0") and "x-n0 Running on host-9" in line for line in lines)
@@ -331,10 +342,17 @@ async def test_describe_why_and_events_put_trouble_first(terminal: Terminal) -> 
     assert told == ["JobStarted:", "MasterCreated:", "Older:", "NodeLost:", "RoundFormed:"]
     why = await terminal.call("why")  # the only job
     assert "x is Running: all 2 nodes train" in why
-    assert why.index("Unschedulable") < why.index("n1 is lost") < why.index("round 2 of 2")
+    assert why.index("Unschedulable") < why.index("node n1 was lost") < why.index("round 2 of 2")
     assert "MasterCreated" not in why
     described = json.loads(await terminal.call("describe", "x", "--json"))
     assert described["status"]["round"] == 2
+    (got,) = json.loads(await terminal.call("get", "x", "--json"))
+    told_as_json = (await terminal.call("events", "x", "--json")).splitlines()
+    found = [described, got, json.loads(await terminal.call("why", "--json"))]
+    found += map(json.loads, told_as_json)
+    assert len(told_as_json) == len(told)
+    assert {"at", "last_transition_time", "started_at"} <= jsonform.keys(found)
+    assert jsonform.faults(found) == set()
     assert described["job"]["metadata"]["uid"] == job["metadata"]["uid"]
 
 
@@ -349,10 +367,10 @@ async def test_logs_of_pods(terminal: Terminal) -> None:
     assert await terminal.call("logs", "--rank", "1") == "hello from n2\n"
     assert "[n1] hello" in await terminal.call("logs", "--previous")
     assert await terminal.call("logs", "--agents", "--node", "n0") == f"{AGENT}\n"
-    assert "node n9 has no Pod; these have: n0, n1, n2" in await terminal.call(
+    assert "node n9 has no Pod; nodes with a Pod: n0, n1, n2" in await terminal.call(
         "logs", "--node", "n9", code=2
     )
-    assert "does not tell one round" in await terminal.call("logs", "--round", "1", code=2)
+    assert "does not separate rounds" in await terminal.call("logs", "--round", "1", code=2)
 
 
 async def test_logs_are_followed_over_a_broken_line_to_the_end_of_the_job(
@@ -386,6 +404,21 @@ async def test_logs_are_followed_over_a_broken_line_to_the_end_of_the_job(
     assert process.returncode == 0, err
 
 
+@pytest.mark.parametrize("phase", ["Running", "Succeeded"])
+async def test_logs_that_may_not_be_read_are_an_error_when_followed(
+    terminal: Terminal, phase: str
+) -> None:
+    cluster = terminal.cluster
+    job = put_job(cluster, phase=phase, training=training(phase))
+    for node in ("n0", "n1"):
+        put_pod(cluster, job, node, phase)
+    words = 'pods "x" is forbidden: User "u" cannot get resource "pods/log"'
+    cluster.fail(403, "Forbidden", words, times=1000, path="/log")
+    said = await terminal.call("logs", "-f", code=2)
+    assert words in said
+    assert "never retrieved" not in said
+
+
 async def test_scale_suspend_resume(terminal: Terminal) -> None:
     cluster = terminal.cluster
     put_job(cluster, phase="Running", training=training())
@@ -396,7 +429,7 @@ async def test_scale_suspend_resume(terminal: Terminal) -> None:
         found: Obj = obj["spec"]
         return found
 
-    assert await terminal.call("scale", "4", "--job", "x") == "x now wishes 4 nodes\n"
+    assert await terminal.call("scale", "4", "--job", "x") == "x is scaled to 4 nodes\n"
     assert spec()["replicaSpecs"]["worker"]["replicas"] == 4
     assert any(c.path.endswith("/x/scale") and c.method == "PATCH" for c in cluster.calls)
     said = await terminal.call("scale", "5", "--job", "x", code=2)
@@ -408,7 +441,9 @@ async def test_scale_suspend_resume(terminal: Terminal) -> None:
     assert await terminal.call("resume", "x", "-n", "default") == "x is resumed\n"
     assert spec()["suspend"] is False
     assert "no job runs on this machine" in await terminal.call("suspend", code=2)
-    assert "name the job" in await terminal.call("suspend", "-n", "default", code=2)
+    assert "the name of the job is missing" in await terminal.call(
+        "suspend", "-n", "default", code=2
+    )
     assert "dlrover job delete" in await terminal.call("stop", "x", code=2)
 
 
@@ -421,7 +456,7 @@ async def test_restart_is_a_wish_in_the_spec(terminal: Terminal) -> None:
         found: Obj = obj["spec"]["restart"]
         return found
 
-    said = "2 nodes are of an older template: `dlrover job restart` replaces all nodes"
+    said = "2 nodes are from an older template: `dlrover job restart` replaces all nodes"
     assert said in await terminal.call("describe", "x")
     assert await terminal.call("restart", "x", "--rolling") == "all nodes of x are being replaced\n"
     first = wish()
@@ -436,7 +471,7 @@ async def test_restart_is_a_wish_in_the_spec(terminal: Terminal) -> None:
 async def test_delete_asks_and_waits(terminal: Terminal) -> None:
     cluster = terminal.cluster
     put_pod(cluster, put_job(cluster), "n0")
-    assert "say --yes" in await terminal.call("delete", "x", code=2)
+    assert "confirm with --yes" in await terminal.call("delete", "x", code=2)
     assert cluster.one(ELASTICJOBS, "x") is not None
     process = await terminal.start("delete", "x", "--yes", "--wait")
     assert process.stderr is not None
@@ -446,7 +481,7 @@ async def test_delete_asks_and_waits(terminal: Terminal) -> None:
     assert process.returncode is None, "its Pod is still there"
     cluster.remove(PODS, "x-n0")
     out, _ = await asyncio.wait_for(process.communicate(), 90)
-    assert (process.returncode, out) == (0, b"x is deleted\n")
+    assert (await process.wait(), out) == (0, b"x is deleted\n")
     assert cluster.one(ELASTICJOBS, "x") is None
     (call,) = [c for c in cluster.calls if c.method == "DELETE"]
     assert call.body["propagationPolicy"] == "Background"
@@ -462,15 +497,17 @@ async def test_what_cannot_be_done_is_one_sentence_each(terminal: Terminal, tmp_
     assert said.startswith("dlrover: no cluster: kubeconfig")
     assert len(said.splitlines()) == 1
     for status, reason, words, code in (
-        (401, "Unauthorized", "does not know you", 2),
-        (403, "Forbidden", "does not allow it: made to fail", 2),
+        (401, "Unauthorized", "refuses your credentials", 2),
+        (403, "Forbidden", "denies you access: made to fail", 2),
         (503, "ServiceUnavailable", "the cluster does not answer", 4),
     ):
         fault = cluster.fail(status, reason, times=9)
         assert words in await terminal.call("get", "-w", code=code)
         fault.times = 0
     cluster.fail(404, "", "404 page not found")
-    assert "knows no ElasticJobs: install DLRover" in await terminal.call("why", "x", code=2)
+    assert "has no resource type ElasticJob: install DLRover" in await terminal.call(
+        "why", "x", code=2
+    )
     await cluster.stop()
     assert "the cluster does not answer" in await terminal.call("get", code=4)
     await cluster.start()

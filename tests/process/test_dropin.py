@@ -6,34 +6,22 @@ import os
 import pty
 import re
 import signal
+import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from dlrover_py.storage import Store
-from tests.process.harness import Place, alive, eventually, free_port
+from dlrover_py.checkpoint.directory import CheckpointDirectory
+from tests.process.harness import Place, alive, carrying, eventually, free_port
+from tests.programs import PROGRAMS
 
 pytestmark = pytest.mark.process
 
 BOTH = ("torchrun", "elastic-run")
-WORKER = """
-    import json, os, pathlib, sys
-    rank = os.environ["RANK"]
-    os.write(1, f"out {rank}\\n\\nout again\\n".encode())  # in one piece: others write too
-    os.write(2, f"err {rank} apple\\n".encode())
-    os.write(2, f"err {rank} pear\\n".encode())
-    names = ("RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK "
-        "ROLE_NAME ROLE_WORLD_SIZE TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS "
-        "TORCHELASTIC_RUN_ID TORCHELASTIC_USE_AGENT_STORE TORCHELASTIC_SIGNALS_TO_HANDLE "
-        "OMP_NUM_THREADS CUDA_VISIBLE_DEVICES TORCH_NCCL_ASYNC_ERROR_HANDLING PET_ROLE").split()
-    seen = {n: os.environ.get(n) for n in names} | {"argv": sys.argv[1:]}
-    seen["error_file"] = pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"]).name
-    where = pathlib.Path(os.environ["RESULTS"])
-    (where / f"{rank}.json").write_text(json.dumps(seen))
-"""
 
 
 def results(folder: Path) -> dict[str, object]:
@@ -69,7 +57,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", list(CASES))
 def test_output_and_environment_are_torchruns(place: Place, case: str) -> None:
-    script = place.script(WORKER)
+    script = place.script(PROGRAMS / "report_launch.py")
     found = {}
     for program in BOTH:
         folder = place.folder / program
@@ -104,22 +92,6 @@ def test_output_and_environment_are_torchruns(place: Place, case: str) -> None:
     assert mine[3] == theirs[3]
 
 
-RECORDED = """
-    import os, sys
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    @record
-    def main():
-        # Rank 1 fails once rank 0 has ended: who is killed in its imports is told or not, by luck.
-        if os.environ["RANK"] == "1":
-            open("over").read()
-            raise ValueError("nobody expects this")
-        os.open("over", os.O_WRONLY)  # open until the process ends
-
-    main()
-"""
-
-
 def box(text: str, script: Path) -> str:
     """torchrun's failure summary, without what varies."""
     start = text.index(f"{script} FAILED")
@@ -131,7 +103,7 @@ def box(text: str, script: Path) -> str:
 
 
 def test_failure_is_told_as_torchrun_tells_it(place: Place) -> None:
-    script = place.script(RECORDED)
+    script = place.script(PROGRAMS / "fail_under_record.py")
     os.mkfifo(place.folder / "over")
     boxes, told = {}, {}
     for program in BOTH:
@@ -164,15 +136,7 @@ def test_killed_worker_is_told_as_torchrun_tells_it(place: Place) -> None:
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_restart_is_one_line(place: Place, terminal: bool) -> None:
-    place.script(
-        """
-        import os, signal
-        from dlrover_py.trainer import session
-        session.report_step(session.restart_count() + 1)
-        if os.environ["RANK"] == "1" and not session.restart_count():
-            os.kill(os.getpid(), signal.SIGKILL)
-        """
-    )
+    place.script(PROGRAMS / "kill_itself_once.py")
     ours, theirs = pty.openpty() if terminal else os.pipe()
     argv = ("--standalone", "--nproc-per-node=2", "--max-restarts=1", "train.py")
     process = place.popen("elastic-run", *argv, stdout=subprocess.DEVNULL, stderr=theirs)
@@ -196,23 +160,12 @@ def test_a_restart_is_one_line(place: Place, terminal: bool) -> None:
         assert events[1]["after_s"] > 0
 
 
-POLITE = """
-    import os, pathlib, signal, sys
-    def told(number, frame):
-        pathlib.Path(f"told-{os.environ['RANK']}").write_text(signal.Signals(number).name)
-        if len(sys.argv) == 1:
-            sys.exit(0)
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, told)
-    print("ready", flush=True)
-    while True:
-        signal.pause()
-"""
+HANDLER = PROGRAMS / "handle_signals.py"
 
 
 @pytest.mark.parametrize("program", BOTH)
 def test_signals_that_are_named_are_passed_on(place: Place, program: str) -> None:
-    script = place.script(POLITE)
+    script = place.script(HANDLER)
     argv = [program, "--signals-to-handle=SIGUSR1,SIGTERM", str(script)]
     run = place.popen(*argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert run.stdout is not None
@@ -225,7 +178,7 @@ def test_signals_that_are_named_are_passed_on(place: Place, program: str) -> Non
 
 @pytest.mark.parametrize("how", ["flag", "environment"])
 def test_shutdown_timeout_ends_who_does_not_listen(place: Place, how: str) -> None:
-    script = place.script(POLITE)
+    script = place.script(HANDLER)
     argv = ["--shutdown-timeout=5"] if how == "flag" else []
     env = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"} if how == "environment" else {}
     run = place.popen("elastic-run", *argv, str(script), "deaf", stdout=subprocess.PIPE, env=env)
@@ -319,15 +272,18 @@ def group(place: Place) -> Iterator[Group]:
     group.close()
 
 
-PLACE = """
-    import os, pathlib, signal
-    e = os.environ
-    names = ("RANK", "WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE")
-    line = "place {} of {} node {} role {} of {}".format(*(e[n] for n in names))
-    os.write(1, f"{line} id {e['TORCHELASTIC_RUN_ID']}\\n".encode())  # in one piece
-    while not pathlib.Path("go").exists():
-        signal.sigtimedwait([], 0.05)
-"""
+PLACE = PROGRAMS / "say_place.py"
+
+
+def test_node_rank_0_on_another_machine_than_the_endpoint_is_warned_of(group: Group) -> None:
+    """In a Slurm script, "srun elastic-run --node-rank=$SLURM_NODEID" is 0 on all nodes."""
+    script = str(group.place.script("print()"))
+    flags = ["--nnodes=2", "--node-rank=0", "--master-addr=192.0.2.1", "--rdzv-id=7"]
+    flags += [f"--master-port={group.port}", "--rdzv-conf=join_timeout=1", script]
+    done = group.place.call("elastic-run", *flags)
+    assert done.returncode == 1
+    assert '"endpoint_elsewhere"' in done.stderr
+    assert "1 of at least 2 nodes is ready, after 1 s" in done.stderr
 
 
 def test_static_rendezvous(group: Group) -> None:
@@ -361,28 +317,9 @@ def test_elastic_rendezvous_grows_and_shrinks(group: Group) -> None:
     assert [group.wait(i) for i in (host, others[1])] == [0, 0], group.lines
 
 
-SAVES = """
-    import os, sys, torch, torch.distributed as dist
-    from dlrover_py.trainer import Checkpointer
-    dist.init_process_group("gloo")
-    state = {"w": torch.zeros(3)}
-    checkpointer = Checkpointer("store", every=1, persist_every=1)
-    begin = checkpointer.load(state) or 0
-    for step in (begin + 1, begin + 2):
-        state["w"] += 1
-        checkpointer.save(step, state)
-        there = checkpointer.wait(persisted=True, timeout_s=30)
-        os.write(1, f"rank {dist.get_rank()}: {step} {there} {state['w'].tolist()}\\n".encode())
-        if begin == 0 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-            sys.exit(3)
-    checkpointer.close()
-    dist.destroy_process_group()
-"""
-
-
 def test_the_same_command_once_more_goes_on_and_is_stored(group: Group) -> None:
     """Its rounds begin anew: what the first run has stored is of later ones."""
-    script = str(group.place.script(SAVES))
+    script = str(group.place.script(PROGRAMS / "save_two_steps.py"))
     common = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{group.port}"]
     common += ["--max-restarts=1", script]
     for last in (3, 5):
@@ -390,7 +327,7 @@ def test_the_same_command_once_more_goes_on_and_is_stored(group: Group) -> None:
         assert [group.wait(node) for node in nodes] == [0, 0], group.lines
         for node in nodes:
             group.said(node, rf"rank \d: {last} True \[{last}.0, ")
-        stored = [m.step for m in Store(group.place.folder / "store").checkpoints()]
+        stored = [m.step for m in CheckpointDirectory(group.place.folder / "store").checkpoints()]
         assert max(stored) == last, group.lines
 
 
@@ -417,6 +354,56 @@ def test_another_job_at_the_endpoint_is_refused(group: Group) -> None:
     assert "runs another job: expected --rdzv-id=b" in "".join(group.lines[other])
 
 
+def test_a_node_with_another_number_of_nodes_is_warned(group: Group) -> None:
+    """The numbers of the endpoint's node decide; the other node would wait for a third in vain."""
+    script = str(group.place.script(PLACE))
+    (group.place.folder / "go").touch()
+    at = f"--rdzv-endpoint=localhost:{group.port}"
+    common = ["--rdzv-backend=c10d", at, "--rdzv-conf=last_call_timeout=1"]
+    host = group.start("--nnodes=2", *common, script)
+    eventually(lambda: group.runs[host].poll() is None and listens(group.port), "the endpoint")
+    other = group.start("--nnodes=3", *common, script)
+    assert [group.wait(host), group.wait(other)] == [0, 0], group.lines
+    words = f"it is 3:3 here, and 2:2 at localhost:{group.port}, which decides: use one value"
+    found = ["".join(group.lines[node]).count(words) for node in (host, other)]
+    assert found == [0, 1], group.lines
+
+
+SECRET = "a secret of all nodes of this job"
+
+
+def test_a_program_that_took_the_endpoint_does_not_get_the_secret(group: Group) -> None:
+    script = str(group.place.script(PLACE))
+    (group.place.folder / "secret").touch(mode=0o600)
+    (group.place.folder / "secret").write_text(SECRET)
+    common = ["--nnodes=1:2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{group.port}"]
+    common += ["--rdzv-id=a", script]
+    got: list[bytes] = []
+    with socket.create_server(("127.0.0.1", group.port)) as taken:
+        taken.settimeout(group.patience_s)
+        deceived = group.start(*common, DLROVER_TOKEN_FILE="secret")
+        for answer in (b"", b'HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\n"me"'):
+            with taken.accept()[0] as connection:
+                got.append(connection.recv(65536))
+                connection.sendall(answer)
+    assert group.wait(deceived) == 1
+    assert f"the program at localhost:{group.port} is no master of" in "".join(
+        group.lines[deceived]
+    )
+    assert SECRET.encode() not in b"".join(got)
+    assert b"authorization" not in b"".join(got).lower()
+
+
+def test_two_nodes_with_a_secret(group: Group) -> None:
+    script = str(group.place.script(PLACE))
+    (group.place.folder / "secret").touch(mode=0o600)
+    (group.place.folder / "secret").write_text(SECRET)
+    common = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{group.port}"]
+    (group.place.folder / "go").touch()
+    both = [group.start(*common, script, DLROVER_TOKEN_FILE="secret") for _ in range(2)]
+    assert [group.wait(i) for i in both] == [0, 0], group.lines
+
+
 def listens(port: int) -> bool:
     tables = [Path("/proc/net/tcp"), Path("/proc/net/tcp6")]
     rows = [row.split() for t in tables for row in t.read_text().splitlines()[1:]]
@@ -436,7 +423,7 @@ def test_torchruns_agent_at_the_endpoint_is_no_master(group: Group) -> None:
         conf = "--rdzv-conf=read_timeout=2"
         ours = group.start("--nnodes=2", "--rdzv-backend=c10d", at, conf, "--rdzv-id=a", script)
         assert group.wait(ours) == 1
-        assert "torchrun's own agents do not mix" in "".join(group.lines[ours])
+        assert "torchrun's agents cannot join its job" in "".join(group.lines[ours])
     finally:
         theirs.kill()
         theirs.wait()
@@ -449,7 +436,7 @@ def test_too_few_nodes_for_too_long(group: Group) -> None:
         *("--rdzv-conf=join_timeout=5", script),
     )
     assert group.wait(only) == 1
-    assert "1 of at least 2 nodes is there, after 5 s" in "".join(group.lines[only])
+    assert "1 of at least 2 nodes is ready, after 5 s" in "".join(group.lines[only])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["told", "killed"])
@@ -477,42 +464,10 @@ def worker_of(agent: int) -> int:
     raise AssertionError("no worker")
 
 
-BOUND = """
-    import asyncio, json, os, sys
-    from dlrover_agent.endpoint import Endpoint, OwnMaster
-    from dlrover_agent.loop import work
-    from dlrover_agent.settings import Command, Settings
-    from dlrover_py.telemetry import setup
-
-    setup("elastic-run", level="INFO")
-    command = Command(
-        argv=(sys.executable, "-u", "worker.py"), nproc=2, inherit=dict(os.environ),
-        cpus=tuple(frozenset(c) for c in json.loads(sys.argv[1])),
-    )
-    with OwnMaster(Endpoint(run_id="x")) as master:
-        own = Settings(master_addr=master.address, node_id="n0", environ=dict(os.environ))
-        agent = work(own, command, token=master.token, max_restarts=1, beside=master.keep)
-        print(asyncio.run(agent))
-"""
-
-
 def test_workers_run_where_they_are_bound_to_cold_and_forked(group: Group) -> None:
     """The binding itself needs GPUs; what follows from one does not."""
-    group.place.script(
-        """
-        import os, pathlib, signal, sys
-        how = "forked" if "dlrover_agent.zygote" in sys.modules else "cold"
-        cpus = sorted(os.sched_getaffinity(0))
-        # In one write: unbuffered, print() writes in pieces, and two workers share the pipe.
-        sys.stdout.write(f"{how} {os.environ['RANK']} {cpus}\\n")
-        last = os.environ["TORCHELASTIC_RESTART_COUNT"] == "1"
-        while not last and not pathlib.Path("die").exists():
-            signal.sigtimedwait([], 0.05)
-        sys.exit(not last)
-        """,
-        "worker.py",
-    )
-    script = group.place.script(BOUND, "agent.py")
+    group.place.script(PROGRAMS / "say_cpus.py", "worker.py")
+    script = group.place.script(PROGRAMS / "agent_with_bound_workers.py", "agent.py")
     mine = sorted(os.sched_getaffinity(0))
     cpus = [mine[:1], mine[-1:]]
     group.run("python", str(script), json.dumps(cpus))
@@ -524,25 +479,8 @@ def test_workers_run_where_they_are_bound_to_cold_and_forked(group: Group) -> No
             assert group.said(0, rf"^{how} {rank} (.*)$")[1] == str(cpus[rank])
 
 
-SPECS = """
-    import os
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-
-    class Flat(DefaultLogsSpecs):
-        def reify(self, envs):
-            dest = super().reify(envs)
-            for i, env in envs.items():
-                env["FROM_SPECS"] = env["TORCHELASTIC_RUN_ID"]
-                env["TORCHELASTIC_ERROR_FILE"] = dest.error_files[i] = f"{self.root_log_dir}/e{i}"
-                dest.stdouts[i] = f"{self.root_log_dir}/out-{env['RANK']}"
-                if i in dest.tee_stdouts:
-                    dest.tee_stdouts[i] = dest.stdouts[i]
-            return dest
-"""
-
-
 def test_logs_specs_of_others_decide_as_under_torchrun(place: Place) -> None:
-    place.script(SPECS, "flat.py")
+    place.script(PROGRAMS / "flat_logs_specs.py", "flat.py")
     info = place.folder / "flat-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flat\nVersion: 1.0\n")
@@ -550,6 +488,7 @@ def test_logs_specs_of_others_decide_as_under_torchrun(place: Place) -> None:
     script = place.script("""
         import os
         print("out", os.environ["RANK"], os.environ["TORCHELASTIC_ERROR_FILE"])
+        assert int(os.environ["BLOCKED"], 16) == 0, "a child of the plug-in blocks no signal"
         assert os.environ["FROM_SPECS"] == os.environ["TORCHELASTIC_RUN_ID"]
     """)
     found, logs = {}, place.folder / "logs"
@@ -600,7 +539,7 @@ def test_signal_ends_who_waits_for_the_endpoints_name(group: Group, number: int)
 
 
 def test_second_signal_does_not_take_the_last_words(place: Place) -> None:
-    script = place.script(POLITE)
+    script = place.script(HANDLER)
     run = place.popen("elastic-run", str(script), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert run.stdout is not None
     assert run.stdout.readline() == "ready\n"
@@ -616,7 +555,7 @@ def test_second_signal_does_not_take_the_last_words(place: Place) -> None:
 
 
 def test_a_killed_agent_leaves_no_folder(place: Place) -> None:
-    script = place.script(POLITE)
+    script = place.script(HANDLER)
     run = place.popen("elastic-run", str(script), stdout=subprocess.PIPE)
     assert run.stdout is not None
     assert run.stdout.readline() == "ready\n"
@@ -629,3 +568,43 @@ def test_a_killed_agent_leaves_no_folder(place: Place) -> None:
     run.kill()
     run.communicate(timeout=20)
     eventually(lambda: not left(), "its folders are gone")
+
+
+@pytest.mark.parametrize("program", ["elastic-run", "python"])
+def test_nothing_of_dlrovers_is_imported_from_the_working_directory(
+    place: Place, program: str
+) -> None:
+    """It may be /tmp. Any user could put a module there, which would run as this user."""
+    script = place.script(PROGRAMS / "save_once.py")
+    here = place.folder / "here"
+    here.mkdir()
+    for name in (*sys.stdlib_module_names, "dlrover_py", "numpy", "pydantic", "torch", "yaml"):
+        (here / f"{name}.py").write_text("raise SystemExit('imported from the working directory')")
+    done = place.call(program, str(script), cwd=here)
+    assert (done.returncode, "working directory" in done.stderr) == (0, False), done.stderr
+    assert done.stdout == "True\n"
+
+
+@pytest.mark.parametrize("name", ["USR1", "HUP"])
+def test_a_signal_to_all_processes_of_a_batch_job_stores_the_newest_step(
+    place: Place, name: str
+) -> None:
+    """As ``sbatch --signal=USR1@120`` sends it: the own master and the store must outlive it."""
+    script = place.script(PROGRAMS / "save_until_stopped.py")
+    flags = ("--standalone", "--nproc-per-node=2", f"--signals-to-handle=SIGTERM,SIG{name}")
+    run = place.popen("elastic-run", *flags, str(script), stdout=subprocess.PIPE)
+    assert run.stdout is not None
+    for line in run.stdout:
+        if line == "step 8\n":
+            break
+    everybody = [pid for pid in carrying(place.mark) if pid != run.pid]
+    for pid in [*everybody, run.pid]:
+        os.kill(pid, getattr(signal, f"SIG{name}"))
+    out, _ = run.communicate(timeout=120)
+    assert len(everybody) >= 4, "master, store and two workers at least"
+    steps = [int(line.split()[1]) for line in out.splitlines() if line.startswith("step")]
+    stored = CheckpointDirectory(place.folder / "store").checkpoints()
+    # A step is complete in memory once the next one has begun on both ranks.
+    complete = max([7, *(step for step in set(steps) if steps.count(step) == 2)]) - 1
+    assert stored, out
+    assert stored[-1].step >= complete, out

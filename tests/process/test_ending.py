@@ -10,7 +10,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
-from dlrover_py.trainer.checkpoint import Vote, _Ballot
+from dlrover_py.trainer.collectives import AsyncAllReduce
+from dlrover_py.trainer.vote import RankVote
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 TIMES = 20
@@ -21,9 +22,9 @@ def script(rank: int, folder: str, number: int) -> None:
     store = f"file://{folder}/{number}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
     model = DistributedDataParallel(torch.nn.Linear(4, 4))
-    ballot = _Ballot()
+    ballot = AsyncAllReduce()
     for _ in range(3):
-        assert ballot.launch(Vote(stop=rank))(None)[Vote._fields.index("stop")] == 1
+        assert ballot.launch(RankVote(stop=rank))(None)[RankVote._fields.index("stop")] == 1
     dist.destroy_process_group()
     del ballot, model
 

@@ -3,7 +3,6 @@
 The script (tests/flash.py) says so when it has loaded anything but one whole step.
 """
 
-import ctypes
 import json
 import os
 import random
@@ -14,21 +13,25 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from dlrover_agent.saver import held
-from dlrover_py.arena import PREFIX, Slot, scan
-from dlrover_py.protocol.agents import Held
-from dlrover_py.protocol.checkpoint import Summary
+from dlrover_agent.checkpoint.saver import memory_checkpoints
+from dlrover_py.checkpoint.directory import CheckpointDirectory
+from dlrover_py.checkpoint.shm import POOL_PREFIX, ShmSlot, scan
+from dlrover_py.protocol.agents import MemoryCheckpoint
+from dlrover_py.protocol.checkpoint_id import CheckpointId
+from dlrover_py.protocol.slots import SlotHeader
 from dlrover_py.protocol.status import JobStatus, NodeStatus
-from dlrover_py.storage import Store
 from tests.flash import OPEN, WORKER, doubled, permit
+from tests.ids import checkpoint_id
 from tests.process.harness import (
     CALM,
+    Halt,
     Job,
     Place,
     alive,
@@ -39,6 +42,7 @@ from tests.process.harness import (
     lines,
     members,
 )
+from tests.programs import PROGRAMS
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(480)]
 
@@ -78,16 +82,18 @@ class Training:
     # --- what there is ---
 
     def arena(self, node: str) -> Path:
-        (found,) = self.shm.glob(f"{PREFIX}*-{node}")
+        (found,) = self.shm.glob(f"{POOL_PREFIX}*-{node}")
         return found
 
-    def held(self, node: str) -> list[Held]:
+    def held(self, node: str) -> list[MemoryCheckpoint]:
         """What a node's memory has; nothing if it is gone."""
-        for folder in self.shm.glob(f"{PREFIX}*-{node}"):
-            return held(folder, folder.name.removeprefix(PREFIX).removesuffix(f"-{node}"))
+        for folder in self.shm.glob(f"{POOL_PREFIX}*-{node}"):
+            return memory_checkpoints(
+                folder, folder.name.removeprefix(POOL_PREFIX).removesuffix(f"-{node}")
+            )
         return []
 
-    def memory(self) -> list[Held]:
+    def memory(self) -> list[MemoryCheckpoint]:
         """What all nodes have."""
         nodes = [p.name.rpartition("-")[2] for p in self.shm.iterdir()]
         return [one for node in nodes for one in self.held(node)]
@@ -104,7 +110,7 @@ class Training:
     def copied(self, step: int, ranks: Iterable[int]) -> None:
         """Wait until each has a copy elsewhere."""
         for rank in ranks:
-            eventually(lambda r=rank: self.keepers(r, step), f"a copy of rank {rank}")  # type: ignore[misc]
+            eventually(partial(self.keepers, rank, step), f"a copy of rank {rank}")
 
     def known(self, step: int) -> None:
         """Wait until each node has heard that its part is copied: a newer one may be then."""
@@ -124,33 +130,33 @@ class Training:
         Until then peers copy what is newest, and nobody promises to keep it.
         """
 
-        def copied() -> set[tuple[int, int, int]]:
+        def copied() -> set[CheckpointId]:
             nodes = ([s for path, s in scan(folder) if not path.name.startswith("peer-")]
                      for folder in self.shm.iterdir())  # fmt: skip
-            found = set.intersection(*({s.age for s in one if s.copied} for one in nodes))
-            return {age for age in found if age[0] >= number}
+            found = set.intersection(*({s.id for s in one if s.copied} for one in nodes))
+            return {one for one in found if one.round >= number}
 
         eventually(copied, "one that all have copied", within_s=120)
 
     def whole(self, nodes: Iterable[str]) -> int:
         """The newest step that these nodes hold whole; 0 if there is none."""
-        return max(self._whole(nodes), default=(0, 0, 0))[2]
+        return max(self.complete(nodes), default=checkpoint_id(0, 0)).step
 
     def loadable(self, nodes: Iterable[str], number: int) -> int:
         """The newest step of rounds up to this one, if these nodes and the storage are left."""
-        there = [(m.round, m.lap, m.step) for m in Store(self.folder / "store").checkpoints()]
-        found = [one for one in (*self._whole(nodes), *there) if one[0] <= number]
-        return max(found, default=(0, 0, 0))[2]
+        there = [m.id for m in CheckpointDirectory(self.folder / "store").checkpoints()]
+        found = [one for one in (*self.complete(nodes), *there) if one.round <= number]
+        return max(found, default=checkpoint_id(0, 0)).step
 
-    def _whole(self, nodes: Iterable[str]) -> list[tuple[int, int, int]]:
-        """Round, lap, step: what is newer is told by all three, for a job may go back."""
-        sets: dict[tuple[int, int, int], list[Held]] = {}
+    def complete(self, nodes: Iterable[str]) -> list[CheckpointId]:
+        """What is newer is told by all three numbers, for a job may go back."""
+        sets: dict[CheckpointId, list[MemoryCheckpoint]] = {}
         for node in nodes:
             for one in self.held(node):
-                sets.setdefault((one.round, one.lap, one.step), []).append(one)
+                sets.setdefault(one.id, []).append(one)
         whole = []
         for key, found in sets.items():
-            full = {p for h in found for r, p in h.ranks.items() if r not in h.hollow}
+            full = {p for h in found for r, p in h.ranks.items() if r not in h.private_only}
             ranks = {r for h in found for r, p in h.ranks.items() if p in full}
             if len(ranks) == found[0].world or (full and not self.sharded):
                 whole.append(key)
@@ -215,14 +221,14 @@ class Training:
         return "\n".join([*said, "--- events", *events, "--- shown", *self.run.output[-40:]])
 
 
-def own(shm: Path, step: int) -> list[Summary]:
+def own(shm: Path, step: int) -> list[SlotHeader]:
     """What the nodes' memory has of a step that is no copy."""
     found = ((path, s) for folder in shm.iterdir() for path, s in scan(folder))
     return [s for path, s in found if s.step == step and not path.name.startswith("peer-")]
 
 
 def stored(folder: Path) -> list[int]:
-    return sorted(m.step for m in Store(folder / "store").checkpoints())
+    return sorted(m.step for m in CheckpointDirectory(folder / "store").checkpoints())
 
 
 @contextmanager
@@ -254,10 +260,10 @@ def training(
 
 def flip(path: Path, step: int) -> None:
     """One bit of the largest tensor, in a slot that holds this step."""
-    with Slot(path, write=True) as slot:
-        summary = eventually(slot.summary, "a first page that nobody writes anew")
-        assert summary is not None
-        assert summary.step == step
+    with ShmSlot(path, write=True) as slot:
+        header = eventually(slot.header, "a first page that nobody writes anew")
+        assert header is not None
+        assert header.step == step
         view = slot.view()
         view[4096 + 1000] ^= 4
         view.release()
@@ -312,7 +318,7 @@ def test_shards_survive_workers_nodes_and_other_sizes(place: Place, shm: Path) -
         its.run.cli("job", "scale", "3")
         again = its.run.running(3, round_after=scaled.round)
         its.loaded(again)
-        assert its.agents("checkpoint_odd") == []
+        assert its.agents("checkpoint_note") == []
 
 
 def test_a_flipped_bit_is_found_and_the_next_source_is_used(place: Place, shm: Path) -> None:
@@ -454,7 +460,7 @@ def test_who_is_asked_to_go_stores_what_is_newest(place: Place, shm: Path) -> No
         assert its.run.wait(within_s=170) == 143
         at = max(its.stored)
         assert at >= least
-        assert f"step {at} is in storage" in shout(its.run)
+        assert f"the checkpoint of step {at} was stored" in shout(its.run)
     # Another run of the job goes on there, even if the clock was set back meanwhile.
     for path in (place.folder / "store").iterdir():
         os.utime(path, (2e9, 2e9))
@@ -469,6 +475,14 @@ def test_who_is_asked_to_go_stores_what_is_newest(place: Place, shm: Path) -> No
 
 def test_a_change_that_is_planned_repeats_no_step(place: Place, shm: Path) -> None:
     """They train all the time, and all end after the same step, which is saved."""
+
+    def beyond(step: int) -> bool:
+        return its.at() > step
+
+    def all_ended(former: JobStatus) -> list[str] | None:
+        found = its.lines(f"^stopped {former.round} ")
+        return found if len(found) >= former.world_size else None
+
     with training(place, "sharded", gate=OPEN, replicas=3, minReplicas=1, hosts=3) as its:
         status = its.run.running(3)
         its.loaded(status)
@@ -476,47 +490,27 @@ def test_a_change_that_is_planned_repeats_no_step(place: Place, shm: Path) -> No
         changes = [("node", "drain", victim), ("job", "scale", "1"), ("job", "scale", "2")]
         for change, size in zip(changes, (2, 1, 2), strict=True):
             at, former = its.at(), status
-            eventually(lambda at=at: its.at() > at + 20, "some steps", within_s=120)  # type: ignore[misc]
+            eventually(partial(beyond, at + 20), "some steps", within_s=120)
             its.run.cli(*change)
             status = its.run.running(size, round_after=former.round)
             at = its.loaded(status)
-            ended = eventually(  # who has left may be the last to say so
-                lambda f=former: (
-                    (  # type: ignore[misc]
-                        found := its.lines(f"^stopped {f.round} ")
-                    )
-                    and len(found) >= f.world_size
-                    and found
-                ),
-                "all have ended",
-            )
+            # who has left may be the last to say so
+            ended = eventually(partial(all_ended, former), "all have ended")
             assert len(ended) == former.world_size, (change, ended)
             assert {int(line.split()[3]) for line in ended} == {at}, (change, ended)
-
-
-FINISHES = """
-    import torch
-    import torch.distributed as dist
-    from dlrover_py.trainer import Checkpointer, session
-
-    dist.init_process_group("gloo")
-    weight = torch.zeros(1000)
-    with Checkpointer() as checkpointer:
-        state = {"weight": weight}
-        step = checkpointer.load(state) or 0
-        while step < 20:
-            step += 1
-            weight.fill_(step)
-            session.report_step(step)
-            checkpointer.save(step, state)
-    dist.destroy_process_group()
-"""
 
 
 def test_the_last_step_of_a_job_that_succeeds_is_stored(place: Place, shm: Path) -> None:
     policy = {"dir": str(place.folder / "store"), "persistEvery": 1 << 30}
     spec = {"checkpoint": policy}
-    with job(place, script=FINISHES, replicas=2, spec=spec, settings=PATIENT) as run:
+    with job(
+        place,
+        script=PROGRAMS / "save_each_step.py",
+        args=("20",),
+        replicas=2,
+        spec=spec,
+        settings=PATIENT,
+    ) as run:
         assert run.wait() == 0, run.output
     assert stored(place.folder) == [20], "".join(run.output)
 
@@ -575,50 +569,11 @@ def persister(node: NodeStatus) -> psutil.Process:
     def look() -> psutil.Process | None:
         for child in psutil.Process(node.agent_pid).children():
             with suppress(psutil.Error):  # it has ended since
-                if "dlrover_py.persist" in child.cmdline():
+                if "dlrover_py.checkpoint.writer" in child.cmdline():
                     return child
         return None
 
-    return eventually(look, f"the persister of {node.id}")  # type: ignore[return-value]
-
-
-class Halt:
-    """Has all threads of a process stand still (ptrace(2)). SIGCONT does not wake it, as it wakes
-    one that was stopped by SIGSTOP: agents send it to their persisters now and then."""
-
-    def __init__(self, process: psutil.Process) -> None:
-        self._tasks = Path(f"/proc/{process.pid}/task")
-        self._held: set[int] = set()
-        while fresh := {int(task.name) for task in self._tasks.iterdir()} - self._held:
-            for thread in fresh:
-                with suppress(ProcessLookupError):  # this thread has just ended
-                    _ptrace(_SEIZE, thread)
-                    self._held.add(thread)
-                    _ptrace(_INTERRUPT, thread)
-                    os.waitpid(thread, _WALL)
-
-    def resume(self) -> None:
-        """Let it go on, and have no more to do with it."""
-        while self._held:
-            thread = self._held.pop()
-            with suppress(ProcessLookupError):  # it was killed
-                _ptrace(_DETACH, thread)
-                continue
-            with suppress(ChildProcessError):
-                os.waitpid(thread, _WALL)
-
-
-_SEIZE, _INTERRUPT, _DETACH = 0x4206, 0x4207, 17
-_WALL = 0x40000000
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.ptrace.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)
-_libc.ptrace.restype = ctypes.c_long
-
-
-def _ptrace(request: int, thread: int) -> None:
-    if _libc.ptrace(request, thread, None, None) < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+    return eventually(look, f"the persister of {node.id}")
 
 
 def test_a_coordinator_that_was_given_up_commits_nothing(place: Place, shm: Path) -> None:
@@ -633,7 +588,7 @@ def test_a_coordinator_that_was_given_up_commits_nothing(place: Place, shm: Path
         victim, other = members(before)
         coordinator, writer = persister(victim), persister(other)
         master = its.run.snapshot().master_pid
-        writing = Halt(writer)  # so the coordinator has to wait
+        writing = Halt(writer.pid)  # so the coordinator has to wait
         resumed.callback(writing.resume)
         its.allow(8)
         store = place.folder / "store"
@@ -652,7 +607,7 @@ def test_a_coordinator_that_was_given_up_commits_nothing(place: Place, shm: Path
                 within_s=60,
             )  # fmt: skip
             assert (folder / ".metadata").exists()
-            committing = Halt(coordinator)
+            committing = Halt(coordinator.pid)
             resumed.callback(committing.resume)
         finally:
             os.kill(master, signal.SIGCONT)
@@ -672,7 +627,7 @@ def test_a_coordinator_that_was_given_up_commits_nothing(place: Place, shm: Path
         committing.resume()
         coordinator.resume()  # it was frozen with its node, too
         eventually(lambda: not reads(), "it lets go of its slots, for it is done")
-        assert folder.name not in {m.folder for m in Store(store).checkpoints()}
+        assert folder.name not in {m.folder for m in CheckpointDirectory(store).checkpoints()}
         its.run.hurt(victim.id, "thaw")
         its.run.until(lambda s: "NodeRefused" in [e.reason for e in s.events], "a refusal")
         eventually(lambda: not alive(victim.agent_pid), "its agent ends")
@@ -708,10 +663,10 @@ def test_what_outlives_any_node_never_goes_back(place: Place, shm: Path) -> None
         status = its.run.running(3)
         nodes, pause = [n.id for n in members(status)], threading.Event()
 
-        def outlives() -> tuple[int, int, int]:
-            """Round, lap and step of the newest that can be loaded whichever node is lost."""
+        def outlives() -> CheckpointId:
+            """The newest that can be loaded whichever node is lost."""
             left = ([n for n in nodes if n != lost] for lost in nodes)
-            return min(max(its._whole(few), default=(0, 0, 0)) for few in left)
+            return min(max(its.complete(few), default=checkpoint_id(0, 0)) for few in left)
 
         its.agreed()
         best, drops = outlives(), list[str]()
@@ -729,16 +684,19 @@ def test_what_outlives_any_node_never_goes_back(place: Place, shm: Path) -> None
                 best = max(best, seen)
                 pause.wait(0.002)
 
+        def best_is_of(number: int) -> bool:
+            return best.round == number
+
         watcher = threading.Thread(target=watch)
         watcher.start()
         try:
             for turn in range(3):
-                least = best[2]
+                least = best.step
                 os.kill(members(status)[turn].pids[0], signal.SIGKILL)
                 status = its.run.running(3, round_after=status.round)
                 assert its.loaded(status) >= least
                 eventually(
-                    lambda s=status: best[0] == s.round,  # type: ignore[misc]
+                    partial(best_is_of, status.round),
                     "one of the new round, copied everywhere",
                     within_s=120,
                 )
@@ -759,7 +717,12 @@ def test_at_random_times(place: Place, shm: Path) -> None:
     dice, pause = random.Random(seed), threading.Event()
     print("seed", seed)
     rules: dict[str, object] = {"persistEvery": 25}
-    more = {"replicas": 3, "minReplicas": 2, "hosts": 4, "restartCount": 10 * FAULTS}
+    more: dict[str, Any] = {
+        "replicas": 3,
+        "minReplicas": 2,
+        "hosts": 4,
+        "restartCount": 10 * FAULTS,
+    }
     with training(place, "sharded", gate=OPEN, checkpoint=rules, **more) as its:
         status = its.run.running(3)
         its.loaded(status)
@@ -782,7 +745,7 @@ def test_at_random_times(place: Place, shm: Path) -> None:
             least = max(before, its.loadable(left, status.round))
             said = f"turn {turn}: {how} of {victim.id} in round {status.round}"
             number, at = eventually(
-                lambda r=status.round: next_load(its, r),  # type: ignore[misc]
+                partial(next_load, its, status.round),
                 f"{said}: a load",
                 within_s=150,
             )

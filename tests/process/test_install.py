@@ -9,21 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs import PROGRAMS
+
 ROOT = Path(__file__).parents[2]
 SOURCES = {
     "dlrover_py": ROOT / "dlrover_py",
     "dlrover_agent": ROOT / "agent/dlrover_agent",
     "dlrover_operator": ROOT / "operator/dlrover_operator",
 }
-IMPORT_ALL = """
-import importlib, pkgutil
-for name in ("dlrover_py", "dlrover_agent", "dlrover_operator"):
-    package = importlib.import_module(name)
-    print(package.__file__)
-    for module in pkgutil.walk_packages(package.__path__, f"{name}."):
-        if not module.name.endswith("__main__"):
-            importlib.import_module(module.name)
-"""
 
 
 def called(*argv: str | Path, cwd: Path, **env: str) -> str:
@@ -34,10 +27,10 @@ def called(*argv: str | Path, cwd: Path, **env: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_the_wheel_is_whole_and_its_programs_run(tmp_path: Path) -> None:
+def test_the_wheel_is_whole_and_trains(tmp_path: Path) -> None:
     uv = (sys.executable, "-m", "uv")
-    called(*uv, "build", "--wheel", "--out-dir", tmp_path, ROOT, cwd=tmp_path)
-    (wheel,) = tmp_path.glob("*.whl")
+    called(*uv, "build", "--out-dir", tmp_path, ROOT, cwd=tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")  # uv makes it of the source archive
     held = set(zipfile.ZipFile(wheel).namelist())
     wanted = {
         f"{name}/{path.relative_to(folder)}"
@@ -63,9 +56,17 @@ def test_the_wheel_is_whole_and_its_programs_run(tmp_path: Path) -> None:
     assert "0.1.0" in called(venv / "bin/dlrover", "--version", cwd=tmp_path, **clean)
     for program in ("dlrover-run", "dlrover-master", "dlrover-operator"):
         assert "usage" in called(venv / f"bin/{program}", "--help", cwd=tmp_path, **clean).lower()
-    found = called(python, "-c", IMPORT_ALL, cwd=tmp_path, **clean).splitlines()
+    found = called(python, PROGRAMS / "import_all.py", cwd=tmp_path, **clean).splitlines()
     assert all(Path(file).is_relative_to(venv) for file in found), found
     assert len(found) == len(SOURCES)
+
+    (archive,) = tmp_path.glob("*.tar.gz")
+    called("tar", "-xzf", archive, "--strip-components=1", cwd=tmp_path)
+    said = called(
+        venv / "bin/elastic-run", "--nproc-per-node=2", "train.py", "--epochs=5",
+        cwd=tmp_path / "examples/01-digits", **clean,
+    )  # fmt: skip
+    assert "epoch 5 of 5" in said
 
 
 def setup(tmp_path: Path, *shims: str) -> "subprocess.CompletedProcess[str]":
@@ -110,3 +111,17 @@ def test_what_is_installed_already_is_not_installed_again(
     assert (f"scripts/setup.sh {tmp_path} dev" in planned("check")) == wants_dev
     if what:
         assert f"scripts/setup.sh {tmp_path} {what}" in planned("setup")
+
+
+def test_an_operator_without_its_extra_says_so() -> None:
+    script = (
+        "import sys; sys.modules['cryptography'] = None\n"
+        "from dlrover_operator.__main__ import main\n"
+        "sys.exit(main(['--master-image', 'm']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "dlrover-operator: the package cryptography is not installed: install DLRover-Py with its "
+        "extra operator\n"
+    )

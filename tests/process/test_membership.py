@@ -3,9 +3,11 @@
 import contextlib
 import os
 import signal
+from functools import partial
 
-from dlrover_py.protocol.status import JobStatus
+from dlrover_py.protocol.status import JobStatus, NodeStatus
 from tests.process.harness import Job, Place, alive, eventually, job, lines, members
+from tests.programs import PROGRAMS
 
 QUICK = {"lease_s": "5", "exchange_s": "0.5"}
 
@@ -171,12 +173,16 @@ def test_a_stopped_master_stops_nobody(place: Place) -> None:
         os.kill(master, signal.SIGSTOP)
         # Longer than a lease: when it goes on, it must not blame the nodes for its own pause.
         eventually(
-            lambda: all("master_away" in p.read_text() for p in run.logs.glob("n*/agent.log")),
+            lambda: all(
+                "master_unreachable" in p.read_text() for p in run.logs.glob("n*/agent.log")
+            ),
             "the agents miss it",
         )
         go_on(master)
         eventually(
-            lambda: all("master_back" in p.read_text() for p in run.logs.glob("n*/agent.log")),
+            lambda: all(
+                "master_answers_again" in p.read_text() for p in run.logs.glob("n*/agent.log")
+            ),
             "the agents are back",
         )
         after = run.status()
@@ -201,7 +207,7 @@ def paused_master(run: Job, round_of: JobStatus) -> int:
     """It stands still: to its agents the same as to be cut off from it, without a word."""
     for node in members(round_of):
         if len(members(round_of)) > 1:
-            said(run, node.id, "contact_made")
+            said(run, node.id, "peer_probe_answered")
     master = run.snapshot().master_pid
     os.kill(master, signal.SIGSTOP)
     return master
@@ -215,15 +221,19 @@ def go_on(master: int) -> None:
 
 def test_workers_train_on_without_a_master_for_as_long_as_it_takes(place: Place) -> None:
     """Longer than an agent would wait for anybody: they hear of each other."""
+
+    def trained_on(node: str, count: int) -> bool:
+        return len(lines(run, node, "tick")) > count + 120
+
     with job(place, script=TICKS, replicas=3, settings=QUICK) as run:
         before = run.running(3)
         master = paused_master(run, before)
         for node in members(before):
-            said(run, node.id, "master_away")
+            said(run, node.id, "master_unreachable")
         for node in members(before):
             count = len(lines(run, node.id, "tick"))
             eventually(
-                lambda n=node.id, c=count: len(lines(run, n, "tick")) > c + 120,
+                partial(trained_on, node.id, count),
                 "it trains on for twelve seconds",
                 within_s=60,
             )
@@ -234,13 +244,16 @@ def test_workers_train_on_without_a_master_for_as_long_as_it_takes(place: Place)
 
 
 def test_nodes_that_hear_of_nobody_stop_their_workers_by_themselves(place: Place) -> None:
+    def stopped(node: NodeStatus) -> bool:
+        return not alive(node.pids[0])
+
     with job(place, replicas=3, minReplicas=2, hosts=3, settings=QUICK) as run:
         before = run.running(3)
         first, *others = members(before)
         master = paused_master(run, before)
         run.hurt(first.id, "freeze")
         for node in others:
-            eventually(lambda n=node: not alive(n.pids[0]), "its workers are stopped", within_s=60)
+            eventually(partial(stopped, node), "its workers are stopped", within_s=60)
             assert alive(node.agent_pid)
         assert alive(first.pids[0]), "it stands still, and cannot know"
         go_on(master)
@@ -266,7 +279,7 @@ def test_who_is_alone_in_its_round_does_not_need_the_master(place: Place) -> Non
     with job(place, script=TICKS, replicas=1, settings=QUICK) as run:
         before = run.running(1)
         master = paused_master(run, before)
-        said(run, "n0", "master_away")
+        said(run, "n0", "master_unreachable")
         count = len(lines(run, "n0", "tick"))
         eventually(lambda: len(lines(run, "n0", "tick")) > count + 150, "it trains on", within_s=60)
         go_on(master)
@@ -275,13 +288,7 @@ def test_who_is_alone_in_its_round_does_not_need_the_master(place: Place) -> Non
 
 
 def test_a_killed_agent_leaves_no_orphan(place: Place) -> None:
-    script = """
-        import os, signal, subprocess, sys
-        child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
-        print("child", child.pid, flush=True)
-        signal.pause()
-    """
-    with job(place, script=script, replicas=2, minReplicas=1, hosts=2) as run:
+    with job(place, script=PROGRAMS / "have_a_child.py", replicas=2, minReplicas=1, hosts=2) as run:
         before = run.running(2)
         victim = members(before)[1]
         (line,) = eventually(lambda: lines(run, victim.id, "child"), "the worker's child")

@@ -3,11 +3,13 @@
 import os
 import secrets
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.process.harness import Place, eventually
+from tests.programs import PROGRAMS
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 LIMIT = 300 << 20
@@ -15,13 +17,10 @@ FILES = {
     Path("/sys/fs/cgroup/memory"): "memory.limit_in_bytes",
     Path("/sys/fs/cgroup"): "memory.max",
 }
-HUNGRY = """
-import os
-if os.environ["RANK"] == "1":
-    taken = b"x" * (1 << 30)
-import time
-time.sleep(600)
-"""
+
+
+def empty(group: Path) -> bool:
+    return not (group / "cgroup.procs").read_text()
 
 
 @pytest.fixture
@@ -37,14 +36,14 @@ def group() -> Iterator[Path]:
                 folder.rmdir()
             continue
         yield folder
-        eventually(lambda at=folder: not (at / "cgroup.procs").read_text(), "an empty group")
+        eventually(partial(empty, folder), "an empty group")
         folder.rmdir()
         return
     pytest.skip("no control group with a memory limit can be made here: that needs root")
 
 
 def test_a_worker_killed_for_memory_is_told_with_the_limit(place: Place, group: Path) -> None:
-    script = place.script(HUNGRY)
+    script = place.script(PROGRAMS / "use_a_gigabyte.py")
     join = ("/bin/sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh")
     run = ("elastic-run", "--standalone", "--nproc-per-node", "2", "--cold-start", str(script))
     done = place.call(*join, *run)

@@ -22,10 +22,12 @@ from typing import Any
 
 import pytest
 
-from dlrover_operator import loop, manifests, plan
+from dlrover_operator import manifests
 from dlrover_operator.loop import WATCHES, Operator
 from dlrover_operator.manifests import Options
-from dlrover_py.kube import (
+from dlrover_operator.timing import OperatorTiming
+from dlrover_py.kubernetes.client import KubeClient
+from dlrover_py.kubernetes.kinds import (
     DEPLOYMENTS,
     ELASTICJOBS,
     EVENTS,
@@ -37,10 +39,9 @@ from dlrover_py.kube import (
     SECRETS,
     SERVICE_ACCOUNTS,
     SERVICES,
-    Kube,
     Obj,
-    Times,
 )
+from dlrover_py.kubernetes.watch import ClientTimes
 from dlrover_py.protocol import names
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.status import unix_seconds
@@ -67,9 +68,26 @@ async def until(look: Callable[[], Any], what: str) -> Any:
         pytest.fail(f"not within {SOON:g} s: {what}")
 
 
+class OpenOperator(Operator):
+    """An operator that can be made to look at the job, and shows whether it has work."""
+
+    @property
+    def rests(self) -> bool:
+        return self._queue.is_idle
+
+    def look_again(self) -> None:
+        self._queue.add(("default", "x"))
+
+    def forget_what_was_made(self) -> None:
+        """Take what the job needs for made long ago."""
+        self._credentials_checked_at.clear()
+
+
 @asynccontextmanager
-async def operator(kube: Kube, *namespaces: str) -> AsyncIterator[Operator]:
-    made = Operator(kube, OPTIONS, namespaces)
+async def operator(
+    kube: KubeClient, *namespaces: str, timing: OperatorTiming | None = None
+) -> AsyncIterator[OpenOperator]:
+    made = OpenOperator(kube, OPTIONS, namespaces, timing=timing)
     running = asyncio.create_task(made.run())
     try:
         await until(lambda: made.ready, "a ready operator")
@@ -80,19 +98,19 @@ async def operator(kube: Kube, *namespaces: str) -> AsyncIterator[Operator]:
             await running
 
 
-async def rest(one: Operator) -> None:
-    await until(lambda: not one._queue._running and not one._queue._waiting, "rest")
+async def rest(one: OpenOperator) -> None:
+    await until(lambda: one.rests, "rest")
 
 
 @pytest.fixture
-async def bed(tmp_path: Path) -> AsyncIterator[tuple[FakeCluster, Kube]]:
+async def bed(tmp_path: Path) -> AsyncIterator[tuple[FakeCluster, KubeClient]]:
     async with fake_cluster(tmp_path) as (cluster, kube):
         for name in ("a", "b", "c", "bad"):
             cluster.put(NAMESPACES, {"metadata": {"name": name}})
         yield cluster, kube
 
 
-Bed = tuple[FakeCluster, Kube]
+Bed = tuple[FakeCluster, KubeClient]
 
 
 def job(name: str = "x", namespace: str = "default", **spec: Any) -> Obj:
@@ -197,16 +215,14 @@ async def test_one_bad_job_does_not_hold_up_others_and_is_told_why(bed: Bed) -> 
 
 
 @pytest.mark.parametrize("stays", [False, True])
-async def test_a_right_that_is_missing_for_a_moment_is_not_told(
-    bed: Bed, stays: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_right_that_is_missing_for_a_moment_is_not_told(bed: Bed, stays: bool) -> None:
     """An API server that starts does not know yet who may do what."""
-    monkeypatch.setattr(loop, "DOUBT_S", 0.5 if stays else 1000.0)
+    timing = OperatorTiming(api_server_start_s=0.5 if stays else 1000.0)
     cluster, kube = bed
     words = 'deployments.apps is forbidden: User "o" cannot create resource "deployments"'
     times = 1000 if stays else 3
     cluster.fail(403, "Forbidden", words, times=times, method="POST", path="/deployments")
-    async with operator(kube):
+    async with operator(kube, timing=timing):
         await kube.create(ELASTICJOBS, job())
         if stays:
             await until(
@@ -218,6 +234,17 @@ async def test_a_right_that_is_missing_for_a_moment_is_not_told(
             await until(lambda: cluster.one(DEPLOYMENTS, MASTER), "a Deployment")
             await until(lambda: condition(cluster, "MasterReady"), "a word")
     assert stays or "PermissionDenied" not in [e["reason"] for e in cluster.all(EVENTS)]
+
+
+async def test_an_object_deleted_and_made_again_meanwhile_is_no_refusal(bed: Bed) -> None:
+    """The creation finds the name taken, the read finds nothing, and the next creation fails."""
+    cluster, kube = bed
+    cluster.fail(409, "AlreadyExists", "was faster", times=2, method="POST", path="/deployments")
+    async with operator(kube):
+        await kube.create(ELASTICJOBS, job())
+        await until(lambda: cluster.one(DEPLOYMENTS, MASTER), "a Deployment")
+        await until(lambda: condition(cluster, "MasterReady"), "a condition")
+    assert "was faster" not in [e["message"] for e in cluster.all(EVENTS)]
 
 
 async def test_a_strangers_secret_is_not_touched(bed: Bed) -> None:
@@ -245,55 +272,54 @@ async def test_what_a_deleted_job_of_the_same_name_has_left_is_waited_for(bed: B
 
 
 async def test_a_masters_rights_are_made_again_though_it_cannot_say_that_it_lacks_them(
-    bed: Bed, monkeypatch: pytest.MonkeyPatch
+    bed: Bed,
 ) -> None:
     cluster, kube = bed
-    monkeypatch.setattr(plan, "RIGHTS_S", 0.2)
-    async with operator(kube) as one:
+    async with operator(kube, timing=OperatorTiming(rights_interval_s=0.2)) as one:
         await kube.create(ELASTICJOBS, job())
         await until(lambda: cluster.one(DEPLOYMENTS, MASTER), "a Deployment")
         available(cluster)
         master_says(cluster, "Running")
         role = cluster.one(ROLES, MASTER) or {}
         cluster.put(ROLES, role | {"rules": []})
-        one._queue.add(("default", "x"))
+        one.look_again()
         await until(lambda: (cluster.one(ROLES, MASTER) or {})["rules"] == role["rules"], "rules")
         binding = cluster.one(ROLE_BINDINGS, MASTER) or {}
         theirs = [{"kind": "Group", "name": "g"}]
         cluster.put(ROLE_BINDINGS, binding | {"subjects": theirs})
-        one._queue.add(("default", "x"))
+        one.look_again()
 
         def subjects() -> object:
             return (cluster.one(ROLE_BINDINGS, MASTER) or {}).get("subjects")
 
         await until(lambda: subjects() == binding["subjects"], "its account is bound again")
         await kube.delete(ROLE_BINDINGS, MASTER, "default")
-        one._queue.add(("default", "x"))
+        one.look_again()
         await until(lambda: subjects() == binding["subjects"], "its binding")
 
 
 async def test_a_master_whose_account_was_deleted_gets_it_and_a_pod_that_has_its_token(
-    bed: Bed, monkeypatch: pytest.MonkeyPatch
+    bed: Bed,
 ) -> None:
     cluster, kube = bed
-    monkeypatch.setattr(plan, "RIGHTS_S", 0.2)
-    async with operator(kube) as one:
+    async with operator(kube, timing=OperatorTiming(rights_interval_s=0.2)) as one:
         await kube.create(ELASTICJOBS, job())
         await until(lambda: cluster.one(DEPLOYMENTS, MASTER), "a Deployment")
         labels = {names.LABEL_JOB: "x", names.LABEL_ROLE: names.ROLE_MASTER}
         by = {"kind": "ReplicaSet", "name": f"{MASTER}-5f", "uid": "r", "controller": True}
-        meta = {"name": f"{MASTER}-5f-a", "labels": labels, "ownerReferences": [by]}
+        pod = f"{MASTER}-5f-a"
+        meta = {"name": pod, "labels": labels, "ownerReferences": [by]}
         cluster.put(PODS, {"metadata": meta})
         available(cluster)
         master_says(cluster, "Running")
         await until(lambda: status(cluster).get("phase") == "Running", "phase Running")
         await rest(one)
-        assert cluster.one(PODS, meta["name"])
+        assert cluster.one(PODS, pod)
         cluster.ahead_s = 30.0
         await kube.delete(SERVICE_ACCOUNTS, MASTER, "default")
-        one._queue.add(("default", "x"))
+        one.look_again()
         await until(lambda: cluster.one(SERVICE_ACCOUNTS, MASTER), "its account")
-        await until(lambda: cluster.one(PODS, meta["name"]) is None, "the old Pod goes")
+        await until(lambda: cluster.one(PODS, pod) is None, "the old Pod goes")
 
 
 async def test_with_no_master_its_running_pods_are_deleted_and_no_others(bed: Bed) -> None:
@@ -386,12 +412,9 @@ async def test_a_broken_watch_and_a_deleted_deployment(bed: Bed) -> None:
         )
 
 
-async def test_a_master_whose_address_another_service_has_gets_another(
-    bed: Bed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_master_whose_address_another_service_has_gets_another(bed: Bed) -> None:
     cluster, kube = bed
-    monkeypatch.setattr(plan, "ADDRESS_S", 0.2)
-    async with operator(kube):
+    async with operator(kube, timing=OperatorTiming(address_lost_after_s=0.2)):
         await kube.create(ELASTICJOBS, job())
         await until(lambda: cluster.one(DEPLOYMENTS, MASTER), "a Deployment")
         available(cluster)
@@ -424,7 +447,7 @@ async def test_an_operator_that_is_refused_everything_asks_seldom_and_goes_on(
 ) -> None:
     """And all history is compacted meanwhile."""
     cluster, kube = bed
-    kube.times = Times(first_wait_s=0.1, denied_s=0.5)
+    kube.times = ClientTimes(first_wait_s=0.1, denied_s=0.5)
     async with operator(kube):
         await kube.create(ELASTICJOBS, job())
         await until(lambda: cluster.one(DEPLOYMENTS, MASTER), "a Deployment")
@@ -514,18 +537,18 @@ async def test_a_verdict_is_not_passed_by_a_time_that_is_corrected(bed: Bed) -> 
         while kube.wall() < time.time() + 3000:  # an answer that took long is not believed
             await kube.list(PODS)
         cluster.ahead_s = 0.0
-        one._queue.add(("default", "x"))
+        one.look_again()
         await until(lambda: kube.wall() < time.time() + SOON, "the right time")
         await rest(one)
         assert not condition(cluster, "DeadlineExceeded")
         assert status(cluster)["phase"] == "Running"
 
 
-def a_node_is_missing(cluster: FakeCluster, one: Operator) -> None:
+def a_node_is_missing(cluster: FakeCluster, one: OpenOperator) -> None:
     held = cluster.one(ELASTICJOBS, "x") or {}
-    held["status"]["training"] = {"phase": "Running", "nodesInRound": 1, "wanted": 2}
+    held["status"]["training"] = {"phase": "Running", "nodesInRound": 1, "desired": 2}
     cluster.put(ELASTICJOBS, held)
-    one._made_at.clear()  # what it needs was made long ago
+    one.forget_what_was_made()
 
 
 async def test_a_tokens_secret_that_was_deleted_is_made_again_as_it_was(bed: Bed) -> None:
@@ -573,8 +596,8 @@ async def test_no_tokens_secret_is_made_that_the_master_would_refuse(bed: Bed, t
         await rest(one)
         cluster.ahead_s = 40.0
         await kube.list(PODS)
-        one._made_at.clear()
-        one._queue.add(("default", "x"))
+        one.forget_what_was_made()
+        one.look_again()
         made = await until(lambda: cluster.one(SECRETS, token), "what the next master needs")
         fits = cluster.one(SECRETS, certificate) or {}
         assert made["data"]["ca.crt"] == fits["data"]["ca.crt"]
@@ -617,7 +640,7 @@ async def test_a_verdict_is_not_passed_on_what_is_not_heard_any_more(bed: Bed) -
         cluster.ahead_s = 400.0
         while kube.wall() < time.time() + 350:  # an answer that took long is not believed
             await kube.list(PODS)
-        one._queue.add(("default", "x"))
+        one.look_again()
         await until(lambda: status(cluster).get("phase") != "Pending", "a word of the operator")
         assert status(cluster)["phase"] == "Running"
         assert not condition(cluster, "DeadlineExceeded")
@@ -681,7 +704,7 @@ async def test_a_job_that_is_at_rest_costs_no_writes(bed: Bed) -> None:
         await rest(one)
         written = sum(call.method != "GET" for call in cluster.calls)
         for _ in range(5):
-            one._queue.add(("default", "x"))
+            one.look_again()
             await rest(one)
         assert sum(call.method != "GET" for call in cluster.calls) == written
 

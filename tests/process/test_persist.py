@@ -13,30 +13,35 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from dlrover_py import persist
-from dlrover_py.arena import Slot, digest, scan
-from dlrover_py.persist import Attempt, NotWhole, Plan, Share, make_plan
-from dlrover_py.protocol.checkpoint import (
-    ITEM_BYTES,
-    Answer,
-    Cancel,
-    Grant,
-    Keep,
-    Owner,
-    Phase,
-    Piece,
+from dlrover_py.checkpoint import writer
+from dlrover_py.checkpoint.directory import (
+    LEASE_FILE,
+    CheckpointDirectory,
+    DirectoryOwner,
+    FileWriter,
+    FolderBackend,
+    folder_of,
 )
-from dlrover_py.storage import CLAIM, Folder, Sink, Store, folder_of
+from dlrover_py.checkpoint.shm import ShmSlot, digest, scan
+from dlrover_py.checkpoint.writer import (
+    WriteAttempt,
+)
+from dlrover_py.protocol.agents import PersistPhase
+from dlrover_py.protocol.persister import (
+    CancelWrite,
+    CommitGrant,
+    KeepRules,
+    WriteReply,
+)
+from dlrover_py.protocol.slots import ITEM_BYTES, TensorChunk
 from dlrover_py.trainer import restore
+from tests.programs import PROGRAMS
 from tests.slots import (
     JOB,
     Persister,
@@ -101,20 +106,22 @@ def test_plain_torch_reads_what_was_staged(persister: Persister, tmp_path: Path)
     stage(tmp_path / "arena/0.0", staged, {"epoch": saved({"at": 4})}, persist=True, metric=0.5)
     persister.send(order(tmp_path / "arena", tmp_path / "ckpt", "a1"))
     answer = persister.end("a1")
-    assert answer.phase is Phase.DONE, answer
-    store = Store(tmp_path / "ckpt")
+    assert answer.phase is PersistPhase.DONE, answer
+    store = CheckpointDirectory(tmp_path / "ckpt")
     (manifest,) = store.checkpoints()
     where = store.where(manifest)
-    which = (7, manifest.round, manifest.lap)
-    assert answer.stored == (*which, where, manifest.at, manifest.number)
+    assert answer.stored is not None
+    stored = answer.stored
+    assert (stored.id, stored.step, stored.where) == (manifest.id, 7, where)
+    assert (stored.at, stored.number) == (manifest.at, manifest.number)
     assert (manifest.metric, manifest.job, manifest.world) == (0.5, JOB, 1)
     verify(store, manifest)
     assert {p.name for p in Path(store.where(manifest)).iterdir()} == {
         ".metadata",
         "__0_0.distcp",
     }
-    ((_, summary),) = scan(tmp_path / "arena")
-    assert not summary.persist, "it need not be spared any more"
+    ((_, header),) = scan(tmp_path / "arena")
+    assert not header.persist, "it need not be spared any more"
     shapes = {
         key: (list(t.shape), str(t.dtype).removeprefix("torch.")) for key, t in tensors.items()
     }
@@ -131,17 +138,17 @@ def test_plain_torch_reads_what_was_staged(persister: Persister, tmp_path: Path)
 def test_a_store_is_told_about_how_large_a_file_becomes(tmp_path: Path) -> None:
     told: dict[str, int] = {}
 
-    class Measuring(Folder):
-        def sink(self, name: str, nbytes: int = 0) -> Sink:
+    class Measuring(FolderBackend):
+        def sink(self, name: str, nbytes: int = 0) -> FileWriter:
             told[name] = nbytes
             return super().sink(name, nbytes)
 
     size = 1 << 18
     tensors = [(full("w", (size,)), bytes(4 * size)), (full("v", (size,)), bytes(4 * size))]
     stage(tmp_path / "arena/0.0", tensors, {"epoch": bytes(1 << 16)})
-    store = Store(tmp_path)
+    store = CheckpointDirectory(tmp_path)
     store.place = Measuring(tmp_path)
-    attempt = Attempt(order(tmp_path / "arena", tmp_path, "w1"), lambda _: store, print, None)
+    attempt = WriteAttempt(order(tmp_path / "arena", tmp_path, "w1"), lambda _: store, print, None)
     attempt.start()
     attempt.thread.join()
     ((name, nbytes),) = told.items()
@@ -181,17 +188,17 @@ def test_three_nodes_write_one_checkpoint(trio: list[Persister], tmp_path: Path)
                 grant=None,
             )
         )
-    trio[0].next(Phase.READY, attempt="t1")
-    store = Store(tmp_path / "ckpt")
+    trio[0].next(PersistPhase.READY, attempt="t1")
+    store = CheckpointDirectory(tmp_path / "ckpt")
     assert store.checkpoints() == [], "nothing is committed without a grant"
-    trio[0].send(Grant("t1", term=5))
+    trio[0].send(CommitGrant(attempt="t1", term=5))
     ends = [one.end("t1") for one in trio]
-    assert [e.phase for e in ends] == [Phase.DONE] * 3, ends
+    assert [e.phase for e in ends] == [PersistPhase.DONE] * 3, ends
     assert [e.stored is not None for e in ends] == [True, False, False]
     (manifest,) = store.checkpoints()
     verify(store, manifest)
     assert manifest.term == 5
-    assert len(manifest.pieces) == 3 + 4 + 3, "each box once"
+    assert len(manifest.chunks) == 3 + 4 + 3, "each box once"
     assert sorted(o.key for o in manifest.objects) == [
         "epoch",
         "rank/0/seed",
@@ -216,10 +223,10 @@ def test_the_metric_is_the_lowest_ranks(trio: list[Persister], tmp_path: Path) -
         arena = tmp_path / f"arena{node}"
         simple(arena / "0.0", rank=rank, world=2, metric=(0.25, 99.0)[rank])
         mine = order(arena, tmp_path / "ckpt", "m3", world=2, ranks=(rank,), node=f"n{node}")
-        trio[node].send(replace(mine, writers=("n0", "n1") if rank == 0 else ()))
+        trio[node].send(mine.model_copy(update={"writers": ["n0", "n1"] if rank == 0 else []}))
     ends = [one.end("m3") for one in trio[:2]]
-    assert [e.phase for e in ends] == [Phase.DONE] * 2, ends
-    (manifest,) = Store(tmp_path / "ckpt").checkpoints()
+    assert [e.phase for e in ends] == [PersistPhase.DONE] * 2, ends
+    (manifest,) = CheckpointDirectory(tmp_path / "ckpt").checkpoints()
     assert manifest.metric == 0.25
 
 
@@ -233,19 +240,19 @@ def test_replicas_stand_in_for_a_lost_node(persister: Persister, tmp_path: Path)
             [(full("model.w", (12, 5)), raw(W)), private],
             rank=rank,
             world=2,
-            hollow=rank == 1,
+            private_only=rank == 1,
         )
-    with Slot(arena / "peer-1.0", write=True) as slot:
-        summary = slot.summary()
-        assert summary is not None
-        slot.view()[4096 : summary.private_at] = bytes(summary.private_at - 4096)
+    with ShmSlot(arena / "peer-1.0", write=True) as slot:
+        header = slot.header()
+        assert header is not None
+        slot.view()[4096 : header.private_offset] = bytes(header.private_offset - 4096)
     persister.send(order(arena, tmp_path / "ckpt", "r1", world=2, ranks=(0, 1)))
     answer = persister.end("r1")
-    assert answer.phase is Phase.DONE, answer
-    store = Store(tmp_path / "ckpt")
+    assert answer.phase is PersistPhase.DONE, answer
+    store = CheckpointDirectory(tmp_path / "ckpt")
     (manifest,) = store.checkpoints()
     verify(store, manifest)
-    assert [w.piece.key for w in manifest.pieces] == ["model.w", "rank/0/rng", "rank/1/rng"]
+    assert [w.chunk.key for w in manifest.chunks] == ["model.w", "rank/0/rng", "rank/1/rng"]
 
 
 def test_copies_that_differ_are_told_of(persister: Persister, tmp_path: Path) -> None:
@@ -258,21 +265,21 @@ def test_copies_that_differ_are_told_of(persister: Persister, tmp_path: Path) ->
         )
     persister.send(order(tmp_path / "arena", tmp_path / "ckpt", "d1", world=2, ranks=(0, 1)))
     answer = persister.end("d1")
-    assert answer.phase is Phase.DONE
+    assert answer.phase is PersistPhase.DONE
     words = "ranks hold different values of model.running_mean: the lowest rank's are kept"
     assert answer.notes == (words,)
-    (manifest,) = Store(tmp_path / "ckpt").checkpoints()
+    (manifest,) = CheckpointDirectory(tmp_path / "ckpt").checkpoints()
     assert manifest.notes == answer.notes
-    assert manifest.pieces[0].xxh3 == digest(raw(torch.zeros(4)))
+    assert manifest.chunks[0].xxh3 == digest(raw(torch.zeros(4)))
 
 
 def test_retention_follows_each_commit(persister: Persister, tmp_path: Path) -> None:
     for step, metric in ((1, 0.1), (2, 0.9), (3, 0.5), (4, 0.7)):
         simple(tmp_path / "arena/0.0", step, metric=metric)
         wish = order(tmp_path / "arena", tmp_path / "ckpt", f"k{step}", step=step)
-        persister.send(replace(wish, keep=Keep(newest=1, every=3, best=1)))
-        assert persister.end(f"k{step}").phase is Phase.DONE
-    assert [m.step for m in Store(tmp_path / "ckpt").checkpoints()] == [4, 3, 1]
+        persister.send(wish.model_copy(update={"keep": KeepRules(newest=1, every=3, best=1)}))
+        assert persister.end(f"k{step}").phase is PersistPhase.DONE
+    assert [m.step for m in CheckpointDirectory(tmp_path / "ckpt").checkpoints()] == [4, 3, 1]
 
 
 # --- what is refused ---
@@ -280,29 +287,29 @@ def test_retention_follows_each_commit(persister: Persister, tmp_path: Path) -> 
 
 def test_a_leftover_that_cannot_be_removed_is_a_note(persister: Persister, tmp_path: Path) -> None:
     simple(tmp_path / "arena/0.0")
-    store = Store(tmp_path / "ckpt")
+    store = CheckpointDirectory(tmp_path / "ckpt")
     left = folder_of(3, DRAWN)
     for name in ("parts", "__0_0.distcp"):  # that is no file, to unlink it fails
         (tmp_path / "ckpt" / left / name).mkdir(parents=True)
     persister.send(order(tmp_path / "arena", tmp_path / "ckpt", "l1"))
     answer = persister.end("l1")
-    assert answer.phase is Phase.DONE, answer
+    assert answer.phase is PersistPhase.DONE, answer
     assert answer.notes == (
-        f"{store.place.url}/{left} is left over, and not removed: Is a directory",
+        f"{store.place.url}/{left} is left over and could not be removed: Is a directory",
     )
 
 
 def test_a_flipped_bit_does_not_reach_storage(persister: Persister, tmp_path: Path) -> None:
-    arena, store = tmp_path / "arena", Store(tmp_path / "ckpt")
+    arena, store = tmp_path / "arena", CheckpointDirectory(tmp_path / "ckpt")
     simple(arena / "0.0", 6, size=1 << 20)
     persister.send(order(arena, tmp_path / "ckpt", "f0", step=6))
-    assert persister.end("f0").phase is Phase.DONE
+    assert persister.end("f0").phase is PersistPhase.DONE
     simple(arena / "0.1", 7, size=1 << 20, persist=True)
-    with Slot(arena / "0.1", write=True) as slot:
+    with ShmSlot(arena / "0.1", write=True) as slot:
         slot.view()[4096 + (3 << 20)] ^= 4
     persister.send(order(arena, tmp_path / "ckpt", "f1"))
     answer = persister.end("f1")
-    assert answer.phase is Phase.FAILED
+    assert answer.phase is PersistPhase.FAILED
     assert "model.w of rank 0: its bytes in" in answer.why
     assert "are not those that were staged" in answer.why
     assert [m.step for m in store.checkpoints()] == [6], "the one before stays"
@@ -314,9 +321,9 @@ def test_a_shard_that_nobody_has_is_named(persister: Persister, tmp_path: Path) 
     stage(tmp_path / "arena/0.0", [(rows("model.w", 0, 4, 12, 5), raw(W[:4]))], world=3)
     persister.send(order(tmp_path / "arena", tmp_path / "ckpt", "s1", world=3))
     answer = persister.end("s1")
-    assert answer.phase is Phase.FAILED
+    assert answer.phase is PersistPhase.FAILED
     assert "model.w: the slots hold 20 of its 60 elements" in answer.why
-    assert Store(tmp_path / "ckpt").checkpoints() == []
+    assert CheckpointDirectory(tmp_path / "ckpt").checkpoints() == []
 
 
 def test_a_step_that_is_gone_from_memory_is_not_waited_for(
@@ -325,7 +332,7 @@ def test_a_step_that_is_gone_from_memory_is_not_waited_for(
     simple(tmp_path / "arena/0.0", 9)
     persister.send(order(tmp_path / "arena", tmp_path / "ckpt", "g1"))
     answer = persister.end("g1")
-    assert answer.phase is Phase.FAILED
+    assert answer.phase is PersistPhase.FAILED
     assert "step 7 of rank 0 is not in" in answer.why
     assert "it holds step 9" in answer.why
 
@@ -333,9 +340,9 @@ def test_a_step_that_is_gone_from_memory_is_not_waited_for(
 def test_a_slot_that_is_sealed_later_is_waited_for(persister: Persister, tmp_path: Path) -> None:
     """Without an agent, one worker orders while another one still copies."""
     persister.send(order(tmp_path / "arena", tmp_path / "ckpt", "l1"))
-    persister.next(Phase.WRITING, attempt="l1")
+    persister.next(PersistPhase.WRITING, attempt="l1")
     simple(tmp_path / "arena/0.0")
-    assert persister.end("l1").phase is Phase.DONE
+    assert persister.end("l1").phase is PersistPhase.DONE
 
 
 def test_a_folder_that_is_not_shared_is_told_in_words(
@@ -356,7 +363,7 @@ def test_a_folder_that_is_not_shared_is_told_in_words(
             )
         )
     coordinator, other = (one.end("w1") for one in trio[:2])
-    assert coordinator.phase is other.phase is Phase.FAILED
+    assert coordinator.phase is other.phase is PersistPhase.FAILED
     assert "layout of n1 not seen in" in coordinator.why
     assert "s: is it a folder that all nodes share?" in coordinator.why
     assert "the coordinator's plan not seen in" in other.why
@@ -365,7 +372,7 @@ def test_a_folder_that_is_not_shared_is_told_in_words(
 def test_who_fails_tells_the_others(trio: list[Persister], tmp_path: Path) -> None:
     for rank in range(2):
         simple(tmp_path / f"arena{rank}/0.0", rank=rank, world=2, size=1 << 18)
-    with Slot(tmp_path / "arena1/0.0", write=True) as slot:
+    with ShmSlot(tmp_path / "arena1/0.0", write=True) as slot:
         slot.view()[5000] ^= 1
     # Rank 0's copy has the same digest, and rank 1 writes nothing of it: give it something.
     stage(tmp_path / "arena0/0.0", [(full("a", (4,)), bytes(16))], rank=0, world=2)
@@ -382,7 +389,7 @@ def test_who_fails_tells_the_others(trio: list[Persister], tmp_path: Path) -> No
             )
         )
     ends = [one.end("o1") for one in trio[:2]]
-    assert [e.phase for e in ends] == [Phase.FAILED] * 2
+    assert [e.phase for e in ends] == [PersistPhase.FAILED] * 2
     assert "are not those that were staged" in ends[1].why
     assert ends[0].why.startswith("n1: model.w of rank 1")
     assert not (tmp_path / "ckpt/step-7.o1").exists()
@@ -392,13 +399,13 @@ def test_two_jobs_in_one_directory_are_refused(trio: list[Persister], tmp_path: 
     arenas = [tmp_path / "arena0", tmp_path / "arena1"]
     simple(arenas[0] / "0.0")
     trio[0].send(order(arenas[0], tmp_path / "ckpt", "j1", name="gpt"))
-    assert trio[0].end("j1").phase is Phase.DONE
+    assert trio[0].end("j1").phase is PersistPhase.DONE
     simple(arenas[1] / "0.0", job="job-uid-2")
     trio[1].send(order(arenas[1], tmp_path / "ckpt", "j2", job="job-uid-2"))
     answer = trio[1].end("j2")
-    assert answer.phase is Phase.FAILED
+    assert answer.phase is PersistPhase.FAILED
     assert "is written by another job, gpt (job-uid-1): give each job" in answer.why
-    assert [m.job for m in Store(tmp_path / "ckpt").checkpoints()] == [JOB]
+    assert [m.job for m in CheckpointDirectory(tmp_path / "ckpt").checkpoints()] == [JOB]
 
 
 # --- called off, fenced ---
@@ -407,13 +414,13 @@ def test_two_jobs_in_one_directory_are_refused(trio: list[Persister], tmp_path: 
 def test_a_cancelled_order_frees_its_slots(persister: Persister, tmp_path: Path) -> None:
     simple(tmp_path / "arena/0.0", persist=True)
     persister.send(order(tmp_path / "arena", tmp_path / "ckpt", "c1", grant=None))
-    persister.next(Phase.READY, attempt="c1")
-    with Slot(tmp_path / "arena/0.0", write=True) as slot:
+    persister.next(PersistPhase.READY, attempt="c1")
+    with ShmSlot(tmp_path / "arena/0.0", write=True) as slot:
         assert not slot.lock(shared=False), "it is being read"
-        persister.send(Cancel("c1"))
-        assert persister.end("c1").why == "called off"
+        persister.send(CancelWrite(attempt="c1"))
+        assert persister.end("c1").why == "canceled"
         wait_for(lambda: slot.lock(shared=False), "the lock")
-    assert Store(tmp_path / "ckpt").checkpoints() == []
+    assert CheckpointDirectory(tmp_path / "ckpt").checkpoints() == []
     wait_for(lambda: not (tmp_path / "ckpt/step-7.c1").exists(), "nothing to be left")
 
 
@@ -422,33 +429,33 @@ def test_a_cancel_while_slots_are_let_go_is_told(
 ) -> None:
     for rank in range(2):
         simple(tmp_path / f"arena/{rank}.0", rank=rank, world=2)
-    said: list[Answer] = []
-    close = Slot.close
+    said: list[WriteReply] = []
+    close = ShmSlot.close
 
-    def closed(slot: Slot) -> None:
+    def closed(slot: ShmSlot) -> None:
         close(slot)
-        attempt.give_up("called off")
+        attempt.give_up("canceled")
 
-    def gone(_: str) -> Store:
-        monkeypatch.setattr(Slot, "close", closed)
+    def gone(_: str) -> CheckpointDirectory:
+        monkeypatch.setattr(ShmSlot, "close", closed)
         raise OSError("the store is gone")
 
     mine = order(tmp_path / "arena", tmp_path / "ckpt", "c3", world=2, ranks=(0, 1))
-    attempt = Attempt(mine, gone, said.append, None)
+    attempt = WriteAttempt(mine, gone, said.append, None)
     attempt.start()
     attempt.thread.join()
-    assert [a.phase for a in said] == [Phase.WRITING, Phase.FAILED]
+    assert [a.phase for a in said] == [PersistPhase.WRITING, PersistPhase.FAILED]
 
 
 def test_a_newer_order_calls_the_older_one_off(persister: Persister, tmp_path: Path) -> None:
     simple(tmp_path / "arena/0.0", 7)
     simple(tmp_path / "arena/0.1", 8)
     persister.send(order(tmp_path / "arena", tmp_path / "ckpt", "n1", grant=None))
-    persister.next(Phase.READY, attempt="n1")
+    persister.next(PersistPhase.READY, attempt="n1")
     persister.send(order(tmp_path / "arena", tmp_path / "ckpt", "n2", step=8))
-    assert "called off by a newer order: step 8" in persister.end("n1").why
-    assert persister.end("n2").phase is Phase.DONE
-    assert [m.step for m in Store(tmp_path / "ckpt").checkpoints()] == [8]
+    assert "canceled by a newer request: step 8" in persister.end("n1").why
+    assert persister.end("n2").phase is PersistPhase.DONE
+    assert [m.step for m in CheckpointDirectory(tmp_path / "ckpt").checkpoints()] == [8]
 
 
 def test_the_same_order_again_is_a_grant_at_most(persister: Persister, tmp_path: Path) -> None:
@@ -456,11 +463,11 @@ def test_the_same_order_again_is_a_grant_at_most(persister: Persister, tmp_path:
     simple(tmp_path / "arena/0.0")
     wish = order(tmp_path / "arena", tmp_path / "ckpt", "x1", grant=None)
     persister.send(wish)
-    persister.next(Phase.READY, attempt="x1")
+    persister.next(PersistPhase.READY, attempt="x1")
     persister.send(wish)
-    persister.send(replace(wish, grant=3))
-    assert persister.end("x1").phase is Phase.DONE
-    assert Store(tmp_path / "ckpt").checkpoints()[0].term == 3
+    persister.send(wish.model_copy(update={"grant": 3}))
+    assert persister.end("x1").phase is PersistPhase.DONE
+    assert CheckpointDirectory(tmp_path / "ckpt").checkpoints()[0].term == 3
 
 
 def test_a_coordinator_that_comes_too_late_is_fenced(trio: list[Persister], tmp_path: Path) -> None:
@@ -468,16 +475,16 @@ def test_a_coordinator_that_comes_too_late_is_fenced(trio: list[Persister], tmp_
     simple(tmp_path / "arena0/0.0", 7)
     simple(tmp_path / "arena1/0.0", 8)
     trio[0].send(order(tmp_path / "arena0", tmp_path / "ckpt", "z1", grant=None))
-    trio[0].next(Phase.READY, attempt="z1")
+    trio[0].next(PersistPhase.READY, attempt="z1")
     trio[1].send(
         order(tmp_path / "arena1", tmp_path / "ckpt", "z2", step=8, node="n1", writers=("n1",))
     )
-    assert trio[1].end("z2").phase is Phase.DONE
-    trio[0].send(Grant("z1", term=1))
+    assert trio[1].end("z2").phase is PersistPhase.DONE
+    trio[0].send(CommitGrant(attempt="z1", term=1))
     answer = trio[0].end("z1")
-    assert answer.phase is Phase.FAILED
+    assert answer.phase is PersistPhase.FAILED
     assert "another attempt has begun since" in answer.why
-    assert [m.step for m in Store(tmp_path / "ckpt").checkpoints()] == [8]
+    assert [m.step for m in CheckpointDirectory(tmp_path / "ckpt").checkpoints()] == [8]
 
 
 def test_a_late_grant_of_an_older_master_is_refused(trio: list[Persister], tmp_path: Path) -> None:
@@ -495,24 +502,24 @@ def test_a_late_grant_of_an_older_master_is_refused(trio: list[Persister], tmp_p
             grant=2,
         )
     )
-    assert trio[1].end("m2").phase is Phase.DONE
+    assert trio[1].end("m2").phase is PersistPhase.DONE
     trio[0].send(order(tmp_path / "arena0", tmp_path / "ckpt", "m1", grant=None))
-    trio[0].next(Phase.READY, attempt="m1")
-    trio[0].send(Grant("m1", term=1))
+    trio[0].next(PersistPhase.READY, attempt="m1")
+    trio[0].send(CommitGrant(attempt="m1", term=1))
     answer = trio[0].end("m1")
-    assert answer.phase is Phase.FAILED
+    assert answer.phase is PersistPhase.FAILED
     assert "the grant is of term 1, and a checkpoint of term 2 is there" in answer.why
-    assert [m.step for m in Store(tmp_path / "ckpt").checkpoints()] == [8]
+    assert [m.step for m in CheckpointDirectory(tmp_path / "ckpt").checkpoints()] == [8]
 
 
 def test_a_tombstone_alone_fences(persister: Persister, tmp_path: Path) -> None:
     simple(tmp_path / "arena/0.0")
     persister.send(order(tmp_path / "arena", tmp_path / "ckpt", DRAWN, grant=None))
-    persister.next(Phase.READY, attempt=DRAWN)
-    store = Store(tmp_path / "ckpt")
+    persister.next(PersistPhase.READY, attempt=DRAWN)
+    store = CheckpointDirectory(tmp_path / "ckpt")
     assert store.sweep(now=time.time()) == [folder_of(7, DRAWN)]
-    persister.send(Grant(DRAWN, term=1))
-    assert "given up by others" in persister.end(DRAWN).why
+    persister.send(CommitGrant(attempt=DRAWN, term=1))
+    assert "given the attempt up, or committed" in persister.end(DRAWN).why
     assert store.checkpoints() == []
 
 
@@ -531,13 +538,13 @@ def test_a_full_disk_is_told_and_nothing_is_left_half(tmp_path: Path) -> None:
     try:
         simple(tmp_path / "arena/0.0", 6, size=1 << 20)
         one.send(order(tmp_path / "arena", small / "ckpt", "e1", step=6))
-        assert one.end("e1").phase is Phase.DONE
+        assert one.end("e1").phase is PersistPhase.DONE
         simple(tmp_path / "arena/0.1", 7, size=1 << 20)
         one.send(order(tmp_path / "arena", small / "ckpt", "e2"))
         answer = one.end("e2")
-        assert answer.phase is Phase.FAILED
+        assert answer.phase is PersistPhase.FAILED
         assert answer.why == f"{small}/ckpt/step-7.e2/__0_0.distcp: No space left on device"
-        store = Store(small / "ckpt")
+        store = CheckpointDirectory(small / "ckpt")
         (manifest,) = store.checkpoints()
         verify(store, manifest)
         wait_for(lambda: not (small / "ckpt/step-7.e2").exists(), "nothing to be left")
@@ -554,11 +561,11 @@ def test_a_file_that_may_not_grow_is_told(tmp_path: Path) -> None:
     try:
         simple(tmp_path / "arena/0.0", 6, size=1 << 10)
         one.send(order(tmp_path / "arena", tmp_path / "ckpt", "e1", step=6))
-        assert one.end("e1").phase is Phase.DONE
+        assert one.end("e1").phase is PersistPhase.DONE
         simple(tmp_path / "arena/0.1", 7, size=1 << 20)
         one.send(order(tmp_path / "arena", tmp_path / "ckpt", "e2"))
         assert "step-7.e2/__0_0.distcp: File too large" in one.end("e2").why
-        assert [m.step for m in Store(tmp_path / "ckpt").checkpoints()] == [6]
+        assert [m.step for m in CheckpointDirectory(tmp_path / "ckpt").checkpoints()] == [6]
     finally:
         one.close()
 
@@ -574,19 +581,19 @@ def test_a_store_that_hangs_is_told_and_the_trainer_goes_on(tmp_path: Path) -> N
     """An open of a file that is leased to this process waits, as with a dead NFS server."""
     one = Persister()
     (tmp_path / "dead").mkdir()
-    leased = os.open(tmp_path / "dead" / CLAIM, os.O_RDWR | os.O_CREAT)
+    leased = os.open(tmp_path / "dead" / LEASE_FILE, os.O_RDWR | os.O_CREAT)
     fcntl.fcntl(leased, fcntl.F_SETSIG, signal.SIGURG)  # by default it is ignored
     fcntl.fcntl(leased, fcntl.F_SETLEASE, fcntl.F_WRLCK)
     try:
         simple(tmp_path / "arena/0.0")
         one.send(order(tmp_path / "arena", tmp_path / "dead", "h1", deadline_s=10.0))
         answer = one.end("h1")
-        assert answer.phase is Phase.FAILED
+        assert answer.phase is PersistPhase.FAILED
         assert answer.why.startswith(f"{tmp_path}/dead has not answered for ")
-        with Slot(tmp_path / "arena/0.0", write=True) as slot:
+        with ShmSlot(tmp_path / "arena/0.0", write=True) as slot:
             assert slot.lock(shared=False), "the trainer may fill it anew"
         one.send(order(tmp_path / "arena", tmp_path / "ckpt", "h2", deadline_s=10.0))
-        assert "has not answered to the attempt before" in one.end("h2").why
+        assert "has not answered the previous attempt" in one.end("h2").why
     finally:
         os.close(leased)
         one.close()
@@ -596,11 +603,10 @@ def test_a_store_that_hangs_is_told_and_the_trainer_goes_on(tmp_path: Path) -> N
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 def test_a_write_may_take_as_long_as_it_goes_on(tmp_path: Path, monkeypatch: Any) -> None:
     """A large state on a slow store takes hours; the other node waits for its part."""
-    monkeypatch.setattr(persist, "CHUNK", 1 << 16)
     limit_s, pause = 3.0, threading.Event()
 
-    class Slow(Folder):
-        def sink(self, name: str, nbytes: int = 0) -> Sink:
+    class Slow(FolderBackend):
+        def sink(self, name: str, nbytes: int = 0) -> FileWriter:
             made = super().sink(name, nbytes)
             write = made.write
 
@@ -613,11 +619,13 @@ def test_a_write_may_take_as_long_as_it_goes_on(tmp_path: Path, monkeypatch: Any
             return made
 
     stage(tmp_path / "arena/0.0", [(full("a", (4,)), bytes(16))], world=2)
-    stage(tmp_path / "arena/1.0", [(full("b", (1 << 18,)), bytes(1 << 20))], rank=1, world=2)
-    said = list[Answer]()
+    nbytes = 16 * writer.WRITE_BYTES
+    piece = full("b", (nbytes // 4,))
+    stage(tmp_path / "arena/1.0", [(piece, bytes(nbytes))], rank=1, world=2)
+    said = list[WriteReply]()
 
-    def slow(where: str) -> Store:
-        store = Store(where)
+    def slow(where: str) -> CheckpointDirectory:
+        store = CheckpointDirectory(where)
         store.place = Slow(Path(where))
         store.prepare()
         return store
@@ -635,14 +643,14 @@ def test_a_write_may_take_as_long_as_it_goes_on(tmp_path: Path, monkeypatch: Any
             writers=("n0", "n1") if node == 0 else (),
             deadline_s=limit_s,
         )
-        attempts.append(Attempt(mine, slow, said.append, None))
+        attempts.append(WriteAttempt(mine, slow, said.append, None))
     for attempt in attempts:
         attempt.start()
     for attempt in attempts:
         attempt.thread.join()
     assert time.monotonic() - began > limit_s, "the test has shown nothing"
-    assert [a.why for a in said if a.phase is Phase.FAILED] == []
-    assert [m.step for m in Store(tmp_path / "ckpt").checkpoints()] == [7]
+    assert [a.why for a in said if a.phase is PersistPhase.FAILED] == []
+    assert [m.step for m in CheckpointDirectory(tmp_path / "ckpt").checkpoints()] == [7]
 
 
 # --- the process ---
@@ -660,23 +668,20 @@ def test_it_ends_with_its_input_and_lets_others_write(tmp_path: Path) -> None:
     one = Persister()
     simple(tmp_path / "arena/0.0")
     one.send(order(tmp_path / "arena", tmp_path / "ckpt", "q1"))
-    assert one.end("q1").phase is Phase.DONE
-    for number in (signal.SIGTERM, signal.SIGINT):  # a terminal's Ctrl-C goes to all
+    assert one.end("q1").phase is PersistPhase.DONE
+    # A terminal's Ctrl-C goes to all processes, and so do signals of batch systems (Slurm's USR1).
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         one.process.send_signal(number)
     one.close()
     assert one.process.returncode == 0
-    Store(tmp_path / "ckpt").claim(Owner("another"))
+    CheckpointDirectory(tmp_path / "ckpt").acquire_lease(DirectoryOwner("another"))
 
 
 def test_it_ends_with_its_parent(tmp_path: Path) -> None:
-    script = (
-        "import subprocess, sys, time; r, w = __import__('os').pipe();"
-        "p = subprocess.Popen([sys.executable, '-m', 'dlrover_py.persist'], stdin=sys.stdin,"
-        " stdout=subprocess.PIPE); print(p.pid, flush=True); p.stdout.readline();"
-        "print('up', flush=True); p.wait()"
-    )
     parent = subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, str(PROGRAMS / "parent_of_a_persister.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     assert parent.stdin is not None
     assert parent.stdout is not None
@@ -698,84 +703,8 @@ def test_it_ends_with_its_parent(tmp_path: Path) -> None:
 
 # --- kill -9 ---
 
-NURSERY = """
-import json, os, random, select, signal, sys, time, threading
-from pathlib import Path
-import torch
-from dlrover_py import persist
-from dlrover_py.protocol.checkpoint import Phase, read_line
-from tests.slots import full, order, stage
 
-root, kills, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-random.seed(seed)
-persist.NICE = 0  # others of this machine are not to make it slow
-KEYS = [f"model.{i}" for i in range(12)]
-
-def born():
-    down, up = os.pipe(), os.pipe()
-    pid = os.fork()
-    if not pid:
-        os.dup2(down[0], 0), os.dup2(up[1], 1)
-        os.closerange(3, 1000)  # its siblings' pipes too, or they would never end
-        log = os.open(root / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(log, 2)
-        os._exit(persist.main())
-    os.close(down[0]), os.close(up[1])
-    return pid, down[1], os.fdopen(up[0], "rb")
-
-def staged(step):
-    for rank in range(2):
-        values = bytes([step % 251]) * (1 << 18)
-        tensors = [(full(key, (1 << 16,)), values) for key in KEYS]
-        stage(root / f"arena{rank}" / f"0.{step % 3}", tensors, rank=rank, world=2, step=step)
-
-def ended(said):
-    return said.phase in (Phase.DONE, Phase.FAILED)
-
-def attempt(step, victim, after):
-    # How long it took, why it has failed, and whether it was told that it is committed.
-    staged(step)
-    children = [born(), born()]
-    began = time.monotonic()
-    for rank in (1, 0):
-        os.write(children[rank][1], order(
-            root / f"arena{rank}", root / "ckpt", f"{step:012x}", step=step, world=2, ranks=(rank,),
-            node=f"n{rank}", writers=("n0", "n1") if rank == 0 else (), deadline_s=120.0).encode())
-    told = []
-    if victim is not None:
-        while after is None and not any(ended(said) for said in told):
-            told.append(read_line(children[0][2].readline()))
-        select.select([], [], [], after or 0)
-        os.kill(children[victim][0], signal.SIGKILL)
-        told += map(read_line, children[victim][2])
-    why, took = None, 0.0
-    for rank, (pid, stdin, stdout) in enumerate(children):
-        if victim is None:
-            said = next(said for said in map(read_line, stdout) if ended(said))
-            why = said.why if rank else why or said.why
-            took = time.monotonic() - began
-        os.close(stdin)
-        told += map(read_line, stdout)
-        stdout.close()
-        os.waitpid(pid, 0)
-    return took, why, any(said.phase is Phase.DONE and said.stored for said in told)
-
-took = min(attempt(step, None, 0)[0] for step in range(1, 5))
-step = 4
-for kill in range(kills):
-    step += 1
-    longer = 1.5 if kill % 4 else 6.0  # the machine may be slower by now
-    after = random.random() * took * longer
-    # That some have committed by then is not left to how fast the machine is now.
-    told = attempt(step, random.choice((0, 0, 1)), after if kill % 20 else None)[2]
-    print(json.dumps({"step": step, "told": told}), flush=True)
-    sys.stdin.readline()
-step += 1
-print(json.dumps({"last": step, "why": attempt(step, None, 0)[1]}), flush=True)
-"""
-
-
-def load(store: Store) -> int:
+def load(store: CheckpointDirectory) -> int:
     """What a restarted training gets: the step, of which every byte is; 0 if there is none."""
     tensors = {str(i): torch.zeros(1 << 16) for i in range(12)}
     found = restore.load(
@@ -794,7 +723,7 @@ def test_whatever_a_killed_persister_leaves_is_whole_or_not_there(tmp_path: Path
     """
     kills = 100
     nursery = subprocess.Popen(
-        [sys.executable, "-c", NURSERY, str(tmp_path), str(kills), "7"],
+        [sys.executable, "-m", "tests.programs.kill_persisters", str(tmp_path), str(kills), "7"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -802,7 +731,7 @@ def test_whatever_a_killed_persister_leaves_is_whole_or_not_there(tmp_path: Path
     )
     assert nursery.stdin is not None
     assert nursery.stdout is not None
-    store = Store(tmp_path / "ckpt")
+    store = CheckpointDirectory(tmp_path / "ckpt")
     committed, left, known, told = 0, 0, 0, 0
     seen: set[int] = set()
     try:
@@ -814,14 +743,14 @@ def test_whatever_a_killed_persister_leaves_is_whole_or_not_there(tmp_path: Path
             for manifest in found:
                 if manifest.step not in seen or manifest.step == max(seen):
                     verify(store, manifest)
-                    assert len(manifest.pieces) == 12
+                    assert len(manifest.chunks) == 12
             if said["told"]:
                 known = said["step"]
                 told += 1
             there = [json.loads(p.read_bytes()) for p in (tmp_path / "ckpt").glob("step-*.json")]
             newest = max(one["manifest"]["step"] for one in there if not one["manifest"]["void"])
             assert newest >= known, f"step {known} was told to be stored"
-            assert load(Store(tmp_path / "ckpt")) == newest
+            assert load(CheckpointDirectory(tmp_path / "ckpt")) == newest
             committed += newest == said["step"]
             seen = {m.step for m in found}
             folders = {p.name for p in (tmp_path / "ckpt").iterdir() if p.is_dir()}
@@ -854,66 +783,11 @@ def test_whatever_a_killed_persister_leaves_is_whole_or_not_there(tmp_path: Path
     )
 
 
-# --- the plan ---
-
-
-@given(data=st.data(), world=st.integers(1, 5), nodes=st.integers(1, 3))
-def test_a_plan_has_each_box_written_once_and_shares_the_work(
-    data: st.DataObject, world: int, nodes: int
-) -> None:
-    """Some tensors are sharded by rows, some copied to all ranks, of any sizes."""
-    sizes = data.draw(st.lists(st.tuples(st.integers(1, 9), st.booleans()), max_size=8))
-    layouts: dict[str, list[Share]] = {f"n{node}": [] for node in range(nodes)}
-    for rank in range(world):
-        pieces = [full(f"rank/{rank}/rng", (2,), "uint8")]
-        for number, (size, sharded) in enumerate(sizes):
-            if sharded:
-                pieces.append(rows(f"s{number}", rank * size, size, size * world, 3))
-            else:
-                pieces.append(full(f"c{number}", (size, 3)))
-        sums = tuple(hash(p.box) % 1000 for p in pieces)
-        objects = (("epoch", 3, 1), (f"rank/{rank}/x", 3, rank))
-        share = Share(rank, False, None, tuple(pieces), sums, objects)
-        assert Share.decode(json.loads(json.dumps(share.encode()))) == share
-        layouts[f"n{rank % nodes}"].append(share)
-    plan = make_plan(layouts)
-    read = Plan.decode(plan.encode())
-    assert (read.pieces, read.objects) == (plan.pieces, plan.objects)
-    written: list[Piece] = []
-    load = dict.fromkeys(layouts, 0)
-    for node, shares in layouts.items():
-        for share in shares:
-            mine = [share.pieces[index] for index in plan.pieces[node][share.rank]]
-            written += mine
-            load[node] += sum(p.nbytes for p in mine)
-            private = [p for p in mine if p.private]
-            assert [p.key for p in private] == [f"rank/{share.rank}/rng"]
-    boxes = [p.box for p in written]
-    assert len(boxes) == len(set(boxes)) == world + sum(world if s else 1 for _, s in sizes)
-    keys = [k for ranks in plan.objects.values() for found in ranks.values() for k in found]
-    assert sorted(keys) == sorted(["epoch", *(f"rank/{r}/x" for r in range(world))])
-    assert plan.notes == []
-    if sizes and not any(sharded for _, sharded in sizes) and world >= nodes:
-        largest = max(p.nbytes for p in written)
-        assert max(load.values()) - min(load.values()) <= largest + 2 * world
-
-
-def test_a_plan_refuses_what_is_not_whole() -> None:
-    def share(rank: int, *pieces: Piece) -> Share:
-        return Share(rank, False, None, pieces, tuple(range(len(pieces))), ())
-
-    with pytest.raises(NotWhole, match="20 of its 60 elements"):
-        make_plan({"n0": [share(0, rows("w", 0, 4, 12, 5))]})
-    with pytest.raises(NotWhole, match="80 of its 60 elements"):
-        make_plan({"n0": [share(0, rows("w", 0, 8, 12, 5)), share(1, rows("w", 4, 8, 12, 5))]})
-    with pytest.raises(NotWhole, match=r"w: ranks disagree on what it is: float32\[12\], float32"):
-        make_plan({"n0": [share(0, full("w", (12,))), share(1, full("w", (13,)))]})
-    plan = make_plan({"n0": [share(0, rows("w", 0, 8, 12, 5)), share(1, full("w", (12, 5)))]})
-    assert plan.pieces == {"n0": {0: [], 1: [0]}}, "a whole one beside shards will do"
+# --- the types of torch ---
 
 
 def test_pieces_are_of_torchs_types() -> None:
     """Every type that slots may hold is one of the installed torch, of that size."""
     for name, size in ITEM_BYTES.items():
         assert getattr(torch, name).itemsize == size
-    assert Piece("x", "bool", (2,), (2,), (0,)).nbytes == 2
+    assert TensorChunk("x", "bool", (2,), (2,), (0,)).nbytes == 2

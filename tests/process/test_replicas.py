@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlrover_py import arena
-from dlrover_py.arena import Slot
-from dlrover_py.depot import Link, dial
+from dlrover_py.checkpoint import shm
+from dlrover_py.checkpoint.shm import ShmSlot
+from dlrover_py.checkpoint.transfer import TransferConnection, connect_to_peer
 from dlrover_py.trainer import restore
 from tests.process.harness import Place
 from tests.process.probes.depot import pattern, stage
@@ -71,29 +71,29 @@ def folders(place: Place) -> tuple[Path, Path]:
 
 
 def copies(folder: Path) -> dict[str, int]:
-    return {path.name: s.step for path, s in arena.scan(folder) if path.name.startswith("peer-")}
+    return {path.name: s.step for path, s in shm.scan(folder) if path.name.startswith("peer-")}
 
 
 def check(folder: Path) -> dict[str, int]:
     """Every replica that is sealed has every byte; the steps they are of."""
-    steps = {}
-    for path, summary in arena.scan(folder):
-        with Slot(path) as slot:
-            found = arena.contents(slot)
+    steps: dict[str, int] = {}
+    for path, header in shm.scan(folder):
+        with ShmSlot(path) as slot:
+            found = shm.contents(slot)
             view = slot.view()
-            for (piece, at), digest in zip(found.layout, found.digests, strict=True):
-                if summary.hollow and not piece.private:
+            for (chunk, at), digest in zip(found.layout, found.digests, strict=True):
+                if header.private_only and not chunk.private:
                     continue
-                data = bytes(view[at : at + piece.nbytes])
-                assert data == pattern(summary.step, summary.rank, piece.key, piece.nbytes)
-                assert arena.digest(data) == digest
+                data = bytes(view[at : at + chunk.nbytes])
+                assert data == pattern(header.step, header.rank, chunk.key, chunk.nbytes)
+                assert shm.digest(data) == digest
             view.release()
-        assert found.objects == {f"rank/{summary.rank}/step": str(summary.step).encode()}
-        steps[path.name] = summary.step
+        assert found.objects == {f"rank/{header.rank}/step": str(header.step).encode()}
+        steps[path.name] = header.step
     return steps
 
 
-def loaded(link: Link, nbytes: int) -> int:
+def loaded(link: TransferConnection, nbytes: int) -> int:
     """What a replacement of the source gets from its peer: the step, of which every byte is; 0 if
     there is none."""
     model = {
@@ -121,12 +121,12 @@ def loaded(link: Link, nbytes: int) -> int:
 
 
 @contextmanager
-def agent_of(place: Place, folder: Path) -> Iterator[Link]:
+def agent_of(place: Place, folder: Path) -> Iterator[TransferConnection]:
     """A worker's line to its agent, by which what the folder holds is a peer's."""
     with probe(place, "depot", folder, JOB, TOKEN) as depot:
         line(depot)
         (path,) = place.folder.glob(f"{folder.name}-*.sock")
-        with Link.local(path) as link:
+        with TransferConnection.local(path) as link:
             yield link
 
 
@@ -171,7 +171,7 @@ def test_a_flipped_bit_at_the_source_is_found_and_told(place: Place) -> None:
         taken(replicas, copy, 1)
         stage(source, JOB, 1, 2, 1 << 20, "p")
         taken(replicas, copy, 2)
-    with Slot(source / "0.2", write=True) as slot:
+    with ShmSlot(source / "0.2", write=True) as slot:
         view = slot.view()
         view[(1 << 20) - 3] ^= 16
         view.release()
@@ -183,7 +183,7 @@ def test_a_flipped_bit_at_the_source_is_found_and_told(place: Place) -> None:
     ):
         said = until(replicas, lambda said: "model.a" in said or copies(other))
         assert "model.a" in said
-        assert "not what was written" in said
+        assert "its checksum differs" in said
         assert check(other) == {}
         stage(source, JOB, 1, 3, 1 << 20, "p")  # the next one is good: tried again, and taken
         assert set(taken(replicas, other, 3).values()) == {3}
@@ -201,21 +201,25 @@ def test_what_is_hollow_is_whole_with_the_own_part(place: Place) -> None:
         assert taken(replicas, copy, 1) == {"0.1": 1, "peer-1.0": 1}
         path = copy / "peer-1.0"
         assert path.stat().st_blocks * 512 < nbytes // 2  # the rest takes no memory
-        with Slot(path) as hollow, Slot(copy / "0.1") as own, Slot(source / "0.1") as true:
-            ours, theirs, whole = map(arena.contents, (hollow, own, true))
-            assert (ours.summary.hollow, ours.summary.rank) == (True, 1)
-            for (piece, at), digest in zip(whole.layout, whole.digests, strict=True):
-                assert (piece, at) in list(ours.layout)
-                of = hollow if piece.private else own
-                data = of.view()[at : at + piece.nbytes]
-                assert arena.digest(data) == digest
+        with (
+            ShmSlot(path) as partial,
+            ShmSlot(copy / "0.1") as own,
+            ShmSlot(source / "0.1") as true,
+        ):
+            ours, theirs, whole = map(shm.contents, (partial, own, true))
+            assert (ours.header.private_only, ours.header.rank) == (True, 1)
+            for (chunk, at), digest in zip(whole.layout, whole.digests, strict=True):
+                assert (chunk, at) in list(ours.layout)
+                of = partial if chunk.private else own
+                data = of.view()[at : at + chunk.nbytes]
+                assert shm.digest(data) == digest
                 data.release()
-            assert theirs.summary.part == ours.summary.part
+            assert theirs.header.part == ours.header.part
         # A full one is in its place once the own memory has gone on.
         for step in (2, 3):
             stage(source, JOB, 1, step, nbytes, "all")
             taken(replicas, copy, step)
-        assert all(not s.hollow for _, s in arena.scan(copy) if s.step == 3)
+        assert all(not s.private_only for _, s in shm.scan(copy) if s.step == 3)
 
 
 def test_a_peer_that_comes_later_is_followed(place: Place) -> None:
@@ -225,7 +229,9 @@ def test_a_peer_that_comes_later_is_followed(place: Place) -> None:
     with probe(place, "depot", source, JOB, "another") as depot:
         port = line(depot)
         with probe(place, "replicas", copy, JOB, TOKEN, port) as replicas:
-            until(replicas, lambda said: "another token" in said or copies(copy))
+            until(replicas, lambda said: "server of another job" in said or copies(copy))
             assert check(copy) == {}
-        with dial("127.0.0.1", int(port), "another", deadline_s=30) as link:  # it is still well
+        with connect_to_peer(
+            "127.0.0.1", int(port), "another", deadline_s=30
+        ) as link:  # it is still well
             assert len(link.slots()) == 1

@@ -9,10 +9,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from dlrover_py.protocol.checkpoint import Order, Phase
-from dlrover_py.storage import Store
+from dlrover_py.checkpoint.directory import CheckpointDirectory
+from dlrover_py.protocol.agents import PersistPhase
+from dlrover_py.protocol.persister import WriteRequest
 from dlrover_py.trainer import restore
-from dlrover_py.trainer.foreign import load_dcp
+from dlrover_py.trainer.dcp_import import load_dcp
 from tests.slots import JOB, Persister
 from tests.staged import stage
 
@@ -51,13 +52,25 @@ def test_a_persisted_state_is_read_in_each_way(tmp_path: Path) -> None:
     stage(folder / "0.0", saved, step=7, round=1, job=JOB)
     persister = Persister()
     try:
-        order = Order("a1", 7, 1, 0, 1, (0,), str(folder), str(directory), JOB, "n0", ("n0",), 0)
+        order = WriteRequest(
+            attempt="a1",
+            step=7,
+            round=1,
+            world=1,
+            ranks=[0],
+            arena=str(folder),
+            dir=str(directory),
+            job=JOB,
+            node="n0",
+            writers=["n0"],
+            grant=0,
+        )
         persister.send(order)
         ended = persister.end("a1")
-        assert ended.phase is Phase.DONE, ended.why
+        assert ended.phase is PersistPhase.DONE, ended.why
     finally:
         persister.close()
-    store = Store(directory)
+    store = CheckpointDirectory(directory)
     ours = build(2)
     found = restore.load(
         ours, rank=0, world=1, arena=None, agent=None, store=store, log=LOG, job="another"

@@ -7,23 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.process.harness import Place
-
-SCRIPT = """
-    import os, sys, threading
-    import torch
-    import torch.distributed as dist
-    from dlrover_py.trainer import Checkpointer
-
-    dist.init_process_group("gloo")
-    checkpointer, state = Checkpointer("ckpt"), {"w": torch.ones(3)}
-    pause = threading.Event()
-    checkpointer.load(state)
-    if dist.get_rank() == 1:
-        while not os.path.exists("go"):
-            pause.wait(0.01)
-    checkpointer.save(1, state)
-    checkpointer.close()
-"""
+from tests.programs import PROGRAMS
 
 
 @pytest.fixture
@@ -37,7 +21,12 @@ def place() -> Iterator[Place]:
 
 @pytest.mark.parametrize("launcher", ["torchrun", "elastic-run"])
 def test_who_waits_for_whom_is_said_once(place: Place, launcher: str) -> None:
-    argv = [launcher, "--standalone", "--nproc-per-node=2", str(place.script(SCRIPT))]
+    argv = [
+        launcher,
+        "--standalone",
+        "--nproc-per-node=2",
+        str(place.script(PROGRAMS / "wait_in_save.py")),
+    ]
     said = []
     with place.popen(*argv, stderr=subprocess.PIPE) as process:
         limit = threading.Timer(120, process.kill)
@@ -50,4 +39,27 @@ def test_who_waits_for_whom_is_said_once(place: Place, launcher: str) -> None:
         limit.cancel()
     assert process.returncode == 0
     assert len(said) == 1
-    assert "rank 0 has waited 5 s in save() of step 1 for rank 1, which is in no such" in said[0]
+    assert (
+        "rank 0 has waited 5 s in save() of step 1 for rank 1, which is not in this call" in said[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("steps", "save() of step 1 on rank 0, save(force=True) of step 40 on rank 1."),
+        ("close", "save() of step 1 on rank 0, save() of step 2 on rank 1."),
+        ("init", "load(init=…) on rank 0, load() on rank 1: pass init on every rank, or on none"),
+        ("options", "every=SaveInterval(steps=1, seconds=0.0, auto=False), "),
+    ],
+)
+def test_calls_that_differ_between_ranks_are_refused_and_save_nothing(
+    place: Place, case: str, words: str
+) -> None:
+    script = str(place.script(PROGRAMS / "call_differently.py"))
+    done = place.call("elastic-run", "--standalone", "--nproc-per-node=2", script, case)
+    assert done.returncode == 1
+    assert "CallsDifferError: checkpoint: the ranks " in done.stderr
+    assert words in done.stderr
+    assert "was lost" not in done.stderr
+    assert not list((place.folder / "ckpt").glob("*/*"))

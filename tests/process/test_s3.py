@@ -13,10 +13,19 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dlrover_py.protocol.checkpoint import Answer, Keep, Manifest, Owner, Phase
-from dlrover_py.protocol.errors import CheckpointError, Superseded
-from dlrover_py.storage import PART, Claimed, Store, folder_of
-from dlrover_py.trainer.foreign import load_dcp
+from dlrover_py.checkpoint.directory import (
+    MIN_PART,
+    CheckpointDirectory,
+    DirectoryClaimedError,
+    DirectoryOwner,
+    folder_of,
+)
+from dlrover_py.protocol.agents import PersistPhase
+from dlrover_py.protocol.errors import CheckpointError, SupersededError
+from dlrover_py.protocol.manifest import Manifest
+from dlrover_py.protocol.names import Round, Step, Timeline
+from dlrover_py.protocol.persister import KeepRules, WriteReply
+from dlrover_py.trainer.dcp_import import load_dcp
 from tests.flash import OPEN
 from tests.process.harness import CALM, Place, eventually, members
 from tests.process.test_flash import training
@@ -44,23 +53,25 @@ def url(server: Server, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixture
 
 
 def manifest(step: int, attempt: str = DRAWN) -> Manifest:
-    return Manifest(step, attempt, JOB, 1, 0, 1, folder_of(step, attempt), 1.5)
+    return Manifest(
+        Step(step), attempt, JOB, Round(1), Timeline(0), 1, folder_of(step, attempt), 1.5
+    )
 
 
 def test_a_manifest_is_created_once(url: str) -> None:
-    store = Store(url)
+    store = CheckpointDirectory(url)
     store.prepare()
     assert store.checkpoints() == []
     start = threading.Barrier(4)
     done: list[Manifest] = []
-    refused: list[Superseded] = []
+    refused: list[SupersededError] = []
 
     def commit(name: str) -> None:
-        mine = Store(url)
+        mine = CheckpointDirectory(url)
         start.wait()
         try:
             done.append(mine.commit(replace(manifest(7), notes=(name,))))
-        except Superseded as error:
+        except SupersededError as error:
             refused.append(error)
 
     threads = [threading.Thread(target=commit, args=(f"c{i}",)) for i in range(4)]
@@ -72,12 +83,25 @@ def test_a_manifest_is_created_once(url: str) -> None:
     assert store.checkpoints() == done
 
 
+def test_a_document_that_is_too_large_is_refused(url: str) -> None:
+    place = CheckpointDirectory(url).place
+    place.make("")
+    place.put("ten.json", bytes(10))
+    place.put("none.json", b"")
+    assert place.read("ten.json", 10) == bytes(10)
+    assert place.read("none.json", 0) == b""
+    with pytest.raises(OSError, match=r"it has 10 bytes: expected at most 9: .*ten.json"):
+        place.read("ten.json", 9)
+    with pytest.raises(FileNotFoundError):
+        place.read("eleven.json", 9)
+
+
 def test_claims_tombstones_and_retention_are_those_of_a_folder(url: str) -> None:
-    store = Store(url)
+    store = CheckpointDirectory(url)
     store.prepare()
-    store.claim(Owner(JOB), DRAWN)
-    with pytest.raises(Claimed, match="is written by another job, job-uid-1"):
-        Store(url).claim(Owner("another"), "b")
+    store.acquire_lease(DirectoryOwner(JOB), DRAWN)
+    with pytest.raises(DirectoryClaimedError, match="is written by another job, job-uid-1"):
+        CheckpointDirectory(url).acquire_lease(DirectoryOwner("another"), "b")
     for step in (1, 2, 3):
         sink = store.place.sink(f"{folder_of(step, DRAWN)}/__0_0.distcp")
         sink.write(bytes(range(200)))
@@ -89,9 +113,9 @@ def test_claims_tombstones_and_retention_are_those_of_a_folder(url: str) -> None
     store.read_into(manifest(2), "__0_0.distcp", 20, memoryview(target))
     assert bytes(target) == bytes(range(20, 30))
     assert store.sweep(now=0.0) == [folder_of(3, DRAWN)]
-    with pytest.raises(Superseded, match="given up by others"):
+    with pytest.raises(SupersededError, match="given the attempt up"):
         store.commit(manifest(3))
-    assert store.retain(Keep(newest=1)) == [folder_of(1, DRAWN)]
+    assert store.retain(KeepRules(newest=1)) == [folder_of(1, DRAWN)]
     assert sorted(store.place.names()) == [
         "dlrover.json",
         folder_of(2, DRAWN),
@@ -105,20 +129,20 @@ def test_of_an_upload_that_is_called_off_nothing_stays(url: str, server: Server)
     def sent() -> int:
         """Files of the size of a part that the server has, wherever; -1 while it removes some."""
         try:
-            return sum(path.stat().st_size == PART for path in server.folder.rglob("*"))
+            return sum(path.stat().st_size == MIN_PART for path in server.folder.rglob("*"))
         except FileNotFoundError:
             return -1
 
     assert sent() == 0
-    sink = Store(url).place.sink(f"{folder_of(7, DRAWN)}/__0_0.distcp")
+    sink = CheckpointDirectory(url).place.sink(f"{folder_of(7, DRAWN)}/__0_0.distcp")
     for _ in range(4):
-        sink.write(bytes(PART))
+        sink.write(bytes(MIN_PART))
     eventually(lambda: sent() >= 3, "parts are there")
     sink.abandon()
     sink.abandon()
     eventually(lambda: sent() == 0, "they are gone")
-    Store(url).place.sink("run-2/__0_0.distcp").abandon()  # before it has begun
-    assert Store(url).place.names() == []
+    CheckpointDirectory(url).place.sink("run-2/__0_0.distcp").abandon()  # before it has begun
+    assert CheckpointDirectory(url).place.names() == []
 
 
 def test_two_nodes_write_into_a_bucket_and_torch_reads_it(
@@ -154,11 +178,11 @@ def test_two_nodes_write_into_a_bucket_and_torch_reads_it(
     finally:
         for one in nodes:
             one.close()
-    assert [e.phase for e in ends] == [Phase.DONE] * 2, ends
-    store = Store(url)
+    assert [e.phase for e in ends] == [PersistPhase.DONE] * 2, ends
+    store = CheckpointDirectory(url)
     (found,) = store.checkpoints()
     assert ends[0].stored is not None
-    assert ends[0].stored[3] == store.where(found) == f"{url}/step-7.s1"
+    assert ends[0].stored.where == store.where(found) == f"{url}/step-7.s1"
     verify(store, found)
     # The server's folder is what a plain reader of files sees.
     folder = server.bucket / store.where(found).removeprefix(f"s3://{BUCKET}/")
@@ -176,7 +200,7 @@ def test_what_torch_has_saved_is_read_from_a_bucket(
     shutil.copytree(tmp_path / "theirs", server.bucket / where / "theirs")
     state = {"w": torch.zeros(1000), "epoch": 0}
     load_dcp(state, f"{url}/theirs", rank=0, world=1, log=logging.getLogger("test"))
-    assert torch.equal(state["w"], saved["w"])  # type: ignore[arg-type]
+    assert torch.equal(state["w"], saved["w"])
     assert state["epoch"] == 7
     with pytest.raises(CheckpointError, match="nothing"):
         load_dcp(state, f"{url}/nothing", rank=0, world=1, log=logging.getLogger("test"))
@@ -193,14 +217,14 @@ def test_a_server_that_is_gone_is_told_in_time(
         answer = one.end("g1")
     finally:
         one.close()
-    assert answer.phase is Phase.FAILED
+    assert answer.phase is PersistPhase.FAILED
     assert url in answer.why, answer
 
 
 def test_a_key_that_is_revoked_leaves_what_is_there(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stored(step: int) -> Answer:
+    def stored(step: int) -> WriteReply:
         stage(tmp_path / f"arena/0.{step % 3}", [(full("w", (4,)), bytes(16))], step=step)
         one = Persister()
         try:
@@ -209,24 +233,24 @@ def test_a_key_that_is_revoked_leaves_what_is_there(
         finally:
             one.close()
 
-    assert stored(6).phase is Phase.DONE
+    assert stored(6).phase is PersistPhase.DONE
     with monkeypatch.context() as revoked:
         revoked.setenv("AWS_SECRET_ACCESS_KEY", "another")
         answer = stored(7)
-    assert answer.phase is Phase.FAILED
+    assert answer.phase is PersistPhase.FAILED
     assert url in answer.why, answer
-    store = Store(url)
+    store = CheckpointDirectory(url)
     (before,) = store.checkpoints()
     assert before.step == 6
     verify(store, before)
-    assert stored(8).phase is Phase.DONE
+    assert stored(8).phase is PersistPhase.DONE
 
 
 def test_jobs_live_from_a_bucket(place: Place, shm: Path, server: Server, url: str) -> None:
     """All nodes of a job at once are lost, then the server hangs; another job goes on."""
     place.env.update(server.env)
     rules: dict[str, object] = {"dir": url, "persistEvery": 4, "saveAtBreakpoint": True}
-    store = Store(url)
+    store = CheckpointDirectory(url)
     with training(place, "sharded", replicas=2, hosts=2, checkpoint=rules, settings=CALM) as its:
         first = its.reach(4, "storage")
         its.reach(5)

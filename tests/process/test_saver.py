@@ -9,14 +9,16 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dlrover_agent.saver import held
-from dlrover_py.arena import PREFIX
+from dlrover_agent.checkpoint.saver import memory_checkpoints
+from dlrover_py.checkpoint.directory import CheckpointDirectory
+from dlrover_py.checkpoint.shm import POOL_PREFIX
 from dlrover_py.protocol.status import JobStatus
-from dlrover_py.storage import Store
 from tests.process.harness import (
     CALM,
     Job,
@@ -29,55 +31,12 @@ from tests.process.harness import (
     lines,
     members,
 )
+from tests.programs import PROGRAMS
 from tests.slots import verify
 
 pytestmark = pytest.mark.process
 
-WORKER = """
-    import ctypes, json, os, signal, socket, sys
-    from pathlib import Path
-    from dlrover_py import arena
-    from dlrover_py.arena import Slot
-    from dlrover_py.depot import Link
-    from dlrover_py.protocol.checkpoint import Layout, Piece, encode_objects
-
-    env = os.environ
-    rank, world, round_ = (int(env[n]) for n in ("RANK", "WORLD_SIZE", "DLROVER_ROUND"))
-
-    def stage(step, persist):
-        layout = Layout([Piece("w", "float32", (4, 256), (4 * world, 256), (4 * rank, 0))])
-        path = Path(env["DLROVER_ARENA"], f"{env['DLROVER_LOCAL_RANK']}.{step % 3}")
-        with Slot(path, write=True) as slot:
-            slot.reserve(layout.end + arena.SPARE)
-            slot.begin()
-            data = ctypes.create_string_buffer(bytes([step]) * layout.pieces[0].nbytes)
-            at = layout.positions[0]
-            view = slot.view()[at : at + layout.pieces[0].nbytes]
-            sums = [arena.copy_summed(ctypes.addressof(data), view)]
-            del view
-            slot.seal(
-                layout.encode(), sums, encode_objects([]), layout.end, job=env["JOB_UID"],
-                step=step, round=round_, lap=0, world=world, rank=rank, part=f"p{rank}",
-                private_at=layout.private_at, persist=persist,
-            )
-        news = {"round": round_, "local_rank": int(env["DLROVER_LOCAL_RANK"])}
-        news |= {"step": step, "staged": step}
-        door = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        door.sendto(json.dumps(news).encode(), env["DLROVER_AGENT_SOCKET"])
-
-    with Link.local(env["DLROVER_DEPOT"]) as link:
-        found = [(c.step, c.round, c.world) for c in link.candidates(round_)]
-        print("candidates", round_, found, flush=True)
-        for step in sorted({c.step for c in link.candidates(round_)}):
-            rows = link.holders(step, [r for s, r, _ in found if s == step][0], 0)
-            print("holders", round_, step, sorted((h.rank, h.node) for h in rows), flush=True)
-    if round_ == 1:
-        for word in sys.argv[1:]:
-            stage(int(word.rstrip("p")), word.endswith("p"))
-    print("staged", round_, flush=True)
-    signal.pause()
-"""
-
+WORKER = PROGRAMS / "stage_by_hand.py"
 
 PATIENT = {
     **CALM,
@@ -90,12 +49,12 @@ PATIENT = {
 
 @contextmanager
 def training(
-    place: Place, *steps: str, checkpoint: dict[str, object] | None = None, **more: object
+    place: Place, *steps: str, checkpoint: dict[str, object] | None = None, **more: Any
 ) -> Iterator[Job]:
     """A job of which each worker has staged these steps (``7p``: to be stored)."""
     spec = {"checkpoint": {"dir": str(place.folder / "store"), **(checkpoint or {})}}
     more["settings"] = PATIENT
-    with job(place, script=WORKER, args=steps, spec=spec, **more) as run:  # type: ignore[arg-type]
+    with job(place, script=WORKER, args=steps, spec=spec, **more) as run:
         yield run
 
 
@@ -129,7 +88,7 @@ def test_a_round_is_told_what_the_last_one_has_left(place: Place, shm: Path) -> 
         os.kill(members(before)[0].pids[0], signal.SIGKILL)
         run.running(2, round_after=1)
         for node in ("n0", "n1"):
-            eventually(lambda n=node: lines(run, n, "staged 2"), "the second round")  # type: ignore[misc]
+            eventually(partial(lines, run, node, "staged 2"), "the second round")
             assert lines(run, node, "candidates") == [
                 "candidates 1 []",
                 "candidates 2 [(6, 1, 2), (5, 1, 2)]",
@@ -145,7 +104,7 @@ def test_a_drained_node_waits_until_its_state_is_stored(place: Place, shm: Path)
         run.until(lambda s: last(s) == (7, "storage"), "step 7 in storage")
         assert stored(place) == [7]
         run.running(1, round_after=1)
-        assert "CheckpointOrdered" in run.event_reasons()
+        assert "CheckpointRequested" in run.event_reasons()
         eventually(lambda: not list(shm.glob("*-n1")), "n1 has gone, with its memory")
 
 
@@ -167,7 +126,9 @@ def test_what_a_killed_host_held_is_found_with_its_peer(place: Place, shm: Path)
 
         def copied() -> bool:
             (folder,) = shm.glob("*-n0")
-            found = held(folder, folder.name.removeprefix(PREFIX).removesuffix("-n0"))
+            found = memory_checkpoints(
+                folder, folder.name.removeprefix(POOL_PREFIX).removesuffix("-n0")
+            )
             return any(h.replica and h.ranks == {1: "p1"} for h in found)
 
         eventually(copied, "a copy of n1's part")
@@ -200,22 +161,6 @@ def test_a_store_that_fails_is_told_and_training_goes_on(place: Place, shm: Path
         assert last(status) == (5, "memory")
 
 
-STEPS = """
-    import time, torch
-    from dlrover_py.trainer import Checkpointer, session
-
-    state = {"w": torch.zeros(1 << 18)}
-    with Checkpointer() as checkpointer:
-        step = checkpointer.load(state) or 0
-        while not checkpointer.should_stop:
-            state["w"] += 1
-            step += 1
-            session.report_step(step)
-            checkpointer.save(step, state)
-            time.sleep(0.02)
-"""
-
-
 def test_a_disk_that_is_full_costs_no_step_and_is_used_again_when_it_has_room(
     place: Place, shm: Path
 ) -> None:
@@ -226,7 +171,9 @@ def test_a_disk_that_is_full_costs_no_step_and_is_used_again_when_it_has_room(
         pytest.skip("a small file system can be mounted by root only")
     try:
         spec = {"checkpoint": {"dir": str(small / "store"), "persistEvery": 5, "keep": {"last": 1}}}
-        with job(place, script=STEPS, spec=spec, replicas=1, settings=PATIENT) as run:
+        with job(
+            place, script=PROGRAMS / "save_each_step.py", spec=spec, replicas=1, settings=PATIENT
+        ) as run:
             run.until(lambda s: s.checkpoints_stored, "something in storage")
             with (small / "full").open("wb", buffering=0) as full, suppress(OSError):
                 while full.write(bytes(4096)):
@@ -244,12 +191,16 @@ def test_a_disk_that_is_full_costs_no_step_and_is_used_again_when_it_has_room(
             assert run.metric("dlrover_checkpoint_failures_total") >= 1
             at = progress(run.status())
             run.until(lambda s: progress(s) > at + 20, "training that goes on")
-            (before,) = Store(small / "store").checkpoints()
-            verify(Store(small / "store"), before)
+            (before,) = CheckpointDirectory(small / "store").checkpoints()
+            verify(CheckpointDirectory(small / "store"), before)
             (small / "full").unlink()
             run.until(lambda s: condition(s)[0] == "False", "the end of the condition")
             eventually(  # what is listed may be removed before it is read: there is a newer one
-                lambda: [m for m in Store(small / "store").checkpoints() if m.step > before.step],
+                lambda: [
+                    m
+                    for m in CheckpointDirectory(small / "store").checkpoints()
+                    if m.step > before.step
+                ],
                 "a newer one in storage",
             )
             assert run.metric("dlrover_checkpoint_failing") == 0

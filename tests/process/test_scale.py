@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.scale import TOKEN, Master, Outcome, Run, Swarm, open_files
 from dlrover_py.master.app import listen
-from dlrover_py.rpc import watch_silence
+from dlrover_py.net.http_client import enable_keepalive
 from tests.certificates import issue
 
 AGENTS = 300
@@ -69,7 +69,7 @@ async def test_all_find_their_next_master_and_stay_in_their_round(tmp_path: Path
 @pytest.mark.parametrize("silence_s", [2, 5, 17, 60, 86400])
 def test_an_accepted_connection_is_watched_by_the_kernel(silence_s: int) -> None:
     with listen("127.0.0.1:0") as door:
-        watch_silence(door, silence_s)
+        enable_keepalive(door, silence_s)
         with socket.create_connection(door.getsockname()), door.accept()[0] as accepted:
             assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
             tcp = socket.IPPROTO_TCP

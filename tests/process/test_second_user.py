@@ -4,40 +4,16 @@ import os
 import subprocess
 import sys
 import tempfile
-import textwrap
 from pathlib import Path
 
 import pytest
 
-from dlrover_py import arena
-from dlrover_py.arena import Arena
-from dlrover_py.owner import NotOwn
+from dlrover_py.checkpoint import shm
+from dlrover_py.checkpoint.shm import ShmPool
+from dlrover_py.process.ownership import NotOwnedError
+from tests.programs import PROGRAMS
 
 STRANGER = 65534
-STRANGERS_WORK = """
-    import os, sys
-    root, victim, name, stranger = sys.argv[1:]
-    os.setgroups([])
-    os.setgid(int(stranger))
-    os.setuid(int(stranger))
-    os.umask(0)
-    def folder(name):
-        os.mkdir(f"{root}/{name}", 0o777)
-        return f"{root}/{name}"
-    os.symlink(victim, f"{root}/{name}x")              # swept?
-    held = folder(f"{name}fifo")                       # its owner's file is no file
-    os.mkfifo(f"{held}/owner")
-    linked = folder(f"{name}linked")                   # its owner's file is the victim's
-    os.symlink(f"{victim}/thesis.tex", f"{linked}/owner")
-    os.symlink(victim, f"{linked}/0.0")
-    try:
-        os.link(f"{victim}/thesis.tex", f"{linked}/0.1")
-    except OSError:
-        pass                                           # fs.protected_hardlinks
-    taken = folder(f"{name}u1-n0")                     # the name that the victim will use
-    os.symlink(f"{victim}/thesis.tex", f"{taken}/owner")
-    os.symlink(f"{victim}/thesis.tex", f"{taken}/0.0")
-"""
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can act as a second user")
@@ -51,12 +27,12 @@ def test_a_second_users_work_in_a_common_folder_harms_nobody(tmp_path: Path) -> 
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         root.chmod(0o1777)
-        argv = [sys.executable, "-c", textwrap.dedent(STRANGERS_WORK)]
-        subprocess.run([*argv, root, victim, arena.PREFIX, str(STRANGER)], check=True)
+        argv = [sys.executable, str(PROGRAMS / "plant_folders.py")]
+        subprocess.run([*argv, root, victim, shm.POOL_PREFIX, str(STRANGER)], check=True)
         before = {path: path.lstat().st_mtime_ns for path in root.rglob("*")}
-        with pytest.raises(NotOwn, match=f"it belongs to user {STRANGER}"):
-            Arena(root, "u1", "n0", now=4e9)
-        Arena(root, "u1", "n1", now=4e9).remove()
+        with pytest.raises(NotOwnedError, match=f"it belongs to user {STRANGER}"):
+            ShmPool(root, "u1", "n0", now=4e9)
+        ShmPool(root, "u1", "n1", now=4e9).remove()
         assert {path: path.lstat().st_mtime_ns for path in root.rglob("*")} == before
     assert [path.name for path in victim.iterdir()] == ["thesis.tex"]
     assert (victim / "thesis.tex").stat().st_mtime == 1.0

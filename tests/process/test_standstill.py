@@ -13,39 +13,23 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dlrover_agent import loop
-from dlrover_agent.endpoint import Endpoint, OwnMaster
-from dlrover_agent.workers import _minds
-from dlrover_py import attend, web
-from dlrover_py.local import Cluster, Paths, api
+from dlrover_agent import reaper_client
+from dlrover_agent.standalone import Endpoint, OwnMaster
+from dlrover_py.localcluster.cluster import ClusterTiming, JobPaths, LocalCluster, api
+from dlrover_py.net import http_server
+from dlrover_py.net.http_client import HttpClient
+from dlrover_py.net.liveness import ProbeTiming, RestartPause
 from dlrover_py.protocol.job import ElasticJob
-from dlrover_py.rpc import Client
-from dlrover_py.trainer import alone
-from dlrover_py.trainer.alone import Memory, Persister
+from dlrover_py.protocol.reaper import SessionChange
+from dlrover_py.trainer.standalone import StandaloneMemory, StandalonePersister
 from tests.process.harness import Place, alive, document, eventually
+from tests.programs import PROGRAMS
 from tests.slots import order
 
 WORKER = """
     import sys
     print("ready", flush=True)
     sys.stdin.readline()
-"""
-
-AGENT = """
-    import sys
-    from pathlib import Path
-    from dlrover_agent.loop import Guardian
-    print(Guardian(None, [Path(sys.argv[1])]).pid, flush=True)
-    sys.stdin.read()
-"""
-
-DONE = """
-import json, sys
-for line in sys.stdin:
-    if line == "\\n":
-        break
-    answer = {"kind": "answer", "attempt": json.loads(line)["attempt"], "phase": "done"}
-    print(json.dumps(answer), flush=True)
 """
 
 
@@ -61,8 +45,22 @@ def started(place: Place) -> "tuple[subprocess.Popen[str], int]":
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     children = psutil.Process(process.pid).children()
-    (guardian,) = [c.pid for c in children if any("guardian.py" in a for a in c.cmdline())]
+    (guardian,) = [c.pid for c in children if any("reaper.py" in a for a in c.cmdline())]
     return process, guardian
+
+
+def blocked_signals(pid: int) -> str:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(line for line in lines if line.startswith("SigBlk"))
+
+
+def test_master_and_workers_of_elastic_run_block_no_signal(place: Place) -> None:
+    process, reaper = started(place)
+    children = [child.pid for child in psutil.Process(process.pid).children()]
+    masks = {blocked_signals(pid) for pid in children if pid != reaper}
+    process.communicate("go on\n", timeout=60)
+    assert len(children) == 3, "master, worker and reaper"
+    assert masks == {blocked_signals(os.getpid())}
 
 
 @pytest.mark.parametrize("signalled", [False, True])
@@ -82,7 +80,7 @@ def test_a_guardian_that_is_stopped_cleans_up_after_an_agent_that_is_killed(
 ) -> None:
     folder = place.folder / "scratch"
     folder.mkdir()
-    place.script(AGENT)
+    place.script(PROGRAMS / "start_a_reaper.py")
     agent = subprocess.Popen(
         (sys.executable, str(place.folder / "train.py"), str(folder)),
         env=place.env,
@@ -91,7 +89,9 @@ def test_a_guardian_that_is_stopped_cleans_up_after_an_agent_that_is_killed(
     )
     assert agent.stdout is not None
     guardian = int(agent.stdout.readline())
-    eventually(lambda: _minds(guardian, signal.SIGTERM), "it is ready")
+    # It unblocks its signals when it is ready, after it has asked to be continued by the kernel.
+    ready = blocked_signals(os.getpid())
+    eventually(lambda: blocked_signals(guardian) == ready, "it is ready")
     os.kill(guardian, signal.SIGSTOP)
     agent.kill()
     agent.communicate()
@@ -99,32 +99,41 @@ def test_a_guardian_that_is_stopped_cleans_up_after_an_agent_that_is_killed(
     assert not folder.exists()
 
 
-def test_a_guardian_that_does_not_end_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loop, "DISMISSED_S", 0.01)
+def test_a_guardian_that_does_not_end_is_killed(tmp_path: Path) -> None:
     folder = tmp_path / "scratch"
     folder.mkdir()
-    guardian = loop.Guardian(None, [folder])
+    guardian = reaper_client.ReaperClient(None, [folder])
     held = os.dup(guardian._pipe)
-    guardian.dismiss()
+    guardian.dismiss(timeout_s=0.01)
     os.close(held)
     assert not alive(guardian.pid)
     assert not folder.exists()
 
 
+def test_a_guardian_that_was_killed_before_leaves_no_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    guardian = reaper_client.ReaperClient(None, [folder])
+    os.kill(guardian.pid, signal.SIGKILL)
+    eventually(lambda: guardian.ended, "it has ended")
+    guardian.dismiss()
+    assert not folder.exists()
+
+
 def test_a_guardian_that_does_not_read_holds_nobody_up() -> None:
-    guardian = loop.Guardian(None, [])
+    guardian = reaper_client.ReaperClient(None, [])
     os.kill(guardian.pid, signal.SIGSTOP)
     for _ in range(1 << 16):
-        guardian.tell("+1")
+        guardian.send(SessionChange(True, 1 << 22, 0))
     eventually(lambda: guardian.ended, "it is killed, so that another one takes its place")
     guardian.dismiss()
 
 
 @contextlib.asynccontextmanager
-async def master_of_elastic_run(place: Place) -> AsyncIterator[tuple[str, Callable[[], int]]]:
-    with OwnMaster(Endpoint("job")) as master:
+async def master_of_elastic_run(
+    place: Place, probes: ProbeTiming
+) -> AsyncIterator[tuple[str, Callable[[], int]]]:
+    with OwnMaster(Endpoint("job"), probes=probes) as master:
         keeping = asyncio.create_task(master.keep(set()))
         yield master._health, lambda: master._process.pid
         keeping.cancel()
@@ -132,17 +141,20 @@ async def master_of_elastic_run(place: Place) -> AsyncIterator[tuple[str, Callab
 
 
 @contextlib.asynccontextmanager
-async def master_of_job_run(place: Place) -> AsyncIterator[tuple[str, Callable[[], int]]]:
-    cluster = Cluster.prepare(
+async def master_of_job_run(
+    place: Place, probes: ProbeTiming
+) -> AsyncIterator[tuple[str, Callable[[], int]]]:
+    cluster = LocalCluster.prepare(
         ElasticJob.model_validate(document(["true"], replicas=1)),
         hosts=0,
-        paths=Paths(place.folder / "run" / "job", place.folder / "state" / "job"),
+        paths=JobPaths(place.folder / "run" / "job", place.folder / "state" / "job"),
         workdir=place.folder,
         environ=place.env,
+        timing=ClusterTiming(probes=probes),
     )
-    server = web.server(api(cluster))
-    serving = asyncio.create_task(server.serve([cluster.door()]))
-    keeping = asyncio.create_task(cluster.keep_master())
+    server = http_server.server(api(cluster))
+    serving = asyncio.create_task(server.serve([cluster.listener()]))
+    keeping = asyncio.create_task(cluster.run_master())
     yield cluster.health_addr, lambda: cluster.master.pid if cluster.master is not None else 0
     await cluster.shut_down(0.0)
     server.should_exit = True
@@ -150,16 +162,19 @@ async def master_of_job_run(place: Place) -> AsyncIterator[tuple[str, Callable[[
     cluster.close()
 
 
+RunningMaster = Callable[
+    [Place, ProbeTiming], AbstractAsyncContextManager[tuple[str, Callable[[], int]]]
+]
+"""Starts a master, and returns the address of its health endpoint and a function for its pid."""
+
+
 @pytest.mark.parametrize("ours", [master_of_elastic_run, master_of_job_run])
 async def test_a_master_of_ours_that_is_stopped_is_replaced(
-    place: Place,
-    monkeypatch: pytest.MonkeyPatch,
-    ours: "Callable[[Place], AbstractAsyncContextManager[tuple[str, Callable[[], int]]]]",
+    place: Place, ours: RunningMaster
 ) -> None:
-    monkeypatch.setattr(attend, "PROBE_S", 0.5)
-    monkeypatch.setattr(attend, "STARTS_S", 30.0)
-    async with ours(place) as (address, pid):
-        health = Client(address)
+    probes = ProbeTiming(probe_interval_s=0.5, first_answer_timeout_s=30.0)
+    async with ours(place, probes) as (address, pid):
+        health = HttpClient(address)
         for _ in range(10):  # then the one who watches has been answered too
             await health.call("GET", "/healthz", deadline_s=60)
         first = pid()
@@ -172,27 +187,49 @@ async def test_a_master_of_ours_that_is_stopped_is_replaced(
         health.close()
 
 
+@pytest.mark.parametrize("ours", [master_of_elastic_run, master_of_job_run])
+async def test_the_pause_before_a_restart_is_short_again_after_a_master_that_lasted(
+    place: Place, caplog: pytest.LogCaptureFixture, ours: RunningMaster
+) -> None:
+    pids, probes = {0}, ProbeTiming(stable_after_s=0.0)  # each master has lasted
+    async with ours(place, probes) as (_, pid), asyncio.timeout(90):
+        while len(pids) < 6:
+            if pid() not in pids:
+                pids.add(pid())
+                os.kill(pid(), signal.SIGKILL)
+            await asyncio.sleep(0.02)
+        while pid() in pids:
+            await asyncio.sleep(0.02)
+    ends = [record for record in caplog.records if record.message == "master_ended"]
+    assert [vars(record)["again_after_s"] for record in ends[:5]] == [0.0] * 5
+
+
+def test_the_pause_before_a_restart_grows_while_masters_do_not_last() -> None:
+    pause = RestartPause()
+    assert [pause.next_s(1.0) for _ in range(7)] == [0.0, 0.1, 0.5, 1.0, 2.0, 5.0, 5.0]
+    assert [pause.next_s(60.0), pause.next_s(0.0)] == [0.0, 0.1]
+
+
 def test_memory_is_given_back_though_its_guard_is_stopped(tmp_path: Path) -> None:
-    memory = Memory(tmp_path, "job", "n0")
-    os.kill(memory._guard.pid, signal.SIGSTOP)
+    memory = StandaloneMemory(tmp_path, "job", "n0")
+    guard = memory._cleanup_shell
+    os.kill(guard.pid, signal.SIGSTOP)
     memory.close()
     assert not memory.path.exists()
-    assert memory._guard.returncode == 0
+    assert guard.returncode == 0
 
 
-def test_a_persister_that_is_stopped_is_woken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(alone, "WAKE_S", 0.1)
-    persister = Persister(lambda answer: None, (sys.executable, "-c", DONE))
+def test_a_persister_that_is_stopped_is_woken(tmp_path: Path) -> None:
+    argv = (sys.executable, str(PROGRAMS / "persister.py"), "done")
+    persister = StandalonePersister(lambda answer: None, argv, wake_interval_s=0.1)
     persister.order(order(tmp_path, tmp_path, "first"))
     assert persister.wait(60)
-    assert persister._process is not None
-    pid = persister._process.pid
+    process = persister._process
+    assert process is not None
     for attempt in ("second", "third"):
-        os.kill(pid, signal.SIGSTOP)
+        os.kill(process.pid, signal.SIGSTOP)
         persister.order(order(tmp_path, tmp_path, attempt))
         assert persister.wait(60)
-    os.kill(pid, signal.SIGSTOP)
+    os.kill(process.pid, signal.SIGSTOP)
     persister.close()
-    assert persister._process.returncode == 0
+    assert process.returncode == 0

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from dlrover_py.master.app import read_certificate
+from dlrover_py.net.http_client import HttpClient
 from dlrover_py.protocol import names
 from dlrover_py.protocol.agents import AgentReport, Assignment, Directive, Offer
-from dlrover_py.protocol.errors import ConfigError, Unauthorized, Unreachable
+from dlrover_py.protocol.errors import ConfigError, UnauthorizedError, UnreachableError
 from dlrover_py.protocol.status import JobStatus
-from dlrover_py.rpc import Client
 from tests.certificates import Certificates, issue
 from tests.process.harness import CALM, Place, document, eventually
 
@@ -75,7 +75,7 @@ def ready(health: int) -> bool:
 
 
 async def ask(port: int, ca_file: Path | None, path: str = "/v1/job") -> bytes:
-    client = Client(f"127.0.0.1:{port}", token=TOKEN, ca_file=ca_file)
+    client = HttpClient(f"127.0.0.1:{port}", token=TOKEN, ca_file=ca_file)
     try:
         return await client.call("GET", path, deadline_s=SOON)
     finally:
@@ -87,7 +87,7 @@ async def test_an_agents_client_talks_over_tls_and_health_stays_plain(
 ) -> None:
     report = AgentReport(boot_id="a" * 16, seq=1, offer=Offer(addr="10.0.0.1", port=2000))
     with master(place, ours) as (port, health):
-        client = Client(f"127.0.0.1:{port}", token=TOKEN, ca_file=ours.authority)
+        client = HttpClient(f"127.0.0.1:{port}", token=TOKEN, ca_file=ours.authority)
         body = report.model_dump_json().encode()
         answer = await client.call("POST", "/v1/nodes/n0/exchange", body, deadline_s=SOON)
         assert Assignment.model_validate_json(answer).directive is Directive.RUN
@@ -101,7 +101,7 @@ async def test_a_master_that_another_authority_vouches_for_is_not_believed(
     place: Place, ours: Certificates
 ) -> None:
     other = another(place, names.MASTER_NAME)
-    with master(place, ours) as (port, _), pytest.raises(Unauthorized) as caught:
+    with master(place, ours) as (port, _), pytest.raises(UnauthorizedError) as caught:
         await ask(port, other.authority)
     assert "its certificate is refused: unable to get local issuer" in str(caught.value)
     assert str(other.authority) in str(caught.value)
@@ -109,7 +109,7 @@ async def test_a_master_that_another_authority_vouches_for_is_not_believed(
 
 async def test_a_certificate_for_somebody_else_is_not_believed(place: Place) -> None:
     other = another(place, "somebody-else")
-    with master(place, other) as (port, _), pytest.raises(Unauthorized) as caught:
+    with master(place, other) as (port, _), pytest.raises(UnauthorizedError) as caught:
         await ask(port, other.authority)
     assert f"expected one for {names.MASTER_NAME}" in str(caught.value)
 
@@ -117,15 +117,15 @@ async def test_a_certificate_for_somebody_else_is_not_believed(place: Place) -> 
 async def test_who_speaks_plainly_to_tls_is_told_what_may_be_missing(
     place: Place, ours: Certificates
 ) -> None:
-    with master(place, ours) as (port, _), pytest.raises(Unreachable) as caught:
+    with master(place, ours) as (port, _), pytest.raises(UnreachableError) as caught:
         await ask(port, None)
-    assert "without an answer; if it expects TLS, DLROVER_CA_FILE" in str(caught.value)
+    assert "without an answer; if the server expects TLS, set DLROVER_CA_FILE" in str(caught.value)
 
 
 async def test_who_speaks_tls_to_a_plain_master_is_told(place: Place, ours: Certificates) -> None:
-    with master(place, None) as (port, _), pytest.raises(Unreachable) as caught:
+    with master(place, None) as (port, _), pytest.raises(UnreachableError) as caught:
         await ask(port, ours.authority)
-    assert "no TLS (" in str(caught.value)
+    assert "TLS failed (" in str(caught.value)
 
 
 def test_old_tls_is_refused(place: Place, ours: Certificates) -> None:
@@ -198,15 +198,16 @@ def test_a_certificate_that_cannot_be_used(
     (place.folder / "open.key").write_bytes(ours.key.read_bytes())
     (place.folder / "open.key").chmod(0o644)
     with pytest.raises(ConfigError, match=words):
-        read_certificate(*(n and place.folder / n for n in (cert, key)))
+        read_certificate(*(place.folder / n if n else None for n in (cert, key)))
 
 
 @pytest.mark.parametrize(
-    ("content", "words"), [(None, "No such file"), ("nonsense", "expected certificates as PEM")]
+    ("content", "words"),
+    [(None, "No such file"), ("nonsense", "expected certificates in PEM format")],
 )
 def test_an_authority_that_cannot_be_used(tmp_path: Path, content: str | None, words: str) -> None:
     path = tmp_path / "ca.pem"
     if content is not None:
         path.write_text(content)
     with pytest.raises(ConfigError, match=words):
-        Client("127.0.0.1:1", ca_file=path)
+        HttpClient("127.0.0.1:1", ca_file=path)

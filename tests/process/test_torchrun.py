@@ -6,9 +6,10 @@ from importlib.metadata import entry_points
 
 import pytest
 
-from dlrover_agent.endpoint import Endpoint
+from dlrover_agent.standalone import Endpoint
 from tests.process.harness import Place
 from tests.process.test_dropin import PLACE, Group
+from tests.programs import PROGRAMS
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 
@@ -35,7 +36,7 @@ def group(place: Place) -> Iterator[Torchruns]:
 def test_elastic_run_is_kept_away() -> None:
     from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-    from dlrover_agent.torchrun import _endpoint
+    from dlrover_agent.torch_compat.rendezvous import _endpoint
 
     conf = {"timeout": 900, "join_timeout": "9", "read_timeout": "7"}
     e = _endpoint(RendezvousParameters("dlrover", "h:1", "x", 1, 3, **conf))
@@ -47,27 +48,10 @@ def test_elastic_run_is_kept_away() -> None:
 
 def test_torchrun_finds_it() -> None:
     (found,) = [e for e in entry_points(group="torchrun.handlers") if e.name == "dlrover"]
-    assert found.value == "dlrover_agent.torchrun:backend"
+    assert found.value == "dlrover_agent.torch_compat.rendezvous:backend"
 
 
-SUM = """
-    import os, pathlib, sys, torch, torch.distributed as dist
-    dist.init_process_group("gloo")
-    total = torch.tensor([1.0 + dist.get_rank()])
-    dist.all_reduce(total)
-    # In one piece: the workers of a node write to the same pipe.
-    os.write(1, f"sum {int(total)} of {dist.get_world_size()}\\n".encode())
-    failures = pathlib.Path("failures")
-    failed = len(failures.read_text()) if failures.exists() else 0
-    dist.barrier()
-    if failed < int(sys.argv[1]):
-        if dist.get_rank() == 1:
-            failures.write_text("x" * (failed + 1))
-            sys.exit(1)
-        dist.barrier()
-    dist.barrier()
-    dist.destroy_process_group()
-"""
+SUM = PROGRAMS / "sum_ranks.py"
 
 
 def test_two_nodes_of_two_workers(group: Torchruns) -> None:
@@ -126,22 +110,8 @@ def test_a_spare_takes_the_place_of_a_lost_node(group: Torchruns) -> None:
     assert [group.wait(which) for which in (host, spare)] == [0, 0], group.lines
 
 
-FAILS = """
-    import os, pathlib, signal, sys
-    count, begun = os.environ["TORCHELASTIC_RESTART_COUNT"], pathlib.Path("begun")
-    print("start", os.environ["RANK"], count, flush=True)
-    if os.environ["RANK"] == "1":  # once the other one has said so too
-        while not begun.exists() or len(begun.read_text()) <= int(count):
-            signal.sigtimedwait([], 0.05)
-        sys.exit(1)
-    with begun.open("a") as file:
-        file.write("x")
-    signal.pause()
-"""
-
-
 def test_restarts_used_up_end_the_job_for_all(group: Torchruns) -> None:
-    script = str(group.place.script(FAILS))
+    script = str(group.place.script(PROGRAMS / "fail_in_rank_1.py"))
     both = [group.node("--nnodes=2", "--max-restarts=1", script) for _ in range(2)]
     assert [group.wait(which) for which in both] == [1, 1]
     said = sorted(x for lines in group.lines for x in lines if x.startswith("start"))
@@ -168,4 +138,4 @@ def test_too_few_nodes_for_too_long(group: Torchruns) -> None:
     assert group.wait(only) == 1
     told = "".join(group.lines[only])
     assert "RendezvousTimeoutError" in told
-    assert "1 of at least 2 nodes is there, after 5 s" in told
+    assert "1 of at least 2 nodes is ready, after 5 s" in told

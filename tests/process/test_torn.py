@@ -4,35 +4,31 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.process.harness import CALM, Place, alive, carrying, eventually, job, lines, members
+from tests.programs import PROGRAMS
 
-DDP = """
-    import os, sys, threading
-    import torch.distributed as dist
-    dist.init_process_group("gloo")
-    rank, turn = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    dist.barrier()
-    if rank == 1 and turn == 0:
-        raise OSError("first")
-    if rank == 1 and turn == 1:
-        raise ConnectionError("second")
-    # A broken barrier could be told of before what broke it; and the end waits to be looked at.
-    while turn < 2 or not os.path.exists(sys.argv[1]):
-        threading.Event().wait(0.05)
-    dist.barrier()
-    print("done", flush=True)
-"""
+PARENT = PROGRAMS / "have_a_child.py"
+WAITS = PROGRAMS / "wait_for_go.py"
 
 
 @pytest.mark.timeout(240)
 def test_a_real_ddp_scripts_exceptions_are_told_apart(place: Place) -> None:
     # torch.distributed puts "[rank1]: " before each line of a traceback.
     go = place.folder / "go"
-    with job(place, script=DDP, args=(str(go),), replicas=2, restartCount=5, settings=CALM) as run:
+    with job(
+        place,
+        script=PROGRAMS / "fail_twice_under_ddp.py",
+        args=(str(go),),
+        replicas=2,
+        restartCount=5,
+        settings=CALM,
+    ) as run:
         run.until(lambda s: s.restarts == {"failure": 2}, "two restarts", within_s=150)
         failed = [e for e in run.status().events if e.reason == "WorkerFailed"]
         assert [("OSError: first" in e.message, e.node) for e in failed] == [
@@ -56,15 +52,8 @@ def test_a_node_that_was_given_up_is_killed_before_it_can_write_again(place: Pla
 
 
 def test_children_in_sessions_of_their_own_end_with_their_round(place: Place) -> None:
-    script = """
-        import signal, subprocess, sys
-        code = "import signal; signal.pause()"
-        argv = ["env", "-i", sys.executable, "-c", code]
-        child = subprocess.Popen(argv, start_new_session=True)
-        print("child", child.pid, flush=True)
-        signal.pause()
-    """
-    with job(place, script=script, replicas=1, settings=CALM) as run:
+    args = ("own-session", "without-environment")
+    with job(place, script=PARENT, args=args, replicas=1, settings=CALM) as run:
         before = run.running(1)
         node = members(before)[0]
         first = int(eventually(lambda: lines(run, node.id, "child"), "a child")[0].split()[1])
@@ -81,23 +70,7 @@ def test_a_killed_guardian_is_replaced_and_ends_what_the_workers_have_left(
     place: Place, shm: Path
 ) -> None:
     """Without a platform: that would end what an agent leaves behind, too."""
-    place.script("""
-        import os, subprocess, sys, threading
-        from pathlib import Path
-        from dlrover_py.depot import Link
-
-        # They do not die with the agent, as a worker does; one is not of the worker's session.
-        argv = [sys.executable, "-c", "import signal; signal.pause()"]
-        both = [subprocess.Popen(argv, start_new_session=own) for own in (False, True)]
-        Path("children.new").write_text(" ".join(str(child.pid) for child in both))
-        Path("children.new").rename("children")
-        while not Path("go").exists():
-            threading.Event().wait(0.05)
-        with Link.local(os.environ["DLROVER_DEPOT"]) as link:
-            link.candidates(int(os.environ["DLROVER_ROUND"]))
-        Path("answered").touch()
-        threading.Event().wait()
-    """)
+    place.script(PROGRAMS / "ask_transfer_server.py")
     agent = place.popen("elastic-run", "--standalone", "train.py")
 
     def guardians() -> list[int]:
@@ -107,7 +80,7 @@ def test_a_killed_guardian_is_replaced_and_ends_what_the_workers_have_left(
             text=True,
             check=False,
         )
-        return [int(x.split()[0]) for x in found.stdout.splitlines() if "guardian.py" in x]
+        return [int(x.split()[0]) for x in found.stdout.splitlines() if "reaper.py" in x]
 
     try:
         eventually((place.folder / "children").exists, "the worker's children")
@@ -131,15 +104,8 @@ LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
 
 @pytest.mark.skipif(not os.access(LAST_PID, os.W_OK) or os.getuid() != 0, reason="not root")
 def test_a_number_that_is_another_programs_by_now_is_not_killed(place: Place) -> None:
-    place.script("""
-        import os, threading
-        from pathlib import Path
-        Path(f"new{os.environ['RANK']}").write_text(str(os.getpid()))
-        Path(f"new{os.environ['RANK']}").rename(f"pid{os.environ['RANK']}")
-        while os.environ["RANK"] == "1" and not Path("go").exists():
-            threading.Event().wait(0.05)
-    """)
-    run = place.popen("elastic-run", "--standalone", "--nproc-per-node=2", "train.py")
+    place.script(WAITS)
+    run = place.popen("elastic-run", "--standalone", "--nproc-per-node=2", "train.py", "1")
     early, late = place.folder / "pid0", place.folder / "pid1"
     eventually(lambda: early.exists() and late.exists(), "both run")
     number = int(early.read_text())
@@ -176,31 +142,21 @@ def test_settings_that_cannot_be_used_end_the_command(place: Place) -> None:
 def test_a_variable_that_no_process_can_have_is_refused(place: Place) -> None:
     with job(place, replicas=1, env={"A=B": "x"}) as run:
         assert run.wait() == 2
-        assert "containers.env[0].name" in "".join(run.output)
+        assert "containers[0].env[0].name" in "".join(run.output)
 
 
 def test_a_repeated_exception_stops_standalone_without_log_files_too(place: Place) -> None:
-    place.script("""
-        from dlrover_py.trainer import session
-        open("runs", "a").write("x")
-        session.report_step(1)
-        raise ValueError("again " + "long " * 10000)
-    """)
+    place.script(PROGRAMS / "raise_exceptions.py")
     calm = {"DLROVER_MASTER_LEASE_S": CALM["lease_s"]}
-    done = place.call("elastic-run", "--standalone", "--max-restarts=10", "train.py", env=calm)
+    flags = ["--standalone", "--max-restarts=10"]
+    done = place.call("elastic-run", *flags, "train.py", "long", env=calm)
     assert done.returncode == 1
     assert (place.folder / "runs").read_text() == "xx"
-    assert "the same exception came again" in done.stderr
+    assert "the same exception was raised again" in done.stderr
 
 
 def test_a_reader_that_does_not_read_stops_nobody(place: Place) -> None:
-    place.script("""
-        import pathlib, sys
-        for _ in range(3000):
-            print("x" * 1000)
-            print("y" * 1000, file=sys.stderr)
-        pathlib.Path("done").touch()
-    """)
+    place.script(PROGRAMS / "print_much.py")
     held = place.popen(
         "elastic-run",
         "--standalone",
@@ -218,12 +174,7 @@ def test_a_reader_that_does_not_read_stops_nobody(place: Place) -> None:
 
 
 def test_a_paused_terminal_costs_no_restart(place: Place) -> None:
-    place.script("""
-        import pathlib, threading
-        open("runs", "a").write("x")
-        while not pathlib.Path("go").exists():
-            threading.Event().wait(0.05)
-    """)
+    place.script(WAITS)
     run = place.popen("elastic-run", "--standalone", "train.py")
     eventually(lambda: (place.folder / "runs").exists(), "the script runs")
     run.send_signal(signal.SIGSTOP)
@@ -246,19 +197,46 @@ def test_closed_streams_and_nohup(place: Place) -> None:
         check=False,
     )
     assert shell.returncode == 0
-    place.script("""
-        import pathlib, threading
-        pathlib.Path("up").touch()
-        while not pathlib.Path("go").exists():
-            threading.Event().wait(0.05)
-    """)
-    run = subprocess.Popen(
-        ["sh", "-c", "trap '' HUP; exec elastic-run --standalone train.py"],
-        cwd=place.folder,
-        env=place.env,
-    )
-    eventually(lambda: (place.folder / "up").exists(), "it runs")
+    place.script(WAITS)
+    with ignoring(signal.SIGHUP):
+        run = place.popen("elastic-run", "--standalone", "train.py")
+    eventually(lambda: (place.folder / "runs").exists(), "it runs")
     run.send_signal(signal.SIGHUP)
     (place.folder / "go").touch()
     assert run.wait(timeout=120) == 0
     eventually(lambda: not carrying(place.mark), "nothing is left")
+
+
+def test_a_job_under_nohup_outlives_its_terminal(place: Place) -> None:
+    with ignoring(signal.SIGHUP), job(place, replicas=1) as run:
+        before = run.running(1)
+        run.process.send_signal(signal.SIGHUP)
+        os.kill(members(before)[0].pids[0], signal.SIGKILL)
+        run.running(1, round_after=before.round)
+        assert run.stop() == 130
+
+
+def test_workers_ignore_what_torchruns_ignore(place: Place) -> None:
+    # nohup ignores SIGHUP; a shell without job control ignores the other two for what it starts
+    # with &.
+    place.script(PROGRAMS / "ignored_signals.py")
+    found = {}
+    with ignoring(signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+        for launcher in ("torchrun", "elastic-run"):
+            flags = ("--standalone", "train.py")
+            done = place.call(launcher, *flags, env={"TEST_LAUNCHER": launcher})
+            assert done.returncode == 0, done.stderr
+            found[launcher] = (place.folder / f"ignored-{launcher}").read_text()
+    assert found["elastic-run"] == found["torchrun"]
+    assert not int(found["torchrun"], 16) & 1 << signal.SIGHUP - 1
+
+
+@contextmanager
+def ignoring(*numbers: int) -> Iterator[None]:
+    """Programs that are started meanwhile ignore these signals."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -5,22 +5,16 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
+from functools import partial
 from typing import Any
 
 import psutil
 import pytest
 
 from tests.process.harness import Job, Place, alive, eventually, job, lines, members
+from tests.programs import PROGRAMS
 
-SCRIPT = """
-    import os, signal, sys
-    warm = "dlrover_agent.zygote" in sys.modules
-    import fakelib
-    print("start", os.environ["RANK"], os.environ["DLROVER_ROUND"], "warm" if warm else "cold",
-          fakelib.VERSION, flush=True)
-    signal.pause()
-"""
+SCRIPT = PROGRAMS / "say_warmth.py"
 
 
 class Library:
@@ -58,7 +52,9 @@ def until_ready(run: Job, node: str = "n0", times: int = 1) -> None:
 
 def zygote(run: Job, node: int = 0) -> psutil.Process:
     agent = psutil.Process(members(run.status())[node].agent_pid)
-    (found,) = [p for p in agent.children() if "dlrover_agent.zygote" in " ".join(p.cmdline()[:4])]
+    (found,) = [
+        p for p in agent.children() if "dlrover_agent.warm.zygote" in " ".join(p.cmdline()[:4])
+    ]
     return found
 
 
@@ -77,6 +73,9 @@ def starts(run: Job, round_number: int, node: str = "n0") -> list[str]:
 
 
 def test_the_next_generation_is_forked(place: Place, library: Library) -> None:
+    def forked(node: str) -> bool:
+        return starts(run, 2, node) == ["warm 1"] * 2
+
     flags = ("--nproc-per-node=2",)
     with job(place, script=SCRIPT, replicas=2, flags=flags, env=library.env) as run:
         run.running(2)
@@ -86,10 +85,10 @@ def test_the_next_generation_is_forked(place: Place, library: Library) -> None:
         kill_worker(run, 1, 1)
         status = run.running(2, round_after=1)
         for node in ("n0", "n1"):
-            eventually(lambda n=node: starts(run, 2, n) == ["warm 1"] * 2, "both are forked")
-        for node in members(status):
-            for pid in node.pids:
-                assert psutil.Process(pid).ppid() == node.agent_pid
+            eventually(partial(forked, node), "both are forked")
+        for member in members(status):
+            for pid in member.pids:
+                assert psutil.Process(pid).ppid() == member.agent_pid
                 assert os.getsid(pid) == pid
 
 
@@ -156,10 +155,10 @@ def test_an_import_that_cannot_be_shared_is_left_to_each_worker(
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()",
     )
     library.write("ranks", "import os\nRANK = os.environ.get('RANK')")
-    script = SCRIPT.replace("import fakelib", "import fakelib, threads, ranks")
-    script = script.replace("fakelib.VERSION", "ranks.RANK, __import__('threading').active_count()")
     flags = ("--nproc-per-node=2",)
-    with job(place, script=script, replicas=1, flags=flags, env=library.env) as run:
+    with job(
+        place, script=SCRIPT, args=("unfit",), replicas=1, flags=flags, env=library.env
+    ) as run:
         run.running(1)
         until_ready(run)
         blamed = [name for line in said(run, "zygote_unfit") for name in line["without"]]
@@ -171,63 +170,57 @@ def test_an_import_that_cannot_be_shared_is_left_to_each_worker(
 
 def test_what_the_script_puts_into_the_environment(place: Place, library: Library) -> None:
     library.write("fakelib", "import os\nVERSION = os.environ.get('SECRET')")
-    script = SCRIPT.replace(
-        "import fakelib",
-        "before = os.environ.get('SECRET'); os.environ['SECRET'] = 'x'; import fakelib",
-    ).replace("fakelib.VERSION", "before, fakelib.VERSION")
-    with job(place, script=script, replicas=1, env=library.env) as run:
+    with job(place, script=SCRIPT, args=("secret",), replicas=1, env=library.env) as run:
         run.running(1)
         until_ready(run)
         kill_worker(run)
         eventually(lambda: starts(run, 2) == ["warm None x"], "as if it was imported after it")
-        assert not said(run, "recipe_told"), "it stays on the node"
+        assert not said(run, "recipe_stored"), "it stays on the node"
 
 
 def test_a_node_that_joins_gets_warm_first(place: Place, library: Library) -> None:
     with job(place, script=SCRIPT, replicas=2, minReplicas=1, hosts=1, env=library.env) as run:
         run.running(1)
         until_ready(run)
-        eventually(lambda: said(run, "recipe_told"), "the master keeps the recipe")
+        eventually(lambda: said(run, "recipe_stored"), "the master keeps the recipe")
         place.call("dlrover", "node", "add", "--job", run.name)
         run.running(2)
         eventually(lambda: starts(run, 2, "n1") == ["warm 1"], "its first start is warm")
         eventually(lambda: starts(run, 2, "n0") == ["warm 1"], "the other one's too")
-        assert not said(run, "recipe_learnt", "n1") or said(run, "zygote_ready", "n1")
+        assert not said(run, "recipe_learned", "n1") or said(run, "zygote_ready", "n1")
 
 
 def test_what_is_imported_later_is_told_to_nodes_that_join_as_well(
     place: Place, library: Library
 ) -> None:
     library.write("later", "VERSION = 2")
-    wait = f"while not os.path.exists({str(place.folder / 'now')!r}): signal.sigtimedwait([], 0.1)"
-    script = SCRIPT.replace("signal.pause()", f"{wait}\n    import later")
-    script += "    signal.pause()\n"
-    with job(place, script=script, replicas=2, minReplicas=1, hosts=1, env=library.env) as run:
+    with job(
+        place, script=SCRIPT, args=("later",), replicas=2, minReplicas=1, hosts=1, env=library.env
+    ) as run:
         run.running(1)
-        eventually(lambda: said(run, "recipe_told"), "the first recipe")
+        eventually(lambda: said(run, "recipe_stored"), "the first recipe")
         (place.folder / "now").touch()
-        eventually(lambda: len(said(run, "recipe_told")) == 2, "both recipes")
+        eventually(lambda: len(said(run, "recipe_stored")) == 2, "both recipes")
         place.call("dlrover", "node", "add", "--job", run.name)
         run.running(2, within_s=60)
-        assert said(run, "recipe_learnt", "n1")[0]["id"] == said(run, "recipe_told")[-1]["id"]
+        assert said(run, "recipe_learned", "n1")[0]["id"] == said(run, "recipe_stored")[-1]["id"]
 
 
 def test_an_early_death_of_forked_workers_is_not_held_against_the_script(
     place: Place, library: Library
 ) -> None:
-    script = SCRIPT.replace(
-        "signal.pause()",
-        "if warm: raise RuntimeError('Cannot re-initialize CUDA in forked subprocess')\n"
-        "    signal.pause()",
-    )
-    with job(place, script=script, replicas=1, restartCount=1, env=library.env) as run:
+    with job(
+        place, script=SCRIPT, args=("cuda",), replicas=1, restartCount=1, env=library.env
+    ) as run:
         run.running(1)
         until_ready(run)
         kill_worker(run)
         eventually(lambda: starts(run, 3) == ["cold 1"], "it is started cold after the fork failed")
         assert starts(run, 2) == ["warm 1"]
         run.running(1, round_after=2)
-        why = [e.message for e in run.status().events if "the fork may be to blame" in e.message]
+        why = [
+            e.message for e in run.status().events if "the warm start may be the cause" in e.message
+        ]
         assert why
         assert members(run.status())[0].restarts == 1, "only the kill is charged"
 
@@ -245,26 +238,7 @@ def test_an_agent_that_is_killed_leaves_nothing(place: Place, library: Library) 
         eventually(lambda: not any(map(alive, family)), "zygote and worker end with their agent")
 
 
-STORE = """
-    import os, signal, sys
-    import torch.distributed as dist
-    rank, generation = int(os.environ["RANK"]), int(os.environ["DLROVER_ROUND"])
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
-    seen = store.add(f"rank{rank}", 1)
-    print("start", rank, generation, seen, flush=True)
-    if generation == 1:
-        signal.pause()
-    if rank == 0:
-        store.set("first", str(os.getpid()))
-        sys.exit(0)
-    first = store.get("first").decode()
-    while os.path.exists(f"/proc/{first}"):
-        pass
-    store.set("still", "there")
-    assert store.get("still") == b"there"
-    print("done", flush=True)
-"""
+STORE = PROGRAMS / "use_agent_store.py"
 
 
 def stores(run: Job, node: int = 0) -> list[psutil.Process]:
@@ -314,18 +288,7 @@ def test_a_store_that_nobody_asks_for_is_not_started(place: Place) -> None:
 
 
 def test_a_survivor_is_killed_at_once_unless_it_asked_for_the_signal(place: Place) -> None:
-    script = """
-        import os, signal, sys
-        from pathlib import Path
-        def term(number, frame):
-            Path(f"heard-{os.environ['RANK']}").touch()
-            sys.exit(0)
-        # Not the first one: each is looked at by itself.
-        if os.environ["RANK"] == "1":
-            signal.signal(signal.SIGTERM, term)
-        print("start", os.environ["RANK"], os.environ["DLROVER_ROUND"], flush=True)
-        signal.pause()
-    """
+    script = PROGRAMS / "handle_sigterm_in_rank_1.py"
     flags = ("--nproc-per-node=3",)
     with job(place, script=script, replicas=1, flags=flags) as run:
         run.running(1)
@@ -338,20 +301,6 @@ def test_a_survivor_is_killed_at_once_unless_it_asked_for_the_signal(place: Plac
 
 def test_where_no_process_can_be_forked_there_is_one_zygote_still() -> None:
     """The process between it and its children ends, and does not go on in its place."""
-    script = """
-        import os, socket
-        from dlrover_agent import zygote
-        real, calls = zygote._fork, []
-        def fork():
-            calls.append(None)
-            if len(calls) > 1:
-                raise BlockingIOError(11, "Resource temporarily unavailable")
-            return real()
-        zygote._fork = fork
-        ours, theirs = socket.socketpair()
-        orders = zygote.Orders(theirs.fileno(), os.getpid(), [], [])
-        print(zygote.Zygote(orders, theirs)._fork({"fork": [{}]}, []))
-    """
-    argv = [sys.executable, "-c", textwrap.dedent(script)]
+    argv = [sys.executable, str(PROGRAMS / "zygote_without_forks.py")]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
     assert (done.stdout, done.stderr) == ("([], None)\n", "")

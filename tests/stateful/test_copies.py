@@ -15,26 +15,29 @@ from typing import Any, cast
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from dlrover_agent.replicas import plan
-from dlrover_py.master.core.checkpoints import peers
-from dlrover_py.protocol.checkpoint import Age, Region, Summary
-from dlrover_py.protocol.names import NodeId
-from dlrover_py.trainer.checkpoint import Checkpointer, Marks
+from dlrover_agent.checkpoint.replication import plan
+from dlrover_py.master.core.replica_pairs import peers
+from dlrover_py.protocol.checkpoint_id import CheckpointId
+from dlrover_py.protocol.names import NodeId, Round, Step, Timeline
+from dlrover_py.protocol.slots import SlotHeader, SlotRegion
+from dlrover_py.trainer.checkpointer import Checkpointer
+from dlrover_py.trainer.replica_tracking import ReplicaMarks
 from dlrover_py.trainer.settings import Settings
-from dlrover_py.trainer.staging import choose
+from dlrover_py.trainer.slot_pool import fillable_slots
+from tests.ids import checkpoint_id
 
-NOTHING = Region(0, 0, 0)
-NONE = (0, 0, 0)
+NOTHING = SlotRegion(0, 0, 0)
+NONE = checkpoint_id(0, 0)
 
 
 @dataclass
 class Node:
-    """Its memory: the summaries of its workers' slots, and of replicas."""
+    """Its memory: the headers of its workers' slots, and of replicas."""
 
     id: NodeId
-    slots: dict[str, Summary] = field(default_factory=dict)
+    slots: dict[str, SlotHeader] = field(default_factory=dict)
 
-    def list(self) -> list[tuple[str, Summary]]:
+    def list(self) -> list[tuple[str, SlotHeader]]:
         return sorted(self.slots.items())
 
 
@@ -65,16 +68,15 @@ class Ballot:
 class Site:
     """A worker's place, and its stager."""
 
-    waited_s = fenced_s = 0.0
     persister = None
 
     def __init__(self, node: Node, place: int, rank: int, world: int, round: int) -> None:
         self.node, self.rank, self.world, self.round = node, rank, world, round
         self.copies, self.stager, self.ballot = world > 1, self, None
         self._names = [f"{place}.{index}" for index in range(4)]
-        self.said: list[Marks] = []
+        self.said: list[ReplicaMarks] = []
 
-    def found(self) -> list[Summary | None]:
+    def found(self) -> list[SlotHeader | None]:
         return [self.node.slots.get(name) for name in self._names]
 
     def wait(self) -> bool:
@@ -89,24 +91,49 @@ class Site:
     def close(self, *, failed: bool) -> None:
         pass
 
-    def gather(self, mine: Marks) -> list[Marks]:
+    def gather(self, mine: ReplicaMarks) -> list[ReplicaMarks]:
         return self.said
 
-    def amend(self, change: Callable[[Summary], Summary]) -> None:
+    def amend(self, change: Callable[[SlotHeader], SlotHeader]) -> None:
         self.node.slots |= {n: change(s) for n, s in self.node.slots.items() if n in self._names}
 
-    def stage(self, step: int, *_: Any, lap: int, persist: bool, copy: bool, spared: Any,
-              metric: Any) -> Any:  # fmt: skip
+    def stage(self, step: int, *_: Any, timeline: Timeline, persist: bool, copy: bool,
+              protected: Any, metric: Any) -> Any:  # fmt: skip
         part, id_ = f"{self.rank + 1:x}", f"{step}"
-        for index in choose(self.found(), spared):
-            summary = Summary("j", step, self.round, lap, self.world, self.rank, part, id_, 9, 5,
-                              NOTHING, NOTHING, NOTHING, persist=persist, copy=copy)  # fmt: skip
-            self.node.slots[self._names[index]] = summary
+        for index in fillable_slots(self.found(), protected):
+            header = SlotHeader("j", Step(step), Round(self.round), timeline, self.world,
+                                 self.rank, part, id_, 9, 5, NOTHING, NOTHING, NOTHING,
+                                 persist=persist, copy=copy)  # fmt: skip
+            self.node.slots[self._names[index]] = header
             done = threading.Event()
             done.set()
             facts = {"part": part, "copy": copy}
-            return SimpleNamespace(summary=summary, why="", done=done, facts=facts)
+            return SimpleNamespace(header=header, why="", done=done, facts=facts)
         return None
+
+
+class OpenCheckpointer(Checkpointer):
+    """A checkpointer whose steps are taken one by one, at a site of the test."""
+
+    @property
+    def copied(self) -> CheckpointId | None:
+        """What all ranks know to be copied."""
+        return self._replicas.copied
+
+    def begins(self, site: Site, newest: CheckpointId | None, said: list[Any]) -> None:
+        """Load in a new round, of which all ranks have said what they hold."""
+        self._opened = cast(Any, site)
+        site.said = said
+        self._claim.begin_timeline()
+        self._replicas.loaded(cast(Any, site), newest)
+        site.said = said[site.rank : site.rank + 1]
+        self._newest_complete = newest
+
+    def saves(self, step: int) -> None:
+        self._save(cast(Any, self._opened), step, {}, None, False)
+
+    def ends(self) -> None:
+        self._at_exit()
 
 
 class World:
@@ -117,8 +144,8 @@ class World:
         self._made = self.round = self.step = 0
         self.nodes = list[Node]()
         self.sources = dict[NodeId, NodeId]()
-        self.ranks = list[Checkpointer]()
-        self.least = dict[str, Age]()
+        self.ranks = list[OpenCheckpointer]()
+        self.least = dict[str, CheckpointId]()
         """Of each node: what is left without it, of what all ranks know to be copied."""
         for _ in range(nodes):
             self.add()
@@ -128,16 +155,16 @@ class World:
         self._made += 1
         return self.nodes[-1]
 
-    def without(self, lost: Node) -> Age:
+    def without(self, lost: Node) -> CheckpointId:
         """The newest set that can be loaded without a node."""
-        have: dict[tuple[Age, int], set[int]] = {}
+        have: dict[tuple[CheckpointId, int], set[int]] = {}
         for node in self.nodes:
-            for summary in node.slots.values() if node is not lost else ():
-                have.setdefault((summary.age, summary.world), set()).add(summary.rank)
-        return max((age for (age, world), r in have.items() if len(r) == world), default=NONE)
+            for header in node.slots.values() if node is not lost else ():
+                have.setdefault((header.id, header.world), set()).add(header.rank)
+        return max((id_ for (id_, world), r in have.items() if len(r) == world), default=NONE)
 
     def look(self, what: str) -> None:
-        agreed = {c._copied and (c._copied[1], c._copied[2], c._copied[0]) for c in self.ranks}
+        agreed = {c.copied for c in self.ranks}
         for node in self.nodes:
             now = self.without(node)
             assert now >= self.least.get(node.id, NONE), f"without {node.id}, at {what}"
@@ -155,46 +182,41 @@ class World:
             for place in range(self._nproc):
                 sites.append(Site(node, place, len(sites), world, self.round))
                 sites[-1].ballot = ballot.of(len(sites) - 1) if world > 1 else None
-        here = {s.id: s.age for n in self.nodes for s in n.slots.values()}
-        newest = max((i for i in here if self._whole(here[i])), key=lambda i: here[i], default=None)
+        here = {s.id for n in self.nodes for s in n.slots.values()}
+        newest = max((i for i in here if self._whole(i)), default=None)
         for site in sites:
             held = [s for s in site.found() if s is not None]
             site.said.append(
-                Marks(
-                    tuple(s.age for s in held), {s.id: (s.copied, s.world) for s in held if s.copy}
+                ReplicaMarks(
+                    tuple(s.id for s in held), {s.id: (s.copied, s.world) for s in held if s.copy}
                 )
             )
         for site in sites:
             said = [other.said[0] for other in sites]
-            rank = Checkpointer(
+            rank = OpenCheckpointer(
                 "/no" if self._stores else None, every=1, persist_every=4, rng=False,
                 settings=Settings(),
             )  # fmt: skip
-            rank._open_at = cast(Any, site)
-            site.said = said
-            rank._lap += 1
-            rank._go_on_with_copies(cast(Any, site), newest)
-            site.said = said[site.rank : site.rank + 1]
-            rank._whole = newest
+            rank.begins(site, newest, said)
             self.ranks.append(rank)
-        self.step = 0 if newest is None else newest[0]
+        self.step = 0 if newest is None else newest.step
         note(f"round {self.round} of {[n.id for n in self.nodes]}: {newest} is loaded")
         self.look("loading")
 
     def end(self) -> None:
         """Of the round: its workers are killed."""
         for rank in self.ranks:
-            rank._at_exit()
+            rank.ends()
         self.ranks = []
 
-    def _whole(self, age: Age) -> bool:
-        found = [s for n in self.nodes for s in n.slots.values() if s.age == age]
+    def _whole(self, id_: CheckpointId) -> bool:
+        found = [s for n in self.nodes for s in n.slots.values() if s.id == id_]
         return len({s.rank for s in found}) == found[0].world
 
     def save(self) -> None:
         self.step += 1
         for rank in self._dice.sample(self.ranks, len(self.ranks)):
-            rank._save(cast(Any, rank._open_at), self.step, {}, None, False)
+            rank.saves(self.step)
             self.look(f"step {self.step}")
             if self._dice.random() < 0.15:
                 self.keep(self._dice.choice(self.nodes))
@@ -206,15 +228,15 @@ class World:
             return
         todo = plan(source.list(), keeper.list())
         for pull in todo.pulls:
-            keeper.slots[pull.to] = pull.summary
+            keeper.slots[pull.to] = pull.header
             self.look(f"a pull of {keeper.id}")
         for name in todo.spare:
             del keeper.slots[name]
             self.look(f"what {keeper.id} drops")
         if todo.told is not None:
-            for name, summary in source.slots.items():
-                if summary.age == todo.told and not name.startswith("peer-"):
-                    source.slots[name] = replace(summary, copied=True)
+            for name, header in source.slots.items():
+                if header.id == todo.told and not name.startswith("peer-"):
+                    source.slots[name] = replace(header, copied=True)
 
     def stored(self) -> None:
         """A persister is done with what its node is to store."""
@@ -268,5 +290,6 @@ def test_what_outlives_any_node_never_goes_back(
         for node in world.nodes:
             world.keep(node)
             node.slots = {n: replace(s, persist=False) for n, s in node.slots.items()}
-    assert {one._copied and one._copied[1] for one in world.ranks} == {world.round}
+    copied = [one.copied for one in world.ranks]
+    assert {one and one.round for one in copied} == {world.round}
     world.end()

@@ -17,7 +17,14 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from dlrover_py.master.core.events import Asked, Disconnected, JobStopped, Reported, Rules, Stalled
+from dlrover_py.master.core.events import (
+    Disconnected,
+    JobStopped,
+    Reported,
+    RestoreAsked,
+    Rules,
+    Stalled,
+)
 from dlrover_py.protocol.agents import FailureKind, PersistPhase, WorkerPhase
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.status import JobPhase
@@ -62,7 +69,7 @@ class JobMachine(RuleBasedStateMachine):
         self.bench = Bench(spec, RULES, capacity=max(capacity, 6 if warm else 0))
         self.bench.precheck = precheck
         self.bench.faults.update((f"n{number}", fault) for number, fault in bad.items())
-        listing = self.bench._listing() if early_list else None
+        listing = self.bench.listing() if early_list else None
         self.bench.step()
         if listing:
             self.bench.step(*listing)
@@ -113,7 +120,7 @@ class JobMachine(RuleBasedStateMachine):
     def hears_late(self, pick: int) -> None:
         boot, assignment = self.bench.history[pick % len(self.bench.history)]
         for agent in self.speaking():
-            if agent.boot == boot and assignment.term <= self.bench.job.term:
+            if agent.boot == boot and assignment.term <= self.bench.job.state.term:
                 old = agent.have
                 if (assignment.term, assignment.version) <= old:
                     agent.receive(assignment)
@@ -218,7 +225,7 @@ class JobMachine(RuleBasedStateMachine):
 
     @rule(round_number=st.integers(0, 4))
     def asks(self, round_number: int) -> None:
-        self.bench.step(Asked(0, round_number))
+        self.bench.step(RestoreAsked(0, round_number))
 
     @precondition(lambda self: self.bench.living())
     @rule(pick=PICK)
@@ -375,7 +382,7 @@ class JobMachine(RuleBasedStateMachine):
                 bench.leave(agent)
         if bench.spec.spec.suspend:
             bench.settle()
-            assert bench.job.phase is JobPhase.SUSPENDED or bench.job.phase.ended
+            assert bench.job.state.phase is JobPhase.SUSPENDED or bench.job.state.phase.ended
             assert not any(a.running for a in bench.living()), "nobody works in a suspended job"
             bench.change(bench.spec.suspended(False))
         bench.set_capacity(100)
@@ -385,28 +392,28 @@ class JobMachine(RuleBasedStateMachine):
             self.all_train()  # a rolling restart waits for a step of each round
             bench.pass_time(20.0)
         bench.settle()
-        if bench.job.phase.ended:
+        if bench.job.state.phase.ended:
             assert not any(a.running for a in bench.living())
             return
         bench.check_running()
-        assert bench.job.world is not None
-        if not bench.job.succeeded:
+        assert bench.job.state.world is not None
+        if not bench.job.state.succeeded:
             worker = bench.spec.worker
-            nodes = worker.replicas + worker.standby_replicas - bench.job.exhausted
+            nodes = worker.replicas + worker.standby_replicas - bench.job.state.abandoned_slots
             assert len(bench.members) == full_size(bench.spec, nodes)
             assert len(bench.pods) == nodes, "neither too many nodes nor too few"
             restart = bench.spec.spec.restart
             if restart is not None:
-                at = {n.restart for n in bench.job.nodes if n.id in bench.pods}
+                at = {n.record.restart for n in bench.job.live.nodes if n.id in bench.pods}
                 assert at == {restart.at}, "a restart that was asked for comes to its end"
-        round_before = bench.job.round
+        round_before = bench.job.state.round
         for node in bench.members:
             agent = bench.agent(node)
             if agent.running:
                 agent.succeed()
         bench.settle()
-        assert bench.job.phase is JobPhase.SUCCEEDED
-        assert bench.job.round == round_before
+        assert bench.job.state.phase is JobPhase.SUCCEEDED
+        assert bench.job.state.round == round_before
         assert all(agent.lingers for agent in bench.living())
         self.all_write()
         self.all_write()  # one of them needed a grant

@@ -63,6 +63,12 @@ class StaticMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.of_phase(WorkerPhase.RUNNING))
     @rule(pick=PICK)
+    def is_asked_to_go(self, pick: int) -> None:
+        agents = self.of_phase(WorkerPhase.RUNNING)
+        agents[pick % len(agents)].leaving = "the agent received SIGTERM"
+
+    @precondition(lambda self: self.of_phase(WorkerPhase.RUNNING))
+    @rule(pick=PICK)
     def succeeds(self, pick: int) -> None:
         agents = self.of_phase(WorkerPhase.RUNNING)
         agents[pick % len(agents)].succeed()

@@ -4,21 +4,14 @@ The expectations of the stories are worked out by hand from torch/numa/binding.p
 named in each. Below, torch's own functions answer for random machines.
 """
 
-import json
 import os
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
 
-from dlrover_agent.affinity import Affinity, Mode
+from dlrover_agent.workers.numa import CpuAffinity, NumaMode
 from dlrover_py.protocol.errors import ConfigError
 
 
@@ -45,7 +38,7 @@ class Machine:
     def cores(self) -> list[tuple[int, int, set[int]]]:
         """Node, place of its cache in the node, CPUs."""
         total = sum(cores for _, cores in self.nodes)
-        found = []
+        found: list[tuple[int, int, set[int]]] = []
         for node, (_, cores) in enumerate(self.nodes):
             for core in range(cores):
                 n, t = len(found), range(self.threads)
@@ -144,13 +137,15 @@ def bound(tmp_path_factory: pytest.TempPathFactory) -> Bound:
             written[machine] = machine.write(tmp_path_factory.mktemp("machine"))
         allowed = machine.cpus() if allowed is None else allowed
         nproc = len(machine.gpus) if nproc is None else nproc
-        found = Affinity.of(Mode(mode), nproc, environ, root=written[machine], allowed=allowed)
+        found = CpuAffinity.of(
+            NumaMode(mode), nproc, environ, root=written[machine], allowed=allowed
+        )
         return [listed(set(found.cpus(rank))) for rank in range(nproc)]
 
     return bound
 
 
-@pytest.mark.parametrize("mode", Mode)
+@pytest.mark.parametrize("mode", NumaMode)
 def test_one_node_is_all_of_it(bound: Bound, mode: str) -> None:
     assert bound(ONE, mode) == ["0-3"]
 
@@ -209,7 +204,7 @@ class TestCoreComplex:  # _core_complex_get_logical_cpus_to_bind_to
         ONE.write(tmp_path)
         (tmp_path / "sys/devices/system/cpu/cpu0/cache").rename(tmp_path / "gone")
         with pytest.raises(ConfigError, match="no cache of CPU 0: bind to 'node'"):
-            Affinity.of(Mode.CORE_COMPLEX, 1, {}, root=tmp_path, allowed={0})
+            CpuAffinity.of(NumaMode.CORE_COMPLEX, 1, {}, root=tmp_path, allowed={0})
 
 
 class TestAllowed:  # _get_allowed_logical_cpu_indices_for_numa_node
@@ -217,7 +212,7 @@ class TestAllowed:  # _get_allowed_logical_cpu_indices_for_numa_node
     def test_only_these_are_taken(self, bound: Bound, mode: str) -> None:
         assert bound(BIG, mode, nproc=1, allowed={5, 20, 9}) == ["5,20"]
 
-    @pytest.mark.parametrize("mode", Mode)
+    @pytest.mark.parametrize("mode", NumaMode)
     def test_none_is_refused(self, bound: Bound, mode: str) -> None:
         with pytest.raises(ConfigError, match=r"GPU 2 is on NUMA node 2, and .* none of its CPUs"):
             bound(BIG, mode, allowed={4, 5, 6, 7, 12})
@@ -225,7 +220,7 @@ class TestAllowed:  # _get_allowed_logical_cpu_indices_for_numa_node
     def test_without_being_told_it_is_what_this_process_may_use(self, tmp_path: Path) -> None:
         ours = os.sched_getaffinity(0)
         replace(ONE, nodes=((0, max(ours) + 1),)).write(tmp_path)
-        assert Affinity.of(Mode.NODE, 1, {}, root=tmp_path).cpus(0) == ours
+        assert CpuAffinity.of(NumaMode.NODE, 1, {}, root=tmp_path).cpus(0) == ours
 
     def test_a_node_of_no_use_is_not_of_the_socket(self, bound: Bound) -> None:
         """torch fails here (min of an empty set): a cpuset of one node, a node of memory alone."""
@@ -293,30 +288,30 @@ class TestGpus:
         file = tmp_path / f"proc/driver/nvidia/gpus/{ONE.pci(0)}/information"
         file.write_text(file.read_text().replace(ONE.uuid(0), "GPU-????????-????-????-????-?"))
         visible = {"CUDA_VISIBLE_DEVICES": ONE.uuid(0)}
-        with pytest.raises(ConfigError, match=r"tells no UUID .*by index"):
-            Affinity.of(Mode.NODE, 1, visible, root=tmp_path, allowed={0})
+        with pytest.raises(ConfigError, match=r"shows no UUID .*by index"):
+            CpuAffinity.of(NumaMode.NODE, 1, visible, root=tmp_path, allowed={0})
 
     def test_a_container_has_those_with_a_device(self, tmp_path: Path) -> None:
         """With CDI it sees the host's list; NVML and CUDA count what they can open."""
         BIG.write(tmp_path)
         for minor in (3, 0):  # of the first and the last
             (tmp_path / f"dev/nvidia{minor}").unlink()
-        found = Affinity.of(Mode.NODE, 2, {}, root=tmp_path, allowed=BIG.cpus())
-        assert found.by_rank == (BIG.cpus(1), BIG.cpus(2))
+        found = CpuAffinity.of(NumaMode.NODE, 2, {}, root=tmp_path, allowed=BIG.cpus())
+        assert found.by_rank == tuple(frozenset(BIG.cpus(node)) for node in (1, 2))
 
     def test_before_first_use_no_gpu_has_a_device(self, tmp_path: Path) -> None:
         BIG.write(tmp_path)
         for minor in range(4):
             (tmp_path / f"dev/nvidia{minor}").unlink()
-        found = Affinity.of(Mode.NODE, 4, {}, root=tmp_path, allowed=BIG.cpus())
+        found = CpuAffinity.of(NumaMode.NODE, 4, {}, root=tmp_path, allowed=BIG.cpus())
         assert found.cpus(3) == BIG.cpus(3)
 
     def test_one_that_the_driver_was_told_to_exclude(self, tmp_path: Path) -> None:
         BIG.write(tmp_path)
         file = tmp_path / f"proc/driver/nvidia/gpus/{BIG.pci(0)}/information"
         file.write_text(file.read_text().replace("Excluded:\t No", "Excluded:\t Yes"))
-        found = Affinity.of(Mode.NODE, 3, {}, root=tmp_path, allowed=BIG.cpus())
-        assert found.by_rank == (BIG.cpus(1), BIG.cpus(2), BIG.cpus(3))
+        found = CpuAffinity.of(NumaMode.NODE, 3, {}, root=tmp_path, allowed=BIG.cpus())
+        assert found.by_rank == tuple(frozenset(BIG.cpus(node)) for node in (1, 2, 3))
 
 
 class TestUnlikeGpus:
@@ -347,191 +342,8 @@ def test_a_kernel_without_numa(tmp_path: Path) -> None:
     ONE.write(tmp_path)
     (tmp_path / "sys/devices/system/node").rename(tmp_path / "gone")
     with pytest.raises(ConfigError, match=r"node0/cpulist: No such file .* leave out --numa-bind"):
-        Affinity.of(Mode.NODE, 1, {}, root=tmp_path, allowed={0})
-
-
-@st.composite
-def machines(draw: st.DrawFn) -> tuple[Machine, set[int]]:
-    """A machine, and the CPUs that are allowed on it: all, or any."""
-    sockets = draw(st.integers(1, 2))
-    sizes = draw(st.lists(st.integers(1, 5), min_size=sockets, max_size=2 * sockets))
-    nodes = tuple((n * sockets // len(sizes), cores) for n, cores in enumerate(sizes))
-    lowest = -1 if draw(st.booleans()) else 0
-    machine = Machine(
-        nodes=nodes,
-        gpus=tuple(Gpu(n) for n in draw(st.lists(st.integers(lowest, len(nodes) - 1), max_size=6))),
-        threads=draw(st.integers(1, 2)),
-        paired=draw(st.booleans()),
-        complex_cores=draw(st.integers(0, 4)),
-    )
-    cpus = machine.cpus()
-    allowed = cpus if draw(st.booleans()) else draw(st.sets(st.sampled_from(sorted(cpus))))
-    return machine, allowed
-
-
-# Each example is up to some hundred files: in memory, where there is a place for that.
-MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-UNHURRIED = settings(
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-
-
-@UNHURRIED
-@given(drawn=machines())
-def test_exclusive_shares_out_every_allowed_cpu_once(drawn: tuple[Machine, set[int]]) -> None:
-    machine, allowed = drawn
-    for node in {max(gpu.node, 0) for gpu in machine.gpus}:
-        cores = sum(bool(cpus & allowed) for n, _, cpus in machine.cores() if n == node)
-        assume(cores >= sum(max(gpu.node, 0) == node for gpu in machine.gpus))
-    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
-        root = machine.write(Path(folder))
-        shares = Affinity.of(
-            Mode.EXCLUSIVE, len(machine.gpus), {}, root=root, allowed=allowed
-        ).by_rank
-    by_node: dict[int, list[frozenset[int]]] = {}
-    for gpu, share in zip(machine.gpus, shares, strict=True):
-        by_node.setdefault(max(gpu.node, 0), []).append(share)
-    for node, its in by_node.items():
-        assert all(its)
-        assert sorted(cpu for share in its for cpu in share) == sorted(machine.cpus(node) & allowed)
-        for _, _, core in machine.cores():  # none is torn
-            assert sum(bool(share & core) for share in its) <= 1
-
-
-# torch's answers to questions in JSON, a line each: its own code, given another place of the
-# kernel's files, and of the driver what it is asked for there. In a process of its own, since
-# torch starts threads and other tests here fork.
-ORACLE = """
-import builtins, json, os, sys, types
-try:
-    import torch.cuda
-    from torch.numa import binding
-    binding.AffinityMode("core-complex")
-except (ImportError, ValueError) as error:
-    print(error, flush=True)
-    sys.exit()
-print("ready", flush=True)
-
-def cpus(root, mode, allowed, pci, gpu):
-    def properties(index):
-        domain, bus, device = (int(part, 16) for part in pci[index][:-2].split(":"))
-        return types.SimpleNamespace(
-            pci_domain_id=domain, pci_bus_id=bus, pci_device_id=device
-        )
-    binding.open = lambda path: builtins.open(root + path)
-    binding.os = types.SimpleNamespace(
-        path=os.path,
-        listdir=lambda path: os.listdir(root + path),
-        sched_getaffinity=lambda pid: set(allowed),
-    )
-    binding.torch = types.SimpleNamespace(
-        cuda=types.SimpleNamespace(device_count=lambda: len(pci), get_device_properties=properties)
-    )
-    options = binding.NumaOptions(affinity_mode=binding.AffinityMode(mode))
-    return sorted(binding._get_logical_cpus_to_bind_to(gpu_index=gpu, numa_options=options))
-
-def visible(given, uuids):
-    os.environ["CUDA_VISIBLE_DEVICES"] = given
-    torch.cuda._raw_device_count_nvml = lambda: len(uuids)
-    torch.cuda._raw_device_uuid_nvml = lambda: uuids
-    count = torch.cuda._device_count_nvml()
-    found = torch.cuda._parse_visible_devices()
-    if found and isinstance(found[0], str):
-        found = torch.cuda._transform_uuid_to_ordinals(found, uuids)
-    return found[:count]
-
-for line in sys.stdin:
-    name, args = json.loads(line)
-    try:
-        answer = {"cpus": cpus, "visible": visible}[name](**args)
-    except Exception as error:
-        answer = repr(error)
-    print(json.dumps(answer), flush=True)
-"""
-
-
-Torch = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def torch() -> Iterator[Torch]:
-    """Asks torch; an answer that is text is its exception."""
-    with subprocess.Popen(
-        [sys.executable, "-c", ORACLE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        said = process.stdout.readline().strip()
-        if said != "ready":
-            pytest.skip(f"no torch to compare with: {said}")
-
-        def ask(name: str, **args: Any) -> Any:
-            print(json.dumps([name, args]), file=process.stdin, flush=True)
-            return json.loads(process.stdout.readline())
-
-        yield ask
-
-
-@UNHURRIED
-@given(drawn=machines(), mode=st.sampled_from(Mode))
-def test_torch_finds_the_same_cpus(
-    torch: Torch, drawn: tuple[Machine, set[int]], mode: Mode
-) -> None:
-    machine, allowed = drawn
-    pci = [machine.pci(gpu) for gpu in range(len(machine.gpus))]
-    # Of a node without a CPU for us we go on where torch fails: do not tell it.
-    usable = {node for node in range(len(machine.nodes)) if machine.cpus(node) & allowed}
-    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
-        root = machine.write(Path(folder))
-        (root / "sys/devices/system/node/possible").write_text(listed(usable))
-        for nproc in range(1, len(pci) + 1):
-            theirs = torch(
-                "cpus", root=folder, mode=mode, allowed=sorted(allowed), pci=pci, gpu=nproc - 1
-            )
-            # It fails, or gives none, which _raise_if_binding_invalid refuses.
-            if isinstance(theirs, str) or not theirs:
-                with pytest.raises(ConfigError):
-                    Affinity.of(mode, nproc, {}, root=root, allowed=allowed)
-                break
-            ours = Affinity.of(mode, nproc, {}, root=root, allowed=allowed)
-            assert sorted(ours.cpus(nproc - 1)) == theirs
-
-
-@st.composite
-def visible(draw: st.DrawFn, uuids: list[str]) -> str:
-    """Indices or UUIDs, perhaps with some that are none.
-
-    Not generated: one named twice with an unknown one in between. torch sees no GPU then; NVIDIA's
-    guide says that those before the unknown one are visible, and we follow it.
-    """
-    if draw(st.booleans()):
-        known = ["0", "1", "2", "3", " 1", "+2 ", "3rd"]
-        unknown, foreign = ["4", "17"], ["-1", "", "x", "GPU-a", "MIG-1"]
-    else:
-        known = [*uuids, uuids[0][:6], uuids[1][:9]]
-        unknown, foreign = ["GPU-a", "GPU-f", "GPU-"], ["0", "", "MIG-1", " " + uuids[3]]
-    words = draw(st.lists(st.sampled_from(known), max_size=4))
-    if draw(st.booleans()):
-        words.append(draw(st.sampled_from(unknown)))
-    elif draw(st.booleans()):
-        words += [draw(st.sampled_from(foreign)), *draw(st.lists(st.sampled_from(known)))]
-    assume(not words or not words[0].startswith("MIG-"))
-    return ",".join(words)
+        CpuAffinity.of(NumaMode.NODE, 1, {}, root=tmp_path, allowed={0})
 
 
 NUMBERED = Machine(nodes=((0, 1),) * 4, gpus=tuple(Gpu(node) for node in range(4)))
 UUIDS = [NUMBERED.uuid(gpu) for gpu in range(4)]
-
-
-@UNHURRIED
-@given(given=visible(UUIDS))
-def test_torch_sees_the_same_gpus(torch: Torch, tmp_path: Path, given: str) -> None:
-    if not (tmp_path / "sys").exists():
-        NUMBERED.write(tmp_path)
-    theirs = torch("visible", given=given, uuids=UUIDS)
-    environ = {"CUDA_VISIBLE_DEVICES": given}
-    ours = Affinity.of(Mode.NODE, len(theirs), environ, root=tmp_path, allowed=NUMBERED.cpus())
-    assert [min(cpus) for cpus in ours.by_rank] == theirs
-    with pytest.raises(ConfigError, match=f"found {len(theirs)} of 4"):
-        Affinity.of(Mode.NODE, len(theirs) + 1, environ, root=tmp_path)

@@ -12,30 +12,29 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dlrover_agent.core import (
-    ADRIFT_S,
     AFTER_FAILURE_S,
-    OVERDUE_S,
-    Ask,
+    EXCHANGE_OVERDUE_S,
     Assigned,
     Core,
     Effect,
-    Emptied,
-    Ended,
     Event,
     Exit,
     Kill,
     MasterLost,
-    Met,
-    Missed,
-    Passed,
-    Refused,
-    Renew,
+    MasterUnreachable,
+    NodeRefused,
+    PeerSeen,
+    ProbePeer,
     Report,
+    ReserveNextPort,
     Signalled,
     Start,
-    Stepped,
+    StepReported,
     Stop,
-    Stuck,
+    Tick,
+    WorkerEnded,
+    WorkersGone,
+    WorkersStuck,
 )
 from dlrover_py.protocol.agents import (
     Assignment,
@@ -46,6 +45,7 @@ from dlrover_py.protocol.agents import (
     WorkerPhase,
 )
 from dlrover_py.protocol.errors import ExitCode
+from dlrover_py.protocol.timing import AGENT_DISCONNECTED_S
 
 RUN, WAIT, STOP = Directive.RUN, Directive.WAIT, Directive.STOP
 CHECK = Directive.CHECK
@@ -73,6 +73,11 @@ def told(core: Core, *events: Event, now: float = 0.0) -> list[Effect]:
     return [effect for event in events for effect in core.handle(event, now)]
 
 
+def phase(core: Core) -> WorkerPhase:
+    """Its phase; mypy takes an attribute to stay as it was."""
+    return core.phase
+
+
 def running(nproc: int = 1, version: int = 1) -> Core:
     """A core whose workers of a round run."""
     core = Core(nproc=nproc)
@@ -87,38 +92,42 @@ def running(nproc: int = 1, version: int = 1) -> Core:
 def test_the_first_round_starts_at_once_with_a_fresh_offer_for_the_next() -> None:
     core = Core(nproc=2)
     first = assignment(1, round=5)
-    assert told(core, Assigned(first)) == [Renew(5), Report(), Start(first)]
+    assert told(core, Assigned(first)) == [ReserveNextPort(5), Start(first), Report()]
     assert (core.follows, core.have, core.incarnation) == (5, (1, 1), 1)
 
 
 def test_the_next_round_starts_only_when_nothing_of_the_old_one_is_left() -> None:
     core = running()
-    second = assignment(2, stop_grace_s=3.5, reason="n1 is lost")
-    assert told(core, Assigned(second)) == [Renew(2), Report(), Stop("n1 is lost", 3.5)]
-    assert told(core, Ended(1, 0, failure())) == []
-    assert told(core, Emptied(1)) == [Start(second)]
+    second = assignment(2, stop_grace_s=3.5, reason="node n1 was lost")
+    assert told(core, Assigned(second)) == [
+        ReserveNextPort(2),
+        Report(),
+        Stop("node n1 was lost", 3.5),
+    ]
+    assert told(core, WorkerEnded(1, 0, failure())) == []
+    assert told(core, WorkersGone(1)) == [Start(second)]
 
 
 @pytest.mark.parametrize("directive", [RUN, WAIT, CHECK])
 def test_where_nothing_is_broken_the_workers_may_finish_their_step(directive: Directive) -> None:
     core = running()
-    planned = assignment(2, directive, check=1, last_step_s=20.0, reason="n1 is leaving")
-    polite = Stop("n1 is leaving", 1.0, polite=True, last_step_s=20.0)
+    planned = assignment(2, directive, check=1, last_step_s=20.0, reason="node n1 is leaving")
+    polite = Stop("node n1 is leaving", 1.0, graceful=True, last_step_s=20.0)
     assert told(core, Assigned(planned))[-1] == polite
     again = assignment(3, WAIT, last_step_s=20.0)
     assert told(core, Assigned(again)) == []
-    broken = assignment(4, directive, round=2, check=1, reason="n2 is lost")
-    assert Stop("n2 is lost", 1.0) in told(core, Assigned(broken)), "no step can end now"
+    broken = assignment(4, directive, round=2, check=1, reason="node n2 was lost")
+    assert Stop("node n2 was lost", 1.0) in told(core, Assigned(broken)), "no step can end now"
     assert told(core, Assigned(assignment(5, WAIT, reason="once more"))) == []
 
 
 def test_who_fails_in_the_last_step_ends_the_wait_of_the_others_beside_it() -> None:
     core = running(nproc=3)
     told(core, Assigned(assignment(2, last_step_s=20.0)))
-    assert told(core, Ended(1, 0, None)) == []
-    others = Stop("a worker of this node failed", AFTER_FAILURE_S, polite=True)
-    assert told(core, Ended(1, 1, failure(1))) == [others]
-    assert told(core, Ended(1, 2, failure(2))) == []
+    assert told(core, WorkerEnded(1, 0, None)) == []
+    others = Stop("a worker of this node failed", AFTER_FAILURE_S, graceful=True)
+    assert told(core, WorkerEnded(1, 1, failure(1))) == [others]
+    assert told(core, WorkerEnded(1, 2, failure(2))) == []
     assert WorkerPhase.STOPPING is core.phase, "neither a success nor a failure"
 
 
@@ -128,9 +137,9 @@ def test_who_fails_in_the_last_step_ends_the_wait_of_the_others_beside_it() -> N
         ([Assigned(assignment(2, STOP))], True),
         ([Assigned(assignment(2, WAIT)), Assigned(assignment(3, STOP))], True),
         ([TERM], True),
-        ([Ended(1, 0, None), Assigned(assignment(2, STOP))], False),
+        ([WorkerEnded(1, 0, None), Assigned(assignment(2, STOP))], False),
         ([Assigned(assignment(2, STOP, exit_code=1))], False),
-        ([Refused("it was given up")], False),
+        ([NodeRefused("it was given up as lost")], False),
     ],
     ids=["told", "told while it stops", "signalled", "finished", "failed", "superseded"],
 )
@@ -138,16 +147,16 @@ def test_who_leaves_while_others_go_on_says_when_its_workers_have_ended(
     events: list[Event], departs: bool
 ) -> None:
     core = running()
-    assert not core.departs
+    assert not core.leaves_job
     told(core, *events)
-    assert core.clean == 1
-    assert isinstance(told(core, Emptied(1))[-1], Exit)
-    assert (core.departs, core.clean) == (departs, 2)
+    assert core.oldest_live_round == 1
+    assert isinstance(told(core, WorkersGone(1))[-1], Exit)
+    assert (core.leaves_job, core.oldest_live_round) == (departs, 2)
 
 
 def test_a_healthy_round_is_not_stopped_by_what_its_assignment_says_of_the_last() -> None:
     core = running()
-    told(core, Assigned(assignment(2, last_step_s=20.0)), Emptied(1))
+    told(core, Assigned(assignment(2, last_step_s=20.0)), WorkersGone(1))
     assert core.phase is WorkerPhase.RUNNING
     assert told(core, Assigned(assignment(3, round=2))) == []
 
@@ -156,15 +165,15 @@ def test_only_the_newest_of_two_rounds_is_started() -> None:
     core = running()
     second, third = assignment(2), assignment(3)
     told(core, Assigned(second))
-    assert told(core, Assigned(third)) == [Renew(3), Report()]
-    assert told(core, Emptied(1)) == [Start(third)]
+    assert told(core, Assigned(third)) == [ReserveNextPort(3), Report()]
+    assert told(core, WorkersGone(1)) == [Start(third)]
 
 
 def test_a_round_that_was_called_off_while_the_old_one_ended_is_not_started() -> None:
     core = running()
     told(core, Assigned(assignment(2)))
     assert told(core, Assigned(assignment(3, WAIT, round=2))) == []
-    assert told(core, Emptied(1)) == [Report()]
+    assert told(core, WorkersGone(1)) == [Report()]
     assert core.phase is WorkerPhase.IDLE
 
 
@@ -192,17 +201,17 @@ def test_a_restarted_master_that_repeats_the_round_touches_no_worker() -> None:
 
 def test_a_report_never_says_that_a_round_ended_well_before_it_was_started() -> None:
     core = running()
-    told(core, Ended(1, 0, None))
-    assert core.phase is WorkerPhase.SUCCEEDED
+    told(core, WorkerEnded(1, 0, None))
+    assert phase(core) is WorkerPhase.SUCCEEDED
     told(core, Assigned(assignment(2)))  # another node has failed; our processes are not gone yet
     assert core.follows == 2
-    assert core.phase is WorkerPhase.STOPPING
-    assert isinstance(told(core, Emptied(1))[-1], Start)
+    assert phase(core) is WorkerPhase.STOPPING
+    assert isinstance(told(core, WorkersGone(1))[-1], Start)
 
 
 def test_the_failure_of_an_old_round_is_not_reported_for_the_next() -> None:
     core = running()
-    told(core, Ended(1, 0, failure()), Assigned(assignment(2)))
+    told(core, WorkerEnded(1, 0, failure()), Assigned(assignment(2)))
     assert (core.follows, core.failure, core.phase) == (2, None, WorkerPhase.STOPPING)
 
 
@@ -211,21 +220,23 @@ def test_the_failure_of_an_old_round_is_not_reported_for_the_next() -> None:
 
 def test_a_round_has_succeeded_when_all_workers_exited_0() -> None:
     core = running(nproc=2)
-    assert told(core, Ended(1, 1, None)) == []
-    assert core.phase is WorkerPhase.RUNNING
-    assert told(core, Ended(1, 0, None)) == [Report()]
-    assert core.phase is WorkerPhase.SUCCEEDED
-    assert told(core, Emptied(1)) == []
-    assert core.phase is WorkerPhase.SUCCEEDED
+    assert told(core, WorkerEnded(1, 1, None)) == []
+    assert phase(core) is WorkerPhase.RUNNING
+    assert told(core, WorkerEnded(1, 0, None)) == [Report()]
+    assert phase(core) is WorkerPhase.SUCCEEDED
+    assert told(core, WorkersGone(1)) == []
+    assert phase(core) is WorkerPhase.SUCCEEDED
 
 
 def test_a_failed_worker_ends_the_round_here_without_waiting_for_the_master() -> None:
     core = running(nproc=2)
-    effects = told(core, Ended(1, 1, failure(1)))
+    effects = told(core, WorkerEnded(1, 1, failure(1)))
     assert effects == [Report(), Stop("a worker of this node failed", 1.0)]
     assert (core.phase, core.failure) == (WorkerPhase.FAILED, failure(1))
-    assert told(core, Ended(1, 0, failure(0))) == [], "it was stopped: a consequence, not a cause"
-    told(core, Emptied(1))
+    assert told(core, WorkerEnded(1, 0, failure(0))) == [], (
+        "it was stopped: a consequence, not a cause"
+    )
+    told(core, WorkersGone(1))
     assert (core.phase, core.failure) == (WorkerPhase.FAILED, failure(1))
 
 
@@ -235,7 +246,7 @@ def test_a_failed_worker_ends_the_round_here_without_waiting_for_the_master() ->
         Assigned(assignment(2)),
         Assigned(assignment(2, WAIT)),
         Assigned(assignment(2, STOP)),
-        Refused("superseded"),
+        NodeRefused("superseded"),
         TERM,
     ],
     ids=["next round", "wait", "stop", "refused", "signal"],
@@ -246,22 +257,22 @@ def test_an_end_after_an_order_to_stop_is_neither_success_nor_failure(
 ) -> None:
     core = running()
     told(core, order)
-    assert told(core, Ended(1, 0, end)) == []
-    told(core, Emptied(1))
+    assert told(core, WorkerEnded(1, 0, end)) == []
+    told(core, WorkersGone(1))
     assert core.phase not in (WorkerPhase.SUCCEEDED, WorkerPhase.FAILED)
     assert core.failure is None
 
 
 def test_late_news_of_an_old_round_change_nothing() -> None:
     core = running()
-    told(core, Assigned(assignment(2)), Emptied(1))
+    told(core, Assigned(assignment(2)), WorkersGone(1))
     before = vars_of(core)
     late: list[Event] = [
-        Ended(1, 0, None),
-        Ended(1, 0, failure()),
-        Emptied(1),
-        Stuck(1, (4,)),
-        Stepped(1, 0, 9, None, {}),
+        WorkerEnded(1, 0, None),
+        WorkerEnded(1, 0, failure()),
+        WorkersGone(1),
+        WorkersStuck(1, (4,)),
+        StepReported(1, 0, 9, None, {}),
     ]
     for event in late:
         assert told(core, event) == []
@@ -275,7 +286,7 @@ def vars_of(core: Core) -> dict[str, object]:
 def test_processes_that_survive_sigkill_end_the_agent() -> None:
     core = running()
     told(core, Assigned(assignment(2)))
-    (end,) = told(core, Stuck(1, (31, 32)))
+    (end,) = told(core, WorkersStuck(1, (31, 32)))
     assert isinstance(end, Exit)
     assert end.code == ExitCode.FAILED
     assert "31, 32" in end.message
@@ -294,41 +305,41 @@ def test_stop_ends_an_idle_agent_at_once_with_the_masters_code() -> None:
 def test_stop_lets_scripts_end_by_themselves_and_then_exits() -> None:
     core = running()
     stop = assignment(2, STOP, stop_grace_s=30, exit_code=0, reason="the job is over")
-    assert told(core, Assigned(stop)) == [Stop("the job is over", 30, polite=True)]
-    assert told(core, Ended(1, 0, None)) == []
-    assert told(core, Emptied(1)) == [Exit(0, "the job is over")]
+    assert told(core, Assigned(stop)) == [Stop("the job is over", 30, graceful=True)]
+    assert told(core, WorkerEnded(1, 0, None)) == []
+    assert told(core, WorkersGone(1)) == [Exit(0, "the job is over")]
 
 
 def test_nothing_is_started_after_stop() -> None:
     core = running()
     told(core, Assigned(assignment(2, STOP)))
     assert told(core, Assigned(assignment(3))) == []
-    assert told(core, Emptied(1)) == [Exit(0, "a test")]
+    assert told(core, WorkersGone(1)) == [Exit(0, "a test")]
 
 
 def test_stop_calls_off_the_round_that_waits_for_the_old_one_to_end() -> None:
     core = running()
     told(core, Assigned(assignment(2)), Assigned(assignment(3, STOP)))
-    assert told(core, Emptied(1)) == [Exit(0, "a test")]
+    assert told(core, WorkersGone(1)) == [Exit(0, "a test")]
 
 
 def test_a_refused_agent_kills_at_once_and_exits_as_superseded() -> None:
     core = running()
-    assert told(core, Refused("n0: it was given up")) == [Kill()]
-    (end,) = told(core, Emptied(1))
-    assert end == Exit(ExitCode.SUPERSEDED, "refused by the master: n0: it was given up")
+    assert told(core, NodeRefused("n0: it was given up as lost")) == [Kill()]
+    (end,) = told(core, WorkersGone(1))
+    assert end == Exit(ExitCode.SUPERSEDED, "refused by the master: n0: it was given up as lost")
     idle = Core(nproc=1)
-    assert told(idle, Refused("x")) == [Exit(ExitCode.SUPERSEDED, "refused by the master: x")]
+    assert told(idle, NodeRefused("x")) == [Exit(ExitCode.SUPERSEDED, "refused by the master: x")]
 
 
 def test_the_first_signal_is_handed_on_with_a_grace_and_the_second_kills() -> None:
     core = running()
     first = told(core, Signalled("SIGINT", 2))
-    assert first == [Report(), Stop("the agent received SIGINT", 30.0, polite=True, signal=2)]
+    assert first == [Report(), Stop("the agent received SIGINT", 30.0, graceful=True, signal=2)]
     assert core.leaving == "the agent received SIGINT"
     assert told(core, Signalled("SIGINT", 2)) == [Kill()]
     assert told(core, Signalled("SIGTERM", 15)) == [Kill()]
-    assert told(core, Emptied(1)) == [Exit(ExitCode.FAILED, "the agent received SIGINT")]
+    assert told(core, WorkersGone(1)) == [Exit(ExitCode.FAILED, "the agent received SIGINT")]
 
 
 def test_a_signal_ends_an_agent_without_workers_at_once() -> None:
@@ -339,16 +350,16 @@ def test_a_signal_ends_an_agent_without_workers_at_once() -> None:
 def test_an_agent_without_a_master_ends_once_it_has_nothing_to_do() -> None:
     core = running()
     assert told(core, MasterLost("gone")) == []  # workers need no master
-    told(core, Ended(1, 0, failure()))
+    told(core, WorkerEnded(1, 0, failure()))
     assert told(core, MasterLost("gone")) == []  # their processes are not gone yet
-    told(core, Emptied(1))
+    told(core, WorkersGone(1))
     assert told(core, MasterLost("gone")) == [Exit(ExitCode.FAILED, "gone")]
     assert told(core, MasterLost("gone")) == []
 
 
 def test_an_agent_whose_workers_have_succeeded_needs_no_master_to_say_so() -> None:
     core = running()
-    told(core, Ended(1, 0, None), Emptied(1))
+    told(core, WorkerEnded(1, 0, None), WorkersGone(1))
     assert told(core, MasterLost("gone")) == [Exit(ExitCode.OK, "gone")]
 
 
@@ -357,13 +368,13 @@ def test_a_second_signal_kills_workers_that_were_told_to_stop() -> None:
     told(core, Assigned(assignment(2, STOP, stop_grace_s=30)))
     told(core, TERM)
     assert told(core, TERM) == [Kill()]
-    assert told(core, Emptied(1)) == [Exit(0, "a test")]
+    assert told(core, WorkersGone(1)) == [Exit(0, "a test")]
 
 
 def test_a_signal_calls_off_the_next_round() -> None:
     core = running()
     told(core, Assigned(assignment(2)), TERM)
-    assert told(core, Emptied(1)) == [Exit(ExitCode.FAILED, "the agent received SIGTERM")]
+    assert told(core, WorkersGone(1)) == [Exit(ExitCode.FAILED, "the agent received SIGTERM")]
 
 
 # --- progress ---
@@ -372,7 +383,7 @@ def test_a_signal_calls_off_the_next_round() -> None:
 def test_the_first_step_says_how_long_the_recovery_took() -> None:
     core = Core(nproc=1)
     told(core, Assigned(assignment(1)), now=10.0)
-    assert told(core, Stepped(1, 0, 40, 100, {"loss": 2.0}), now=12.5) == [Report()]
+    assert told(core, StepReported(1, 0, 40, 100, {"loss": 2.0}), now=12.5) == [Report()]
     progress = core.progress
     assert progress is not None
     assert (progress.step, progress.total, progress.started_at_step) == (40, 100, 40)
@@ -383,9 +394,9 @@ def test_the_first_step_says_how_long_the_recovery_took() -> None:
 def test_steps_only_grow_and_their_speed_is_measured() -> None:
     core = Core(nproc=2)
     told(core, Assigned(assignment(1)), now=0.0)
-    told(core, Stepped(1, 0, 10, 100, {"loss": 2.0}), now=1.0)
-    assert told(core, Stepped(1, 0, 20, None, {}), now=2.0) == []
-    assert told(core, Stepped(1, 1, 19, None, {}), now=3.0) == []
+    told(core, StepReported(1, 0, 10, 100, {"loss": 2.0}), now=1.0)
+    assert told(core, StepReported(1, 0, 20, None, {}), now=2.0) == []
+    assert told(core, StepReported(1, 1, 19, None, {}), now=3.0) == []
     progress = core.progress
     assert progress is not None
     assert (progress.step, progress.total, progress.steps_per_s) == (20, 100, 10.0)
@@ -394,12 +405,12 @@ def test_steps_only_grow_and_their_speed_is_measured() -> None:
 
 def test_a_new_round_counts_its_steps_anew() -> None:
     core = running()
-    told(core, Stepped(1, 0, 50, None, {}))
+    told(core, StepReported(1, 0, 50, None, {}))
     told(core, Assigned(assignment(2)))
     assert core.progress is None
-    told(core, Stepped(1, 0, 51, None, {}))
+    told(core, StepReported(1, 0, 51, None, {}))
     assert core.progress is None, "the old workers are on their way out"
-    told(core, Emptied(1), Stepped(2, 0, 31, None, {}))
+    told(core, WorkersGone(1), StepReported(2, 0, 31, None, {}))
     assert core.progress is not None
     assert core.progress.started_at_step == 31
 
@@ -419,34 +430,38 @@ def checking(nproc: int = 2) -> Core:
 def test_a_check_is_taken_up_with_a_fresh_offer_and_is_no_round() -> None:
     core = Core(nproc=2)
     first = assignment(1, CHECK, check=4, round=0)
-    assert told(core, Assigned(first)) == [Renew(0), Report(), Start(first)]
+    assert told(core, Assigned(first)) == [ReserveNextPort(0), Start(first), Report()]
     assert (core.checks, core.follows) == (4, 0)
     assert told(core, Assigned(assignment(2, CHECK, check=4, round=0))) == []
 
 
 def test_a_node_is_as_fast_as_its_slowest_worker() -> None:
     core = checking()
-    told(core, Stepped(0, 0, 0, None, TIMES), Stepped(0, 1, 0, None, TIMES | {"matmul_s": 0.75}))
-    assert told(core, Ended(0, 0, None)) == []
+    told(
+        core,
+        StepReported(0, 0, 0, None, TIMES),
+        StepReported(0, 1, 0, None, TIMES | {"matmul_s": 0.75}),
+    )
+    assert told(core, WorkerEnded(0, 0, None)) == []
     assert core.check is None
-    assert told(core, Ended(0, 1, None)) == [Report()]
+    assert told(core, WorkerEnded(0, 1, None)) == [Report()]
     assert core.check == CheckResult(
         passed=True, matmul_s=0.75, allreduce_s=0.25, algbw_gb_s=0.0, busbw_gb_s=8.0
     )
     assert core.progress is None
-    assert told(core, Emptied(0)) == [Report()]
+    assert told(core, WorkersGone(0)) == [Report()]
     assert core.phase is WorkerPhase.IDLE
     first = assignment(2, RUN, round=1)
-    assert told(core, Assigned(first)) == [Renew(1), Report(), Start(first)]
+    assert told(core, Assigned(first)) == [ReserveNextPort(1), Start(first), Report()]
 
 
 def test_a_check_that_fails_is_no_failure_of_the_workers() -> None:
     core = checking()
-    effects = told(core, Ended(0, 1, failure(1)))
+    effects = told(core, WorkerEnded(0, 1, failure(1)))
     assert effects == [Report(), Stop("the check has failed", 0.0)]
     assert core.check == CheckResult(passed=False, why="worker 1 exited with code 3")
     assert core.failure is None
-    told(core, Ended(0, 0, failure(0)), Emptied(0))
+    told(core, WorkerEnded(0, 0, failure(0)), WorkersGone(0))
     assert core.phase is WorkerPhase.IDLE
     assert core.check is not None
     assert core.check.why == "worker 1 exited with code 3"
@@ -454,34 +469,34 @@ def test_a_check_that_fails_is_no_failure_of_the_workers() -> None:
 
 def test_a_check_that_ends_without_a_result_has_failed() -> None:
     core = checking(nproc=1)
-    told(core, Ended(0, 0, None))
+    told(core, WorkerEnded(0, 0, None))
     assert core.check == CheckResult(passed=False, why="worker 0 ended without a result")
 
 
 def test_the_next_check_or_round_takes_the_place_of_a_check() -> None:
     core = checking()
     second = assignment(2, CHECK, check=5, round=0, reason="again")
-    assert told(core, Assigned(second)) == [Renew(0), Report(), Stop("again", 1.0)]
+    assert told(core, Assigned(second)) == [ReserveNextPort(0), Report(), Stop("again", 1.0)]
     assert (core.checks, core.check) == (5, None)
-    assert told(core, Ended(0, 0, failure())) == [], "news of the older one"
-    assert told(core, Emptied(0)) == [Start(second)]
+    assert told(core, WorkerEnded(0, 0, failure())) == [], "news of the older one"
+    assert told(core, WorkersGone(0)) == [Start(second)]
     first = assignment(3, RUN, round=1)
     told(core, Assigned(first))
-    assert told(core, Emptied(0)) == [Start(first)]
+    assert told(core, WorkersGone(0)) == [Start(first)]
     assert core.check is None
 
 
 def test_a_check_is_called_off() -> None:
     core = checking()
     assert told(core, Assigned(assignment(2, WAIT, round=0))) == [Stop("a test", 1.0)]
-    assert told(core, Emptied(0)) == [Report()]
+    assert told(core, WorkersGone(0)) == [Report()]
     assert (core.phase, core.check) == (WorkerPhase.IDLE, None)
 
 
 # --- when the master does not answer ---
 
 LEASE_S, EXCHANGE_S = 8.0, 3.0
-ASK = Ask("h0", 5000)
+ASK = ProbePeer("h0", 5000)
 STOPPED = "neither the master nor rank 0 was heard for 8 s"
 
 
@@ -502,91 +517,91 @@ def placed(version: int = 1, node_rank: int = 1, nnodes: int = 3, **fields: Any)
 def member(**fields: Any) -> Core:
     """One of several nodes, that has been in contact once."""
     core = Core(nproc=1)
-    told(core, Assigned(placed(**fields)), Met(1))
+    told(core, Assigned(placed(**fields)), PeerSeen(1))
     return core
 
 
 def test_a_node_of_which_nobody_hears_stops_its_workers_and_says_so_later() -> None:
     core = member()
-    assert told(core, Missed(), now=10.0) == []
-    assert told(core, Missed(), Passed(), now=17.75) == [ASK]
-    assert told(core, Passed(), now=18.0) == [Stop(STOPPED, 2.5), Report()]
+    assert told(core, MasterUnreachable(), now=10.0) == []
+    assert told(core, MasterUnreachable(), Tick(), now=17.75) == [ASK]
+    assert told(core, Tick(), now=18.0) == [Stop(STOPPED, 2.5), Report()]
     assert (core.phase, core.cut_off) == (WorkerPhase.STOPPING, STOPPED)
-    assert told(core, Passed(), now=60.0) == []
-    assert told(core, Ended(1, 0, failure()), Emptied(1)) == [Report()]
+    assert told(core, Tick(), now=60.0) == []
+    assert told(core, WorkerEnded(1, 0, failure()), WorkersGone(1)) == [Report()]
     assert (core.phase, core.cut_off, core.failure) == (WorkerPhase.IDLE, STOPPED, None)
     # Its round has not been given up, as far as the master knows; then there is another one.
     assert told(core, Assigned(placed(2, round=1))) == []
     assert core.cut_off == STOPPED
-    assert told(core, Assigned(placed(3, round=2)))[-1] == Start(placed(3, round=2))
+    assert told(core, Assigned(placed(3, round=2)))[-2] == Start(placed(3, round=2))
     assert core.cut_off == ""
 
 
 def test_when_only_the_master_is_gone_workers_go_on_for_as_long_as_it_takes() -> None:
     core, first = member(), member(node_rank=0)
-    told(core, Missed(), now=1.0)
-    told(first, Missed(), now=1.0)
+    told(core, MasterUnreachable(), now=1.0)
+    told(first, MasterUnreachable(), now=1.0)
     for now in range(2, 1000):
-        assert told(core, Passed(), now=now) == [ASK]
-        assert told(first, Passed(), now=now) == []
+        assert told(core, Tick(), now=now) == [ASK]
+        assert told(first, Tick(), now=now) == []
         if now % 7 == 0:
-            told(core, Met(1), now=now)
-            told(first, Met(1), now=now)
+            told(core, PeerSeen(1), now=now)
+            told(first, PeerSeen(1), now=now)
     assert core.stands(1)
     assert first.stands(1)
 
 
 def test_the_master_s_answer_ends_the_silence() -> None:
     core = member()
-    told(core, Missed(), now=10.0)
-    assert told(core, Assigned(placed()), Passed(), now=17.75) == []
-    told(core, Missed(), now=17.75)
-    assert told(core, Passed(), now=25.5) == [ASK]
-    assert isinstance(told(core, Passed(), now=25.75)[0], Stop)
+    told(core, MasterUnreachable(), now=10.0)
+    assert told(core, Assigned(placed()), Tick(), now=17.75) == []
+    told(core, MasterUnreachable(), now=17.75)
+    assert told(core, Tick(), now=25.5) == [ASK]
+    assert isinstance(told(core, Tick(), now=25.75)[0], Stop)
 
 
 def test_an_older_master_that_is_cut_off_too_does_not_count() -> None:
     core = member(term=2)
-    told(core, Missed(), now=10.0)
+    told(core, MasterUnreachable(), now=10.0)
     told(core, Assigned(placed(9, term=1)), now=17.0)
-    assert isinstance(told(core, Passed(), now=18.0)[0], Stop)
+    assert isinstance(told(core, Tick(), now=18.0)[0], Stop)
 
 
 def test_a_master_that_is_cut_off_with_us_is_enough_for_a_while_only() -> None:
     """It answers, and cannot know whether the others go on under another one."""
     core = member()
-    adrift = Assigned(placed(adrift=True))
-    told(core, adrift, now=10.0)
-    patience = LEASE_S + ADRIFT_S
+    cut_off = Assigned(placed(master_disconnected=True))
+    told(core, cut_off, now=10.0)
+    patience = LEASE_S + AGENT_DISCONNECTED_S
     for now in range(11, 48):
-        assert told(core, adrift, Passed(), now=now) == [ASK]
-    told(core, Met(1), now=47.5)
-    assert told(core, adrift, Passed(), now=47.5 + patience - 0.25) == [ASK]
-    (stop, _) = told(core, adrift, Passed(), now=47.5 + patience)
+        assert told(core, cut_off, Tick(), now=now) == [ASK]
+    told(core, PeerSeen(1), now=47.5)
+    assert told(core, cut_off, Tick(), now=47.5 + patience - 0.25) == [ASK]
+    (stop, _) = told(core, cut_off, Tick(), now=47.5 + patience)
     assert isinstance(stop, Stop)
-    assert "neither a master in touch with its platform nor rank 0" in stop.why
+    assert "neither a master that reaches its platform nor rank 0" in stop.why
 
 
 def test_a_master_that_is_back_in_touch_is_enough() -> None:
     core = member()
-    told(core, Assigned(placed(adrift=True)), now=10.0)
+    told(core, Assigned(placed(master_disconnected=True)), now=10.0)
     told(core, Assigned(placed()), now=40.0)
-    assert told(core, Passed(), now=1000.0) == []
+    assert told(core, Tick(), now=1000.0) == []
 
 
 def test_a_master_that_was_adrift_and_then_says_nothing_is_missed_like_any() -> None:
     core = member()
-    told(core, Assigned(placed(adrift=True)), now=10.0)
-    told(core, Missed(), now=20.0)
-    assert isinstance(told(core, Passed(), now=20.0)[0], Stop)
+    told(core, Assigned(placed(master_disconnected=True)), now=10.0)
+    told(core, MasterUnreachable(), now=20.0)
+    assert isinstance(told(core, Tick(), now=20.0)[0], Stop)
 
 
 def test_rank_0_gives_the_others_time_to_miss_the_master() -> None:
     core = member(node_rank=0)
-    told(core, Missed(), now=10.0)
-    patience = LEASE_S + EXCHANGE_S + OVERDUE_S
-    assert told(core, Passed(), now=10.0 + patience - 0.25) == []
-    stop, report = told(core, Passed(), now=10.0 + patience)
+    told(core, MasterUnreachable(), now=10.0)
+    patience = LEASE_S + EXCHANGE_S + EXCHANGE_OVERDUE_S
+    assert told(core, Tick(), now=10.0 + patience - 0.25) == []
+    stop, report = told(core, Tick(), now=10.0 + patience)
     assert isinstance(stop, Stop)
     assert "neither the master nor any other node of the round" in stop.why
     assert report == Report()
@@ -594,39 +609,39 @@ def test_rank_0_gives_the_others_time_to_miss_the_master() -> None:
 
 def test_a_node_that_is_alone_in_its_round_needs_nobody() -> None:
     core = member(node_rank=0, nnodes=1)
-    told(core, Missed())
-    assert told(core, Passed(), now=1000.0) == []
+    told(core, MasterUnreachable())
+    assert told(core, Tick(), now=1000.0) == []
 
 
 def test_silence_where_no_question_has_ever_got_through_says_nothing() -> None:
     """A firewall, say. It is asked in health until it has been answered once in the round."""
     core = Core(nproc=1)
     told(core, Assigned(placed()))
-    assert told(core, Passed()) == [ASK]
-    told(core, Missed())
-    assert told(core, Passed(), now=1000.0) == [ASK]
-    told(core, Assigned(placed()), Met(1), now=1001.0)
-    assert told(core, Passed(), now=1002.0) == [], "in health nobody asks"
-    told(core, Assigned(placed(2)), Emptied(1), Met(1), now=1003.0)
-    assert told(core, Passed(), now=1004.0) == [ASK], "the next round has another rank 0"
+    assert told(core, Tick()) == [ASK]
+    told(core, MasterUnreachable())
+    assert told(core, Tick(), now=1000.0) == [ASK]
+    told(core, Assigned(placed()), PeerSeen(1), now=1001.0)
+    assert told(core, Tick(), now=1002.0) == [], "in health nobody asks"
+    told(core, Assigned(placed(2)), WorkersGone(1), PeerSeen(1), now=1003.0)
+    assert told(core, Tick(), now=1004.0) == [ASK], "the next round has another rank 0"
 
 
 def test_who_has_finished_still_asks_for_rank_0_s_sake() -> None:
     core, first = member(), member(node_rank=0)
-    told(core, Ended(1, 0, None), Missed(), now=10.0)
-    assert told(core, Passed(), now=11.0) == [ASK]
-    assert told(core, Passed(), now=100.0) == [ASK], "though a process of its own is left"
-    told(core, Emptied(1))
-    assert told(core, Passed(), now=1000.0) == [ASK]
+    told(core, WorkerEnded(1, 0, None), MasterUnreachable(), now=10.0)
+    assert told(core, Tick(), now=11.0) == [ASK]
+    assert told(core, Tick(), now=100.0) == [ASK], "though a process of its own is left"
+    told(core, WorkersGone(1))
+    assert told(core, Tick(), now=1000.0) == [ASK]
     assert (core.phase, core.cut_off) == (WorkerPhase.SUCCEEDED, "")
-    told(first, Ended(1, 0, None))
+    told(first, WorkerEnded(1, 0, None))
     assert first.stands(1), "its workers are missed by nobody"
 
 
 def test_who_has_failed_or_stopped_is_not_in_the_round_any_more() -> None:
     core = member(node_rank=0)
     assert not core.stands(2)
-    told(core, Ended(1, 0, failure()))
+    told(core, WorkerEnded(1, 0, failure()))
     assert not core.stands(1)
 
 
@@ -717,7 +732,7 @@ class AgentMachine(RuleBasedStateMachine):
                 if not check:
                     assert not self.started or new.round > self.started[-1]
                     self.started.append(new.round)
-            case Ask(addr, _):
+            case ProbePeer(addr, _):
                 assert self.newest is not None
                 assert (addr, self.newest.nnodes, self.newest.node_rank) == ("h0", 3, 1)
             case Stop() | Kill():
@@ -793,7 +808,7 @@ class AgentMachine(RuleBasedStateMachine):
         assert self.tell(Assigned(late)) == []
         if late.term == self.core.have[0]:
             self.answered_at = self.now
-            before["_missed_at"] = "None"
+            before["_master_missing_since"] = "None"
         assert vars_of(self.core) == before
 
     @precondition(lambda self: self.may_end)
@@ -805,7 +820,7 @@ class AgentMachine(RuleBasedStateMachine):
     @rule()
     def the_master_refuses(self) -> None:
         self.last = "refused"
-        self.tell(Refused("given up"))
+        self.tell(NodeRefused("given up"))
 
     @precondition(lambda self: self.may_end)
     @rule()
@@ -831,25 +846,25 @@ class AgentMachine(RuleBasedStateMachine):
                 self.verdicts[workers.round] = "failed"
             elif not workers.alive:
                 self.verdicts[workers.round] = "succeeded"
-        self.tell(Ended(workers.round, rank, failure(rank) if fails else None))
+        self.tell(WorkerEnded(workers.round, rank, failure(rank) if fails else None))
 
     @precondition(lambda self: self.exit is None and self.workers and not self.workers.alive)
     @rule()
     def all_processes_are_gone(self) -> None:
         assert self.workers is not None
         gone, self.workers = self.workers.round, None
-        self.tell(Emptied(gone))
+        self.tell(WorkersGone(gone))
 
     @precondition(lambda self: self.exit is None and len(self.started) > 1)
     @rule(kind=st.integers(0, 4))
     def late_news_of_an_old_round(self, kind: int) -> None:
         old = self.started[-2]
         events: list[Event] = [
-            Ended(old, 0, failure()),
-            Ended(old, 0, None),
-            Emptied(old),
-            Stuck(old, (5,)),
-            Stepped(old, 0, 5, None, {}),
+            WorkerEnded(old, 0, failure()),
+            WorkerEnded(old, 0, None),
+            WorkersGone(old),
+            WorkersStuck(old, (5,)),
+            StepReported(old, 0, 5, None, {}),
         ]
         before = vars_of(self.core)
         assert self.tell(events[kind]) == []
@@ -859,18 +874,18 @@ class AgentMachine(RuleBasedStateMachine):
     @rule(step=st.integers(0, 50))
     def a_step(self, step: int) -> None:
         assert self.workers is not None
-        self.tell(Stepped(self.workers.round, 0, step, None, {}))
+        self.tell(StepReported(self.workers.round, 0, step, None, {}))
 
     @precondition(lambda self: self.exit is None)
     @rule()
     def the_master_does_not_answer(self) -> None:
-        assert self.tell(Missed()) == []
+        assert self.tell(MasterUnreachable()) == []
 
     @precondition(lambda self: self.exit is None and self.started)
     @rule(old=st.booleans())
     def another_node_is_met(self, old: bool) -> None:
         round_number = self.started[-1] - old
-        assert self.tell(Met(round_number)) == []
+        assert self.tell(PeerSeen(round_number)) == []
         if self.workers is not None and self.workers.round == round_number:
             self.met_at, self.met_in = self.now, round_number
 
@@ -879,7 +894,7 @@ class AgentMachine(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         was, phase = self.core.cut_off, self.core.phase
-        effects = self.tell(Passed())
+        effects = self.tell(Tick())
         if self.core.cut_off == was:
             assert effects in ([], [ASK]), "looking at the clock does nothing else"
             return
@@ -894,7 +909,7 @@ class AgentMachine(RuleBasedStateMachine):
     @rule()
     def nobody_answers_for_long(self) -> None:
         self.the_master_does_not_answer()
-        self.time_passes(LEASE_S + EXCHANGE_S + OVERDUE_S)
+        self.time_passes(LEASE_S + EXCHANGE_S + EXCHANGE_OVERDUE_S)
         alone = self.nnodes > 1 and self.met_in == self.core.follows
         assert self.core.stands(self.core.follows) is not alone
 

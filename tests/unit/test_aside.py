@@ -3,19 +3,25 @@
 import asyncio
 import logging
 import os
+import signal
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from dlrover_agent.logs import Files, Pump, Stream
-from dlrover_py.aside import Aside, Outlet, Overdue
+from dlrover_agent.workers.logs import LogFiles, StreamPump
+from dlrover_agent.workers.streams import WorkerStream
+from dlrover_py.process.blocking import (
+    BackgroundThread,
+    BackgroundWriter,
+    OverdueError,
+)
 from dlrover_py.telemetry import setup
 
 
 async def test_a_call_that_hangs_is_waited_for_within_its_limit_and_all_else_goes_on() -> None:
-    aside, gate, late = Aside("test"), threading.Event(), []
+    aside, gate, late = BackgroundThread("test"), threading.Event(), []
     over = threading.Event()
 
     def hangs() -> str:
@@ -27,10 +33,10 @@ async def test_a_call_that_hangs_is_waited_for_within_its_limit_and_all_else_goe
         over.set()
 
     ran = []
-    hung = asyncio.create_task(aside.run(hangs, 0.05, late=took))
-    with pytest.raises(Overdue, match=r"no answer within 0\.05 s"):
+    hung = asyncio.create_task(aside.run(hangs, 0.05, discard=took))
+    with pytest.raises(OverdueError, match=r"no answer within 0\.05 s"):
         await hung
-    with pytest.raises(Overdue):
+    with pytest.raises(OverdueError):
         await aside.run(lambda: ran.append("too late"), 0.01)
     gate.set()
     assert await aside.run(lambda: "next", 60) == "next"
@@ -39,15 +45,43 @@ async def test_a_call_that_hangs_is_waited_for_within_its_limit_and_all_else_goe
     assert not ran, "a call that had not begun in time is never made"
 
 
+async def test_signals_are_left_to_the_main_thread() -> None:
+    aside = BackgroundThread("test")
+    blocked = await aside.run(lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ()), 60)
+    assert {signal.SIGINT, signal.SIGTERM} <= blocked
+    assert not {signal.SIGINT, signal.SIGTERM} & signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+async def test_an_outcome_that_nobody_waits_for_any_more_is_taken_care_of() -> None:
+    aside, late = BackgroundThread("test"), []
+    over = threading.Event()
+
+    def took(outcome: int) -> None:
+        late.append(outcome)
+        over.set()
+
+    for _ in range(100):  # at any point of the call
+        over.clear()
+        late.clear()
+        task = asyncio.create_task(aside.run(lambda: 1, 60, took, over.set))
+        await asyncio.sleep(0)
+        task.cancel()
+        (outcome,) = await asyncio.gather(task, return_exceptions=True)
+        if isinstance(outcome, asyncio.CancelledError):
+            assert await asyncio.to_thread(over.wait, 60)
+        else:
+            assert not late
+
+
 async def test_an_exception_is_told_to_who_waits() -> None:
-    aside = Aside("test")
+    aside = BackgroundThread("test")
     with pytest.raises(ZeroDivisionError):
         await aside.run(lambda: 1 // 0, 60)
     assert await aside.run(lambda: 1, 60) == 1
 
 
 def test_the_oldest_are_dropped_and_no_call_without_a_size() -> None:
-    aside, gate, made = Aside("test", most=10), threading.Event(), []
+    aside, gate, made = BackgroundThread("test", max_waiting=10), threading.Event(), []
     aside.post(lambda: gate.wait(60))
     for number in range(8):
         size = 0 if number == 1 else 4
@@ -91,12 +125,68 @@ def test_a_log_that_is_not_read_holds_up_nobody() -> None:
     os.close(write)
 
 
+async def test_a_worker_waits_for_a_slow_console_and_loses_nothing() -> None:
+    read, write = os.pipe()
+    console, files = BackgroundWriter(write), LogFiles()
+    pump = StreamPump(WorkerStream(prefix="> "), console, files)
+    lines = [
+        b"%08d %s\n" % (i, b"x" * 9000) for i in range(4 * BackgroundWriter.HIGH_BYTES // 9000)
+    ]
+
+    def work() -> None:
+        for line in lines:
+            os.write(pump.end, line)
+        os.close(pump.end)
+
+    worker = asyncio.create_task(asyncio.to_thread(work))
+    deadline = time.monotonic() + 60
+    while not console.slow and time.monotonic() < deadline:
+        await asyncio.sleep(0)
+    assert console.slow
+    assert not worker.done(), "it waits, and this loop does not"
+    with open(read, "rb") as reader:
+        taken = asyncio.create_task(asyncio.to_thread(reader.read))
+        await worker
+        pump.close()
+        assert await asyncio.to_thread(console.finish, 60)
+        assert console.give_up() == 0
+        os.close(write)
+        assert await taken == b"".join(b"> " + line for line in lines)
+
+
+async def test_after_a_signal_a_console_that_is_not_read_is_given_up() -> None:
+    read, write = full_pipe()
+    console = BackgroundWriter(write, hung_after_s=0.0)
+    pump = StreamPump(WorkerStream(), console, LogFiles())
+
+    def work(lines: int) -> None:
+        for _ in range(lines):
+            os.write(pump.end, b"x" * 9999 + b"\n")
+
+    lines = 3 * BackgroundWriter.MAX_BYTES // 10_000
+    worker = asyncio.create_task(asyncio.to_thread(work, lines))
+    deadline = time.monotonic() + 60
+    while not console.slow and time.monotonic() < deadline:
+        await asyncio.sleep(0)
+    assert not worker.done()
+    console.waits_for_reader = False
+    await asyncio.wait_for(worker, 60)
+    os.close(pump.end)
+    pump.close()
+    assert not console.finish(0.01)
+    lost = console.give_up()
+    assert lines - 7 <= lost <= lines, "all but those of the write that hangs"
+    assert console.give_up() == 0, "they are counted once"
+    os.close(read)
+    os.close(write)
+
+
 async def test_a_log_file_whose_disk_hangs_costs_lines_and_holds_up_no_pump(tmp_path: Path) -> None:
     fifo = tmp_path / "stdout.log"
     os.mkfifo(fifo)  # opening it hangs until somebody reads
     read, write = full_pipe()
-    files = Files()
-    pump = Pump(Stream((fifo,), shown=True), Outlet(write), files)
+    files = LogFiles()
+    pump = StreamPump(WorkerStream((fifo,), shown=True), BackgroundWriter(write), files)
     turns = 0
     for _ in range(100):
         os.write(pump.end, b"line\n" * 1000)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrover_py import cgroups
+from dlrover_py.process import cgroups
 
 V1 = ("memory.limit_in_bytes", "memory.max_usage_in_bytes", "memory.oom_control")
 V2 = ("memory.max", "memory.peak", "memory.events")
@@ -48,6 +48,22 @@ def test_a_group_without_a_limit_blames_the_machine(
     group(tmp_path, version, "user.slice/job_7.scope", unlimited, 5, 1)
     words = cgroups.oom_kills(tmp_path, ours).since(cgroups.OomKills(0, None, None))
     assert words == "out of memory: the machine had none left (its container has no limit)"
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_kills_of_neighbors_are_not_counted_and_the_first_own_kill_is(
+    tmp_path: Path, version: int
+) -> None:
+    ours = tmp_path / "ours"
+    ours.write_text(OURS[version])
+    counts = []
+    for above, own in ((7, 0), (8, 0), (9, 1)):
+        group(tmp_path, version, "user.slice", "max", 0, above)
+        group(tmp_path, version, "user.slice/job_7.scope", "2000000000", 5, own)
+        counts.append(cgroups.oom_kills(tmp_path, ours))
+    assert [count.count for count in counts] == [0, 0, 1]
+    assert counts[1].since(counts[0]) == ""
+    assert "the limit of its container" in counts[2].since(counts[1])
 
 
 def test_files_that_are_missing_or_odd_are_no_kills(tmp_path: Path) -> None:

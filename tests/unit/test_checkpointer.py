@@ -1,16 +1,12 @@
 """When a Checkpointer saves, what all ranks agree on, and what comes back."""
 
 import itertools
-import json
 import logging
-import os
 import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,17 +19,23 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from dlrover_py import arena
-from dlrover_py.arena import Slot
-from dlrover_py.protocol.checkpoint import Keep, Manifest, Order, Summary
+from dlrover_py.checkpoint import shm as arena
+from dlrover_py.checkpoint.directory import CheckpointDirectory, folder_of
+from dlrover_py.checkpoint.shm import ShmSlot
+from dlrover_py.protocol.checkpoint_id import CheckpointId
 from dlrover_py.protocol.errors import ConfigError
-from dlrover_py.storage import Store, folder_of
+from dlrover_py.protocol.manifest import Manifest
+from dlrover_py.protocol.names import Round, Step, Timeline
+from dlrover_py.protocol.persister import KeepRules
+from dlrover_py.protocol.slots import SlotHeader
 from dlrover_py.trainer import session
-from dlrover_py.trainer.alone import OVERTAKEN, Persister
-from dlrover_py.trainer.checkpoint import Checkpointer, Every, Marks, copied_by_all, optimum_s
+from dlrover_py.trainer.checkpointer import Checkpointer
+from dlrover_py.trainer.replica_tracking import ReplicaMarks, copied_by_all
+from dlrover_py.trainer.schedule import SaveInterval, optimum_s
 from dlrover_py.trainer.settings import Settings
+from tests.ids import checkpoint_id
+from tests.inside import copy_with, copying, stager_of
 
-ROOT = Path(arena.__file__).parents[1]
 DEADLINE_S = 30.0
 
 
@@ -72,20 +74,24 @@ def make(tmp_path: Path, clock: Clock) -> Iterator[Callable[..., Checkpointer]]:
         one.close()
 
 
-def held(tmp_path: Path) -> dict[int, Summary]:
-    return {summary.step: summary for _, summary in arena.scan(tmp_path / "arena")}
+def held(tmp_path: Path) -> dict[int, SlotHeader]:
+    return {header.step: header for _, header in arena.scan(tmp_path / "arena")}
 
 
 def done_with(tmp_path: Path, step: int, *, well: bool = True) -> None:
     """As the agent's persister says it."""
     if well:
-        store = Store(tmp_path / "dir")
+        store = CheckpointDirectory(tmp_path / "dir")
         store.prepare()
-        store.commit(Manifest(step, "a1", "u1", 3, 0, 1, folder_of(step, "a1"), time.time()))
-    for path, summary in arena.scan(tmp_path / "arena"):
-        if summary.step == step:
-            with Slot(path, write=True) as slot:
-                slot.put(replace(summary, persist=False))
+        store.commit(
+            Manifest(
+                Step(step), "a1", "u1", Round(3), Timeline(0), 1, folder_of(step, "a1"), time.time()
+            )
+        )
+    for path, header in arena.scan(tmp_path / "arena"):
+        if header.step == step:
+            with ShmSlot(path, write=True) as slot:
+                slot.put(replace(header, persist=False))
 
 
 STATE = {"w": torch.arange(10.0)}
@@ -120,6 +126,30 @@ class Fails:
         """Take nothing."""
 
 
+class Unsayable(Exception):
+    """Its text cannot be made."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class FailsUnsayably(Fails):
+    def state_dict(self) -> dict[str, object]:
+        raise Unsayable
+
+
+class NotPickled:
+    def __reduce_ex__(self, protocol: object) -> str:
+        raise ValueError  # without a word
+
+
+def freed() -> torch.Tensor:
+    """Memory that is given back while the tensor stays, as FSDP does between two layers."""
+    found = torch.ones(20)[10:]
+    found.untyped_storage().resize_(0)
+    return found
+
+
 def ring() -> list[object]:
     found: list[object] = []
     found.append({"me": found})
@@ -129,8 +159,12 @@ def ring() -> list[object]:
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        (Fails, r"x cannot be taken: OSError: worker 3 exited"),
-        (ring, r"x\.0\.me holds itself"),
+        (Fails, r"x cannot be saved: OSError: worker 3 exited"),
+        (FailsUnsayably, r"x cannot be saved: Unsayable$"),
+        (NotPickled, r"x is a NotPickled, which torch.load does not read .*\(ValueError\)"),
+        (freed, r"x has no memory yet"),
+        (lambda: {"a": [freed()]}, r"x\.a\.0 has no memory yet"),
+        (ring, r"x\.0\.me contains itself"),
         (lambda: torch.empty(10, device="meta"), r"x has no memory yet"),
         (lambda: nn.LazyLinear(2), r"x\.weight has no memory yet"),
         (lambda: {Fails: 1}, r"x has the key .*Fails.*expected a str or a number"),
@@ -184,7 +218,7 @@ def test_a_folder_that_is_a_checkpoint_by_itself_is_no_place_for_others(
 ) -> None:
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "one", no_dist=True)
     checkpointer = make(tmp_path / "one")
-    with pytest.raises(ConfigError, match=r"one is one checkpoint by itself .*init="):
+    with pytest.raises(ConfigError, match=r"one is itself a checkpoint .*init="):
         checkpointer.load({"w": torch.zeros(2)})
     state = {"w": torch.zeros(2)}
     assert checkpointer.load(state, init=tmp_path / "one") is None
@@ -194,17 +228,17 @@ def test_a_folder_that_is_a_checkpoint_by_itself_is_no_place_for_others(
 # --- what peers have ---
 
 
-OLD, NEW, LAST = (5, 1, 0), (3, 1, 1), (9, 1, 1)
-"""A script went back, so lap 1 has less steps."""
+OLD, NEW, LAST = checkpoint_id(5), checkpoint_id(3, 1, 1), checkpoint_id(9, 1, 1)
+"""A script went back, so timeline 1 has less steps."""
 
 
-def marks(*ages: tuple[int, int, int], world: int = 2, **copied: bool) -> Marks:
+def marks(*found: CheckpointId, world: int = 2, **copied: bool) -> ReplicaMarks:
     names = {"old": OLD, "new": NEW, "last": LAST}
-    return Marks(ages, {names[name]: (done, world) for name, done in copied.items()})
+    return ReplicaMarks(found, {names[name]: (done, world) for name, done in copied.items()})
 
 
 def test_what_all_peers_have_is_gone_on_with() -> None:
-    both = marks((1, 0, 5), (1, 1, 3), old=True, new=True)
+    both = marks(OLD, NEW, old=True, new=True)
     assert copied_by_all([both, both], LAST) == NEW
     assert copied_by_all([both, both], OLD) == OLD, "something of the newer one is gone"
     assert copied_by_all([both, marks(old=True, new=False)], LAST) == OLD
@@ -212,11 +246,13 @@ def test_what_all_peers_have_is_gone_on_with() -> None:
 
 
 def test_who_was_not_there_does_not_deny_what_all_peers_have() -> None:
-    both = marks((1, 0, 5), (1, 1, 3), old=True, new=True)
+    both = marks(OLD, NEW, old=True, new=True)
     assert copied_by_all([both, marks()], NEW) == NEW, "a new node"
-    assert copied_by_all([both, marks((1, 1, 8), (1, 1, 9), last=False)], LAST) == NEW, "since then"
-    assert copied_by_all([both, marks((1, 0, 5), old=True)], LAST) == OLD, "it was away"
-    denies = marks((1, 1, 2), (1, 1, 8), last=True)
+    assert copied_by_all([both, marks(checkpoint_id(8, 1, 1), LAST, last=False)], LAST) == NEW, (
+        "since then"
+    )
+    assert copied_by_all([both, marks(OLD, old=True)], LAST) == OLD, "it was away"
+    denies = marks(checkpoint_id(2, 1, 1), checkpoint_id(8, 1, 1), last=True)
     assert copied_by_all([both, denies], LAST) == OLD, "it was there, and has it not"
     assert copied_by_all([both, both, denies], LAST) == NEW, "it was of another world"
 
@@ -227,22 +263,22 @@ def test_who_was_not_there_does_not_deny_what_all_peers_have() -> None:
 @pytest.mark.parametrize(
     ("text", "every"),
     [
-        (1, Every(steps=1)),
-        (250, Every(steps=250)),
-        ("30s", Every(seconds=30)),
-        ("1.5m", Every(seconds=90)),
-        ("2h", Every(seconds=7200)),
-        ("auto", Every(auto=True)),
+        (1, SaveInterval(steps=1)),
+        (250, SaveInterval(steps=250)),
+        ("30s", SaveInterval(seconds=30)),
+        ("1.5m", SaveInterval(seconds=90)),
+        ("2h", SaveInterval(seconds=7200)),
+        ("auto", SaveInterval(auto=True)),
     ],
 )
-def test_policies(text: object, every: Every) -> None:
-    assert Every.parse("every", text) == every
+def test_policies(text: object, every: SaveInterval) -> None:
+    assert SaveInterval.parse("every", text) == every
 
 
 @pytest.mark.parametrize("text", [0, -1, True, 1.5, "0s", "s", "30", "30 s", "Auto", None, "1d"])
 def test_bad_policies(text: object) -> None:
     with pytest.raises(ConfigError, match=r"every is .*: expected a number of steps"):
-        Every.parse("every", text)
+        SaveInterval.parse("every", text)
 
 
 def test_the_script_beats_the_job_and_that_the_defaults(make: Callable[..., Checkpointer]) -> None:
@@ -253,13 +289,17 @@ def test_the_script_beats_the_job_and_that_the_defaults(make: Callable[..., Chec
         "keep": {"last": 5, "best": 2, "highest": True},
     }
     plain, told = make(), make(job=job)
-    assert (plain.every, plain.persist_every) == (Every(steps=1), Every(seconds=300))
-    assert (plain.dir, plain.keep) == (None, Keep())
-    assert (told.every, told.persist_every) == (Every(steps=10), Every(seconds=90))
-    assert (told.dir, told.keep) == ("/data", Keep(newest=5, best=2, highest=True))
+    assert (plain.every, plain.persist_every) == (SaveInterval(steps=1), SaveInterval(seconds=300))
+    assert (plain.dir, plain.keep) == (None, KeepRules())
+    assert (told.every, told.persist_every) == (SaveInterval(steps=10), SaveInterval(seconds=90))
+    assert (told.dir, told.keep) == ("/data", KeepRules(newest=5, best=2, highest=True))
     both = make("s3://b/run", job=job, every="auto", keep=1)
-    assert (both.dir, both.every, both.keep) == ("s3://b/run", Every(auto=True), Keep(newest=1))
-    assert both.persist_every == Every(seconds=90)
+    assert (both.dir, both.every, both.keep) == (
+        "s3://b/run",
+        SaveInterval(auto=True),
+        KeepRules(newest=1),
+    )
+    assert both.persist_every == SaveInterval(seconds=90)
 
 
 @pytest.mark.parametrize("keep", [0, {"last": "3"}, {"newest": 3}, {"highest": 2}, "all"])
@@ -322,14 +362,14 @@ def test_auto_counts_the_time_for_which_an_optimizer_has_waited(
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     state = {"model": model, "optimizer": optimizer}
     checkpointer = make(every="auto")
-    stager = checkpointer._site().stager
-    copy, go_on = stager._copy, threading.Event()
+    stager = stager_of(checkpointer)
+    copy, go_on = copying(stager), threading.Event()
 
     def when_told(address: int, target: memoryview, chunk: int) -> int:
         assert go_on.wait(DEADLINE_S)
         return copy(address, target, chunk)
 
-    stager._copy = when_told
+    copy_with(stager, when_told)
     assert checkpointer.save(1, state)
     model(torch.ones(4)).sum().backward()
     slow = threading.Timer(2.0, go_on.set)  # well after the step has begun to wait for it
@@ -350,11 +390,11 @@ def test_auto_stores_as_often_as_what_that_costs_makes_worth_it(
     checkpointer = make(tmp_path / "dir", persist_every="auto", every=10, restarts=7)
     stored: list[float] = []
     for step in range(10, 30_000, 10):
-        busy = bool(stored) and checkpointer._busy is not None
+        busy = bool(stored) and checkpointer._storage.busy is not None
         clock.now += 12 if busy else 10
         checkpointer.save(step, STATE)
         checkpointer.wait()
-        flagged = [s for s, summary in held(tmp_path).items() if summary.persist]
+        flagged = [s for s, header in held(tmp_path).items() if header.persist]
         if flagged and (not stored or clock.now - stored[-1] > 150):
             stored.append(clock.now)
         if flagged and clock.now - stored[-1] >= 100:
@@ -382,12 +422,17 @@ def test_a_forced_save_waits_for_who_reads_the_slots(
 ) -> None:
     checkpointer = make(tmp_path / "dir")
     saved(checkpointer, range(1, 4))
-    readers = [Slot(path) for path, _ in arena.scan(tmp_path / "arena")]
+    readers = [ShmSlot(path) for path, _ in arena.scan(tmp_path / "arena")]
     assert len(readers) == 3
     for reader in readers:
         assert reader.lock(shared=True)
     assert not checkpointer.save(4, STATE)
-    timer = threading.Timer(0.2, lambda: [reader.close() for reader in readers])
+
+    def close() -> None:
+        for reader in readers:
+            reader.close()
+
+    timer = threading.Timer(0.2, close)
     timer.start()
     assert checkpointer.save(5, STATE, force=True)
     timer.join()
@@ -407,8 +452,10 @@ def test_who_gives_the_state_of_an_optimizer_is_told_to_give_the_optimizer(
 
 def test_what_is_no_dict_is_refused_in_words(make: Callable[..., Checkpointer]) -> None:
     checkpointer = make()
+    calls: tuple[Callable[[Any], object], ...]
+    calls = (lambda s: checkpointer.save(1, s), checkpointer.load)
     for wrong in (torch.nn.Linear(1, 1), [1]):
-        for call in (lambda s: checkpointer.save(1, s), checkpointer.load):
+        for call in calls:
             with pytest.raises(ConfigError, match="expected a dict, such as"):
                 call(wrong)
 
@@ -421,6 +468,9 @@ def test_a_save_after_the_end_is_told_of(
     for step in (1, 2):
         assert not checkpointer.save(step, STATE)
     assert caplog.text.count("save() after close() saves nothing") == 1
+    assert checkpointer.wait()
+    with pytest.raises(ConfigError, match=r"load\(\) after close\(\)"):
+        checkpointer.load(dict(STATE))
 
 
 @pytest.fixture
@@ -446,8 +496,8 @@ def test_a_signal_handler_that_saves_while_an_optimizer_waits_is_refused(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = {"model": model, "optimizer": optimizer}
     checkpointer = make(tmp_path / "dir")
-    stager = checkpointer._site().stager
-    copy, helps = stager._copy, threading.Event()
+    stager = stager_of(checkpointer)
+    copy, helps = copying(stager), threading.Event()
     said: list[bool] = []
 
     def handle() -> None:
@@ -464,7 +514,7 @@ def test_a_signal_handler_that_saves_while_an_optimizer_waits_is_refused(
         return copy(address, target, chunk)
 
     on_signal(handle)
-    stager._copy = interrupted
+    copy_with(stager, interrupted)
     model(torch.ones(256)).sum().backward()
     assert checkpointer.save(1, state)
     optimizer.step()
@@ -483,6 +533,8 @@ def test_a_signal_handler_that_ends_a_script_within_a_save_takes_no_slot_away(
     tmp_path: Path,
 ) -> None:
     class Signalled(Position):
+        at: int
+
         def state_dict(self) -> dict[str, int]:
             if not self.at:
                 self.at = 1
@@ -503,102 +555,6 @@ def test_a_signal_handler_that_ends_a_script_within_a_save_takes_no_slot_away(
     assert list(held(tmp_path)) == [3]
 
 
-SLOW = """
-import os, sys, time
-from dlrover_py.protocol.checkpoint import Answer, Order, Phase, read_line
-for line in sys.stdin.buffer:
-    if line.strip():
-        said = read_line(line)
-        assert isinstance(said, Order)
-        while not os.path.exists(f"{sys.argv[1]}/{said.attempt}"):
-            time.sleep(0.01)
-        sys.stdout.buffer.write(Answer(said.attempt, Phase.DONE).encode())
-        sys.stdout.flush()
-"""
-
-
-def test_of_orders_that_come_faster_than_they_are_written_each_begun_is_finished(
-    tmp_path: Path,
-) -> None:
-    told: list[tuple[str, str]] = []
-    one = Persister(
-        lambda answer: told.append((answer.attempt, answer.why)),
-        (sys.executable, "-c", SLOW, str(tmp_path)),
-    )
-    made = Order("1", 7, 1, 0, 1, (0,), "/nowhere", "/nowhere", "j", "n0", ("n0",), 0)
-    one.order(made, queue=True)
-    one.order(replace(made, attempt="2"), queue=True)
-    one.order(replace(made, attempt="3"), queue=True)
-    assert told == [("2", OVERTAKEN)]
-    assert not one.wait(0.01)
-    for attempt in ("1", "3"):
-        (tmp_path / attempt).touch()
-    one.close()
-    assert told == [("2", OVERTAKEN), ("1", ""), ("3", "")]
-
-
-def test_a_script_that_fails_does_not_wait_for_what_cannot_be_finished(tmp_path: Path) -> None:
-    """Parts of another node, say, which is gone."""
-    told: list[str] = []
-    one = Persister(
-        lambda answer: told.append(answer.why), (sys.executable, "-c", SLOW, str(tmp_path))
-    )
-    one.order(Order("1", 7, 1, 0, 1, (0,), "/nowhere", "/nowhere", "j", "n0", ("n0", "n1"), 0))
-    one.close(0.1)
-    assert one.wait(DEADLINE_S)
-    assert told == ["its persister has ended with code -9"]
-
-
-def test_a_forked_child_that_fails_lets_go_of_nothing(tmp_path: Path) -> None:
-    done = script(
-        """
-        import os, torch
-        from dlrover_py.trainer import Checkpointer
-        pid = 0
-        try:
-            with Checkpointer(os.environ["WHERE"]) as checkpointer:
-                checkpointer.save(1, {"w": torch.ones(2)}, force=True)
-                pid = os.fork()
-                if not pid:
-                    raise ValueError
-                assert os.waitpid(pid, 0)[1] == 0
-                print(checkpointer.save(2, {"w": torch.ones(2)}, force=True))
-        except ValueError:
-            os._exit(0)
-        """,
-        WHERE=str(tmp_path / "ckpt"),
-        DLROVER_SHM_DIR=str(tmp_path),
-    )
-    assert done.stdout == "True\n", done.stderr
-
-
-def test_forced_saves_in_a_row_reach_storage_while_it_goes_on(tmp_path: Path) -> None:
-    done = script(
-        """
-        import itertools, os, time, torch
-        from pathlib import Path
-        from dlrover_py.trainer import Checkpointer
-        where = Path(os.environ["WHERE"])
-        state = {"w": torch.zeros(1 << 21)}
-        end = time.monotonic() + 90
-        with Checkpointer(where, keep=1000) as checkpointer:
-            for step in itertools.count(1):
-                checkpointer.save(step, state, force=True)
-                there = len(list(where.glob("step-*.json")))
-                if there > 2 or time.monotonic() > end:
-                    break
-        print(step, there)
-        """,
-        WHERE=str(tmp_path / "ckpt"),
-        DLROVER_SHM_DIR=str(tmp_path),
-    )
-    assert done.returncode == 0, done.stderr
-    last, there = map(int, done.stdout.split())
-    assert there > 2
-    kept = [m.step for m in Store(tmp_path / "ckpt").checkpoints()]
-    assert max(kept) == last, "and what was newest at the end is there"
-
-
 def test_one_goes_to_storage_when_that_is_due_and_the_persister_is_free(
     make: Callable[..., Checkpointer], tmp_path: Path, clock: Clock
 ) -> None:
@@ -608,7 +564,7 @@ def test_one_goes_to_storage_when_that_is_due_and_the_persister_is_free(
         clock.now += 20
         checkpointer.save(step, STATE)
         checkpointer.wait()
-        flagged += [s for s, summary in held(tmp_path).items() if summary.persist]
+        flagged += [s for s, header in held(tmp_path).items() if header.persist]
         if step == 8:
             done_with(tmp_path, 3)
             assert checkpointer.wait(persisted=True)
@@ -633,10 +589,11 @@ def test_the_first_goes_to_storage_early_where_no_agent_keeps_the_memory(
 ) -> None:
     settings = Settings(arena=arena, checkpoint=job)
     checkpointer = Checkpointer("dir", persist_every=given, settings=settings, clock=clock)
+    schedule = checkpointer._schedule
     clock.now += first_s - 1
-    assert checkpointer._clock_says().persist == 0
+    assert schedule.says(busy_since=None).persist == 0
     clock.now += 1
-    assert checkpointer._clock_says().persist == 1
+    assert schedule.says(busy_since=None).persist == 1
     checkpointer.close()
 
 
@@ -658,6 +615,8 @@ def test_what_has_failed_counts_for_nothing(
 ) -> None:
     """Its slot is let go of all the same, which is all that its worker sees of it."""
     checkpointer = make(tmp_path / "dir", persist_every="auto")
+    (tmp_path / "dir").mkdir()
+    (tmp_path / "dir" / "step-2.0123456789ab.json").write_text("damaged, of another attempt")
     for step, well in ((1, False), (2, True), (3, False)):
         assert checkpointer.save(step, STATE, force=True)
         clock.now += 10 * step
@@ -685,24 +644,6 @@ def test_whose_part_is_written_waits_for_those_of_other_nodes(
     done_with(tmp_path, 1)
     waits.join(DEADLINE_S)
     assert said == [True]
-
-
-def test_alone_it_says_that_storage_has_failed(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    done = script(
-        """
-        import os, torch
-        from dlrover_py.trainer import Checkpointer
-        with Checkpointer(os.environ["WHERE"]) as checkpointer:
-            checkpointer.save(1, {"w": torch.ones(2)}, force=True)
-            print(checkpointer.wait(persisted=True), checkpointer.stats.persisted)
-            print(checkpointer.stats.persist_s)
-        """,
-        WHERE=str(tmp_path / "file" / "run"),
-        DLROVER_SHM_DIR=str(tmp_path),
-    )
-    assert done.stdout.split() == ["False", "0", "0.0"], done.stderr
-    assert "Not a directory" in done.stderr
 
 
 HOUR = 3600.0
@@ -734,8 +675,10 @@ def test_what_has_passed_of_an_interval_counts_after_a_restart(
     first.save(2, STATE)
     first.close()
     if stored is not None:
-        older = Manifest(1, "a1", "u1", 3, 0, 1, folder_of(1, "a1"), time.time() + stored)
-        store = Store(tmp_path / "dir")
+        older = Manifest(
+            Step(1), "a1", "u1", Round(3), Timeline(0), 1, folder_of(1, "a1"), time.time() + stored
+        )
+        store = CheckpointDirectory(tmp_path / "dir")
         store.prepare()
         store.commit(older)
     job = {} if age is None else {"ageS": age}
@@ -762,7 +705,7 @@ def first_stored(checkpointer: Checkpointer, tmp_path: Path, clock: Clock) -> in
             step += 1
             checkpointer.save(step, STATE)
             checkpointer.wait()
-        if any(summary.persist for summary in held(tmp_path).values()):
+        if any(header.persist for header in held(tmp_path).values()):
             return minutes
     return None
 
@@ -786,7 +729,7 @@ def test_without_a_directory_nothing_goes_to_storage(
 ) -> None:
     checkpointer = make(persist_every=1)
     assert saved(checkpointer, range(1, 4)) == [1, 2, 3]
-    assert not any(summary.persist for summary in held(tmp_path).values())
+    assert not any(header.persist for header in held(tmp_path).values())
 
 
 def test_memory_that_does_not_suffice_costs_saves_and_one_line(
@@ -804,7 +747,7 @@ def test_memory_that_does_not_suffice_costs_saves_and_one_line(
     lines = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     assert len(lines) == 1
     assert "checkpoint of step 1 is skipped: 3 slots of" in lines[0]
-    assert "which has 0 MB: give the node more memory" in lines[0]
+    assert "which has 1 kB: give the node more memory" in lines[0]
     monkeypatch.undo()
     assert saved(checkpointer, range(4, 6)) == [4, 5]
 
@@ -842,7 +785,7 @@ def test_a_save_is_skipped_while_all_slots_are_needed(
 ) -> None:
     checkpointer = make()
     assert saved(checkpointer, range(1, 5)) == [1, 2, 3, 4]
-    readers = [Slot(path) for path, summary in arena.scan(tmp_path / "arena") if summary.step < 4]
+    readers = [ShmSlot(path) for path, header in arena.scan(tmp_path / "arena") if header.step < 4]
     assert all(reader.lock(shared=True) for reader in readers)
     assert not checkpointer.save(5, STATE)
     assert "are being read" in checkpointer.stats.why
@@ -874,7 +817,7 @@ def test_what_cannot_be_saved_any_more_costs_its_saves_and_one_line(
     assert caplog.text.count("checkpoint of step 2 is skipped: checkpoint: best is a lock") == 1
     assert "step 3" not in caplog.text
     assert not checkpointer.save(4, {**STATE, "best": threading.Lock()}, force=True)
-    assert "checkpoint of step 4 is nobody's" in caplog.text
+    assert "checkpoint of step 4 is incomplete" in caplog.text
     assert not checkpointer.wait(persisted=True)
     assert checkpointer.save(5, {**STATE, "best": 0.5})
     assert checkpointer.stats.skipped == 3
@@ -967,7 +910,7 @@ def test_the_first_save_reads_nothing_back_that_load_has_seen(
     """It took the training three times as long as each later one."""
     first = make()
     first.load(STATE)
-    monkeypatch.setattr("dlrover_py.trainer.state.decode_object", pytest.fail)
+    monkeypatch.setattr("dlrover_py.trainer.object_codec.decode_object", pytest.fail)
     assert first.save(1, STATE)
     first.close()
 
@@ -993,6 +936,14 @@ def test_a_metric_may_be_a_tensor(
     assert held(tmp_path)[1].metric == 0.5
 
 
+@pytest.mark.parametrize("metric", ["abc", torch.ones(2), [1.0]])
+def test_a_metric_that_is_no_number_is_refused_by_name(
+    make: Callable[..., Checkpointer], metric: Any
+) -> None:
+    with pytest.raises(ValueError, match=r"^metric is \w+ .*: expected a number"):
+        make().save(1, STATE, metric=metric)
+
+
 def test_a_worker_has_one_checkpointer_at_a_time(
     make: Callable[..., Checkpointer], tmp_path: Path
 ) -> None:
@@ -1006,6 +957,14 @@ def test_a_worker_has_one_checkpointer_at_a_time(
     assert make(tmp_path / "a").load(dict(STATE)) == 3
 
 
+def test_a_load_that_is_too_early_can_be_made_again(tmp_path: Path) -> None:
+    settings = Settings(arena=str(tmp_path), job="u1", round=3, size=2)
+    checkpointer = Checkpointer(settings=settings)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"expected torch\.distributed\.init_process_group"):
+            checkpointer.load(dict(STATE))
+
+
 def test_who_begins_anew_in_a_worker_has_staged_what_is_newest(
     make: Callable[..., Checkpointer], tmp_path: Path
 ) -> None:
@@ -1013,7 +972,7 @@ def test_who_begins_anew_in_a_worker_has_staged_what_is_newest(
         checkpointer = make()
         saved(checkpointer, range(1, 6))
         checkpointer.close()
-    assert {s.age[1:] for s in held(tmp_path).values()} == {(1, 3), (1, 4), (1, 5)}
+    assert {(s.timeline, s.step) for s in held(tmp_path).values()} == {(1, 3), (1, 4), (1, 5)}
 
 
 def test_what_is_in_an_agents_memory_does_not_go_with_the_worker(
@@ -1037,198 +996,10 @@ def test_nothing_there_is_none(make: Callable[..., Checkpointer]) -> None:
     assert make().load({"w": torch.zeros(2)}) is None
 
 
-# --- alone ---
-
-
-def script(
-    text: str, *, timeout: float = 150, **environ: str
-) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(text)],
-        env={"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"], **environ},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-
-
-def test_the_session_comes_without_torch() -> None:
-    done = script("""
-        import sys
-        import dlrover_py.trainer as t
-        from dlrover_py.trainer import session
-        assert "torch" not in sys.modules
-        assert "Checkpointer" in t.__all__
-        try:
-            t.Nothing
-        except AttributeError as error:
-            print(error)
-        from dlrover_py.trainer import Checkpointer
-        assert "torch" in sys.modules
-    """)
-    assert "has no attribute 'Nothing'" in done.stdout, done.stderr
-
-
-ALONE = """
-    import os, signal, torch
-    from pathlib import Path
-    from dlrover_py.trainer import Checkpointer
-    checkpointer = Checkpointer()
-    assert checkpointer.load({"w": torch.zeros(3)}) is None
-    checkpointer.save(1, {"w": torch.zeros(3)})
-    checkpointer.wait()
-    print(*os.listdir(os.environ["DLROVER_SHM_DIR"]))
-"""
-
-
-def test_alone_it_cleans_up_at_the_end(tmp_path: Path) -> None:
-    done = script(ALONE, DLROVER_SHM_DIR=str(tmp_path))
-    assert done.stdout.startswith(arena.PREFIX), done.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_alone_it_leaves_nothing_behind_when_it_is_killed(tmp_path: Path) -> None:
-    done = script(ALONE + "    os.kill(os.getpid(), signal.SIGKILL)", DLROVER_SHM_DIR=str(tmp_path))
-    assert done.returncode == -9
-    nothing_is_left(tmp_path)
-
-
-def nothing_is_left(folder: Path) -> None:
-    """In a moment."""
-    pause = threading.Event()
-    for _ in range(int(DEADLINE_S / 0.02)):
-        if not list(folder.iterdir()):
-            return
-        pause.wait(0.02)
-    raise AssertionError(json.dumps([str(p) for p in folder.iterdir()]))
-
-
-LOADING = """
-    import os, torch
-    from dlrover_py.trainer import Checkpointer
-    checkpointer = Checkpointer(os.environ["WHERE"])
-    checkpointer.save(1, {"w": torch.arange(5.0)}, force=True)
-    loader = torch.utils.data.DataLoader(
-        [1, 2, 3], num_workers=1, persistent_workers=True, multiprocessing_context="fork"
-    )
-    batches = iter(loader)
-    next(batches)
-"""
-CLOSES = """
-    checkpointer.close()
-    print(next(batches).tolist())
-"""
-
-
-@pytest.mark.parametrize("end", [CLOSES, "print([2])"], ids=["close", "exit"])
-def test_alone_it_ends_though_forked_workers_of_a_data_loader_live(
-    tmp_path: Path, end: str
-) -> None:
-    (shm := tmp_path / "shm").mkdir()
-    done = script(
-        LOADING + textwrap.indent(textwrap.dedent(end), "    "),
-        DLROVER_SHM_DIR=str(shm),
-        WHERE=str(tmp_path / "ckpt"),
-    )
-    assert done.stdout == "[2]\n", done.stderr
-    assert list(shm.iterdir()) == []
-    assert list((tmp_path / "ckpt").glob("step-1.*.json")), "what was asked for is written"
-
-
-@pytest.mark.parametrize("end", ["pass", "raise KeyError"])
-def test_alone_what_is_due_is_written_though_nobody_closes(tmp_path: Path, end: str) -> None:
-    done = script(
-        f"""
-        import os, torch
-        from dlrover_py.trainer import Checkpointer
-        checkpointer = Checkpointer(os.environ["WHERE"], persist_every=2)
-        for step in (1, 2):
-            checkpointer.save(step, {{"w": torch.ones(2)}})
-        {end}
-        """,
-        WHERE=str(tmp_path / "ckpt"),
-        DLROVER_SHM_DIR=str(tmp_path),
-    )
-    assert [m.step for m in Store(tmp_path / "ckpt").checkpoints()] == [2], done.stderr
-    assert "in memory only" not in done.stderr
-
-
-@pytest.mark.parametrize("end", ["checkpointer.close()", "pass", "raise KeyError"])
-def test_what_goes_with_the_job_for_want_of_a_directory_is_told(tmp_path: Path, end: str) -> None:
-    done = script(
-        f"""
-        import torch
-        from dlrover_py.trainer import Checkpointer
-        checkpointer = Checkpointer()
-        for step in (1, 2):
-            checkpointer.save(step, {{"w": torch.ones(2)}})
-        {end}
-        """,
-        DLROVER_SHM_DIR=str(tmp_path),
-    )
-    told = "step 2 is in memory only, and goes with the job, for no directory is given"
-    assert done.stderr.count(told) == ("raise" not in end), done.stderr
-
-
-def test_alone_it_leaves_nothing_behind_when_it_is_killed_and_a_forked_child_lives(
-    tmp_path: Path,
-) -> None:
-    text = """
-    if not os.fork():
-        sys.stdin.readline()
-        os.write(1, b"alive")
-        os._exit(0)
-    os.kill(os.getpid(), signal.SIGKILL)
-    """
-    parent = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent("    import sys" + ALONE + text)],
-        env={"PYTHONPATH": str(ROOT), "DLROVER_SHM_DIR": str(tmp_path)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    with parent:
-        assert parent.wait(150) == -9
-        nothing_is_left(tmp_path)
-        child, _ = parent.communicate(b"\n")  # it ends now
-    assert child.endswith(b"alive")
-
-
 def test_a_larger_world_needs_its_process_group(make: Callable[..., Checkpointer]) -> None:
     one = Checkpointer(settings=Settings(size=2))
     with pytest.raises(ConfigError, match=r"init_process_group\(\) before the first load"):
         one.save(1, STATE)
-
-
-def test_alone_it_writes_to_storage(tmp_path: Path) -> None:
-    done = script(
-        """
-        import os, torch
-        from dlrover_py.trainer import Checkpointer
-        where = os.environ["WHERE"]
-        w = torch.arange(5.0)
-        with Checkpointer(where, persist_every=1) as checkpointer:
-            checkpointer.save(1, {"w": w})
-            w.add_(1)
-            checkpointer.save(2, {"w": w}, force=True)
-            checkpointer.wait(persisted=True)
-        print(checkpointer.stats)
-        w.zero_()
-        with Checkpointer(where) as checkpointer:
-            print(checkpointer.load({"w": w}), w.tolist())
-            checkpointer.save(3, {"w": w})
-            checkpointer.save(4, {"w": object()})
-        """,
-        DLROVER_SHM_DIR="/dev/shm",
-        WHERE=str(tmp_path / "ckpt"),
-    )
-    assert done.stdout.splitlines()[-1:] == ["2 [1.0, 2.0, 3.0, 4.0, 5.0]"], done
-    (manifest,) = (tmp_path / "ckpt").glob("step-2.*.json")
-    (tmp_path / "other" / manifest.stem / "parts").mkdir(parents=True)
-    left = Store(tmp_path / "other").sweep(now=0.0)
-    assert left == [manifest.stem], "by its name a sweep knows an attempt"
-    assert "step 3 is in memory only" in done.stderr, "and nothing has step 4"
-    assert "step 2 is in memory only" not in done.stderr
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

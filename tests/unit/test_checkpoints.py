@@ -9,18 +9,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrover_py.master.core.checkpoints import CANDIDATES, Checkpoints, Outcome, peers
+from dlrover_py.checkpoint.directory import CheckpointDirectory, folder_of
+from dlrover_py.master.core.checkpoints import CheckpointOutcome, CheckpointRecord, Checkpoints
+from dlrover_py.master.core.memory_index import CANDIDATES
+from dlrover_py.master.core.replica_pairs import peers
 from dlrover_py.protocol.agents import (
     AgentReport,
-    Held,
+    MemoryCheckpoint,
     Offer,
-    Persisting,
-    PersistOrder,
     PersistPhase,
-    Stored,
+    PersistProgress,
+    PersistRequest,
+    StoredCheckpoint,
 )
 from dlrover_py.protocol.names import NodeId, Term
-from dlrover_py.storage import Store, folder_of
+from tests.ids import checkpoint_id
 
 PERSIST_S = 100.0
 N0, N1, N2, N3 = (NodeId(f"n{i}") for i in range(4))
@@ -34,14 +37,14 @@ class Desk:
         self.now, self.term, self.seq = 0.0, Term(1), 0
         self.said: dict[NodeId, dict[str, Any]] = {}
         self.notes: list[str] = []
-        self.tell: set[NodeId] = set()
+        self.reassigned: set[NodeId] = set()
         self.answers: dict[int, list[int]] = {}
         for node in nodes:
-            self.say(node, depot=7000 + int(node[1:]))
+            self.say(node, transfer_port=7000 + int(node[1:]))
         self.core.new_round(round_number, [(n, (n,)) for n in nodes], replicas=replicas)
         self.look()
 
-    def say(self, node: NodeId, **facts: Any) -> Outcome:
+    def say(self, node: NodeId, **facts: Any) -> CheckpointOutcome:
         """The node reports; what it has said before holds until it says something else."""
         self.seq += 1
         known = self.said.setdefault(node, {"memory_round": 1, "boot_id": f"boot-{node}-xx"})
@@ -50,37 +53,39 @@ class Desk:
         self.core.take(node, AgentReport(seq=self.seq, offer=offer, **known))
         return self.look()
 
-    def look(self, at: float | None = None) -> Outcome:
+    def look(self, at: float | None = None) -> CheckpointOutcome:
         self.now = self.now if at is None else at
         out = self.core.look(self.now, 1e6 + self.now, term=self.term, persist_s=PERSIST_S)
         self.notes += [note.reason for note in out.notes]
-        self.tell = set(out.tell)
+        self.reassigned = set(out.reassign)
         for number, found in out.answers:
             self.answers[number] = [c.step for c in found.candidates]
         return out
 
     def steps(self) -> list[int]:
-        return [c.step for c in self.core.candidates()]
+        return [c.step for c in self.core.memory.candidates()]
 
-    def orders(self) -> dict[NodeId, PersistOrder]:
-        found = {node: self.core.order(node, self.term) for node in self.said}
+    def orders(self) -> dict[NodeId, PersistRequest]:
+        found = {node: self.core.persist_request(node, self.term) for node in self.said}
         return {node: order for node, order in found.items() if order is not None}
 
     def attempt(self) -> str:
         (attempt,) = {order.attempt for order in self.orders().values()}
         return attempt
 
-    def persisting(self, node: NodeId, phase: PersistPhase, why: str = "", **more: Any) -> Outcome:
-        told = Persisting(attempt=self.attempt(), phase=phase, why=why)
+    def persisting(
+        self, node: NodeId, phase: PersistPhase, why: str = "", **more: Any
+    ) -> CheckpointOutcome:
+        told = PersistProgress(attempt=self.attempt(), phase=phase, why=why)
         return self.say(node, persisting=told, **more)
 
 
 def held(
     step: int, *ranks: int, world: int = 2, part: str = "", round_number: int = 1, **more: Any
-) -> Held:
+) -> MemoryCheckpoint:
     """Of ranks with parts of their own (FSDP), or one that is the same for all (DDP)."""
     parts = {rank: part or f"p{rank}" for rank in ranks}
-    return Held(step=step, round=round_number, world=world, ranks=parts, **more)
+    return MemoryCheckpoint(step=step, round=round_number, world=world, ranks=parts, **more)
 
 
 def sharded(*steps: int, persist: bool = False) -> Desk:
@@ -124,15 +129,15 @@ def test_a_lost_part_is_found_in_a_replica() -> None:
 
 def test_a_hollow_replica_is_no_copy_of_what_others_share() -> None:
     desk = sharded(5)
-    desk.say(N0, memory=[held(5, 0), held(5, 1, replica=True, hollow=[1])])
+    desk.say(N0, memory=[held(5, 0), held(5, 1, replica=True, private_only=[1])])
     desk.core.drop(N1)
     assert desk.steps() == []
 
 
-def test_laps_are_not_mixed() -> None:
+def test_timelines_are_not_mixed() -> None:
     desk = Desk(N0, N1)
-    desk.say(N0, memory=[held(5, 0, lap=1)])
-    desk.say(N1, memory=[held(5, 1, lap=2)])
+    desk.say(N0, memory=[held(5, 0, timeline=1)])
+    desk.say(N1, memory=[held(5, 1, timeline=2)])
     assert desk.steps() == []
 
 
@@ -203,7 +208,7 @@ def late() -> Desk:
     desk.core.drop(N1)
     desk.say(N0, memory=[held(4, 0, part="all"), held(6, 0, persist=True)])
     desk.core.new_round(2, [(N0, ()), (N2, ())], replicas=True)
-    desk.say(N2, depot=7002, memory_round=2)
+    desk.say(N2, transfer_port=7002, memory_round=2)
     desk.core.ask(1, 2, until=10.0)
     desk.say(N0, memory_round=2)
     assert desk.answers == {1: []}
@@ -216,7 +221,7 @@ def test_what_a_round_has_passed_by_is_not_stored_under_it() -> None:
     """It goes on from another step, and its next checkpoint would come after a higher one."""
     desk = late()
     assert desk.orders() == {}
-    desk.core.wish("n0 is leaving", [N0, N2], 2, now=0.0, until=30.0, stay=True)
+    desk.core.request_flush("node n0 is leaving", [N0, N2], 2, now=0.0, until=30.0, stay=True)
     for node in (N0, N2):
         desk.say(node, memory_round=3)
     assert desk.orders() == {}
@@ -243,7 +248,7 @@ def test_an_order_for_what_a_round_has_passed_by_is_called_off() -> None:
     desk.core.ask(1, 2, until=0.0)
     desk.look()
     assert desk.answers == {1: []}
-    assert desk.notes[-1] == "CheckpointCalledOff"
+    assert desk.notes[-1] == "CheckpointCanceled"
 
 
 def test_an_answer_waits_for_a_commit_that_is_granted() -> None:
@@ -261,15 +266,21 @@ def test_an_answer_waits_for_a_commit_that_is_granted() -> None:
 
 def test_holders_are_those_that_can_be_reached() -> None:
     desk = sharded(5)
-    desk.say(N0, memory=[held(5, 0), held(5, 1, replica=True, hollow=[1])])
-    found = desk.core.holders(5, 1, 0)
-    assert {rank: peer.node for rank, peer in found.ranks.items()} == {0: "n0", 1: "n1"}
-    assert (found.ranks[1].addr, found.ranks[1].port) == ("10.0.0.2", 7001)
-    assert found.parts == {0: "p0", 1: "p1"}
-    desk.say(N1, depot=0)
-    found = desk.core.holders(5, 1, 0)
-    assert (found.ranks[1].node, found.hollow) == ("n0", [1])
-    assert desk.core.holders(6, 1, 0).ranks == {}
+    desk.say(N0, memory=[held(5, 0), held(5, 1, replica=True, private_only=[1])])
+    first, second = desk.core.memory.locations(checkpoint_id(5)).locations
+    assert [(one.rank, one.node) for one in (first, second)] == [(0, "n0"), (1, "n1")]
+    assert (second.addr, second.port) == ("10.0.0.2", 7001)
+    assert (first.part, second.part) == ("p0", "p1")
+    desk.say(N1, transfer_port=0)
+    first, second = desk.core.memory.locations(checkpoint_id(5)).locations
+    assert (second.node, first.private_only, second.private_only) == ("n0", False, True)
+    assert desk.core.memory.locations(checkpoint_id(6)).locations == []
+
+
+def test_the_newest_in_memory_alone_is_the_one_that_was_saved_last() -> None:
+    desk = Desk(N0, N1)
+    desk.say(N0, memory=[held(9, 0), held(3, 0, timeline=1)])
+    assert desk.core.only_in_memory() == 3
 
 
 def test_what_was_saved_later_comes_first_though_its_step_is_smaller() -> None:
@@ -277,7 +288,7 @@ def test_what_was_saved_later_comes_first_though_its_step_is_smaller() -> None:
     desk = Desk(N0, N1)
     for rank, node in enumerate((N0, N1)):
         desk.say(node, memory=[held(10, rank), held(5, rank, round_number=2)])
-    assert [(c.step, c.round) for c in desk.core.candidates()] == [(5, 2), (10, 1)]
+    assert [(c.step, c.round) for c in desk.core.memory.candidates()] == [(5, 2), (10, 1)]
     newest = desk.core.newest(0.0)
     assert newest is not None
     assert newest.step == 5
@@ -292,7 +303,7 @@ def test_a_flagged_set_is_ordered_when_it_is_whole() -> None:
     assert not desk.orders()
     desk.say(N1, memory=[held(5, 1, persist=True)])
     orders = desk.orders()
-    assert desk.tell == {N0, N1}
+    assert desk.reassigned == {N0, N1}
     assert {n: o.ranks for n, o in orders.items()} == {N0: [0], N1: [1]}
     assert {n: o.writers for n, o in orders.items()} == {N0: ["n0", "n1"], N1: []}
     assert len({o.attempt for o in orders.values()}) == 1
@@ -301,13 +312,13 @@ def test_a_flagged_set_is_ordered_when_it_is_whole() -> None:
 def test_the_coordinator_gets_the_grant_and_nobody_else() -> None:
     desk = sharded(5, persist=True)
     desk.persisting(N1, PersistPhase.READY)
-    assert [o.grant for o in desk.orders().values()] == [0, 0]
+    assert [o.grant for o in desk.orders().values()] == [None, None]
     desk.persisting(N0, PersistPhase.READY)
-    assert [desk.orders()[n].grant for n in (N0, N1)] == [1, 0]
-    assert desk.tell == {N0}
-    stored = Stored(step=5, where="/d/step-5", at=1.0)
+    assert [desk.orders()[n].grant for n in (N0, N1)] == [1, None]
+    assert desk.reassigned == {N0}
+    stored = StoredCheckpoint(step=5, where="/d/step-5", at=1.0)
     out = desk.persisting(N0, PersistPhase.DONE, stored=stored)
-    assert out.kept
+    assert out.journal_changed
     assert not desk.orders()
     assert desk.notes == ["CheckpointStored"]
     newest = desk.core.newest(0.0)
@@ -322,12 +333,12 @@ def test_the_coordinator_gets_the_grant_and_nobody_else() -> None:
 def test_whose_clock_is_wrong_hides_no_newer_checkpoint(at: float) -> None:
     """A node says what it was the last to commit as long as it lives, and to the next master."""
     desk = sharded(5, persist=True)
-    first = Stored(step=5, where="/d/step-5", at=at, number=1)
+    first = StoredCheckpoint(step=5, where="/d/step-5", at=at, number=1)
     desk.persisting(N0, PersistPhase.READY)
     desk.persisting(N0, PersistPhase.DONE, stored=first)
-    newer = Stored(step=6, where="/d/step-6", at=1e6, number=2)
+    newer = StoredCheckpoint(step=6, where="/d/step-6", at=1e6, number=2)
     for order in ((N0, N1), (N1, N0)):
-        desk.core = Checkpoints(desk.core.stored)
+        desk.core = Checkpoints(CheckpointRecord(stored=desk.core.stored))
         for node in order:
             desk.say(node, stored={N0: first, N1: newer}[node])
         assert desk.core.stored == newer, order
@@ -337,8 +348,8 @@ def test_whose_clock_is_wrong_hides_no_newer_checkpoint(at: float) -> None:
 
 def test_another_directory_counts_its_commits_anew() -> None:
     desk = sharded(5, persist=True)
-    desk.say(N1, stored=Stored(step=4, where="/old/step-4", at=1.0, number=57))
-    here = Stored(step=5, where="/new/step-5", at=2.0, number=1)
+    desk.say(N1, stored=StoredCheckpoint(step=4, where="/old/step-4", at=1.0, number=57))
+    here = StoredCheckpoint(step=5, where="/new/step-5", at=2.0, number=1)
     desk.persisting(N0, PersistPhase.READY)
     desk.persisting(N0, PersistPhase.DONE, stored=here)
     desk.say(N1)
@@ -355,24 +366,24 @@ def test_a_failure_is_told_and_the_next_step_is_tried() -> None:
     desk = sharded(5, persist=True)
     desk.persisting(N1, PersistPhase.FAILED, "the disk is full")
     assert not desk.orders()
-    assert desk.core.trouble == "step 5 is not stored: n1: the disk is full"
+    assert desk.core.last_error == "the checkpoint of step 5 was not stored: n1: the disk is full"
     desk.say(N0, memory=[held(6, 0, persist=True)])
     desk.say(N1, memory=[held(6, 1, persist=True)])
     assert {o.step for o in desk.orders().values()} == {6}
     desk.persisting(N0, PersistPhase.READY)
     desk.persisting(N0, PersistPhase.DONE)
-    assert desk.core.trouble == ""
+    assert desk.core.last_error == ""
 
 
 def test_trouble_before_anything_was_saved_is_of_a_job_that_saves() -> None:
     core = Checkpoints()
     offer = Offer(addr="10.0.0.1", port=1024)
-    report = AgentReport(seq=1, boot_id="boot-n0-xx", offer=offer, checkpoint_trouble="no memory")
+    report = AgentReport(seq=1, boot_id="boot-n0-xx", offer=offer, checkpoint_error="no memory")
     core.take(N0, report)
     assert not core.in_use, "no script there saves anything"
-    core.take(N0, report.model_copy(update={"seq": 2, "depot": 7000}))
+    core.take(N0, report.model_copy(update={"seq": 2, "transfer_port": 7000}))
     assert core.in_use
-    assert core.trouble == "n0: no memory"
+    assert core.last_error == "n0: no memory"
 
 
 def test_an_order_takes_too_long() -> None:
@@ -389,7 +400,7 @@ def test_a_lost_writer_calls_it_off_and_a_replica_takes_its_part() -> None:
     first = desk.attempt()
     desk.core.drop(N1)
     desk.look()
-    assert desk.notes == ["CheckpointCalledOff"]
+    assert desk.notes == ["CheckpointCanceled"]
     assert {n: o.ranks for n, o in desk.orders().items()} == {N0: [0, 1]}
     assert desk.attempt() != first
 
@@ -397,7 +408,7 @@ def test_a_lost_writer_calls_it_off_and_a_replica_takes_its_part() -> None:
 def test_by_its_name_a_sweep_knows_what_an_attempt_has_left(tmp_path: Path) -> None:
     folder = folder_of(5, sharded(5, persist=True).attempt())
     (tmp_path / folder / "parts").mkdir(parents=True)
-    assert Store(tmp_path).sweep(now=0.0) == [folder]
+    assert CheckpointDirectory(tmp_path).sweep(now=0.0) == [folder]
 
 
 def test_a_writer_that_is_done_may_go() -> None:
@@ -433,7 +444,7 @@ def test_one_order_at_a_time_then_the_newest() -> None:
 
 
 def wish(desk: Desk, *nodes: NodeId, until: float = 30.0) -> None:
-    desk.core.wish("n1 is leaving", nodes, 1, now=desk.now, until=until, stay=True)
+    desk.core.request_flush("node n1 is leaving", nodes, 1, now=desk.now, until=until, stay=True)
     desk.look()
 
 
@@ -446,11 +457,11 @@ def test_the_newest_set_is_stored_once_the_workers_have_ended() -> None:
     desk.say(N0, memory=[held(6, 0)], memory_round=2)
     desk.say(N1, memory=[held(5, 1), held(6, 1)], memory_round=2)
     assert {o.step for o in desk.orders().values()} == {6}
-    assert desk.notes == ["CheckpointOrdered"]
+    assert desk.notes == ["CheckpointRequested"]
     desk.persisting(N0, PersistPhase.READY)
     desk.persisting(N0, PersistPhase.DONE)
     assert not desk.core.holds(N1)
-    assert {N0, N1} <= desk.tell
+    assert {N0, N1} <= desk.reassigned
 
 
 def test_what_is_to_be_stored_is_not_called_off_for_each_step_of_the_next_round() -> None:
@@ -492,7 +503,7 @@ def test_without_a_storage_nobody_stays() -> None:
 def test_what_is_not_newer_than_the_stored_is_not_stored(step: int) -> None:
     """Of step 6 one node is gone; step 5 is whole yet, and would count as newer than it."""
     desk = sharded(5)
-    desk.say(N0, stored=Stored(step=step, where="/d", at=1.0, round=1))
+    desk.say(N0, stored=StoredCheckpoint(step=step, where="/d", at=1.0, round=1))
     wish(desk, N0, N1)
     for node in (N0, N1):
         desk.say(node, memory_round=2)
@@ -504,7 +515,7 @@ def test_a_job_that_has_gone_back_stores_what_it_has_since() -> None:
     desk = Desk(N0, N1)
     for rank, node in enumerate((N0, N1)):
         desk.say(node, memory=[held(5, rank, round_number=2)])
-    desk.say(N0, stored=Stored(step=8, where="/d", at=1.0, round=1))
+    desk.say(N0, stored=StoredCheckpoint(step=8, where="/d", at=1.0, round=1))
     wish(desk, N0, N1)
     for node in (N0, N1):
         desk.say(node, memory_round=2)
@@ -513,7 +524,7 @@ def test_a_job_that_has_gone_back_stores_what_it_has_since() -> None:
 
 def test_a_flag_that_is_older_than_the_stored_orders_nothing() -> None:
     desk = sharded(5)
-    desk.say(N0, stored=Stored(step=6, where="/d", at=1.0, round=1))
+    desk.say(N0, stored=StoredCheckpoint(step=6, where="/d", at=1.0, round=1))
     for rank, node in enumerate((N0, N1)):
         desk.say(node, memory=[held(5, rank, persist=True)])
     assert not desk.orders()
@@ -635,9 +646,9 @@ def test_a_peer_is_told_with_its_port_and_told_again_when_that_changes() -> None
     peer = desk.core.peer(N0)
     assert peer is not None
     assert (peer.node, peer.port) == ("n1", 7001)
-    desk.say(N1, depot=7101)
-    assert desk.tell == {N0}
-    desk.say(N1, depot=0)
+    desk.say(N1, transfer_port=7101)
+    assert desk.reassigned == {N0}
+    desk.say(N1, transfer_port=0)
     assert desk.core.peer(N0) is None
 
 
@@ -649,20 +660,32 @@ PARTS = {0: "a", 1: "a", 2: "b"}
 
 
 @st.composite
-def memories(draw: st.DrawFn, node: NodeId) -> list[Held]:
+def memories(draw: st.DrawFn, node: NodeId) -> list[MemoryCheckpoint]:
     found = []
     for step in draw(st.lists(st.integers(1, 4), max_size=3, unique=True)):
-        lap = draw(st.integers(0, 1))
+        timeline = draw(st.integers(0, 1))
         own = int(node[1:])
         flagged = draw(st.booleans())
         ranks = {own: PARTS[own]}
-        found.append(Held(step=step, round=1, lap=lap, world=3, ranks=ranks, persist=flagged))
+        found.append(
+            MemoryCheckpoint(
+                step=step, round=1, timeline=timeline, world=3, ranks=ranks, persist=flagged
+            )
+        )
         if draw(st.booleans()):
             other = draw(st.sampled_from([r for r in PARTS if r != own]))
-            hollow = [other] if draw(st.booleans()) else []
+            private_only = [other] if draw(st.booleans()) else []
             copy = {other: PARTS[other]}
             found.append(
-                Held(step=step, round=1, lap=lap, world=3, ranks=copy, replica=True, hollow=hollow)
+                MemoryCheckpoint(
+                    step=step,
+                    round=1,
+                    timeline=timeline,
+                    world=3,
+                    ranks=copy,
+                    replica=True,
+                    private_only=private_only,
+                )
             )
     return found
 
@@ -682,15 +705,15 @@ EVENTS = st.one_of(
 )
 
 
-def covered(memory: Iterable[list[Held]], step: int, lap: int) -> set[str]:
+def covered(memory: Iterable[list[MemoryCheckpoint]], step: int, timeline: int) -> set[str]:
     """Parts of a set that are there, looked up in the plainest way."""
     return {
         part
         for one in memory
         for h in one
-        if (h.step, h.lap) == (step, lap)
+        if (h.step, h.timeline) == (step, timeline)
         for rank, part in h.ranks.items()
-        if rank not in h.hollow
+        if rank not in h.private_only
     }
 
 
@@ -698,10 +721,10 @@ def covered(memory: Iterable[list[Held]], step: int, lap: int) -> set[str]:
 @given(st.lists(EVENTS, max_size=40))
 def test_no_sequence_of_events_breaks_what_is_promised(events: list[tuple[Any, ...]]) -> None:
     desk = Desk(*NODES)
-    memory: dict[NodeId, list[Held]] = {}
+    memory: dict[NodeId, list[MemoryCheckpoint]] = {}
     granted: dict[str, NodeId] = {}
     seen_attempts: list[str] = []
-    last_stored: Stored | None = None
+    last_stored: StoredCheckpoint | None = None
     round_number = 1
     for kind, *words in events:
         match kind:
@@ -717,7 +740,7 @@ def test_no_sequence_of_events_breaks_what_is_promised(events: list[tuple[Any, .
                 desk.persisting(words[0], words[1])
                 desk.said[words[0]]["persisting"] = None
             case "old" if seen_attempts and words[0] in desk.said:
-                told = Persisting(attempt=seen_attempts[0], phase=words[1])
+                told = PersistProgress(attempt=seen_attempts[0], phase=words[1])
                 if seen_attempts[0] != (desk.attempt() if desk.orders() else ""):
                     before = desk.orders()
                     desk.say(words[0], persisting=told)
@@ -727,15 +750,18 @@ def test_no_sequence_of_events_breaks_what_is_promised(events: list[tuple[Any, .
                 round_number += 1
                 desk.core.new_round(round_number, [(n, (n,)) for n in desk.said], replicas=True)
             case "wish":
-                desk.core.wish(
+                desk.core.request_flush(
                     "", desk.said, round_number, now=desk.now, until=desk.now + 10, stay=True
                 )
             case "stored" if N0 in desk.said:
                 step, at = words
-                desk.say(N0, stored=Stored(step=step, where=f"/{step}", at=at, number=step))
+                desk.say(
+                    N0, stored=StoredCheckpoint(step=step, where=f"/{step}", at=at, number=step)
+                )
             case "master":  # the next one knows what is journaled, and hears all again
                 kept = desk.core.stored
-                desk.core, desk.term = Checkpoints(kept), Term(desk.term + 1)
+                desk.core = Checkpoints(CheckpointRecord(stored=kept))
+                desk.term = Term(desk.term + 1)
                 for node in list(desk.said):
                     desk.say(node)
                 desk.core.new_round(round_number, [(n, (n,)) for n in desk.said], replicas=True)
@@ -744,10 +770,10 @@ def test_no_sequence_of_events_breaks_what_is_promised(events: list[tuple[Any, .
         out = desk.look()
         assert out.wake_at > desk.now, "no busy loop"
         again = desk.look()
-        assert not again.tell, "a look decides all there is to decide"
+        assert not again.reassign, "a look decides all there is to decide"
         assert not again.notes
-        for found in desk.core.candidates():
-            there = covered(memory.values(), found.step, found.lap)
+        for found in desk.core.memory.candidates():
+            there = covered(memory.values(), found.step, found.timeline)
             assert there == {"a", "b"}, f"step {found.step}: {there}"
         orders = desk.orders()
         assert len({o.attempt for o in orders.values()}) <= 1, "one order at a time"

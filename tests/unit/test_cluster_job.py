@@ -1,11 +1,14 @@
 """What the command understands of an ElasticJob that the API server has."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from dlrover_py.cli.cluster import picture, read_status
+from dlrover_operator.crd import definition
+from dlrover_py.cli.cluster import ClusterJob, _row, job_view, read_status
 from dlrover_py.cli.podlogs import node_of_rank
+from dlrover_py.cli.view import JobTable, problem_line
 from dlrover_py.protocol.errors import ConfigError
 from tests.builders import job_file
 
@@ -18,7 +21,7 @@ MASTER = {
     "round": 3,
     "worldSize": 4,
     "nodesInRound": 2,
-    "wanted": 2,
+    "desired": 2,
     "minimum": 2,
     "ready": 2,
     "standby": 0,
@@ -46,7 +49,7 @@ def told(kind: str, state: str, message: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("obj", "phase", "reason"),
     [
-        (job(), "Created", "no operator has looked at it"),
+        (job(), "Created", "no operator has processed it"),
         (job({"managedBy": "kueue.x-k8s.io/multikueue"}), "Created", "kueue.x-k8s.io/multikueue"),
         (job(phase="Created"), "Created", "its master has not published a status yet"),
         (job(training=MASTER), "Running", "2 nodes train"),
@@ -68,9 +71,53 @@ def told(kind: str, state: str, message: str) -> dict[str, str]:
     ],
 )
 def test_phase_and_reason(obj: dict[str, Any], phase: str, reason: str) -> None:
-    seen = picture(obj, (), (), where="there")
+    seen = job_view(obj, (), (), where="there")
     assert seen.phase == phase
     assert reason in seen.reason
+
+
+def test_the_table_has_what_is_wrong_and_each_column_that_kubectl_shows() -> None:
+    obj = job(phase="Pending", reason="Unschedulable")
+    obj["metadata"]["creationTimestamp"] = "2026-01-01T00:00:00Z"
+    row, _ = _row(obj)
+    table = JobTable([row])
+    (version,) = definition()["spec"]["versions"]
+    shown = [c["name"] for c in version["additionalPrinterColumns"] if not c.get("priority")]
+    assert {name.upper() for name in shown} <= set(table.header().split())
+    assert table.line(row).split()[:3] == ["x", "Pending", "Unschedulable"]
+
+
+@pytest.mark.parametrize(("rounds", "told_of"), [(0, True), (1, False)])
+def test_a_command_that_does_not_join_is_trouble_until_a_round_is_formed(
+    rounds: int, told_of: bool
+) -> None:
+    words = "torchrun does not join the job; write: elastic-run t.py"
+    accepted = told("Accepted", "True", f"{words}\nmore") | {"reason": "DoesNotJoin"}
+    status = MASTER | {"round": rounds, "phase": "Running" if rounds else "Pending"}
+    seen = job_view(job(training=status, conditions=[accepted]), (), (), where="there")
+    said = [problem_line(c) for c in seen.problems]
+    assert said == ([f"DoesNotJoin: {words}"] if told_of else [])
+
+
+class Refusing:
+    """A cluster of which nothing can be asked."""
+
+    kube = None
+
+    def run(self, _: Any) -> None:
+        raise AssertionError("the API server is asked")
+
+
+def test_a_job_that_has_ended_is_neither_scaled_nor_suspended_nor_restarted() -> None:
+    ended = ClusterJob(Refusing(), job(phase="Failed"))  # type: ignore[arg-type]
+    changes: tuple[Callable[[], object], ...] = (
+        lambda: ended.scale(3),
+        lambda: ended.suspend(on=True),
+        lambda: ended.restart(rolling=False),
+    )
+    for change in changes:
+        with pytest.raises(ConfigError, match="x has ended"):
+            change()
 
 
 def test_a_status_of_another_version_is_no_status() -> None:
@@ -81,7 +128,7 @@ def test_a_status_of_another_version_is_no_status() -> None:
 def test_the_node_of_a_rank() -> None:
     status = read_status(job(training=MASTER))
     assert [node_of_rank(status, rank) for rank in (0, 1, 2)] == [("n7", 2), ("n7", 2), ("n4", 2)]
-    with pytest.raises(ConfigError, match="shows the nodes of 4 ranks"):
+    with pytest.raises(ConfigError, match="the nodes in the status have 4 ranks"):
         node_of_rank(status, 4)
-    with pytest.raises(ConfigError, match="of 0 ranks"):
+    with pytest.raises(ConfigError, match="have 0 ranks"):
         node_of_rank(None, 0)

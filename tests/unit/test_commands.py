@@ -22,6 +22,23 @@ ALONE = [
     (["python", "train.py", "--lr", "0.1"], "python train.py"),
     (["tini", "--", "python", "-X", "dev", "-m", "pkg.train"], "python -m pkg.train"),
     (["sh", "-ec", "export A=1; exec python -u train.py"], "python train.py"),
+    (["bash", "-o", "pipefail", "-c", "torchrun t.py"], "torchrun"),
+    (["bash", "-euxo", "pipefail", "-c", "torchrun t.py"], "torchrun"),
+    (["bash", "--rcfile", "x", "-c", "-e", "--", "torchrun t.py"], "torchrun"),
+    (["sh", "-c", 'exec "$@"', "--", "torchrun", "t.py"], "torchrun"),
+    (["/usr/bin/env", "-i", "torchrun", "t.py"], "torchrun"),
+    (["bash", "-c", "cd /x  # it's there\ntorchrun t.py  # don't wait"], "torchrun"),
+    (["bash", "-c", "cat > t.py <<'E'\nx = \"it's\"\nE\ntorchrun t.py"], "torchrun"),
+    (["accelerate-launch", "t.py"], "accelerate launch"),
+    (["pixi", "run", "torchrun", "t.py"], "torchrun"),
+    (["bash", "-euo", "pipefail", "-c", "python train.py 2>&1 | tee log"], "python train.py"),
+    (["bash", "-eu", "-o", "pipefail", "-c", "torchrun t.py | tee log"], "torchrun"),
+    (["bash", "-ce", "for i in 1 2; do python train.py; done"], "python train.py"),
+    (["sh", "-c", "python train.py; code=$?; sleep 5; exit $code"], "python train.py"),
+    (["/usr/bin/tini", "-s", "--", "/bin/nice", "-n", "5", "torchrun", "t.py"], "torchrun"),
+    (["sh", "-c", "python $(which torchrun) --nnodes 2 t.py"], "torchrun"),
+    (["sh", "-c", "`command -v deepspeed` t.py"], "deepspeed"),
+    (["busybox", "sh", "-c", "eval torchrun t.py"], "torchrun"),
 ]
 MAY_JOIN = [
     ["elastic-run", "t.py"],
@@ -38,6 +55,15 @@ MAY_JOIN = [
     ["bash", "-c", "$LAUNCH t.py"],
     ["bash", "-c", "python prepare.py; ./run.sh"],
     ["bash", "-c", "torchrun 'without an end"],
+    ["bash", "-c", "if [ $A = 1 ]; then torchrun t.py; else elastic-run t.py; fi"],
+    ["bash", "-c", "elastic-run t.py && torchrun evaluate.py"],
+    ["bash", "-c", "cat > run.sh <<E\ntorchrun t.py\nE\necho done"],
+    ["bash", "-c", "echo 'a # b'; elastic-run t.py"],
+    ["bash", "-o", "pipefail", "run.sh", "-c", "torchrun t.py"],
+    ["bash", "-c", "python prepare.py | tee log; elastic-run t.py 2>&1 | tee -a log"],
+    ["bash", "-o", "pipefail", "run.sh", "-c", "torchrun t.py"],
+    ["bash", "--rcfile", "-c", "torchrun"],
+    ["sh", "-c", "python prepare.py; ./run.sh | tee log"],
     ["echo", "torchrun"],
     ["python", "-m", "pip", "install", "torchrun"],
     ["python", "-c", "torchrun"],
@@ -52,6 +78,8 @@ NESTED = [
     (["elastic-run", "/opt/bin/torchrun", "t.py"], "torchrun"),
     (["elastic-run", "--no-python", "bash", "-c", "A=1 accelerate launch t.py"], "accelerate"),
     (["sh", "-c", "exec elastic-run --no-python deepspeed t.py"], "deepspeed"),
+    (["elastic-run", "--no-python", "bash", "-eo", "pipefail", "-c", "torchrun t.py"], "torchrun"),
+    (["elastic-run", "-m", "deepspeed.launcher.launch", "t.py"], "deepspeed"),
 ]
 
 
@@ -105,8 +133,44 @@ def test_any_words_can_be_read(words: list[str]) -> None:
 
 @given(WORDS, WORDS)
 def test_what_follows_a_script_changes_nothing_before_it(head: list[str], tail: list[str]) -> None:
-    before = split([*head, "t.py"], ours=True)
-    after = split([*head, "t.py", *tail], ours=True)
+    before = split([*head, "t.py"], elastic_run=True)
+    after = split([*head, "t.py", *tail], elastic_run=True)
     if before.script:
         assert after.flags == before.flags
         assert after.script == (*before.script, *tail)
+
+
+def test_flags_are_found_whatever_the_shell_is_told() -> None:
+    line = "cd /x  # it's there\nelastic-run --nnodes=2:8 t.py"
+    _, found, _ = calls(["bash", "-eo", "pipefail", "-c", line])  # cd, elastic-run, python
+    assert found.split.value("--nnodes") == "2:8"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["env"] * 400_000,
+        ["A=1"] * 400_000,
+        ["elastic-run", *["--x"] * 400_000],
+        ["elastic-run"] * 400_000,
+        ["sh", "-c", "\n" * 1_500_000],
+        ["sh", "-c", "env " * 400_000],
+        ["torchrun", "-" + "1" * 1_500_000],
+    ],
+)
+def test_a_command_of_an_objects_largest_size_is_read_at_once(words: list[str]) -> None:
+    """An API server stores 1.5 MB. The operator reads it in its loop: hours would end it."""
+    # no assert: the time limit of the test fails if it is slow
+    for _ in range(10):
+        calls(words)
+
+
+@pytest.mark.parametrize(
+    "word", ["env", "elastic-run", "A=b", "env -x", "sh -c", "python -m", "--"]
+)
+def test_a_line_that_is_made_to_be_slow_to_read_is_read(word: str) -> None:
+    """The operator reads the command of each job: 5,000 times `env` held it up for a minute."""
+    words = (f"{word} " * 200_000).split()
+    assert len(calls(words)) < 50
+    remarks(["sh", "-c", f"{word} " * 2000])

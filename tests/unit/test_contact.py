@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from dlrover_agent.contact import LENGTH, Contact, bound
-from dlrover_agent.loop import Reserved
+from dlrover_agent.channels.peer_probe import PeerProbe, bind_socket
+from dlrover_agent.channels.reserved_port import ReservedPort
+from dlrover_py.protocol.probe import LENGTH
 
 HERE = "127.0.0.1"
 
@@ -18,7 +19,7 @@ HERE = "127.0.0.1"
 class Node:
     """One side, and what it was told."""
 
-    contact: Contact
+    contact: PeerProbe
     port: int
     there: bool = True
     times: int = 0
@@ -39,15 +40,15 @@ class Node:
 def node(round_number: int = 7, token: str = "secret", addr: str = HERE) -> Iterator[Node]:
     """A node with its offer's port, of which the round's store has the TCP side."""
     found: list[Node] = []
-    reserved = Reserved(addr, listen=True)
+    reserved = ReservedPort(addr, listen=True)
     port = reserved.offer.port
-    contact = Contact(
+    contact = PeerProbe(
         round_number,
         addr,
         port,
         token,
-        stands=lambda: found[0].there,
-        met=lambda: found[0].meets(),
+        is_in_round=lambda: found[0].there,
+        on_peer_seen=lambda: found[0].meets(),
     )
     found.append(Node(contact, port))
     try:
@@ -79,6 +80,7 @@ async def taken(wire: socket.socket) -> tuple[bytes, tuple[str, int]]:
 async def test_both_sides_learn_of_each_other(offered: str, addr: str) -> None:
     if addr == "::1" and not socket.has_dualstack_ipv6():
         pytest.skip("this machine has no IPv6")
+    # no assert: has_met() waits, and fails if it was in vain
     with node(addr=offered) as first, node(addr=offered) as second:
         second.contact.ask(addr, first.port)
         await first.has_met(1)
@@ -131,15 +133,15 @@ async def test_an_answer_is_one_to_our_question_and_good_once() -> None:
 @pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_DGRAM])
 def test_a_port_on_the_loopback_device_is_there_alone(kind: socket.SocketKind) -> None:
     for addr in (HERE, "127.0.1.1"):
-        with bound(addr, 0, kind) as ours:
+        with bind_socket(addr, 0, kind) as ours:
             assert ours.getsockname()[0] == addr
     for addr in ("192.0.2.1", "node0.example", "localhost"):  # a name may mean more elsewhere
-        with bound(addr, 0, kind) as ours:
+        with bind_socket(addr, 0, kind) as ours:
             assert ours.getsockname()[0] in ("::", "0.0.0.0")
 
 
 def test_the_store_of_a_job_on_this_machine_is_for_this_machine() -> None:
-    reserved = Reserved(HERE, listen=True)
+    reserved = ReservedPort(HERE, listen=True)
     with socket.create_connection((HERE, reserved.offer.port)):
         pass
     with pytest.raises(ConnectionRefusedError):

@@ -77,6 +77,16 @@ def test_the_status_is_lenient() -> None:
             assert not {"required", "enum", "minimum", "maximum", "default"} & set(node), path
 
 
+def test_each_time_is_rfc_3339() -> None:
+    times = {}
+    for path, node in nodes(crd.schema()["properties"]["status"]):
+        if re.search(r"\.(at|\w+(At|Since|Time|Timestamp))$", path):
+            times[path] = (node["type"], node.get("format"))
+    assert set(times.values()) == {("string", "date-time")}, times
+    known = {".startTime", ".conditions[].lastTransitionTime", ".training.endedAt"}
+    assert known <= set(times)
+
+
 def test_each_column_is_a_scalar_of_the_status() -> None:
     found = dict(nodes(crd.schema()))
     (version,) = crd.definition()["spec"]["versions"]

@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import resource
 import socket
 import threading
@@ -18,48 +19,60 @@ import pytest_asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dlrover_agent import depot as server
-from dlrover_agent.depot import Depot
-from dlrover_py import arena
-from dlrover_py.arena import Slot
-from dlrover_py.depot import (
-    NONCE,
-    Candidate,
-    Holder,
-    Link,
-    Overtaken,
-    dial,
+from dlrover_agent.checkpoint import server as server
+from dlrover_agent.checkpoint.server import TransferServer, TransferTiming
+from dlrover_py.checkpoint import shm
+from dlrover_py.checkpoint.shm import ShmSlot
+from dlrover_py.checkpoint.transfer import (
+    SlotOverwrittenError,
+    TransferConnection,
+    connect_to_peer,
     proof,
 )
-from dlrover_py.protocol.checkpoint import PAGE, Layout, Piece, Summary, encode_objects
-from dlrover_py.protocol.errors import CheckpointError, TransientError, Unauthorized, Unreachable
+from dlrover_py.protocol.agents import (
+    ReplicaLocation,
+    ReplicaLocations,
+    RestoreCandidate,
+    RestoreCandidates,
+)
+from dlrover_py.protocol.checkpoint_id import CheckpointId
+from dlrover_py.protocol.errors import (
+    CheckpointError,
+    TransientError,
+    UnauthorizedError,
+    UnreachableError,
+)
+from dlrover_py.protocol.slots import PAGE, Layout, SlotHeader, TensorChunk, encode_objects
+from dlrover_py.protocol.transfer import NONCE, VERSION, TransferChallenge
+from tests.ids import checkpoint_id
+from tests.slots import Lookup
 
 JOB, TOKEN = "u1", "secret"
 T = TypeVar("T")
 HERE = "127.0.0.1"
-HOLDER = Holder(3, "n1", HERE, 9, "p", False)
+HOLDER = ReplicaLocation(rank=3, node="n1", addr=HERE, port=9, part="p")
 
 
 def stage(
     folder: Path, name: str = "0.0", *, nbytes: int = 5000, job: str = JOB, **facts: int
-) -> Summary:
+) -> SlotHeader:
     """A slot with two tensors, the second one private, and an object."""
     rank = facts.get("rank", 0)
     layout = Layout(
         [
-            Piece("model.w", "uint8", (nbytes,), (nbytes,), (0,)),
-            Piece(f"rank/{rank}/rng", "uint8", (16,), (16,), (0,)),
+            TensorChunk("model.w", "uint8", (nbytes,), (nbytes,), (0,)),
+            TensorChunk(f"rank/{rank}/rng", "uint8", (16,), (16,), (0,)),
         ]
     )
-    all_facts = {"step": 1, "round": 1, "lap": 0, "world": 2, "rank": rank, **facts}
-    with Slot(folder / name, write=True) as slot:
-        slot.reserve(layout.end + arena.SPARE)
+    all_facts = {"step": 1, "round": 1, "timeline": 0, "world": 2, "rank": rank, **facts}
+    with ShmSlot(folder / name, write=True) as slot:
+        slot.reserve(layout.end + shm.OBJECT_HEADROOM)
         slot.begin()
         view, sums = slot.view(), []
-        for piece, at in layout:
-            block = hashlib.sha256(f"{all_facts} {piece.key}".encode()).digest()
-            view[at : at + piece.nbytes] = (block * (piece.nbytes // 32 + 1))[: piece.nbytes]
-            sums.append(arena.digest(view[at : at + piece.nbytes]))
+        for chunk, at in layout:
+            block = hashlib.sha256(f"{all_facts} {chunk.key}".encode()).digest()
+            view[at : at + chunk.nbytes] = (block * (chunk.nbytes // 32 + 1))[: chunk.nbytes]
+            sums.append(shm.digest(view[at : at + chunk.nbytes]))
         view.release()
         return slot.seal(
             layout.encode(),
@@ -68,9 +81,17 @@ def stage(
             layout.end,
             job=job,
             part="p",
-            private_at=layout.private_at,
+            private_offset=layout.private_offset,
             **all_facts,
         )
+
+
+def candidate(step: int, round: int, timeline: int) -> RestoreCandidate:
+    return RestoreCandidate(step=step, round=round, timeline=timeline, world=4)
+
+
+def there(rank: int) -> ReplicaLocation:
+    return HOLDER.model_copy(update={"rank": rank})
 
 
 def line(words: object) -> bytes:
@@ -83,8 +104,8 @@ class Running:
     path: Path
     port: int
 
-    def dial(self, token: str = TOKEN) -> Link:
-        return dial(HERE, self.port, token)
+    def dial(self, token: str = TOKEN) -> TransferConnection:
+        return connect_to_peer(HERE, self.port, token)
 
     @property
     def where(self) -> str:
@@ -95,38 +116,45 @@ class Running:
 
 
 @contextlib.asynccontextmanager
-async def serving(base: Path, token: str = TOKEN) -> AsyncIterator[Running]:
+async def serving(
+    base: Path, token: str = TOKEN, *, ranks: int = 1, timing: TransferTiming | None = None
+) -> AsyncIterator[Running]:
     folder = base / "arena"
     folder.mkdir(exist_ok=True)
 
-    async def candidates(round: int) -> list[Candidate]:
+    async def candidates(round: int) -> RestoreCandidates:
         if round == 404:
             raise TransientError("the master is away")
-        return [Candidate(7, round, 1, 4), Candidate(6, round, 0, 4)]
+        return RestoreCandidates(candidates=[candidate(7, round, 1), candidate(6, round, 0)])
 
-    async def holders(step: int, round: int, lap: int) -> list[Holder]:
-        return [HOLDER._replace(rank=step)]
+    async def locations(checkpoint: CheckpointId) -> ReplicaLocations:
+        return ReplicaLocations(locations=[there(checkpoint.step)] * ranks)
 
-    depot = Depot(
+    depot = TransferServer(
         folder,
         JOB,
         token,
-        base / "depot.sock",
-        candidates=candidates,
-        holders=holders,
+        base / "slots.sock",
+        lookup=Lookup(candidates, locations),
         addr=HERE,
     )
-    task = asyncio.create_task(depot.run())
+    task = asyncio.create_task(depot.run(timing))
     try:
-        yield Running(folder, base / "depot.sock", depot.port)
+        yield Running(folder, base / "slots.sock", depot.port)
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
 
+@pytest.fixture
+def timing() -> TransferTiming:
+    """The time limits of the server; a test that needs other ones sets them as a parameter."""
+    return TransferTiming()
+
+
 @pytest_asyncio.fixture
-async def depot(tmp_path: Path) -> AsyncIterator[Running]:
-    async with serving(tmp_path) as running:
+async def depot(tmp_path: Path, timing: TransferTiming) -> AsyncIterator[Running]:
+    async with serving(tmp_path, timing=timing) as running:
         yield running
 
 
@@ -138,9 +166,9 @@ async def doing(work: Callable[[], T]) -> T:
 
 async def test_a_worker_asks_its_agent(depot: Running) -> None:
     def work() -> None:
-        with Link.local(depot.path) as link:
-            assert link.candidates(3) == [Candidate(7, 3, 1, 4), Candidate(6, 3, 0, 4)]
-            assert link.holders(5, 2, 0) == [HOLDER._replace(rank=5)]
+        with TransferConnection.local(depot.path) as link:
+            assert link.candidates(3) == [candidate(7, 3, 1), candidate(6, 3, 0)]
+            assert link.locations(checkpoint_id(5, 2)) == [there(5)]
             with pytest.raises(TransientError, match="the master is away"):
                 link.candidates(404)
             assert link.candidates(4)[0].round == 4  # the connection is still good
@@ -151,45 +179,51 @@ async def test_a_worker_asks_its_agent(depot: Running) -> None:
 
 @pytest.mark.parametrize("local", [True, False])
 async def test_a_slot_is_read_as_it_was_written(depot: Running, local: bool) -> None:
-    summary = stage(depot.folder, nbytes=(1 << 22) + 12345)
+    header = stage(depot.folder, nbytes=(1 << 22) + 12345)
     stage(depot.folder, "1.0", job="another")
-    (depot.folder / arena.OWNER).touch()
+    (depot.folder / shm.OWNER_FILE).touch()
 
     def work() -> None:
-        with Link.local(depot.path) if local else depot.dial() as link:
-            assert link.slots() == [("0.0", summary)]
-            found = link.contents("0.0", summary.fill)
-            with Slot(depot.folder / "0.0") as slot:
-                assert found == replaced(arena.contents(slot), found)
-            targets = [(at, memoryview(bytearray(piece.nbytes))) for piece, at in found.layout]
+        with TransferConnection.local(depot.path) if local else depot.dial() as link:
+            assert link.slots() == [("0.0", header)]
+            found = link.contents("0.0", header.fill)
+            with ShmSlot(depot.folder / "0.0") as slot:
+                assert found == replaced(shm.contents(slot), found)
+            targets = [(at, memoryview(bytearray(chunk.nbytes))) for chunk, at in found.layout]
             told: list[int] = []
-            parts = link.read_all("0.0", summary.fill, targets, arrived=told.append)
-            assert tuple(map(arena.digest, parts)) == found.digests
+            parts = link.read_all("0.0", header.fill, targets, arrived=told.append)
+            assert tuple(map(shm.digest, parts)) == found.digests
             assert sum(told) == sum(len(target) for _, target in targets)
-            link.read_into("0.0", summary.fill, 0, memoryview(bytearray()))
+            link.read_into("0.0", header.fill, 0, memoryview(bytearray()))
 
     await doing(work)
 
 
-def replaced(mine: arena.Contents, other: arena.Contents) -> arena.Contents:
+def replaced(mine: shm.SlotContents, other: shm.SlotContents) -> shm.SlotContents:
     """Layouts have no equality of their own."""
     assert mine.layout.encode() == other.layout.encode()
-    return arena.Contents(mine.summary, other.layout, mine.digests, mine.objects)
+    return shm.SlotContents(mine.header, other.layout, mine.digests, mine.objects)
 
 
 async def test_a_connection_to_a_peer_is_handed_over(depot: Running, tmp_path: Path) -> None:
     """The worker has the bytes, and never the token."""
     (tmp_path / "peer").mkdir()
     async with serving(tmp_path / "peer") as peer, serving_elsewhere(tmp_path) as stranger:
-        summary = stage(peer.folder, "4.1", rank=9, world=10)
+        header = stage(peer.folder, "4.1", rank=9, world=10)
 
         def work() -> None:
-            with Link.local(depot.path) as link, link.connect(HERE, peer.port) as other:
-                assert other.slots() == [("4.1", summary)]
+            with (
+                TransferConnection.local(depot.path) as link,
+                link.connect(HERE, peer.port) as other,
+            ):
+                assert other.slots() == [("4.1", header)]
                 assert link.slots() == []
-                with pytest.raises(TransientError, match="another token"):
+                with pytest.raises(
+                    TransientError,
+                    match="expected the token of this job, found the server of another",
+                ):
                     link.connect(HERE, stranger.port)
-                with pytest.raises(CheckpointError, match="no such request"):
+                with pytest.raises(CheckpointError, match="expected a request for this socket"):
                     other.candidates(1)  # not for peers
 
         await doing(work)
@@ -202,9 +236,21 @@ async def serving_elsewhere(base: Path) -> AsyncIterator[Running]:
         yield running
 
 
+async def test_a_worker_of_a_large_job_learns_where_all_slots_are(tmp_path: Path) -> None:
+    async with serving(tmp_path, ranks=20_000) as depot:
+
+        def work() -> None:
+            with TransferConnection.local(depot.path) as link:
+                assert len(link.locations(checkpoint_id(5))) == 20_000
+
+        await doing(work)
+
+
 async def test_a_wrong_token_is_refused_by_both_sides(depot: Running) -> None:
     def work() -> None:
-        with pytest.raises(Unauthorized, match="another token"):
+        with pytest.raises(
+            UnauthorizedError, match="expected the token of this job, found the server of another"
+        ):
             depot.dial("wrong")
         with depot.raw() as stream, stream.makefile("rb") as lines:  # that does not look at ours
             stream.sendall(line({"hello": bytes(NONCE).hex()}))
@@ -246,7 +292,7 @@ async def test_a_stranger_is_told_nothing_not_even_what_is_wrong(
             with depot.raw() as stream, stream.makefile("rb") as lines:
                 if first:
                     stream.sendall(first)
-                    assert set(json.loads(lines.readline())) == {"nonce", "proof"}
+                    assert set(json.loads(lines.readline())) == {"nonce", "proof", "version"}
                 with contextlib.suppress(OSError):  # it does not read to the end
                     stream.sendall(said)
                     stream.shutdown(socket.SHUT_WR)
@@ -272,6 +318,25 @@ async def test_an_agent_of_another_job_gets_nothing(depot: Running) -> None:
     await doing(work)
 
 
+def test_a_depot_of_another_version_is_refused_in_words() -> None:
+    """Its proof differs as well, and that said that it had another token."""
+
+    def answer(server: socket.socket) -> None:
+        with server.accept()[0] as peer, peer.makefile("rb") as asks:
+            asks.readline()
+            challenge = TransferChallenge(nonce="0" * 64, proof="0" * 64, version=VERSION + 1)
+            peer.sendall(challenge.encode())
+            asks.readline()
+
+    with socket.create_server((HERE, 0)) as server:
+        peer = threading.Thread(target=answer, args=(server,))
+        peer.start()
+        words = rf"its handshake has version {VERSION + 1}: expected version {VERSION}; use the"
+        with pytest.raises(UnauthorizedError, match=words):
+            connect_to_peer(HERE, server.getsockname()[1], TOKEN)
+        peer.join()
+
+
 async def test_a_handshake_that_is_handed_on_opens_nothing(depot: Running) -> None:
     """Somebody has the address of a depot that was there before, and hands on what is said."""
 
@@ -290,8 +355,8 @@ async def test_a_handshake_that_is_handed_on_opens_nothing(depot: Running) -> No
         with socket.create_server((HERE, 0)) as strange:
             between = threading.Thread(target=hand_on, args=(strange, told))
             between.start()
-            with pytest.raises(Unauthorized, match="or is another's"):
-                dial(HERE, strange.getsockname()[1], TOKEN)
+            with pytest.raises(UnauthorizedError, match="found the server of another job"):
+                connect_to_peer(HERE, strange.getsockname()[1], TOKEN)
             between.join()
         assert told == [b""]
 
@@ -309,7 +374,7 @@ async def test_a_recorded_handshake_opens_nothing(depot: Running) -> None:
             answered = bytes.fromhex(answer["nonce"])
             right = proof(TOKEN, "client", depot.where, asked, answered)
             stream.sendall(line({"proof": right}))
-            assert json.loads(lines.readline()) == {"ok": True}
+            assert json.loads(lines.readline())["error"] == ""
         for made in (lambda said: right, lambda said: said["proof"]):
             with depot.raw() as stream, stream.makefile("rb") as lines:
                 stream.sendall(line({"hello": asked.hex()}))
@@ -327,46 +392,76 @@ async def test_a_recorded_handshake_opens_nothing(depot: Running) -> None:
 )
 async def test_no_name_leads_out_of_the_arena(depot: Running, name: object) -> None:
     (depot.folder.parent / "secret").write_bytes(bytes(PAGE))
-    (depot.folder / arena.OWNER).write_bytes(bytes(PAGE))
+    (depot.folder / shm.OWNER_FILE).write_bytes(bytes(PAGE))
     stage(depot.folder)
 
     def work() -> None:
         with depot.dial() as link:
             ask = {"op": "get", "name": name, "fill": "", "at": 0, "nbytes": 1}
             with pytest.raises(CheckpointError, match="name"):
-                link.say(ask)
+                link.say(line(ask))
 
     await doing(work)
+
+
+OTHER_VERSION = rf"it has version {VERSION + 1}: expected version {VERSION}; use the same release"
+
+
+async def test_a_request_of_another_version_is_refused_with_both_versions(depot: Running) -> None:
+    def local() -> TransferConnection:
+        return TransferConnection.local(depot.path)
+
+    def work() -> None:
+        for connect in (depot.dial, local):
+            for op in ("list", "get", "candidates", "locations", "connect", "copied"):
+                with connect() as link, pytest.raises(CheckpointError, match=OTHER_VERSION):
+                    link.say(line({"op": op, "version": VERSION + 1, "new": [1]}))
+
+    await doing(work)
+
+
+async def test_the_log_names_the_version_of_a_peer_that_is_refused(
+    depot: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work() -> None:
+        with depot.raw() as stream, stream.makefile("rb") as lines:
+            stream.sendall(line(HELLO | {"version": VERSION + 1}))
+            assert json.loads(lines.readline())["version"] == VERSION, "the client names both"
+            assert lines.read() == b""
+
+    await doing(work)
+    (record,) = caplog.records
+    assert re.search(OTHER_VERSION, vars(record)["why"])
 
 
 @pytest.mark.parametrize(
     ("at", "nbytes"), [(-1, 1), (0, 1 << 40), (1 << 61, 1 << 61), (True, 1), (0.5, 1), ("0", 1)]
 )
 async def test_only_what_was_sealed_is_given(depot: Running, at: object, nbytes: int) -> None:
-    summary = stage(depot.folder)
+    header = stage(depot.folder)
 
     def work() -> None:
         with depot.dial() as link:
-            ask = {"op": "get", "name": "0.0", "fill": summary.fill, "at": at, "nbytes": nbytes}
-            with pytest.raises(CheckpointError, match=r"beyond them|expected a number"):
-                link.say(ask)
+            ask = {"op": "get", "name": "0.0", "fill": header.fill, "at": at, "nbytes": nbytes}
+            with pytest.raises(CheckpointError, match=r"expected a range in|its get.at: "):
+                link.say(line(ask))
 
     await doing(work)
 
 
 async def test_what_is_not_there_is_told_apart_from_what_is_wrong(depot: Running) -> None:
-    summary = stage(depot.folder)
+    header = stage(depot.folder)
     alien = stage(depot.folder, "1.0", job="another")
     target = memoryview(bytearray(8))
 
     def work() -> None:
         with depot.dial() as link:
-            for name, fill in (("0.0", "old"), ("0.1", summary.fill), ("1.0", alien.fill)):
-                with pytest.raises(Overtaken):
+            for name, fill in (("0.0", "old"), ("0.1", header.fill), ("1.0", alien.fill)):
+                with pytest.raises(SlotOverwrittenError):
                     link.read_into(name, fill, 0, target)
-            with pytest.raises(Overtaken):
+            with pytest.raises(SlotOverwrittenError):
                 link.contents("0.0", "old")
-            link.read_into("0.0", summary.fill, PAGE, target)  # the connection is still good
+            link.read_into("0.0", header.fill, PAGE, target)  # the connection is still good
 
     await doing(work)
 
@@ -374,7 +469,7 @@ async def test_what_is_not_there_is_told_apart_from_what_is_wrong(depot: Running
 async def test_a_slot_that_is_overtaken_while_it_is_read_is_told(depot: Running) -> None:
     """A writer comes when half of it has arrived: nothing more than the trailer says so."""
     nbytes = 64 << 20
-    summary = stage(depot.folder, nbytes=nbytes)
+    header = stage(depot.folder, nbytes=nbytes)
     target = memoryview(bytearray(nbytes))
     came = 0
 
@@ -385,51 +480,50 @@ async def test_a_slot_that_is_overtaken_while_it_is_read_is_told(depot: Running)
         came += more
 
     def work() -> None:
-        with depot.dial() as link, pytest.raises(Overtaken, match="filled anew"):
-            link.read_into("0.0", summary.fill, PAGE, target, arrived=overtake)
+        with depot.dial() as link, pytest.raises(SlotOverwrittenError, match="filled again"):
+            link.read_into("0.0", header.fill, PAGE, target, on_data=overtake)
 
     await doing(work)
     assert came == nbytes
 
 
-async def test_a_pin_keeps_writers_away_for_a_while_only(
-    depot: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("timing", "kept"), [(TransferTiming(), True), (TransferTiming(pin_limit_s=0.0), False)]
+)
+async def test_a_pin_keeps_writers_away_for_a_while_only(depot: Running, kept: bool) -> None:
     nbytes = 64 << 20
-    summary = stage(depot.folder, nbytes=nbytes)
+    header = stage(depot.folder, nbytes=nbytes)
     target = memoryview(bytearray(nbytes))
     seen: list[bool] = []
 
     def look(_: int) -> None:
         if len(seen) < 1:
-            with Slot(depot.folder / "0.0", write=True) as writer:
+            with ShmSlot(depot.folder / "0.0", write=True) as writer:
                 seen.append(writer.lock(shared=False))
 
     def read(*, pin: bool) -> bool:
         seen.clear()
         with depot.dial() as link:
-            link.read_into("0.0", summary.fill, PAGE, target, pin=pin, arrived=look)
+            link.read_into("0.0", header.fill, PAGE, target, pin=pin, on_data=look)
         return seen[0]
 
     assert await doing(lambda: read(pin=False))
-    assert not await doing(lambda: read(pin=True))
-    monkeypatch.setattr(server, "PIN_S", 0.0)
-    assert await doing(lambda: read(pin=True))
+    assert await doing(lambda: read(pin=True)) is not kept
 
 
 async def test_of_a_hollow_slot_only_what_is_there_is_given(depot: Running) -> None:
     stage(depot.folder)
-    with Slot(depot.folder / "0.0", write=True) as slot:
-        found = slot.summary()
+    with ShmSlot(depot.folder / "0.0", write=True) as slot:
+        found = slot.header()
         assert found is not None
         values = {name: getattr(found, name) for name in found.__slots__}
-        slot.put(Summary(**values | {"hollow": True}))
+        slot.put(SlotHeader(**values | {"private_only": True}))
 
     def work() -> None:
         with depot.dial() as link:
-            link.read_into("0.0", found.fill, found.private_at, memoryview(bytearray(16)))
+            link.read_into("0.0", found.fill, found.private_offset, memoryview(bytearray(16)))
             link.read_into("0.0", found.fill, 0, memoryview(bytearray(PAGE)))
-            with pytest.raises(CheckpointError, match="hollow"):
+            with pytest.raises(CheckpointError, match="partial replica"):
                 link.read_into("0.0", found.fill, PAGE, memoryview(bytearray(16)))
 
     await doing(work)
@@ -455,10 +549,10 @@ async def test_of_a_hollow_slot_only_what_is_there_is_given(depot: Running) -> N
         ).map(line),
         st.sampled_from([b"[" * 4000 + b"\n", b"x" * 5000, b'{"op":"get"}\n' * 500]),
         st.fixed_dictionaries(
-            {"op": st.sampled_from(["get", "list", "connect", "holders", "candidates"])},
+            {"op": st.sampled_from(["get", "list", "connect", "locations", "candidates"])},
             optional={
                 key: st.one_of(st.text(max_size=20), st.integers(), st.just("0.0"))
-                for key in ("name", "fill", "at", "nbytes", "step", "round", "lap", "pin")
+                for key in ("name", "fill", "at", "nbytes", "step", "round", "timeline", "pin")
             },
         ).map(line),
     ),
@@ -483,7 +577,7 @@ def test_garbage_is_refused_in_one_line(
                 stream.shutdown(socket.SHUT_WR)
                 while stream.recv(65536):
                     pass
-        with Link.local(depot.path) as link:  # it goes on
+        with TransferConnection.local(depot.path) as link:  # it goes on
             assert link.slots() == []
 
     async def run() -> None:
@@ -494,18 +588,17 @@ def test_garbage_is_refused_in_one_line(
     assert not [record for record in caplog.records if record.exc_info]
 
 
-async def test_a_flood_of_strangers_keeps_no_peer_out(
-    depot: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server, "SHAKE_S", 300.0)  # nobody goes for the time that this takes
+@pytest.mark.parametrize("timing", [TransferTiming(challenge_timeout_s=300.0)])
+async def test_a_flood_of_strangers_keeps_no_peer_out(depot: Running) -> None:
+    """No connection is closed for the time that it takes."""
     stage(depot.folder)
 
     def work() -> None:
         with contextlib.ExitStack() as stack:
-            many = [stack.enter_context(depot.raw()) for _ in range(3 * server.HALF_OPEN)]
+            many = [stack.enter_context(depot.raw()) for _ in range(3 * server.MAX_HALF_OPEN)]
             with depot.dial() as link:
                 assert len(link.slots()) == 1
-                again = [stack.enter_context(depot.raw()) for _ in range(server.HALF_OPEN)]
+                again = [stack.enter_context(depot.raw()) for _ in range(server.MAX_HALF_OPEN)]
                 assert len(link.slots()) == 1  # who has proved itself is not thrown out
             assert many[0].recv(1) == b""  # who has waited longest goes
             again[-1].settimeout(0.0)
@@ -516,17 +609,6 @@ async def test_a_flood_of_strangers_keeps_no_peer_out(
 
 
 async def test_guests_leave_the_agent_half_of_its_descriptors(tmp_path: Path) -> None:
-    def work() -> None:
-        with contextlib.ExitStack() as stack:
-            guests = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(121)]
-            for guest in guests:
-                guest.settimeout(60)
-                guest.connect(str(depot.path))
-            assert guests[-1].recv(1) == b"", "one more is let go"
-            for guest in guests[:-1]:
-                guest.sendall(line({"op": "list"}))
-            assert all(guest.recv(1) for guest in guests[:-1])
-
     async with contextlib.AsyncExitStack() as serves:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (240, hard))
@@ -534,14 +616,23 @@ async def test_guests_leave_the_agent_half_of_its_descriptors(tmp_path: Path) ->
             depot = await serves.enter_async_context(serving(tmp_path))
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+        def work() -> None:
+            with contextlib.ExitStack() as stack:
+                guests = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(121)]
+                for guest in guests:
+                    guest.settimeout(60)
+                    guest.connect(str(depot.path))
+                assert guests[-1].recv(1) == b"", "one more is let go"
+                for guest in guests[:-1]:
+                    guest.sendall(line({"op": "list"}))
+                assert all(guest.recv(1) for guest in guests[:-1])
+
         await doing(work)
 
 
-async def test_who_does_not_prove_itself_in_time_goes(
-    depot: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server, "SHAKE_S", 0.05)
-
+@pytest.mark.parametrize("timing", [TransferTiming(challenge_timeout_s=0.05)])
+async def test_who_does_not_prove_itself_in_time_goes(depot: Running) -> None:
     def work() -> None:
         with depot.raw() as stream:
             stream.sendall(b'{"hello"')
@@ -550,30 +641,39 @@ async def test_who_does_not_prove_itself_in_time_goes(
     await doing(work)
 
 
-async def test_a_reader_that_stops_reading_costs_nobody_else(
-    depot: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def staged_for_a_read(depot: Running) -> tuple[SlotHeader, bytes]:
+    """A slot of 64 MB, and the request for all of it."""
     nbytes = 64 << 20
-    summary = stage(depot.folder, nbytes=nbytes)
-    ask = {"op": "get", "name": "0.0", "fill": summary.fill, "at": PAGE, "nbytes": nbytes}
+    header = stage(depot.folder, nbytes=nbytes)
+    ask = {"op": "get", "name": "0.0", "fill": header.fill, "at": PAGE, "nbytes": nbytes}
+    return header, line(ask)
+
+
+async def test_a_reader_that_stops_reading_costs_nobody_else(depot: Running) -> None:
+    header, ask = staged_for_a_read(depot)
+    nbytes = 64 << 20
 
     def work() -> None:
         with contextlib.ExitStack() as stack:
             for _ in range(20):
                 stuck = stack.enter_context(depot.dial())
-                assert stuck.say({**ask})["nbytes"] == nbytes
+                assert stuck.say(ask).nbytes == nbytes
             link = stack.enter_context(depot.dial())
             target = memoryview(bytearray(nbytes))
-            link.read_into("0.0", summary.fill, PAGE, target)
-            found = link.contents("0.0", summary.fill)
-            assert arena.digest(target) == found.digests[0]
+            link.read_into("0.0", header.fill, PAGE, target)
+            found = link.contents("0.0", header.fill)
+            assert shm.digest(target) == found.digests[0]
 
     await doing(work)
-    monkeypatch.setattr(server, "STALL_S", 0.05)
+
+
+@pytest.mark.parametrize("timing", [TransferTiming(read_timeout_s=0.05)])
+async def test_a_reader_that_stops_reading_is_given_up(depot: Running) -> None:
+    _, ask = staged_for_a_read(depot)
 
     def given_up() -> None:
         with depot.dial() as link:
-            link.say({**ask})
+            link.say(ask)
             seen = asyncio.run_coroutine_threadsafe(alone(), loop).result(90)
             assert seen
 
@@ -591,23 +691,26 @@ async def test_a_reader_that_stops_reading_costs_nobody_else(
 
 async def test_a_depot_that_dies_is_told_in_words(tmp_path: Path) -> None:
     async with serving(tmp_path) as depot:
-        summary = stage(depot.folder)
-        link, local = await doing(depot.dial), await doing(lambda: Link.local(depot.path))
+        header = stage(depot.folder)
+        link, local = (
+            await doing(depot.dial),
+            await doing(lambda: TransferConnection.local(depot.path)),
+        )
     with link, local:
         for one in (link, local):
-            with pytest.raises(Unreachable):
-                one.read_into("0.0", summary.fill, 0, memoryview(bytearray(8)))
-    with pytest.raises(Unreachable, match="depot at"):
+            with pytest.raises(UnreachableError):
+                one.read_into("0.0", header.fill, 0, memoryview(bytearray(8)))
+    with pytest.raises(UnreachableError, match="transfer server at"):
         depot.dial()
-    with pytest.raises(Unreachable, match="agent's depot"):
-        Link.local(depot.path)
+    with pytest.raises(UnreachableError, match="agent's transfer server"):
+        TransferConnection.local(depot.path)
 
 
 def test_a_silent_peer_is_given_up() -> None:
     with socket.create_server((HERE, 0)) as silent:
         port = silent.getsockname()[1]
-        with pytest.raises(Unreachable, match="nothing came within"):
-            dial(HERE, port, TOKEN, deadline_s=0.1)
+        with pytest.raises(UnreachableError, match="no data came within"):
+            connect_to_peer(HERE, port, TOKEN, deadline_s=0.1)
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"[" * 70000, b"{}\n"])
@@ -622,7 +725,28 @@ async def test_what_is_no_depot_is_not_believed(answer: bytes) -> None:
         port = strange.sockets[0].getsockname()[1]
 
         def work() -> None:
-            with pytest.raises((Unauthorized, Unreachable)):
-                dial(HERE, port, TOKEN)
+            with pytest.raises((UnauthorizedError, UnreachableError)):
+                connect_to_peer(HERE, port, TOKEN)
 
         await doing(work)
+
+
+def test_a_byte_now_and_then_does_not_put_the_deadline_off() -> None:
+    """Whoever had taken a depot's port held a thread of the agent for a day."""
+    done = threading.Event()
+
+    def drip(listening: socket.socket) -> None:
+        stream, _ = listening.accept()
+        with stream, contextlib.suppress(OSError):
+            while not done.wait(0.01):
+                stream.sendall(b"x")
+
+    with socket.create_server((HERE, 0)) as listening:
+        slow = threading.Thread(target=drip, args=(listening,))
+        slow.start()
+        try:
+            with pytest.raises(UnreachableError, match="it has not answered in time"):
+                connect_to_peer(HERE, listening.getsockname()[1], TOKEN, deadline_s=0.2)
+        finally:
+            done.set()
+            slow.join()

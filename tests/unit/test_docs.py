@@ -13,24 +13,16 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
+from dlrover_operator.conditions import REFUSED
 from dlrover_operator.loop import Operator
 from dlrover_operator.manifests import Options
-from dlrover_operator.plan import REFUSED
 from dlrover_py.cli.checkpoints import ckpt
 from dlrover_py.cli.commands import root
-from dlrover_py.master.platform.kubernetes import PROBLEMS
-from dlrover_py.protocol.refusals import Refusal
 from dlrover_py.protocol.status import JobPhase
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OPERATIONS = ROOT / "docs/operations.md"
-MASTER = (
-    *sorted((ROOT / "dlrover_py/master/core").glob("*.py")),
-    ROOT / "dlrover_py/master/loop.py",
-    ROOT / "dlrover_py/master/platform/kubernetes.py",
-)
-PLAN = ROOT / "operator/dlrover_operator/plan.py"
 WORDS = {"Word": re.compile(r"`([A-Z][A-Za-z]+)`"), "metric": re.compile(r"`([a-z_]+)`")}
 
 
@@ -75,61 +67,10 @@ def text(node: ast.expr | None) -> Iterator[str]:
             yield from text(other)
 
 
-def keyword(call: ast.Call, name: str) -> ast.expr | None:
-    return next((k.value for k in call.keywords if k.arg == name), None)
-
-
 def argument(path: Path, function: str, position: int) -> Iterator[str]:
     for call in calls(path, function):
         if len(call.args) > position:
             yield from text(call.args[position])
-
-
-def words(path: Path, *functions: str) -> set[str]:
-    """CamelCase words in the code of some functions."""
-    bodies = {f.name: f for f in ast.walk(tree(path)) if isinstance(f, ast.FunctionDef)}
-    parts = [node for name in functions for node in ast.walk(bodies[name])]
-    texts = {str(node.value) for node in parts if isinstance(node, ast.Constant)}
-    return {t for t in texts if re.fullmatch("[A-Z][A-Za-z]+", t)} - {"None", "True", "False"}
-
-
-def conditions() -> set[str]:
-    found = {*PROBLEMS, *(phase.value for phase in JobPhase if phase.ended), *operators()}
-    for path in MASTER:
-        found |= set(argument(path, "_set", 0))
-        found |= {w for c in calls(path, "Condition") for w in text(keyword(c, "type"))}
-    return found
-
-
-def operators() -> set[str]:
-    """The operator's conditions: tuples that begin with a word and a truth value."""
-    found = set()
-    for node in ast.walk(tree(PLAN)):
-        match node:
-            case ast.Tuple(elts=[ast.Constant(value=str(kind)), ast.Constant(value=bool()), *_]):
-                found.add(kind)
-    return found
-
-
-def reasons_of_master() -> set[str]:
-    found = set()
-    for path in MASTER:
-        for function, position in (
-            ("_record", 0),
-            ("Note", 0),
-            ("_end", 1),
-            ("Ruling", 1),
-            ("JobStopped", 1),
-        ):
-            found |= set(argument(path, function, position))
-    return found
-
-
-def reasons_of_operator() -> set[str]:
-    """Of its conditions; who makes one of them loud has an event of that name."""
-    found = words(PLAN, "_ours_to_say", "_accepted", "_master_ready", "_too_late", "_pods_left")
-    found |= words(PLAN.with_name("loop.py"), "_reason") | {*Refusal}
-    return found - operators() - {"Normal", "Warning", "Running"} | {"Accepted", "Suspended"}
 
 
 def metrics_of_operator() -> set[str]:
@@ -151,9 +92,6 @@ def metrics_of_master() -> set[str]:
 @pytest.mark.parametrize(
     ("section", "form", "real"),
     [
-        ("Conditions", "Word", conditions),
-        ("Events", "Word", reasons_of_master),
-        ("Reasons of the operator's conditions", "Word", reasons_of_operator),
         ("Phases", "Word", lambda: {"Created", REFUSED, *(phase.value for phase in JobPhase)}),
         ("Metrics of the master", "metric", metrics_of_master),
         ("Metrics of the operator", "metric", metrics_of_operator),
@@ -213,7 +151,7 @@ def test_the_first_example_lasts_as_long_as_its_pages_say() -> None:
     said = dict(re.findall(r"--([a-z-]+)=([0-9.]+)", " ".join(main["command"])))
     steps = int(said["epochs"]) * -(-1437 // 96)  # its samples and its batch
     assert 9 * 60 <= steps * float(said["step-delay"]) <= 11 * 60
-    for page in ("README.md", "docs/kubernetes.md", "examples/01-digits/README.md"):
+    for page in ("README.md", "docs/start-kubernetes.md", "examples/01-digits/README.md"):
         assert re.search(r"ten\s+minutes", (ROOT / page).read_text()), page
 
 
@@ -237,7 +175,7 @@ def test_install_names_all_extras_and_the_versions() -> None:
     page = (ROOT / "docs/install.md").read_text()
     section = page.split("## Python")[1].split("## On Kubernetes")[0]
     told = set(re.findall(r"^\| `([a-z0-9]+)` \|", section, re.MULTILINE))
-    assert told == set(project["optional-dependencies"]) - {"dev"}
+    assert told == set(project["optional-dependencies"]) - {"dev", "docs"}
     assert project["requires-python"] == ">=3.11"
     assert "torch>=2.6" in project["optional-dependencies"]["torch"]
     assert "| Python | 3.11, 3.12 or 3.13 |" in section

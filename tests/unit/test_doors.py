@@ -1,5 +1,9 @@
 """What answers without a token: three pages of the master, and three of the operator."""
 
+import asyncio
+import logging
+import os
+import socket
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,10 +16,13 @@ from starlette.types import Message, Receive, Scope, Send
 from dlrover_operator import health as operators
 from dlrover_operator.loop import Operator
 from dlrover_operator.manifests import Options
+from dlrover_py.master.app import inherited
 from dlrover_py.master.core.events import Rules
 from dlrover_py.master.loop import Loop
 from dlrover_py.master.platform.static import StaticPlatform
-from dlrover_py.master.server import Guard, health_app
+from dlrover_py.master.server import RequestGuard, health_app
+from dlrover_py.net.http_server import REPEAT_S, RepeatFilter, server
+from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import ElasticJob
 from tests.builders import job_file
 from tests.fakes import MemoryStore
@@ -61,6 +68,52 @@ async def test_the_guard_hands_nothing_on_that_has_no_token(kind: str) -> None:
         told.append(message)
 
     denied = Counter("denied", "Requests.", registry=CollectorRegistry())
-    guard = Guard(app, token="t" * 20, max_body_bytes=10, denied=denied)
+    guard = RequestGuard(app, token="t" * 20, max_body_bytes=10, denied=denied)
     await guard({"type": kind, "path": "/v1/job", "headers": []}, receive, send)
     assert [m["status"] for m in told if "status" in m] == ([401] if kind == "http" else [])
+
+
+async def test_malformed_requests_fill_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    """uvicorn logs a line for each of them, and no token is needed to send one."""
+    logger = logging.getLogger("uvicorn.error")
+    for old in [f for f in logger.filters if isinstance(f, RepeatFilter)]:
+        logger.removeFilter(old)
+    door = socket.create_server(("127.0.0.1", 0))
+    serving = server(FastAPI())
+    task = asyncio.create_task(serving.serve([door]))
+    for _ in range(50):
+        reader, writer = await asyncio.open_connection(*door.getsockname())
+        writer.write(b"\0\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 400")
+        writer.close()
+    serving.should_exit = True
+    await task
+    assert len([r for r in caplog.records if r.name == logger.name]) == 1
+
+
+def test_a_repeated_warning_is_counted() -> None:
+    now = 0.0
+    only = RepeatFilter(lambda: now)
+
+    def record(level: int = logging.WARNING) -> logging.LogRecord:
+        return logging.LogRecord("uvicorn.error", level, "", 0, "Malformed.", None, None)
+
+    passed = [only.filter(record()) for _ in range(4)]
+    assert passed == [True, False, False, False]
+    assert only.filter(record(logging.ERROR))
+    now = REPEAT_S
+    last = record()
+    assert only.filter(last)
+    assert last.getMessage() == "Malformed. (3 more since the last such line)"
+
+
+def test_a_descriptor_that_does_not_listen_is_refused_and_stays_open() -> None:
+    """The parent passes descriptors to the master; a wrong number must not end in a traceback."""
+    with socket.socket() as other:
+        for fd in (-1, 1 << 20, other.fileno()):
+            with pytest.raises(ConfigError, match=f"descriptor {fd} is not a listening socket"):
+                inherited(fd)
+        other.getsockname()
+    door = socket.create_server(("127.0.0.1", 0))
+    with door, inherited(os.dup(door.fileno())) as taken:
+        assert taken.getsockname() == door.getsockname()

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrover_py.master.core.events import NodeEnded
-from dlrover_py.master.platform.ends import ENDS, Budget, Row, end_of
-from dlrover_py.master.platform.pods import fact, view
+from dlrover_py.master.platform.kubernetes.ends import ENDS, Budget, PodEndRule, end_of
+from dlrover_py.master.platform.kubernetes.pods import fact, view
 from dlrover_py.protocol.names import NodeId
 
 DOC = Path(__file__).parents[2] / "docs/operations.md"
@@ -76,7 +76,7 @@ EXAMPLES: dict[str, list[Obj]] = {
     "`DisruptionTarget`: `TerminationByKubelet`": [disrupted("TerminationByKubelet")],
     "`DisruptionTarget`: another reason": [disrupted("Later"), disrupted("")],
     "deleted": [pod(exited(137), deleted=True), pod(WAITING, fetch=exited(2), deleted=True)],
-    "`Evicted`, as it uses more than its own limit of storage": [
+    "`Evicted`, because it uses more than its own limit of storage": [
         pod(exited(137), reason="Evicted", message=words)
         for words in (
             'Usage of EmptyDir volume "scratch" exceeds the limit "1Gi". ',
@@ -115,7 +115,7 @@ EXAMPLES: dict[str, list[Obj]] = {
         *("SysctlForbidden", "AppArmor", "PodOSNotSupported", "PodLevelResourcesNotSupported"),
         *("SupplementalGroupsPolicyNotSupported", "InitContainerRestartPolicyForbidden"),
     ),
-    "another reason, and no container began": [
+    "another reason, and no container started": [
         pod(reason=r)
         for r in (
             *("InvalidNodeInfo", "PodOSSelectorNodeLabelDoesNotMatch", "UnknownReason"),
@@ -142,7 +142,7 @@ EXAMPLES: dict[str, list[Obj]] = {
         pod(WAITING, fetch=exited(137, "ContainerStatusUnknown")),
         pod(WAITING, fetch=exited(255, "Unknown")),
     ],
-    "init container: any exit code but 0 (a native sidecar's end is none of the Pod)": [
+    "init container: any exit code but 0 (the end of a native sidecar does not end the Pod)": [
         pod(WAITING, fetch=exited(code, reason))
         for code, reason in ((1, "Error"), (2, "Error"), (137, "OOMKilled"), (128, "StartError"))
     ],
@@ -150,7 +150,7 @@ EXAMPLES: dict[str, list[Obj]] = {
 }  # fmt: skip
 
 
-def named(sign: str) -> Row:
+def named(sign: str) -> PodEndRule:
     return next(row for row in ENDS if row.sign == sign)
 
 
@@ -160,7 +160,7 @@ def named(sign: str) -> Row:
 def test_a_pod_ends_as_the_row_says(sign: str, obj: Obj) -> None:
     end = end_of(obj)
     assert end is not None
-    assert end.row.sign == sign
+    assert end.rule.sign == sign
     told = fact(NodeId("n0"), view(obj))
     assert isinstance(told, NodeEnded)
     assert told.free == (named(sign).budget is Budget.NONE)
@@ -183,7 +183,8 @@ def test_the_table_stands_in_the_docs() -> None:
     section = after.partition("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("| ")][2:]
     assert rows == [
-        f"| {r.sign} | {r.by} | {r.budget.value} | {'yes' if r.avoids_host else ''} |" for r in ENDS
+        f"| {r.sign} | {r.ended_by} | {r.budget.value} | {'yes' if r.avoids_host else ''} |"
+        for r in ENDS
     ]
 
 
@@ -199,7 +200,7 @@ def test_an_init_container_is_named_and_its_log_has_more() -> None:
     end = end_of(obj)
     assert end is not None
     assert end.why.startswith("its init container fetch ended with exit code 137 (OOMKilled)")
-    assert (end.exit_code, end.speaker, end.by_agent) == (137, "fetch", False)
+    assert (end.exit_code, end.container, end.by_agent) == (137, "fetch", False)
 
 
 state = st.one_of(st.just(WAITING), st.just(RUNNING), st.builds(exited, st.integers(0, 255)))
@@ -219,8 +220,8 @@ def test_only_the_main_container_tells_the_agents_code(
 @pytest.mark.parametrize(
     ("limit", "words"),
     [
-        ("2Gi", "out of memory: the limit of container main is 2Gi"),
-        (None, "out of memory: container main has no limit, and its host had none left"),
+        ("2Gi", "out of memory: the memory limit of container main is 2Gi"),
+        (None, "out of memory: container main has no memory limit, and its host had none left"),
     ],
 )
 def test_an_oom_kill_is_told_with_the_limit(limit: str | None, words: str) -> None:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrover_agent import errorfile
-from dlrover_agent.failures import describe
+from dlrover_agent.workers import error_file
+from dlrover_agent.workers.failures import describe
 
 
 def recorded(message: str, callstack: str) -> bytes:
@@ -21,7 +21,7 @@ def recorded(message: str, callstack: str) -> bytes:
 def test_a_small_file_is_read_whole(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     path.write_bytes(recorded("ValueError: \u20ac", "Traceback"))
-    assert errorfile.read(path) == path.read_text()
+    assert error_file.read(path) == path.read_text()
 
 
 @pytest.mark.timeout(20)
@@ -37,16 +37,16 @@ def test_what_is_no_regular_file_is_empty_and_not_waited_for(tmp_path: Path, kin
         path = Path("/dev/zero")
     elif kind == "folder":
         path.mkdir()
-    assert errorfile.read(path) == ""
+    assert error_file.read(path) == ""
 
 
 @pytest.mark.timeout(20)
 def test_a_parents_pipe_without_a_reader_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="No such device"):
-        errorfile.write(tmp_path / "pipe", "{}")
-    errorfile.write(tmp_path / "file", "long before")
-    errorfile.write(tmp_path / "file", "{}")
+        error_file.write(tmp_path / "pipe", "{}")
+    error_file.write(tmp_path / "file", "long before")
+    error_file.write(tmp_path / "file", "{}")
     assert (tmp_path / "file").read_text() == "{}"
 
 
@@ -58,9 +58,9 @@ def test_of_a_large_file_both_texts_are_known(tmp_path: Path) -> None:
     main()
 ValueError: {text}"""
     path.write_bytes(recorded(f"ValueError: {text}", trace))
-    said = errorfile.read(path)
-    assert len(said) < 4 * errorfile.PIECE
-    failure = describe(exit_code=1, local_rank=0, rank=0, pid=1, error_file=said, last_words="",
+    said = error_file.read(path)
+    assert len(said) < 4 * error_file.PIECE
+    failure = describe(exit_code=1, local_rank=0, rank=0, pid=1, error_file=said, stderr_tail="",
                        step=None, ran_s=1.0)  # fmt: skip
     assert failure.message.startswith("raised ValueError: cannot use 0.1234")
     assert failure.fingerprint.endswith("/job/train.py:12")
@@ -69,11 +69,12 @@ ValueError: {text}"""
 @given(st.text(max_size=50), st.integers(0, 600))
 def test_a_text_may_be_cut_anywhere(text: str, cut: int) -> None:
     whole = json.dumps(text)[1:-1]
-    found = errorfile._text(whole.encode()[:cut])
+    found = error_file.decoded(whole.encode()[:cut])
     assert text.startswith(found)
     assert len(found) >= min(len(text), max(0, cut - 12) // 12)
 
 
 @given(st.binary(max_size=300))
 def test_bytes_of_any_kind_are_no_error(data: bytes) -> None:
-    errorfile._text(data)
+    # no assert: no exception is raised
+    error_file.decoded(data)

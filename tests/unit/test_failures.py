@@ -1,21 +1,22 @@
 """Why a worker died, from what real programs leave behind: tracebacks of Python, torch's files."""
 
 import json
-import os
-import subprocess
-import sys
-import textwrap
 import time
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrover_agent import script
-from dlrover_agent.failures import Death, cause_first, describe, for_parent, signal_name, summary
+from dlrover_agent.workers.failures import (
+    WorkerDeath,
+    cause_first,
+    describe,
+    error_file_document,
+    signal_name,
+    summary,
+)
 from dlrover_py.protocol.agents import FailureKind, WorkerFailure
 
 PLAIN = """\
@@ -36,7 +37,7 @@ def death(**given: Any) -> WorkerFailure:
         "rank": 5,
         "pid": 4711,
         "error_file": "",
-        "last_words": "",
+        "stderr_tail": "",
         "step": 417,
         "ran_s": 2.5,
     }
@@ -52,20 +53,6 @@ def recorded(trace: str) -> str:
     return json.dumps({"message": {"message": said, "extraInfo": callstack}})
 
 
-def ran(script: str, folder: Path, **env: str) -> "subprocess.CompletedProcess[str]":
-    """What Python itself says of this script's end."""
-    path = folder / "train.py"
-    path.write_text(textwrap.dedent(script))
-    return subprocess.run(
-        [sys.executable, str(path)],
-        capture_output=True,
-        text=True,
-        env=os.environ | env,
-        timeout=150,
-        check=False,
-    )
-
-
 # --- the kind of death ---
 
 
@@ -76,7 +63,7 @@ def test_who_died_and_when_is_told() -> None:
 
 
 def test_an_exit_code_alone() -> None:
-    failure = death(exit_code=3, last_words="all is lost\n")
+    failure = death(exit_code=3, stderr_tail="all is lost\n")
     assert failure.kind is FailureKind.EXIT
     assert failure.message == "exited with code 3"
     assert failure.traceback == "all is lost\n"
@@ -87,7 +74,7 @@ def test_an_exit_code_alone() -> None:
     ("number", "name"), [(9, "SIGKILL"), (11, "SIGSEGV"), (15, "SIGTERM"), (77, "signal 77")]
 )
 def test_a_signal_has_a_name(number: int, name: str) -> None:
-    failure = death(exit_code=-number, last_words=PLAIN)
+    failure = death(exit_code=-number, stderr_tail=PLAIN)
     assert failure.kind is FailureKind.SIGNAL
     assert failure.message == f"was killed by {name}"
     assert failure.fingerprint == "", "that it had an exception before says nothing of its death"
@@ -95,7 +82,7 @@ def test_a_signal_has_a_name(number: int, name: str) -> None:
 
 
 def test_an_exception_is_named_with_its_text_and_its_traceback() -> None:
-    failure = death(last_words=PLAIN)
+    failure = death(stderr_tail=PLAIN)
     assert failure.kind is FailureKind.EXCEPTION
     assert failure.message == "raised ValueError: loss is nan at step 417"
     assert failure.traceback.startswith("Traceback (most recent call last):")
@@ -103,14 +90,14 @@ def test_an_exception_is_named_with_its_text_and_its_traceback() -> None:
 
 
 def test_what_is_printed_after_the_traceback_does_not_hide_it() -> None:
-    failure = death(last_words=PLAIN + "wandb: waiting for the upload\n[W socket.cpp:1] bye\n")
+    failure = death(stderr_tail=PLAIN + "wandb: waiting for the upload\n[W socket.cpp:1] bye\n")
     assert failure.message == "raised ValueError: loss is nan at step 417"
     assert "wandb" not in failure.traceback
 
 
 def test_the_last_of_several_tracebacks_counts() -> None:
     handled = PLAIN.replace("ValueError", "KeyError")
-    assert death(last_words=handled + PLAIN).message.startswith("raised ValueError")
+    assert death(stderr_tail=handled + PLAIN).message.startswith("raised ValueError")
 
 
 @pytest.mark.parametrize(
@@ -130,56 +117,11 @@ def recorded_raw(trace: str) -> str:
     return json.dumps({"message": {"message": "x", "extraInfo": {"py_callstack": trace}}})
 
 
-# --- real Python ---
-
-
-def test_a_chain_of_exceptions_ends_with_the_one_that_was_raised(tmp_path: Path) -> None:
-    done = ran(
-        """
-        def read():
-            try:
-                {}["weights"]
-            except KeyError as error:
-                raise RuntimeError("no weights") from error
-        try:
-            read()
-        except RuntimeError:
-            int("x")
-        """,
-        tmp_path,
-    )
-    assert done.stderr.count("Traceback (most recent call last)") == 3
-    failure = death(last_words=done.stderr)
-    assert failure.message == "raised ValueError: invalid literal for int() with base 10: 'x'"
-    assert failure.fingerprint.endswith("train.py:10")
-
-
-def test_exceptions_of_torch_record_are_read_from_its_file(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    file = tmp_path / "error.json"
-    script = """
-        from torch.distributed.elastic.multiprocessing.errors import record
-
-        @record
-        def main():
-            raise OSError("no such shard")
-
-        main()
-        """
-    done = ran(script, tmp_path, TORCHELASTIC_ERROR_FILE=str(file))
-    assert done.returncode == 1
-    failure = death(error_file=file.read_text())
-    assert failure.kind is FailureKind.EXCEPTION
-    assert failure.message == "raised OSError: no such shard"
-    assert 'raise OSError("no such shard")' in failure.traceback
-    assert failure.fingerprint == "OSError|no such shard|" + str(tmp_path / "train.py") + ":6"
-    # The same from its last words, where no file can be written.
-    assert death(last_words=done.stderr).fingerprint == failure.fingerprint
-
-
 def test_the_error_file_beats_the_last_words() -> None:
     trace = PLAIN.partition("\n")[2].replace("ValueError", "KeyError")
-    assert death(error_file=recorded(trace), last_words=PLAIN).message.startswith("raised KeyError")
+    assert death(error_file=recorded(trace), stderr_tail=PLAIN).message.startswith(
+        "raised KeyError"
+    )
 
 
 def test_a_message_in_plain_text_is_taken_as_it_is() -> None:
@@ -207,14 +149,14 @@ def test_a_message_in_plain_text_is_taken_as_it_is() -> None:
     ids=lambda text: text[:24],
 )
 def test_an_error_file_that_cannot_be_read_leaves_the_last_words(garbage: str) -> None:
-    failure = death(error_file=garbage, last_words=PLAIN)
+    failure = death(error_file=garbage, stderr_tail=PLAIN)
     assert failure.message == "raised ValueError: loss is nan at step 417"
 
 
 def test_text_that_is_no_unicode_still_makes_a_report() -> None:
     name = json.dumps({"message": "ValueError: caf\udce9"})
     assert death(error_file=name).message.startswith("raised ValueError: caf")
-    assert death(last_words=PLAIN.replace("nan", "\udce9")).message.startswith("raised ValueError")
+    assert death(stderr_tail=PLAIN.replace("nan", "\udce9")).message.startswith("raised ValueError")
 
 
 def test_long_words_are_cut() -> None:
@@ -225,15 +167,15 @@ def test_long_words_are_cut() -> None:
     assert failure.message.endswith("…")
     assert 'File "/job/train.py", line 12, in main' in failure.traceback
     assert failure.traceback.endswith("…")
-    assert len(death(last_words=long).traceback) == 2000
+    assert len(death(stderr_tail=long).traceback) == 2000
     deep = PLAIN.replace("/job/", f"/{long[:800]}/")
-    assert death(last_words=deep).fingerprint.endswith("/train.py:12")
+    assert death(stderr_tail=deep).fingerprint.endswith("/train.py:12")
 
 
 @given(st.text(), st.text(), st.integers(-200, 255).filter(bool))
 @settings(max_examples=200, deadline=None)
 def test_whatever_a_worker_leaves_there_is_a_report(file: str, words: str, code: int) -> None:
-    failure = death(error_file=file, last_words=words, exit_code=code)
+    failure = death(error_file=file, stderr_tail=words, exit_code=code)
     assert failure.message
 
 
@@ -254,10 +196,10 @@ def test_whatever_json_stands_in_the_error_file_there_is_a_report(document: obje
 @pytest.mark.parametrize("number", [6, 9, 11])
 def test_an_exception_that_left_the_script_counts_and_not_the_signal_after_it(number: int) -> None:
     trace = PLAIN.partition("\n")[2]
-    alone = death(last_words=PLAIN)
+    alone = death(stderr_tail=PLAIN)
     name = signal_name(number)
-    for left in ({"error_file": recorded(trace)}, {"final_words": PLAIN + "terminate called\n"}):
-        failure = death(exit_code=-number, last_words=PLAIN, **left)
+    for left in ({"error_file": recorded(trace)}, {"final_stderr": PLAIN + "terminate called\n"}):
+        failure = death(exit_code=-number, stderr_tail=PLAIN, **left)
         assert failure.kind is FailureKind.EXCEPTION
         assert failure.message == f"{alone.message}, and was killed by {name} while it ended"
         assert failure.fingerprint == alone.fingerprint, "a repetition is recognised"
@@ -266,75 +208,9 @@ def test_an_exception_that_left_the_script_counts_and_not_the_signal_after_it(nu
 
 def test_a_broken_connection_stays_one_when_the_process_is_aborted_after_it() -> None:
     words = PLAIN.replace("ValueError: loss is nan", "RuntimeError: Connection closed by peer")
-    assert death(exit_code=-6, final_words=words).kind is FailureKind.PEER
+    assert death(exit_code=-6, final_stderr=words).kind is FailureKind.PEER
     mine = PLAIN + "terminate called: Connection closed by peer\n"
-    assert death(exit_code=-6, final_words=mine).kind is FailureKind.EXCEPTION
-
-
-def test_what_fails_after_the_exception_while_python_ends_is_not_the_cause(tmp_path: Path) -> None:
-    done = ran(
-        """
-        import atexit, threading
-
-        class Late:
-            def __del__(self):
-                raise OSError("closed already")
-
-        def late():
-            raise KeyError("no such hook")
-
-        late_too = Late()
-        atexit.register(late)
-        thread = threading.Thread(target=late)
-        thread.start()
-        thread.join()
-        raise ValueError("a mistake of the user")
-        """,
-        tmp_path,
-    )
-    assert done.stderr.count("Traceback") == 4
-    assert death(last_words=done.stderr).message == "raised ValueError: a mistake of the user"
-
-
-COLD = ["-u", "-c", script.COLD]
-
-
-@pytest.mark.parametrize("end", ["os.abort()", "os.kill(os.getpid(), 9)", "None"])
-def test_what_becomes_the_script_writes_its_exception_down(tmp_path: Path, end: str) -> None:
-    file, record = tmp_path / "error.json", tmp_path / "record"
-    record.write_bytes(bytes(1 << 16))
-    train = tmp_path / "train.py"
-    train.write_text(
-        f"import atexit, os\natexit.register(lambda: {end})\n"
-        "raise ValueError('cannot use ' + 'x' * 500_000)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, *COLD, str(record), "/nowhere", str(train)],
-        env=os.environ | {"TORCHELASTIC_ERROR_FILE": str(file)},
-        capture_output=True,
-        timeout=60,
-        check=False,
-    )
-    assert file.stat().st_size < 200_000
-    failure = death(exit_code=done.returncode, error_file=file.read_text())
-    assert failure.message.startswith("raised ValueError: cannot use xxx")
-    assert failure.fingerprint.endswith(f"|{train}:3")
-    assert failure.traceback.startswith("Traceback"), "with its frames"
-
-
-def test_the_error_file_of_torch_is_left_as_it_is(tmp_path: Path) -> None:
-    file, record = tmp_path / "error.json", tmp_path / "record"
-    record.write_bytes(bytes(1 << 16))
-    train = tmp_path / "train.py"
-    train.write_text(f"open({str(file)!r}, 'w').write('by torch')\nraise ValueError\n")
-    subprocess.run(
-        [sys.executable, *COLD, str(record), "/nowhere", str(train)],
-        env=os.environ | {"TORCHELASTIC_ERROR_FILE": str(file)},
-        capture_output=True,
-        timeout=60,
-        check=False,
-    )
-    assert file.read_text() == "by torch"
+    assert death(exit_code=-6, final_stderr=mine).kind is FailureKind.EXCEPTION
 
 
 # --- text of any form takes time in proportion to its length ---
@@ -358,7 +234,7 @@ def test_no_text_keeps_the_agent_from_its_other_duties(words: str) -> None:
     def took(text: str) -> float:
         began = time.process_time()
         for code in (1, -6):
-            death(exit_code=code, last_words=text, final_words=text, error_file=recorded(text))
+            death(exit_code=code, stderr_tail=text, final_stderr=text, error_file=recorded(text))
         return time.process_time() - began
 
     quarter, whole = (
@@ -400,7 +276,7 @@ def test_no_text_keeps_the_agent_from_its_other_duties(words: str) -> None:
 def test_a_broken_connection_is_another_ranks_failure(line: str) -> None:
     trace = f'Traceback (most recent call last):\n  File "t.py", line 1, in f\n    x\n{line}\n'
     assert death(error_file=recorded_raw(trace)).kind is FailureKind.PEER
-    assert death(last_words=trace).kind is FailureKind.PEER
+    assert death(stderr_tail=trace).kind is FailureKind.PEER
 
 
 @pytest.mark.parametrize(
@@ -415,102 +291,15 @@ def test_a_broken_connection_is_another_ranks_failure(line: str) -> None:
 )
 def test_other_exceptions_are_the_users(line: str) -> None:
     trace = f'Traceback (most recent call last):\n  File "t.py", line 1, in f\n    x\n{line}\n'
-    assert death(last_words=trace).kind is FailureKind.EXCEPTION
-
-
-# --- fingerprints ---
-
-BUGGY = """
-    import sys
-
-    class Torn(Exception):
-        pass
-
-    def first(n):
-        raise Torn(f"batch {n} at {hex(n)} is torn")
-
-    def second(n):
-        raise Torn(f"batch {n} at {hex(n)} is torn")
-
-    def third(n):
-        raise LookupError(f"batch {n} at {hex(n)} is torn")
-
-    def fourth(n):
-        raise Torn(f"batch {n} at {hex(n)} is missing")
-
-    globals()[sys.argv[1]](int(sys.argv[2]))
-    """
-
-
-def test_a_fingerprint_is_the_same_for_the_same_place_and_another_for_others(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "train.py"
-    path.write_text(textwrap.dedent(BUGGY))
-
-    def fingerprint(function: str, number: int) -> str:
-        argv = [sys.executable, str(path), function, str(number)]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=150, check=False)
-        return death(last_words=done.stderr, pid=number, step=number).fingerprint
-
-    first = fingerprint("first", 12)
-    assert first == fingerprint("first", 4711), "numbers and addresses differ from run to run"
-    others = [fingerprint(f, 12) for f in ("second", "third", "fourth")]
-    assert len({first, *others}) == 4
-    assert all((first, *others))
-
-
-GROUP = """
-    def load(kind, text):
-        raise kind(text)
-
-    errors = []
-    for kind in ({}, {}):
-        try:
-            load(kind, "shard")
-        except Exception as error:
-            errors.append(error)
-    raise ExceptionGroup("loading failed", errors)
-    """
-
-
-def test_groups_of_exceptions_are_not_taken_for_one_another(tmp_path: Path) -> None:
-    marks = []
-    for kinds in [("ValueError", "OSError"), ("KeyError", "TypeError")]:
-        done = ran(GROUP.format(*kinds), tmp_path)
-        assert "Exception Group Traceback" in done.stderr
-        failure = death(last_words=done.stderr)
-        assert failure.kind is FailureKind.EXCEPTION
-        assert failure.message == f"raised {kinds[1]}: shard"
-        assert failure.fingerprint.endswith("train.py:3")
-        marks.append(failure.fingerprint)
-        assert death(error_file=recorded_raw(done.stderr)).fingerprint == failure.fingerprint
-    assert marks[0] != marks[1]
-
-
-def test_a_group_without_tracebacks_has_raised_itself(tmp_path: Path) -> None:
-    done = ran('raise ExceptionGroup("loading failed", [ValueError("a")])', tmp_path)
-    failure = death(last_words=done.stderr)
-    assert failure.message == "raised ExceptionGroup: loading failed (1 sub-exception)"
-    assert failure.fingerprint.endswith("train.py:1")
-
-
-def test_a_script_with_a_syntax_error_has_raised_it(tmp_path: Path) -> None:
-    done = ran("x = (1,\n", tmp_path)
-    assert "Traceback" not in done.stderr
-    failure = death(last_words=done.stderr)
-    assert failure.kind is FailureKind.EXCEPTION
-    assert failure.message.startswith("raised SyntaxError: ")
-    assert failure.fingerprint.endswith("train.py:1")
-    assert failure.traceback.startswith('  File "')
+    assert death(stderr_tail=trace).kind is FailureKind.EXCEPTION
 
 
 # --- what is said of it in the end ---
 
 
-def dead(said: str = "", **fields: object) -> Death:
+def dead(said: str = "", **fields: object) -> WorkerDeath:
     failure = WorkerFailure(
-        **{  # type: ignore[arg-type]
+        **{
             "kind": FailureKind.EXIT,
             "local_rank": 1,
             "rank": 5,
@@ -520,7 +309,7 @@ def dead(said: str = "", **fields: object) -> Death:
         }
         | fields
     )
-    return Death(failure, datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC), "", said)
+    return WorkerDeath(failure, datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC), "", said)
 
 
 def test_the_summary_names_the_root_cause_and_the_others() -> None:
@@ -544,20 +333,26 @@ def test_who_only_lost_another_is_told_after_the_cause_and_as_a_consequence() ->
     assert "consequence" not in root
 
 
+def test_no_worker_is_said_to_be_lost_if_none_is_known_to_be() -> None:
+    text = summary("train.py", [dead(kind=FailureKind.PEER)], "here")
+    assert "was lost" not in text
+    assert "it had ended while this one still waited for it" in text
+
+
 def test_the_parent_gets_the_workers_own_words_with_its_exit_code() -> None:
     theirs = {"message": {"message": "E: x", "extraInfo": {"py_callstack": "T"}}}
-    told = json.loads(for_parent("why", dead(json.dumps(theirs)), at=9))
+    told = json.loads(error_file_document("why", dead(json.dumps(theirs)), at=9))
     assert told == {"message": theirs["message"] | {"errorCode": 3}}
     old = json.dumps({"message": "just text", "timestamp": 4})
-    assert json.loads(for_parent("why", dead(old), at=9))["message"] == "just text"
+    assert json.loads(error_file_document("why", dead(old), at=9))["message"] == "just text"
 
 
 @pytest.mark.parametrize("said", ["", "{", "[]", '{"x": 1}'])
 def test_the_parent_gets_ours_where_the_worker_said_nothing(said: str) -> None:
-    told = json.loads(for_parent("why", dead(said, traceback="T"), at=9))
+    told = json.loads(error_file_document("why", dead(said, traceback="T"), at=9))
     more = {"py_callstack": "T", "timestamp": "9"}
     assert told == {"message": {"message": "why", "extraInfo": more}}
-    assert json.loads(for_parent("why", None, at=9))["message"]["message"] == "why"
+    assert json.loads(error_file_document("why", None, at=9))["message"]["message"] == "why"
 
 
 OOM = "out of memory: the limit of its container is 2.0 GB, and it had used 2.0 GB"
@@ -568,7 +363,7 @@ def test_a_worker_that_the_kernel_killed_for_memory_is_told_as_that() -> None:
     assert killed.kind is FailureKind.SIGNAL
     assert killed.message == f"was killed by SIGKILL: {OOM}"
     assert killed.out_of_memory == OOM
-    box = summary("train.py", [Death(killed, datetime.now(UTC), "", "")], "h")
+    box = summary("train.py", [WorkerDeath(killed, datetime.now(UTC), "", "")], "h")
     assert f"Signal 9 (SIGKILL) received by PID 4711: {OOM}" in box
 
 
@@ -582,13 +377,13 @@ def test_a_worker_that_the_kernel_killed_for_memory_is_told_as_that() -> None:
 )
 def test_a_loader_that_the_kernel_killed_for_memory_is_told_as_that(error: str) -> None:
     trace = PLAIN.replace("ValueError: loss is nan at step 417", error)
-    failed = death(last_words=trace, out_of_memory=OOM)
+    failed = death(stderr_tail=trace, out_of_memory=OOM)
     assert failed.kind is FailureKind.EXCEPTION
     assert failed.message.endswith(OOM)
     assert failed.out_of_memory == OOM
 
 
-@pytest.mark.parametrize("given", [{"exit_code": -11}, {"last_words": PLAIN}, {"exit_code": 3}])
+@pytest.mark.parametrize("given", [{"exit_code": -11}, {"stderr_tail": PLAIN}, {"exit_code": 3}])
 def test_another_failure_is_not_blamed_on_memory(given: dict[str, Any]) -> None:
     assert not death(**given, out_of_memory=OOM).out_of_memory
     assert death(**given, out_of_memory=OOM) == death(**given)
@@ -596,6 +391,20 @@ def test_another_failure_is_not_blamed_on_memory(given: dict[str, Any]) -> None:
 
 def test_a_long_message_leaves_room_for_what_happened_to_memory() -> None:
     trace = f"{PLAIN}RuntimeError: DataLoader worker is killed by signal: Killed {'x' * 5000}"
-    failed = death(last_words=trace.replace("ValueError: loss is nan at step 417\n", ""),
+    failed = death(stderr_tail=trace.replace("ValueError: loss is nan at step 417\n", ""),
                    out_of_memory=OOM)  # fmt: skip
     assert failed.message.endswith(OOM)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_broken_pipe_without_another_worker_is_no_lost_peer(alone: bool) -> None:
+    trace = PLAIN.replace(
+        "ValueError: loss is nan at step 417", "BrokenPipeError: [Errno 32] Broken pipe"
+    )
+    found = death(stderr_tail=trace, single_worker=alone)
+    assert found.kind is (FailureKind.EXCEPTION if alone else FailureKind.PEER)
+
+
+def test_exit_code_2_alone_says_nothing_of_the_command_line() -> None:
+    assert death(exit_code=2, stderr_tail="usage of GPU 0: 97%").kind is FailureKind.EXIT
+    assert death(exit_code=1, stderr_tail="Usage: train.py FILE").kind is FailureKind.EXIT

@@ -20,7 +20,8 @@ from torch import nn
 
 from dlrover_py.protocol.errors import CheckpointError, ConfigError
 from dlrover_py.trainer import restore
-from dlrover_py.trainer.state import STRUCTURE, encode_object, flatten
+from dlrover_py.trainer.object_codec import encode_object
+from dlrover_py.trainer.state_dict import STRUCTURE, flatten
 from tests import slots
 from tests.staged import stage
 
@@ -50,7 +51,7 @@ def equal(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(equal, one, other))
     if isinstance(one, io.BytesIO):
-        return one.getvalue() == other.getvalue()
+        return bool(one.getvalue() == other.getvalue())
     return bool(one == other) or (isinstance(one, float) and math.isnan(one) and math.isnan(other))
 
 
@@ -66,7 +67,7 @@ def by_torch(value: Any) -> Any:
 tensors = st.builds(
     lambda shape, dtype, number: torch.full(shape, number).to(dtype),
     st.lists(st.integers(0, 3), max_size=2),
-    st.sampled_from([torch.float32, torch.int64, torch.bool]),
+    st.sampled_from([torch.float32, torch.float64, torch.int32, torch.int64, torch.bool]),
     st.integers(0, 9),
 )
 arrays = st.builds(
@@ -78,6 +79,7 @@ arrays = st.builds(
 leaves = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.binary()
     | st.sampled_from([np.float32(0.5), np.int64(3), np.bool_(True), np.float64(2.5)])
+    | st.sampled_from([np.bytes_(b""), 2**2048])
     | tensors | arrays
 )  # fmt: skip
 names = st.sampled_from(["a", "b", "c.d", 0, 1, 7, -1, 0.5, (1, 2)])
@@ -110,20 +112,252 @@ def clash(value: Any, key: str = "") -> list[str]:
 
 
 @settings(max_examples=150, deadline=None)
-@given(built=states, saved=states)
+@given(built=states, saved=states, shared=st.sampled_from([None, *"xyz"]), nested=st.booleans())
 def test_plain_values_come_back_whatever_was_there(
-    built: dict[str, Any], saved: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+    built: dict[str, Any],
+    saved: dict[str, Any],
+    shared: str | None,
+    nested: bool,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     if len(keys := clash(saved)) != len(set(keys)):
         return
     arena = tmp_path_factory.mktemp("arena")
     stage(arena / "0.0", saved)
     state = {name: by_torch(value) for name, value in built.items() if name in saved}
+    if shared in state:  # one object, at several places
+        one = state[shared]
+        state.update({name: [one, {"a": one}] if nested else one for name in state})
     load(state, arena)
     assert equal(state, by_torch(saved)), state
 
 
+# --- values that are one object here ---
+
+
+def zeros() -> torch.Tensor:
+    return torch.zeros(2)
+
+
+def two(one: Any) -> dict[str, Any]:
+    return {"one": one, "two": one}
+
+
+@pytest.mark.parametrize(
+    ("build", "change"),
+    [
+        (lambda: two(zeros()), lambda s: s.update(one=zeros() + 1, two=zeros() + 5)),
+        (lambda: {"m": two(zeros())}, lambda s: s["m"].update(one=zeros() + 1, two=zeros() + 5)),
+        (lambda: {"m": [zeros()] * 3}, lambda s: s.update(m=[zeros() + n for n in range(3)])),
+        (lambda: (lambda t: {"one": t, "two": t[1:]})(zeros()),
+         lambda s: s.update(one=zeros() + 1, two=zeros()[1:] + 5)),
+        (lambda: (lambda t: {"two": t[1:], "one": t})(zeros()),
+         lambda s: s.update(one=zeros() + 1, two=zeros()[1:] + 5)),
+        (lambda: {"h": two([])}, lambda s: s.update(h={"one": [1.0], "two": [2.0]})),
+        (lambda: {"h": two({})}, lambda s: s.update(h={"one": {1: 1}, "two": {2: 2}})),
+        (lambda: two([]), lambda s: s.update(one=[1], two=[2])),
+        (lambda: two([]), lambda s: s.update(one=[zeros()], two=[zeros() + 1])),
+        (lambda: {"l": [[0]] * 3}, lambda s: s.update(l=[[1], [2], [3]])),
+        (lambda: {"l": [[zeros()]] * 2}, lambda s: s.update(l=[[zeros()], [zeros() + 1]])),
+    ],
+)  # fmt: skip
+def test_plain_values_that_are_one_object_here_come_back_apart(
+    build: Callable[[], dict[str, Any]], change: Callable[[dict[str, Any]], None], tmp_path: Path
+) -> None:
+    saved = build()
+    change(saved)
+    stage(tmp_path / "0.0", saved)
+    state = build()
+    load(state, tmp_path)
+    assert equal(state, saved), state
+
+
+def test_plain_values_that_are_one_object_and_were_saved_as_one_stay_one(tmp_path: Path) -> None:
+    def build(n: int) -> dict[str, Any]:
+        return {"t": two(torch.full((2,), n)), "l": two([n]), "d": two({"n": [n]})}
+
+    stage(tmp_path / "0.0", build(3))
+    state = build(0)
+    inner = [state["t"]["one"], state["l"]["one"], state["d"]["one"], state["d"]["one"]["n"]]
+    load(state, tmp_path)
+    assert equal(state, build(3))
+    for key in ("one", "two"):
+        found = [state["t"][key], state["l"][key], state["d"][key], state["d"][key]["n"]]
+        assert all(map(lambda a, b: a is b, found, inner)), key
+
+
+def weights(state: dict[str, Any]) -> dict[str, list[float]]:
+    """The values of all tensors and of modules' weights, by key."""
+    found = {}
+    for key, value in state.items():
+        value = value.weight if isinstance(value, nn.Module) else value
+        value = value["weight"] if isinstance(value, dict) else value
+        if isinstance(value, torch.Tensor):
+            found[key] = value.flatten().tolist()
+    return found
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("size", [2, 1 << 17])
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda m: m.state_dict(),
+        lambda m: m.weight.data,
+        lambda m: m.weight.detach()[:, 1:],
+        lambda m: m.weight,
+    ],
+)
+def test_a_copy_that_begins_as_the_module_itself_comes_back_apart(
+    view: Callable[[nn.Module], Any], order: int, size: int, tmp_path: Path
+) -> None:
+    def build() -> dict[str, Any]:
+        model = nn.Linear(size, 1, bias=False)
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        return dict([("model", model), ("best", view(model)), ("optim", optim)][::order])
+
+    saved = build()
+    saved["best"] = by_torch(saved["best"])
+    saved["model"].weight.data.fill_(9)
+    stage(tmp_path / "0.0", saved)
+    state = build()
+    weight = state["model"].weight
+    load(state, tmp_path)
+    assert weights(state) == weights(saved)
+    assert state["model"].weight is weight
+    assert state["optim"].param_groups[0]["params"][0] is weight
+
+
+def test_a_plain_tensor_that_is_trained_stays_the_tensor_that_it_is(tmp_path: Path) -> None:
+    def build(n: float) -> dict[str, Any]:
+        w = torch.full((2,), n, requires_grad=True)
+        optim = torch.optim.SGD([w], lr=0.1, momentum=0.9)
+        w.sum().backward()
+        optim.step()
+        average = optim.state[w]["momentum_buffer"]
+        return {"best": w.detach(), "average": average, "w": w, "optim": optim}
+
+    saved = build(3.0)
+    saved["best"], saved["average"] = saved["best"] + 4, saved["average"] + 7
+    stage(tmp_path / "0.0", saved)
+    state = build(0.0)
+    w = state["w"]
+    load(state, tmp_path)
+    assert weights(state) == weights(saved)
+    assert state["w"] is w
+    assert equal(list(state["optim"].state.values()), list(saved["optim"].state.values()))
+
+
+def test_two_keys_of_one_trained_tensor_take_no_two_values(tmp_path: Path) -> None:
+    saved = {"a": torch.ones(2, requires_grad=True), "b": torch.zeros(2, requires_grad=True)}
+    stage(tmp_path / "0.0", saved)
+    w = torch.full((2,), 5.0, requires_grad=True)
+    with pytest.raises(restore.KeysDifferError, match="b shares memory here with another trained"):
+        load({"a": w, "b": w}, tmp_path)
+    assert w.tolist() == [5.0, 5.0]
+    stage(tmp_path / "0.0", {"a": saved["a"], "b": saved["a"]})
+    load({"a": w, "b": w}, tmp_path)
+    assert w.tolist() == [1.0, 1.0]
+
+
+def test_parameters_that_are_tied_only_here_take_the_last_value(tmp_path: Path) -> None:
+    """As ``load_state_dict`` does; they are so large that the digest of each is compared."""
+    saved = nn.ParameterList([torch.full((1 << 18,), 1.0), torch.full((1 << 18,), 2.0)])
+    stage(tmp_path / "0.0", {"m": saved})
+    shared = nn.Parameter(torch.zeros(1 << 18))
+    load({"m": nn.ParameterList([shared, shared])}, tmp_path)
+    assert shared.unique().tolist() == [2.0]
+
+
+def test_a_value_that_the_checkpoint_lacks_does_not_get_that_of_another(tmp_path: Path) -> None:
+    stage(tmp_path / "0.0", {"two": torch.ones(2)})
+    state = two(zeros())
+    restore.load(
+        state, rank=0, world=1, arena=tmp_path, agent=None, store=None, log=LOG, strict=False
+    )
+    assert weights(state) == {"one": [0.0, 0.0], "two": [1.0, 1.0]}
+
+
+def test_learning_rates_that_are_one_tensor_here_come_back_apart(tmp_path: Path) -> None:
+    def build() -> dict[str, Any]:
+        lr = torch.tensor(0.5)
+        groups = [{"params": [nn.Parameter(torch.ones(1))], "lr": lr} for _ in range(3)]
+        return {"optim": torch.optim.SGD(groups[:2]), "other": torch.optim.SGD(groups[2:])}
+
+    def rates_of(state: dict[str, Any]) -> list[float]:
+        return [float(g["lr"]) for o in state.values() for g in o.param_groups]
+
+    saved = build()
+    for n, group in enumerate(g for o in saved.values() for g in o.param_groups):
+        group["lr"] = torch.tensor(float(n))
+    stage(tmp_path / "0.0", saved)
+    state = build()
+    load(state, tmp_path)
+    assert rates_of(state) == [0.0, 1.0, 2.0]
+
+
+def test_entries_of_an_optimizer_that_are_one_tensor_here_come_back_apart(tmp_path: Path) -> None:
+    def build(n: int) -> dict[str, Any]:
+        w = nn.Parameter(torch.ones(2))
+        optim = torch.optim.SGD([w])
+        optim.state[w].update(two(torch.full((2,), n)), slow=w.data)
+        return {"w": w, "optim": optim}
+
+    saved = build(1)
+    (entries,) = saved["optim"].state.values()
+    entries.update(two=torch.full((2,), 5), slow=torch.full((2,), 7.0))
+    stage(tmp_path / "0.0", saved)
+    state = build(0)
+    load(state, tmp_path)
+    assert equal(list(state["optim"].state.values()), [entries])
+    assert state["w"].tolist() == [1.0, 1.0]
+
+
 # --- modules, optimizers, schedulers ---
+
+
+class Odd(torch.optim.SGD):
+    """Its state has more than that of parameters, and entries with dots."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        state: Any = self.state
+        state["global"]["steps"] = state["global"].get("steps", 0) + 1
+        state["global"]["a.b"] = torch.ones(3)
+        state["global"]["mean"] = torch.tensor(2.5)
+        state["a.b"]["c.d"] = [1]
+        state["flag"] = True
+        for group in self.param_groups:
+            for p in group["params"]:
+                state[p]["a.b"] = torch.full_like(p, 2)
+                state[p]["weight.x"] = {"n": 1}
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_state_that_belongs_to_no_parameter_comes_back(steps: int, tmp_path: Path) -> None:
+    def build(steps: int) -> dict[str, Any]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        optim = Odd([{"params": [p]} for p in model.parameters()], lr=0.1, momentum=0.9)
+        for _ in range(steps):
+            model(torch.ones(1, 2)).sum().backward()
+            optim.step()
+        return {"model": model, "optim": optim}
+
+    saved = build(3)
+    stage(tmp_path / "0.0", saved)
+    ours, theirs = build(steps), build(steps)
+    theirs["optim"].load_state_dict(by_torch(saved["optim"].state_dict()))
+    load(ours, tmp_path)
+    assert equal(ours["optim"].state_dict(), theirs["optim"].state_dict())
+    assert equal(ours["optim"].state_dict(), saved["optim"].state_dict())
+
+
+def test_an_entry_of_an_optimizer_that_would_come_back_under_another_name_is_refused() -> None:
+    w = nn.Parameter(torch.ones(2))
+    optim = torch.optim.SGD([w])
+    optim.state[w][0] = torch.ones(2)
+    with pytest.raises(ConfigError, match=r"o\.state\.0\.0 has the entry 0: expected a str"):
+        flatten({"o": optim}, rank=0)
 
 
 class Extra(nn.Linear):
@@ -165,11 +399,12 @@ class Bank(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.fc = nn.Linear(3, 3)
+        self.bank: torch.Tensor
         self.register_buffer("bank", torch.zeros(0, 3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.bank = torch.cat([self.bank, x.detach()])
-        return self.fc(x)  # type: ignore[no-any-return]
+        return self.fc(x)
 
     def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
         self.bank = torch.zeros_like(state[f"{prefix}bank"])
@@ -190,12 +425,12 @@ class Observers(nn.Module):
         if "first" in self._buffers:
             del self.first
         self.register_buffer(f"at{len(self._buffers)}", x.detach().mean())
-        return self.fc(x)  # type: ignore[no-any-return]
+        return self.fc(x)
 
     @staticmethod
     def make_room(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        for name in list(module._buffers):
-            del module._buffers[name]
+        for name in dict(module.named_buffers(recurse=False)):
+            delattr(module, name)
         for key, value in state.items():
             name = key.removeprefix(prefix)
             if key.startswith(prefix) and "." not in name:
@@ -216,7 +451,7 @@ class Lora(nn.Module):
         self.register_load_state_dict_post_hook(self.allow)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + self.fc(x)  # type: ignore[no-any-return]
+        return self.base(x) + self.fc(x)
 
     @staticmethod
     def leave_out(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -308,7 +543,7 @@ def test_all_of_torchs_comes_back_as_load_state_dict_has_it(
 
         for _ in range(steps):
             closure()
-            optim.step(closure)  # type: ignore[arg-type]
+            optim.step(closure)
             state["sched"].step()
         return state
 
@@ -321,6 +556,28 @@ def test_all_of_torchs_comes_back_as_load_state_dict_has_it(
     load(ours, arena)
     assert equal(states_of(ours), states_of(theirs))
     assert equal(states_of(ours), states_of(saved))
+
+
+def test_entries_that_are_one_tensor_here_and_were_two_at_the_save_come_back(
+    tmp_path: Path,
+) -> None:
+    """A SequentialLR and its first part begin with one tensor as their learning rate."""
+
+    def made(steps: int) -> tuple[torch.optim.Optimizer, Any]:
+        parameter = torch.zeros(2, requires_grad=True)
+        optim = torch.optim.SGD([{"params": [parameter], "lr": torch.tensor(0.1)}])
+        parts = [rates.ConstantLR(optim, total_iters=1), rates.ExponentialLR(optim, 0.9)]
+        scheduler = rates.SequentialLR(optim, parts, [1])
+        for _ in range(steps):
+            optim.step()
+            scheduler.step()
+        return optim, scheduler
+
+    _, saved = made(3)
+    stage(tmp_path / "0.0", {"sched": saved})
+    _, ours = made(0)
+    load({"sched": ours}, tmp_path)
+    assert equal(ours.state_dict(), saved.state_dict())
 
 
 # --- in words, or not at all ---
@@ -342,7 +599,7 @@ def test_a_tensor_that_cannot_take_what_was_saved_is_told_before_anything_change
 ) -> None:
     stage(tmp_path / "0.0", {"m": saved, "x": [torch.ones(1)]})
     state = {"m": here, "x": []}
-    with pytest.raises(restore.KeysDiffer, match=words):
+    with pytest.raises(restore.KeysDifferError, match=words):
         load(state, tmp_path)
     assert state["x"] == []
 
@@ -387,7 +644,9 @@ def test_where_nothing_says_how_a_value_is_nested_it_must_be_what_it_was(tmp_pat
     state = {"h": {"a": 0, "log": [{"n": 0}]}}
     load(state, tmp_path)
     assert state == {"h": {"a": 1, "log": [{"n": 2}]}}
-    with pytest.raises(restore.KeysDiffer, match=r"how h\.log\.0\.n are nested is not in the ch"):
+    with pytest.raises(
+        restore.KeysDifferError, match=r"how h\.log\.0\.n are nested is not in the ch"
+    ):
         load({"h": {"a": 0, "log": []}}, tmp_path)
 
 
@@ -397,5 +656,7 @@ def test_a_module_that_does_not_take_it_is_named(tmp_path: Path) -> None:
             raise ValueError("not this one")
 
     stage(tmp_path / "0.0", {"net": Extra()})
-    with pytest.raises(CheckpointError, match=r"net does not take .*not this one.*do not train on"):
+    with pytest.raises(
+        CheckpointError, match=r"net does not accept .*not this one.*do not train on"
+    ):
         load({"net": Picky()}, tmp_path)

@@ -1,7 +1,7 @@
 """Checks of simulated nodes: who is bad is found, who is not passes, and it comes to an end."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
@@ -38,11 +38,11 @@ class Ward:
         """Until every node has a verdict."""
         while self.plan():
             self.steps += 1
-            assert self.steps <= at_most, self.health.marks
+            assert self.steps <= at_most, self.health.node_records
             self.run()
 
     def plan(self) -> bool:
-        marks = self.health.marks
+        marks = self.health.node_records
         good = [n for n in marks if marks[n].verdict is GOOD] if self.idle else []
         self.findings += self.health.plan(sorted(self.health.open, key=id_key), good)
         members = [n for group in self.health.groups for n in group]
@@ -72,7 +72,7 @@ class Ward:
         assert not self.health.runs
 
     def verdicts(self, verdict: Verdict) -> set[str]:
-        return {n for n, mark in self.health.marks.items() if mark.verdict is verdict}
+        return {n for n, mark in self.health.node_records.items() if mark.verdict is verdict}
 
 
 def ward(nodes: int, *, idle: bool = True, exclude_slow: bool = True, **faults: Fault) -> Ward:
@@ -107,7 +107,8 @@ def test_one_bad_link_to_all_is_found_in_two_steps(nodes: int) -> None:
 
 @pytest.mark.parametrize("bad", ["n0", "n1", "n2"])
 def test_of_three_the_one_with_the_bad_link_is_found(bad: str) -> None:
-    assert ward(3, **{bad: "link"}).verdicts(BAD) == {bad}
+    faults: dict[str, Any] = {bad: "link"}
+    assert ward(3, **faults).verdicts(BAD) == {bad}
 
 
 @pytest.mark.parametrize("order", [("n0", "n1"), ("n1", "n0")])
@@ -117,10 +118,10 @@ def test_of_two_with_a_bad_link_one_is_kept_and_it_is_said(order: tuple[str, ...
     done.check()
     assert done.verdicts(GOOD) == {"n0"}
     assert done.verdicts(BAD) == {"n1"}
-    (words,) = [f.words for f in done.findings if f.verdict is BAD]
+    (words,) = [f.message for f in done.findings if f.verdict is BAD]
     assert words == (
-        "n0 and n1 each work alone, but not together: a link between them is bad, and no other "
-        "node can tell whose it is; n1 is left out"
+        "n0 and n1 each work alone, but not together: a link between them is bad. No other "
+        "node can show whose link it is, so n1 is excluded"
     )
     # The one that replaces it does not work with n0 either, so now it is known.
     done.health.forget(NodeId("n1"))
@@ -145,14 +146,14 @@ def test_a_slow_node_is_confirmed_before_it_is_left_out(nodes: int) -> None:
     assert len(done.verdicts(GOOD)) == nodes - 1
     assert done.steps == 2
     (left_out,) = [f for f in done.findings if f.verdict is SLOW]
-    assert "a matmul took 3 s, the median is 1 s" in left_out.words
+    assert "a matmul took 3 s, the median is 1 s" in left_out.message
 
 
 def test_a_slow_node_that_does_not_wish_it_is_only_told_of() -> None:
     done = ward(4, exclude_slow=False, n1="slow")
     assert len(done.verdicts(GOOD)) == 4
     assert done.steps == 1
-    assert [f.nodes for f in done.findings if "slow" in f.words] == [("n1",)]
+    assert [f.nodes for f in done.findings if "slow" in f.message] == [("n1",)]
 
 
 def test_a_node_that_comes_later_alone_is_compared_with_those_that_train() -> None:
@@ -210,7 +211,7 @@ def test_results_of_an_older_step_and_of_a_group_that_lost_a_node_say_nothing() 
     made.health.forget(NodeId("n1"))
     made.health.take(NodeId("n0"), made.health.number, broken)
     assert not made.health.judge()
-    assert not made.health.marks[NodeId("n0")].doubted
+    assert not made.health.node_records[NodeId("n0")].needs_recheck
     made.check()
     assert made.verdicts(GOOD) == {"n0"}
 

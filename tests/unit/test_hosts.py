@@ -9,8 +9,8 @@ from dlrover_py.master.core.hosts import LONGEST_S, SHORTEST_S, Hosts, Strikes, 
 def test_a_ban_ends() -> None:
     hosts = Hosts()
     assert hosts.strike("a", 0.0, 0.0) == SHORTEST_S
-    assert hosts.kept_out(SHORTEST_S - 1) == ("a",)
-    assert hosts.kept_out(SHORTEST_S) == ()
+    assert hosts.banned(SHORTEST_S - 1) == ("a",)
+    assert hosts.banned(SHORTEST_S) == ()
 
 
 def test_the_next_ban_is_longer_unless_the_last_is_long_past() -> None:
@@ -24,8 +24,8 @@ def test_hosts_do_not_answer_for_each_other() -> None:
     hosts = Hosts()
     hosts.strike("b", 0.0, 0.0)
     hosts.strike("a", 30.0, 0.0)
-    assert hosts.kept_out(31.0) == ("a", "b")
-    assert hosts.kept_out(61.0) == ("a",)
+    assert hosts.banned(31.0) == ("a", "b")
+    assert hosts.banned(61.0) == ("a",)
 
 
 def test_no_ban_is_longer_than_an_hour() -> None:
@@ -46,15 +46,15 @@ def test_the_next_master_keeps_the_same_hosts_out(
         now += passed
         hosts.strike(host, now, wall + now)
     now += left
-    kept = {k: Strikes.model_validate_json(v.model_dump_json()) for k, v in hosts.journal().items()}
-    read = Hosts.read(kept, started, wall + now)
-    assert read.journal() == hosts.journal()
+    kept = {k: Strikes.model_validate_json(v.model_dump_json()) for k, v in hosts.strikes.items()}
+    read = Hosts(kept, now=started, wall=wall + now)
+    assert read.strikes == hosts.strikes
     for later in (0.0, 30.0, 59.0, 61.0, 500.0, 4000.0):
-        assert read.kept_out(started + later + 0.01) == hosts.kept_out(now + later + 0.01)
+        assert read.banned(started + later + 0.01) == hosts.banned(now + later + 0.01)
 
 
 def test_a_clock_that_was_set_back_makes_no_ban_longer() -> None:
     hosts = Hosts()
     hosts.strike("a", 0.0, 1e6)
-    read = Hosts.read(hosts.journal(), 5.0, 1e6 - 9000)
-    assert read.kept_out(5.0 + SHORTEST_S) == ()
+    read = Hosts(dict(hosts.strikes), now=5.0, wall=1e6 - 9000)
+    assert read.banned(5.0 + SHORTEST_S) == ()

@@ -1,13 +1,17 @@
 """A fault in a job file is told by its path, what was found, and what was expected."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from dlrover_py.protocol.errors import ConfigError, ExitCode, Unsupported
+from dlrover_py.cli import jobfile
+from dlrover_py.kubernetes.json_yaml import Loader
+from dlrover_py.protocol.errors import ConfigError, ExitCode, UnsupportedError
 from dlrover_py.protocol.job import MASTER_TEMPLATE, TEMPLATE, ElasticJob, least_nodes
+from dlrover_py.trainer.schedule import SaveInterval
 from tests.builders import elastic_job, job_file
 
 WORKER = "spec.replicaSpecs.worker"
@@ -33,6 +37,19 @@ def changed(path: str, value: Any) -> dict[str, Any]:
     return document
 
 
+def test_a_value_of_the_environment_is_text() -> None:
+    document = copy.deepcopy(job_file())
+    main = document["spec"]["replicaSpecs"]["worker"]["template"]["spec"]["containers"][0]
+    main["env"] = [{"name": "EPOCHS", "value": 90}]
+    assert faults(document).startswith(f"{TEMPLATE}.spec.containers[0].env[0].value: found a numb")
+
+
+def test_an_object_of_another_kind_has_one_fault() -> None:
+    spec: dict[str, Any] = {"pytorchReplicaSpecs": {}, "elasticPolicy": {}}
+    job = {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": {}, "spec": spec}
+    assert len(faults(job).splitlines()) == 1
+
+
 def test_a_good_file_is_read_with_its_defaults() -> None:
     job = ElasticJob.parse(job_file(3))
     worker = job.worker
@@ -51,14 +68,16 @@ def test_a_good_file_is_read_with_its_defaults() -> None:
         (f"{WORKER}.minReplica", 2, [f"{WORKER}.minReplica", "unknown field", "a number 2"]),
         (f"{WORKER}.restartCount", -1, [f"{WORKER}.restartCount", "a number -1"]),
         (f"{WORKER}.template", ..., [f"{WORKER}.template", "missing"]),
-        (f"{WORKER}.template", [], [f"{WORKER}.template", "a list []", "dictionary"]),
+        (f"{WORKER}.template", [], [f"{WORKER}.template", "a list []", "expected a mapping"]),
         ("spec.replicaSpecs", ..., ["spec.replicaSpecs", "missing"]),
         ("spec.suspend", "perhaps", ["spec.suspend", "text 'perhaps'", "boolean"]),
         ("spec.distributionStrategy", "X", ["spec.distributionStrategy", "AllreduceStrategy"]),
         ("spec.checkpoint", {"bandwidth": 100}, ["spec.checkpoint.bandwidth", "1000000"]),
         ("metadata.name", "Bad_Name", ["metadata.name", "text 'Bad_Name'", "pattern"]),
         ("metadata.name", "x" * 38, ["metadata.name", "37"]),
-        ("kind", "Job", ["kind", "text 'Job'", "'ElasticJob'"]),
+        ("kind", "Job", ["kind: found Job", "expected ElasticJob", "kubectl apply"]),
+        ("kind", "PyTorchJob", ["kind: found PyTorchJob", "docs/migrating-from-pytorchjob.md"]),
+        ("kind", 3, ["kind", "a number 3", "'ElasticJob'"]),
         ("apiVersion", "v1", ["apiVersion", "elastic.iml.github.io/v1alpha1"]),
     ],
 )
@@ -67,6 +86,43 @@ def test_path_found_expected(path: str, value: Any, words: list[str]) -> None:
     assert len(text.splitlines()) == 1
     for word in words:
         assert word in text
+
+
+@pytest.mark.parametrize("interval", [10, "90s", "5m", "2h", "0.5h", "1.25m", "auto"])
+@pytest.mark.parametrize("field", ["every", "persistEvery"])
+def test_an_interval_has_the_forms_of_the_checkpointers_arguments(
+    field: str, interval: int | str
+) -> None:
+    document = changed("spec.checkpoint", {field: interval})
+    assert ElasticJob.parse(document).spec.checkpoint is not None
+    SaveInterval.parse(field, interval)
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        (
+            "spec.elasticPolicy",
+            "this is a field of a PyTorchJob: docs/migrating-from-pytorchjob.md",
+        ),
+        ("spec.runPolicy", "this is a field of a PyTorchJob: docs/migrating-from-pytorchjob.md"),
+        ("metadata.generateName", "it is not supported: write metadata.name"),
+    ],
+)
+def test_a_field_of_another_kind_of_object_is_told_apart_from_a_misspelt_one(
+    path: str, words: str
+) -> None:
+    (line,) = faults(changed(path, "x")).splitlines()
+    assert words in line
+
+
+@pytest.mark.parametrize("interval", [0, True, "0s", "0.0m", "5", "5d", "5min", "-1s", 1.5, [], ""])
+def test_a_bad_interval_is_one_fault_in_one_line(interval: object) -> None:
+    (line,) = faults(changed("spec.checkpoint", {"every": interval})).splitlines()
+    assert line.startswith("spec.checkpoint.every: found ")
+    assert line.endswith('expected a number of steps (10), a time ("30s", "5m", "2h") or "auto"')
+    with pytest.raises(ConfigError):
+        SaveInterval.parse("every", interval)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +151,7 @@ def test_all_faults_are_told_at_once() -> None:
 
 @pytest.mark.parametrize(
     ("document", "found"),
-    [(None, "nothing"), ([], "a list"), ("x", "text"), (3, "a number"), (True, "a truth value")],
+    [(None, "nothing"), ([], "a list"), ("x", "text"), (3, "a number"), (True, "a boolean")],
 )
 def test_not_a_mapping(document: object, found: str) -> None:
     text = faults(document)
@@ -223,6 +279,7 @@ def test_what_is_accepted_and_ignored_in_a_template_is_told() -> None:
             },
         }
     )
+    of_master: dict[str, Any]
     of_master = {"name": "main", "image": "i", "resources": {}, "resource": {}}
     of_master["env"] = [{"name": "DLROVER_MASTER_LEASE_S"}, {"name": "HTTP_PROXY"}]
     document["spec"]["replicaSpecs"]["dlrover-master"] = {
@@ -253,8 +310,9 @@ def test_what_is_accepted_and_ignored_in_a_template_is_told() -> None:
 
 
 def test_what_a_node_on_this_machine_does_not_follow_is_told() -> None:
+    main: dict[str, Any]
     main = {"name": "main", "command": ["elastic-run"], "args": [], "env": [], "workingDir": "/x"}
-    spec = {"volumes": [], "restartPolicy": "Never", "tolerationz": []}
+    spec: dict[str, Any] = {"volumes": [], "restartPolicy": "Never", "tolerationz": []}
     spec["containers"] = [main | {"resources": {}, "resource": {}}, {"name": "side"}]
     job = ElasticJob.parse(job_file(template={"metadata": {"labels": {}}, "spec": spec}))
     assert job.for_clusters_only() == [
@@ -284,7 +342,7 @@ def test_a_fraction_of_high_priority_is_no_class() -> None:
 def test_what_is_not_run_yet_is_told_apart_from_a_fault(path: str, value: Any, words: str) -> None:
     document = changed(path, value)
     for read in (ElasticJob.parse, ElasticJob.read):
-        with pytest.raises(Unsupported, match=words) as caught:
+        with pytest.raises(UnsupportedError, match=words) as caught:
             read(document)
         assert str(caught.value).startswith(path)
 
@@ -293,7 +351,7 @@ def test_a_role_without_nodes_keeps_no_job_from_running() -> None:
     document = changed("spec.replicaSpecs.ps", {"replicas": 0, "template": {"spec": {}}})
     for read in (ElasticJob.parse, ElasticJob.read):
         assert read(document).without_effect() == ["spec.replicaSpecs.ps"]
-    with pytest.raises(Unsupported, match="role ps"):
+    with pytest.raises(UnsupportedError, match="role ps"):
         ElasticJob.parse(changed("spec.replicaSpecs.ps", {}))
 
 
@@ -305,7 +363,7 @@ def test_an_object_of_the_api_is_read_leniently() -> None:
     for path, value in ((f"{WORKER}.replicas", "x"), (f"{WORKER}.minReplicas", 9)):
         with pytest.raises(ConfigError, match=path.rpartition(".")[2]) as caught:
             ElasticJob.read(changed(path, value))
-        assert not isinstance(caught.value, Unsupported)
+        assert not isinstance(caught.value, UnsupportedError)
     with pytest.raises(ConfigError, match="none named 'main'"):
         ElasticJob.read(
             changed(f"{WORKER}.template", {"spec": {"containers": [{"name": "a"}, {"name": "b"}]}})
@@ -333,6 +391,8 @@ def test_an_object_of_the_api_is_read_leniently() -> None:
         (["elastic-run", "t.py"], None),
         (["elastic-run", "t.py", "--nnodes=2:4"], None),
         (["elastic-run", "--nno=2:4", "t.py"], 2),
+        (["elastic-run", "--nnodes=002", "t.py"], 2),
+        (["elastic-run", f"--nnodes={'1' * 5000}", "t.py"], None),
         (["torchrun", "--nnodes=2:4", "t.py"], None),
         (["my-elastic-run", "--nnodes=2:4", "t.py"], None),
         ("elastic-run --nnodes=2:4", None),
@@ -350,3 +410,38 @@ def test_the_minimum_is_the_specs_then_the_commands_then_all() -> None:
     assert ElasticJob.parse(job_file(6, template=template, nodeUnit=2)).worker.minimum == 4
     assert ElasticJob.parse(job_file(6, template=template, minReplicas=1)).worker.minimum == 1
     assert ElasticJob.parse(job_file(6)).scaled(8).worker.minimum == 8
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]\n" for a, b in zip("abcdefg", "bcdefgh", strict=True)
+)
+MERGES = "a: &a {k: 1}\n" + "".join(
+    f"{b}: &{b} {{<<: [{', '.join([f'*{a}'] * 10)}]}}\n"
+    for a, b in zip("abcdef", "bcdefg", strict=True)
+)
+
+
+@pytest.mark.parametrize("text", [BOMB, MERGES], ids=["aliases", "merges"])
+def test_a_file_that_grows_by_its_aliases_is_refused(text: str) -> None:
+    """Eight lines made 10^8 values of it, and took half a minute and all memory."""
+    with pytest.raises(yaml.YAMLError, match="its aliases expand to more than 1000000 values"):
+        yaml.load(text, Loader=Loader)
+    fine = "a: &a {k: 1}\nb: {<<: *a, l: [*a, *a]}"
+    assert yaml.load(fine, Loader=Loader) == {"a": {"k": 1}, "b": {"k": 1, "l": [{"k": 1}] * 2}}
+
+
+def test_fields_that_are_null_and_a_status_are_left_out(tmp_path: Path) -> None:
+    """As ``kubectl create`` does with what a Helm template or ``kubectl get -o yaml`` writes."""
+    plain = job_file()
+    written = copy.deepcopy(plain)
+    written["status"] = {"phase": "Running"}
+    written["metadata"] |= {"creationTimestamp": None, "labels": None}
+    written["spec"] |= {"suspend": None}
+    worker = written["spec"]["replicaSpecs"]["worker"]
+    worker["restartCount"] = None
+    worker["template"]["spec"]["containers"][0] |= {"image": "x", "env": None, "args": None}
+    plain["spec"]["replicaSpecs"]["worker"]["template"]["spec"]["containers"][0]["image"] = "x"
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(written))
+    assert jobfile.load(path).written == plain
+    assert [one.written for one in jobfile.load_all(path)] == [plain]

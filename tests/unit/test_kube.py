@@ -6,7 +6,6 @@ import json
 import math
 import os
 import ssl
-import stat
 import time
 from collections.abc import AsyncIterator
 from email.utils import formatdate
@@ -18,37 +17,28 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrover_py import kube as module
-from dlrover_py.kube import (
-    _PROMPT_S,
-    DEPLOYMENTS,
-    ELASTICJOBS,
+from dlrover_py.kubernetes import kinds
+from dlrover_py.kubernetes.auth import ServiceAccountAccess
+from dlrover_py.kubernetes.client import KubeClient
+from dlrover_py.kubernetes.clock import _PROMPT_S, ServerClock
+from dlrover_py.kubernetes.errors import (
     LONGEST_RETRY_S,
-    NODES,
-    PODS,
-    SECRETS,
-    AlreadyExists,
-    Conflict,
-    Expired,
-    Forbidden,
-    Invalid,
-    Kube,
+    AlreadyExistsError,
+    ConflictError,
+    ExpiredError,
+    ForbiddenError,
+    InvalidError,
     KubeError,
-    NotFound,
-    ServerClock,
-    ServerDown,
-    Throttled,
-    Times,
-    Unauthenticated,
-    _Account,
-    _Course,
-    _cut_at,
-    _event,
-    _lines,
-    _refusal,
-    _warnings,
+    NotFoundError,
+    ServerDownError,
+    ThrottledError,
+    UnauthenticatedError,
+    refusal_of,
 )
-from dlrover_py.protocol.errors import ConfigError, ExitCode, TransientError, Unauthorized
+from dlrover_py.kubernetes.kinds import DEPLOYMENTS, ELASTICJOBS, NODES, PODS, SECRETS
+from dlrover_py.kubernetes.watch import ClientTimes, WatchState
+from dlrover_py.kubernetes.wire import cut_at, split_lines, warnings_in, watch_event
+from dlrover_py.protocol.errors import ConfigError, ExitCode, TransientError, UnauthorizedError
 from tests.certificates import Certificates, issue
 from tests.fakes_kube import FakeCluster, write_kubeconfig
 
@@ -75,14 +65,14 @@ def test_the_time_is_the_servers_within_what_an_answer_takes(
         here[0] += wait
         stamped = before + off + here[0] + part * took
         here[0] += took
-        clock.told(dated(math.floor(stamped)), took)
+        clock.take_date(dated(math.floor(stamped)), took)
         assert abs(clock() - (before + off + here[0])) <= 1 + took + 0.1
     right = clock()
     here[0] += 5
-    clock.told(dated(0), _PROMPT_S + 1)
+    clock.take_date(dated(0), _PROMPT_S + 1)
     odd = f"Mon, 01 Jan 2024 00:00:00 +{'9' * 20}", f"Mon, 01 Jan {'2' * 20} 00:00:00 GMT"
     for word in ("yesterday", "", *odd):
-        clock.told(word, 0.0)
+        clock.take_date(word, 0.0)
     assert clock() == pytest.approx(right + 5), "late answers and other words are not believed"
 
 
@@ -91,15 +81,15 @@ def test_a_step_of_the_time_is_believed_once_two_answers_in_a_row_say_so(step: f
     """One server of three may be wrong; of this machine's own clock the first answer decides."""
     clock = ServerClock()
     right = math.floor(clock()) + 7200.0
-    clock.told(dated(right), 0.1)
+    clock.take_date(dated(right), 0.1)
     assert clock() == pytest.approx(right, abs=2)
     for said in (right + step, right, right + step, right + 2 * step):
-        clock.told(dated(said), 0.1)
+        clock.take_date(dated(said), 0.1)
         assert clock() == pytest.approx(right, abs=2)
-        assert clock.doubtful == (said != right)
-    clock.told(dated(right + 2 * step + 2), 0.1)
+        assert clock.disputed == (said != right)
+    clock.take_date(dated(right + 2 * step + 2), 0.1)
     assert clock() == pytest.approx(right + 2 * step, abs=4)
-    assert not clock.doubtful
+    assert not clock.disputed
 
 
 def test_paths() -> None:
@@ -114,38 +104,38 @@ def test_paths() -> None:
 @pytest.mark.parametrize(
     ("code", "reason", "kind", "transient"),
     [
-        (400, "BadRequest", Invalid, False),
-        (401, "Unauthorized", Unauthenticated, False),
-        (403, "Forbidden", Forbidden, False),
-        (404, "NotFound", NotFound, False),
-        (408, "Timeout", ServerDown, True),
-        (409, "AlreadyExists", AlreadyExists, False),
-        (409, "Conflict", Conflict, False),
-        (410, "Expired", Expired, False),
-        (410, "Gone", Expired, False),
+        (400, "BadRequest", InvalidError, False),
+        (401, "Unauthorized", UnauthenticatedError, False),
+        (403, "Forbidden", ForbiddenError, False),
+        (404, "NotFound", NotFoundError, False),
+        (408, "Timeout", ServerDownError, True),
+        (409, "AlreadyExists", AlreadyExistsError, False),
+        (409, "Conflict", ConflictError, False),
+        (410, "Expired", ExpiredError, False),
+        (410, "Gone", ExpiredError, False),
         (413, "RequestEntityTooLarge", KubeError, False),
-        (422, "Invalid", Invalid, False),
-        (429, "TooManyRequests", Throttled, True),
-        (500, "InternalError", ServerDown, True),
-        (503, "ServiceUnavailable", ServerDown, True),
-        (504, "Timeout", ServerDown, True),
+        (422, "Invalid", InvalidError, False),
+        (429, "TooManyRequests", ThrottledError, True),
+        (500, "InternalError", ServerDownError, True),
+        (503, "ServiceUnavailable", ServerDownError, True),
+        (504, "Timeout", ServerDownError, True),
     ],
 )
 def test_refusals(code: int, reason: str, kind: type[KubeError], transient: bool) -> None:
-    error = _refusal(code, {"message": "its words", "reason": reason}, "/path")
+    error = refusal_of(code, {"message": "its words", "reason": reason}, "/path")
     assert type(error) is kind
     assert (str(error), error.status, error.reason) == ("its words", code, reason)
     assert isinstance(error, TransientError) == transient
 
 
 def test_a_refusal_without_words_says_where() -> None:
-    assert str(_refusal(418, {}, "/api/v1/pods")) == "HTTP 418 without a word (/api/v1/pods)"
+    assert str(refusal_of(418, {}, "/api/v1/pods")) == "HTTP 418 without a message (/api/v1/pods)"
 
 
 def test_exit_codes_of_programs() -> None:
-    assert _refusal(503, {}, "/").exit_code == ExitCode.UNREACHABLE
-    assert _refusal(401, {}, "/").exit_code == ExitCode.USAGE
-    assert isinstance(_refusal(401, {}, "/"), Unauthorized)
+    assert refusal_of(503, {}, "/").exit_code == ExitCode.UNREACHABLE
+    assert refusal_of(401, {}, "/").exit_code == ExitCode.USAGE
+    assert isinstance(refusal_of(401, {}, "/"), UnauthorizedError)
 
 
 @given(st.lists(st.text("ab\n", max_size=8).map(str.encode), max_size=12))
@@ -155,7 +145,7 @@ def test_lines_are_whole_however_they_are_cut(chunks: list[bytes]) -> None:
             yield chunk
 
     async def read() -> list[bytes]:
-        return [line async for line in _lines(given_chunks())]
+        return [line async for line in split_lines(given_chunks(), 1 << 20)]
 
     assert asyncio.run(read()) == b"".join(chunks).split(b"\n")[:-1]
 
@@ -164,8 +154,8 @@ def test_lines_are_whole_however_they_are_cut(chunks: list[bytes]) -> None:
     "line", [b"<html>", b"[]", b"{}", b'{"type": "ADDED"}', b'{"type": "AD', b""]
 )
 def test_what_is_no_event_is_said(line: bytes) -> None:
-    with pytest.raises(ServerDown, match=r"expected .*; is a proxy in between"):
-        _event(line)
+    with pytest.raises(ServerDownError, match=r"expected .*; is a proxy in between"):
+        watch_event(line)
 
 
 NESTED = st.recursive(
@@ -189,15 +179,15 @@ def test_json_is_cut_below_so_many_levels(value: Any, levels: int) -> None:
 
     for ascii_only in (True, False):
         data = json.dumps(value, ensure_ascii=ascii_only).encode()
-        assert json.loads(_cut_at(levels, data)) == cut(value, levels)
+        assert json.loads(cut_at(levels, data)) == cut(value, levels)
 
 
 @pytest.mark.parametrize("deep", [b"[" * 9000 + b"]" * 9000, b'{"a":' * 9000 + b"1" + b"}" * 9000])
 def test_json_of_any_depth_is_read(deep: bytes) -> None:
-    kind, obj = _event(b'{"type": "ADDED", "object": {"deep": %s, "other": 1}}' % deep)
+    kind, obj = watch_event(b'{"type": "ADDED", "object": {"deep": %s, "other": 1}}' % deep)
     assert (kind, obj["other"]) == ("ADDED", 1)
-    with pytest.raises(ServerDown, match="expected JSON"):
-        _event(b"[" * 9000)
+    with pytest.raises(ServerDownError, match="expected JSON"):
+        watch_event(b"[" * 9000)
 
 
 @pytest.mark.parametrize(
@@ -211,41 +201,46 @@ def test_json_of_any_depth_is_read(deep: bytes) -> None:
     ],
 )
 def test_warnings_of_a_server(header: str, words: list[str]) -> None:
-    assert list(_warnings([header])) == words
+    assert list(warnings_in([header])) == words
 
 
 async def test_waits_grow_to_the_longest_and_fall_when_it_was_steady() -> None:
-    course = _Course(Times(steady_s=0.0), lambda _: None)
-    error = ServerDown("no", status=500)
+    course = WatchState(ClientTimes(steady_s=0.0), lambda _: None)
+    error = ServerDownError("no", status=500)
     for expected in (0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0, 30.0):
         assert expected / 2 <= course.failed(error) <= expected
-    course.works()
+    course.connected()
     assert course.ended() == 0.0
     assert course.failed(error) <= 0.8
 
 
 async def test_throttled_watches_wait_as_they_were_told_and_do_not_come_back_as_one() -> None:
-    course = _Course(Times(), lambda _: None)
-    waits = [course.failed(Throttled("slow", retry_after=50.0)) for _ in range(100)]
+    course = WatchState(ClientTimes(), lambda _: None)
+    waits = [course.failed(ThrottledError("slow", retry_after=50.0)) for _ in range(100)]
     assert all(50.0 <= wait_s <= 1.25 * 50.0 for wait_s in waits)
     assert max(waits) - min(waits) > 5.0
-    assert Throttled("in an hour", retry_after=3600.0).retry_after <= 1.25 * LONGEST_RETRY_S
+    assert ThrottledError("in an hour", retry_after=3600.0).retry_after <= 1.25 * LONGEST_RETRY_S
 
 
 async def test_a_server_that_starts_and_knows_no_rights_yet_costs_seconds() -> None:
-    course = _Course(Times(), lambda _: None)
-    waits = [course.failed(Forbidden("not yet", status=403)) for _ in range(20)]
+    course = WatchState(ClientTimes(), lambda _: None)
+    waits = [course.failed(ForbiddenError("not yet", status=403)) for _ in range(20)]
     assert sum(waits[:4]) <= 0.8 + 1.6 + 3.2 + 6.4, "it is asked again soon"
     assert all(15 <= wait_s <= 30 for wait_s in waits[6:]), "and seldom, if it is for a person"
 
 
 async def test_each_trouble_is_told_once() -> None:
     told: list[str] = []
-    course = _Course(Times(), lambda error: told.append(str(error)))
-    for error in (ServerDown("a"), ServerDown("b"), Forbidden("c", status=403), ServerDown("d")):
+    course = WatchState(ClientTimes(), lambda error: told.append(str(error)))
+    for error in (
+        ServerDownError("a"),
+        ServerDownError("b"),
+        ForbiddenError("c", status=403),
+        ServerDownError("d"),
+    ):
         course.failed(error)
-    course.works()
-    course.works()
+    course.connected()
+    course.connected()
     assert told == ["a", "c", "d", "None"]
 
 
@@ -267,21 +262,19 @@ async def cluster() -> AsyncIterator[FakeCluster]:
         yield cluster
 
 
-def program(path: Path, text: str) -> Path:
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return path
+def access_of(kube: KubeClient) -> Any:
+    return kube._access
 
 
-def plugin(path: Path, text: str) -> dict[str, Any]:
-    command = str(program(path, text))
-    return {"exec": {"apiVersion": "client.authentication.k8s.io/v1", "command": command}}
+def read_a_minute_ago(kube: KubeClient) -> None:
+    """Have the client's credentials been read so long ago that they may be read again."""
+    access_of(kube)._read_at -= 60
 
 
-GIVES_TOKEN = """echo x >> "$(dirname "$0")/runs"
-printf '{"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential",
- "status": {"token": "%s"}}' "$(cat "$(dirname "$0")/said")"
-"""
+def no_longer_good(kube: KubeClient) -> None:
+    """Have the time pass for which the client's credentials are used without a look."""
+    access_of(kube)._valid_until = 0.0
+
 
 SERVER = {"server": "http://127.0.0.1:1"}
 
@@ -293,7 +286,7 @@ SERVER = {"server": "http://127.0.0.1:1"}
         ("just words", "expected a kubeconfig"),
         ("users: {}", "users: found a mapping {}"),
         ("users: [{name: u, user: {token: 5}}]", "users[0].user.token: found a number 5"),
-        ("users: [{name: u}, {name: u}]", "the name 'u' stands twice"),
+        ("users: [{name: u}, {name: u}]", "the name 'u' appears twice"),
         ("kind: Pod", "found kind Pod of v1: expected Config of v1"),
         ("a: [b", "expected ',' or ']'"),
         ("kind: Config", "it names no context"),
@@ -307,16 +300,16 @@ async def test_a_bad_kubeconfig_is_named(home: Path, text: str, words: str) -> N
     path = home / "bad"
     path.write_text(text)
     with pytest.raises(ConfigError) as told:
-        await Kube.connect(kubeconfig=path)
+        await KubeClient.connect(kubeconfig=path)
     assert str(path) in str(told.value)
     assert words in str(told.value)
 
 
 async def test_nothing_says_where_the_cluster_is(home: Path) -> None:
     with pytest.raises(ConfigError, match=r"\.kube/config: there is no such file.*KUBECONFIG"):
-        await Kube.connect()
+        await KubeClient.connect()
     with pytest.raises(ConfigError, match="missing: there is no such file"):
-        await Kube.connect(kubeconfig=home / "missing")
+        await KubeClient.connect(kubeconfig=home / "missing")
 
 
 @pytest.mark.parametrize(
@@ -341,45 +334,9 @@ async def test_what_cannot_be_used_is_named(
 ) -> None:
     path = write_kubeconfig(home / "config", cluster, user)
     with pytest.raises(ConfigError) as told:
-        await Kube.connect(kubeconfig=path)
+        await KubeClient.connect(kubeconfig=path)
     assert str(path) in str(told.value)
     assert words in str(told.value)
-
-
-@pytest.mark.parametrize(
-    ("script", "words"),
-    [
-        ("echo 'please log in' >&2; exit 3", "please log in"),
-        ("echo hello", "expected an ExecCredential of client.authentication.k8s.io/v1"),
-        (GIVES_TOKEN.replace("token", "nothing"), "it gave neither token nor key"),
-    ],
-)
-async def test_a_plugin_that_fails_is_quoted(home: Path, script: str, words: str) -> None:
-    (home / "said").write_text("x")
-    path = write_kubeconfig(home / "config", SERVER, plugin(home / "plugin", script))
-    with pytest.raises(ConfigError, match=words):
-        await Kube.connect(kubeconfig=path)
-
-
-async def test_a_plugin_is_asked_again_when_its_token_is_refused(
-    home: Path, cluster: FakeCluster
-) -> None:
-    (home / "said").write_text("admin")
-    path = cluster.kubeconfig(home / "config", **plugin(home / "plugin", GIVES_TOKEN))
-    async with await Kube.connect(kubeconfig=path) as kube:
-        await kube.list(PODS)
-        await kube.list(PODS)
-        assert (home / "runs").read_text().count("x") == 1
-        kube._access._read_at -= 60
-        cluster.token = "second"
-        (home / "said").write_text("second")
-        await asyncio.gather(*(kube.list(PODS) for _ in range(20)))
-        assert (home / "runs").read_text().count("x") == 2, "once for all of them"
-        kube._access._read_at -= 60
-        cluster.token = "third"
-        program(home / "plugin", "echo 'please log in' >&2; exit 3")
-        with pytest.raises(Unauthenticated, match="please log in"):
-            await kube.list(PODS)
 
 
 @pytest.mark.parametrize("code", [302, 401, 403, 404, 429, 500])
@@ -389,7 +346,7 @@ async def test_the_time_is_not_that_of_a_refusal(
     """It may be by something on the way."""
     cluster.ahead_s = -3600
     fault = cluster.fail(code, times=2)
-    async with await Kube.connect(kubeconfig=cluster.kubeconfig(home / "config")) as kube:
+    async with await KubeClient.connect(kubeconfig=cluster.kubeconfig(home / "config")) as kube:
         before = kube.wall() - time.monotonic()
         with pytest.raises(KubeError):
             await kube.list(PODS)
@@ -403,15 +360,15 @@ async def test_the_time_is_not_that_of_a_refusal(
 async def test_a_token_file_is_read_again(home: Path, cluster: FakeCluster) -> None:
     (home / "token").write_text("admin")
     path = cluster.kubeconfig(home / "config", tokenFile="token")
-    async with await Kube.connect(kubeconfig=path) as kube:
+    async with await KubeClient.connect(kubeconfig=path) as kube:
         await kube.list(PODS)
         (home / "token").write_text("second\n")
         cluster.token = "second"
-        kube._access._good_until = 0.0  # as after a minute
+        no_longer_good(kube)
         await kube.list(PODS)
         assert len(cluster.calls) == 2, "it was read before it was refused"
         (home / "token").unlink()
-        kube._access._good_until = 0.0
+        no_longer_good(kube)
         await kube.list(PODS)  # what was read is still good
 
 
@@ -434,15 +391,15 @@ async def test_several_kubeconfigs_are_merged(
     )
     monkeypatch.setenv("KUBECONFIG", f"{one}:{home / 'missing'}:{two}")
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
-    async with await Kube.connect() as kube:
+    async with await KubeClient.connect() as kube:
         assert kube.namespace == "of-x"
-        cluster.put(module.NAMESPACES, {"metadata": {"name": "of-x"}})
+        cluster.put(kinds.NAMESPACES, {"metadata": {"name": "of-x"}})
         made = await kube.create(SECRETS, {"metadata": {"name": "s"}})
         assert made["metadata"]["namespace"] == "of-x"
-    async with await Kube.connect(context="y") as kube:
+    async with await KubeClient.connect(context="y") as kube:
         assert kube.namespace == "default"
     with pytest.raises(ConfigError, match="there is no context 'z': expected one of: x, y"):
-        await Kube.connect(context="z")
+        await KubeClient.connect(context="z")
 
 
 # --- TLS, certificates, proxies ---
@@ -471,11 +428,11 @@ async def test_client_certificates(home: Path) -> None:
         }
         mine = {"client-certificate-data": data(made.cert), "client-key-data": data(made.key)}
         path = write_kubeconfig(home / "config", where, mine | {"token": "admin"})
-        async with await Kube.connect(kubeconfig=path) as kube:
+        async with await KubeClient.connect(kubeconfig=path) as kube:
             assert await kube.list(PODS) == []
         path = write_kubeconfig(home / "config", where, {"token": "admin"})
-        async with await Kube.connect(kubeconfig=path) as kube:
-            with pytest.raises(ServerDown, match=cluster.url):
+        async with await KubeClient.connect(kubeconfig=path) as kube:
+            with pytest.raises(ServerDownError, match=cluster.url):
                 await kube.list(PODS)
 
 
@@ -499,17 +456,17 @@ Seat = tuple[FakeCluster, Path, dict[str, str]]
 
 async def test_a_service_account_whose_token_is_replaced(account: Seat) -> None:
     cluster, folder, env = account
-    async with Kube(_Account(folder, env)) as kube:
+    async with KubeClient(ServiceAccountAccess(folder, env)) as kube:
         assert await kube.list(PODS) == []
         assert kube.namespace == "of-pod"
         cluster.token = "second"
         (folder / "token").write_text("second")
-        kube._access._good_until = 0.0  # as after a minute
+        no_longer_good(kube)
         await kube.list(PODS)
         assert len(cluster.calls) == 2, "it was read before it was refused"
         cluster.token = "third"
         (folder / "token").write_text("third")
-        kube._access._read_at -= 60
+        read_a_minute_ago(kube)
         await kube.list(PODS)  # refused, and read again at once
 
 
@@ -518,11 +475,11 @@ async def test_an_authority_that_is_replaced(account: Seat, tmp_path: Path) -> N
     right = (folder / "ca.crt").read_bytes()
     (tmp_path / "other").mkdir()
     (folder / "ca.crt").write_bytes(issue(tmp_path / "other").authority.read_bytes())
-    async with Kube(_Account(folder, env)) as kube:
-        with pytest.raises(Unauthenticated, match=r"its certificate is refused.*account"):
+    async with KubeClient(ServiceAccountAccess(folder, env)) as kube:
+        with pytest.raises(UnauthenticatedError, match=r"its certificate is refused.*account"):
             await kube.list(PODS)
         (folder / "ca.crt").write_bytes(right)
-        kube._access._read_at -= 60
+        read_a_minute_ago(kube)
         assert await kube.list(PODS) == []
 
 
@@ -532,7 +489,7 @@ async def test_a_pod_does_not_go_through_a_proxy(
     _, folder, env = account
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
-    async with Kube(_Account(folder, env)) as kube:
+    async with KubeClient(ServiceAccountAccess(folder, env)) as kube:
         assert await kube.list(PODS) == []
 
 
@@ -559,10 +516,10 @@ async def test_a_kubeconfig_may_go_through_a_proxy(
     if by == "neither":
         monkeypatch.setenv("no_proxy", "127.0.0.1")
     path = write_kubeconfig(home / "config", where, {"token": "admin"})
-    async with server, await Kube.connect(kubeconfig=path) as kube:
+    async with server, await KubeClient.connect(kubeconfig=path) as kube:
         if by == "neither":
             assert await kube.list(PODS) == []
             return
-        with pytest.raises(ServerDown, match="no route"):
+        with pytest.raises(ServerDownError, match="no route"):
             await kube.list(PODS)
         assert lines == [f"GET {url}/api/v1/pods?limit=500 HTTP/1.1\r\n".encode()]

@@ -38,7 +38,7 @@ def pod_of(made: ElasticJob, address: str = "10.0.0.1") -> dict[str, Any]:
 
 def test_everything_is_the_jobs() -> None:
     made = job()
-    fresh = manifests.Credentials(b"a", b"c", b"k")
+    fresh = manifests.MasterCredentials(b"a", b"c", b"k")
     objects = [
         manifests.service_account(made),
         manifests.role(made),

@@ -10,23 +10,27 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from dlrover_operator import actions, facts
 from dlrover_operator import plan as p
+from dlrover_operator.actions import Action
 from dlrover_operator.manifests import Options
-from dlrover_operator.plan import (
-    Action,
+from dlrover_operator.observed import (
     Deployment,
+    LastError,
     MasterPod,
-    Seen,
+    ObservedJob,
+    PodReason,
     Service,
-    Trouble,
     WorkerPod,
-    plan,
 )
+from dlrover_operator.plan import plan
+from dlrover_operator.timing import OperatorTiming
 from dlrover_py.protocol import names
+from dlrover_py.protocol.reasons import ConditionReason
 from dlrover_py.protocol.status import rfc3339
 from tests.builders import job_file
 
-OPTIONS = Options(image="master:1")
+OPTIONS, TIMING = Options(image="master:1"), OperatorTiming()
 START = 1_000_000.0
 NAME = names.master_of("x")
 LEFT = WorkerPod("x-n0", "p0", "lost", leaving=False)
@@ -46,12 +50,12 @@ class World:
     deployment: Deployment | None = None
     service: Service | None = None
     pods: tuple[MasterPod, ...] = ()
-    trouble: Trouble | None = None
-    made_at: float = 0.0
-    rights_at: float = math.inf
-    account_at: float = 0.0
+    last_error: LastError | None = None
+    credentials_checked_at: float = 0.0
+    rights_checked_at: float = math.inf
+    account_created_at: float = 0.0
     refused: str = ""
-    holding: tuple[WorkerPod, ...] = ()
+    remaining_pods: tuple[WorkerPod, ...] = ()
     looked: int = 0
     done: list[Action] = field(default_factory=list)
     exists: bool = True
@@ -109,34 +113,34 @@ class World:
         assert self.deployment is not None
         self.deployment = Deployment(**_fields(self.deployment) | {"available": False})
 
-    def seen(self) -> Seen:
+    def seen(self) -> ObservedJob:
         job = copy.deepcopy(self.job)
-        return Seen(
+        return ObservedJob(
             job,
             self.deployment,
             self.service,
             self.pods,
-            self.trouble,
-            self.made_at,
-            self.rights_at,
-            self.account_at,
+            self.last_error,
+            self.credentials_checked_at,
+            self.rights_checked_at,
+            self.account_created_at,
             self.refused,
         )
 
-    def plan(self) -> p.Plan:
+    def plan(self) -> p.JobPlan:
         wish = plan(self.seen(), self.now, OPTIONS)
-        if not wish.looks:
+        if not wish.needs_pods:
             return wish
         self.looked += 1
-        wish = plan(replace(self.seen(), holding=self.holding), self.now, OPTIONS)
-        assert not wish.looks
+        wish = plan(replace(self.seen(), remaining_pods=self.remaining_pods), self.now, OPTIONS)
+        assert not wish.needs_pods
         return wish
 
     def step(self) -> list[Action]:
         """Carry out one plan."""
         return self.carry_out(self.plan())
 
-    def carry_out(self, wish: p.Plan) -> list[Action]:
+    def carry_out(self, wish: p.JobPlan) -> list[Action]:
         actions = [*wish.actions, *wish.status]
         for action in actions:
             self._do(action)
@@ -155,32 +159,34 @@ class World:
 
     def _do(self, action: Action) -> None:
         match action:
-            case p.Create("Service", obj):
+            case actions.Create("Service", obj):
                 if self.service is None:
                     self.addresses += 1
                     address = obj["spec"].get("clusterIP") or f"10.0.0.{self.addresses}"
                     self.service = Service("s1", "u1", address)
-            case p.Create("Deployment", obj):
+            case actions.Create("Deployment", obj):
                 if self.deployment is None:
                     self.deployment = Deployment.of(_stored(obj, self._next()))
-            case p.Replan(obj):
+            case actions.ReplaceDeployment(obj):
                 held = self.deployment
                 if held is not None and held.version == obj["metadata"]["resourceVersion"]:
                     self.deployment = Deployment.of(_stored(obj, self._next()))
-            case p.ScaleToZero():
+            case actions.ScaleToZero():
                 if self.deployment is not None:
                     changed = {"replicas": 0, "available": False, "version": self._next()}
                     self.deployment = Deployment(**_fields(self.deployment) | changed)
-            case p.DeletePods():
-                self.holding = tuple(replace(pod, leaving=True) for pod in self.holding)
-            case p.MakeCredentials() | p.KeepToken():
-                self.made_at = self.now
-            case p.DeleteService():
+            case actions.DeletePods():
+                self.remaining_pods = tuple(
+                    replace(pod, leaving=True) for pod in self.remaining_pods
+                )
+            case actions.MakeCredentials() | actions.RestoreToken():
+                self.credentials_checked_at = self.now
+            case actions.DeleteService():
                 self.service = None
-            case p.DeleteJob(uid):
+            case actions.DeleteJob(uid):
                 assert uid == "u1"
                 self.exists = False
-            case p.SetStatus(status):
+            case actions.SetStatus(status):
                 ours = {c["type"] for c in status["conditions"]}
                 theirs = [c for c in self.status.get("conditions", ()) if "x" in c]
                 assert not ours & {c["type"] for c in theirs}, "two writers of one condition"
@@ -202,7 +208,7 @@ def _stored(obj: dict[str, Any], version: str) -> dict[str, Any]:
 
 
 def _word(action: Action) -> str:
-    return f"Create{action.what}" if isinstance(action, p.Create) else type(action).__name__
+    return f"Create{action.what}" if isinstance(action, actions.Create) else type(action).__name__
 
 
 def running(**spec: Any) -> World:
@@ -238,7 +244,7 @@ def test_a_job_gets_its_master_and_then_rest() -> None:
     assert done["MakeCredentials"] == 1
     assert world.deployment is not None
     assert world.service is not None
-    assert world.deployment.told == world.service.address
+    assert world.deployment.service_address == world.service.address
     assert world.status["phase"] == "Created"
     assert world.status["startTime"] == at(0)
     assert world.status["observedGeneration"] == 1
@@ -246,15 +252,15 @@ def test_a_job_gets_its_master_and_then_rest() -> None:
     assert world.said("MasterReady") == ("False", "Starting")
     world.comes_up()
     world.master_says("Running")
-    assert set(world.settle()) == {"SetStatus", "Tell"}
+    assert set(world.settle()) == {"SetStatus", "RecordEvent"}
     assert world.said("MasterReady") == ("True", "Available")
     assert world.status["phase"] == "Running"
 
 
 def test_a_job_that_was_looked_at_has_a_phase_even_if_nothing_can_be_made() -> None:
     world = World.of()
-    world.trouble = Trouble("PermissionDenied", "services is forbidden")
-    (told,) = [action for action in world.plan().status if isinstance(action, p.SetStatus)]
+    world.last_error = LastError(ConditionReason.PERMISSION_DENIED, "services is forbidden")
+    (told,) = [action for action in world.plan().status if isinstance(action, actions.SetStatus)]
     assert told.status["phase"] == "Created"
 
 
@@ -287,7 +293,7 @@ def test_an_ended_job_gets_no_other_master_whatever_happens_to_it() -> None:
 
 def test_a_job_that_is_born_suspended_gets_no_master_until_its_resume() -> None:
     world = World.of(suspend=True)
-    assert set(world.settle()) == {"SetStatus", "Tell"}
+    assert set(world.settle()) == {"SetStatus", "RecordEvent"}
     assert world.said("Suspended") == ("True", "Suspended")
     assert world.status["phase"] == "Suspended"
     assert "startTime" not in world.status
@@ -300,7 +306,7 @@ def test_a_job_that_is_born_suspended_gets_no_master_until_its_resume() -> None:
 
 def test_suspending_waits_for_the_master_and_a_resume_plans_it_anew() -> None:
     world = running()
-    told = world.deployment.told if world.deployment else ""
+    told = world.deployment.service_address if world.deployment else ""
     world.edit(suspend=True)
     world.settle()
     assert world.said("Suspended") == ("False", "Suspending")
@@ -319,10 +325,10 @@ def test_suspending_waits_for_the_master_and_a_resume_plans_it_anew() -> None:
     template = {"spec": {"nodeSelector": {"a": "b"}}}
     specs = world.job["spec"]["replicaSpecs"] | {"dlrover-master": {"template": template}}
     world.edit(suspend=False, replicaSpecs=specs)
-    assert world.settle()["Replan"] == 1
+    assert world.settle()["ReplaceDeployment"] == 1
     assert world.deployment is not None
-    assert (world.deployment.replicas, world.deployment.told) == (1, told)
-    replanned = next(a for a in world.done if isinstance(a, p.Replan))
+    assert (world.deployment.replicas, world.deployment.service_address) == (1, told)
+    replanned = next(a for a in world.done if isinstance(a, actions.ReplaceDeployment))
     assert replanned.obj["spec"]["template"]["spec"]["nodeSelector"] == {"a": "b"}
     assert world.said("Suspended") == ("False", "Resumed")
     assert world.status["startTime"] == at(500)
@@ -332,7 +338,7 @@ def test_suspending_waits_for_the_master_and_a_resume_plans_it_anew() -> None:
 def test_workers_have_no_policy_where_the_administrator_has_none() -> None:
     world = World.of()
     made = plan(world.seen(), world.now, Options(image="master:1", workers_policy=False)).actions
-    policies = [a.obj for a in made if isinstance(a, p.Create) and a.what == "NetworkPolicy"]
+    policies = [a.obj for a in made if isinstance(a, actions.Create) and a.what == "NetworkPolicy"]
     assert [obj["metadata"]["name"] for obj in policies] == [NAME]
 
 
@@ -346,7 +352,7 @@ def test_what_is_not_ours_to_look_after_is_left_alone(what: str) -> None:
     world = World.of(**({"managedBy": "kueue.x-k8s.io/multikueue"} if what == "managedBy" else {}))
     if what == "deletion":
         world.job["metadata"]["deletionTimestamp"] = at(0)
-    assert world.plan() == p.Plan()
+    assert world.plan() == p.JobPlan()
     ours = World.of(managedBy=names.MANAGED_BY)
     assert ours.plan().actions
 
@@ -366,7 +372,7 @@ def test_a_refused_job_gets_words_and_nothing_else(
     spec: dict[str, Any], reason: str, words: str
 ) -> None:
     world = World.of(**spec)
-    assert world.settle() == {"SetStatus": 1, "Tell": 1}
+    assert world.settle() == {"SetStatus": 1, "RecordEvent": 1}
     assert world.said("Accepted") == ("False", reason)
     assert words in world.condition("Accepted")["message"]
     assert world.status["phase"] == "Refused"
@@ -382,7 +388,7 @@ def test_a_bad_edit_leaves_the_running_job_alone_and_is_told() -> None:
     world = running()
     good = world.job["spec"]["replicaSpecs"]
     world.edit(replicaSpecs={"worker": {"replicas": 1}})
-    assert not {"ScaleToZero", "DeletePods", "Replan"} & set(world.settle())
+    assert not {"ScaleToZero", "DeletePods", "ReplaceDeployment"} & set(world.settle())
     assert world.said("Accepted") == ("False", "InvalidSpec")
     world.edit(replicaSpecs=good)
     world.settle()
@@ -409,7 +415,7 @@ def test_under_a_bad_edit_what_the_master_needs_is_kept(bad: dict[str, Any]) -> 
     assert world.service.address == address
     world.goes_down()
     world.settle()
-    world.now += p.HEAL_S + 1
+    world.now += TIMING.heal_after_s + 1
     healed = world.settle()
     assert {"CreateRole", "CreateSecret", "MakeCredentials"} <= set(healed)
     world.deployment = None
@@ -427,16 +433,16 @@ def test_a_job_is_suspended_under_a_bad_edit_and_not_resumed_before_it_is_mended
     suspended(world)
     assert world.status["phase"] == "Suspended"
     world.edit(suspend=False)
-    assert not {"Replan", "CreateDeployment"} & set(world.settle())
+    assert not {"ReplaceDeployment", "CreateDeployment"} & set(world.settle())
     assert world.said("MasterReady") == ("False", "Refused")
     assert world.status["phase"] == "Refused"
     world.edit(replicaSpecs=job_file(3)["spec"]["replicaSpecs"])
-    assert world.settle()["Replan"] == 1
+    assert world.settle()["ReplaceDeployment"] == 1
 
 
 def test_fields_without_effect_are_told_once() -> None:
     world = World.of(optimizeMode="single-job", brainService="b")
-    assert world.settle()["Tell"] == 1
+    assert world.settle()["RecordEvent"] == 1
     assert world.condition("Accepted")["message"] == (
         "spec.optimizeMode, spec.brainService: accepted, without effect"
     )
@@ -446,48 +452,85 @@ def test_a_command_that_does_not_join_is_told_before_it_runs() -> None:
     world = World.of(optimizeMode="single-job")
     worker = world.job["spec"]["replicaSpecs"]["worker"]
     worker["template"]["spec"]["containers"][0]["command"] = ["torchrun", "t.py"]
-    assert world.settle()["Tell"] == 1
+    assert world.settle()["RecordEvent"] == 1
     assert world.said("Accepted") == ("True", "DoesNotJoin")
     told, inert = world.condition("Accepted")["message"].splitlines()
     assert told.startswith("spec.replicaSpecs.worker.template.spec.containers[0].command: torchrun")
     assert inert == "spec.optimizeMode: accepted, without effect"
+    world.comes_up()
+    world.master_says("Pending")
+    world.settle()
+    assert (world.status["phase"], world.status["reason"]) == ("Pending", "DoesNotJoin")
+    world.master_says("Running")  # it has joined: the command was not understood
+    world.settle()
+    assert "reason" not in world.status
 
 
 def test_a_strangers_objects_are_kept_and_a_dead_namesakes_waited_for() -> None:
     world = World.of()
     world.service = Service("s0", "", "10.0.0.9")
-    assert set(world.settle()) == {"SetStatus", "Tell"}
+    assert set(world.settle()) == {"SetStatus", "RecordEvent"}
     assert world.said("Accepted") == ("False", "NameConflict")
     world.service = Service("s0", "u0", "10.0.0.9")
     world.settle()
     assert world.said("Accepted") == ("True", "Accepted")
     assert world.said("MasterReady") == ("False", "Waiting")
-    assert world.plan().wake_at == world.now + p.OLD_S
+    assert world.plan().wake_at == world.now + facts.LEFTOVER_CHECK_S
     world.service = None
     assert world.settle()["CreateDeployment"] == 1
 
 
 @pytest.mark.parametrize(
-    ("trouble", "condition"),
+    ("last_error", "condition"),
     [
-        (Trouble("QuotaExceeded", "exceeded quota: q"), "MasterReady"),
-        (Trouble("NameConflict", "Secret is there already"), "Accepted"),
+        (LastError(ConditionReason.QUOTA_EXCEEDED, "exceeded quota: q"), "MasterReady"),
+        (LastError(ConditionReason.NAME_CONFLICT, "Secret already exists"), "Accepted"),
     ],
 )
-def test_a_refusal_of_the_server_is_told_in_its_words(trouble: Trouble, condition: str) -> None:
+def test_a_refusal_of_the_server_is_told_in_its_words(
+    last_error: LastError, condition: str
+) -> None:
     world = World.of()
-    world.trouble = trouble
-    world.carry_out(p.Plan(status=world.plan().status))
-    assert world.said(condition) == ("False", trouble.reason)
-    assert world.condition(condition)["message"] == trouble.message
+    world.last_error = last_error
+    world.carry_out(p.JobPlan(status=world.plan().status))
+    assert world.said(condition) == ("False", last_error.reason)
+    assert world.condition(condition)["message"] == last_error.message
 
 
 def test_why_a_master_does_not_come_up_is_told() -> None:
     world = World.of()
     world.settle()
-    world.pods = (MasterPod("ImagePullBackOff", "no such image"),)
+    world.pods = (MasterPod(PodReason("ImagePullBackOff"), "no such image"),)
     world.settle()
     assert world.said("MasterReady") == ("False", "ImagePullBackOff")
+
+
+def test_a_fault_of_the_masters_template_is_told_by_its_path() -> None:
+    world = World.of()
+    world.job["spec"]["replicaSpecs"]["dlrover-master"] = {
+        "template": {"spec": {"tolerations": {}}}
+    }
+    world.last_error = LastError(ConditionReason.REFUSED, "json: cannot unmarshal object")
+    world.settle()
+    first, second = world.condition("MasterReady")["message"].splitlines()
+    path = "spec.replicaSpecs.dlrover-master.template.spec.tolerations"
+    assert first.startswith(f"{path}: found a mapping {{}}: expected a list")
+    assert second == "json: cannot unmarshal object"
+
+
+def test_a_master_that_no_scheduler_looks_at_is_told() -> None:
+    world = World.of()
+    world.settle()
+    pod = {"metadata": {"name": "m", "uid": "p", "creationTimestamp": at(0)}}
+    world.pods = (MasterPod.of(pod | {"spec": {"schedulerName": "volcano"}}),)
+    world.settle()
+    assert world.said("MasterReady") == ("False", "Starting")
+    world.now = world.plan().wake_at or 0.0
+    world.settle()
+    assert world.said("MasterReady") == ("False", "Unschedulable")
+    assert "check that the scheduler volcano runs" in world.condition("MasterReady")["message"]
+    looked = {"conditions": [{"type": "PodScheduled", "status": "True"}]}
+    assert MasterPod.of(pod | {"status": looked}).pending_scheduler == ""
 
 
 @pytest.mark.parametrize(
@@ -496,6 +539,8 @@ def test_why_a_master_does_not_come_up_is_told() -> None:
         ('pods "m" is forbidden: violates PodSecurity "restricted:latest": x', "PodsForbidden"),
         ("pods \"m\" is forbidden: ValidatingAdmissionPolicy 'p' denied", "PodsForbidden"),
         ('pods "m" is forbidden: exceeded quota: q, requested: pods=1', "QuotaExceeded"),
+        ('pods "m" is forbidden: maximum memory usage per Container is 2Mi', "PodsForbidden"),
+        ('pods "m-" is forbidden: no PriorityClass with name x was found', "PodsForbidden"),
         ('Pod "m" is invalid: spec', "FailedCreate"),
     ],
 )
@@ -503,7 +548,7 @@ def test_why_a_master_gets_no_pod_is_told_as_of_workers(words: str, reason: str)
     world = World.of()
     world.settle()
     assert world.deployment is not None
-    world.deployment = replace(world.deployment, trouble=words)
+    world.deployment = replace(world.deployment, create_error=words)
     world.settle()
     assert world.said("MasterReady") == ("False", reason)
     assert world.condition("MasterReady")["message"] == words
@@ -520,10 +565,10 @@ def test_why_a_master_crashes_is_told_in_its_last_words() -> None:
     assert said.message == "DLROVER_MASTER_LEASE_S is x; back-off 40s"
     silent = {"exitCode": 137, "reason": "OOMKilled"}
     pod["status"]["containerStatuses"][0]["lastState"]["terminated"] = silent  # type: ignore[index]
-    assert MasterPod.of(pod).message == "it ended with code 137, OOMKilled; back-off 40s"
+    assert MasterPod.of(pod).message == "it ended with exit code 137 (OOMKilled); back-off 40s"
 
 
-STUCK = (MasterPod("ImagePullBackOff", "no such image"),)
+STUCK = (MasterPod(PodReason("ImagePullBackOff"), "no such image"),)
 
 
 @pytest.mark.parametrize("resumed", [False, True])
@@ -539,16 +584,22 @@ def test_a_master_that_could_never_start_is_planned_anew_once_the_mistake_is_men
     template = {"spec": {"nodeSelector": {"pool": "good"}}}
     specs = world.job["spec"]["replicaSpecs"] | {"dlrover-master": {"template": template}}
     world.edit(replicaSpecs=specs)
-    assert "Replan" not in world.settle(), "somebody else may have another wish: it is not hasty"
-    world.now += p.HEAL_S
-    assert world.settle()["Replan"] == 1
-    replanned = next(a for a in world.done if isinstance(a, p.Replan))
+    assert "ReplaceDeployment" not in world.settle(), (
+        "somebody else may have another wish: it is not hasty"
+    )
+    world.now += TIMING.heal_after_s
+    assert world.settle()["ReplaceDeployment"] == 1
+    replanned = next(a for a in world.done if isinstance(a, actions.ReplaceDeployment))
     assert replanned.obj["spec"]["template"]["spec"]["nodeSelector"] == {"pool": "good"}
     world.now += 86400
-    assert "Replan" not in world.settle(), "it is as it should be"
-    mended = plan(replace(world.seen(), made_at=0.0), world.now, Options(image="master:2"))
-    assert [a.obj["metadata"]["uid"] for a in mended.actions if isinstance(a, p.Replan)] == ["d1"]
-    assert mended.grave
+    assert "ReplaceDeployment" not in world.settle(), "it is as it should be"
+    mended = plan(
+        replace(world.seen(), credentials_checked_at=0.0), world.now, Options(image="master:2")
+    )
+    assert [
+        a.obj["metadata"]["uid"] for a in mended.actions if isinstance(a, actions.ReplaceDeployment)
+    ] == ["d1"]
+    assert mended.disruptive
 
 
 @pytest.mark.parametrize("why", ["it has run", "it may start yet", "it is there", "a bad spec"])
@@ -566,7 +617,7 @@ def test_another_master_is_not_planned_under_one_that(why: str) -> None:
     world.settle()
     world.now += 86400
     made = plan(world.seen(), world.now, Options(image="master:2")).actions
-    assert not any(isinstance(a, p.Replan) for a in made)
+    assert not any(isinstance(a, actions.ReplaceDeployment) for a in made)
 
 
 # --- deadlines ---
@@ -576,7 +627,7 @@ def test_the_active_deadline_is_set_once_and_the_master_ends_the_job() -> None:
     world = running(activeDeadlineSeconds=100)
     assert world.plan().wake_at == START + 100
     world.now += 100
-    assert world.settle() == {"SetStatus": 1, "Tell": 1}
+    assert world.settle() == {"SetStatus": 1, "RecordEvent": 1}
     assert world.said("DeadlineExceeded") == ("True", "ActiveDeadline")
     world.now += 1000  # the master takes its time, but it is there
     assert not world.settle()
@@ -601,8 +652,8 @@ def test_nodes_that_do_not_go_are_ended_after_a_while() -> None:
     world.master_says("Succeeded", nodes=[{"id": "n0", "phase": "suspect"}])
     world.master_condition("Succeeded")
     world.settle()
-    assert world.plan().wake_at == world.now + p.LEAVE_S
-    world.now += p.LEAVE_S
+    assert world.plan().wake_at == world.now + facts.END_GRACE_S
+    world.now += facts.END_GRACE_S
     did = world.settle()
     assert (did["DeletePods"], did["ScaleToZero"]) == (1, 1)
     assert not world.settle()
@@ -672,7 +723,7 @@ def test_the_pending_timeout_counts_from_the_start_and_from_each_loss(ahead_s: f
     world.settle()
     assert world.said("DeadlineExceeded") == ("True", "PendingTimeout")
     assert world.condition("DeadlineExceeded")["message"] == (
-        "it had fewer nodes than its minimum for 100 s"
+        "the job had fewer nodes than its minimum for 100 s (pendingTimeoutSeconds)"
     )
 
 
@@ -691,7 +742,7 @@ def test_what_kept_a_job_pending_is_in_its_column_and_the_cause_of_its_end() -> 
     world.now += 100
     world.settle()
     assert world.said("DeadlineExceeded") == ("True", "PendingTimeout")
-    words = "fewer nodes than its minimum for 100 s; Unschedulable: n0: 0/3 nodes are available"
+    words = "minimum for 100 s (pendingTimeoutSeconds); Unschedulable: n0: 0/3 nodes are available"
     assert words in world.condition("DeadlineExceeded")["message"]
     world.master_says("Failed")
     world.master_condition("Failed", reason="DeadlineExceeded")
@@ -722,7 +773,7 @@ def test_a_refused_job_and_a_master_without_a_place_have_their_reason_in_the_col
     assert refused.status["reason"] == "Unsupported"
     world = World.of()
     world.settle()
-    world.pods = (MasterPod("ImagePullBackOff", "no such image"),)
+    world.pods = (MasterPod(PodReason("ImagePullBackOff"), "no such image"),)
     world.settle()
     assert world.status["reason"] == "ImagePullBackOff"
 
@@ -737,7 +788,7 @@ def test_a_deleted_deployment_comes_again_and_a_deleted_service_with_its_address
     world.deployment = None
     assert world.settle()["CreateDeployment"] == 1
     assert world.deployment is not None
-    assert world.deployment.told == address
+    assert world.deployment.service_address == address
     world.service = None
     assert world.settle()["CreateService"] == 1
     assert world.service.address == address
@@ -756,22 +807,22 @@ def test_an_address_that_has_gone_to_another_service_is_given_up() -> None:
     world.now += 1000
     world.service = None
     world.refused = TAKEN
-    world.trouble = Trouble("Refused", TAKEN)
-    world.carry_out(p.Plan(status=world.plan().status))
-    world.trouble = None
-    world.now += p.ADDRESS_S - 1
+    world.last_error = LastError(ConditionReason.REFUSED, TAKEN)
+    world.carry_out(p.JobPlan(status=world.plan().status))
+    world.last_error = None
+    world.now += TIMING.address_lost_after_s - 1
     wish = world.plan()
-    (asked,) = (a for a in wish.actions if isinstance(a, p.Create))
+    (asked,) = (a for a in wish.actions if isinstance(a, actions.Create))
     assert asked.obj["spec"]["clusterIP"] == "10.0.0.1"
     assert wish.wake_at == world.now + 1
     world.now += 1
     assert [_word(a) for a in world.plan().actions] == ["ScaleToZero"]
     world.step()
     world.refused = ""
-    assert world.settle()["Replan"] == 1
+    assert world.settle()["ReplaceDeployment"] == 1
     assert world.deployment is not None
     assert world.service is not None
-    assert world.deployment.told == world.service.address != "10.0.0.1"
+    assert world.deployment.service_address == world.service.address != "10.0.0.1"
 
 
 @pytest.mark.parametrize("words", ["", 'admission webhook "w" denied the request: no label'])
@@ -780,7 +831,7 @@ def test_an_address_is_kept_whatever_else_is_refused(words: str) -> None:
     world.service = None
     world.goes_down()
     world.refused = words
-    world.carry_out(p.Plan(status=world.plan().status))
+    world.carry_out(p.JobPlan(status=world.plan().status))
     world.now += 86400
     assert "ScaleToZero" not in {_word(a) for a in world.plan().actions}
 
@@ -794,7 +845,7 @@ def test_an_address_that_is_lost_does_not_hold_up_a_suspension() -> None:
     world.settle()
     world.service = None
     world.refused = TAKEN
-    world.now += p.ADDRESS_S
+    world.now += TIMING.address_lost_after_s
     assert {_word(a) for a in world.plan().actions} == {"DeletePods", "ScaleToZero"}
 
 
@@ -802,7 +853,7 @@ def test_with_no_master_for_long_what_it_needs_is_made_again() -> None:
     world = running()
     world.goes_down()
     assert "CreateRole" not in world.settle()
-    world.now += p.HEAL_S
+    world.now += TIMING.heal_after_s
     assert {"CreateRole", "CreateSecret", "MakeCredentials"} <= {_word(a) for a in world.step()}
 
 
@@ -820,21 +871,21 @@ def test_an_ended_job_stays_for_its_time_whatever_the_masters_clock_says() -> No
 
 def test_what_a_master_lacks_is_made_again_though_its_clock_is_ahead() -> None:
     world = running()
-    world.now += p.HEAL_S
+    world.now += TIMING.heal_after_s
     world.master_condition("JournalWritable", "False", ahead_s=600)
-    assert {"CreateRole", "CreateSecret", "KeepToken"} <= {_word(a) for a in world.step()}
+    assert {"CreateRole", "CreateSecret", "RestoreToken"} <= {_word(a) for a in world.step()}
 
 
 @pytest.mark.parametrize(("kind", "state"), [("JournalWritable", "False"),
                                              ("PermissionDenied", "True")])  # fmt: skip
 def test_what_a_living_master_lacks_is_made_again(kind: str, state: str) -> None:
     world = running()
-    world.now += p.HEAL_S
+    world.now += TIMING.heal_after_s
     world.master_condition(kind, state)
     assert "CreateRole" not in world.settle()
-    world.now += p.HEAL_S
+    world.now += TIMING.heal_after_s
     did = {_word(a) for a in world.step()}
-    assert {"CreateRole", "CreateSecret", "KeepToken"} <= did
+    assert {"CreateRole", "CreateSecret", "RestoreToken"} <= did
     assert "MakeCredentials" not in did, "the one that runs holds what was made"
 
 
@@ -851,7 +902,7 @@ def test_suspending_ends_though_a_node_that_never_spoke_is_on_a_lost_host(others
     world.edit(suspend=True)
     world.settle()
     world.master_says("Suspended", nodes=[{"phase": "starting"}, {"phase": others}])
-    world.now += p.LEAVE_S - 1
+    world.now += facts.END_GRACE_S - 1
     world.settle()
     assert world.deployment is not None
     assert world.deployment.replicas == 1
@@ -865,8 +916,8 @@ def test_suspending_ends_though_a_node_that_never_spoke_is_on_a_lost_host(others
 def test_a_masters_rights_are_looked_after_though_it_says_nothing() -> None:
     """Where it may not even write its status."""
     world = running()
-    world.rights_at = world.now
-    world.now += p.RIGHTS_S - 1
+    world.rights_checked_at = world.now
+    world.now += TIMING.rights_interval_s - 1
     assert not world.step()
     assert world.plan().wake_at == world.now + 1
     world.now += 1
@@ -878,34 +929,34 @@ def test_a_masters_rights_are_looked_after_though_it_says_nothing() -> None:
 def test_a_master_whose_account_was_made_again_gets_a_pod_that_has_its_token(wish: str) -> None:
     """All that it asks for is refused, and it can tell nobody; it hears of no wish either."""
     world = running(activeDeadlineSeconds=900)
-    mine = MasterPod(name="m-1", uid="p1", made_at=world.now, made_by=f"{NAME}-5f")
-    theirs = MasterPod(name="m", uid="p0", made_at=world.now, made_by="m")
+    mine = MasterPod(name="m-1", uid="p1", created_at=world.now, replica_set=f"{NAME}-5f")
+    theirs = MasterPod(name="m", uid="p0", created_at=world.now, replica_set="m")
     world.pods = (mine, theirs)
     world.now += 900 if wish == "too late" else 100
     world.edit(suspend=wish == "to rest")
     world.settle()
-    world.rights_at = world.now - p.RIGHTS_S
+    world.rights_checked_at = world.now - TIMING.rights_interval_s
     assert "CreateServiceAccount" in {_word(a) for a in world.step()}
-    world.rights_at = math.inf
-    world.account_at = START + p.SKEW_S  # two servers' clocks: it was made before the Pod
+    world.rights_checked_at = math.inf
+    world.account_created_at = START + p.SKEW_S  # two servers' clocks: it was made before the Pod
     assert not world.step()
-    world.account_at = world.now
-    assert world.step() == [p.DeleteMasterPod("m-1", "p1")]
+    world.account_created_at = world.now
+    assert world.step() == [actions.DeleteMasterPod("m-1", "p1")]
     world.pods = (replace(mine, leaving=True), theirs)
     assert not world.step()
-    again = replace(mine, name="m-2", uid="p2", made_at=world.now + 1)
+    again = replace(mine, name="m-2", uid="p2", created_at=world.now + 1)
     world.pods = (again, theirs)
     assert not world.step()
 
 
 def test_suspending_without_a_master_leaves_no_pods() -> None:
     world = running()
-    world.holding = (LEFT,)
+    world.remaining_pods = (LEFT,)
     world.deployment = None
     world.edit(suspend=True)
     assert world.settle()["DeletePods"] == 1
     assert world.said("Suspended") == ("False", "Suspending")
-    world.holding = ()
+    world.remaining_pods = ()
     world.settle()
     assert world.said("Suspended") == ("True", "Suspended")
     assert not world.settle()
@@ -915,7 +966,7 @@ def test_suspending_without_a_master_leaves_no_pods() -> None:
 def test_a_master_stays_until_no_pod_holds_resources(wish: str) -> None:
     """Its agents are gone, and a sidecar runs on."""
     world = running()
-    world.holding = (LEFT,)
+    world.remaining_pods = (LEFT,)
     world.edit(suspend=wish == "suspend")
     phase = "Suspended" if wish == "suspend" else wish
     world.settle()
@@ -923,10 +974,10 @@ def test_a_master_stays_until_no_pod_holds_resources(wish: str) -> None:
     assert not {"ScaleToZero", "DeletePods"} & set(world.settle())
     assert world.said("Suspended")[0] != "True"
     assert world.said("PodsLeft") == ("", "")
-    assert world.plan().wake_at == world.now + p.LOOK_S
+    assert world.plan().wake_at == world.now + facts.RELIST_S
     if wish == "suspend":
         assert LEFT.name in world.condition("Suspended")["message"]
-    world.holding = ()
+    world.remaining_pods = ()
     assert world.settle()["ScaleToZero"] == 1
     assert world.said("PodsLeft") == ("False", "NoneLeft")
     assert world.said("Suspended")[0] == ("True" if wish == "suspend" else "")
@@ -937,7 +988,7 @@ def test_a_master_stays_until_no_pod_holds_resources(wish: str) -> None:
 
 def test_a_job_is_suspended_once_its_masters_pod_has_ended_too() -> None:
     world = running()
-    meta = {"name": "m-1", "uid": "p1", "creationTimestamp": at(0)}
+    meta: dict[str, Any] = {"name": "m-1", "uid": "p1", "creationTimestamp": at(0)}
     meta |= {"ownerReferences": [{"kind": "ReplicaSet", "name": f"{NAME}-5f"}]}
     evicted = MasterPod.of({"metadata": meta, "status": {"phase": "Failed"}})
     ending = MasterPod.of({"metadata": meta, "status": {"phase": "Running"}})
@@ -956,12 +1007,12 @@ def test_a_job_is_suspended_once_its_masters_pod_has_ended_too() -> None:
 def test_pods_that_do_not_go_are_told_until_they_have_gone(wish: str) -> None:
     """A host is lost: its Pods were deleted, and no kubelet ends them."""
     world = running()
-    world.holding = (LEFT,)
+    world.remaining_pods = (LEFT,)
     world.edit(suspend=wish == "suspend")
     world.settle()
     world.master_says("Suspended" if wish == "suspend" else wish, nodes=[{"phase": "gone"}])
     world.settle()
-    world.now += p.LEAVE_S
+    world.now += facts.END_GRACE_S
     done = world.settle()
     assert (done["DeletePods"], done["ScaleToZero"]) == (1, 1), "it can do no more for them"
     assert world.said("PodsLeft") == ("True", "NotEnding")
@@ -970,8 +1021,8 @@ def test_pods_that_do_not_go_are_told_until_they_have_gone(wish: str) -> None:
     assert world.said("Suspended")[0] != "True"
     world.now += 1000
     assert not world.settle()
-    world.holding = ()
-    assert set(world.settle()) <= {"SetStatus", "Tell"}
+    world.remaining_pods = ()
+    assert set(world.settle()) <= {"SetStatus", "RecordEvent"}
     assert world.said("PodsLeft") == ("False", "NoneLeft")
     assert world.said("Suspended")[0] == ("True" if wish == "suspend" else "")
     assert "reason" not in world.status
@@ -986,7 +1037,7 @@ def test_pods_that_an_earlier_operator_left_are_deleted() -> None:
     world.job["status"]["conditions"] = [
         c for c in world.status["conditions"] if c["type"] != "PodsLeft"
     ]
-    world.holding = (LEFT,)
+    world.remaining_pods = (LEFT,)
     assert world.settle()["DeletePods"] == 1
     assert world.said("Suspended")[0] == "False"
 
@@ -1046,16 +1097,16 @@ def test_plans_come_to_rest_and_never_take_a_running_jobs_master(
         happen(world, one)
         wish = world.plan()
         spec, status = world.job["spec"], world.status
-        coming = [a.status for a in wish.status if isinstance(a, p.SetStatus)]
+        coming = [a.status for a in wish.status if isinstance(a, actions.SetStatus)]
         said = [c for s in (status, *coming) for c in s.get("conditions", ())]
         over = {c["type"] for c in said if c["status"] == "True"}
         over &= {"Failed", "Succeeded", "DeadlineExceeded"}
-        ended = over or status.get("training", {}).get("phase") in p.ENDED
-        ended = ended or status.get("phase") in p.ENDED
+        ended = over or status.get("training", {}).get("phase") in facts.ENDED_PHASES
+        ended = ended or status.get("phase") in facts.ENDED_PHASES
         if not ended and not spec.get("suspend"):
             taken = {"ScaleToZero", "DeletePods", "DeleteJob"} & {_word(a) for a in wish.actions}
             assert not taken
-        if any(isinstance(a, p.Replan) for a in wish.actions):
+        if any(isinstance(a, actions.ReplaceDeployment) for a in wish.actions):
             assert world.deployment is not None
             assert world.deployment.replicas == 0
         assert not (wish.wake_at is not None and wish.wake_at != wish.wake_at)
@@ -1084,4 +1135,4 @@ def test_two_operators_do_what_one_does(what: list[str]) -> None:
         assert (both.deployment is None) == (alone.deployment is None)
         if both.deployment is not None and alone.deployment is not None:
             assert both.deployment.replicas == alone.deployment.replicas
-            assert both.deployment.told == alone.deployment.told
+            assert both.deployment.service_address == alone.deployment.service_address

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import socket
 import stat
 from collections.abc import Callable
@@ -9,15 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from dlrover_py import arena
-from dlrover_py.arena import Arena
-from dlrover_py.master.core.events import Journal
-from dlrover_py.master.store import FileStore
-from dlrover_py.owner import NotOwn, is_own, is_own_socket, open_own
+from dlrover_agent import temporary_folder
+from dlrover_py.checkpoint import shm
+from dlrover_py.checkpoint.shm import ShmPool
+from dlrover_py.master.core.state import DurableState
+from dlrover_py.master.journal_store import FileJournalStore
+from dlrover_py.process.ownership import NotOwnedError, is_own, is_own_socket, open_own
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.names import Term
 from dlrover_py.protocol.status import JobPhase
 
+ROOT = Path(__file__).parents[2]
 STRANGER = 65534
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can act as a second user")
 
@@ -43,9 +46,9 @@ def link_of_stranger(path: Path) -> None:
     [
         (lambda path: path.symlink_to("precious"), "it is a link"),
         (lambda path: os.link(path.with_name("precious"), path), "a second name"),
-        (os.mkfifo, "it is no regular file"),
-        (bind, "it is no regular file"),
-        (lambda path: path.mkdir(), "it is no regular file"),
+        (os.mkfifo, "it is not a regular file"),
+        (bind, "it is not a regular file"),
+        (lambda path: path.mkdir(), "it is not a regular file"),
         (lambda path: (path.touch(), path.chmod(0o666)), "others can write to it (mode 0666)"),
         (lambda path: (path.touch(), path.chmod(0o620)), "others can write to it (mode 0620)"),
         pytest.param(owned_by_stranger, f"it belongs to user {STRANGER}", marks=needs_root),
@@ -57,11 +60,11 @@ def test_a_file_that_is_not_ours_alone_is_refused(
 ) -> None:
     (tmp_path / "precious").write_bytes(b"data")
     plant(tmp_path / "name")
-    with pytest.raises(NotOwn) as refused:
+    with pytest.raises(NotOwnedError) as refused:
         open_own(tmp_path / "name", flags, hint="do this")
     assert str(refused.value).startswith(f"{tmp_path}/name: ")
     assert why in str(refused.value)
-    assert str(refused.value).endswith(": do this")
+    assert str(refused.value).endswith("; do this")
     assert (tmp_path / "precious").read_bytes() == b"data", "nothing was cut"
 
 
@@ -69,8 +72,8 @@ def test_a_file_that_is_not_ours_alone_is_refused(
     ("plant", "why"),
     [
         (lambda path: path.symlink_to("mine"), "it is a link"),
-        (lambda path: path.touch(mode=0o600), "it is no folder"),
-        (os.mkfifo, "it is no folder"),
+        (lambda path: path.touch(mode=0o600), "it is not a folder"),
+        (os.mkfifo, "it is not a folder"),
         (lambda path: (path.mkdir(), path.chmod(0o1777)), "others can write to it (mode 1777)"),
         (lambda path: (path.mkdir(), path.chmod(0o770)), "others can write to it (mode 0770)"),
     ],
@@ -80,7 +83,7 @@ def test_a_folder_that_is_not_ours_alone_is_refused(
 ) -> None:
     (tmp_path / "mine").mkdir(mode=0o755)
     plant(tmp_path / "name")
-    with pytest.raises(NotOwn, match="name: ") as refused:
+    with pytest.raises(NotOwnedError, match="name: ") as refused:
         open_own(tmp_path / "name", os.O_DIRECTORY)
     assert why in str(refused.value)
 
@@ -104,7 +107,7 @@ def test_a_link_of_ours_is_followed_only_to_what_is_ours(tmp_path: Path) -> None
     (tmp_path / "link").symlink_to("mine")
     assert is_own(tmp_path / "link", hint="")
     (tmp_path / "mine").chmod(0o777)
-    with pytest.raises(NotOwn, match="others can write to it"):
+    with pytest.raises(NotOwnedError, match="others can write to it"):
         is_own(tmp_path / "link", hint="")
     (tmp_path / "mine").rmdir()
     assert not is_own(tmp_path / "link", hint="")
@@ -114,10 +117,10 @@ def test_a_link_of_ours_is_followed_only_to_what_is_ours(tmp_path: Path) -> None
 def test_a_volume_of_a_group_is_accepted_where_that_is_said(tmp_path: Path) -> None:
     tmp_path.chmod(0o2770)
     assert is_own(tmp_path, shared=True, hint="")
-    with pytest.raises(NotOwn):
+    with pytest.raises(NotOwnedError):
         is_own(tmp_path, hint="")
     tmp_path.chmod(0o777)
-    with pytest.raises(NotOwn):
+    with pytest.raises(NotOwnedError):
         is_own(tmp_path, shared=True, hint="")
 
 
@@ -156,28 +159,28 @@ NOW = 1e9
 
 
 def test_a_link_is_not_swept(tmp_path: Path, victim: Path) -> None:
-    (tmp_path / f"{arena.PREFIX}x").symlink_to(victim)
-    Arena(tmp_path, "u1", "n0", now=NOW).remove()
+    (tmp_path / f"{shm.POOL_PREFIX}x").symlink_to(victim)
+    ShmPool(tmp_path, "u1", "n0", now=NOW).remove()
     assert whole(victim)
 
 
 def test_a_link_is_no_arena_to_take(tmp_path: Path, victim: Path) -> None:
-    (tmp_path / f"{arena.PREFIX}u1-n0").symlink_to(victim)
+    (tmp_path / f"{shm.POOL_PREFIX}u1-n0").symlink_to(victim)
     with pytest.raises(ConfigError, match=r"u1-n0: it is a link; .* set DLROVER_SHM_DIR"):
-        Arena(tmp_path, "u1", "n0", now=NOW)
+        ShmPool(tmp_path, "u1", "n0", now=NOW)
     assert whole(victim)
 
 
 def test_only_what_is_an_arenas_is_removed(tmp_path: Path, victim: Path) -> None:
     """A folder of ours may have been moved under such a name."""
-    moved = victim.rename(tmp_path / f"{arena.PREFIX}x")
-    Arena(tmp_path, "u1", "n0", now=NOW).remove()
+    moved = victim.rename(tmp_path / f"{shm.POOL_PREFIX}x")
+    ShmPool(tmp_path, "u1", "n0", now=NOW).remove()
     assert {path.name for path in moved.iterdir()} == {"thesis.tex"}
 
 
 @pytest.mark.parametrize("kind", ["file", "fifo", "link to a file"])
 def test_something_else_under_the_name_is_told(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / f"{arena.PREFIX}u1-n0"
+    path = tmp_path / f"{shm.POOL_PREFIX}u1-n0"
     (tmp_path / "other").write_bytes(b"x")
     if kind == "file":
         path.touch()
@@ -186,21 +189,21 @@ def test_something_else_under_the_name_is_told(tmp_path: Path, kind: str) -> Non
     else:
         path.symlink_to("other")
     with pytest.raises(ConfigError, match="u1-n0: it is "):
-        Arena(tmp_path, "u1", "n0", now=NOW)
+        ShmPool(tmp_path, "u1", "n0", now=NOW)
 
 
 # --- a master's journal ---
 
-JOURNAL = Journal(job="x", term=Term(1), next_node=1, next_event=1, phase=JobPhase.PENDING)
+JOURNAL = DurableState(job="x", term=Term(1), next_node=1, next_event=1, phase=JobPhase.PENDING)
 
 
 async def test_a_journal_is_not_written_through_links(tmp_path: Path, victim: Path) -> None:
     """They may be left from when others could write here."""
     state = tmp_path / "state"
     state.mkdir(mode=0o700)
-    store = FileStore(state / "journal.json")
+    store = FileJournalStore(state / "journal.json")
     (state / "journal.lock").symlink_to(victim / "thesis.tex")
-    with pytest.raises(NotOwn, match="it is a link"):
+    with pytest.raises(NotOwnedError, match="it is a link"):
         await store.acquire()
     (state / "journal.lock").unlink()
     assert await store.acquire() is None
@@ -217,6 +220,52 @@ async def test_a_journal_that_all_could_have_written_is_refused(tmp_path: Path) 
     state = tmp_path / "state"
     state.mkdir()
     state.chmod(0o777)
-    with pytest.raises(ConfigError, match=r"others can write to it .* another by --state-dir"):
-        await FileStore(state / "journal.json").acquire()
+    expected = r"others can write to it .* another folder by --state-dir"
+    with pytest.raises(ConfigError, match=expected):
+        await FileJournalStore(state / "journal.json").acquire()
     assert list(state.iterdir()) == []
+
+
+@pytest.mark.parametrize(("mode", "used"), [(0o700, True), (0o1777, True), (0o777, False)])
+def test_sockets_are_not_put_where_others_can_put_theirs_in_their_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, used: bool
+) -> None:
+    """Who may write to TMPDIR had renamed the folder and made its own before the token came."""
+    asked = tmp_path / "tmp"
+    asked.mkdir()
+    asked.chmod(mode)
+    monkeypatch.setenv("TMPDIR", str(asked))
+    folder = temporary_folder.create("dlrover-test-")
+    try:
+        assert (folder.parent == asked) is used
+    finally:
+        folder.rmdir()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as a second user")
+def test_the_owner_of_tmpdir_is_trusted_if_it_is_this_user_or_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = tmp_path / "tmp"
+    asked.mkdir()
+    os.chown(asked, 65534, 65534)
+    asked.chmod(0o1777)
+    monkeypatch.setenv("TMPDIR", str(asked))
+    folder = temporary_folder.create("dlrover-test-")
+    folder.rmdir()
+    assert folder.parent != asked
+
+
+def test_no_python_that_is_started_imports_from_the_working_directory() -> None:
+    """``-P`` or ``-I`` keeps it off ``sys.path``, or the program of ``warm.script.BOOT`` does."""
+    started = [
+        (path.name, match[1])
+        for folder in ("agent", "dlrover_py", "operator")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for match in re.finditer(
+            r"[\[(](?:sys\.executable|settings\.python), (.+)", path.read_text()
+        )
+    ]
+    assert len(started) > 5
+    allowed = ('"-P"', '"-I"', '"-u", "-c", BOOT', '"-u", *argv')
+    assert [one for one in started if not one[1].startswith(allowed)] == []

@@ -29,20 +29,33 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint import metadata as m
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from dlrover_agent import zygote
-from dlrover_agent.warm import Recipe
-from dlrover_py import arena
-from dlrover_py.arena import PAGE, Damaged, Slot
+from dlrover_agent.warm import zygote
+from dlrover_agent.warm.pool import ImportRecipe
+from dlrover_py.checkpoint import shm
+from dlrover_py.checkpoint.shm import DamagedDataError, ShmSlot
+from dlrover_py.checkpoint.transfer import TransferConnection
 from dlrover_py.cli import jobfile
-from dlrover_py.depot import Link
-from dlrover_py.master.store import FileStore
-from dlrover_py.protocol import checkpoint
+from dlrover_py.master.journal_store import FileJournalStore
+from dlrover_py.protocol import json_text
 from dlrover_py.protocol.agents import AgentReport
-from dlrover_py.protocol.checkpoint import Manifest, read_line
 from dlrover_py.protocol.errors import CheckpointError, ConfigError, DLRoverError
-from dlrover_py.protocol.workers import News
-from dlrover_py.trainer import foreign
-from dlrover_py.trainer.session import _stop_in
+from dlrover_py.protocol.lease import WriterLease
+from dlrover_py.protocol.manifest import Manifest
+from dlrover_py.protocol.persister import read_line
+from dlrover_py.protocol.sdk import read_stop
+from dlrover_py.protocol.shares import NodeShares, WritePlan, WrittenFiles
+from dlrover_py.protocol.slots import PAGE, Layout, SlotRegion, decode_objects, encode_objects
+from dlrover_py.protocol.workers import WorkerProgress, read_progress
+from dlrover_py.protocol.zygote import (
+    LENGTH,
+    ForkAnswer,
+    ZygoteConfig,
+    ZygoteFitness,
+    encode,
+    read_request,
+)
+from dlrover_py.trainer import torch_compat
+from tests.ids import checkpoint_id
 
 ROOM = 1 << 29
 """Bytes of address space that a parser may take beyond what the process has."""
@@ -61,11 +74,11 @@ def digest(data: bytes) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
-def again(kind: Any) -> Callable[[bytes], object]:
+def again(kind: Any, read: Callable[[bytes], Any] | None = None) -> Callable[[bytes], object]:
     """What was taken can be written, and is the same when it is read."""
 
     def parse(data: bytes) -> None:
-        found = kind.model_validate_json(data)
+        found = (read or kind.model_validate_json)(data)
         assert kind.model_validate_json(found.model_dump_json()) == found
 
     return parse
@@ -83,7 +96,7 @@ def in_file(read: Callable[[Path], object]) -> Callable[[bytes], object]:
 
 def journal(path: Path) -> None:
     async def read() -> None:
-        store = FileStore(path)
+        store = FileJournalStore(path)
         try:
             await store.acquire()
         finally:
@@ -99,16 +112,16 @@ def slot(path: Path) -> None:
     path.write_bytes((head + words).ljust(PAGE, b"\0") + tables.ljust(64, b"\0"))
 
     class Whole:
-        def __init__(self, slot: Slot) -> None:
-            self.path, self.summary, self._slot = slot.path, slot.summary, slot
+        def __init__(self, slot: ShmSlot) -> None:
+            self.path, self.header, self._slot = slot.path, slot.header, slot
 
-        def region(self, region: checkpoint.Region) -> bytes:
+        def region(self, region: SlotRegion) -> bytes:
             data = os.pread(self._slot.fd, region.nbytes, region.at)
-            return self._slot.region(checkpoint.Region(region.at, region.nbytes, digest(data)))
+            return self._slot.region(SlotRegion(region.at, region.nbytes, digest(data)))
 
-    with Slot(path) as opened:
-        found = arena.contents(Whole(opened))
-        assert found.summary.size <= opened.size
+    with ShmSlot(path) as opened:
+        found = shm.contents(Whole(opened))
+        assert found.header.size <= opened.size
         assert Path(path).stat().st_size >= sum(map(len, found.objects.values()))
 
 
@@ -125,13 +138,18 @@ def lines(data: bytes) -> None:
 
 def answered(data: bytes) -> None:
     """A depot that says anything."""
-    for ask in (Link.slots, lambda link: link.candidates(1), lambda link: link.holders(1, 1, 1),
-                lambda link: link.contents("0.0", "f"), lambda link: link.connect("h", 1),
-                lambda link: link.read_into("0.0", "f", 0, memoryview(bytearray(9)))):  # fmt: skip
+    for ask in (
+        TransferConnection.slots,
+        lambda link: link.candidates(1),
+        lambda link: link.locations(checkpoint_id(1, 1, 1)),
+        lambda link: link.contents("0.0", "f"),
+        lambda link: link.connect("h", 1),
+        lambda link: link.read_into("0.0", "f", 0, memoryview(bytearray(9))),
+    ):
         ours, theirs = socket.socketpair()
         theirs.sendall(data[:4096] + b"\n")
         theirs.shutdown(socket.SHUT_WR)
-        with theirs, Link(ours, "depot") as link, contextlib.suppress(DLRoverError):
+        with theirs, TransferConnection(ours, "depot") as link, contextlib.suppress(DLRoverError):
             ask(link)
 
 
@@ -140,7 +158,11 @@ def message(data: bytes) -> None:
     with ours, theirs:
         theirs.sendall(data[:4096])
         theirs.shutdown(socket.SHUT_WR)
-        zygote.receive(ours)
+        body, _ = zygote.receive(ours)
+        for decode in (read_request, ZygoteConfig.decode, ZygoteFitness.decode, ForkAnswer.decode):
+            with contextlib.suppress(ValueError):
+                found = decode(body)
+                assert decode(encode(found)) == found
 
 
 BOX = m.ChunkStorageMetadata(torch.Size([0]), torch.Size([2]))
@@ -168,7 +190,7 @@ def metadata(data: bytes) -> None:
     global done
     modules, done = set(sys.modules), []
     try:
-        foreign._read(data)
+        torch_compat.read_metadata(data)
     finally:
         seen, done = done, None
         assert not seen
@@ -176,18 +198,26 @@ def metadata(data: bytes) -> None:
 
 
 SUMMARY: dict[str, Any] = {
-    "job": "j", "step": 1, "round": 1, "lap": 0, "world": 1, "rank": 0, "part": "p", "fill": "f",
-    "size": PAGE + 64, "private_at": PAGE, "format": 1, "metric": 0.5,
+    "job": "j", "step": 1, "round": 1, "timeline": 0, "world": 1, "rank": 0, "part": "p",
+    "fill": "f", "size": PAGE + 64, "private_offset": PAGE, "format": 1, "metric": 0.5,
     "table": {"at": PAGE, "nbytes": 2, "xxh3": 0},
     "digests": {"at": PAGE + 2, "nbytes": 0, "xxh3": 0},
     "objects": {"at": PAGE + 2, "nbytes": 20, "xxh3": 0},
 }  # fmt: skip
 ROW = ["w", "float32", [2], [2], [0]]
-OBJECTS = checkpoint.encode_objects([("e", b"4")])
+OBJECTS = encode_objects([("e", b"4")])
 MANIFEST = {
-    "step": 1, "attempt": "a", "job": "j", "round": 1, "lap": 0, "world": 1, "folder": "step-1.a",
-    "at": 1.5, "files": ["f"], "pieces": [[*ROW, 0, 0, 7]], "objects": [["o", 0, 8, 1, 7]],
-    "notes": ["n"], "format": 1,
+    "step": 1, "attempt": "a", "job": "j", "round": 1, "timeline": 0, "world": 1,
+    "folder": "step-1.a", "at": 1.5, "chunks": [[ROW, "f", 0, 7]],
+    "objects": [["o", "f", 8, 1, 7]], "notes": ["n"], "format": 1,
+}  # fmt: skip
+SHARE = {
+    "rank": 0, "private_only": False, "metric": 0.5, "chunks": [ROW], "digests": [7],
+    "objects": [["o", 1, 7]],
+}  # fmt: skip
+FILES = {
+    "chunks": [[0, 0, 0, 9, 0, 7]], "objects": [[0, "o", 8, 1, 7]], "files": [["f", 9, 7]],
+    "format": 1,
 }  # fmt: skip
 REPORT = {
     "boot_id": "b" * 16, "seq": 1, "offer": {"addr": "h", "port": 1}, "pids": [1],
@@ -201,13 +231,14 @@ kind: ElasticJob
 metadata: {name: j}
 spec:
   replicaSpecs:
-    worker: {replicas: 1, template: {spec: {containers: [{name: main, command: [a]}]}}}
+    worker: {replicas: 1, template: {spec: {containers: [{name: main, image: i, command: [a]}]}}}
 """
 LINES = [
-    {"kind": "order", "attempt": "a", "step": 1, "round": 1, "lap": 0, "world": 1, "ranks": [0],
-     "arena": "/a", "dir": "/d", "job": "j", "node": "n", "keep": {"newest": 3}},
+    {"kind": "write", "attempt": "a", "step": 1, "round": 1, "timeline": 0, "world": 1,
+     "ranks": [0], "arena": "/a", "dir": "/d", "job": "j", "node": "n", "keep": {"newest": 3}},
     {"kind": "grant", "attempt": "a", "term": 1},
-    {"kind": "answer", "attempt": "a", "phase": "done", "stored": [1, 1, 0, "/c", 1.5, 1]},
+    {"kind": "reply", "attempt": "a", "phase": "done",
+     "stored": {"step": 1, "round": 1, "where": "/c", "at": 1.5, "number": 1}},
 ]  # fmt: skip
 
 
@@ -225,37 +256,68 @@ NEWS = {
     "metrics": {"a": 0.5},
     "store": {"dir": "/c", "keep": {"a": 1}},
 }
-LIST = coded({}, [1])
+RECIPE = coded({"version": 1, "lines": [["env", "a", "b"], ["import", "a", None]]})
+ZYGOTE = coded(
+    {"workers": [{"argv": ["python", "-u", "x"], "env": {"A": "1"}}]},
+    {"store": 1},
+    {"pids": [1], "refusal": ""},
+    {"unfit": "", "blame": ["a"], "modules": 1},
+    {"socket": 1, "agent": 1, "recipe": [["env", "a", None]], "per_rank": ["RANK"]},
+)
 ANSWERS = [
     told(coded([["0.0", SUMMARY | {"fill": "f"}]])[0]),
     told(b"x" * 9),
-    *coded({"candidates": [[1, 1, 0, 1]]}, {"holders": [[0, "n", "h", 1, "p", False]]}),
-    *coded({"error": "e", "code": "trouble"}, {"ok": True}, {"nbytes": 1 << 61}),
+    *(
+        told(document)
+        for document in coded(
+            {"candidates": [{"step": 1, "round": 1, "timeline": 0, "world": 1}]},
+            {"locations": [{"rank": 0, "node": "n", "addr": "h", "port": 1, "part": "p"}]},
+        )
+    ),
+    *coded({"error": "e", "code": "trouble"}, {}, {"nbytes": 1 << 61}),
 ]
 
 
+def framed(body: bytes) -> bytes:
+    return len(body).to_bytes(LENGTH, "big") + body
+
+
 def packed(data: bytes) -> None:
-    Recipe.from_wire(zlib.compress(data))
+    ImportRecipe.from_wire(zlib.compress(data))
 
 
 TARGETS = {
     "report": Target(again(AgentReport), (ValueError,), coded(REPORT)),
-    "news": Target(again(News), (ValueError,), coded(NEWS)),
-    "order": Target(lambda data: _stop_in(data) + "", (), coded({"stop": "x"})),
+    "news": Target(again(WorkerProgress, read_progress), (ValueError,), coded(NEWS)),
+    "order": Target(lambda data: read_stop(data) + "", (ValueError,), coded({"stop": "x"})),
     "jobfile": Target(in_file(jobfile.load_all), (ConfigError,), [JOB]),
     "journal": Target(in_file(journal), (ConfigError,), coded({"job": "j", "term": 1})),
-    "slot": Target(in_file(slot), (Damaged,), [s + b"\0[]" + OBJECTS for s in coded(SUMMARY)]),
-    "layout": Target(checkpoint.Layout.decode, (ValueError,), coded([ROW])),
-    "objects": Target(checkpoint.decode_objects, (ValueError,), [OBJECTS]),
+    "slot": Target(
+        in_file(slot), (DamagedDataError,), [s + b"\0[]" + OBJECTS for s in coded(SUMMARY)]
+    ),
+    "layout": Target(Layout.decode, (ValueError,), coded([ROW])),
+    "objects": Target(decode_objects, (ValueError,), [OBJECTS]),
     "manifest": Target(manifest, (ValueError,), coded(MANIFEST)),
+    "lease": Target(WriterLease.decode, (ValueError,), [WriterLease("j", "n", "a").encode()]),
+    "shares": Target(
+        NodeShares.decode,
+        (ValueError,),
+        coded({"shares": [SHARE], "format": 1}),
+    ),
+    "plan": Target(
+        WritePlan.decode, (ValueError,), [WritePlan({"n": {0: [0]}}, {"n": {0: ["o"]}}).encode()]
+    ),
+    "files": Target(WrittenFiles.decode, (ValueError,), coded(FILES)),
     "lines": Target(lines, (ValueError,), coded(*LINES)),
     "answers": Target(answered, (), ANSWERS),
-    "recipe": Target(Recipe.from_wire, (ValueError,), [zlib.compress(b'[["env", "a", "b"]]')]),
-    "unpacked": Target(packed, (ValueError,), coded([["import", "a", "b"]])),
-    "messages": Target(message, (EOFError, OSError), [len(b).to_bytes(4, "big") + b for b in LIST]),
+    "recipe": Target(ImportRecipe.from_wire, (ValueError,), list(map(zlib.compress, RECIPE))),
+    "unpacked": Target(packed, (ValueError,), RECIPE),
+    "messages": Target(message, (EOFError, OSError), list(map(framed, ZYGOTE))),
+    "requests": Target(lambda data: message(framed(data[:4000])), (), ZYGOTE),
     "metadata": Target(metadata, (CheckpointError,), [pickle.dumps(METADATA, n) for n in (2, 4)]),
 }
 DEEP = [b"[" * 3_000, b'{"a":' * 1_500]
+ODD: list[Any]
 ODD = [None, True, -1, 0, 7, 1 << 62, 1 << 80, 1.5, float("nan"), float("inf"), "", "x", "/", "0",
        "\0", "\ud800", [], {}, [[]], [-1], ["x"], {"": 0}, [None] * 9]  # fmt: skip
 
@@ -322,6 +384,7 @@ def test_it_is_good_or_refused(name: str) -> None:
     def tried(data: bytes) -> None:
         one(data)
 
+    # no assert: any other exception than a refusal is raised
     tried()
 
 
@@ -363,7 +426,27 @@ def test_of_a_strangers_metadata_nothing_is_called_or_changed(document: bytes) -
 def test_a_number_that_json_does_not_have_is_refused_at_once() -> None:
     """Written on, it would be null: to its reader a fault of the whole report, or journal."""
     metrics = b'{"round":1,"local_rank":0,"step":3,"metrics":{"loss":%s}}'
-    assert News.model_validate_json(metrics % b"0.5").metrics == {"loss": 0.5}
+    assert WorkerProgress.model_validate_json(metrics % b"0.5").metrics == {"loss": 0.5}
     for odd in (b"NaN", b"Infinity", b"1e999"):
         with pytest.raises(ValueError, match="finite"):
-            News.model_validate_json(metrics % odd)
+            WorkerProgress.model_validate_json(metrics % odd)
+
+
+@pytest.mark.parametrize("deep", [b"[" * 1_000_000, b'{"a":' * 200_000, "[" * 1_000_000])
+def test_json_without_an_end_is_bad_input(deep: str | bytes) -> None:
+    with pytest.raises(ValueError, match="nested too deeply"):
+        json_text.decoded(deep)
+
+
+OWN_DECODERS = {
+    "dlrover_py/protocol/json_text.py",
+    "dlrover_py/kubernetes/wire.py",  # cuts what is nested too deeply off, and reads the rest
+    "agent/dlrover_agent/workers/error_file.py",  # one string, which has no depth
+}
+
+
+def test_json_of_others_is_decoded_in_one_place() -> None:
+    root = Path(__file__).parents[2]
+    sources = [p for top in ("dlrover_py", "agent", "operator") for p in (root / top).rglob("*.py")]
+    found = {str(p.relative_to(root)) for p in sources if "json.load" in p.read_text()}
+    assert found == OWN_DECODERS

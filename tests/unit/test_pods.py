@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrover_py.master.core.events import NodeEnded, NodeSeen
-from dlrover_py.master.platform.pods import Site, fact, node_of, pod, view
+from dlrover_py.master.platform.kubernetes.pods import PodContext, fact, node_of, pod, view
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import NOTE_TEMPLATE, NodeId, pod_of
 from tests.builders import job_file
 
 N7 = NodeId("n7")
-SITE = Site(uid="uid-1", master_addr="10.96.0.9:50001")
+SITE = PodContext(uid="uid-1", master_addr="10.96.0.9:50001")
 
 
 def job(template: dict[str, Any] | None = None, **worker: Any) -> ElasticJob:
@@ -60,7 +60,7 @@ def test_the_template_is_kept_as_written_but_for_what_is_listed() -> None:
     assert notes.pop(NOTE_TEMPLATE) == job(given).worker.template_hash
     assert notes == {"k": "v"}
     assert isinstance(seen := fact(N7, view(out)), NodeSeen)
-    assert seen.made_of == job(given).worker.template_hash
+    assert seen.template_hash == job(given).worker.template_hash
     added = set(out["spec"]) - set(given["spec"])
     assert added == {"restartPolicy", "automountServiceAccountToken", "volumes"}
     assert set(out["spec"]["containers"][0]) == {"name", "image", "env", "volumeMounts"}
@@ -149,6 +149,7 @@ def test_a_place_that_is_ours_is_refused_in_words() -> None:
     given["spec"]["containers"][0]["volumeMounts"] = [
         {"name": "v", "mountPath": "/var/run/dlrover"}
     ]
+    given["spec"]["volumes"] = [{"name": "v", "emptyDir": {}}]
     with pytest.raises(ConfigError, match="/var/run/dlrover"):
         made(given)
 
@@ -234,7 +235,7 @@ def test_a_pod_that_runs_is_near_and_one_that_pulls_does_not_run_yet() -> None:
 
 @pytest.mark.parametrize("reason", ["ErrImagePull", "ImagePullBackOff", "InvalidImageName"])
 def test_an_image_that_is_not_to_be_had(reason: str) -> None:
-    assert view(there(waiting(reason))).trouble == "ImagePullBackOff"
+    assert view(there(waiting(reason))).problem_type == "ImagePullBackOff"
     told = seen(there(waiting(reason)))
     assert (told.near, told.message) == (False, "main: the words")
 
@@ -272,6 +273,32 @@ def test_a_pod_waits_for_its_volumes(status: dict[str, Any], prepared: bool) -> 
     assert view(obj).prepared, "the scheduler says what is the matter then"
 
 
+@pytest.mark.parametrize(
+    ("inits", "waits_for"),
+    [
+        ([], ""),
+        ([{"state": {"waiting": {"reason": "PodInitializing"}}}], ""),  # it has not begun
+        ([{"state": {"running": {}}}], "i0"),
+        ([{"state": {"terminated": {"exitCode": 0}}}], ""),
+        ([{"state": {"terminated": {"exitCode": 0}}}, {"state": {"waiting": {}}}], "i1"),
+        ([{"state": {"waiting": {"reason": "CrashLoopBackOff"}}, "restartCount": 2}], "i0"),
+        ([{"state": {"running": {}}, "native": True}], "i0"),  # its startupProbe fails
+        ([{"state": {"running": {}}, "native": True, "started": True}], ""),
+    ],
+)
+def test_a_pod_waits_for_its_init_containers(inits: list[dict[str, Any]], waits_for: str) -> None:
+    obj = there(waiting("PodInitializing"))
+    named = [{"name": f"i{number}"} | one for number, one in enumerate(inits)]
+    obj["status"]["initContainerStatuses"] = named
+    obj["spec"]["initContainers"] = [
+        {"name": one["name"]} | ({"restartPolicy": "Always"} if "native" in one else {})
+        for one in named
+    ]
+    reason, words = view(obj).waits_for
+    assert (reason, words) == ("", "") or (reason == "PodInitializing" and waits_for in words)
+    assert bool(words) == bool(waits_for)
+
+
 def test_no_room() -> None:
     condition = {
         "type": "PodScheduled",
@@ -281,7 +308,7 @@ def test_no_room() -> None:
     }
     obj = there({"phase": "Pending", "conditions": [condition]})
     del obj["spec"]["nodeName"]
-    assert view(obj).trouble == "Unschedulable"
+    assert view(obj).problem_type == "Unschedulable"
     assert seen(obj).message == "0/3 nodes are available"
 
 
@@ -300,14 +327,14 @@ def test_the_agents_end_counts_though_a_sidecar_goes_on() -> None:
     assert (told.exit_code, told.free, told.output) == (137, False, "last")
     assert "OOMKilled" in told.why
     assert not view(obj).done
-    assert view(obj).lingers
+    assert view(obj).sidecars_run
 
 
 def test_a_container_that_has_ended_is_the_pods_end_before_the_phase_says_so() -> None:
     dead = there(main_is({"terminated": {"exitCode": 127}}, "Pending"))
     assert ended(dead).exit_code == 127
     assert not view(dead).done, "its requests count until its phase says so"
-    assert not view(dead).lingers, "its kubelet is about to"
+    assert not view(dead).sidecars_run, "its kubelet is about to"
     assert not view(there(main_is({"running": {}}))).done
     assert not view(there({"phase": "Pending"})).done
 
@@ -326,6 +353,7 @@ def test_an_init_container_that_fails_is_named() -> None:
 def test_an_eviction_is_nobodys_failure(reason: str) -> None:
     told = ended(there({"phase": "Failed", "reason": reason, "message": "low on memory"}))
     assert told.free
+    assert told.by_platform
     assert told.exit_code is None
     assert "low on memory" in told.why
 
@@ -378,4 +406,5 @@ def test_whose_a_pod_is() -> None:
 
 @given(st.dictionaries(st.sampled_from(["phase", "reason", "message"]), st.text(max_size=9)))
 def test_any_words_in_a_status_are_understood(status: dict[str, Any]) -> None:
+    # no assert: no exception is raised
     fact(N7, view(there(status)))

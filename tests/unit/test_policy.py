@@ -1,8 +1,8 @@
 import pytest
 
 from dlrover_py.master.core.policy import (
-    Remedy,
-    Ruling,
+    FailureAction,
+    FailureDecision,
     after_worker_failure,
     in_words,
     relaunch_delay,
@@ -19,7 +19,7 @@ def rule(
     restarts: int = 0,
     relaunches: int = 0,
     can_replace: bool = True,
-) -> Ruling:
+) -> FailureDecision:
     return after_worker_failure(
         failure,
         earlier=earlier,
@@ -32,24 +32,42 @@ def rule(
 
 
 def test_within_the_budget_workers_are_restarted() -> None:
-    assert [rule(crash(), restarts=n).remedy for n in (0, 1, 2)] == [Remedy.RESTART] * 3
+    assert [rule(crash(), restarts=n).action for n in (0, 1, 2)] == [FailureAction.RESTART] * 3
     assert rule(crash(), restarts=2).message == "restart 3 of 3"
 
 
 def test_then_the_node_is_replaced_and_then_the_job_stops() -> None:
-    assert rule(crash(), restarts=3).remedy is Remedy.REPLACE
-    assert rule(crash(), restarts=3, relaunches=1).remedy is Remedy.REPLACE
+    assert rule(crash(), restarts=3).action is FailureAction.REPLACE
+    assert rule(crash(), restarts=3, relaunches=1).action is FailureAction.REPLACE
     last = rule(crash(), restarts=3, relaunches=2)
-    assert (last.remedy, last.reason) == (Remedy.STOP, "RestartsExhausted")
+    assert (last.action, last.reason) == (FailureAction.STOP, "RestartsExhausted")
+
+
+def test_the_last_words_say_what_failed_and_why_there_is_no_restart() -> None:
+    failure = crash()
+    last = rule(failure, restarts=3, can_replace=False)
+    used = "its 3 restarts are used up without steady progress"
+    assert last.message == f"{used}; the last failure: {failure.message}"
+    none = after_worker_failure(
+        failure,
+        earlier=None,
+        restarts=0,
+        budget=0,
+        relaunches=0,
+        relaunch_budget=0,
+        can_replace=False,
+    )
+    allowed = "no restarts are allowed (restartCount, --max-restarts)"
+    assert none.message == f"{failure.message}; {allowed}"
 
 
 def test_what_cannot_be_replaced_stops_the_job() -> None:
-    assert rule(crash(), restarts=3, can_replace=False).remedy is Remedy.STOP
+    assert rule(crash(), restarts=3, can_replace=False).action is FailureAction.STOP
 
 
 def test_the_same_exception_at_the_same_step_is_not_retried() -> None:
     ruling = rule(user_error("E", 5), earlier=user_error("E", 5))
-    assert (ruling.remedy, ruling.reason) == (Remedy.STOP, "NonRetryable")
+    assert (ruling.action, ruling.reason) == (FailureAction.STOP, "NonRetryable")
     assert "step 5" in ruling.message
 
 

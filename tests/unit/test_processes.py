@@ -1,92 +1,8 @@
-"""Whose a process, a session or an exit code is."""
-
-import os
-import secrets
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from pathlib import Path
+"""Whether a process is in the control groups of another one."""
 
 import pytest
 
-from dlrover_py.processes import (
-    ProcessId,
-    children,
-    exit_code,
-    marked,
-    members,
-    signal_all,
-    within,
-)
-
-MARK = "DLROVER_MARK_OF_A_TEST"
-HEADLESS = """
-import ctypes, threading, time
-threading.Thread(target=lambda: (print("here", flush=True), time.sleep(600))).start()
-ctypes.CDLL(None).syscall(60, 0)  # exit: of this thread alone
-"""
-
-
-@pytest.fixture
-def leader() -> Iterator["subprocess.Popen[bytes]"]:
-    """It leads a session with another process in it, and carries a mark."""
-    script = 'sleep 600 & echo "$!"; wait'
-    with subprocess.Popen(
-        ["sh", "-c", script],
-        env=os.environ | {MARK: secrets.token_hex(8)},
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    ) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        name = ProcessId.of(process.pid)
-        yield process
-        for member in members([name]):
-            member.id.signal(signal.SIGKILL)
-
-
-def former(now: ProcessId) -> ProcessId:
-    """Who had the same number before."""
-    return ProcessId(now.pid, now.started - 1)
-
-
-def test_who_had_the_number_before_is_gone_and_nothing_reaches_it(
-    leader: "subprocess.Popen[bytes]",
-) -> None:
-    now = ProcessId.of(leader.pid)
-    assert ProcessId.parse(str(now)) == now
-    assert now.alive
-    assert not former(now).alive
-    with pytest.raises(ProcessLookupError):
-        former(now).open()
-    former(now).signal(signal.SIGKILL)
-    assert len(members([now])) == 2
-    assert members([former(now)]) == []
-    now.signal(signal.SIGKILL)
-    assert leader.wait(60) == -signal.SIGKILL
-    left = members([now])
-    assert len(left) == 1, "the session goes on without its first process"
-    left[0].id.signal(signal.SIGKILL)
-    with pytest.raises(ProcessLookupError):
-        ProcessId.of(leader.pid)
-
-
-def test_a_mark_is_found_in_whole_and_signalled_until_nothing_new_turns_up(
-    leader: "subprocess.Popen[bytes]",
-) -> None:
-    mark = dict(x.partition("=")[::2] for x in _environ(leader.pid))[MARK]
-    found = {process.pid for process in marked(MARK, mark)}
-    assert leader.pid in found
-    assert len(found) == 2
-    assert marked(MARK, mark[:-1]) == []
-    assert marked(MARK[:-1], mark) == []
-    signal_all(lambda: marked(MARK, mark), signal.SIGKILL)
-    assert leader.wait(60) == -signal.SIGKILL
-
-
-def _environ(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/environ").read_text().split("\0")
+from dlrover_py.process.identity import is_within
 
 
 @pytest.mark.parametrize(
@@ -108,40 +24,4 @@ def test_control_groups_that_are_ours(theirs: list[str], ours: list[str], good: 
     def coded(lines: list[str]) -> list[bytes]:
         return [line.encode() for line in lines]
 
-    assert within(coded(theirs), coded(ours)) is good
-
-
-@pytest.mark.parametrize(("ends", "code"), [("exit 3", 3), ("kill -9 $$", -9), ("true", 0)])
-def test_an_exit_code_is_read_while_the_number_is_kept(ends: str, code: int) -> None:
-    with subprocess.Popen(["sh", "-c", f"read line; {ends}"], stdin=subprocess.PIPE) as process:
-        assert exit_code(os.P_PID, process.pid) is None
-        name = ProcessId.of(process.pid)
-        fd = os.pidfd_open(process.pid)
-        assert process.stdin is not None
-        process.stdin.close()
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert exit_code(os.P_PIDFD, fd) == exit_code(os.P_PID, process.pid) == code
-        os.close(fd)
-        assert name in children(os.getpid(), over=True)
-        assert ProcessId.of(process.pid) == name
-        assert not name.alive
-        assert process.wait() == code
-
-
-def test_a_process_whose_first_thread_has_ended_is_running_still() -> None:
-    """As one is that hangs in a driver, with the device open, while all else of it has died."""
-    with subprocess.Popen(
-        [sys.executable, "-c", HEADLESS], stdout=subprocess.PIPE, start_new_session=True
-    ) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        stat = Path(f"/proc/{process.pid}/stat")
-        while b") Z " not in stat.read_bytes():  # its first thread ends
-            os.sched_yield()
-        name = ProcessId.of(process.pid)
-        assert name.alive
-        assert [member.id for member in members([name])] == [name]
-        assert name in children(os.getpid())
-        name.signal(signal.SIGKILL)
-        process.wait(30)
-        assert members([name]) == []
+    assert is_within(coded(theirs), coded(ours)) is good

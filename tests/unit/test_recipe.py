@@ -1,14 +1,18 @@
 """The warm recipe: what is made of the records of observed workers."""
 
+import contextlib
+import json
+import zlib
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrover_agent import warm
-from dlrover_agent.warm import Recipe
-from dlrover_agent.zygote import _importable
+from dlrover_agent.warm import pool
+from dlrover_agent.warm.pool import ImportRecipe
+from dlrover_agent.warm.zygote import _importable
+from dlrover_py.protocol.recipe import decode_record
 
 SITE = ("/site/", "/lib/")
 TORCH = ("import", "torch", "/site/torch/__init__.py")
@@ -20,8 +24,8 @@ def record(*lines: tuple[str, str, str | None]) -> str:
     return "".join(f"{line!a}\n" for line in lines)
 
 
-def recipe(*records: str) -> Recipe:
-    return Recipe.from_records(records, SITE)
+def recipe(*records: str) -> ImportRecipe:
+    return ImportRecipe.from_records(records, SITE)
 
 
 def test_the_order_is_kept_and_the_users_modules_are_marked() -> None:
@@ -76,16 +80,39 @@ TEXT = st.text(st.characters(codec=None), max_size=8)
 
 @given(st.lists(st.tuples(st.sampled_from(["import", "own", "env"]), TEXT, st.none() | TEXT)))
 def test_it_crosses_the_wire(lines: list[tuple[str, str, str | None]]) -> None:
-    there = Recipe(tuple(lines))
-    back = Recipe.from_wire(there.to_wire())
+    there = ImportRecipe(tuple(lines))
+    back = ImportRecipe.from_wire(there.to_wire())
     assert back == there
     assert back.digest == there.digest
 
 
-@pytest.mark.parametrize("body", [b"", b"x", b"x\x9c", Recipe(()).to_wire()[:-1] + b"!"])
+@pytest.mark.parametrize("body", [b"", b"x", b"x\x9c", ImportRecipe(()).to_wire()[:-1] + b"!"])
 def test_other_bytes_are_refused(body: bytes) -> None:
-    with pytest.raises(ValueError, match="not a recipe"):
-        Recipe.from_wire(body)
+    with pytest.raises(ValueError, match="the master's recipe is refused: "):
+        ImportRecipe.from_wire(body)
+
+
+def test_a_recipe_of_another_version_is_refused_with_both_versions() -> None:
+    body = zlib.compress(json.dumps({"version": 2, "lines": "other"}).encode())
+    with pytest.raises(ValueError, match="refused: it has version 2: expected version 1; use"):
+        ImportRecipe.from_wire(body)
+
+
+@given(
+    st.text(max_size=40) | st.builds(ascii, st.tuples(TEXT, TEXT, st.none() | TEXT | st.just(1)))
+)
+def test_any_line_of_a_record_is_read_or_refused_in_words(line: str) -> None:
+    with contextlib.suppress(ValueError):
+        found = decode_record(line)
+        assert decode_record(ascii(found)) == found
+
+
+@pytest.mark.parametrize(
+    "line", ["(" * 100_000, "1", "('import', 'x')", "('import', 'x', 1)", "x("]
+)
+def test_other_lines_of_a_record_are_refused(line: str) -> None:
+    with pytest.raises(ValueError, match="has a line that is not understood"):
+        decode_record(line)
 
 
 def test_what_a_folder_can_hide(tmp_path) -> None:  # type: ignore[no-untyped-def]
@@ -108,7 +135,7 @@ def test_where_pip_has_installed_something_libraries_are(
     own.mkdir()
     for folder in (libraries, own, tmp_path / "gone"):
         monkeypatch.syspath_prepend(str(folder))
-    found = warm._installed()
+    found = pool.installed_folders()
     assert f"{libraries}/" in found
     assert f"{own}/" not in found
-    assert any(warm.__file__.startswith(folder) for folder in found), "we are no script's"
+    assert any(pool.__file__.startswith(folder) for folder in found), "we are no script's"

@@ -1,12 +1,12 @@
 import pytest
 
 from dlrover_py.master.core.rendezvous import (
-    Candidate,
+    CandidateNode,
     Counts,
     Form,
+    RoundMembers,
     Size,
     Wait,
-    World,
     arrange,
     verdict,
 )
@@ -73,7 +73,7 @@ def ranks(
     def topology(node: str) -> tuple[str, ...]:
         return (zones[node],) if zones else ()
 
-    candidates = [Candidate(NodeId(n), 1, nproc, topology(n)) for n in now]
+    candidates = [CandidateNode(NodeId(n), 1, nproc, topology(n)) for n in now]
     previous = [(NodeId(n), topology(n)) for n in old]
     return "".join(m.node for m in arrange(candidates, size, previous))
 
@@ -107,10 +107,10 @@ def test_newcomers_stand_beside_their_neighbours() -> None:
 
 
 def test_offsets_count_the_workers_before() -> None:
-    candidates = [Candidate(NodeId(n), 1, p) for n, p in (("n0", 2), ("n1", 3), ("n2", 1))]
+    candidates = [CandidateNode(NodeId(n), 1, p) for n, p in (("n0", 2), ("n1", 3), ("n2", 1))]
     members = arrange(candidates, 3)
     assert [m.rank_offset for m in members] == [0, 2, 5]
-    world = World(round=Round(1), members=members, master_addr="h", master_port=1)
+    world = RoundMembers(round=Round(1), members=members, master_addr="h", master_port=1)
     assert world.world_size == 6
     assert world.has(NodeId("n1"), 1)
     assert not world.has(NodeId("n1"), 2)

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrover_py.cli.report import complete, lanes, outages, page, samples
-from dlrover_py.cli.view import Picture
-from dlrover_py.protocol.local import History, Sample
+from dlrover_py.cli.report import node_timelines, outages, page, samples, with_node_and_round
+from dlrover_py.cli.view import JobView
+from dlrover_py.protocol.local import History, ProgressSample
 from dlrover_py.protocol.status import JobEvent, JobPhase, JobStatus
 from tests.unit.test_view import hostile, status
 
@@ -75,21 +75,22 @@ def event(
     )  # fmt: skip
 
 
+LOST = "lost: host-1 was killed"
 STORY = [
-    event(1, "JobStarted", 0, "job demo wishes 2 nodes"),
-    event(2, "NodeJoined", 1, "n0 is there", node="n0"),
-    event(3, "NodeJoined", 1, "n1 is there", node="n1"),
+    event(1, "JobStarted", 0, "job demo started with a desired size of 2 nodes"),
+    event(2, "NodeJoined", 1, "node n0 joined", node="n0"),
+    event(3, "NodeJoined", 1, "node n1 joined", node="n1"),
     event(4, "RoundFormed", 1, "round 1: 2 nodes", round_=1, cause=1),
     event(5, "TrainingResumed", 4, "first step of round 1 is 1", round_=1, cause=4, took=4),
-    event(6, "NodeLost", 10, "n1 is lost: host-1 was killed", node="n1", round_=1, warning=True),
+    event(6, "NodeLost", 10, f"node n1 was {LOST}", node="n1", round_=1, warning=True),
     event(7, "RoundFormed", 10, "round 2: 1 node", round_=2, cause=6),
-    event(8, "NodeJoined", 12, "3 nodes are there: n2, n3, n4 and 1 more"),
+    event(8, "NodeJoined", 12, "3 nodes joined: n2, n3, n4 and 1 more"),
     event(
         9, "TrainingResumed", 11,
         "first step of round 2 is 21; step 20 had been reached: no steps are repeated",
         round_=2, cause=7, took=1,
     ),
-    event(10, "MasterStarted", 15, "master of term 2 took over at round 2", round_=2),
+    event(10, "MasterStarted", 15, "the master of term 2 took over in round 2", round_=2),
 ]  # fmt: skip
 
 
@@ -102,21 +103,21 @@ def told(phase: JobPhase = JobPhase.SUCCEEDED) -> JobStatus:
     )  # fmt: skip
 
 
-def picture(job: JobStatus, events: list[JobEvent] | None = None) -> Picture:
-    return Picture(
-        name=job.name, heads=["head"], phase=job.phase.value, reason=job.reason, status=job,
+def picture(job: JobStatus, events: list[JobEvent] | None = None) -> JobView:
+    return JobView(
+        name=job.name, header_lines=["head"], phase=job.phase.value, reason=job.reason, status=job,
         conditions=job.conditions, events=job.events if events is None else events, document={},
     )  # fmt: skip
 
 
 def test_the_page_tells_the_story() -> None:
     history = History(
-        samples=[Sample(at=AT + t, step=2 * t, round=1, nodes=2) for t in range(4, 20)]
+        samples=[ProgressSample(at=AT + t, step=2 * t, round=1, nodes=2) for t in range(4, 20)]
     )
     found = alone(page(picture(told()), history, now=AT + 100))
     for words in (
         "demo", "Succeeded", "because [of] that", "20.0 s", "30 of 60", "75.0%", "loss 1.5",
-        "round 1", "round 2", "n1 is lost: host-1 was killed", "no steps are repeated", "1.0 s",
+        "round 1", "round 2", f"node n1 was {LOST}", "no steps are repeated", "1.0 s",
         "new steps: 75.0%", "start: 20.0% (4.0 s)", "loss: 5.0% (1.0 s)", "master of term 2",
     ):  # fmt: skip
         assert words in found.text, words
@@ -135,7 +136,7 @@ def test_what_ended_each_round_is_told_once() -> None:
 
 def test_nodes_live_from_their_joining_until_they_are_lost() -> None:
     found = {lane.node: (lane.since - AT, lane.until - AT, lane.lost)
-             for lane in lanes(told(), complete(STORY), AT + 99)}  # fmt: skip
+             for lane in node_timelines(told(), with_node_and_round(STORY), AT + 99)}  # fmt: skip
     assert found["n0"] == (1, 20, False)
     assert found["n1"] == (1, 10, True)
     assert {found[n] for n in ("n2", "n3", "n4")} == {(12, 20, False)}
@@ -144,9 +145,9 @@ def test_nodes_live_from_their_joining_until_they_are_lost() -> None:
 
 def test_a_cluster_that_keeps_only_words_tells_the_same() -> None:
     bare = [e.model_copy(update={"node": None, "round": None}) for e in STORY]
-    assert [(e.node, e.round) for e in complete(bare)][5:7] == [("n1", None), (None, 2)]
-    assert complete(complete(bare)) == complete(bare)
-    points = samples(History(), told(), complete(bare))
+    assert [(e.node, e.round) for e in with_node_and_round(bare)][5:7] == [("n1", None), (None, 2)]
+    assert with_node_and_round(with_node_and_round(bare)) == with_node_and_round(bare)
+    points = samples(History(), told(), with_node_and_round(bare))
     assert [(p.at - AT, p.step) for p in points] == [(4, 1), (10, 20), (11, 21), (20, 30)]
     shown = alone(page(picture(told().model_copy(update={"events": []}), bare), History(), now=AT))
     assert "round 2" in shown.text
@@ -159,7 +160,7 @@ def test_any_phase_and_any_lack_is_a_page(phase: JobPhase) -> None:
         update={"events": [], "progress": None, "goodput": None, "nodes": [], "ended_at": None}
     )
     alone(page(picture(bare), History(), now=AT))
-    nothing = Picture("x", [], phase.value, "r", None, [], [], {})
+    nothing = JobView("x", [], phase.value, "r", None, [], [], {})
     assert phase.value in alone(page(nothing, History(), now=AT)).text
 
 
@@ -188,7 +189,9 @@ def test_any_words_and_times_are_a_page(
         JobEvent(id=i, at=at, reason=reason, message=text, node=text, round=i, cause=i - 1)
         for i, (text, at) in enumerate(zip(texts, times, strict=False))
     ]
-    history = History(samples=[Sample(at=at, step=step, round=1, nodes=1) for at, step in steps])
+    history = History(
+        samples=[ProgressSample(at=at, step=step, round=1, nodes=1) for at, step in steps]
+    )
     job = told().model_copy(update={"events": events, "reason": texts[0], "name": texts[-1]})
     text = page(picture(job), history, now=AT)
     alone(text)

@@ -3,17 +3,18 @@
 import asyncio
 import contextlib
 import copy
+import io
 import logging
 import os
 import pickle
 import random
-import subprocess
-import sys
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from itertools import pairwise, product
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -28,18 +29,34 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from dlrover_agent.depot import Depot
-from dlrover_py import arena, depot
-from dlrover_py.arena import Slot
-from dlrover_py.protocol.checkpoint import Manifest, Piece, Summary, Written, WrittenObject
+from dlrover_agent.checkpoint.server import TransferServer
+from dlrover_py.checkpoint import shm, transfer
+from dlrover_py.checkpoint.directory import CheckpointDirectory
+from dlrover_py.checkpoint.shm import ShmSlot
+from dlrover_py.protocol.agents import (
+    ReplicaLocation,
+    ReplicaLocations,
+    RestoreCandidate,
+    RestoreCandidates,
+)
+from dlrover_py.protocol.checkpoint_id import CheckpointId
 from dlrover_py.protocol.errors import CheckpointError
-from dlrover_py.storage import Store
+from dlrover_py.protocol.manifest import Manifest, WrittenChunk, WrittenObject
+from dlrover_py.protocol.names import Round, Step, Timeline
+from dlrover_py.protocol.slots import SlotHeader, TensorChunk
 from dlrover_py.trainer import reshard, restore
-from dlrover_py.trainer.catalog import Catalog, Found, Place
-from dlrover_py.trainer.foreign import load_dcp
+from dlrover_py.trainer.candidates import SearchTiming, merge
+from dlrover_py.trainer.collectives import Ranks
+from dlrover_py.trainer.dcp_import import load_dcp
+from dlrover_py.trainer.key_differences import KeyDifferences
+from dlrover_py.trainer.object_codec import encode_object
 from dlrover_py.trainer.reshard import copy_leaves
-from dlrover_py.trainer.restore import Keys, KeysDiffer, Loaded, merge
-from dlrover_py.trainer.state import Leaf, PerRank, Random, flatten, targets
+from dlrover_py.trainer.restore import KeysDifferError, Loaded
+from dlrover_py.trainer.restore_targets import RestorePlan, targets
+from dlrover_py.trainer.sources import Catalog, RestoreSource, TensorLocation
+from dlrover_py.trainer.state_dict import STRUCTURE, PerRank, RandomState, StateLeaf, flatten
+from tests import slots
+from tests.slots import Lookup
 from tests.staged import stage
 
 LOG = logging.getLogger("test")
@@ -76,7 +93,7 @@ def fresh(seed: int) -> dict[str, Any]:
 
 def same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
+        return bool(one.dtype == other.dtype and torch.equal(one, other))
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
     if isinstance(one, list | tuple):
@@ -165,7 +182,7 @@ def test_groups_of_other_parameters_are_refused_or_stay_as_they_are(
     saved = grouped(*before, lr=1.0)
     stage(tmp_path / "0.0", saved)
     state = grouped(*now, lr=7.0)
-    with pytest.raises(KeysDiffer, match=words):
+    with pytest.raises(KeysDifferError, match=words):
         load(state, tmp_path)
     load(state, tmp_path, strict=False)
     assert rates(state) == [7.0 + n for n in range(len(now))]
@@ -233,7 +250,7 @@ def test_keys_that_differ_are_told_before_anything_is_changed(tmp_path: Path) ->
     state = {**fresh(2), "extra": torch.zeros(2)}
     del state["sched"]
     before = {k: v.clone() for k, v in state["model"].state_dict().items()}
-    with pytest.raises(KeysDiffer, match=r"does not have extra; .* no place for sched\."):
+    with pytest.raises(KeysDifferError, match=r"does not have extra; .* no place for sched\."):
         load(state, tmp_path)
     assert same(state["model"].state_dict(), before)
     found = load(state, tmp_path, strict=False)
@@ -246,30 +263,8 @@ def test_keys_that_differ_are_told_before_anything_is_changed(tmp_path: Path) ->
 def test_another_shape_is_told_even_where_keys_may_differ(tmp_path: Path) -> None:
     """Somebody trains it: a tensor that is put in its place would not be trained."""
     stage(tmp_path / "0.0", {"w": torch.zeros(4, 3, requires_grad=True)})
-    with pytest.raises(KeysDiffer, match=r"w has the shape \(4, 3\), and \(5, 3\) here"):
+    with pytest.raises(KeysDifferError, match=r"w has the shape \(4, 3\), and \(5, 3\) here"):
         load({"w": torch.zeros(5, 3, requires_grad=True)}, tmp_path, strict=False)
-
-
-def test_what_a_state_cannot_need_is_not_imported(tmp_path: Path) -> None:
-    script = """
-import sys, torch, torch.distributed
-before = set(sys.modules)
-from pathlib import Path
-from dlrover_py.trainer import Checkpointer
-from dlrover_py.trainer.settings import Settings
-state = {"model": torch.nn.Linear(2, 2), "seen": 3}  # an optimizer imports it all by itself
-place = Settings(arena=sys.argv[1], job="job")
-with Checkpointer(settings=place) as saver:
-    assert saver.load(state) is None and saver.save(1, state)
-with Checkpointer(settings=place) as loader:
-    assert loader.load(state) == 1
-dear = ("torch.distributed.tensor", "torch.distributed.checkpoint")
-print([name for name in set(sys.modules) - before if name.startswith(dear)])
-"""
-    ended = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120
-    )
-    assert ended.stdout == "[]\n", ended.stderr
 
 
 class History:
@@ -294,7 +289,7 @@ def test_what_an_object_says_of_itself_may_have_another_shape(tmp_path: Path) ->
     saved = {"history": History([1.0, 2.0, 3.0]), "own": PerRank(History([4.0, 5.0]))}
     stage(tmp_path / "0.0", saved)
     for old in ([], [9.0], [9.0] * 5):
-        state = {"history": History(list(old)), "own": PerRank(History(list(old)))}
+        state: dict[str, Any] = {"history": History(list(old)), "own": PerRank(History(list(old)))}
         assert load(state, tmp_path) is not None
         assert state["history"].values == [1.0, 2.0, 3.0]
         assert state["own"].value.values == [4.0, 5.0]
@@ -355,13 +350,14 @@ class Wrapping(torch.optim.Optimizer):
 
     def __init__(self, base: torch.optim.Optimizer) -> None:
         self.base, self.param_groups, self.defaults = base, base.param_groups, base.defaults
-        self.state = defaultdict(dict)
+        self.state: dict[Any, dict[str, Any]] = defaultdict(dict)
 
     def step(self, closure: Any = None) -> None:
         self.base.step(closure)
 
     def state_dict(self) -> dict[str, Any]:
-        return self.base.state_dict()
+        state: dict[str, Any] = self.base.state_dict()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.base.load_state_dict(state)
@@ -459,7 +455,7 @@ def test_an_object_takes_what_it_had_as_it_was_nested(
 def test_what_an_object_has_is_its_own_until_it_takes_another(tmp_path: Path) -> None:
     stage(tmp_path / "0.0", {"h": Grows(loss={"a": torch.ones(2), "b": torch.ones(1)})})
     inner = {"a": torch.zeros(1)}
-    with pytest.raises(KeysDiffer, match="does not have more"):
+    with pytest.raises(KeysDifferError, match="does not have more"):
         load({"h": Grows(loss=inner), "more": torch.ones(1)}, tmp_path)
     assert same(inner, {"a": torch.zeros(1)})
 
@@ -469,7 +465,9 @@ def test_where_nothing_says_how_keys_are_nested_they_are_refused(tmp_path: Path)
     saved = {"h": {"loss": {"train": torch.ones(2)}, "flat": torch.ones(1)}}
     dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
     grows = Grows()
-    with pytest.raises(KeysDiffer, match=r"how h\.loss\.train are nested is not in the checkpoint"):
+    with pytest.raises(
+        KeysDifferError, match=r"how h\.loss\.train are nested is not in the checkpoint"
+    ):
         load_dcp({"h": grows}, tmp_path, rank=0, world=1, log=LOG)
     load_dcp({"h": grows}, tmp_path, rank=0, world=1, strict=False, log=LOG)
     assert same(grows.held, {"flat": torch.ones(1)})
@@ -491,9 +489,28 @@ def test_shards_within_an_object_are_placed_as_those_beside_them(mesh: Any, tmp_
     load({"trainer": state}, tmp_path)
     assert same(state.train().state_dict(), saved.train().state_dict())
     with pytest.raises(
-        KeysDiffer, match=r"exp_avg, .* were DTensors, and no other of such a shape"
+        KeysDifferError, match=r"exp_avg, .* were DTensors, and no DTensor of this shape"
     ):
         load({"trainer": Grows()}, tmp_path, strict=False)
+
+
+def test_a_sharded_model_and_a_copy_that_begins_as_itself_come_back_apart(
+    mesh: Any, tmp_path: Path
+) -> None:
+    def build(*, value: float) -> dict[str, Any]:
+        model = nn.Linear(3, 4, bias=False)
+        fully_shard(model, mesh=mesh)
+        nn.init.constant_(model.weight, value)
+        return {"best": model.state_dict(), "model": model}
+
+    saved = build(value=3.0)
+    saved["best"] = {key: value.detach().clone() + 4 for key, value in saved["best"].items()}
+    stage(tmp_path / "0.0", saved)
+    state = build(value=0.0)
+    load(state, tmp_path)
+    assert torch.equal(state["model"].weight.full_tensor(), torch.full((4, 3), 3.0))
+    assert torch.equal(state["best"]["weight"].full_tensor(), torch.full((4, 3), 7.0))
+    assert state["best"]["weight"].placements == state["model"].weight.placements
 
 
 @pytest.mark.parametrize(
@@ -528,9 +545,9 @@ def test_nothing_is_found_where_nothing_is(tmp_path: Path) -> None:
 
 def flip(path: Path, key: str) -> None:
     """Change a byte of a tensor in a slot."""
-    with Slot(path, write=True) as slot:
-        found = arena.contents(slot)
-        at = next(at for piece, at in found.layout if piece.key == key)
+    with ShmSlot(path, write=True) as slot:
+        found = shm.contents(slot)
+        at = next(at for chunk, at in found.layout if chunk.key == key)
         slot.view()[at] ^= 1
 
 
@@ -579,7 +596,7 @@ def test_what_a_damaged_one_has_left_in_a_tensor_is_not_called_loaded(
     flip(tmp_path / "0.1", "w")
     state = {"w": torch.zeros(3), **own}
     key = "rank/0/own" if strict else "extra"
-    with pytest.raises(CheckpointError, match=rf"nothing for {key}, .*do not train on"):
+    with pytest.raises(CheckpointError, match=rf"no value for {key}, .*do not train on"):
         load(state, tmp_path, strict=strict)
     stage(tmp_path / "0.2", {"w": torch.ones(3), **own}, step=1)
     found = load(state, tmp_path, strict=strict)
@@ -615,7 +632,7 @@ def test_an_optimizer_that_an_older_one_does_not_have_keeps_nothing_of_a_damaged
     assert found is not None
     assert new["optim"].state == {}
     old = trained(2)
-    with pytest.raises(CheckpointError, match=r"nothing for optim\.state\.0\..*do not train on"):
+    with pytest.raises(CheckpointError, match=r"no value for optim\.state\.0\..*do not train on"):
         load({"model": old["model"], "optim": old["optim"]}, tmp_path, strict=False)
 
 
@@ -623,9 +640,15 @@ def test_keys_that_differ_from_those_of_an_older_one_are_no_harmless_matter(tmp_
     stage(tmp_path / "0.0", {"v": torch.ones(3)}, step=2)
     stage(tmp_path / "0.1", {"w": torch.ones(3)}, step=3)
     flip(tmp_path / "0.1", "w")
-    with pytest.raises(CheckpointError, match=r"of another state.*do not train on") as caught:
+    with pytest.raises(CheckpointError, match=r"a different state.*do not train on") as caught:
         load({"w": torch.zeros(3)}, tmp_path)
-    assert not isinstance(caught.value, KeysDiffer), "which says that nothing was changed"
+    assert not isinstance(caught.value, KeysDifferError), "which says that nothing was changed"
+
+
+def saved_by_torch(value: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
 
 
 def test_a_set_without_all_its_parts_is_none(tmp_path: Path) -> None:
@@ -633,10 +656,27 @@ def test_a_set_without_all_its_parts_is_none(tmp_path: Path) -> None:
     assert load({"w": torch.zeros(3)}, tmp_path) is None
 
 
+@pytest.mark.parametrize("pickled", [b"no file of torch.save", saved_by_torch(deque())])
+def test_a_checkpoint_in_memory_that_cannot_be_read_is_no_reason_to_start_anew(
+    pickled: bytes, tmp_path: Path
+) -> None:
+    flat = flatten({"h": {"a": 1}}, rank=0)
+    objects = {key: encode_object(key, value) for key, value in flat.objects.items()}
+    objects[f"h{STRUCTURE}"] = pickled
+    slots.stage(tmp_path / "0.0", [], objects, job="", step=1, round=0, part="0" * 16)
+    state = {"h": {"a": 0}}
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint could be loaded; .*h/structure"
+    ) as caught:
+        load(state, tmp_path)
+    assert str(caught.value).isprintable()
+    assert state == {"h": {"a": 0}}
+
+
 def test_a_slot_that_is_being_filled_is_left_alone(tmp_path: Path) -> None:
     stage(tmp_path / "0.0", {"w": torch.ones(3)}, step=1)
     stage(tmp_path / "0.1", {"w": torch.zeros(3)}, step=2)
-    with Slot(tmp_path / "0.1", write=True) as writer:
+    with ShmSlot(tmp_path / "0.1", write=True) as writer:
         assert writer.lock(shared=False)
         found = load({"w": torch.zeros(3)}, tmp_path)
         assert found is not None
@@ -646,7 +686,7 @@ def test_a_slot_that_is_being_filled_is_left_alone(tmp_path: Path) -> None:
 def test_slots_are_given_back(tmp_path: Path) -> None:
     stage(tmp_path / "0.0", {"w": torch.ones(3)})
     load({"w": torch.zeros(3)}, tmp_path)
-    with Slot(tmp_path / "0.0", write=True) as writer:
+    with ShmSlot(tmp_path / "0.0", write=True) as writer:
         assert writer.lock(shared=False)
 
 
@@ -664,7 +704,7 @@ def test_what_belongs_to_one_rank_is_its_own_or_left(
 
 
 def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
-    state = {"rng": PerRank(Random())}
+    state = {"rng": PerRank(RandomState())}
     stage(tmp_path / "0.0", state)
     drawn = random.random(), torch.rand(3)
     assert load(state, tmp_path) is not None
@@ -675,18 +715,89 @@ def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
 
 def test_tensors_that_are_not_contiguous_or_of_another_dtype_are_filled(tmp_path: Path) -> None:
     value = torch.arange(12.0).view(3, 4)
-    stage(tmp_path / "0.0", {"w": value, "v": value})
-    state = {"w": torch.zeros(4, 3).t(), "v": torch.zeros(3, 4, dtype=torch.float64)}
+    stage(tmp_path / "0.0", {"w": value, "v": value, "m": nn.ParameterList([value])})
+    w, v = torch.zeros(4, 3).t(), torch.zeros(3, 4, dtype=torch.float64, requires_grad=True)
+    module = nn.ParameterList([value.bfloat16() * 0])
+    load({"w": w, "v": v, "m": module}, tmp_path)
+    assert torch.equal(w, value)
+    assert torch.equal(v, value.double())
+    assert torch.equal(module[0], value.bfloat16())
+
+
+class Holds(nn.Module):
+    """It has a tensor as its extra state, and a buffer of the type that it loads."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        super().__init__()
+        self.value = value
+        self.bank: torch.Tensor
+        self.register_buffer("bank", value.clone())
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.value
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.value = state
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        self.bank = torch.zeros_like(state[f"{prefix}bank"])
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+@pytest.mark.parametrize(
+    ("saved", "here"),
+    [
+        (torch.tensor([10**12]), torch.int32),
+        (torch.tensor([1 + 1e-12], dtype=torch.float64), torch.float32),
+        (torch.tensor([16777217]), torch.float32),
+        (torch.tensor([300]), torch.uint8),
+        (torch.tensor([True]), torch.float32),
+        (torch.tensor([0.5]), torch.float64),
+        (torch.tensor([0.5]), torch.int64),
+    ],
+)
+def test_a_tensor_outside_of_modules_keeps_the_dtype_that_was_saved(
+    saved: torch.Tensor, here: torch.dtype, mesh: Any, tmp_path: Path
+) -> None:
+    def build(value: torch.Tensor) -> dict[str, Any]:
+        shard = DTensor.from_local(value.clone(), mesh, [Shard(0)])
+        return {"x": value, "l": [value], "o": Grows(v=value), "m": Holds(value), "d": shard}
+
+    stage(tmp_path / "0.0", build(saved))
+    state = build(torch.zeros(1, dtype=here))
     load(state, tmp_path)
-    assert torch.equal(state["w"], value)
-    assert torch.equal(state["v"], value.double())
+    values = (state["x"], state["l"][0], state["o"].held["v"], state["m"].value, state["m"].bank)
+    assert all(same(value, saved) for value in (*values, state["d"].full_tensor()))
+
+
+def test_a_state_in_which_nothing_can_be_replaced_is_refused_before_it_is_written(
+    tmp_path: Path,
+) -> None:
+    stage(tmp_path / "0.0", {"x": torch.ones(1)})
+    x = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(KeysDifferError, match="x is of float32, and of int32 here"):
+        load(MappingProxyType({"x": x}), tmp_path)
+    assert x.tolist() == [0]
+
+
+def test_a_tensor_that_is_trained_is_not_rounded(tmp_path: Path) -> None:
+    stage(tmp_path / "0.0", {"w": torch.ones(3)})
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        w = torch.zeros(3).to(dtype).requires_grad_()
+        with pytest.raises(KeysDifferError, match=r"w is of float32, and of \w+ here"):
+            load({"w": w}, tmp_path)
+
+
+def negative(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view that says that its values are the negative ones of the memory."""
+    return torch._neg_view(tensor)
 
 
 def test_views_that_only_say_what_their_values_are_are_saved_and_filled(tmp_path: Path) -> None:
     value = torch.randn(4, dtype=torch.complex64)
-    stage(tmp_path / "0.0", {"c": value.conj(), "n": torch._neg_view(value.real.clone())})
+    stage(tmp_path / "0.0", {"c": value.conj(), "n": negative(value.real.clone())})
     c, n = torch.zeros(4, dtype=torch.complex64), torch.zeros(4)
-    load({"c": c.conj(), "n": torch._neg_view(n)}, tmp_path)
+    load({"c": c.conj(), "n": negative(n)}, tmp_path)
     assert torch.equal(c, value)
     assert torch.equal(n, value.real)
 
@@ -703,8 +814,8 @@ class Box:
         return self.whole[cut]
 
     @property
-    def piece(self) -> Piece:
-        return Piece("w", "float32", tuple(self.shape), tuple(self.whole.shape), self.at)
+    def chunk(self) -> TensorChunk:
+        return TensorChunk("w", "float32", tuple(self.shape), tuple(self.whole.shape), self.at)
 
 
 def grid(data: st.DataObject, shape: tuple[int, ...]) -> list[tuple[Any, Any]]:
@@ -727,14 +838,16 @@ def test_any_boxes_are_read_out_of_any_others(data: st.DataObject) -> None:
     for at, size in data.draw(st.permutations(grid(data, shape))):
         box = Box(0, whole, at, size)
         raw = box.tensor.contiguous().numpy().tobytes()
-        catalog.add(box.piece, Place(source, "", source.put(raw), arena.digest(raw)))
+        catalog.add(box.chunk, TensorLocation(source, "", source.put(raw), shm.digest(raw)))
     found = torch.zeros(shape)
     leaves = []
     for at, size in grid(data, shape):
         box = Box(0, found, at, size)
-        leaves.append(Leaf(box.piece, box.tensor, False))
+        leaves.append(StateLeaf(box.chunk, box.tensor, False))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reshard, "NEAR", data.draw(st.sampled_from([8, reshard.NEAR])))
+        patch.setattr(
+            reshard, "CACHED_COPY_BYTES", data.draw(st.sampled_from([8, shm.CACHED_COPY_BYTES]))
+        )
         for leaf in leaves:
             copy_leaves(catalog, [leaf], LOG)
     assert torch.equal(found, whole)
@@ -759,8 +872,10 @@ class Bytes:
 # --- which is the newest ---
 
 
-def one(step: int, round: int = 0, lap: int = 0, job: str = "", folder: str = "") -> Found:
-    return Found(step, round, lap, 1, job, not folder, folder)
+def one(
+    step: int, round: int = 0, timeline: int = 0, job: str = "", folder: str = ""
+) -> RestoreSource:
+    return RestoreSource(Step(step), Round(round), Timeline(timeline), 1, job, not folder, folder)
 
 
 def test_a_set_in_memory_and_in_storage_is_one_candidate() -> None:
@@ -811,35 +926,35 @@ def test_what_get_state_dict_gives_is_loaded(tmp_path: Path) -> None:
 
 
 def test_metadata_that_name_anything_else_are_refused(tmp_path: Path) -> None:
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(os.system))
-    with pytest.raises(CheckpointError, match=r"names posix\.system: expected torch's metadata"):
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(os.kill))
+    with pytest.raises(CheckpointError, match=r"names posix\.kill: expected torch's metadata"):
         load_dcp(fresh(1), tmp_path, rank=0, world=1, log=LOG)
 
 
 # --- from storage and from peers ---
 
 
-def persist(folder: Path, slot_path: Path) -> Store:
+def persist(folder: Path, slot_path: Path) -> CheckpointDirectory:
     """Write what a slot holds to storage, the simplest way."""
-    store = Store(folder)
-    with Slot(slot_path) as slot:
-        found = arena.contents(slot)
+    store = CheckpointDirectory(folder)
+    with ShmSlot(slot_path) as slot:
+        found = shm.contents(slot)
         raw = bytes(slot.view())
-    s = found.summary
+    s = found.header
     name = f"step-{s.step}.a"
     (folder / name).mkdir(parents=True)
-    pieces = []
-    for (piece, at), xxh3 in zip(found.layout, found.digests, strict=True):
-        pieces.append(Written(piece, "raw", at, xxh3))
+    chunks = []
+    for (chunk, at), xxh3 in zip(found.layout, found.digests, strict=True):
+        chunks.append(WrittenChunk(chunk, "raw", at, xxh3))
     objects = []
     for key, data in found.objects.items():
-        objects.append(WrittenObject(key, "raw", len(raw), len(data), arena.digest(data)))
+        objects.append(WrittenObject(key, "raw", len(raw), len(data), shm.digest(data)))
         raw += data
     (folder / name / "raw").write_bytes(raw)
     store.commit(
         Manifest(
-            step=s.step, attempt="a", job=s.job, round=s.round, lap=s.lap, world=s.world,
-            folder=name, at=0.0, pieces=tuple(pieces), objects=tuple(objects),
+            step=s.step, attempt="a", job=s.job, round=s.round, timeline=s.timeline, world=s.world,
+            folder=name, at=0.0, chunks=tuple(chunks), objects=tuple(objects),
         )
     )  # fmt: skip
     return store
@@ -900,11 +1015,9 @@ def test_a_damaged_manifest_that_may_be_the_only_one_is_no_reason_either(tmp_pat
     store = persist(tmp_path / "store", tmp_path / "arena" / "0.0")
     path = tmp_path / "store" / "step-3.a.json"
     path.write_bytes(path.read_bytes()[:-40])
-    with pytest.raises(
-        CheckpointError, match=r"step-3\.a\.json is damaged .* bring it back, or rem"
-    ):
-        load(fresh(2), tmp_path / "none", store=Store(store.place.url))
-    there = load(fresh(2), tmp_path / "arena", store=Store(store.place.url))
+    with pytest.raises(CheckpointError, match=r"step-3\.a\.json is damaged .* restore it, or rem"):
+        load(fresh(2), tmp_path / "none", store=CheckpointDirectory(store.place.url))
+    there = load(fresh(2), tmp_path / "arena", store=CheckpointDirectory(store.place.url))
     assert there is not None, "memory has one"
 
 
@@ -917,14 +1030,14 @@ def test_what_cannot_be_read_is_named_where_another_is_loaded(
     newest = tmp_path / "store" / "step-4.a.json"
     newest.unlink()
     newest.symlink_to(newest.name)  # no user can read it
-    found = load(fresh(2), tmp_path / "none", store=Store(store.place.url))
+    found = load(fresh(2), tmp_path / "none", store=CheckpointDirectory(store.place.url))
     assert found is not None
     assert found.step == 3
     assert "not all checkpoints are known" in caplog.text
-    assert "step-4.a.json is left out: it cannot be read: Too many levels" in caplog.text
+    assert "step-4.a.json is skipped: it cannot be read: Too many levels" in caplog.text
 
 
-class Broken(Store):
+class Broken(CheckpointDirectory):
     """A storage that does not answer."""
 
     def checkpoints(self) -> list[Manifest]:
@@ -933,13 +1046,13 @@ class Broken(Store):
 
 def test_a_storage_that_does_not_answer_may_have_something(tmp_path: Path) -> None:
     store = Broken(tmp_path / "store")
-    with pytest.raises(CheckpointError, match=r"server is away; so nobody knows"):
+    with pytest.raises(CheckpointError, match=r"server is away; it is not known whether"):
         load(fresh(2), tmp_path / "none", store=store)
     stage(tmp_path / "0.0", trained(1))
     assert load(fresh(2), tmp_path, store=store) is not None
 
 
-class Hanging(Store):
+class Hanging(CheckpointDirectory):
     """A file system whose server is gone."""
 
     def checkpoints(self) -> list[Manifest]:
@@ -947,22 +1060,20 @@ class Hanging(Store):
         raise AssertionError
 
 
-def test_a_storage_that_hangs_holds_up_nobody_whose_memory_has_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(restore, "STORE_S", 0.1)
+def test_a_storage_that_hangs_holds_up_nobody_whose_memory_has_one(tmp_path: Path) -> None:
     stage(tmp_path / "0.0", trained(1), step=3)
-    found = load(fresh(2), tmp_path, store=Hanging(tmp_path / "store"))
+    store, timing = Hanging(tmp_path / "store"), SearchTiming(store_timeout_s=0.1)
+    found = load(fresh(2), tmp_path, store=store, timing=timing)
     assert found is not None
     assert (found.step, found.memory) == (3, True)
 
 
-class Late(logging.Handler, Store):
+class Late(logging.Handler, CheckpointDirectory):
     """A file system that answers once it was said twice that it does not."""
 
     def __init__(self, folder: Path) -> None:
         logging.Handler.__init__(self)
-        Store.__init__(self, folder)
+        CheckpointDirectory.__init__(self, folder)
         self.said: list[str] = []
         self.back = threading.Event()
 
@@ -977,46 +1088,58 @@ class Late(logging.Handler, Store):
 
 
 def test_a_storage_that_may_have_the_only_one_is_waited_for_and_that_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(restore, "STORE_S", 0.01)
-    monkeypatch.setattr(restore, "SAY_S", 0.01)
+    timing = SearchTiming(store_timeout_s=0.01, message_interval_s=0.01)
     stage(tmp_path / "0.0", trained(1), step=3)
     persist(tmp_path / "store", tmp_path / "0.0")
     store = Late(tmp_path / "store")
     log = logging.getLogger("test.late")
     log.addHandler(store)
-    found = load(fresh(2), tmp_path / "none", store=store, log=log)
+    found = load(fresh(2), tmp_path / "none", store=store, log=log, timing=timing)
     log.removeHandler(store)
     assert found is not None
     assert found.step == 3
     assert len(store.said) >= 2
-    assert f"{tmp_path}/store has not told of its checkpoints" in store.said[0]
+    assert f"{tmp_path}/store has not listed its checkpoints" in store.said[0]
 
 
 @contextlib.contextmanager
 def depots(
-    folders: dict[str, Path], rows: list[tuple[str, Summary]], base: Path
-) -> Iterator[depot.Link]:
+    folders: dict[str, Path], rows: list[tuple[str, SlotHeader]], base: Path
+) -> Iterator[transfer.TransferConnection]:
     """Real depots, the first of them one's own; each row is a node, and what it holds."""
     loop = asyncio.new_event_loop()
-    served: dict[str, Depot] = {}
-    at = [depot.Candidate(s.step, s.round, s.lap, s.world) for _, s in rows]
+    served: dict[str, TransferServer] = {}
+    at = {s.id: s.world for _, s in rows}
 
-    async def candidates(round: int) -> list[depot.Candidate]:
-        return sorted(set(at), reverse=True)
+    async def candidates(round: int) -> RestoreCandidates:
+        return RestoreCandidates(
+            candidates=[
+                RestoreCandidate(**asdict(id_), world=at[id_]) for id_ in sorted(at, reverse=True)
+            ]
+        )
 
-    async def holders(step: int, round: int, lap: int) -> list[depot.Holder]:
-        return [
-            depot.Holder(s.rank, node, "127.0.0.1", served[node].port, s.part, s.hollow)
-            for node, s in rows
-        ]
+    async def locations(_: CheckpointId) -> ReplicaLocations:
+        return ReplicaLocations(
+            locations=[
+                ReplicaLocation(
+                    rank=s.rank,
+                    node=node,
+                    addr="127.0.0.1",
+                    port=served[node].port,
+                    part=s.part,
+                    private_only=s.private_only,
+                )
+                for node, s in rows
+            ]
+        )
 
     async def main(ready: threading.Event) -> None:
         for node, folder in folders.items():
-            served[node] = Depot(
+            served[node] = TransferServer(
                 folder, "", "token", base / f"{node}.sock",
-                candidates=candidates, holders=holders, addr="127.0.0.1",
+                lookup=Lookup(candidates, locations), addr="127.0.0.1",
             )  # fmt: skip
         ready.set()
         await asyncio.gather(*(one.run() for one in served.values()))
@@ -1027,7 +1150,7 @@ def depots(
     thread.start()
     try:
         assert ready.wait(60)
-        with depot.Link.local(base / f"{next(iter(folders))}.sock") as link:
+        with transfer.TransferConnection.local(base / f"{next(iter(folders))}.sock") as link:
             yield link
     finally:
         loop.call_soon_threadsafe(task.cancel)
@@ -1047,8 +1170,8 @@ def test_a_node_without_memory_reads_its_peers(tmp_path: Path, damaged: bool) ->
     rows = []
     for rank, node in enumerate(("a", "b")):
         folders[node].mkdir()
-        summary = stage(folders[node] / "0.0", saved, rank=rank, world=2, round=4)
-        rows.append((node, summary))
+        header = stage(folders[node] / "0.0", saved, rank=rank, world=2, round=4)
+        rows.append((node, header))
     if damaged:
         flip(folders["a"] / "0.0", "model.0.weight")
     folders["own"].mkdir()
@@ -1064,14 +1187,16 @@ def test_what_only_some_ranks_have_grown_makes_nothing_common(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each would drop its own, and nothing would be loaded."""
-    fit = restore.Fit(targets({}, rank=0))
-    fit.keys = Keys(missing=["net.w"], unexpected=["model.w"], grown=["a.x"], nothing=True)
+    fit = RestorePlan(targets({}, rank=0))
+    fit.keys = KeyDifferences(
+        missing=["net.w"], unexpected=["model.w"], new_entries=["a.x"], disjoint=True
+    )
     other = copy.deepcopy(fit.keys)
-    other.grown = ["b.y"]
-    ranks = restore.Ranks(0, 1)
+    other.new_entries = ["b.y"]
+    ranks = Ranks(0, 1)
     monkeypatch.setattr(ranks, "all", lambda said: [said, ("", other)])
-    with pytest.raises(KeysDiffer, match=r"nothing in common: it has model\.w"):
+    with pytest.raises(KeysDifferError, match=r"no keys in common: the checkpoint has model\.w"):
         restore.agree(ranks, "step 7", fit, None, strict=False)
-    other.grown = ["a.x"]
-    fit.keys.nothing = other.nothing = True
+    other.new_entries = ["a.x"]
+    fit.keys.disjoint = other.disjoint = True
     assert restore.agree(ranks, "step 7", fit, None, strict=False) == ""

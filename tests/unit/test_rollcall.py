@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.trainer import rollcall
-from dlrover_py.trainer.rollcall import KeyValueStore, RollCall, Wait
+from dlrover_py.trainer.rollcall import CollectiveWait, KeyValueStore, RollCall
 
 DEADLINE_S = 60.0
 
@@ -63,9 +63,19 @@ class Ranks:
         self.heard = threading.Condition()
         self.pool = ThreadPoolExecutor(world)
         self.ranks = [
-            RollCall(r, world, store, name="test", say=self.say(r), clock=self.clock)
+            RollCall(
+                *(r, world, store),
+                name="test",
+                report=self.say(r),
+                clock=self.clock,
+                look_interval_s=0.01,
+            )
             for r in range(world)
         ]
+
+    def call_of(self, rank: int) -> str:
+        """The call that a rank waits in, as far as rank 0 knows."""
+        return self.ranks[0]._call_of(rank)
 
     def say(self, rank: int) -> Callable[[str], None]:
         def say(words: str) -> None:
@@ -108,10 +118,10 @@ def test_a_rank_that_does_not_come_is_named_once(store: KeyValueStore) -> None:
         calls.append(three.pool.submit(three.ranks[1].check_in, "save()", "save() of step 7"))
         for call in calls:
             call.result(DEADLINE_S)
-        assert [three.ranks[0]._call_of(r) for r in range(3)] == ["", "", ""], number
+        assert [three.call_of(r) for r in range(3)] == ["", "", ""], number
     ((rank, words),) = three.said
     assert rank == 0
-    assert words.startswith("rank 0 has waited 6 s in save() of step 7 for rank 1, which is in no ")
+    assert words.startswith("rank 0 has waited 6 s in save() of step 7 for rank 1, which is not")
     assert "call save() on every rank, and not only `if rank == 0:`" in words
 
 
@@ -123,7 +133,7 @@ def until(look: Callable[[], object]) -> None:
 
 
 def until_posted(ranks: Ranks, *waiting: int) -> None:
-    until(lambda: all(ranks.ranks[0]._call_of(r) for r in waiting))
+    until(lambda: all(ranks.call_of(r) for r in waiting))
 
 
 def until_begun(store: KeyValueStore, key: str, count: int = 1) -> None:
@@ -150,34 +160,32 @@ def test_ranks_in_different_calls_are_told(store: KeyValueStore) -> None:
             "on every rank, in the same order",
         )
     ]
-    two.clock.now += rollcall.LIMIT_S
+    two.clock.now += rollcall.CHECK_IN_LIMIT_S
     for call in wrong:
         with pytest.raises(ConfigError, match="was not called on every rank"):
             call.result(DEADLINE_S)
 
 
-def test_a_collective_under_way_is_looked_at(
-    store: KeyValueStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rollcall, "LOOK_S", 0.01)
+def test_a_collective_under_way_is_looked_at(store: KeyValueStore) -> None:
     two = Ranks(2, store)
-    with two.ranks[1].during("close()", "close()"):
+    with two.ranks[1].report_missing_ranks("close()", "close()"):
         two.clock.now += 6
         two.until_said(1)
         assert "rank 1 has waited 6 s in close() for rank 0" in two.said[0][1]
         until_posted(two, 1)
-    assert two.ranks[0]._call_of(1) == ""
+    assert two.call_of(1) == ""
     two.ranks[1].close()
-    assert two.ranks[1]._thread is not None
-    two.ranks[1]._thread.join(DEADLINE_S)
-    assert not two.ranks[1]._thread.is_alive()
+    thread = two.ranks[1]._thread
+    assert thread is not None
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("store", [None, Broken()], ids=["none", "broken"])
 def test_without_a_store_the_call_is_named(store: KeyValueStore | None) -> None:
     two = Ranks(2, store)
     two.ranks[0].check_in("save()", "save() of step 7")  # which does not wait
-    wait = Wait("save()", "save() of step 7", two.clock())
+    wait = CollectiveWait("save()", "save() of step 7", two.clock())
     for _ in range(9):
         two.clock.now += 1
         two.ranks[0].look(wait)
@@ -193,7 +201,9 @@ def test_without_a_store_the_call_is_named(store: KeyValueStore | None) -> None:
 @given(st.lists(st.sampled_from(["", "save() of step 1", "load()"]), min_size=2, max_size=30))
 def test_the_lowest_that_waits_speaks_for_all(calls: list[str]) -> None:
     ranks = Ranks(len(calls), Table())
-    waits = {r: Wait(call[:6], call, ranks.clock()) for r, call in enumerate(calls) if call}
+    waits = {
+        r: CollectiveWait(call[:6], call, ranks.clock()) for r, call in enumerate(calls) if call
+    }
     for _ in range(9):
         ranks.clock.now += 1
         for r, wait in waits.items():
@@ -205,8 +215,8 @@ def test_the_lowest_that_waits_speaks_for_all(calls: list[str]) -> None:
     ((rank, words),) = ranks.said
     assert rank == min(waits)
     if absent:
-        shown = ", ".join(map(str, absent[: rollcall.NAMED]))
+        shown = ", ".join(map(str, absent[: rollcall.MAX_NAMED]))
         assert f" for rank{'s' * (len(absent) > 1)} {shown}" in words
-        assert (f" and {len(absent) - rollcall.NAMED} more" in words) == (
-            len(absent) > rollcall.NAMED
+        assert (f" and {len(absent) - rollcall.MAX_NAMED} more" in words) == (
+            len(absent) > rollcall.MAX_NAMED
         )

@@ -8,16 +8,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
+from dlrover_py.net.http_client import HttpClient, check_address, enable_keepalive
+from dlrover_py.protocol import proof
 from dlrover_py.protocol.agents import ErrorReply
 from dlrover_py.protocol.errors import (
     ConfigError,
     DLRoverError,
-    Superseded,
+    SupersededError,
     TransientError,
-    Unauthorized,
-    Unreachable,
+    UnauthorizedError,
+    UnreachableError,
 )
-from dlrover_py.rpc import Client, check_address, watch_silence
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 SOON = 60.0
@@ -33,7 +34,7 @@ class Server:
         self.address = ""
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
         task = asyncio.current_task()
         assert task is not None
@@ -58,10 +59,10 @@ class Server:
 async def serving(talk: Talk, *, unix: str = "") -> AsyncIterator[Server]:
     server = Server(talk)
     if unix:
-        listener = await asyncio.start_unix_server(server._connected, unix)
+        listener = await asyncio.start_unix_server(server.connected, unix)
         server.address = f"unix:{unix}"
     else:
-        listener = await asyncio.start_server(server._connected, "127.0.0.1", 0)
+        listener = await asyncio.start_server(server.connected, "127.0.0.1", 0)
         server.address = f"127.0.0.1:{listener.sockets[0].getsockname()[1]}"
     try:
         yield server
@@ -71,8 +72,8 @@ async def serving(talk: Talk, *, unix: str = "") -> AsyncIterator[Server]:
 
 
 @contextlib.asynccontextmanager
-async def calling(address: str, *, token: str = "") -> AsyncIterator[Client]:
-    client = Client(address, token=token)
+async def calling(address: str, *, token: str = "") -> AsyncIterator[HttpClient]:
+    client = HttpClient(address, token=token)
     try:
         yield client
     finally:
@@ -211,7 +212,7 @@ async def test_a_unix_socket() -> None:
         async with serving(talk, unix=path) as server, calling(server.address) as client:
             assert await client.call("GET", "/", deadline_s=SOON) == b"x"
         async with calling(f"unix:{folder}/missing") as client:
-            with pytest.raises(Unreachable, match="missing"):
+            with pytest.raises(UnreachableError, match="missing"):
                 await client.call("GET", "/", deadline_s=SOON)
 
 
@@ -247,18 +248,37 @@ async def test_a_connection_that_is_not_made_is_given_up_before_the_deadline() -
             waiting[-1].setblocking(False)
             waiting[-1].connect_ex(full.getsockname())
         async with calling(f"127.0.0.1:{full.getsockname()[1]}") as client:
-            with pytest.raises(Unreachable, match="no connection within 1 s"):
+            with pytest.raises(UnreachableError, match="no connection within 1 s"):
                 await client.call("GET", "/", deadline_s=60.0)
     finally:
         for each in [full, *waiting]:
             each.close()
 
 
+@pytest.mark.parametrize("path", ["/v1/nodes/a b", "/v1/nodes/é", "/v1/nodes/a\r\nX: y"])
+async def test_a_path_that_no_request_can_have_is_refused_before_anything_is_sent(
+    path: str,
+) -> None:
+    async with serving(answering(reply())) as server, calling(server.address) as client:
+        with pytest.raises(ConfigError, match="expected a path of ASCII characters"):
+            await client.call("GET", path, deadline_s=5.0)
+        with pytest.raises(ConfigError, match="expected a path of ASCII characters"):
+            [line async for line in client.lines(path)]
+        assert server.connections == 0
+
+
+async def test_a_token_that_no_request_can_have_is_not_shown() -> None:
+    async with calling("127.0.0.1:1", token="se\ncret") as client:
+        with pytest.raises(ConfigError, match="and a token") as refused:
+            await client.call("GET", "/", deadline_s=5.0)
+    assert "cret" not in str(refused.value)
+
+
 async def test_nobody_there() -> None:
     async with serving(silent) as server:
         gone = server.address
     async with calling(gone) as client:
-        with pytest.raises(Unreachable, match=gone) as caught:
+        with pytest.raises(UnreachableError, match=gone) as caught:
             await client.call("GET", "/", deadline_s=SOON)
     assert caught.value.exit_code == 4
 
@@ -287,11 +307,33 @@ async def test_a_broken_reply_is_unreachable_and_does_no_harm_to_the_next_call(d
         await writer.drain()
 
     async with serving(talk) as server, calling(server.address) as client:
-        with pytest.raises(Unreachable, match=server.address):
+        with pytest.raises(UnreachableError, match=server.address):
             await client.call("GET", "/", deadline_s=SOON)
         assert server.connections == 1, "a fresh connection that broke is not tried again"
         broken = False
         assert await client.call("GET", "/", deadline_s=SOON) == b"x"
+
+
+@pytest.mark.parametrize("endless", [False, True])
+async def test_an_answer_without_an_end_takes_no_memory(endless: bool) -> None:
+    """Whoever has taken the port of a master sent 1.7 GB within the deadline of one call."""
+    most = 100_000
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 999999999999\r\n\r\n")
+        while True:
+            writer.write(b"x" * 65536)
+            await writer.drain()
+
+    async with serving(talk) as server, calling(server.address) as client:
+        asked = (
+            anext(client.lines("/", max_bytes=most))
+            if endless
+            else client.call("GET", "/", deadline_s=SOON, max_bytes=most)
+        )
+        with pytest.raises(UnreachableError, match="the answer is too large"):
+            await asked
 
 
 @pytest.mark.parametrize("said", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhal"])
@@ -303,7 +345,7 @@ async def test_the_deadline_holds(said: bytes) -> None:
 
     async with serving(talk) as server, calling(server.address) as client:
         started = asyncio.get_running_loop().time()
-        with pytest.raises(Unreachable, match=r"no answer within 0.2 s"):
+        with pytest.raises(UnreachableError, match=r"no answer within 0.2 s"):
             await client.call("GET", "/", deadline_s=0.2)
         assert asyncio.get_running_loop().time() - started < SOON
 
@@ -318,7 +360,7 @@ async def test_a_connection_on_which_a_deadline_passed_is_not_used_again() -> No
 
     late = asyncio.Event()
     async with serving(talk) as server, calling(server.address) as client:
-        with pytest.raises(Unreachable):
+        with pytest.raises(UnreachableError):
             await client.call("GET", "/slow", deadline_s=0.1)
         async with asyncio.timeout(SOON):
             await late.wait()
@@ -335,9 +377,9 @@ def said(code: str, message: str = "because") -> bytes:
 @pytest.mark.parametrize(
     ("status", "body", "kind", "text"),
     [
-        ("401 Unauthorized", said("unauthorized"), Unauthorized, "because"),
-        ("401 Unauthorized", b"", Unauthorized, ""),
-        ("409 Conflict", said("superseded"), Superseded, "because"),
+        ("401 Unauthorized", said("unauthorized"), UnauthorizedError, "because"),
+        ("401 Unauthorized", b"", UnauthorizedError, ""),
+        ("409 Conflict", said("superseded"), SupersededError, "because"),
         ("503 Service Unavailable", said("passive"), TransientError, "because"),
         ("500 Internal Server Error", b"oops", TransientError, "oops"),
         ("502 Bad Gateway", b"<html>\xff</html>", TransientError, "<html>"),
@@ -362,6 +404,18 @@ async def test_each_error_has_its_exception(
         assert text in str(caught.value)
         assert await client.call("GET", "/", deadline_s=SOON) == b"x"
         assert server.connections == 1, "an error is a whole reply: the connection is good"
+
+
+async def test_the_page_of_another_program_is_called_so_on_one_line() -> None:
+    page = b"<!DOCTYPE HTML>\n<html>\n<h1>Error response\x1b[1m</h1>\n"
+    data = reply(page, "404 Not Found")
+    async with serving(answering(data)) as server, calling(server.address) as client:
+        with pytest.raises(ConfigError) as caught:
+            await client.call("POST", "/v1/nodes/n0/exchange", deadline_s=SOON)
+    text = str(caught.value)
+    assert text.isprintable()
+    assert text.startswith(f"{server.address}: HTTP 404: <!DOCTYPE HTML> <html>")
+    assert "another program answers there" in text
 
 
 async def test_what_a_server_says_is_cut() -> None:
@@ -418,20 +472,20 @@ async def test_lines_that_break_off_say_so_after_the_whole_ones(end: bytes) -> N
     async with serving(talk) as server, calling(server.address) as client:
         lines = client.lines("/")
         assert [await anext(lines), await anext(lines)] == [b"one", b"two"]
-        with pytest.raises(Unreachable, match=server.address):
+        with pytest.raises(UnreachableError, match=server.address):
             await anext(lines)
 
 
 async def test_lines_that_are_refused() -> None:
     data = reply(said("unauthorized") + b"\n", "401 Unauthorized")
     async with serving(answering(data)) as server, calling(server.address) as client:
-        with pytest.raises(Unauthorized, match="because"):
+        with pytest.raises(UnauthorizedError, match="because"):
             [line async for line in client.lines("/")]
 
 
 async def test_lines_of_nobody() -> None:
     async with calling("unix:/nonexistent/x.sock") as client:
-        with pytest.raises(Unreachable, match=r"/nonexistent/x\.sock"):
+        with pytest.raises(UnreachableError, match=r"/nonexistent/x\.sock"):
             [line async for line in client.lines("/")]
 
 
@@ -442,6 +496,7 @@ async def test_lines_of_nobody() -> None:
     "address", ["10.0.0.7:50001", "master.job.svc:1", "[::1]:65535", "unix:/run/x.sock"]
 )
 def test_good_addresses(address: str) -> None:
+    # no assert: a refused address raises
     check_address(address)
 
 
@@ -457,10 +512,86 @@ def test_bad_addresses(address: str) -> None:
 @pytest.mark.parametrize("silence_s", [0.1, 5.0, 86400.0])
 def test_any_silence_is_one_that_the_kernel_can_watch(silence_s: float) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        watch_silence(server, silence_s)
+        enable_keepalive(server, silence_s)
         idle, every, probes = (
             server.getsockopt(socket.IPPROTO_TCP, option)
             for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
         )
         wished = max(2, round(silence_s))
         assert wished - probes < idle + every * probes <= wished
+
+
+# --- the proof of a master, before the token is sent ---
+
+
+def proving(seen: list[bytes], *, token: str, where: str = "", status: str = "200 OK") -> Talk:
+    """Answer each request for a proof with the proof by a token, and others with ``pong``."""
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            head, _ = await read_request(reader)
+            seen.append(head)
+            body = b"pong"
+            if b"nonce=" in head:
+                nonce = head.partition(b"nonce=")[2].partition(b" ")[0].decode()
+                at = where or proof.connection_address(*writer.get_extra_info("sockname"))
+                body = f'"{proof.master_proof(token, nonce, at)}"'.encode()
+            writer.write(reply(body, status))
+            await writer.drain()
+
+    return talk
+
+
+async def test_the_token_is_sent_after_the_proof_alone() -> None:
+    seen: list[bytes] = []
+    async with serving(proving(seen, token="s3cret")) as server:
+        client = HttpClient(server.address, token="s3cret", asks_proof=True)
+        for _ in range(2):
+            assert await client.call("GET", "/v1/x", deadline_s=SOON) == b"pong"
+        client.close()
+        assert await client.call("GET", "/v1/x", deadline_s=SOON) == b"pong"
+        client.close()
+    asked = [b"nonce=" in head for head in seen]
+    assert asked == [True, False, False, True, False], "once on each connection"
+    assert [b"Bearer s3cret" in head for head in seen] == [not a for a in asked]
+    assert len({head for head in seen if b"nonce=" in head}) == 2
+
+
+@pytest.mark.parametrize(
+    "talk",
+    [
+        lambda seen: proving(seen, token="of another job"),
+        lambda seen: proving(seen, token="s3cret", where="127.0.0.1:1"),
+        lambda seen: proving(seen, token="of another job", status="401 Unauthorized"),
+        lambda seen: proving(seen, token="of another job", status="404 Not Found"),
+    ],
+)
+async def test_a_program_without_the_proof_does_not_get_the_token(
+    talk: Callable[[list[bytes]], Talk],
+) -> None:
+    """It knows another token, has asked a master at another address, or knows no proof."""
+    seen: list[bytes] = []
+    async with serving(talk(seen)) as server:
+        client = HttpClient(server.address, token="s3cret", asks_proof=True)
+        with pytest.raises(UnauthorizedError, match="is not the master of this job") as refused:
+            await client.call("GET", "/v1/x", deadline_s=SOON)
+        assert server.address in str(refused.value)
+        client.close()
+    assert len(seen) == 1
+    assert b"s3cret" not in seen[0]
+    assert b"authorization" not in seen[0].lower()
+
+
+def test_both_ends_see_the_same_place() -> None:
+    address = proof.connection_address
+    assert address("::ffff:127.0.0.1", 7) == address("127.0.0.1", 7) == "127.0.0.1:7"
+    assert address("10.0.0.1", 7) == address("fe80::1", 7) == ":7", "may be translated"
+    assert address("::1", 7) == "::1:7"
+
+
+async def test_a_call_takes_no_larger_reply_than_its_limit() -> None:
+    talk = answering(reply(b"x" * 101), forever=True)
+    async with serving(talk) as server, calling(server.address) as client:
+        with pytest.raises(UnreachableError, match="expected at most 100 bytes"):
+            await client.call("GET", "/", deadline_s=SOON, max_bytes=100)
+        assert len(await client.call("GET", "/", deadline_s=SOON, max_bytes=101)) == 101

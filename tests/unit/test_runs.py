@@ -1,14 +1,21 @@
 """Past runs of this machine: which have ended, and which are removed."""
 
 import fcntl
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrover_py.cli import runs
+from dlrover_py.cli import logs, runs
+from dlrover_py.cli.commands import main
+from dlrover_py.cli.local_jobs import find_to_read
+from dlrover_py.cli.logs import LogQuery
 from dlrover_py.cli.runs import Run, ended, remove, to_remove
+from dlrover_py.cli.settings import Settings
+from dlrover_py.localcluster.cluster import _tail
 from dlrover_py.protocol import names
 from dlrover_py.protocol.errors import ConfigError
 from tests.unit.test_output import status
@@ -82,3 +89,110 @@ def test_times_have_a_unit() -> None:
     for bad in ("7", "d", "-1d", "1.5h", "7 d", "7D", ""):
         with pytest.raises(ConfigError, match="expected a time such as 12h"):
             runs.seconds(bad)
+
+
+@pytest.mark.parametrize("name", [None, "evil"])
+def test_a_run_that_another_user_could_have_put_there_is_not_looked_at(
+    tmp_path: Path, name: str | None
+) -> None:
+    """Its status was a FIFO, and each command that looks at a job waited for it without end."""
+    folder = tmp_path / "state" / "evil@2"
+    folder.mkdir(parents=True)
+    os.mkfifo(folder / names.STATUS_FILE)
+    (tmp_path / "state").chmod(0o777)
+    settings = Settings(tmp_path / "run", tmp_path / "state", {})
+    with pytest.raises(ConfigError, match="others can write to it"):
+        find_to_read(settings, name)
+
+
+def test_of_a_log_without_limits_only_the_end_is_read(tmp_path: Path) -> None:
+    """A node's log of a terabyte ended the cluster of this machine."""
+    log = tmp_path / "agent.log"
+    with log.open("wb") as file:
+        file.seek(1 << 40)
+        file.write(b"\nits last words\n")
+    assert _tail(log).endswith("its last words")
+
+
+def test_a_log_is_shown_in_parts(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    """A log may be larger than the memory, and so may be a line of it."""
+    long = b"x" * (logs.LONGEST_LINE + 3 * logs.READ_BYTES)
+    folder = tmp_path / "n0" / "1" / "1" / "0"
+    folder.mkdir(parents=True)
+    (folder / "stdout.log").write_bytes(b"one\ntwo\n" + long + b"\nlast")
+    logs.print_logs(tmp_path, None, LogQuery())
+    said = capfdbinary.readouterr().out.splitlines()
+    lines = [line.partition(b"] ")[2] for line in said]
+    assert lines[:2] == [b"one", b"two"]
+    assert lines[-1] == b"last"
+    assert b"".join(lines[2:-1]) == long
+    assert max(map(len, lines)) <= logs.LONGEST_LINE + logs.READ_BYTES
+
+
+DAMAGES = {
+    "empty": b"",
+    "cut off": b"{",
+    "of other types": b'{"name": 7, "phase": [], "samples": 7}',
+    "nested": b"[" * 100_000,
+    "not text": b"\xff\xfe",
+}
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, fifo, device])
+def test_a_damaged_status_is_named_and_hides_neither_run_nor_logs(
+    tmp_path: Path,
+    damage: str | Callable[[Path], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A FIFO and an endless device must not be waited for either."""
+    folder = made(tmp_path, "gpt@1", last=False)
+    file = folder / names.STATUS_FILE
+    if callable(damage):
+        damage(file)
+    else:
+        file.write_bytes(DAMAGES[damage])
+    monkeypatch.setenv("DLROVER_STATE_DIR", str(tmp_path))
+    monkeypatch.setenv("DLROVER_RUNTIME_DIR", str(tmp_path / "run"))
+    for command in ("describe", "why", "events"):
+        assert main(["job", command, "gpt"]) == 2
+        said = capsys.readouterr().err
+        assert f"dlrover: {file}: " in said
+        assert "remove the run with `dlrover job rm`" in said
+        assert "Traceback" not in said
+    assert main(["job", "list", "--all"]) == 0
+    listed = capsys.readouterr()
+    assert listed.out.splitlines()[1].split()[:2] == ["gpt", "Damaged"]
+    assert str(file) in listed.err
+    out = folder / "logs" / "n0" / "1" / "1" / "0" / "stdout.log"
+    out.parent.mkdir(parents=True)
+    out.write_bytes(b"step 1\n")
+    os.mkfifo(out.with_name("stderr.log"))
+    assert main(["job", "logs", "gpt"]) == 0
+    shown = capsys.readouterr()
+    assert "step 1" in shown.out
+    assert "stderr.log: it is not a regular file" in shown.err
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, fifo, device])
+def test_a_damaged_history_is_named_in_the_report(
+    tmp_path: Path, damage: str | Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = made(tmp_path, "gpt@1")
+    job = find_to_read(Settings(tmp_path / "run", tmp_path, {}), "gpt")
+    assert job.history().samples == []
+    assert capsys.readouterr().err == ""
+    if callable(damage):
+        damage(folder / names.HISTORY_FILE)
+    else:
+        (folder / names.HISTORY_FILE).write_bytes(DAMAGES[damage])
+    assert job.history().samples == []
+    assert f"the history is left out: {folder / names.HISTORY_FILE}: " in capsys.readouterr().err

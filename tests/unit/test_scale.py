@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrover_py.master.core.events import Assign, Disconnected, Reported, Rules
-from dlrover_py.master.core.job import TOLD_SINGLY, Job
-from dlrover_py.master.core.nodes import LONGEST_EXCHANGE_S, Pace, pace
+from dlrover_py.master.core.job import Job
+from dlrover_py.master.core.nodes import LONGEST_EXCHANGE_S, ReportPace, pace
+from dlrover_py.master.core.reports import JOIN_EVENTS_PER_STEP
 from dlrover_py.protocol.names import NodeId, Term
 from dlrover_py.protocol.status import JobPhase
 from tests.builders import WALL, SimAgent, elastic_job
@@ -57,23 +58,23 @@ class Swarm:
         self.storm(self.agents)
         self.storm(self.agents)
         self.storm(self.agents)
-        assert self.job.world is not None
-        assert len(self.job.world.members) == len(self.agents)
+        assert self.job.state.world is not None
+        assert len(self.job.state.world.members) == len(self.agents)
         assert all(agent.running for agent in self.agents)
 
     def lose(self, agent: SimAgent) -> None:
         self.now += 0.001
         self.job.step([Disconnected(agent.node, agent.boot, agent.seq)], self.now, WALL)
         agent.cut = True
-        self.now += self.job.rules.suspect_s
+        self.now += self.job.live.rules.suspect_s
         self.agents.remove(agent)
         self.storm(self.agents)
         self.storm(self.agents)
-        assert self.job.world is not None
-        assert len(self.job.world.members) == len(self.agents)
+        assert self.job.state.world is not None
+        assert len(self.job.state.world.members) == len(self.agents)
 
 
-def work(call: Callable[[], None]) -> int:
+def work(call: Callable[[], object]) -> int:
     """Bytecodes that the core executes in a call."""
     counted = 0
 
@@ -139,19 +140,20 @@ def test_the_cost_of_each_node_does_not_grow_with_the_job(part: str) -> None:
 
 
 def test_a_small_job_keeps_its_settings() -> None:
-    assert pace(3, exchange_s=1.0, lease_s=5.0) == Pace(1.0, 5.0, pytest.approx(5.012))
-    assert pace(500, exchange_s=1.0, lease_s=5.0) == Pace(1.0, 5.0, 7.0)
+    return_s: Any = pytest.approx(5.012)
+    assert pace(3, exchange_s=1.0, lease_s=5.0) == ReportPace(1.0, 5.0, return_s)
+    assert pace(500, exchange_s=1.0, lease_s=5.0) == ReportPace(1.0, 5.0, 7.0)
 
 
 @pytest.mark.parametrize(
     ("nodes", "expected"),
     [
-        (1000, Pace(2.0, 7.0, 11.0)),
-        (10_000, Pace(20.0, 43.0, 83.0)),
-        (100_000, Pace(LONGEST_EXCHANGE_S, 43.0, 443.0)),
+        (1000, ReportPace(2.0, 7.0, 11.0)),
+        (10_000, ReportPace(20.0, 43.0, 83.0)),
+        (100_000, ReportPace(LONGEST_EXCHANGE_S, 43.0, 443.0)),
     ],
 )
-def test_a_large_job_reports_less_often(nodes: int, expected: Pace) -> None:
+def test_a_large_job_reports_less_often(nodes: int, expected: ReportPace) -> None:
     assert pace(nodes, exchange_s=1.0, lease_s=5.0) == expected
 
 
@@ -171,8 +173,8 @@ def test_agents_are_told_the_pace_of_the_wish_not_of_those_that_are_there() -> N
     swarm.report(swarm.agents[:1])
     told = swarm.agents[0].assignment
     assert told is not None
-    assert (told.exchange_s, told.lease_s) == (10.0, 21.0)
-    assert swarm.job.nodes.lease_s == 21.0
+    assert (told.exchange_s, told.lease_s) == (10.0, 23.0)
+    assert swarm.job.live.nodes.lease_s == 23.0
 
 
 # --- events ---
@@ -180,12 +182,14 @@ def test_agents_are_told_the_pace_of_the_wish_not_of_those_that_are_there() -> N
 
 def test_many_that_come_at_once_are_one_event() -> None:
     swarm = Swarm(100)
-    swarm.report(swarm.agents[:TOLD_SINGLY])
-    singly = [e for e in swarm.job.events if e.reason == "NodeJoined"]
-    assert [e.node for e in singly] == [f"n{i}" for i in range(TOLD_SINGLY)]
-    swarm.report(swarm.agents[TOLD_SINGLY:])
-    (together,) = [e for e in swarm.job.events if e.reason == "NodeJoined"][TOLD_SINGLY:]
-    assert together.message.startswith("92 nodes are there: n8, n9, n10")
+    swarm.report(swarm.agents[:JOIN_EVENTS_PER_STEP])
+    singly = [e for e in swarm.job.state.events if e.reason == "NodeJoined"]
+    assert [e.node for e in singly] == [f"n{i}" for i in range(JOIN_EVENTS_PER_STEP)]
+    swarm.report(swarm.agents[JOIN_EVENTS_PER_STEP:])
+    (together,) = [e for e in swarm.job.state.events if e.reason == "NodeJoined"][
+        JOIN_EVENTS_PER_STEP:
+    ]
+    assert together.message.startswith("92 nodes joined: n8, n9, n10")
     assert together.message.endswith("n23 and 76 more")
 
 
@@ -195,9 +199,9 @@ def test_a_node_that_returns_late_is_charged_with_nothing() -> None:
     swarm.run()
     late = swarm.agents[2]
     swarm.job.step([Disconnected(late.node, late.boot, late.seq)], swarm.now, WALL)
-    swarm.now += swarm.job.rules.suspect_s
+    swarm.now += swarm.job.live.rules.suspect_s
     swarm.report(swarm.agents[:1])
-    assert swarm.job.phase is JobPhase.FORMING
+    assert swarm.job.state.phase is JobPhase.FORMING
     swarm.report([late])
-    assert not swarm.job.phase.ended, swarm.job.reason
-    assert swarm.job.nodes[late.node].restarts == 0
+    assert not swarm.job.state.phase.ended, swarm.job.state.reason
+    assert swarm.job.live.nodes[late.node].restarts == 0

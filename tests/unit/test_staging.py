@@ -1,11 +1,8 @@
 """The copying thread and the fence, with leaves made by hand."""
 
 import ctypes
-import os
-import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,20 +10,24 @@ from typing import Any
 import pytest
 import torch
 
-from dlrover_py import arena
-from dlrover_py.arena import NoRoom, Slot
-from dlrover_py.protocol.checkpoint import Piece, Summary, private_key
+from dlrover_py.checkpoint import shm
+from dlrover_py.checkpoint.shm import ShmFullError, ShmSlot
+from dlrover_py.protocol.names import Round, Step, Timeline
+from dlrover_py.protocol.slots import SlotHeader, SlotRegion, TensorChunk, private_key
 from dlrover_py.trainer import staging
-from dlrover_py.trainer.staging import Place, Stager, Staging, choose
+from dlrover_py.trainer.slot_pool import fillable_slots
+from dlrover_py.trainer.staging import StagedSave, Stager, StagingContext
+from tests.ids import checkpoint_id
+from tests.inside import pool_of
 from tests.slots import no_more_files
 
 DEADLINE_S = 30.0
-PLACE = Place(job="u1", round=2, world=1, rank=0)
+PLACE = StagingContext(job="u1", round=2, world=1, rank=0)
 
 
 @dataclass
 class Leaf:
-    piece: Piece
+    chunk: TensorChunk
     tensor: torch.Tensor
     deferrable: bool = True
 
@@ -34,7 +35,9 @@ class Leaf:
 def leaf(key: str, tensor: torch.Tensor, *, deferrable: bool = True) -> Leaf:
     shape = tuple(tensor.shape)
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return Leaf(Piece(key, dtype, shape, shape, (0,) * len(shape)), tensor.detach(), deferrable)
+    return Leaf(
+        TensorChunk(key, dtype, shape, shape, (0,) * len(shape)), tensor.detach(), deferrable
+    )
 
 
 class Gate:
@@ -50,7 +53,7 @@ class Gate:
         assert self.open.wait(DEADLINE_S)
         if self.error is not None:
             raise self.error
-        return arena.copy_summed(source, target, chunk)
+        return shm.copy_summed(source, target, chunk)
 
 
 @pytest.fixture
@@ -63,7 +66,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Stager]]:
     made: list[tuple[Stager, Any]] = []
 
     def stager(folder: Path = tmp_path, number: int = 0, **options: Any) -> Stager:
-        one = Stager(arena.place(folder, number), PLACE, **options)
+        one = Stager(shm.slots_of(folder, number), PLACE, **options)
         made.append((one, options.get("copy")))
         return one
 
@@ -74,22 +77,22 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Stager]]:
         one.close()
 
 
-def read(path: Path) -> tuple[Summary, dict[str, torch.Tensor]]:
+def read(path: Path) -> tuple[SlotHeader, dict[str, torch.Tensor]]:
     """What a slot holds; each tensor has been compared with its digest."""
-    with Slot(path) as slot:
-        found = arena.contents(slot)
+    with ShmSlot(path) as slot:
+        found = shm.contents(slot)
         tensors = {}
-        for (piece, at), digest in zip(found.layout, found.digests, strict=True):
-            data = bytearray(slot.view()[at : at + piece.nbytes])
-            assert arena.digest(data) == digest, piece.key
-            dtype = getattr(torch, piece.dtype)
+        for (chunk, at), digest in zip(found.layout, found.digests, strict=True):
+            data = bytearray(slot.view()[at : at + chunk.nbytes])
+            assert shm.digest(memoryview(data)) == digest, chunk.key
+            dtype = getattr(torch, chunk.dtype)
             flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-            tensors[piece.key] = flat.reshape(piece.shape)
-        return found.summary, tensors
+            tensors[chunk.key] = flat.reshape(chunk.shape)
+        return found.header, tensors
 
 
 def sealed(folder: Path) -> dict[int, Path]:
-    return {summary.step: path for path, summary in arena.scan(folder)}
+    return {header.step: path for path, header in shm.scan(folder)}
 
 
 class Work:
@@ -118,7 +121,7 @@ class Stamp(torch.optim.Optimizer):
         super().__init__(parameters, {})
         self.number = 0
 
-    @torch.no_grad()
+    @torch.no_grad()  # type: ignore[untyped-decorator]  # torch is not read
     def step(self, closure: Any = None) -> None:
         self.number += 1
         for group in self.param_groups:
@@ -128,7 +131,7 @@ class Stamp(torch.optim.Optimizer):
                 p.fill_(self.number)
 
 
-def half_copied(make: Callable[..., Stager], gate: Gate) -> tuple[Stager, Work, Staging]:
+def half_copied(make: Callable[..., Stager], gate: Gate) -> tuple[Stager, Work, StagedSave]:
     """A save whose copy is under way, and goes on when the gate opens."""
     stager, work = make(copy=gate), Work()
     work.step()
@@ -150,12 +153,12 @@ def test_what_was_staged_is_read(make: Callable[..., Stager], tmp_path: Path) ->
         private_key(0, "own"): torch.arange(5),
     }
     leaves = [leaf(key, t, deferrable=t.nbytes > 1000) for key, t in tensors.items()]
-    job = stager.stage(5, leaves, [("epoch", b"3")], lap=1, metric=0.5)
+    job = stager.stage(5, leaves, [("epoch", b"3")], timeline=1, metric=0.5)
     assert job is not None
     assert stager.wait(DEADLINE_S)
-    summary, found = read(job.slot.path)
-    assert (summary.step, summary.lap, summary.round, summary.job) == (5, 1, 2, "u1")
-    assert summary.metric == 0.5
+    header, found = read(job.slot.path)
+    assert (header.step, header.timeline, header.round, header.job) == (5, 1, 2, "u1")
+    assert header.metric == 0.5
     assert found.keys() == tensors.keys()
     for key, tensor in tensors.items():
         assert torch.equal(found[key], tensor), key
@@ -197,7 +200,7 @@ class Shared:
             self.helped.set()
             if self.error is not None:
                 raise self.error
-        return arena.copy_summed(source, target, chunk)
+        return shm.copy_summed(source, target, chunk)
 
 
 def test_who_waits_at_the_fence_helps(make: Callable[..., Stager]) -> None:
@@ -214,14 +217,14 @@ def test_who_waits_at_the_fence_helps(make: Callable[..., Stager]) -> None:
     assert {float(v) for t in read(job.slot.path)[1].values() for v in t.unique()} == {1.0}
 
 
-def test_who_waits_in_save_helps(
-    make: Callable[..., Stager], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(staging, "CLONED", 1000)
+def test_who_waits_in_save_helps(make: Callable[..., Stager]) -> None:
     copy, work = Shared(), Work()
     stager = make(copy=copy)
     work.step()
-    averages = [leaf(f"ema.{n}", torch.full((1 << 16,), 2.0), deferrable=False) for n in range(3)]
+    averages = [
+        leaf(f"ema.{n}", torch.full((staging.CLONED // 8,), 2.0), deferrable=False)
+        for n in range(3)
+    ]
     job = stager.stage(1, [*averages, *work.leaves()])
     assert job is not None
     assert threading.current_thread().name in copy.by
@@ -242,7 +245,7 @@ def test_an_error_of_who_helps_costs_the_save_alone(make: Callable[..., Stager])
     work.step()
     assert stager.wait(DEADLINE_S)
     assert job is not None
-    assert (job.summary, job.why) == (None, "MemoryError: none")
+    assert (job.header, job.why) == (None, "MemoryError: none")
     copy.error = KeyboardInterrupt()
     copy.helped.clear()
     copy.reached.clear()
@@ -252,12 +255,12 @@ def test_an_error_of_who_helps_costs_the_save_alone(make: Callable[..., Stager])
         work.step()
     assert stager.wait(DEADLINE_S)
     assert job is not None
-    assert (job.summary, job.why) == (None, "KeyboardInterrupt: ")
+    assert (job.header, job.why) == (None, "KeyboardInterrupt: ")
     copy.error = None
     job = stager.stage(3, work.leaves())
     assert stager.wait(DEADLINE_S)
     assert job is not None
-    assert job.summary is not None
+    assert job.header is not None
 
 
 def test_never_torn(make: Callable[..., Stager], tmp_path: Path) -> None:
@@ -268,25 +271,22 @@ def test_never_torn(make: Callable[..., Stager], tmp_path: Path) -> None:
         job = stager.stage(step, [*work.leaves(), leaf("buffer", buffer, deferrable=False)])
         buffer.fill_(-1)
         assert job is not None
-        for path, _ in arena.scan(tmp_path):
-            with Slot(path) as reader:
-                if reader.lock(shared=True) and reader.summary() is not None:
-                    summary, found = read(path)
+        for path, _ in shm.scan(tmp_path):
+            with ShmSlot(path) as reader:
+                if reader.lock(shared=True) and reader.header() is not None:
+                    header, found = read(path)
                     values = {float(t.min()) for t in found.values()}
                     values |= {float(t.max()) for t in found.values()}
-                    assert values == {float(summary.step)}
+                    assert values == {float(header.step)}
         assert stager.wait(DEADLINE_S)
-        assert job.summary is not None, job.why
+        assert job.header is not None, job.why
     assert max(sealed(tmp_path)) == 59
 
 
-def test_large_tensors_that_may_not_wait_do_not(
-    make: Callable[..., Stager], gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(staging, "CLONED", 1000)
+def test_large_tensors_that_may_not_wait_do_not(make: Callable[..., Stager], gate: Gate) -> None:
     gate.open.set()
     stager = make(copy=gate)
-    average = torch.ones(1 << 16)
+    average = torch.ones(staging.CLONED // 4 + 1)
     job = stager.stage(1, [leaf("ema", average, deferrable=False)])
     average.fill_(2)
     assert job is not None
@@ -315,22 +315,22 @@ def test_an_edit_of_a_whole_tensor_within_its_copy_is_noticed(
 
     def copy(source: int, target: memoryview, chunk: int) -> int:
         if edited is None or source != edited.data_ptr():
-            return arena.copy_summed(source, target, chunk)
+            return shm.copy_summed(source, target, chunk)
         cut = len(target) * 3 // 4
         target[:cut] = ctypes.string_at(source, cut)
         edited.data.mul_(-1)
         target[cut:] = ctypes.string_at(source + cut, len(target) - cut)
-        return arena.digest(target)
+        return shm.digest(target)
 
     edited: torch.nn.Parameter | None = None
     stager = make(copy=copy)
     for step in range(1, 4):
         work.step()
-        edited = work.parameters[2] if step > staging.THOROUGH else None
+        edited = work.parameters[2] if step > staging.FULL_CHECK_SAVES else None
         job = stager.stage(step, work.leaves())
         assert stager.wait(DEADLINE_S)
         assert job is not None
-        assert job.moved == ("model.2" if step > staging.THOROUGH else "")
+        assert job.moved == ("model.2" if step > staging.FULL_CHECK_SAVES else "")
     assert set(sealed(tmp_path)) == {1, 2}
 
 
@@ -386,7 +386,7 @@ def test_what_a_parameter_had_is_saved_though_it_is_given_other_memory(
     gate.open.set()
     assert stager.wait(DEADLINE_S)
     assert job is not None
-    assert job.summary is not None, job.why
+    assert job.header is not None, job.why
     assert read(job.slot.path)[1]["w"].unique().tolist() == [1.0]
 
 
@@ -399,7 +399,7 @@ def test_an_edit_between_copy_and_step_is_noticed(
 
     def copy(source: int, target: memoryview, chunk: int) -> int:
         nonlocal copies
-        digest = arena.copy_summed(source, target, chunk)
+        digest = shm.copy_summed(source, target, chunk)
         copies += 1
         if copies == 2:  # the first has been copied: what changes now is not in the slot
             edit_late(work.parameters[0])
@@ -413,18 +413,27 @@ def test_an_edit_between_copy_and_step_is_noticed(
     assert sealed(tmp_path) == {}
 
 
+def cursor(stager: Stager) -> int:
+    """Where the sum of the next sample begins."""
+    return stager._cursor
+
+
+def thread_of(stager: Stager) -> threading.Thread:
+    return stager._thread
+
+
 def test_samples_come_round(make: Callable[..., Stager]) -> None:
     """After the first saves a part is summed again; in so many saves that is all."""
     stager, work = make(), Work(count=32, size=1 << 14)
     work.step()
     seen = []
-    for step in range(1, 3 + 2 * staging.SAMPLE):
-        before = stager._cursor
+    for step in range(1, 3 + 2 * staging.SAMPLE_DIVISOR):
+        before = cursor(stager)
         stager.stage(step, work.leaves())
         assert stager.wait(DEADLINE_S)
-        seen.append((before, stager._cursor))
+        seen.append((before, cursor(stager)))
     assert seen[0] == (0, 0), "all"
-    assert {(b - a) % 64 for a, b in seen[2:]} == {64 // staging.SAMPLE}
+    assert {(b - a) % 64 for a, b in seen[2:]} == {64 // staging.SAMPLE_DIVISOR}
 
 
 def test_an_error_opens_the_fence(
@@ -444,14 +453,14 @@ def test_an_error_opens_the_fence(
     after = stager.stage(2, work.leaves())
     assert stager.wait(DEADLINE_S)
     assert after is not None
-    assert after.summary is not None, "the thread goes on"
+    assert after.header is not None, "the thread goes on"
 
 
 def test_memory_that_cannot_be_mapped_costs_the_save_that_needs_it(
     make: Callable[..., Stager], gate: Gate, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     told: list[str] = []
-    stager, work = make(copy=gate, failed=told.append), Work()
+    stager, work = make(copy=gate, on_failed=told.append), Work()
     gate.open.set()
     for step in (1, 2, 3):
         work.step()
@@ -467,7 +476,7 @@ def test_memory_that_cannot_be_mapped_costs_the_save_that_needs_it(
         assert stager.wait(DEADLINE_S)
         pause = threading.Event()
         for _ in range(int(DEADLINE_S / 0.01)):  # the thread tries to prepare the other slots
-            if stager._unprepared() is None or not stager._thread.is_alive():
+            if pool_of(stager).next_unpopulated() is None or not thread_of(stager).is_alive():
                 break
             pause.wait(0.01)
         job = stager.stage(5, work.leaves())
@@ -486,7 +495,7 @@ def test_memory_that_cannot_be_mapped_costs_the_save_that_needs_it(
     work.step()
     assert stager.wait(DEADLINE_S)
     assert last is not None
-    assert last.summary is not None, "the thread goes on"
+    assert last.header is not None, "the thread goes on"
 
 
 def test_without_the_thread_no_slot_is_written(make: Callable[..., Stager], tmp_path: Path) -> None:
@@ -495,8 +504,8 @@ def test_without_the_thread_no_slot_is_written(make: Callable[..., Stager], tmp_
         work.step()
         stager.stage(step, work.leaves())
         assert stager.wait(DEADLINE_S)
-    stager._put(None)  # type: ignore[arg-type]  # it ends, as by a bug
-    stager._thread.join(DEADLINE_S)
+    stager._submit(None)  # type: ignore[arg-type]  # it ends, as by a bug
+    thread_of(stager).join(DEADLINE_S)
     job = stager.stage(4, work.leaves())
     work.step()
     assert job is not None
@@ -511,46 +520,60 @@ def test_slots_that_are_needed_or_read_are_spared(
     stager, work = make(), Work()
     work.step()
     for step in (1, 2, 3):
-        assert stager.stage(step, work.leaves(), spared={(step - 1, 2, 0)}) is not None
+        assert stager.stage(step, work.leaves(), protected={checkpoint_id(step - 1, 2)}) is not None
         assert stager.wait(DEADLINE_S)
     slots = sealed(tmp_path)
     assert set(slots) == {1, 2, 3}
-    with Slot(slots[1]) as reader:
+    with ShmSlot(slots[1]) as reader:
         assert reader.lock(shared=True)
-        assert stager.stage(4, work.leaves(), spared={(3, 2, 0)}) is not None
+        assert stager.stage(4, work.leaves(), protected={checkpoint_id(3, 2)}) is not None
         assert stager.wait(DEADLINE_S)
         assert set(sealed(tmp_path)) == {1, 3, 4}
-        assert stager.stage(5, work.leaves(), spared={(3, 2, 0), (4, 2, 0)}) is None
-    assert stager.stage(5, work.leaves(), spared={(3, 2, 0), (4, 2, 0)}) is not None
+        assert (
+            stager.stage(5, work.leaves(), protected={checkpoint_id(3, 2), checkpoint_id(4, 2)})
+            is None
+        )
+    assert (
+        stager.stage(5, work.leaves(), protected={checkpoint_id(3, 2), checkpoint_id(4, 2)})
+        is not None
+    )
 
 
 def test_choice() -> None:
-    def held(step: int, *, persist: bool = False, round_: int = 1, lap: int = 0) -> Summary:
+    def held(step: int, *, persist: bool = False, round_: int = 1, timeline: int = 0) -> SlotHeader:
         facts: dict[str, Any] = {"job": "j", "world": 1, "rank": 0, "part": "", "fill": ""}
-        region = arena.Region(0, 0, 0)
-        return Summary(
-            step=step, round=round_, lap=lap, persist=persist, size=0, private_at=0,
+        region = SlotRegion(0, 0, 0)
+        return SlotHeader(
+            step=Step(step), round=Round(round_), timeline=Timeline(timeline), persist=persist,
+            size=0, private_offset=0,
             table=region, digests=region, objects=region, **facts,
         )  # fmt: skip
 
-    assert choose([held(3), None, held(2)], ()) == [1, 2, 0], "empty first, then the oldest"
-    assert choose([held(3), held(1), held(2)], {(3, 1, 0), (2, 1, 0)}) == [1]
-    assert choose([held(3), held(1, persist=True), held(2)], {(3, 1, 0)}) == [2]
-    assert choose([held(3, persist=True), held(1, persist=True), held(2)], {(2, 1, 0)}) == [1]
-    assert choose([held(9), held(1, lap=1), held(2, lap=1)], {(2, 1, 1)})[0] == 0, "an older lap"
-    assert choose([held(9), held(9, round_=2)], {(9, 2, 0)}) == [0]
+    assert fillable_slots([held(3), None, held(2)], ()) == [1, 2, 0], "empty first, then the oldest"
+    assert fillable_slots([held(3), held(1), held(2)], {checkpoint_id(3), checkpoint_id(2)}) == [1]
+    assert fillable_slots([held(3), held(1, persist=True), held(2)], {checkpoint_id(3)}) == [2]
+    assert fillable_slots(
+        [held(3, persist=True), held(1, persist=True), held(2)], {checkpoint_id(2)}
+    ) == [1]
+    assert (
+        fillable_slots(
+            [held(9), held(1, timeline=1), held(2, timeline=1)], {checkpoint_id(2, 1, 1)}
+        )[0]
+        == 0
+    ), "an older timeline"
+    assert fillable_slots([held(9), held(9, round_=2)], {checkpoint_id(9, 2)}) == [0]
 
 
 def test_memory_that_does_not_suffice_is_told_in_numbers(
     make: Callable[..., Stager], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stager, work = make(), Work()
-    monkeypatch.setattr(arena, "headroom", lambda _: 1_000_000)
-    with pytest.raises(NoRoom, match=r"3 slots of 1 MB need 3 MB more in .*, which has 1 MB"):
+    monkeypatch.setattr(shm, "headroom", lambda _: 1_000_000)
+    with pytest.raises(ShmFullError, match=r"3 slots of 1 MB need 3 MB more in .*, which has 1 MB"):
         stager.stage(1, work.leaves())
-    assert [path.stat().st_size for path in arena.place(tmp_path, 0)] == [0, 0, 0]
+    assert [path.stat().st_size for path in shm.slots_of(tmp_path, 0)] == [0, 0, 0]
     work.step()
-    monkeypatch.setattr(arena, "headroom", lambda _: 1 << 30)
+    monkeypatch.setattr(shm, "headroom", lambda _: 1 << 30)
     assert stager.stage(2, work.leaves()) is not None
 
 
@@ -558,19 +581,19 @@ def test_the_further_slot_goes_where_the_state_needs_its_memory(
     make: Callable[..., Stager], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is of a larger world, whose ranks had less each."""
-    extra = arena.extra(tmp_path, 0)
-    for path in (*arena.place(tmp_path, 0), extra):
-        with Slot(path, write=True) as slot:
+    extra = shm.extra_slot(tmp_path, 0)
+    for path in (*shm.slots_of(tmp_path, 0), extra):
+        with ShmSlot(path, write=True) as slot:
             slot.reserve(100_000)
-    one = Stager([*arena.place(tmp_path, 0), extra], PLACE, extra=extra)
+    one = Stager([*shm.slots_of(tmp_path, 0), extra], PLACE, extra=extra)
     try:
         one.warm(50_000)
-        monkeypatch.setattr(arena, "headroom", lambda _: 3_000_000)
+        monkeypatch.setattr(shm, "headroom", lambda _: 3_000_000)
         job = one.stage(1, [leaf("w", torch.ones(250_000))], copy=True)
         assert job is not None
         assert one.wait(DEADLINE_S)
-        assert job.summary is not None, job.why
-        assert not job.summary.copy, "with three slots it would stand in the way of the next ones"
+        assert job.header is not None, job.why
+        assert not job.header.copy, "with three slots it would stand in the way of the next ones"
         assert not extra.exists()
         assert not one.grow()
     finally:
@@ -587,29 +610,29 @@ def test_a_part_that_is_smaller_in_a_new_round_takes_less_memory(
         job = stager.stage(step, [leaf("w", tensor)])
         assert job is not None
         assert stager.wait(DEADLINE_S)
-        assert job.summary is not None, job.why
+        assert job.header is not None, job.why
 
     def sizes() -> list[int]:
-        return sorted(path.stat().st_blocks * 512 for path in arena.place(tmp_path, 0))
+        return sorted(path.stat().st_blocks * 512 for path in shm.slots_of(tmp_path, 0))
 
     before = make()
     for step in range(3):
         save(before, step, large)
     before.close()
     after = make()
-    with Slot(sealed(tmp_path)[2]) as read_now:
+    with ShmSlot(sealed(tmp_path)[2]) as read_now:
         assert read_now.lock(shared=True)
         view = read_now.view()
         for step in range(3, 6):
             save(after, step, small)
-        assert sizes()[1] < small.nbytes + arena.SURPLUS
+        assert sizes()[1] < small.nbytes + shm.MAX_SURPLUS
         assert sizes()[2] > large.nbytes
-        found = arena.contents(read_now)
+        found = shm.contents(read_now)
         ((_, at),) = found.layout
-        assert arena.digest(view[at : at + large.nbytes]) == found.digests[0]
+        assert shm.digest(view[at : at + large.nbytes]) == found.digests[0]
         view.release()
     save(after, 6, small)
-    assert sizes()[2] < small.nbytes + arena.SURPLUS
+    assert sizes()[2] < small.nbytes + shm.MAX_SURPLUS
     assert {6, 5} <= sealed(tmp_path).keys()
     save(after, 7, large)
     assert sizes()[0] > large.nbytes
@@ -623,12 +646,12 @@ def test_memory_that_somebody_else_took_meanwhile_is_given_back(
 ) -> None:
     stager, work = make(), Work()
     rooms = iter([1 << 30, 1 << 30, 1 << 30, 1000])
-    monkeypatch.setattr(arena, "headroom", lambda _: next(rooms))
+    monkeypatch.setattr(shm, "headroom", lambda _: next(rooms))
     job = stager.stage(1, work.leaves())
     assert stager.wait(DEADLINE_S)
     assert job is not None
-    assert "NoRoom" in job.why
-    assert [path.stat().st_size for path in arena.place(tmp_path, 0)] == [0, 0, 0]
+    assert "ShmFullError" in job.why
+    assert [path.stat().st_size for path in shm.slots_of(tmp_path, 0)] == [0, 0, 0]
 
 
 def test_a_state_may_change_its_shape(make: Callable[..., Stager], tmp_path: Path) -> None:
@@ -638,87 +661,34 @@ def test_a_state_may_change_its_shape(make: Callable[..., Stager], tmp_path: Pat
         job = stager.stage(step, leaves, [("note", bytes(step * 100_000))])
         assert stager.wait(DEADLINE_S)
         assert job is not None
-        summary, found = read(job.slot.path)
-        assert summary.step == step
+        header, found = read(job.slot.path)
+        assert header.step == step
         assert {k: v.unique().tolist() for k, v in found.items()} == {
             f"w{n}": [float(step)] for n in range(step)
         }
-
-
-def test_a_child_that_is_forked_after_the_end_keeps_all_its_files(
-    make: Callable[..., Stager], tmp_path: Path
-) -> None:
-    """Numbers of descriptors come again: a DataLoader's pipes have those of the slots, say."""
-    stager = make()
-    assert stager.stage(1, Work().leaves()) is not None
-    stager.close()
-    with ExitStack() as opened:
-        files = [opened.enter_context(open(os.devnull)) for _ in range(8)]
-        child = os.fork()
-        if not child:
-            try:
-                for file in files:
-                    os.fstat(file.fileno())
-                os._exit(0)
-            finally:
-                os._exit(1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-def test_a_forked_child_does_nothing_and_holds_nothing(
-    make: Callable[..., Stager], tmp_path: Path, gate: Gate
-) -> None:
-    stager, _, job = half_copied(make, gate)
-    ready, told = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            stager.fence()  # open: nobody copies there
-            stager.close()
-            os.write(told, b"1" if stager.wait(0) else b"0")
-            signal.pause()
-        finally:
-            os._exit(1)
-    try:
-        assert os.read(ready, 1) == b"1"
-        gate.open.set()
-        assert stager.wait(DEADLINE_S)
-        assert read(job.slot.path)[1]["model.0"].unique().tolist() == [1.0]
-        # As if the parent had died in the middle: its lock goes with its own descriptors.
-        assert job.slot.lock(shared=False)
-        with Slot(job.slot.path) as reader:
-            assert not reader.lock(shared=True)
-            os.close(job.slot.fd)
-            assert reader.lock(shared=True), "the child holds the lock"
-        job.slot.fd = os.open(job.slot.path, os.O_RDWR)
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        os.close(ready)
-        os.close(told)
 
 
 def test_memory_is_prepared_before_the_first_save(
     make: Callable[..., Stager], tmp_path: Path
 ) -> None:
     stager, work = make(), Work()
-    need = sum(one.piece.nbytes for one in work.leaves())
+    need = sum(one.chunk.nbytes for one in work.leaves())
     stager.warm(need)
     deadline = threading.Event()
     for _ in range(int(DEADLINE_S / 0.01)):
-        if all(path.stat().st_size >= need for path in arena.place(tmp_path, 0)):
+        if all(path.stat().st_size >= need for path in shm.slots_of(tmp_path, 0)):
             break
         deadline.wait(0.01)
-    sizes = [path.stat().st_size for path in arena.place(tmp_path, 0)]
+    sizes = [path.stat().st_size for path in shm.slots_of(tmp_path, 0)]
     assert min(sizes) >= need
     stager.stage(1, work.leaves())
     assert stager.wait(DEADLINE_S)
-    assert [path.stat().st_size for path in arena.place(tmp_path, 0)] == sizes
+    assert [path.stat().st_size for path in shm.slots_of(tmp_path, 0)] == sizes
 
 
 def test_who_is_told_hears_of_each_slot(make: Callable[..., Stager]) -> None:
     told: list[int] = []
-    stager, work = make(told=lambda summary: told.append(summary.step)), Work()
+    stager, work = make(on_sealed=lambda header: told.append(header.step)), Work()
     for step in (1, 2, 3):
         stager.stage(step, work.leaves(), persist=step == 2)
         assert stager.wait(DEADLINE_S)
@@ -729,7 +699,7 @@ def test_who_is_told_hears_why_a_slot_could_not_be_filled(
     make: Callable[..., Stager], gate: Gate
 ) -> None:
     told: list[str] = []
-    stager, work = make(copy=gate, failed=told.append), Work()
+    stager, work = make(copy=gate, on_failed=told.append), Work()
     gate.error = OSError(28, "No space left on device")
     gate.open.set()
     stager.stage(1, work.leaves())

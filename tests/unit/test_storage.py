@@ -4,50 +4,45 @@ import errno
 import json
 import os
 import shutil
-import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import combinations_with_replacement
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrover_py import storage
-from dlrover_py.protocol.checkpoint import (
-    Answer,
-    Cancel,
-    Grant,
-    Keep,
-    Manifest,
-    Order,
-    Owner,
-    Phase,
-    Piece,
-    Written,
-    WrittenObject,
-    read_line,
-)
-from dlrover_py.protocol.errors import ConfigError, Superseded
-from dlrover_py.storage import (
-    BEAT_S,
-    CLAIM,
-    LAPSE_S,
-    Claimed,
-    Folder,
-    Store,
+from dlrover_py.checkpoint import directory
+from dlrover_py.checkpoint.directory import (
+    LEASE_FILE,
+    LEASE_S,
+    MAX_DOCUMENT,
+    RENEW_S,
+    CheckpointDirectory,
+    DirectoryClaimedError,
+    DirectoryOwner,
+    FolderBackend,
     address,
     folder_of,
-    kept,
-    parts,
+    retained,
+    upload_parts,
 )
+from dlrover_py.protocol.errors import ConfigError, SupersededError
+from dlrover_py.protocol.manifest import Manifest, WrittenChunk, WrittenObject
+from dlrover_py.protocol.names import Round, Step, Timeline
+from dlrover_py.protocol.persister import (
+    KeepRules,
+    read_line,
+)
+from dlrover_py.protocol.slots import TensorChunk
 
-ONE, OTHER = Owner("u1", "gpt"), Owner("u2", "bert")
+ONE, OTHER = DirectoryOwner("u1", "gpt"), DirectoryOwner("u2", "bert")
 
 
 class Clock:
@@ -70,11 +65,13 @@ def named(step: int) -> str:
 
 def manifest(step: int = 7, attempt: str = "", **more: object) -> Manifest:
     attempt = attempt or drawn(step)
-    made = Manifest(step, attempt, "u1", 1, 0, 2, folder_of(step, attempt), 1.5)
+    made = Manifest(
+        Step(step), attempt, "u1", Round(1), Timeline(0), 2, folder_of(step, attempt), 1.5
+    )
     return replace(made, **more)  # type: ignore[arg-type]
 
 
-def write(store: Store, wanted: Manifest, data: bytes = b"bytes") -> Path:
+def write(store: CheckpointDirectory, wanted: Manifest, data: bytes = b"bytes") -> Path:
     """What an attempt leaves before its commit."""
     folder = Path(store.where(wanted))
     (folder / "parts").mkdir(parents=True)
@@ -83,8 +80,8 @@ def write(store: Store, wanted: Manifest, data: bytes = b"bytes") -> Path:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    made = Store(tmp_path / "ckpt")
+def store(tmp_path: Path) -> CheckpointDirectory:
+    made = CheckpointDirectory(tmp_path / "ckpt")
     made.prepare()
     return made
 
@@ -94,7 +91,11 @@ def store(tmp_path: Path) -> Store:
 
 def test_a_manifest_is_read_as_written() -> None:
     whole = manifest(
-        pieces=(Written(Piece("w", "float32", (2, 3), (4, 3), (2, 0)), "__1_0.distcp", 704, 9),),
+        chunks=(
+            WrittenChunk(
+                TensorChunk("w", "float32", (2, 3), (4, 3), (2, 0)), "__1_0.distcp", 704, 9
+            ),
+        ),
         objects=(WrittenObject("epoch", "__0_0.distcp", 5, 6, 1 << 63),),
         metric=0.25,
         notes=("odd",),
@@ -108,7 +109,9 @@ def test_a_manifest_is_read_as_written() -> None:
 
 @given(at=st.integers(0, 10_000), bit=st.integers(0, 7), cut=st.booleans())
 def test_no_damaged_manifest_is_believed(at: int, bit: int, cut: bool) -> None:
-    whole = manifest(pieces=(Written(Piece("w", "float32", (2,), (2,), (0,)), "f", 64, 9),))
+    whole = manifest(
+        chunks=(WrittenChunk(TensorChunk("w", "float32", (2,), (2,), (0,)), "f", 64, 9),)
+    )
     data = bytearray(whole.encode())
     at %= len(data) - 1  # a last line's end may be missing
     if cut:
@@ -122,40 +125,24 @@ def test_no_damaged_manifest_is_believed(at: int, bit: int, cut: bool) -> None:
     assert found == whole
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        Order("a1", 7, 1, 0, 2, (0, 1), "/shm/x", "s3://b/c", "u1", "n0", writers=("n0", "n1")),
-        Order("a1", 7, 1, 0, 2, (0,), "/x", "/y", "u", "n0", grant=3, keep=Keep(1, 5, 2, True)),
-        Grant("a1", 4),
-        Cancel("a1"),
-        Answer("a1", Phase.DONE, stored=(7, 2, 0, "/y/step-7.a1", 1.5, 4), notes=("odd",)),
-    ],
-)
-def test_lines_are_read_as_written(line: Order | Grant | Cancel | Answer) -> None:
-    assert read_line(line.encode()) == line
-    more = json.loads(line.encode()) | {"news": 1}
-    assert read_line(json.dumps(more).encode()) == line, "an old persister survives a new agent"
-
-
 @pytest.mark.parametrize("line", [b"{}", b"[]", b'{"kind": "orders"}', b'{"kind": "grant"}', b"x"])
 def test_other_lines_are_refused(line: bytes) -> None:
-    with pytest.raises(ValueError, match=r"expected|not a whole|Expecting"):
+    with pytest.raises(ValueError, match=r"kind|Field required|an object|Invalid JSON"):
         read_line(line)
 
 
 # --- commit ---
 
 
-def test_a_checkpoint_exists_once_its_manifest_does(store: Store) -> None:
+def test_a_checkpoint_exists_once_its_manifest_does(store: CheckpointDirectory) -> None:
     assert store.checkpoints() == []
     write(store, manifest())
     assert store.checkpoints() == []
     done = store.commit(manifest())
     assert done.number == 1
     assert store.checkpoints() == [done]
-    assert Store(store.place.url).checkpoints() == [done]
-    assert Store(f"file://{store.place.url}").checkpoints() == [done]
+    assert CheckpointDirectory(store.place.url).checkpoints() == [done]
+    assert CheckpointDirectory(f"file://{store.place.url}").checkpoints() == [done]
     target = bytearray(3)
     store.read_into(done, "__0_0.distcp", 1, memoryview(target))
     assert bytes(target) == b"yte"
@@ -164,10 +151,10 @@ def test_a_checkpoint_exists_once_its_manifest_does(store: Store) -> None:
 
 
 def test_there_is_nothing_where_nothing_is(tmp_path: Path) -> None:
-    assert Store(tmp_path / "none").checkpoints() == []
+    assert CheckpointDirectory(tmp_path / "none").checkpoints() == []
 
 
-def test_what_is_newer_is_told_by_the_order_of_commits(store: Store) -> None:
+def test_what_is_newer_is_told_by_the_order_of_commits(store: CheckpointDirectory) -> None:
     """Not by clocks, which jump, nor by steps, which a script may do again."""
     for step, at in ((10, 50.0), (20, 40.0), (15, 30.0)):
         store.commit(manifest(step, at=at))
@@ -175,25 +162,25 @@ def test_what_is_newer_is_told_by_the_order_of_commits(store: Store) -> None:
 
 
 @pytest.mark.parametrize("at", [0.0, 4e9])
-def test_a_clock_that_jumps_hides_no_commit(store: Store, at: float) -> None:
+def test_a_clock_that_jumps_hides_no_commit(store: CheckpointDirectory, at: float) -> None:
     for step, then in ((1, 2e9), (2, at), (3, 2e9 + 1)):
         write(store, store.commit(manifest(step, at=then)))
-        assert Store(store.place.url).checkpoints()[0].step == step
-    assert store.retain(Keep(newest=2)) == [named(1)]
+        assert CheckpointDirectory(store.place.url).checkpoints()[0].step == step
+    assert store.retain(KeepRules(newest=2)) == [named(1)]
     assert [m.step for m in store.checkpoints()] == [3, 2]
 
 
-def test_of_many_committers_of_one_attempt_one_commits(store: Store) -> None:
+def test_of_many_committers_of_one_attempt_one_commits(store: CheckpointDirectory) -> None:
     start = threading.Barrier(8)
     done: list[Manifest] = []
     refused: list[str] = []
 
     def commit(rank: int) -> None:
-        mine = Store(store.place.url)
+        mine = CheckpointDirectory(store.place.url)
         start.wait()
         try:
             done.append(mine.commit(manifest(notes=(str(rank),))))
-        except Superseded as error:
+        except SupersededError as error:
             refused.append(str(error))
 
     threads = [threading.Thread(target=commit, args=(rank,)) for rank in range(8)]
@@ -203,24 +190,26 @@ def test_of_many_committers_of_one_attempt_one_commits(store: Store) -> None:
         thread.join()
     assert len(done) == 1
     assert len(refused) == 7
-    assert "given up by others, or committed" in refused[0]
+    assert "given the attempt up, or committed" in refused[0]
     assert store.checkpoints() == done
     assert [n for n in store.place.names() if n.endswith(".tmp")] == []
 
 
-def test_without_links_it_is_exclusive_too(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_links_it_is_exclusive_too(
+    store: CheckpointDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no_links(*_: object, **__: object) -> None:
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr(os, "link", no_links)  # as a mounted FAT or SMB has it
     done = store.commit(manifest())
-    with pytest.raises(Superseded):
-        Store(store.place.url).commit(manifest())
-    assert Store(store.place.url).checkpoints() == [done]
+    with pytest.raises(SupersededError):
+        CheckpointDirectory(store.place.url).commit(manifest())
+    assert CheckpointDirectory(store.place.url).checkpoints() == [done]
 
 
 def test_a_commit_whose_answer_was_lost_is_one(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+    store: CheckpointDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = os.link
 
@@ -230,25 +219,25 @@ def test_a_commit_whose_answer_was_lost_is_one(
 
     monkeypatch.setattr(os, "link", asked_again)  # as an NFS client without an answer does
     done = store.commit(manifest())
-    assert Store(store.place.url).checkpoints() == [done]
-    with pytest.raises(Superseded):
-        Store(store.place.url).commit(manifest())
+    assert CheckpointDirectory(store.place.url).checkpoints() == [done]
+    with pytest.raises(SupersededError):
+        CheckpointDirectory(store.place.url).commit(manifest())
 
 
 @pytest.mark.parametrize(("times", "read"), [(2, True), (3, False)])
 def test_what_is_replaced_while_it_is_read_is_read_again(
-    store: Store, monkeypatch: pytest.MonkeyPatch, times: int, read: bool
+    store: CheckpointDirectory, monkeypatch: pytest.MonkeyPatch, times: int, read: bool
 ) -> None:
-    store.claim(ONE, drawn(7))
+    store.acquire_lease(ONE, drawn(7))
     stale = [OSError(errno.ESTALE, os.strerror(errno.ESTALE))] * times
-    read_bytes = Path.read_bytes
+    opened = os.open
 
-    def from_a_server(path: Path) -> bytes:
-        if path.name == CLAIM and stale:
+    def from_a_server(path: str | Path, *args: Any, **kwargs: Any) -> int:
+        if os.path.basename(path) == LEASE_FILE and stale:
             raise stale.pop()
-        return read_bytes(path)
+        return opened(path, *args, **kwargs)
 
-    monkeypatch.setattr(Path, "read_bytes", from_a_server)  # as an NFS client has it
+    monkeypatch.setattr(os, "open", from_a_server)  # as an NFS client has it
     if read:
         assert store.commit(manifest()).number == 1
     else:
@@ -256,9 +245,9 @@ def test_what_is_replaced_while_it_is_read_is_read_again(
             store.commit(manifest())
 
 
-def test_a_lower_term_does_not_commit(store: Store) -> None:
+def test_a_lower_term_does_not_commit(store: CheckpointDirectory) -> None:
     store.commit(manifest(1, term=4))
-    with pytest.raises(Superseded, match=r"term 3, and a checkpoint of term 4"):
+    with pytest.raises(SupersededError, match=r"term 3, and a checkpoint of term 4"):
         store.commit(manifest(2, term=3))
     assert store.commit(manifest(3, term=4)).number == 2
     assert store.commit(manifest(4, term=1, job="u2")).number == 3, (
@@ -266,26 +255,26 @@ def test_a_lower_term_does_not_commit(store: Store) -> None:
     )
 
 
-def test_what_was_saved_earlier_is_not_committed_later(store: Store) -> None:
+def test_what_was_saved_earlier_is_not_committed_later(store: CheckpointDirectory) -> None:
     """It would count as the newest."""
     store.commit(manifest(6, term=1))
-    with pytest.raises(Superseded, match="a later one is there, step-6"):
+    with pytest.raises(SupersededError, match="a later checkpoint exists: step-6"):
         store.commit(manifest(5, term=2))
     assert store.commit(manifest(5, term=2, round=9)).number == 2, "the job has gone back"
     assert store.commit(manifest(4, term=1, job="u2")).number == 3
 
 
-def test_who_comes_after_a_tombstone_does_not_commit(store: Store) -> None:
+def test_who_comes_after_a_tombstone_does_not_commit(store: CheckpointDirectory) -> None:
     folder = write(store, manifest())
     assert store.sweep(now=0.0) == [folder.name]
     assert not folder.exists()
-    with pytest.raises(Superseded, match="given up by others"):
-        Store(store.place.url).commit(manifest())
+    with pytest.raises(SupersededError, match="given the attempt up"):
+        CheckpointDirectory(store.place.url).commit(manifest())
     assert store.checkpoints() == []
 
 
 def test_a_damaged_manifest_is_named_and_left_out(
-    store: Store, caplog: pytest.LogCaptureFixture
+    store: CheckpointDirectory, caplog: pytest.LogCaptureFixture
 ) -> None:
     good = store.commit(manifest(1))
     write(store, manifest(2))
@@ -293,61 +282,61 @@ def test_a_damaged_manifest_is_named_and_left_out(
     bad.write_bytes(store.commit(manifest(3)).encode())
     torn = Path(f"{store.where(manifest(4))}.json")
     torn.write_bytes(manifest(4).encode()[:-40])
-    fresh = Store(store.place.url)
+    fresh = CheckpointDirectory(store.place.url)
     assert [m.step for m in fresh.checkpoints()] == [3, 1]
-    assert fresh.damaged[bad.name] == f"it speaks of {named(3)}"
-    assert "not those" in fresh.damaged[torn.name] or "no whole" in fresh.damaged[torn.name]
+    assert fresh.damaged[bad.name] == f"it belongs to the folder {named(3)}"
+    assert "not those" in fresh.damaged[torn.name] or "not a complete" in fresh.damaged[torn.name]
     assert fresh.checkpoints()[-1] == good
     assert len([r for r in caplog.records if " is damaged: " in r.getMessage()]) == 2, "told once"
     fresh.sweep(now=0.0)
     assert Path(store.where(manifest(2))).exists(), "its bytes may be good: that is for people"
 
 
-class Refusing(Folder):
+class Refusing(FolderBackend):
     """Some files cannot be read: a bad sector, another user's."""
 
     def __init__(self, path: Path, *bad: str) -> None:
         super().__init__(path)
         self.bad = set(bad)
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, most: int = MAX_DOCUMENT) -> bytes:
         if name in self.bad:
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(self.path / name))
         return super().read(name)
 
 
-def refusing(store: Store, *folders: str) -> Store:
+def refusing(store: CheckpointDirectory, *folders: str) -> CheckpointDirectory:
     """A fresh look at it, by whom these cannot be read."""
-    fresh = Store(store.place.url)
+    fresh = CheckpointDirectory(store.place.url)
     fresh.place = Refusing(Path(store.place.url), *(f"{folder}.json" for folder in folders))
     return fresh
 
 
 def test_a_manifest_that_cannot_be_read_hides_no_other(
-    store: Store, caplog: pytest.LogCaptureFixture
+    store: CheckpointDirectory, caplog: pytest.LogCaptureFixture
 ) -> None:
     for step in (1, 2, 3):
         write(store, store.commit(manifest(step, term=1)))
     fresh = refusing(store, named(2))
     assert [m.step for m in fresh.checkpoints()] == [3, 1]
-    assert fresh.unread == {f"{named(2)}.json"}
+    assert fresh.unreadable == {f"{named(2)}.json"}
     assert fresh.damaged == {f"{named(2)}.json": "it cannot be read: Input/output error"}
     assert f"{named(2)}.json is damaged: it cannot be read" in caplog.text
     assert fresh.sweep(now=0.0) == []
-    assert fresh.retain(Keep(newest=1)) == [named(1)]
+    assert fresh.retain(KeepRules(newest=1)) == [named(1)]
     fresh.place = store.place
     assert [m.step for m in fresh.checkpoints()] == [3, 2]
-    assert not fresh.unread
+    assert not fresh.unreadable
     assert Path(store.where(manifest(2))).exists()
 
 
-def test_a_store_that_refuses_all_is_no_empty_one(store: Store) -> None:
+def test_a_store_that_refuses_all_is_no_empty_one(store: CheckpointDirectory) -> None:
     store.commit(manifest(1))
     with pytest.raises(OSError, match="Input/output error"):
         refusing(store, named(1)).checkpoints()
-    away = Store(store.place.url)
+    away = CheckpointDirectory(store.place.url)
 
-    def read(_: str) -> bytes:
+    def read(name: str, limit: int = 0) -> bytes:
         raise OSError("the server is away")
 
     store.commit(manifest(2))
@@ -363,7 +352,7 @@ def test_what_is_committed_beside_what_cannot_be_read_is_newer(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     """Also if the job has gone back, if checkpoints are removed, and whoever looks sees others."""
-    store = Store(tmp_path_factory.mktemp("ckpt"))
+    store = CheckpointDirectory(tmp_path_factory.mktemp("ckpt"))
     round, step = 1, 0
     for count in range(data.draw(st.integers(1, 8))):
         there = store.checkpoints()
@@ -375,19 +364,23 @@ def test_what_is_committed_beside_what_cannot_be_read_is_newer(
             )
         )
         one = manifest(step, term=1, round=round, attempt=f"a{count}")
-        with suppress(Superseded, OSError):  # it may be a later one, or it is all that there is
+        with suppress(
+            SupersededError, OSError
+        ):  # it may be a later one, or it is all that there is
             refusing(store, *bad).commit(one)
             assert store.checkpoints()[0].folder == one.folder
         numbers = [m.number for m in store.checkpoints()]
         assert len(set(numbers)) == len(numbers)
         assert max(numbers) < 2**53, "what a message may tell"
-        if there and data.draw(st.booleans()):
+        if bool(there) and data.draw(st.booleans()):
             store.remove(data.draw(st.sampled_from(there)).folder)
     leaps = [p.name for p in Path(store.place.url).iterdir() if p.name.startswith(".number.")]
     assert len(leaps) <= 1, "the newest tells enough"
 
 
-def test_what_was_committed_so_and_cannot_be_read_either_is_older(store: Store) -> None:
+def test_what_was_committed_so_and_cannot_be_read_either_is_older(
+    store: CheckpointDirectory,
+) -> None:
     for step, bad in ((1, ()), (2, ()), (3, ()), (4, (2, 3)), (5, (4,))):
         folders = (named(other) for other in bad)
         refusing(store, *folders).commit(manifest(step, term=1))
@@ -395,11 +388,15 @@ def test_what_was_committed_so_and_cannot_be_read_either_is_older(store: Store) 
 
 
 @pytest.mark.parametrize("step", [2, 3])
-def test_what_cannot_be_read_may_be_what_was_saved_later(store: Store, step: int) -> None:
+def test_what_cannot_be_read_may_be_what_was_saved_later(
+    store: CheckpointDirectory, step: int
+) -> None:
     store.commit(manifest(1, term=1))
     store.commit(manifest(3, term=1))
     late = replace(manifest(step, term=1, round=9), folder=f"step-{step}.b", attempt="b")
-    with pytest.raises(Superseded, match=f"{named(3)}.json may be a later one, and it cannot be"):
+    with pytest.raises(
+        SupersededError, match=f"{named(3)}.json may be a later checkpoint, and it cannot be"
+    ):
         refusing(store, named(3)).commit(late)
     assert store.commit(late).number == 3, "the job has gone back"
 
@@ -407,7 +404,9 @@ def test_what_cannot_be_read_may_be_what_was_saved_later(store: Store, step: int
 # --- sweep ---
 
 
-def test_a_sweep_spares_what_is_committed_under_way_or_none_of_ours(store: Store) -> None:
+def test_a_sweep_spares_what_is_committed_under_way_or_none_of_ours(
+    store: CheckpointDirectory,
+) -> None:
     done = store.commit(manifest(1))
     kept_folder = write(store, done)
     under_way, left = write(store, manifest(2)), write(store, manifest(3))
@@ -454,7 +453,7 @@ def beside(root: Path, _: Path) -> None:
 
 @pytest.mark.parametrize("put", [copied, exported, beside])
 def test_what_people_put_beside_checkpoints_is_neither_loaded_nor_removed(
-    store: Store, put: Callable[[Path, Path], None]
+    store: CheckpointDirectory, put: Callable[[Path, Path], None]
 ) -> None:
     root = Path(store.place.url)
     whole = root / named(7)
@@ -465,10 +464,10 @@ def test_what_people_put_beside_checkpoints_is_neither_loaded_nor_removed(
     put(root, whole)
     before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
     left = write(store, manifest(1))
-    for one, swept in ((store, [left.name]), (Store(root), [])):
+    for one, swept in ((store, [left.name]), (CheckpointDirectory(root), [])):
         assert one.sweep(now=0.0) == swept
         assert one.checkpoints() == [done]
-        assert one.retain(Keep(newest=1)) == []
+        assert one.retain(KeepRules(newest=1)) == []
     stone = left.with_name(f"{left.name}.json")
     after = {path: path.stat().st_mtime_ns for path in root.rglob("*") if path != stone}
     assert after == before
@@ -478,7 +477,7 @@ class Killed(BaseException):
     pass
 
 
-class Dying(Folder):
+class Dying(FolderBackend):
     """Its process is killed when it is to remove a checkpoint's file."""
 
     def remove(self, name: str) -> None:
@@ -487,7 +486,7 @@ class Dying(Folder):
         super().remove(name)
 
 
-def test_a_removal_that_was_killed_is_finished_by_a_sweep(store: Store) -> None:
+def test_a_removal_that_was_killed_is_finished_by_a_sweep(store: CheckpointDirectory) -> None:
     """Its bytes would be left for ever: without a manifest they might be anybody's."""
     done = store.commit(manifest())
     folder = write(store, done)
@@ -495,7 +494,7 @@ def test_a_removal_that_was_killed_is_finished_by_a_sweep(store: Store) -> None:
     store.place = Dying(Path(store.place.url))
     with pytest.raises(Killed):
         store.remove(done.folder)
-    after = Store(store.place.url)
+    after = CheckpointDirectory(store.place.url)
     assert after.checkpoints() == []
     assert after.sweep(now=0.0) == [folder.name]
     assert not folder.exists()
@@ -505,21 +504,21 @@ def test_a_removal_that_was_killed_is_finished_by_a_sweep(store: Store) -> None:
 def test_a_tombstone_goes_when_no_committer_can_be_left(tmp_path: Path, wall: float) -> None:
     """By a clock that does not jump, whatever time it is said to be."""
     clock = Clock()
-    store = Store(tmp_path, clock=clock)
+    store = CheckpointDirectory(tmp_path, clock=clock)
     folder = write(store, manifest())
     store.sweep(now=2e9)
     stone = folder.with_name(f"{folder.name}.json")
     store.sweep(now=wall)
-    clock.now += storage.TOMBSTONE_S - 1
+    clock.now += directory.TOMBSTONE_S - 1
     store.sweep(now=wall)
-    with pytest.raises(Superseded):
-        Store(store.place.url).commit(manifest())
+    with pytest.raises(SupersededError):
+        CheckpointDirectory(store.place.url).commit(manifest())
     clock.now += 2
     store.sweep(now=wall)
     assert not stone.exists()
 
 
-def test_a_sweep_that_was_killed_is_finished_by_the_next(store: Store) -> None:
+def test_a_sweep_that_was_killed_is_finished_by_the_next(store: CheckpointDirectory) -> None:
     folder = write(store, manifest())
     grave = manifest(void="it was never committed")
     assert store.place.create(f"{folder.name}.json", grave.encode())
@@ -527,7 +526,7 @@ def test_a_sweep_that_was_killed_is_finished_by_the_next(store: Store) -> None:
     assert not folder.exists()
 
 
-class Keeping(Folder):
+class Keeping(FolderBackend):
     """Some things in it are not ours to remove."""
 
     def __init__(self, path: Path, *stuck: str) -> None:
@@ -540,7 +539,7 @@ class Keeping(Folder):
         super().remove(name)
 
 
-def test_what_cannot_be_removed_is_named_and_the_sweep_goes_on(store: Store) -> None:
+def test_what_cannot_be_removed_is_named_and_the_sweep_goes_on(store: CheckpointDirectory) -> None:
     for step in (1, 2):
         write(store, manifest(step))
     torn = f".{named(1)}.json.0123abcd.tmp"
@@ -571,7 +570,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("buried", [False, True])
-def test_a_sweep_follows_no_link(store: Store, foreign: Path, buried: bool) -> None:
+def test_a_sweep_follows_no_link(store: CheckpointDirectory, foreign: Path, buried: bool) -> None:
     store.prepare()
     link = Path(store.place.url, named(3))
     link.symlink_to(foreign)
@@ -588,7 +587,7 @@ def test_a_sweep_follows_no_link(store: Store, foreign: Path, buried: bool) -> N
 
 
 def test_of_a_checkpoint_that_is_a_link_only_the_link_is_removed(
-    store: Store, foreign: Path
+    store: CheckpointDirectory, foreign: Path
 ) -> None:
     """It may lead to an archive, from which it is still read."""
     done = store.commit(manifest(3))
@@ -602,7 +601,9 @@ def test_of_a_checkpoint_that_is_a_link_only_the_link_is_removed(
     assert [p.name for p in Path(store.place.url).iterdir()] == []
 
 
-def test_a_link_inside_a_checkpoint_is_not_followed_either(store: Store, foreign: Path) -> None:
+def test_a_link_inside_a_checkpoint_is_not_followed_either(
+    store: CheckpointDirectory, foreign: Path
+) -> None:
     done = store.commit(manifest(3))
     folder = write(store, done)
     shutil.rmtree(folder / "parts")
@@ -612,8 +613,8 @@ def test_a_link_inside_a_checkpoint_is_not_followed_either(store: Store, foreign
     assert files(foreign) == before
 
 
-@pytest.mark.parametrize("name", [CLAIM, f"{named(3)}.json", f"{named(4)}/__0_0.distcp"])
-def test_a_pipe_is_not_waited_for(store: Store, name: str) -> None:
+@pytest.mark.parametrize("name", [LEASE_FILE, f"{named(3)}.json", f"{named(4)}/__0_0.distcp"])
+def test_a_pipe_is_not_waited_for(store: CheckpointDirectory, name: str) -> None:
     done = store.commit(manifest(4))
     write(store, done)
     path = Path(store.place.url, name)
@@ -624,7 +625,7 @@ def test_a_pipe_is_not_waited_for(store: Store, name: str) -> None:
         lambda: store.place.read(name),
         lambda: store.place.read_into(name, 0, data),
     ):
-        with pytest.raises(OSError, match=f"it is no regular file.*{path.name}"):
+        with pytest.raises(OSError, match=f"it is not a regular file.*{path.name}"):
             read()
     assert [m.step for m in store.checkpoints()] == [4]
 
@@ -643,12 +644,13 @@ VALUES = st.one_of(
 def test_a_claim_of_another_form_is_another_jobs(document: object) -> None:
     """It may be anything; nothing but an error in words comes of it."""
     clock = Clock()
-    store = Store("memory://claims", clock=clock)
-    store.place.put(CLAIM, json.dumps(document).encode())
-    with suppress(Claimed):
-        store.claim(ONE, drawn(7))
+    store = CheckpointDirectory("memory://claims", clock=clock)
+    store.place.put(LEASE_FILE, json.dumps(document).encode())
+    with suppress(DirectoryClaimedError):
+        store.acquire_lease(ONE, drawn(7))
     store.join(ONE)
-    store.renew()
+    store.renew_lease()
+    # no assert: no other exception is raised
     store.release()
 
 
@@ -686,13 +688,15 @@ def test_why_nothing_can_be_written_shows_without_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    assert Store(tmp_path / "new" / "run").obstacle() == ""
+    assert CheckpointDirectory(tmp_path / "new" / "run").obstacle() == ""
     for path in (tmp_path / "file", tmp_path / "file" / "run"):
-        assert Store(path).obstacle() == f"{tmp_path}/file is a file; expected a folder"
+        assert (
+            CheckpointDirectory(path).obstacle() == f"{tmp_path}/file is a file; expected a folder"
+        )
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may do all
-    assert "may not write to it" in Store(tmp_path / "new" / "run").obstacle()
+    assert "may not write to it" in CheckpointDirectory(tmp_path / "new" / "run").obstacle()
     assert {p.name for p in tmp_path.iterdir()} == {"file"}
-    assert Store("memory://obstacle").obstacle() == ""
+    assert CheckpointDirectory("memory://obstacle").obstacle() == ""
 
 
 @pytest.mark.parametrize(
@@ -723,13 +727,13 @@ def test_a_directory_that_might_be_another_is_refused(given: str, why: str) -> N
     assert why in str(refused.value)
     assert len(str(refused.value)) < 400
     with pytest.raises(ConfigError):
-        Store(os.fsdecode(given))
+        CheckpointDirectory(os.fsdecode(given))
 
 
 # --- retention ---
 
 
-def test_removal_begins_with_the_manifest(store: Store) -> None:
+def test_removal_begins_with_the_manifest(store: CheckpointDirectory) -> None:
     done = store.commit(manifest())
     folder = write(store, done)
     store.remove(done.folder)
@@ -754,15 +758,19 @@ def test_retention_keeps_what_a_rule_keeps_and_no_more(
         manifest(step, f"a{index}", metric=metric, number=len(rows) - index)
         for index, (step, metric) in enumerate(rows)
     ]
-    stay = kept(found, Keep(newest, every, best, highest))
+    stay = retained(found, KeepRules(newest, every, best, highest))
     worth = [m.metric for m in found if m.metric is not None and m.metric == m.metric]
     bar = sorted(worth, reverse=highest)[:best]
     for index, one in enumerate(found):
         by_rule = index < max(1, newest) or (every > 0 and one.step % every == 0)
         in_bar = one.metric in bar
+        metric = one.metric
         better = (
-            bool(bar) and in_bar and (one.metric > bar[-1] if highest else one.metric < bar[-1])
-        )  # type: ignore[operator]
+            metric is not None
+            and bool(bar)
+            and in_bar
+            and (metric > bar[-1] if highest else metric < bar[-1])
+        )
         if by_rule or better:
             assert one.folder in stay
         elif not in_bar:
@@ -772,10 +780,10 @@ def test_retention_keeps_what_a_rule_keeps_and_no_more(
     assert len([m for m in found if m.folder in stay and m.metric in bar]) >= len(bar)
 
 
-def test_retention_removes_files_and_spares_the_loaded_one(store: Store) -> None:
+def test_retention_removes_files_and_spares_the_loaded_one(store: CheckpointDirectory) -> None:
     for step in range(1, 6):
         write(store, store.commit(manifest(step)))
-    gone = store.retain(Keep(newest=2), spare={named(1)})
+    gone = store.retain(KeepRules(newest=2), protected={named(1)})
     assert gone == [named(3), named(2)]
     assert [m.step for m in store.checkpoints()] == [5, 4, 1]
     assert sorted(p.name for p in Path(store.place.url).iterdir() if p.is_dir()) == [
@@ -788,174 +796,137 @@ def test_retention_removes_files_and_spares_the_loaded_one(store: Store) -> None
 # --- claim ---
 
 
-def test_two_jobs_cannot_write_into_one_directory(store: Store) -> None:
-    store.claim(ONE, "a1")
+def test_two_jobs_cannot_write_into_one_directory(store: CheckpointDirectory) -> None:
+    store.acquire_lease(ONE, "a1")
     with pytest.raises(
-        Claimed, match=r"another job, gpt \(u1\): give each job a directory"
+        DirectoryClaimedError, match=r"another job, gpt \(u1\): give each job a directory"
     ) as told:
-        Store(store.place.url).claim(OTHER, "b1")
-    assert told.value.sure, "its writer lives on this host: no need to wait"
+        CheckpointDirectory(store.place.url).acquire_lease(OTHER, "b1")
+    assert told.value.is_alive, "its writer lives on this host: no need to wait"
     store.release()
-    Store(store.place.url).claim(OTHER, "b1")
+    CheckpointDirectory(store.place.url).acquire_lease(OTHER, "b1")
 
 
-def test_loading_needs_no_claim(store: Store) -> None:
-    store.claim(ONE, drawn(7))
+def test_loading_needs_no_claim(store: CheckpointDirectory) -> None:
+    store.acquire_lease(ONE, drawn(7))
     done = store.commit(manifest())
-    assert Store(store.place.url).checkpoints() == [done]
+    assert CheckpointDirectory(store.place.url).checkpoints() == [done]
 
 
-DIES = """
-import sys
-from dlrover_py.protocol.checkpoint import Owner
-from dlrover_py.storage import Store
-Store(sys.argv[1]).claim(Owner("u2", "bert"), "b1")
-"""
-
-
-@pytest.fixture
-def dead_writer(store: Store) -> Store:
-    """A claim of a process of this host that has ended."""
-    subprocess.run([sys.executable, "-c", DIES, store.place.url], check=True)
-    assert store.place.names() == [CLAIM]
-    return store
-
-
-def test_the_dead_of_this_host_are_followed_at_once(dead_writer: Store) -> None:
-    dead_writer.claim(ONE, "a1")
-    assert json.loads(dead_writer.place.read(CLAIM))["job"] == "u1"
-
-
-def elsewhere(store: Store, beat: int) -> None:
+def elsewhere(store: CheckpointDirectory, beat: int) -> None:
     """What a process of another host claims."""
-    store.claim(OTHER, "b1")
-    claim = json.loads(store.place.read(CLAIM)) | {"host": "another", "beat": beat}
-    store.place.put(CLAIM, json.dumps(claim).encode())
+    store.acquire_lease(OTHER, "b1")
+    claim = json.loads(store.place.read(LEASE_FILE)) | {"host": "another", "beat": beat}
+    store.place.put(LEASE_FILE, json.dumps(claim).encode())
 
 
 def test_a_claim_of_another_host_lapses_by_our_own_clock(tmp_path: Path) -> None:
     clock = Clock()
-    mine = Store(tmp_path, clock=clock)
-    elsewhere(Store(tmp_path), 1)
-    with pytest.raises(Claimed) as told:
-        mine.claim(ONE)
-    assert not told.value.sure
-    clock.now += LAPSE_S - 1
-    with pytest.raises(Claimed):
-        mine.claim(ONE)
+    mine = CheckpointDirectory(tmp_path, clock=clock)
+    elsewhere(CheckpointDirectory(tmp_path), 1)
+    with pytest.raises(DirectoryClaimedError) as told:
+        mine.acquire_lease(ONE)
+    assert not told.value.is_alive
+    clock.now += LEASE_S - 1
+    with pytest.raises(DirectoryClaimedError):
+        mine.acquire_lease(ONE)
     clock.now += 2
-    mine.claim(ONE)
+    mine.acquire_lease(ONE)
 
 
 def test_a_claim_of_another_host_that_is_renewed_holds(tmp_path: Path) -> None:
     clock = Clock()
-    mine = Store(tmp_path, clock=clock)
+    mine = CheckpointDirectory(tmp_path, clock=clock)
     for beat in range(5):
-        elsewhere(Store(tmp_path), beat)
-        with pytest.raises(Claimed) as told:
-            mine.claim(ONE)
-        assert told.value.sure is (beat > 0)
-        clock.now += LAPSE_S - 1
+        elsewhere(CheckpointDirectory(tmp_path), beat)
+        with pytest.raises(DirectoryClaimedError) as told:
+            mine.acquire_lease(ONE)
+        assert told.value.is_alive is (beat > 0)
+        clock.now += LEASE_S - 1
 
 
 def away(place: Path, host: str = "another") -> None:
     """Whoever has the claim does not run on this host."""
-    claim = json.loads((place / CLAIM).read_bytes()) | {"host": host}
-    (place / CLAIM).write_text(json.dumps(claim))
+    claim = json.loads((place / LEASE_FILE).read_bytes()) | {"host": host}
+    (place / LEASE_FILE).write_text(json.dumps(claim))
 
 
 def test_when_the_claiming_node_dies_the_others_of_its_job_keep_the_directory(
     tmp_path: Path,
 ) -> None:
     clock = Clock()
-    dead, second, third = (Store(tmp_path, clock=clock) for _ in range(3))
-    stranger = Store(tmp_path, clock=clock)
-    dead.claim(OTHER, "b1", shared=True)
+    dead, second, third = (CheckpointDirectory(tmp_path, clock=clock) for _ in range(3))
+    stranger = CheckpointDirectory(tmp_path, clock=clock)
+    dead.acquire_lease(OTHER, "b1", shared=True)
     away(tmp_path)
     for store in (second, third):
         store.join(OTHER)
     renewed = []
     for _ in range(20):
-        renewed.append([store.renew() for store in (second, third)])
-        with pytest.raises(Claimed):
-            stranger.claim(ONE)
-        clock.now += BEAT_S
+        renewed.append([store.renew_lease() for store in (second, third)])
+        with pytest.raises(DirectoryClaimedError):
+            stranger.acquire_lease(ONE)
+        clock.now += RENEW_S
     assert [True, True] not in renewed, "one of them stands in"
     assert renewed[-1] == [True, False]
     second.release()
-    with pytest.raises(Claimed):
-        stranger.claim(ONE)
-    assert third.renew(), "somebody of the job still writes here"
-    with pytest.raises(Claimed):
-        stranger.claim(ONE)
+    with pytest.raises(DirectoryClaimedError):
+        stranger.acquire_lease(ONE)
+    assert third.renew_lease(), "somebody of the job still writes here"
+    with pytest.raises(DirectoryClaimedError):
+        stranger.acquire_lease(ONE)
     third.release()
-    with pytest.raises(Claimed):
-        stranger.claim(ONE)
-    clock.now += LAPSE_S
-    stranger.claim(ONE)
-    assert not third.renew()
-
-
-def test_the_dead_of_this_host_are_not_followed_at_once_if_others_of_their_job_may_live(
-    tmp_path: Path,
-) -> None:
-    clock = Clock()
-    text = DIES.replace('"b1")', '"b1", shared=True)')
-    subprocess.run([sys.executable, "-c", text, str(tmp_path)], check=True)
-    stranger, other = Store(tmp_path, clock=clock), Store(tmp_path, clock=clock)
-    with pytest.raises(Claimed) as told:
-        stranger.claim(ONE)
-    assert not told.value.sure
-    other.join(OTHER)
-    assert other.renew(), "that it is dead is known here"
-    clock.now += LAPSE_S + 1
-    with pytest.raises(Claimed) as told:
-        stranger.claim(ONE)
-    assert told.value.sure
+    with pytest.raises(DirectoryClaimedError):
+        stranger.acquire_lease(ONE)
+    clock.now += LEASE_S
+    stranger.acquire_lease(ONE)
+    assert not third.renew_lease()
 
 
 def test_who_stands_in_lets_only_the_newest_attempt_commit(tmp_path: Path) -> None:
-    old, new = Store(tmp_path), Store(tmp_path)
-    old.claim(ONE, "a7", shared=True)
-    new.claim(ONE, "a8", shared=True)
+    old, new = CheckpointDirectory(tmp_path), CheckpointDirectory(tmp_path)
+    old.acquire_lease(ONE, "a7", shared=True)
+    new.acquire_lease(ONE, "a8", shared=True)
     new.release()
-    assert old.renew()
-    with pytest.raises(Superseded):
+    assert old.renew_lease()
+    with pytest.raises(SupersededError):
         old.commit(manifest(7, "a7"))
-    (tmp_path / CLAIM).unlink()
-    assert old.renew(), "somebody has cleaned up too well"
-    with pytest.raises(Superseded):
+    (tmp_path / LEASE_FILE).unlink()
+    assert old.renew_lease(), "somebody has cleaned up too well"
+    with pytest.raises(SupersededError):
         old.commit(manifest(7, "a7"))
 
 
 def test_watching_the_own_claim_tells_nothing_of_another_jobs(tmp_path: Path) -> None:
-    mine, peer = Store(tmp_path), Store(tmp_path)
-    peer.claim(ONE, "a1", shared=True)
+    mine, peer = CheckpointDirectory(tmp_path), CheckpointDirectory(tmp_path)
+    peer.acquire_lease(ONE, "a1", shared=True)
     away(tmp_path)
     mine.join(ONE)
-    assert not mine.renew()
-    (tmp_path / CLAIM).unlink()
-    Store(tmp_path).claim(OTHER, "b1")
+    assert not mine.renew_lease()
+    (tmp_path / LEASE_FILE).unlink()
+    CheckpointDirectory(tmp_path).acquire_lease(OTHER, "b1")
     away(tmp_path)
-    with pytest.raises(Claimed) as told:
-        mine.claim(ONE, "a2")
-    assert not told.value.sure, "it may be dead: that shows"
+    with pytest.raises(DirectoryClaimedError) as told:
+        mine.acquire_lease(ONE, "a2")
+    assert not told.value.is_alive, "it may be dead: that shows"
 
 
-def test_a_newer_attempt_of_the_job_calls_the_older_off(store: Store) -> None:
+def test_a_newer_attempt_of_the_job_calls_the_older_off(store: CheckpointDirectory) -> None:
     """Its coordinator was cut off, and has a grant; nobody has swept what it wrote yet."""
-    store.claim(ONE, "a1")
-    newer = Store(store.place.url)
-    newer.claim(ONE, "a2")
-    with pytest.raises(Superseded, match=r"another attempt has begun since; step-7.a1 is given up"):
+    store.acquire_lease(ONE, "a1")
+    newer = CheckpointDirectory(store.place.url)
+    newer.acquire_lease(ONE, "a2")
+    with pytest.raises(
+        SupersededError, match=r"another attempt has begun since; step-7.a1 is given up"
+    ):
         store.commit(manifest(7, "a1"))
-    assert not store.renew()
+    assert not store.renew_lease()
     store.release()
-    assert newer.renew(), "who was called off releases nothing"
+    assert newer.renew_lease(), "who was called off releases nothing"
     assert newer.commit(manifest(8, "a2")).number == 1
 
 
-class Halting(Folder):
+class Halting(FolderBackend):
     """Others do something before one or the other of its calls."""
 
     def __init__(self, path: Path, others: list[tuple[int, Callable[[], object]]]) -> None:
@@ -971,7 +942,7 @@ class Halting(Folder):
         self.halt()
         return super().names(folder)
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, most: int = MAX_DOCUMENT) -> bytes:
         self.halt()
         return super().read(name)
 
@@ -993,25 +964,28 @@ CALLS = 6
 
 
 def test_who_renews_late_does_not_undo_a_newer_attempts_claim(tmp_path: Path) -> None:
-    old, new = Store(tmp_path), Store(tmp_path)
-    old.claim(ONE, drawn(7), shared=True)
-    old.place = Halting(tmp_path, [(1, lambda: new.claim(ONE, drawn(8), shared=True))])
-    assert not old.renew()
+    old, new = CheckpointDirectory(tmp_path), CheckpointDirectory(tmp_path)
+    old.acquire_lease(ONE, drawn(7), shared=True)
+    old.place = Halting(tmp_path, [(1, lambda: new.acquire_lease(ONE, drawn(8), shared=True))])
+    assert not old.renew_lease()
     assert new.commit(manifest(8)).number == 1
 
 
 def test_of_two_jobs_that_wait_for_a_lapsed_claim_one_has_it(tmp_path: Path) -> None:
     clock = Clock()
-    elsewhere(Store(tmp_path), 1)
-    fast, slow = Store(tmp_path, clock=clock), Store(tmp_path, clock=clock)
-    third = Owner("u3", "t5")
+    elsewhere(CheckpointDirectory(tmp_path), 1)
+    fast, slow = (
+        CheckpointDirectory(tmp_path, clock=clock),
+        CheckpointDirectory(tmp_path, clock=clock),
+    )
+    third = DirectoryOwner("u3", "t5")
     for one, owner in ((fast, ONE), (slow, third)):
-        with pytest.raises(Claimed):
-            one.claim(owner)
-    clock.now += LAPSE_S + 1
-    slow.place = Halting(tmp_path, [(1, lambda: fast.claim(ONE, drawn(7)))])
-    with pytest.raises(Claimed, match="another job, gpt"):
-        slow.claim(third)
+        with pytest.raises(DirectoryClaimedError):
+            one.acquire_lease(owner)
+    clock.now += LEASE_S + 1
+    slow.place = Halting(tmp_path, [(1, lambda: fast.acquire_lease(ONE, drawn(7)))])
+    with pytest.raises(DirectoryClaimedError, match="another job, gpt"):
+        slow.acquire_lease(third)
     assert fast.commit(manifest(7)).number == 1
 
 
@@ -1020,21 +994,24 @@ def test_what_was_called_off_does_not_appear_after_a_newer_commit(
     tmp_path: Path, when: tuple[int, int, int]
 ) -> None:
     """A coordinator with all written and a grant stands still, again and again; others go on."""
-    old, new = Store(tmp_path), Store(tmp_path)
+    old, new = CheckpointDirectory(tmp_path), CheckpointDirectory(tmp_path)
     late, newer = manifest(7), manifest(8)
-    old.claim(ONE, late.attempt)
+    old.acquire_lease(ONE, late.attempt)
     write(old, late)
     there: list[Manifest] = []
 
     def commit() -> None:
-        with suppress(Superseded):  # the claim was renewed just when it was taken
+        with suppress(SupersededError):  # the claim was renewed just when it was taken
             new.commit(newer)
             there.extend(new.checkpoints())
 
-    others = [lambda: new.claim(ONE, newer.attempt), lambda: new.sweep({newer.folder}, now=0.0)]
+    others = [
+        lambda: new.acquire_lease(ONE, newer.attempt),
+        lambda: new.sweep({newer.folder}, now=0.0),
+    ]
     place = old.place = Halting(tmp_path, list(zip(when, [*others, commit], strict=True)))
-    with suppress(Superseded):
-        old.renew()
+    with suppress(SupersededError):
+        old.renew_lease()
         old.commit(late)
     place.calls = CALLS
     place.halt()
@@ -1045,15 +1022,15 @@ def test_what_was_called_off_does_not_appear_after_a_newer_commit(
 
 def test_a_claim_that_cannot_be_read_lapses_too(tmp_path: Path) -> None:
     clock = Clock()
-    mine = Store(tmp_path, clock=clock)
-    (tmp_path / CLAIM).write_text('{"job": ')
-    with pytest.raises(Claimed, match="which cannot be read"):
-        mine.claim(ONE)
-    clock.now += LAPSE_S + 1
-    mine.claim(ONE)
+    mine = CheckpointDirectory(tmp_path, clock=clock)
+    (tmp_path / LEASE_FILE).write_text('{"job": ')
+    with pytest.raises(DirectoryClaimedError, match="which cannot be read"):
+        mine.acquire_lease(ONE)
+    clock.now += LEASE_S + 1
+    mine.acquire_lease(ONE)
 
 
-class Remembering(Folder):
+class Remembering(FolderBackend):
     """As an NFS client has it: a listing is an old one, unless this client changes the folder."""
 
     def __init__(self, path: Path) -> None:
@@ -1069,8 +1046,10 @@ class Remembering(Folder):
 
 
 @pytest.mark.parametrize("look", ["load", "commit", "sweep"])
-def test_what_another_host_has_just_committed_is_seen(store: Store, look: str) -> None:
-    here = Store(store.place.url)
+def test_what_another_host_has_just_committed_is_seen(
+    store: CheckpointDirectory, look: str
+) -> None:
+    here = CheckpointDirectory(store.place.url)
     here.place = Remembering(Path(store.place.url))
     assert here.checkpoints() == []
     done = store.commit(manifest(1, term=1))
@@ -1083,7 +1062,7 @@ def test_what_another_host_has_just_committed_is_seen(store: Store, look: str) -
         assert here.sweep(now=0.0) == [left.name]
 
 
-def test_a_mark_of_who_was_killed_goes(store: Store) -> None:
+def test_a_mark_of_who_was_killed_goes(store: CheckpointDirectory) -> None:
     (Path(store.place.url) / ".look.0123abcd").touch()
     store.sweep(now=0.0)
     assert store.place.names() == []
@@ -1096,15 +1075,15 @@ def test_a_store_without_exclusive_creation_is_refused() -> None:
     import fsspec
     from fsspec.implementations.memory import MemoryFileSystem
 
-    class Careless(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
+    class Careless(MemoryFileSystem):
         protocol = "careless"
 
         def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: object) -> None:
             super().pipe_file(path, value)
 
     fsspec.register_implementation("careless", Careless, clobber=True)
-    with pytest.raises(ConfigError, match="does not refuse to write over what is there"):
-        Store("careless://bucket/x").prepare()
+    with pytest.raises(ConfigError, match="expected the store to refuse to overwrite"):
+        CheckpointDirectory("careless://bucket/x").prepare()
 
 
 def test_a_store_that_looks_first_and_writes_then_is_refused() -> None:
@@ -1112,33 +1091,68 @@ def test_a_store_that_looks_first_and_writes_then_is_refused() -> None:
     import fsspec
     from fsspec.implementations.memory import MemoryFileSystem
 
-    class Plain(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
+    class Plain(MemoryFileSystem):
         protocol = "plain"
         pipe_file = fsspec.AbstractFileSystem.pipe_file
 
     fsspec.register_implementation("plain", Plain, clobber=True)
     with pytest.raises(ConfigError, match="Plain cannot create a file exclusively"):
-        Store("plain://bucket/x").prepare()
+        CheckpointDirectory("plain://bucket/x").prepare()
+
+
+def test_a_bucket_without_the_extra_for_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(ConfigError, match="install DLRover-Py with its extra s3"):
+        CheckpointDirectory("s3://bucket/x")
+
+
+def test_a_host_in_an_address_reaches_its_file_system() -> None:
+    """As for ftp and sftp, which do not work without one."""
+    import fsspec
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    class Hosted(MemoryFileSystem):
+        protocol = "hosted"
+
+        def __init__(self, host: str, **options: Any) -> None:
+            super().__init__(**options)
+            self.host = host
+
+        @classmethod
+        def _strip_protocol(cls, path: str) -> str:
+            return "/" + path.removeprefix("hosted://").partition("/")[2].strip("/")
+
+        @staticmethod
+        def _get_kwargs_from_urls(path: str) -> dict[str, str]:
+            host = path.removeprefix("hosted://").partition("/")[0]
+            return {"host": host} if host else {}
+
+    fsspec.register_implementation("hosted", Hosted, clobber=True)
+    store = CheckpointDirectory("hosted://nas/runs/hosted")
+    store.prepare()
+    assert store.checkpoints() == []
+    with pytest.raises(ConfigError, match=r"hosted:///runs.*'host'"):
+        CheckpointDirectory("hosted:///runs")
 
 
 def test_any_file_system_of_fsspec_will_do() -> None:
-    store = Store("memory://runs/one")
+    store = CheckpointDirectory("memory://runs/one")
     store.prepare()
-    store.claim(ONE, drawn(7))
+    store.acquire_lease(ONE, drawn(7))
     sink = store.place.sink(f"{named(7)}/__0_0.distcp")
     sink.write(b"bytes")
     sink.finish()
     assert store.checkpoints() == []
     done = store.commit(manifest())
-    with pytest.raises(Superseded):
+    with pytest.raises(SupersededError):
         store.commit(manifest())
-    assert Store("memory://runs/one").checkpoints() == [done]
+    assert CheckpointDirectory("memory://runs/one").checkpoints() == [done]
     target = bytearray(3)
     store.read_into(done, "__0_0.distcp", 1, memoryview(target))
     assert bytes(target) == b"yte"
     with pytest.raises(OSError, match="ends at byte 5"):
         store.read_into(done, "__0_0.distcp", 4, memoryview(target))
-    assert store.retain(Keep()) == []
+    assert store.retain(KeepRules()) == []
     for name in ("step-9.pt", named(9), f"{named(10)}/notes"):
         store.place.put(name, b"a user's")
         assert store.sweep(now=0.0) == []
@@ -1156,7 +1170,7 @@ def test_any_file_system_of_fsspec_will_do() -> None:
 @given(nbytes=st.integers(0, 5 << 40), more=st.floats(1.0, 1.05))
 def test_a_file_of_any_size_has_parts_enough(nbytes: int, more: float) -> None:
     """Its zips need more than what was expected."""
-    part, at_once = parts(nbytes)
+    part, at_once = upload_parts(nbytes)
     assert nbytes * more / part < 10_000, "more S3 does not take"
     assert part * at_once <= max(120 << 20, 2 * part)
     assert at_once >= 2
@@ -1164,7 +1178,62 @@ def test_a_file_of_any_size_has_parts_enough(nbytes: int, more: float) -> None:
 
 def test_what_speaks_no_known_protocol_is_refused() -> None:
     with pytest.raises(ConfigError, match="gopher://x"):
-        Store("gopher://x")
+        CheckpointDirectory("gopher://x")
+
+
+@contextmanager
+def in_a_bucket(
+    monkeypatch: pytest.MonkeyPatch, handler: type[BaseHTTPRequestHandler]
+) -> Iterator[None]:
+    """Have a handler answer all requests for buckets."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
+            monkeypatch.setenv(name, "tests")
+        try:
+            yield
+        finally:
+            server.shutdown()
+
+
+def test_a_document_that_is_too_large_is_not_read_from_any_file_system() -> None:
+    place = directory.open_backend("memory://documents")
+    place.put("ten", bytes(10))
+    place.put("none", b"")
+    assert place.read("ten", 10) == bytes(10)
+    assert place.read("none", 0) == b""
+    with pytest.raises(OSError, match=r"more than 9 bytes: .* most 9: .*documents/ten") as refused:
+        place.read("ten", 9)
+    assert refused.value.errno == errno.EFBIG
+
+
+def test_a_document_that_is_too_large_is_not_read_from_a_bucket(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its size is in the head of the answer: the client closes the connection then."""
+    closed = threading.Event()
+
+    class Large(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(1 << 26))
+            self.send_header("ETag", '"1"')
+            self.send_header("Last-Modified", "Thu, 26 Nov 2026 00:00:00 GMT")
+            self.end_headers()
+            try:
+                for _ in range(1 << 10):
+                    self.wfile.write(bytes(1 << 16))
+            except OSError:
+                closed.set()
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing."""
+
+    with in_a_bucket(monkeypatch, Large):
+        with pytest.raises(OSError, match=r"has 67108864 bytes: .* most 1000: .*/some.json"):
+            directory.open_backend("s3://bucket/runs").read("some.json", 1000)
+        assert closed.wait(60)
 
 
 def test_a_bucket_that_refuses_an_object_says_so_of_this_one(
@@ -1179,13 +1248,8 @@ def test_a_bucket_that_refuses_an_object_says_so_of_this_one(
         def log_message(self, format: str, *args: object) -> None:
             """Nothing."""
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
-            monkeypatch.setenv(name, "tests")
-        try:
-            with pytest.raises(PermissionError, match=r"denied: 'bucket/runs/some\.json'"):
-                storage.open_place("s3://bucket/runs").read("some.json")
-        finally:
-            server.shutdown()
+    with (
+        in_a_bucket(monkeypatch, Refusing),
+        pytest.raises(PermissionError, match=r"denied: 'bucket/runs/some\.json'"),
+    ):
+        directory.open_backend("s3://bucket/runs").read("some.json")

@@ -3,10 +3,11 @@
 import io
 import json
 import logging
+from typing import Any
 
 import pytest
 
-from dlrover_agent.said import checked, restarted
+from dlrover_agent.console import checked, restarted
 from dlrover_py.protocol.agents import CheckResult
 from dlrover_py.telemetry import ENV_FORMAT, NOTICE, for_people, setup
 
@@ -49,22 +50,45 @@ def test_a_wish_that_is_not_known_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     assert "DLROVER_LOG_FORMAT is 'text': expected words or json" in said
 
 
+@pytest.mark.parametrize("wish", ["debug", " Warn ", "ERROR"])
+def test_a_level_is_known_in_any_case(wish: str) -> None:
+    setup("agent", level=wish, stream=Terminal(), logger="of-a-test")
+    known = logging.getLevelNamesMapping()
+    assert logging.getLogger("of-a-test").level == known[wish.strip().upper()]
+
+
+@pytest.mark.parametrize("wish", ["verbose", "", "10", "\udcff"])
+def test_a_level_that_is_not_known_is_told_and_ends_no_program(wish: str) -> None:
+    stream = Terminal()
+    setup("agent", level=wish, stream=stream, logger="of-a-test")
+    assert f"the log's level is {wish!r}: expected DEBUG, INFO" in stream.getvalue()
+    assert logging.getLogger("of-a-test").level == logging.INFO
+
+
 @pytest.mark.parametrize(
     ("event", "fields", "line"),
     [
-        ("no_contact", {"port": 9, "why": "in use"}, "agent: no contact: in use (port 9)"),
+        (
+            "peer_probe_unavailable",
+            {"port": 9, "why": "in use"},
+            "agent: peer probe unavailable: in use (port 9)",
+        ),
         ("took", {"took_s": 0.5, "step": None}, "agent: took (took 0.5 s)"),
         (
             "ended",
             {"why": "killed", "then": "started again"},
             "agent: ended: killed; started again",
         ),
-        ("NodeLost", {"why": "n1 is lost: silent", "term": 3}, "agent: n1 is lost: silent"),
+        (
+            "NodeLost",
+            {"why": "node n1 was lost: silent", "term": 3},
+            "agent: node n1 was lost: silent",
+        ),
         ("restarted", {"says": "restart 1 of 3", "after_s": 1}, "agent: restart 1 of 3"),
         ("two words", {}, "agent: two words"),
     ],
 )
-def test_people_get_a_sentence(event: str, fields: dict[str, object], line: str) -> None:
+def test_people_get_a_sentence(event: str, fields: dict[str, Any], line: str) -> None:
     assert logged(Terminal(), event, **fields) == line + "\n"
     told = json.loads(logged(io.StringIO(), event, **fields))
     assert told["event"] == event
@@ -101,15 +125,15 @@ KILLED = "n0: worker 1 (rank 1) was killed by SIGKILL (restart 1 of 3)"
             "workers run again after 0.2 s",
         ),
         (
-            "n1 is lost: its connection closed",
+            "node n1 was lost: its connection closed",
             True,
             True,
-            "n1 is lost: its connection closed, next step after 0.2 s",
+            "node n1 was lost: its connection closed, next step after 0.2 s",
         ),
     ],
 )
 def test_a_restart_is_one_line(reason: str, alone: bool, stepped: bool, line: str) -> None:
-    assert restarted(reason, alone=alone, stepped=stepped, after_s=0.2) == line
+    assert restarted(reason, single_node=alone, stepped=stepped, after_s=0.2) == line
 
 
 def test_a_check_is_one_line() -> None:

@@ -25,7 +25,7 @@ def status(nodes: int, events: int = 0, message: str = "") -> JobStatus:
         round=3,
         world_size=nodes,
         nodes_in_round=nodes - 1,
-        wanted=nodes,
+        desired=nodes,
         minimum=1,
         ready=nodes,
         standby=0,

@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from dlrover_py.cli import view
-from dlrover_py.local import expand
+from dlrover_py.cli.progress import ProgressPrinter
+from dlrover_py.localcluster.cluster import expand
 from dlrover_py.protocol.agents import FailureKind, Progress, WorkerFailure
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.local import Snapshot
@@ -48,21 +49,28 @@ STORY = [
 
 
 def test_the_story_of_a_round_is_its_chain_of_causes() -> None:
-    assert [e.id for e in view.story(STORY)] == [4, 5, 6]
-    assert [e.id for e in view.story(STORY, 2)] == [4, 5, 6]
-    assert [e.id for e in view.story(STORY, 1)] == [1, 2]
-    assert view.story(STORY, 3) == []
-    assert view.story([]) == []
+    assert [e.id for e in view.causal_chain(STORY)] == [4, 5, 6]
+    assert [e.id for e in view.causal_chain(STORY, 2)] == [4, 5, 6]
+    assert [e.id for e in view.causal_chain(STORY, 1)] == [1, 2]
+    assert view.causal_chain(STORY, 3) == []
+    assert view.causal_chain([]) == []
 
 
 def test_why_a_round_was_formed_is_not_that_the_job_has_ended() -> None:
     ended = [*STORY, event(8, "JobSucceeded", round_=2)]
-    assert [e.id for e in view.story(ended)] == [8]
-    assert [e.id for e in view.story(ended, 2)] == [4, 5, 6]
+    assert [e.id for e in view.causal_chain(ended)] == [8]
+    assert [e.id for e in view.causal_chain(ended, 2)] == [4, 5, 6]
 
 
 def test_a_chain_whose_beginning_was_dropped_is_told_from_where_it_is_known() -> None:
-    assert [e.id for e in view.story(STORY[4:])] == [5, 6]
+    assert [e.id for e in view.causal_chain(STORY[4:])] == [5, 6]
+
+
+def test_a_long_last_line_of_a_script_is_cut() -> None:
+    (_, last) = view.closing_lines(status(JobPhase.SUCCEEDED), "x" * 3_000_000)
+    assert last.startswith("last line of rank 0: xxx")
+    assert last.endswith("x…")
+    assert len(last) < 1100
 
 
 def test_durations_in_words() -> None:
@@ -115,7 +123,7 @@ def status(phase: JobPhase) -> JobStatus:
         round=2,
         world_size=4,
         nodes_in_round=2,
-        wanted=2,
+        desired=2,
         minimum=2,
         ready=2,
         standby=0,
@@ -141,7 +149,7 @@ def status(phase: JobPhase) -> JobStatus:
 
 def drawn(snap: Snapshot) -> str:
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(view.live("demo", snap.status, "the master is starting"))
+    console.print(view.live_display("demo", snap.status, "the master is starting"))
     console.file.close()
     return console.export_text()
 
@@ -167,7 +175,7 @@ def busy(phase: JobPhase) -> JobStatus:
         NodeStatus(
             id=f"n{i}", phase=NodePhase.LIVE, role=NodeRole.MEMBER, incarnation=1, node_rank=i,
             host=f"host-{i}", pids=[100_000 + i], step=1_000 + i, restarts=i, warm=True,
-            message="imports what its workers will need" if i == 3 else "",
+            message="imports modules for its workers" if i == 3 else "",
         )
         for i in range(8)
     ]  # fmt: skip
@@ -180,23 +188,51 @@ def test_the_live_view_fits_the_terminal(width: int, height: int) -> None:
     output = [f"line {i} " + "x" * 300 for i in range(50)]
     for phase in (JobPhase.RUNNING, JobPhase.SUCCEEDED):
         hint = "in another terminal: dlrover job why"
-        drawn = view.live(
+        drawn = view.live_display(
             "demo", busy(phase), "pid 1", output=output, hint=hint, size=(width, height)
         )
         lines = shown(drawn, width)
         assert len(lines) <= height, "\n".join(lines)
         assert max(map(len, lines)) <= width
         text = "\n".join(lines)
-        for words in ("n7", "rank 0 prints:", "line 49", "step 30/60", "imports what", hint):
+        for words in ("n7", "output of rank 0:", "line 49", "step 30/60", "imports modules", hint):
             assert words in text, text
         assert ("RESTARTS" in text) == (width > 60)
 
 
+@pytest.mark.parametrize("width", [60, 200])
+def test_the_last_picture_has_no_state_of_nodes_and_whole_events(width: int) -> None:
+    """What the nodes have last reported is old by then, and a cut event may lack the cause."""
+    ended = busy(JobPhase.FAILED)
+    lines = shown(view.final_display("demo", ended, output=["line 49"], size=(width, 24)), width)
+    text = " ".join(" ".join(lines).split())
+    for words in (
+        "demo Failed",
+        "step 30/60",
+        "line 49",
+        *map(view.event_line, ended.events[-10:]),
+    ):
+        assert words.strip() in text, text
+    for words in ("live", "NODE", "imports modules"):
+        assert words not in text, text
+    assert "there is no status" in "".join(
+        shown(view.final_display("demo", None, output=()), width)
+    )
+
+
+def test_a_suspended_job_says_how_it_goes_on() -> None:
+    words = "spec.suspend is true: no node runs until `dlrover job resume`"
+    suspended = status(JobPhase.SUSPENDED).model_copy(update={"reason": words})
+    assert words in drawn(snapshot(suspended))
+
+
 def test_the_live_view_has_a_clock_and_says_how_steps_are_shown() -> None:
     ended = status(JobPhase.SUCCEEDED).model_copy(update={"ended_at": 1090.0})
-    assert "1 min 30 s" in "\n".join(shown(view.live("demo", ended, "away"), 120))
+    assert "1 min 30 s" in "\n".join(shown(view.live_display("demo", ended, "not running"), 120))
     silent = status(JobPhase.RUNNING).model_copy(update={"progress": None})
-    assert "session.report_step" in "\n".join(shown(view.live("demo", silent, "pid 1"), 120))
+    assert "session.report_step" in "\n".join(
+        shown(view.live_display("demo", silent, "pid 1"), 120)
+    )
 
 
 def test_an_ended_job_does_not_contradict_itself() -> None:
@@ -206,27 +242,40 @@ def test_an_ended_job_does_not_contradict_itself() -> None:
     assert ended.progress is not None
     fast = ended.progress.model_copy(update={"steps_per_s": 3.5})
     words = view.summary(ended.model_copy(update={"progress": fast}))
-    assert words == "Stopped · 2 rounds · 4 workers at last · step 30/60, loss 1.5"
-    assert view.troubles(ended.conditions) == []
-    assert view.Row.of(ended).ready == "0/2"
-    assert view.Row.of(ended).took == "90s"
+    assert words == "Stopped · 2 rounds · 4 workers at the end · step 30/60, loss 1.5"
+    assert view.problems(ended.conditions) == []
+    assert view.JobRow.of(ended).ready == "0/2"
+    assert view.JobRow.of(ended).took == "90s"
 
 
 def test_the_last_words_have_the_last_step_and_line() -> None:
     ended = status(JobPhase.SUCCEEDED).model_copy(update={"ended_at": 1090.0})
-    assert view.farewell(ended, "accuracy \x1b[1m0.97") == [
+    assert view.closing_lines(ended, "accuracy \x1b[1m0.97") == [
         "demo succeeded after 1 min 30 s at step 30/60: because [of] that",
         "last line of rank 0: accuracy \\x1b[1m0.97",
     ]
-    assert len(view.farewell(ended)) == 1
+    assert len(view.closing_lines(ended)) == 1
     assert view.output_line("\x1b[1;32mgreen\x1b[0m \x1b[2J") == r"green \x1b[2J"
+
+
+def test_the_last_words_say_that_checkpoints_were_not_stored() -> None:
+    done = status(JobPhase.SUCCEEDED)
+    well = [condition("CheckpointFailing", "False"), condition("OutOfMemory", "False")]
+    badly = [condition("CheckpointFailing", "True"), condition("Running", "False")]
+    last = view.closing_lines(done.model_copy(update={"conditions": well}))
+    assert len(last) == 1
+    last = view.closing_lines(done.model_copy(update={"conditions": badly}))
+    assert last[1:] == ["CheckpointFailing: CheckpointFailing says"]
 
 
 @pytest.mark.parametrize("width", [60, 100])
 def test_a_description_fits_the_terminal_and_says_all(width: int) -> None:
     long = condition("PodsReady", "False").model_copy(update={"message": "word " * 60})
     picture = replace(
-        hostile("short"), status=busy(JobPhase.RUNNING), conditions=[long], heads=["wish  " * 30]
+        hostile("short"),
+        status=busy(JobPhase.RUNNING),
+        conditions=[long],
+        header_lines=["desired  " * 30],
     )
     lines = [line for part in view.description(picture, width) for line in shown(part, width)]
     assert max(map(len, lines)) <= width
@@ -238,16 +287,16 @@ def test_a_description_fits_the_terminal_and_says_all(width: int) -> None:
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120])
 def test_a_table_leaves_out_columns_on_a_narrow_terminal(width: int) -> None:
-    rows = [replace(view.Row.of(status(JobPhase.RUNNING)), name="a-job-with-a-name")]
+    rows = [replace(view.JobRow.of(status(JobPhase.RUNNING)), name="a-job-with-a-name")]
     for here in (True, False):
-        table = view.JobTable(rows, here=here, width=width)
-        assert len(table.head()) <= width
+        table = view.JobTable(rows, local=here, width=width)
+        assert len(table.header()) <= width
         assert len(table.line(rows[0])) <= width
-        assert table.head().split()[:2] == ["NAME", "PHASE"]
-        assert ("GOODPUT" in table.head()) == (width > 100)
+        assert table.header().split()[:2] == ["NAME", "PHASE"]
+        assert ("GOODPUT" in table.header()) == (width > 100)
 
 
-def hostile(words: str) -> view.Picture:
+def hostile(words: str) -> view.JobView:
     """A job of which each word that a script or a worker can choose is this one."""
     said = status(JobPhase.FAILED)
     node = said.nodes[0].model_copy(update={"message": words, "host": words})
@@ -275,9 +324,9 @@ def hostile(words: str) -> view.Picture:
             "progress": progress,
         }
     )
-    return view.Picture(
+    return view.JobView(
         name="demo",
-        heads=[words],
+        header_lines=[words],
         phase="Failed",
         reason=words,
         status=said,
@@ -296,13 +345,15 @@ def test_a_terminal_shows_control_characters_and_does_not_obey_them() -> None:
     assert status is not None
     out = io.StringIO()
     console = Console(file=out, width=500)
-    for part in (*view.description(picture), view.live("demo", status, "here")):
+    for part in (*view.description(picture), view.live_display("demo", status, "here")):
         console.print(part)
     forming = status.model_copy(update={"phase": JobPhase.FORMING})
-    console.print(view.live("demo", forming, "here"), view.live("demo", None, words))
-    row = replace(view.Row.of(status), progress=words)
-    lines = [*view.farewell(status), view.event_line(picture.events[0]), view.summary(status)]
-    lines += [view.trouble_line(status.conditions[0])]
+    console.print(
+        view.live_display("demo", forming, "here"), view.live_display("demo", None, words)
+    )
+    row = replace(view.JobRow.of(status), progress=words)
+    lines = [*view.closing_lines(status), view.event_line(picture.events[0]), view.summary(status)]
+    lines += [view.problem_line(status.conditions[0])]
     lines += [view.JobTable([row], namespaces=False).line(row)]
     shown = out.getvalue() + "\n".join(lines)
     assert {c for c in shown if not c.isprintable()} <= {"\n", "\t"}
@@ -326,20 +377,43 @@ def test_trouble_is_told_from_what_is_in_order() -> None:
         condition("Unschedulable", "True"),
         condition("ImagePullBackOff", "False"),
     ]
-    found = [view.trouble_line(c) for c in view.troubles(conditions)]
+    found = [view.problem_line(c) for c in view.problems(conditions)]
     assert found == [
         "not JournalWritable: JournalWritable says",
         "Unschedulable: Unschedulable says",
     ]
 
 
+def test_a_journal_that_cannot_be_written_is_told_once_though_no_event_tells_of_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    said = "         not JournalWritable: JournalWritable says\n"
+    full = status(JobPhase.RUNNING).model_copy(
+        update={
+            "events": [],
+            "progress": None,
+            "conditions": [condition("JournalWritable", "False"), condition("Degraded", "True")],
+        }
+    )
+    room = full.model_copy(update={"conditions": []})
+    printer = ProgressPrinter("plain")
+    for seen in (room, full, full, room, full):
+        printer.update(seen, 0.0)
+    assert capsys.readouterr().out == 2 * said
+    ProgressPrinter("json").update(full, 0.0)
+    assert not capsys.readouterr().out
+    shown = io.StringIO()
+    Console(file=shown, width=80).print(view.live_display("gpt", full, "pid 1"))
+    assert said.strip() in shown.getvalue()
+
+
 def test_a_table_keeps_its_columns_when_more_is_said_later() -> None:
-    row = view.Row.of(status(JobPhase.RUNNING), namespace="a-long-namespace")
+    row = view.JobRow.of(status(JobPhase.RUNNING), namespace="a-long-namespace")
     table = view.JobTable([row], namespaces=True)
     short = replace(row, namespace="b", progress="")
     places = {line.index("Running") for line in (table.line(row), table.line(short))}
-    assert places == {table.head().index("PHASE")}
-    assert "NAMESPACE" not in view.JobTable([row], namespaces=False).head()
+    assert places == {table.header().index("PHASE")}
+    assert "NAMESPACE" not in view.JobTable([row], namespaces=False).header()
 
 
 def test_ages_are_kubectls() -> None:

@@ -1,11 +1,11 @@
 """CUDA_VISIBLE_DEVICES is read as torch reads it."""
 
 import pytest
-import torch.cuda
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch.cuda import _parse_visible_devices, _transform_uuid_to_ordinals
 
-from dlrover_agent.visible import count, visible
+from dlrover_agent.workers.visible_devices import count, visible
 
 UUIDS = [f"GPU-{i:08x}-0000-0000-0000-000000000000" for i in range(4)]
 WORDS = st.one_of(
@@ -19,11 +19,11 @@ def of_torch(given: str) -> tuple[list[int], int]:
     """Indices, and the count, by torch's own parser."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", given)
-        found = torch.cuda._parse_visible_devices()
+        found = _parse_visible_devices()
     if found and isinstance(found[0], str):
         if found[0].startswith("MIG-"):
             return [], 1
-        return (found := torch.cuda._transform_uuid_to_ordinals(found, UUIDS)), len(found)
+        return (found := _transform_uuid_to_ordinals(found, UUIDS)), len(found)
     chosen: list[int] = []
     for index in found:
         if int(index) >= len(UUIDS):

@@ -27,14 +27,14 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 {{- end }}
 
-{{- /* The name of an image; of: image or master.image of the values. */ -}}
+{{- /* Returns the name of an image; `of` is `image` or `master.image` of the values. */ -}}
 {{- define "dlrover.image" -}}
 {{- with .root.Values.image.registry }}{{ trimSuffix "/" . }}/{{ end }}
 {{- .of.repository }}
 {{- if .of.digest }}@{{ .of.digest }}{{ else }}:{{ .of.tag | default .root.Chart.AppVersion }}{{ end }}
 {{- end }}
 
-{{- /* Pod Security `restricted`. The user is the image's (65532): a cluster may choose another. */ -}}
+{{- /* Pod Security level `restricted`. The image sets the user (65532), and a cluster may change it. */ -}}
 {{- define "dlrover.podSecurity" -}}
 runAsNonRoot: true
 seccompProfile:

@@ -1,6 +1,8 @@
-"""The master's decisions, PURE: no clock, no I/O, no environment, no logging.
+"""The master's decisions, as pure code: no clock, no I/O, no environment, no logging.
 
-``job.Job`` takes events and the time, and returns effects; it combines ``nodes`` (who lives),
-``rendezvous`` (who is in the round) and ``policy`` (what follows from a failure), which do not
-know each other.
+``job.Job`` takes events and the time, and returns effects. It runs components, each of which
+decides about one concern. They share the state in ``state``, and the events in ``history``. Below
+them are modules that do not import each other: ``nodes`` (state of the nodes), ``rendezvous``
+(members of the round), ``policy`` (consequences of a failure), ``health`` (node checks), ``hosts``
+(bans) and ``checkpoints`` (with ``memory_index`` and ``replica_pairs``).
 """

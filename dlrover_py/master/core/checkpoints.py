@@ -1,280 +1,267 @@
-"""Which checkpoints are whole in the nodes' memory, who keeps copies of whom, and what is stored.
+"""Decisions about checkpoints: which are complete in memory, replicated, and stored.
 
-A *set* is one ``(step, round, lap)`` (docs/decisions/0010-flash-checkpoint.md). It is whole when
-living nodes hold every part of it. Its parts are known once each rank of its world has told of
-its own, of this step or else of the newest one of the same lap. A report costs what it says, and
-not what other nodes hold.
+A checkpoint is identified by its :class:`CheckpointId`; see
+docs/decisions/0010-flash-checkpoint.md. It is complete when living nodes hold every shard group of
+it. Its shard groups are known once each rank of its world has reported its own. Without a report
+for this step, the rank's newest step of the same timeline counts. The cost of a report depends on
+its own size, and not on what other nodes hold.
 """
 
 import hashlib
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
+from pydantic import dataclasses as records
+
+from dlrover_py.master.core.memory_index import MemoryIndex, NodeHoldings
+from dlrover_py.master.core.replica_pairs import Topology, peers
 from dlrover_py.protocol.agents import (
     AgentReport,
-    Candidate,
-    Candidates,
-    Held,
-    Holders,
-    Peer,
-    PersistOrder,
+    MemoryCheckpoint,
     PersistPhase,
-    Stored,
+    PersistRequest,
+    ReplicationPeer,
+    RestoreCandidate,
+    RestoreCandidates,
+    StoredCheckpoint,
 )
-from dlrover_py.protocol.checkpoint import Age, age_of
+from dlrover_py.protocol.checkpoint_id import CheckpointId
 from dlrover_py.protocol.names import NodeId, Term, id_key
+from dlrover_py.protocol.reasons import EventReason
+from dlrover_py.protocol.words import counted
 
-Key = tuple[int, int, int]
-"""Step, round, lap."""
-Topology = tuple[str, ...]
+RoundStart = tuple[int, CheckpointId | None]
+"""A round, and the checkpoint that it continued from; None if it continued from none."""
 
-CANDIDATES = 3
-PASSED_KEPT = 8
+ROUND_STARTS_KEPT = 8
+"""Number of earlier rounds whose starting checkpoint is remembered."""
 TRIES = 2
-"""To store what would be lost: a further one where the first has failed."""
+"""Number of attempts to store a checkpoint that may be lost."""
 
 
 @dataclass(slots=True)
-class _Set:
-    """One checkpoint, as far as nodes have told of it."""
+class _PersistRun:
+    """A checkpoint that is being written to storage."""
 
-    world: int
-    full: dict[str, set[NodeId]] = field(default_factory=dict)
-    """By part: nodes that hold all of it."""
-    nodes: set[NodeId] = field(default_factory=set)
-    flagged: set[NodeId] = field(default_factory=set)
-    """Nodes that say that it is to be stored."""
-    told: set[int] = field(default_factory=set)
-    """Ranks of which something was ever known."""
-    parts: set[str] = field(default_factory=set)
-    """Theirs."""
-    tried: int = 0
-    """Orders that have come to an end, well or not."""
-    stored: bool = False
-    whole_at: float | None = None
-    """Wall time at which it was first seen to be whole."""
-
-
-@dataclass(slots=True)
-class _Lap:
-    """What is known of the ranks of a round between two loads."""
-
-    world: int
-    newest: dict[int, tuple[int, str]] = field(default_factory=dict)
-    """By rank: newest step that it has told of, and its part."""
-    sets: set[Key] = field(default_factory=set)
-    parts: frozenset[str] | None = None
-    """Of all ranks; None if that has to be found out anew."""
-
-    def learn(self, held: Held) -> None:
-        for rank, part in held.ranks.items():
-            step, old = self.newest.get(rank, (-1, ""))
-            if held.step >= step:
-                self.newest[rank] = held.step, part
-                if part != old:
-                    self.parts = None
-
-    def all_parts(self) -> frozenset[str]:
-        """Empty as long as a rank has told nothing."""
-        if self.parts is None:
-            known = len(self.newest) >= self.world
-            self.parts = frozenset(p for _, p in self.newest.values()) if known else frozenset()
-        return self.parts
-
-
-@dataclass(slots=True)
-class _Node:
-    """What one node has told."""
-
-    memory: list[Held] = field(default_factory=list)
-    looked: int = 0
-    addr: str = ""
-    depot: int = 0
-    boot: str = ""
-    stored: Stored | None = None
-    """What it was the last to commit; it says so as long as it lives."""
-
-
-@dataclass(slots=True)
-class _Order:
-    """A checkpoint that is being written."""
-
-    key: Key
+    id: CheckpointId
     world: int
     attempt: str
+    """Id of this attempt."""
     ranks: dict[NodeId, list[int]]
-    """By the node that writes them."""
+    """The ranks whose slots a node writes, by node."""
     coordinator: NodeId
+    """The node that commits the checkpoint once all shards are there."""
     begun: float
+    """Monotonic time of its begin."""
     until: float
+    """Monotonic time at which the attempt has failed."""
     granted: bool = False
+    """Whether the coordinator may commit."""
     done: set[NodeId] = field(default_factory=set)
-    """Nodes whose shards are there."""
+    """Nodes whose shards are in storage."""
 
 
 @dataclass(slots=True)
-class _Wish:
-    """What is newest in memory is to be stored, for it may be lost."""
+class _FlushRequest:
+    """A request to store the newest checkpoint in memory, because it may be lost."""
 
     why: str
     waits: set[NodeId]
     """Nodes whose workers may still run."""
     round: int
     settle_at: float
+    """Monotonic time at which the request no longer waits for these nodes."""
     until: float
+    """Monotonic time at which the request ends without success."""
     stay: bool
-    """Who goes stays until then."""
+    """Whether nodes that have to leave stay until then."""
     attempt: str = ""
-    """Its newest order: not called off for a newer set, for a round that trains on has one with
-    each step."""
+    """Id of its newest attempt. That attempt is not canceled for a newer checkpoint, because a
+    round that still trains has a newer one after each step."""
 
 
 @dataclass(slots=True)
-class _Question:
+class _RestoreQuery:
+    """A node's question which checkpoints could be restored from memory."""
+
     number: int
     round: int
     until: float
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
-    """Something for people to know."""
+class CheckpointNote:
+    """An event about checkpoints, to be shown to people."""
 
-    reason: str
+    reason: EventReason
+    """A fixed CamelCase word."""
     message: str
     warning: bool = False
 
 
 @dataclass(slots=True)
-class Outcome:
-    """What has come of a look at it all."""
+class CheckpointOutcome:
+    """The result of :meth:`Checkpoints.look`."""
 
-    tell: set[NodeId] = field(default_factory=set)
+    reassign: set[NodeId] = field(default_factory=set)
     """Nodes whose assignment has changed."""
-    notes: list[Note] = field(default_factory=list)
-    answers: list[tuple[int, Candidates]] = field(default_factory=list)
-    kept: bool = False
-    """What outlives the master has changed: what is in storage, or what a round has passed by."""
+    notes: list[CheckpointNote] = field(default_factory=list)
+    """Events to record."""
+    answers: list[tuple[int, RestoreCandidates]] = field(default_factory=list)
+    """Number of a question, and the answer to it."""
+    journal_changed: bool = False
+    """Whether the journal has changed: what is in storage, or what a round has skipped."""
     wake_at: float = math.inf
+    """Monotonic time of the next call, if nothing happens before."""
 
 
 @dataclass(frozen=True, slots=True)
-class Newest:
-    """The newest checkpoint that could be loaded."""
+class NewestCheckpoint:
+    """The newest checkpoint that could be restored."""
 
     step: int
     at: float
-    """Wall time."""
+    """Unix time."""
     where: str = ""
-    """Folder, if it is in storage."""
+    """Its folder if it is in storage; otherwise empty."""
+
+
+@records.dataclass(slots=True, kw_only=True)
+class CheckpointRecord:
+    """All that outlives the master about checkpoints."""
+
+    stored: StoredCheckpoint | None = None
+    """The newest checkpoint in storage."""
+    round_starts: list[RoundStart] = field(default_factory=list)
+    """The last rounds, newest last, each with the checkpoint that it continued from. Checkpoints
+    that are newer than this one and older than the round are never stored."""
 
 
 class Checkpoints:
-    """All that is known of checkpoints; only ``stored`` and ``passed`` outlive the master."""
+    """All knowledge about checkpoints; the record outlives the master, and is changed in place.
 
-    def __init__(
-        self, stored: Stored | None = None, passed: Iterable[tuple[int, Age]] = ()
-    ) -> None:
-        self.stored = stored
-        self.passed = list(passed)
-        """Rounds, the newest last, and the newest that each could go on from."""
-        self.in_use = stored is not None
-        """Some node's script saves and loads."""
-        self.storable = stored is not None
-        """There is a storage, as far as is known."""
+    Nothing is sent or written to storage here. Each result of a decision is in the outcome of the
+    next :meth:`look`.
+    """
+
+    def __init__(self, record: CheckpointRecord | None = None) -> None:
+        self._record = record = record if record is not None else CheckpointRecord()
+        self.in_use = record.stored is not None
+        """Whether the script of some node saves and restores checkpoints."""
+        self.storable = record.stored is not None
+        """Whether there is a storage, as far as is known."""
         self.failing: str = ""
-        """Why the last order came to nothing."""
+        """Why the last attempt to store a checkpoint failed; empty if it succeeded."""
         self.commits = self.failures = 0
-        self._nodes: dict[NodeId, _Node] = {}
-        self._sets: dict[Key, _Set] = {}
-        self._laps: dict[tuple[int, int], _Lap] = {}
-        self._flagged: set[Key] = set()
-        self._trouble: dict[NodeId, str] = {}
+        self.memory = MemoryIndex()
+        self._node_errors: dict[NodeId, str] = {}
         self._round = 0
-        self._unlooked: set[NodeId] = set()
-        """Members of the round of which it is not known what their memory holds by now."""
-        self._unheard: set[NodeId] = set()
-        """Nodes of an earlier term that have not said in this one what they hold."""
+        self._not_confirmed: set[NodeId] = set()
+        """Members of the round whose memory may still be changed by workers of an earlier round."""
+        self._not_reported: set[NodeId] = set()
+        """Nodes of an earlier term that have not yet reported to this master what they hold."""
         self._source: dict[NodeId, NodeId] = {}
-        """By the node that keeps a copy: whose memory it is of."""
-        self._keeper: dict[NodeId, NodeId] = {}
-        self._order: _Order | None = None
-        self._orders = 0
-        self._wish: _Wish | None = None
-        self._questions: list[_Question] = []
-        self._out = Outcome()
-        self._dirty = False
-        """Something has changed that an order may follow from."""
+        """The node whose memory is replicated, by the node that keeps the replica."""
+        self._replica_holder: dict[NodeId, NodeId] = {}
+        """The inverse of ``_source``."""
+        self._run: _PersistRun | None = None
+        self._attempts = 0
+        self._flush: _FlushRequest | None = None
+        """The request to store what may be lost, if there is one."""
+        self._queries: list[_RestoreQuery] = []
+        self._outcome = CheckpointOutcome()
+        self._needs_decision = False
+        """Whether something has changed that may lead to a new attempt to store."""
 
-    # --- what happens ---
+    @property
+    def stored(self) -> StoredCheckpoint | None:
+        """The newest checkpoint in storage, or None."""
+        return self._record.stored
+
+    # --- Input ---
 
     def recall(self, node: NodeId) -> None:
-        """A node had reported to an earlier term: it may hold what no other does."""
-        self._unheard.add(node)
+        """Register a node of an earlier term: it may hold what no other node holds."""
+        self._not_reported.add(node)
 
     def take(self, node: NodeId, report: AgentReport) -> None:
-        """A node has reported."""
-        self._unheard.discard(node)
-        known = self._nodes.get(node)
+        """Take in a report of a node; parts that are equal to its last report are skipped.
+
+        A new agent process of a node cancels the attempt to store that this node has not finished.
+        """
+        self._not_reported.discard(node)
+        known = self.memory.nodes.get(node)
         if known is None:
-            known = self._nodes[node] = _Node()
+            known = self.memory.nodes[node] = NodeHoldings()
         if known.boot and known.boot != report.boot_id:
-            self._part_lost(node, "has a new agent")
+            self._writer_lost(node, "has a new agent process")
         known.boot = report.boot_id
         if report.memory != known.memory:
             self._remember(node, known, report.memory)
-        if report.memory_round != known.looked:
-            known.looked = report.memory_round
-            self._looked(node, known.looked)
-        if (report.offer.addr, report.depot) != (known.addr, known.depot):
-            known.addr, known.depot = report.offer.addr, report.depot
-            if keeper := self._keeper.get(node):
-                self._out.tell.add(keeper)
-        if report.checkpoint_trouble:
-            self._trouble[node] = report.checkpoint_trouble
-        elif self._trouble:
-            self._trouble.pop(node, None)
-        self.in_use |= report.depot > 0  # even if nothing could be saved yet
+        if report.memory_round != known.memory_round:
+            known.memory_round = report.memory_round
+            self._workers_ended(node, known.memory_round)
+        if (report.offer.addr, report.transfer_port) != (known.addr, known.transfer_port):
+            known.addr, known.transfer_port = report.offer.addr, report.transfer_port
+            if holder := self._replica_holder.get(node):
+                self._outcome.reassign.add(holder)
+        if report.checkpoint_error:
+            self._node_errors[node] = report.checkpoint_error
+        elif self._node_errors:
+            self._node_errors.pop(node, None)
+        self.in_use |= report.transfer_port > 0  # even if nothing could be saved yet
         self.storable |= report.stores
         if report.stored != known.stored:
             known.stored = report.stored
             if report.stored is not None:
-                self._see(report.stored)
-        if report.persisting is not None and self._order is not None:
+                self._note_stored(report.stored)
+        if report.persisting is not None and self._run is not None:
             self._progressed(node, report)
 
     def drop(self, node: NodeId) -> None:
-        """The node is gone, and so is what it held."""
-        self._unheard.discard(node)
-        known = self._nodes.pop(node, None)
+        """Drop a node that is gone, with all that it held; an unknown node is ignored.
+
+        The attempt to store that it has not finished is canceled.
+        """
+        self._not_reported.discard(node)
+        known = self.memory.nodes.pop(node, None)
         if known is None:
             return
         self._remember(node, known, [])
-        self._trouble.pop(node, None)
-        self._looked(node, math.inf)
-        self._part_lost(node, "is gone")
+        self._node_errors.pop(node, None)
+        self._workers_ended(node, math.inf)
+        self._writer_lost(node, "is gone")
 
     def new_round(
         self, number: int, members: Sequence[tuple[NodeId, Topology]], *, replicas: bool
     ) -> None:
-        """These are the members from now on; what was being written for the old round is not."""
+        """Begin a round with these members, and choose the pairs of replicas.
+
+        An attempt to store a checkpoint is canceled, unless its commit is granted already.
+
+        Args:
+            number: Number of the round.
+            members: Node and topology of each member, in the order of ranks.
+            replicas: Whether nodes keep replicas of each other's memory.
+        """
         self._round = number
-        self._unlooked = {n for n, _ in members if self._look_of(n) < number}
-        if self._order is not None and not self._order.granted:
-            self._call_off("a new round has begun")
+        self._not_confirmed = {n for n, _ in members if self.memory.memory_round_of(n) < number}
+        if self._run is not None and not self._run.granted:
+            self._cancel("a new round has begun")
         old = self._source
         self._source = peers(members, old) if replicas else {}
-        self._keeper = {source: keeper for keeper, source in self._source.items()}
-        self._dirty = True
+        self._replica_holder = {source: holder for holder, source in self._source.items()}
+        self._needs_decision = True
 
     def end_round(self) -> None:
-        """Nobody trains any more: no copies are kept."""
-        self._source, self._keeper = {}, {}
+        """Keep no more replicas, because the round ends without another one.
 
-    def wish(
+        A running attempt to store a checkpoint goes on.
+        """
+        self._source, self._replica_holder = {}, {}
+
+    def request_flush(
         self,
         why: str,
         members: Iterable[NodeId],
@@ -284,553 +271,412 @@ class Checkpoints:
         until: float,
         stay: bool,
     ) -> None:
-        """Let the newest whole set be stored, once the workers of the round have ended.
+        """Request to store the newest complete checkpoint once the round's workers have ended.
+
+        If they have not ended after half of the time, it begins anyway. The request is ignored if
+        no storage is known or memory has no checkpoint. A second request for the same round only
+        extends the first one, and a request for another round replaces it.
 
         Args:
-            why: in words.
-            members: of the round.
-            round_number: of the round.
-            now, until: when it is in vain.
-            stay: nodes that are to end wait for it.
+            why: The reason, in words.
+            members: Members of the round.
+            round_number: Number of the round.
+            now: Monotonic time.
+            until: Monotonic time at which the request ends without success.
+            stay: Whether nodes that have to end wait for it.
         """
-        if not (self.storable and self._sets):
+        if not (self.storable and self.memory.checkpoints):
             return
-        old = self._wish
+        old = self._flush
         if old is not None and old.round == round_number:
             old.until, old.stay = max(old.until, until), old.stay or stay
             return
-        waits = {n for n in members if n in self._nodes and self._look_of(n) <= round_number}
+        known = (n for n in members if n in self.memory.nodes)
+        waits = {n for n in known if self.memory.memory_round_of(n) <= round_number}
         settle_at = now + (until - now) / 2
-        self._wish = _Wish(why, waits, round_number, settle_at, until, stay)
-        self._dirty = True
+        self._flush = _FlushRequest(why, waits, round_number, settle_at, until, stay)
+        self._needs_decision = True
 
     def ask(self, number: int, round_number: int, until: float) -> None:
-        """A node of the round wants to know what could be restored; see ``Outcome.answers``.
+        """Note a question what can be restored; a later :meth:`look` has the answer.
 
         Args:
-            number: names the question.
-            round_number: whose members must have looked at their memory.
-            until: it is answered by then, whoever has.
+            number: Number of the question.
+            round_number: Round of the node that asks. Its members must have listed their memory
+                first.
+            until: Monotonic time of the answer, at the latest.
         """
-        self._questions.append(_Question(number, round_number, until))
+        self._queries.append(_RestoreQuery(number, round_number, until))
 
-    def look(self, now: float, wall: float, *, term: Term, persist_s: float) -> Outcome:
-        """Decide what follows.
+    def look(self, now: float, wall: float, *, term: Term, persist_s: float) -> CheckpointOutcome:
+        """Decide what follows from all that was taken in; return what is new since the last call.
+
+        At most one attempt to store a checkpoint runs at a time. It fails after ``persist_s``, or
+        when the request that began it ends.
 
         Args:
-            now, wall: the time.
-            term: of this master.
-            persist_s: an order has failed after so long.
+            now: Monotonic time.
+            wall: Unix time.
+            term: Term of this master.
+            persist_s: Seconds after which an attempt to store a checkpoint has failed.
         """
         self._expire(now)
-        if self._dirty:
-            self._dirty = False
+        if self._needs_decision:
+            self._needs_decision = False
             self._decide(now, wall, term, persist_s)
         self._answer(now)
-        out, self._out = self._out, Outcome()
-        if self._order is not None:
-            out.wake_at = min(out.wake_at, self._order.until)
-        if (wish := self._wish) is not None:
-            due = wish.settle_at if wish.waits and now < wish.settle_at else wish.until
+        out, self._outcome = self._outcome, CheckpointOutcome()
+        if self._run is not None:
+            out.wake_at = min(out.wake_at, self._run.until)
+        if (flush := self._flush) is not None:
+            due = flush.settle_at if flush.waits and now < flush.settle_at else flush.until
             out.wake_at = min(out.wake_at, due)
-        out.wake_at = min([out.wake_at, *(q.until for q in self._questions)])
+        out.wake_at = min([out.wake_at, *(q.until for q in self._queries)])
         return out
 
-    # --- what a node is told ---
+    # --- Parts of a node's assignment ---
 
-    def peer(self, node: NodeId) -> Peer | None:
-        """Whose memory the node keeps a copy of."""
+    def peer(self, node: NodeId) -> ReplicationPeer | None:
+        """Return the peer whose memory the node replicates.
+
+        Returns:
+            None if it replicates none, or its peer has reported no transfer server.
+        """
         source = self._source.get(node)
-        known = self._nodes.get(source) if source is not None else None
-        return self._address(source) if source is not None and known and known.depot else None
+        known = self.memory.nodes.get(source) if source is not None else None
+        return (
+            self.memory.address(source)
+            if source is not None and known and known.transfer_port
+            else None
+        )
 
-    def order(self, node: NodeId, term: Term) -> PersistOrder | None:
-        """What the node has to write."""
-        order = self._order
-        if order is None or node not in order.ranks:
+    def persist_request(self, node: NodeId, term: Term) -> PersistRequest | None:
+        """Return what the node has to write to storage in the running attempt, or None.
+
+        A node gets the same request until the attempt ends, also when its own part is written.
+        """
+        run = self._run
+        if run is None or node not in run.ranks:
             return None
-        coordinates = node == order.coordinator
-        return PersistOrder(
-            attempt=order.attempt,
-            step=order.key[0],
-            round=order.key[1],
-            lap=order.key[2],
-            world=order.world,
-            ranks=order.ranks[node],
-            writers=sorted(order.ranks, key=id_key) if coordinates else [],
-            grant=term if coordinates and order.granted else 0,
+        coordinates = node == run.coordinator
+        return PersistRequest(
+            attempt=run.attempt,
+            step=run.id.step,
+            round=run.id.round,
+            timeline=run.id.timeline,
+            world=run.world,
+            ranks=run.ranks[node],
+            writers=sorted(run.ranks, key=id_key) if coordinates else [],
+            grant=term if coordinates and run.granted else None,
         )
 
     def holds(self, node: NodeId) -> bool:
-        """Whether a node that is to end should stay, for what it holds is about to be stored."""
-        order = self._order
-        if order is not None and node in order.ranks and node not in order.done:
+        """Return whether a node that has to end should stay, because its memory is being stored.
+
+        It should also stay while a request to store what may be lost is open, and it has a
+        checkpoint.
+        """
+        run = self._run
+        if run is not None and node in run.ranks and node not in run.done:
             return True
-        wish, known = self._wish, self._nodes.get(node)
-        return wish is not None and wish.stay and known is not None and bool(known.memory)
+        flush, known = self._flush, self.memory.nodes.get(node)
+        return flush is not None and flush.stay and known is not None and bool(known.memory)
 
-    # --- what can be asked ---
+    # --- Queries ---
 
-    def candidates(self) -> list[Candidate]:
-        """The newest whole sets, best first."""
-        found: list[Candidate] = []
-        for key in sorted(self._sets, key=age_of, reverse=True):
-            if self._whole(key):
-                step, number, lap = key
-                world = self._sets[key].world
-                found.append(Candidate(step=step, round=number, lap=lap, world=world))
-                if len(found) == CANDIDATES:
-                    break
-        return found
+    def newest(self, wall: float) -> NewestCheckpoint | None:
+        """Return the checkpoint that would be restored if the job started again now, or None.
 
-    def holders(self, step: int, number: int, lap: int) -> Holders:
-        """Who holds what of a set, where a peer can get at it."""
-        key = (step, number, lap)
-        one = self._sets.get(key)
-        if one is None:
-            return Holders()
-        best: dict[int, tuple[tuple[bool, bool], NodeId, str]] = {}
-        for node in sorted(one.nodes, key=id_key):
-            if not self._nodes[node].depot:
-                continue
-            for held in _of(self._nodes[node].memory, key):
-                for rank, part in held.ranks.items():
-                    worth = (rank in held.hollow, held.replica)
-                    if rank not in best or worth < best[rank][0]:
-                        best[rank] = worth, node, part
-        addresses = {node: self._address(node) for _, node, _ in best.values()}
-        return Holders(
-            ranks={rank: addresses[node] for rank, (_, node, _) in sorted(best.items())},
-            parts={rank: part for rank, (_, _, part) in sorted(best.items())},
-            hollow=sorted(rank for rank, (worth, _, _) in best.items() if worth[0]),
-        )
-
-    def newest(self, wall: float) -> Newest | None:
-        """What would be loaded if all began anew now.
+        A checkpoint in memory counts only if it is complete, and newer than the one in storage.
 
         Args:
-            wall: the time; a set in memory is as old as it is known to be whole.
+            wall: Unix time. It is noted as the time of a checkpoint in memory that was not seen to
+                be complete before.
         """
-        for key in sorted(self._sets, key=age_of, reverse=True):
+        for key in sorted(self.memory.checkpoints, reverse=True):
             if self._is_stored(key):
                 break
-            if self._whole(key):
-                one = self._sets[key]
-                one.whole_at = wall if one.whole_at is None else one.whole_at
-                return Newest(key[0], one.whole_at)
+            if self.memory.is_complete(key):
+                one = self.memory.checkpoints[key]
+                one.complete_at = wall if one.complete_at is None else one.complete_at
+                return NewestCheckpoint(key.step, one.complete_at)
         return self.storage
 
     def only_in_memory(self) -> int:
-        """Give the newest step that is kept, where nothing has ever gone to storage, nor can go.
+        """Return the newest step in memory, if nothing is in storage and nothing can be stored.
 
         Returns:
-            0 if storage has something, or a directory is known, or nothing is kept.
+            0 if storage has a checkpoint, a directory is known, or nothing is in memory.
         """
-        if self.stored is not None or self.storable or self._order is not None:
+        if self.stored is not None or self.storable or self._run is not None:
             return 0
-        return max((key[0] for key in self._sets), default=0)
+        return max(self.memory.checkpoints).step if self.memory.checkpoints else 0
 
     @property
-    def storage(self) -> Newest | None:
-        """The newest that is in storage."""
+    def storage(self) -> NewestCheckpoint | None:
+        """The newest checkpoint in storage, or None."""
         stored = self.stored
-        return None if stored is None else Newest(stored.step, stored.at, stored.where)
+        return None if stored is None else NewestCheckpoint(stored.step, stored.at, stored.where)
 
     @property
-    def trouble(self) -> str:
-        """Why checkpoints are not what they should be; empty if they are."""
+    def last_error(self) -> str:
+        """The last error with checkpoints, in words; empty if there is none."""
         if self.failing:
             return self.failing
-        if not self._trouble:
+        if not self._node_errors:
             return ""
-        node = min(self._trouble, key=id_key)
-        more = len(self._trouble) - 1
-        others = f" (and {more} more nodes have trouble)" if more else ""
-        return f"{node}: {self._trouble[node]}{others}"
+        node = min(self._node_errors, key=id_key)
+        more = len(self._node_errors) - 1
+        others = f" (also {counted(more, 'other node')})" if more else ""
+        return f"{node}: {self._node_errors[node]}{others}"
 
-    # --- memory ---
+    # --- Memory ---
 
-    def _remember(self, node: NodeId, known: _Node, memory: list[Held]) -> None:
-        before, after = _by_key(known.memory), _by_key(memory)
-        known.memory = memory
-        for key in before.keys() | after.keys():
-            old, new = before.get(key, []), after.get(key, [])
-            if old != new:
-                self._swap(node, key, old, new)
-        if after:
-            self.in_use = True
-        self._dirty |= bool(self._flagged or self._wish)
+    def _remember(self, node: NodeId, known: NodeHoldings, memory: list[MemoryCheckpoint]) -> None:
+        """Replace the list of what a node holds; this may lead to a new attempt to store."""
+        self.memory.replace(node, known, memory)
+        self.in_use |= bool(memory)
+        self.storable |= any(held.persist for held in memory)
+        self._needs_decision |= bool(self.memory.requested or self._flush)
 
-    def _swap(self, node: NodeId, key: Key, old: list[Held], new: list[Held]) -> None:
-        """A node holds something else of a set than it did."""
-        one = self._sets.get(key)
-        if one is None:
-            one = self._sets[key] = _Set(new[0].world)
-            lap = self._laps.setdefault(key[1:], _Lap(new[0].world))
-            lap.sets.add(key)
-        before, after = _full(old), _full(new)
-        for part in before - after:
-            one.full[part].discard(node)
-            if not one.full[part]:
-                del one.full[part]
-        for part in after - before:
-            one.full.setdefault(part, set()).add(node)
-        for held in new:
-            one.told.update(held.ranks)
-            one.parts.update(held.ranks.values())
-            self._laps[key[1:]].learn(held)
-        if any(held.persist for held in new):
-            one.flagged.add(node)
-            self._flagged.add(key)
-            self.storable = True
-        else:
-            one.flagged.discard(node)
-            if not one.flagged:
-                self._flagged.discard(key)
-        if new:
-            one.nodes.add(node)
-            return
-        one.nodes.discard(node)
-        if not one.nodes:
-            self._forget(key)
+    def _workers_ended(self, node: NodeId, number: float) -> None:
+        """Take in that workers of rounds before ``number`` can no longer change the node's memory.
 
-    def _forget(self, key: Key) -> None:
-        del self._sets[key]
-        self._flagged.discard(key)
-        lap = self._laps[key[1:]]
-        lap.sets.discard(key)
-        if not lap.sets:
-            del self._laps[key[1:]]
-
-    def _whole(self, key: Key) -> bool:
-        """Whether living nodes hold all of it."""
-        one = self._sets[key]
-        if len(one.told) >= one.world:
-            # Only parts that were told are held: all, if they are as many.
-            return len(one.full) == len(one.parts)
-        parts = self._laps[key[1:]].all_parts()
-        return bool(parts) and len(one.full) == len(parts) and one.full.keys() == parts
-
-    def _look_of(self, node: NodeId) -> int:
-        known = self._nodes.get(node)
-        return -1 if known is None else known.looked
-
-    def _looked(self, node: NodeId, number: float) -> None:
-        """A node has looked at its memory, or never will."""
-        if number >= self._round and node in self._unlooked:
-            self._unlooked.discard(node)
-            self._dirty = True
-        wish = self._wish
-        if wish is not None and number > wish.round and node in wish.waits:
-            wish.waits.discard(node)
-            self._dirty = True
-
-    def _address(self, node: NodeId) -> Peer:
-        known = self._nodes.get(node) or _Node()
-        return Peer(node=node, addr=known.addr, port=known.depot)
+        ``number`` is infinite if the node is gone. Nothing follows unless the current round, or a
+        request to store what may be lost, waits for the node.
+        """
+        if number >= self._round and node in self._not_confirmed:
+            self._not_confirmed.discard(node)
+            self._needs_decision = True
+        flush = self._flush
+        if flush is not None and number > flush.round and node in flush.waits:
+            flush.waits.discard(node)
+            self._needs_decision = True
 
     def _answer(self, now: float) -> None:
-        if not self._questions:
+        """Answer the questions that are due; record what the current round continues from."""
+        if not self._queries:
             return
-        due = [q for q in self._questions if self._due(q, now)]
+        due = [q for q in self._queries if self._due(q, now)]
         if due:
-            found = self.candidates()
-            self._out.answers += [(q.number, Candidates(candidates=found)) for q in due]
-            self._questions = [q for q in self._questions if q not in due]
+            found = self.memory.candidates()
+            self._outcome.answers += [(q.number, RestoreCandidates(candidates=found)) for q in due]
+            self._queries = [q for q in self._queries if q not in due]
             if any(q.round == self._round for q in due):
-                self._go_on_from(found)
+                self._record_round_start(found)
 
-    def _due(self, question: _Question, now: float) -> bool:
-        known = question.round <= self._round and not (self._unlooked or self._unheard)
-        # What is about to be in storage is looked for there next.
-        known = known and not (self._order is not None and self._order.granted)
+    def _due(self, question: _RestoreQuery, now: float) -> bool:
+        """Return whether a question is to be answered now.
+
+        It waits until all members of its round, and all nodes of an earlier term, have listed their
+        memory. It also waits for a commit that is granted. Its time limit, or a newer round, ends
+        the wait.
+        """
+        known = question.round <= self._round and not (self._not_confirmed or self._not_reported)
+        # A checkpoint whose commit is granted will be in storage, where the node looks next.
+        known = known and not (self._run is not None and self._run.granted)
         return known or question.round < self._round or now >= question.until
 
-    def _go_on_from(self, found: Sequence[Candidate]) -> None:
-        """The round goes on from the best of these, or from storage. What turns up to be newer, and
-        came before the round, is no part of its history: in storage it would be taken for that."""
-        known = [age_of((c.step, c.round, c.lap)) for c in found[:1]]
+    def _record_round_start(self, found: Sequence[RestoreCandidate]) -> None:
+        """Record the checkpoint that the round continues from: the best of all known.
+
+        A newer checkpoint from before the round may turn up later. It is not part of the round's
+        history. In storage it would be taken for a part of it, so it must never be stored. A
+        running attempt to store it is canceled, unless its commit is granted.
+        """
+        known = [c.id for c in found[:1]]
         if self.stored is not None:
-            known.append(_age_in_storage(self.stored))
-        best = max(known, default=(-1, -1, -1))
-        # One that was passed by a round which made nothing of it may be gone on from after all.
-        kept = [(n, age) for n, age in self.passed if not (best[0] < n and best > age)]
+            known.append(self.stored.id)
+        best = max(known, default=None)
+        # A checkpoint that an earlier round skipped may be continued from after all.
+        kept = [one for one in self._record.round_starts if best is None or not _skips(one, best)]
         new = self._round, best
-        self.passed = [*[one for one in kept if one != new][-PASSED_KEPT:], new]
-        # A later master has nobody to learn it from: workers that run ask for nothing again.
-        self._dirty = self._out.kept = True
-        order = self._order
-        if order is not None and not order.granted and self._is_passed(order.key):
-            self._call_off("the round goes on without it")
+        self._record.round_starts = [*[one for one in kept if one != new][-ROUND_STARTS_KEPT:], new]
+        # A later master cannot learn this again: running workers ask no second time.
+        self._needs_decision = self._outcome.journal_changed = True
+        run = self._run
+        if run is not None and not run.granted and self._is_skipped(run.id):
+            self._cancel("the round continued from an older checkpoint")
 
-    def _is_passed(self, key: Key) -> bool:
-        age = age_of(key)
-        return any(age[0] < number and age > best for number, best in self.passed)
+    def _is_skipped(self, key: CheckpointId) -> bool:
+        """Return whether a later round continued from an older checkpoint."""
+        return any(_skips(one, key) for one in self._record.round_starts)
 
-    # --- storage ---
+    # --- Storage ---
 
-    def _see(self, stored: Stored) -> None:
+    def _note_stored(self, stored: StoredCheckpoint) -> None:
+        """Take in a checkpoint that a node has seen in storage.
+
+        The journal keeps it only if its number is higher than that of the known one.
+        """
         self.in_use = self.storable = True
         if self.stored is None or stored.number > self.stored.number:
-            self.stored = stored
-            self._out.kept = True
-            self._dirty = True
+            self._record.stored = stored
+            self._outcome.journal_changed = True
+            self._needs_decision = True
 
     def _progressed(self, node: NodeId, report: AgentReport) -> None:
-        order, told = self._order, report.persisting
-        assert order is not None
-        assert told is not None
-        if told.attempt != order.attempt or node not in order.ranks:
-            return
-        if told.phase is PersistPhase.FAILED:
-            self._failed(f"{node}: {told.why or 'its persister has failed'}")
-        elif node != order.coordinator:
-            if told.phase is PersistPhase.DONE and node not in order.done:
-                order.done.add(node)
-                self._out.tell.add(node)
-        elif told.phase is PersistPhase.READY and not order.granted:
-            order.granted = True
-            self._out.tell.add(node)
-        elif told.phase is PersistPhase.DONE and order.granted:
-            if report.stored is not None and report.stored.step == order.key[0]:
-                self.stored = report.stored  # numbers begin anew in another directory
-            self._done(order)
+        """Take in a node's progress with the checkpoint that is being written.
 
-    def _done(self, order: _Order) -> None:
+        News of other attempts is ignored. The first node that fails ends the attempt. When the
+        coordinator is ready, its commit is granted.
+        """
+        run, news = self._run, report.persisting
+        assert run is not None
+        assert news is not None
+        if news.attempt != run.attempt or node not in run.ranks:
+            return
+        if news.phase is PersistPhase.FAILED:
+            self._failed(f"{node}: {news.why or 'its persister process failed'}")
+        elif node != run.coordinator:
+            if news.phase is PersistPhase.DONE and node not in run.done:
+                run.done.add(node)
+                self._outcome.reassign.add(node)
+        elif news.phase is PersistPhase.READY and not run.granted:
+            run.granted = True
+            self._outcome.reassign.add(node)
+        elif news.phase is PersistPhase.DONE and run.granted:
+            if report.stored is not None and report.stored.step == run.id.step:
+                self._record.stored = report.stored  # another directory has its own numbers
+            self._done(run)
+
+    def _done(self, run: _PersistRun) -> None:
+        """Close an attempt that has succeeded; a request that waits for no worker ends too."""
         self.commits += 1
         self.failing = ""
-        self._close(order)
-        self._out.kept = True
-        if (one := self._sets.get(order.key)) is not None:
+        self._close(run)
+        self._outcome.journal_changed = True
+        if (one := self.memory.checkpoints.get(run.id)) is not None:
             one.stored = True
         where = ""
-        if self.stored is not None and self.stored.step == order.key[0]:
-            where = f" ({self.stored.where})"
-        message = f"step {order.key[0]} is in storage{where}"
-        self._out.notes.append(Note("CheckpointStored", message))
-        self._out.tell.update(order.ranks)
-        wish = self._wish
-        if wish is not None and not wish.waits:
-            self._end_wish()
+        if self.stored is not None and self.stored.step == run.id.step:
+            where = f" in {self.stored.where}"
+        message = f"the checkpoint of step {run.id.step} was stored{where}"
+        self._outcome.notes.append(CheckpointNote(EventReason.CHECKPOINT_STORED, message))
+        self._outcome.reassign.update(run.ranks)
+        flush = self._flush
+        if flush is not None and not flush.waits:
+            self._end_flush()
 
     def _failed(self, why: str) -> None:
-        order = self._order
-        assert order is not None
-        self.failures += 1
-        self.failing = f"step {order.key[0]} is not stored: {why}"[:1000]
-        self._out.notes.append(Note("CheckpointFailed", self.failing, warning=True))
-        self._out.tell.update(order.ranks)
-        self._close(order)
+        """Close an attempt that has failed, and count it; an event and the status say why.
 
-    def _close(self, order: _Order) -> None:
-        self._order = None
-        self._dirty = True
-        if (one := self._sets.get(order.key)) is not None:
+        Only a request to store what may be lost tries the same checkpoint again.
+        """
+        run = self._run
+        assert run is not None
+        self.failures += 1
+        self.failing = f"the checkpoint of step {run.id.step} was not stored: {why}"[:1000]
+        self._outcome.notes.append(
+            CheckpointNote(EventReason.CHECKPOINT_FAILED, self.failing, warning=True)
+        )
+        self._outcome.reassign.update(run.ranks)
+        self._close(run)
+
+    def _close(self, run: _PersistRun) -> None:
+        """Count an attempt that has ended."""
+        self._run = None
+        self._needs_decision = True
+        if (one := self.memory.checkpoints.get(run.id)) is not None:
             one.tried += 1
 
-    def _call_off(self, why: str) -> None:
-        """It is not written any more; it may be ordered again."""
-        order, self._order = self._order, None
-        assert order is not None
-        message = f"step {order.key[0]} is not stored: {why}"
-        self._out.notes.append(Note("CheckpointCalledOff", message))
-        self._out.tell.update(order.ranks)
-        self._dirty = True
+    def _cancel(self, why: str) -> None:
+        """Cancel the attempt and record an event; the checkpoint may be written again later."""
+        run, self._run = self._run, None
+        assert run is not None
+        message = f"the checkpoint of step {run.id.step} was not stored: {why}"
+        self._outcome.notes.append(CheckpointNote(EventReason.CHECKPOINT_CANCELED, message))
+        self._outcome.reassign.update(run.ranks)
+        self._needs_decision = True
 
-    def _part_lost(self, node: NodeId, what: str) -> None:
-        order = self._order
-        if order is not None and node in order.ranks and node not in order.done:
-            self._call_off(f"{node}, which writes a part of it, {what}")
+    def _writer_lost(self, node: NodeId, what: str) -> None:
+        """Cancel the attempt if this node has not written its part yet; otherwise do nothing."""
+        run = self._run
+        if run is not None and node in run.ranks and node not in run.done:
+            self._cancel(f"node {node}, which was writing a part of it, {what}")
 
     def _expire(self, now: float) -> None:
-        order, wish = self._order, self._wish
-        if order is not None and now >= order.until:
-            self._failed(f"it took longer than {order.until - order.begun:g} s")
-        if wish is not None and now >= wish.until:
-            self._end_wish()
-        elif wish is not None and wish.waits and now >= wish.settle_at:
-            self._dirty = True
+        """Fail an attempt, or end a request, whose time is over."""
+        run, flush = self._run, self._flush
+        if run is not None and now >= run.until:
+            self._failed(f"the write took longer than {run.until - run.begun:g} s")
+        if flush is not None and now >= flush.until:
+            self._end_flush()
+        elif flush is not None and flush.waits and now >= flush.settle_at:
+            self._needs_decision = True
 
-    def _end_wish(self) -> None:
-        """Who has waited for it is told."""
-        wish, self._wish = self._wish, None
-        if wish is not None and wish.stay:
-            self._out.tell.update(n for n, known in self._nodes.items() if known.memory)
+    def _end_flush(self) -> None:
+        """End the request, if there is one; nodes that have waited for it are reassigned."""
+        flush, self._flush = self._flush, None
+        if flush is not None and flush.stay:
+            self._outcome.reassign.update(
+                n for n, known in self.memory.nodes.items() if known.memory
+            )
 
     def _decide(self, now: float, wall: float, term: Term, persist_s: float) -> None:
-        """Whether something is to be stored now."""
-        wish = self._wish
-        if wish is not None and (not wish.waits or now >= wish.settle_at):
-            wish.waits.clear()
-            newest = sorted(self._sets, key=age_of, reverse=True)
-            key = next((k for k in newest if self._whole(k) and not self._is_passed(k)), None)
-            if key is None or self._is_stored(key) or self._sets[key].tried >= TRIES:
-                self._end_wish()
-            elif self._order is None or (
-                age_of(self._order.key) < age_of(key) and self._order.attempt != wish.attempt
-            ):
-                if self._order is not None:
-                    self._call_off("a newer one is to be stored")
-                wish.attempt = self._write(key, now, term, wish.until)
-                words = f"step {key[0]} is stored now: {wish.why}"
-                self._out.notes.append(Note("CheckpointOrdered", words))
-                self._dirty = False
+        """Begin to store a checkpoint, if one should be stored now.
+
+        A request for what may be lost comes first; then the newest complete checkpoint that workers
+        want stored. Checkpoints that are stored already, were skipped by a round, or have failed
+        before are left out. A request replaces a running attempt that is older.
+        """
+        flush = self._flush
+        if flush is not None and (not flush.waits or now >= flush.settle_at):
+            flush.waits.clear()
+            newest = sorted(self.memory.checkpoints, reverse=True)
+            complete = (k for k in newest if self.memory.is_complete(k))
+            key = next((k for k in complete if not self._is_skipped(k)), None)
+            if key is None or self._is_stored(key) or self.memory.checkpoints[key].tried >= TRIES:
+                self._end_flush()
+            elif self._run is None or (self._run.id < key and self._run.attempt != flush.attempt):
+                if self._run is not None:
+                    self._cancel("a newer checkpoint is stored instead")
+                flush.attempt = self._write(key, now, term, flush.until)
+                message = f"the checkpoint of step {key.step} is being stored now: {flush.why}"
+                self._outcome.notes.append(
+                    CheckpointNote(EventReason.CHECKPOINT_REQUESTED, message)
+                )
+                self._needs_decision = False
             return
-        if self._order is not None:
+        if self._run is not None:
             return
-        for key in sorted(self._flagged, key=age_of, reverse=True):
-            one = self._sets[key]
-            if one.tried or self._is_stored(key) or self._is_passed(key):
+        for key in sorted(self.memory.requested, reverse=True):
+            one = self.memory.checkpoints[key]
+            if one.tried or self._is_stored(key) or self._is_skipped(key):
                 continue
-            if self._whole(key):
+            if self.memory.is_complete(key):
                 self._write(key, now, term, now + persist_s)
                 return
 
-    def _is_stored(self, key: Key) -> bool:
-        """Whether it, or one that came later, is in storage."""
-        there = self.stored
-        later = there is not None and _age_in_storage(there) >= age_of(key)
-        return later or self._sets[key].stored
+    def _is_stored(self, key: CheckpointId) -> bool:
+        """Return whether this checkpoint, or a later one, is in storage."""
+        stored = self.stored
+        later = stored is not None and stored.id >= key
+        return later or self.memory.checkpoints[key].stored
 
-    def _write(self, key: Key, now: float, term: Term, until: float) -> str:
-        """Order it: each rank's slot is written by one node that has it, its own if that lives.
+    def _write(self, key: CheckpointId, now: float, term: Term, until: float) -> str:
+        """Begin an attempt to store a checkpoint; its writers are to be reassigned.
+
+        Each rank's slot is written by one node that has it, preferably the rank's own node.
 
         Returns:
-            the attempt.
+            Id of the attempt.
         """
-        one = self._sets[key]
-        best: dict[int, tuple[tuple[bool, bool], NodeId]] = {}
-        for node in sorted(one.nodes, key=id_key):
-            for held in _of(self._nodes[node].memory, key):
-                for rank in held.ranks:
-                    worth = (rank in held.hollow, held.replica)
-                    if rank not in best or worth < best[rank][0]:
-                        best[rank] = worth, node
+        one = self.memory.checkpoints[key]
+        writers = self.memory.writers(key)
         ranks: dict[NodeId, list[int]] = {}
-        for rank, (_, node) in sorted(best.items()):
+        for rank, node in writers.items():
             ranks.setdefault(node, []).append(rank)
-        coordinator = best[min(best)][1]
-        self._orders += 1
-        seed = (self._nodes[coordinator].boot, term, self._orders, *key)
+        coordinator = writers[min(writers)]
+        self._attempts += 1
+        seed = (self.memory.nodes[coordinator].boot, term, self._attempts, key)
         attempt = hashlib.sha256(repr(seed).encode()).hexdigest()[:12]
-        self._order = _Order(key, one.world, attempt, ranks, coordinator, now, until)
-        self._out.tell.update(ranks)
+        self._run = _PersistRun(key, one.world, attempt, ranks, coordinator, now, until)
+        self._outcome.reassign.update(ranks)
         return attempt
 
 
-def _age_in_storage(there: Stored) -> Age:
-    return there.round, there.lap, there.step
-
-
-def _by_key(memory: Iterable[Held]) -> dict[Key, list[Held]]:
-    found: dict[Key, list[Held]] = {}
-    for held in memory:
-        found.setdefault((held.step, held.round, held.lap), []).append(held)
-    return found
-
-
-def _of(memory: Iterable[Held], key: Key) -> Iterator[Held]:
-    return (held for held in memory if (held.step, held.round, held.lap) == key)
-
-
-def _full(helds: Iterable[Held]) -> set[str]:
-    """Parts of which not only what belongs to one rank is there."""
-    return {part for h in helds for rank, part in h.ranks.items() if rank not in h.hollow}
-
-
-# --- who keeps copies of whom ---
-
-
-def peers(
-    members: Sequence[tuple[NodeId, Topology]], old: Mapping[NodeId, NodeId]
-) -> dict[NodeId, NodeId]:
-    """By each member: the other one whose memory it keeps a copy of; each is kept once.
-
-    As few share a host as can be, and most pairs stay: a changed one costs a whole copy.
-
-    Args:
-        members: in the order of their ranks; topology has the outermost (zone, rack, host) first.
-        old: as it was.
-    """
-    if len(members) < 2:
-        return {}
-    topology = dict(members)
-    order = {node: (place, index) for index, (node, place) in enumerate(members)}
-    pairs = {k: source for k, source in old.items() if k in order and source in order}
-    taken = set(pairs.values())
-    keepers = sorted((n for n in order if n not in pairs), key=order.__getitem__)
-    sources = sorted((n for n in order if n not in taken), key=order.__getitem__)
-    count = len(keepers)
-
-    def cost(shift: int) -> tuple[int, int]:
-        together = [
-            _common(topology[k], topology[sources[(i + shift) % count]])
-            for i, k in enumerate(keepers)
-            if k != sources[(i + shift) % count]
-        ]
-        return count - len(together), sum(together)
-
-    if count:
-        # Sorted by place, a shift by the size of the largest place leads out of each of them.
-        depth = max(len(place) for _, place in members)
-        sizes = [_largest(keepers, topology, d) for d in range(1, depth + 1)]
-        shift = min(dict.fromkeys([*sizes, count // 2, 1, 0]), key=cost)
-        for index, keeper in enumerate(keepers):
-            pairs[keeper] = sources[(index + shift) % count]
-    _set_apart(pairs, topology, old)
-    return pairs
-
-
-def _set_apart(
-    pairs: dict[NodeId, NodeId],
-    topology: Mapping[NodeId, Topology],
-    old: Mapping[NodeId, NodeId],
-) -> None:
-    """Swap sources until nobody keeps its own, and no more than must be are on one host."""
-    hosts = Counter(place for place in topology.values() if place)
-    # Of a host that has more than half of the nodes, not all find another one elsewhere.
-    must = max(0, 2 * max(hosts.values(), default=0) - len(pairs))
-    together = sum(not _apart(topology[k], topology[source]) for k, source in pairs.items())
-
-    def weight(keeper: NodeId, source: NodeId) -> tuple[int, int, int, int]:
-        one, other = topology[keeper], topology[source]
-        changed = old.get(keeper) != source
-        return keeper == source, not _apart(one, other), changed, _common(one, other)
-
-    def gain(keeper: NodeId, other: NodeId) -> tuple[int, ...]:
-        """Less is better."""
-        now = zip(weight(keeper, pairs[keeper]), weight(other, pairs[other]), strict=True)
-        then = zip(weight(keeper, pairs[other]), weight(other, pairs[keeper]), strict=True)
-        return tuple(sum(b) - sum(a) for a, b in zip(now, then, strict=True))
-
-    for selves in (True, False):
-        for keeper in topology:
-            source = pairs[keeper]
-            shared = together > must and not _apart(topology[keeper], topology[source])
-            if keeper == source or (shared and not selves):
-                other = min((n for n in topology if n != keeper), key=partial(gain, keeper))
-                together += gain(keeper, other)[1]
-                pairs[keeper], pairs[other] = pairs[other], source
-
-
-def _largest(nodes: Iterable[NodeId], topology: Mapping[NodeId, Topology], depth: int) -> int:
-    sizes: dict[Topology, int] = {}
-    for node in nodes:
-        place = topology[node][:depth]
-        sizes[place] = sizes.get(place, 0) + 1
-    return max(sizes.values())
-
-
-def _apart(one: Topology, other: Topology) -> bool:
-    """Whether two nodes are on two hosts, as far as is known."""
-    return not one or not other or one != other
-
-
-def _common(one: Topology, other: Topology) -> int:
-    """Levels that they share: none is best, and nothing is known of what has no topology."""
-    length = 0
-    for a, b in zip(one, other, strict=False):
-        if a != b:
-            break
-        length += 1
-    return length
+def _skips(start: RoundStart, key: CheckpointId) -> bool:
+    """Return whether a round has skipped a checkpoint: it continued from an older one."""
+    number, best = start
+    return key.round < number and (best is None or key > best)

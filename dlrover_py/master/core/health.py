@@ -1,8 +1,8 @@
-"""Which nodes are fit to train: plans checks of a few nodes each, and judges them.
+"""Plans and results of node checks, which find the nodes that are fit to train.
 
-A *step* checks disjoint groups at the same time. All new nodes are checked in pairs; who was in a
-group that failed is checked anew with a node known to be good, or else alone, and whoever fails
-again is bad. A node that is slow in two groups is slow. See docs/network-check.md.
+A *step* checks disjoint groups of nodes at the same time. All new nodes are checked in pairs. Each
+node of a group that failed is checked again, with a node known to be good or else alone. A node
+that fails again is bad. A node that is slow in two groups is slow. See docs/network-check.md.
 """
 
 import math
@@ -12,18 +12,20 @@ from enum import StrEnum
 from statistics import median_low
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic import dataclasses as records
 
 from dlrover_py.protocol.agents import CheckResult, Count
 from dlrover_py.protocol.names import NodeId, id_key
 
 SLOW = 2.0
-"""Times the median, as DLRover."""
+"""A node is slow if it takes this many times the median, as in DLRover."""
 
 Group = tuple[NodeId, ...]
+"""Nodes that are checked together."""
 
 
 class Verdict(StrEnum):
-    """What is known of a node."""
+    """The state of knowledge about a node."""
 
     OPEN = "open"  # not checked yet, or to be checked again
     GOOD = "good"
@@ -32,334 +34,436 @@ class Verdict(StrEnum):
 
 
 NOT_BAD = (Verdict.OPEN, Verdict.GOOD)
+"""Verdicts of nodes that may still be fit to train."""
 
 
-class Mark(BaseModel):
-    """What the checks have shown of one life of a node."""
+class NodeHealthRecord(BaseModel):
+    """Results of the checks of one incarnation of a node."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
     incarnation: Count
     exclude_slow: bool
+    """Whether the node may not train if it is slow."""
     verdict: Verdict = Verdict.OPEN
     tried: list[Group] = Field(default_factory=list)
-    """Groups that it was checked in."""
+    """Groups in which the node was checked."""
     failed: list[Group] = Field(default_factory=list)
-    """Those of them that failed and may be its fault."""
+    """Those of the ``tried`` groups that failed, possibly because of this node."""
     slow: Count = 0
-    """Groups that it was slow in."""
+    """Number of groups in which the node was slow."""
     matmul_s: float = 0.0
+    """The shortest time of its matrix multiplication, in seconds; 0 if there is none."""
     allreduce_s: float = 0.0
+    """Time of its last all-reduce, in seconds; 0 if there is none."""
     nodes: Count = 0
-    """In the group that ``allreduce_s`` was measured in."""
+    """Size of the group in which ``allreduce_s`` was measured."""
 
     @property
-    def doubted(self) -> bool:
-        """It is checked for another time."""
+    def needs_recheck(self) -> bool:
+        """Whether the node is checked again after a failed or slow check."""
         return bool(self.failed or self.slow)
+
+
+@records.dataclass(slots=True, kw_only=True)
+class JobHealthRecord:
+    """All that outlives the master about the checks of a job."""
+
+    number: Count = 0
+    """Number of the newest step of checks."""
+    node_records: dict[NodeId, NodeHealthRecord] = field(default_factory=dict)
+    """Results of each node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """News of nodes. OPEN: they are in doubt, and checked again."""
+    """New knowledge about nodes; with the verdict OPEN, they are in doubt and checked again."""
 
     nodes: Group
     verdict: Verdict
-    words: str
+    message: str
+    """Result of the check, in words."""
 
 
 @dataclass(slots=True)
-class _Trial:
-    """A group of the running step."""
+class _CheckGroup:
+    """One group of the running step."""
 
     nodes: Group
     results: dict[NodeId, CheckResult] = field(default_factory=dict)
     why: str = ""
-    """It failed; the first that went wrong."""
+    """The first failure of the group; empty if there was none."""
     void: bool = False
-    """A node of it is needed elsewhere or gone: it says nothing."""
+    """Whether the result does not count, because a node is gone or needed elsewhere."""
     over: bool = False
+    """Whether the check of the group has ended."""
 
 
 class Health:
-    """Verdicts, and the step that runs. ``number`` and ``marks`` outlive the master; a step does
-    not, and is done again."""
+    """The verdicts on all nodes, and the running step of checks.
 
-    def __init__(self, number: int = 0, marks: dict[NodeId, Mark] | None = None) -> None:
-        self.number = number
-        self.marks = marks or {}
-        self.open = {n for n, mark in self.marks.items() if mark.verdict is Verdict.OPEN}
+    The record outlives the master, and is changed in place. A step that runs when the master ends
+    is repeated.
+    """
+
+    def __init__(self, record: JobHealthRecord | None = None) -> None:
+        self._record = record if record is not None else JobHealthRecord()
+        self.node_records = self._record.node_records
+        """Results of each node."""
+        self.open = {n for n, record in self.node_records.items() if record.verdict is Verdict.OPEN}
         """Nodes without a verdict."""
         self.due = math.inf
-        """When the running step must have ended."""
-        self._trials: list[_Trial] = []
-        self._trial_of: dict[NodeId, _Trial] = {}
+        """Time at which the running step must have ended."""
+        self._check_groups: list[_CheckGroup] = []
+        self._check_group_of: dict[NodeId, _CheckGroup] = {}
         self._pending = 0
-        """Groups that have not ended."""
+        """Number of groups that have not ended."""
+
+    @property
+    def number(self) -> int:
+        """Number of the newest step."""
+        return self._record.number
+
+    def adopt_number(self, number: int) -> None:
+        """Go on from a higher number, which an agent knows; a running step is dropped.
+
+        Its nodes stay without a verdict, and are checked again.
+        """
+        self._record.number, self.due = number, math.inf
+        self._check_groups, self._check_group_of, self._pending = [], {}, 0
 
     @property
     def runs(self) -> bool:
         """Whether a step runs."""
-        return bool(self._trials)
+        return bool(self._check_groups)
 
     def enter(self, node: NodeId, incarnation: int, *, exclude_slow: bool) -> bool:
-        """The node wishes to be checked; true if that is news."""
-        mark = self.marks.get(node)
-        if mark is not None and mark.incarnation == incarnation:
+        """Register a node that asks to be checked.
+
+        Args:
+            node: Id of the node.
+            incarnation: Its incarnation.
+            exclude_slow: Whether it may not train if it is slow.
+
+        Returns:
+            False if this incarnation is registered already.
+        """
+        record = self.node_records.get(node)
+        if record is not None and record.incarnation == incarnation:
             return False
         self.forget(node)
-        self.marks[node] = Mark(incarnation=incarnation, exclude_slow=exclude_slow)
+        self.node_records[node] = NodeHealthRecord(
+            incarnation=incarnation, exclude_slow=exclude_slow
+        )
         self.open.add(node)
         return True
 
     def forget(self, node: NodeId) -> None:
-        """The node, or this life of it, goes or is gone."""
-        self.marks.pop(node, None)
+        """Drop a node that leaves or is gone, or the results of its earlier incarnation."""
+        self.node_records.pop(node, None)
         self.open.discard(node)
         self.withdraw(node)
 
     def withdraw(self, node: NodeId) -> None:
-        """The node is needed elsewhere; the others of its group are checked anew."""
-        if trial := self._trial_of.get(node):
-            trial.void = True
-            self._end(trial)
+        """Void the running check of a node that is needed elsewhere; its group is checked again.
+
+        Nothing happens if the node is in no group of the running step.
+        """
+        if check_group := self._check_group_of.get(node):
+            check_group.void = True
+            self._end(check_group)
 
     def decide(self, node: NodeId, verdict: Verdict) -> None:
-        """This is known of the node from now on."""
-        self.marks[node].verdict = verdict
+        """Set the verdict on a node."""
+        self.node_records[node].verdict = verdict
         self.open.discard(node)
 
     def take(self, node: NodeId, number: int, result: CheckResult) -> None:
-        """How a node did in the step of this number."""
-        trial = self._trial_of.get(node)
-        if number != self.number or trial is None or trial.over:
-            return
-        trial.results[node] = result
-        if not result.passed:
-            trial.why = f"{node}: {result.why}"
-        if trial.why or len(trial.results) == len(trial.nodes):
-            self._end(trial)
+        """Take in a node's result in the running step.
 
-    def _end(self, trial: _Trial) -> None:
-        self._pending -= not trial.over
-        trial.over = True
+        Results of other steps, and of groups that have ended, are ignored. A group ends with its
+        first failure, or when all its nodes have passed. What follows is decided by :meth:`judge`.
+
+        Args:
+            node: Id of the node.
+            number: Number of the step that the result belongs to.
+            result: The result.
+        """
+        check_group = self._check_group_of.get(node)
+        if number != self.number or check_group is None or check_group.over:
+            return
+        check_group.results[node] = result
+        if not result.passed:
+            check_group.why = f"{node}: {result.why}"
+        if check_group.why or len(check_group.results) == len(check_group.nodes):
+            self._end(check_group)
+
+    def _end(self, check_group: _CheckGroup) -> None:
+        """End the check of a group."""
+        self._pending -= not check_group.over
+        check_group.over = True
 
     def expire(self, now: float, limit_s: float) -> None:
-        """End what takes too long."""
+        """End the running step if its time is over: unfinished groups have failed.
+
+        Before that time, or without a step, nothing happens. The findings come from :meth:`judge`.
+
+        Args:
+            now: Monotonic time.
+            limit_s: The time limit, for the message.
+        """
         if now < self.due:
             return
-        for trial in self._trials:
-            late = [n for n in trial.nodes if n not in trial.results]
-            if not trial.over:
-                trial.why = f"{' and '.join(late)} did not finish within {limit_s:g} s"
-                self._end(trial)
+        for check_group in self._check_groups:
+            late = [n for n in check_group.nodes if n not in check_group.results]
+            if not check_group.over:
+                check_group.why = f"{' and '.join(late)} did not finish within {limit_s:g} s"
+                self._end(check_group)
 
-    # --- what a step has shown ---
+    # --- Evaluation of a step ---
 
     def judge(self) -> list[Finding]:
-        """What is known now, once all groups of the step have ended."""
-        if not self._trials or self._pending:
+        """Evaluate the step once all its groups have ended; return what is new.
+
+        Returns:
+            Empty if no step runs, or some groups have not ended. Voided groups give no finding.
+        """
+        if not self._check_groups or self._pending:
             return []
-        trials, self._trials, self.due = self._trials, [], math.inf
-        self._trial_of.clear()
-        trials = [trial for trial in trials if not trial.void]
-        for trial in trials:
-            for node in trial.nodes:
-                self._note(node, trial)
-        findings = self._failed([trial for trial in trials if trial.why])
-        # Medians over all that were ever measured: a node that comes alone is compared as well.
+        check_groups, self._check_groups, self.due = self._check_groups, [], math.inf
+        self._check_group_of.clear()
+        check_groups = [check_group for check_group in check_groups if not check_group.void]
+        for check_group in check_groups:
+            for node in check_group.nodes:
+                self._record_result(node, check_group)
+        findings = self._find_bad_nodes(
+            [check_group for check_group in check_groups if check_group.why]
+        )
+        # The medians include all earlier results, so that a node that comes alone is compared too.
         matmul = self._medians("matmul_s", by_nodes=False)
         allreduce = self._medians("allreduce_s", by_nodes=True)
-        for trial in trials:
-            if not trial.why:
-                findings += self._passed(trial, matmul.get(0, 0.0), allreduce)
+        for check_group in check_groups:
+            if not check_group.why:
+                findings += self._judge_passed(check_group, matmul.get(0, 0.0), allreduce)
         return findings
 
-    def _note(self, node: NodeId, trial: _Trial) -> None:
-        mark = self.marks[node]
-        mark.tried.append(trial.nodes)
-        if trial.why:
+    def _record_result(self, node: NodeId, check_group: _CheckGroup) -> None:
+        """Enter the result of a group into the node's record; a failure adds no measurements."""
+        record = self.node_records[node]
+        record.tried.append(check_group.nodes)
+        if check_group.why:
             return
-        mark.failed = [group for group in mark.failed if group != trial.nodes]
-        result = trial.results[node]
-        mark.matmul_s = min(mark.matmul_s or math.inf, result.matmul_s)
-        if len(trial.nodes) > 1:
-            mark.allreduce_s, mark.nodes = result.allreduce_s, len(trial.nodes)
+        record.failed = [group for group in record.failed if group != check_group.nodes]
+        result = check_group.results[node]
+        record.matmul_s = min(record.matmul_s or math.inf, result.matmul_s)
+        if len(check_group.nodes) > 1:
+            record.allreduce_s, record.nodes = result.allreduce_s, len(check_group.nodes)
 
     def _medians(self, name: str, *, by_nodes: bool) -> dict[int, float]:
+        """Return the median of a measurement, by group size if wanted, else under the key 0."""
         times: dict[int, list[float]] = {}
-        for mark in self.marks.values():
-            if seconds := getattr(mark, name):
-                times.setdefault(mark.nodes if by_nodes else 0, []).append(seconds)
-        # Of two, the lower one: else no node could be slower than twice the median of a pair.
+        for record in self.node_records.values():
+            if seconds := getattr(record, name):
+                times.setdefault(record.nodes if by_nodes else 0, []).append(seconds)
+        # The lower one of two: otherwise no node could be slower than twice the median of a pair.
         return {nodes: median_low(known) for nodes, known in times.items()}
 
-    def _failed(self, trials: Sequence[_Trial]) -> list[Finding]:
-        guilty, doubted = [], []
-        for trial in trials:
-            for node in trial.nodes:
-                mark = self.marks[node]
-                mark.failed.append(trial.nodes)
-                if mark.verdict is not Verdict.OPEN:
+    def _find_bad_nodes(self, check_groups: Sequence[_CheckGroup]) -> list[Finding]:
+        """Find the bad nodes of failed groups; other open nodes of them are in doubt.
+
+        A node is bad if it has failed more than once, and all other nodes of its group are good.
+        The failures that a bad node explains are removed from the records of the others.
+        """
+        bad, needs_recheck = [], []
+        for check_group in check_groups:
+            for node in check_group.nodes:
+                record = self.node_records[node]
+                record.failed.append(check_group.nodes)
+                if record.verdict is not Verdict.OPEN:
                     continue
-                if self._trusted(trial.nodes, node) and len(mark.failed) > 1:
-                    words = f"{trial.why} (it failed {_where(mark.failed, node)})"
-                    guilty.append(Finding((node,), Verdict.BAD, words))
-            if not guilty or guilty[-1].nodes[0] not in trial.nodes:
-                doubted.append(Finding(trial.nodes, Verdict.OPEN, trial.why))
-        for found in guilty:
+                if self._others_are_good(check_group.nodes, node) and len(record.failed) > 1:
+                    message = f"{check_group.why} (it failed {_where(record.failed, node)})"
+                    bad.append(Finding((node,), Verdict.BAD, message))
+            if not bad or bad[-1].nodes[0] not in check_group.nodes:
+                needs_recheck.append(Finding(check_group.nodes, Verdict.OPEN, check_group.why))
+        for found in bad:
             (node,) = found.nodes
             self.decide(node, Verdict.BAD)
-            for name, mark in self.marks.items():
-                if name != node:  # that explains what failed with it
-                    mark.failed = [group for group in mark.failed if node not in group]
-        return doubted + guilty
+            for name, record in self.node_records.items():
+                if name != node:  # the bad node explains the failures of its groups
+                    record.failed = [group for group in record.failed if node not in group]
+        return needs_recheck + bad
 
-    def _trusted(self, nodes: Group, accused: NodeId) -> bool:
-        """Whether the others of a group are known to work with everybody else."""
-        others = [self.marks[n] for n in nodes if n != accused]
+    def _others_are_good(self, nodes: Group, suspect: NodeId) -> bool:
+        """Return whether all other nodes of a group are good, and failed only with the accused."""
+        others = [self.node_records[n] for n in nodes if n != suspect]
         return all(
-            mark.verdict is Verdict.GOOD and all(accused in group for group in mark.failed)
-            for mark in others
+            record.verdict is Verdict.GOOD and all(suspect in group for group in record.failed)
+            for record in others
         )
 
-    def _passed(
-        self, trial: _Trial, matmul: float, allreduce: dict[int, float]
+    def _judge_passed(
+        self, check_group: _CheckGroup, matmul: float, allreduce: dict[int, float]
     ) -> Iterator[Finding]:
-        alone = len(trial.nodes) == 1
-        for node in trial.nodes:
-            mark, result = self.marks[node], trial.results[node]
-            if mark.verdict is not Verdict.OPEN:
+        """Judge the nodes of a group that passed; ``allreduce`` has the medians by group size.
+
+        Nodes that have a verdict are left out. So are nodes that passed alone after a failure.
+        """
+        alone = len(check_group.nodes) == 1
+        for node in check_group.nodes:
+            record, result = self.node_records[node], check_group.results[node]
+            if record.verdict is not Verdict.OPEN:
                 continue
-            if alone and (mark.failed or (len(mark.tried) > 1 and not mark.slow)):
-                continue  # that it works alone does not say that it works with others
-            words, slow = _speed(trial, result), ""
+            if alone and (record.failed or (len(record.tried) > 1 and not record.slow)):
+                continue  # that it works alone does not show that it works with others
+            message, slow = _speed(check_group, result), ""
             if result.matmul_s > SLOW * matmul:
                 slow = f"a matmul took {result.matmul_s:.3g} s, the median is {matmul:.3g} s"
-            elif not alone and result.allreduce_s > SLOW * allreduce[len(trial.nodes)]:
-                median = f"{allreduce[len(trial.nodes)]:.3g} s"
+            elif not alone and result.allreduce_s > SLOW * allreduce[len(check_group.nodes)]:
+                median = f"{allreduce[len(check_group.nodes)]:.3g} s"
                 slow = f"an all-reduce took {result.allreduce_s:.3g} s, the median is {median}"
             if slow:
-                mark.slow += 1
-            if not slow or not mark.exclude_slow:
-                mark.failed = []
+                record.slow += 1
+            if not slow or not record.exclude_slow:
+                record.failed = []
                 self.decide(node, Verdict.GOOD)
-                yield Finding((node,), Verdict.GOOD, f"{words}, slow: {slow}" if slow else words)
-            elif mark.slow > 1:
+                yield Finding(
+                    (node,), Verdict.GOOD, f"{message}, slow: {slow}" if slow else message
+                )
+            elif record.slow > 1:
                 self.decide(node, Verdict.SLOW)
-                yield Finding((node,), Verdict.SLOW, f"slow in {_where(mark.tried, node)}: {slow}")
+                yield Finding((node,), Verdict.SLOW, f"slow {_where(record.tried, node)}: {slow}")
             else:
                 yield Finding((node,), Verdict.OPEN, f"{node} is slow: {slow}")
 
-    # --- the next step ---
+    # --- Plan of the next step ---
 
     def plan(self, able: Sequence[NodeId], helpers: Sequence[NodeId]) -> list[Finding]:
-        """Decide the groups of the next step, if there is one; findings where none would help.
+        """Start the next step of checks, if there is anything to check; no step may run.
+
+        Agents are informed by the caller. Without a new group, no step starts, and the number
+        stays.
 
         Args:
-            able: nodes without a verdict that can be checked now.
-            helpers: good ones that have nothing else to do.
+            able: Nodes without a verdict that can be checked now.
+            helpers: Good nodes that are idle.
+
+        Returns:
+            Verdicts on nodes for which no further check would help.
         """
         groups: list[Group] = []
         findings: list[Finding] = []
-        spare = sorted(helpers, key=lambda n: self.marks[n].matmul_s)
-        fresh = [n for n in able if not self.marks[n].doubted]
-        lone: list[NodeId] = []
-        for node in (n for n in able if self.marks[n].doubted):
-            mark = self.marks[node]
+        spare = sorted(helpers, key=lambda n: self.node_records[n].matmul_s)
+        fresh = [n for n in able if not self.node_records[n].needs_recheck]
+        works_alone: list[NodeId] = []
+        for node in (n for n in able if self.node_records[n].needs_recheck):
+            record = self.node_records[node]
             if partner := self._partner(node, spare):
                 spare.remove(partner)
                 groups.append((partner, node))
-            elif not mark.failed or (node,) not in mark.tried or (node,) in mark.failed:
+            elif not record.failed or (node,) not in record.tried or (node,) in record.failed:
                 groups.append((node,))
             else:
-                lone.append(node)  # it works alone, so its links are in doubt
+                works_alone.append(node)  # it works alone, so its links are in doubt
         pairs = [(fresh[i], fresh[i + 1]) for i in range(0, len(fresh) - 1, 2)]
-        odd = fresh[-1] if len(fresh) % 2 else None
+        unpaired = fresh[-1] if len(fresh) % 2 else None
         left = []
-        while lone:
-            node = lone.pop(0)
-            if partner := self._partner(node, lone):
-                lone.remove(partner)
+        while works_alone:
+            node = works_alone.pop(0)
+            if partner := self._partner(node, works_alone):
+                works_alone.remove(partner)
                 groups.append((node, partner))
-            elif odd is not None and self._partner(node, [odd]):
-                groups.append((node, odd))
-                odd = None
+            elif unpaired is not None and self._partner(node, [unpaired]):
+                groups.append((node, unpaired))
+                unpaired = None
             else:
                 left.append(node)
-        if odd is not None:
-            if partner := self._partner(odd, spare):
-                groups.append((partner, odd))
+        if unpaired is not None:
+            if partner := self._partner(unpaired, spare):
+                groups.append((partner, unpaired))
             elif pairs:
-                groups.append((*pairs.pop(), odd))
-            elif (odd,) not in self.marks[odd].tried:
-                groups.append((odd,))
-            else:  # what it failed with is known to be bad
-                self.decide(odd, Verdict.GOOD)
-                findings.append(Finding((odd,), Verdict.GOOD, "it works alone"))
+                groups.append((*pairs.pop(), unpaired))
+            elif (unpaired,) not in self.node_records[unpaired].tried:
+                groups.append((unpaired,))
+            else:  # the nodes that it failed with are known to be bad
+                self.decide(unpaired, Verdict.GOOD)
+                findings.append(Finding((unpaired,), Verdict.GOOD, "it works alone"))
         groups += pairs
-        if left and not groups:  # before a link is blamed, it is tried for a second time
+        if left and not groups:  # a link is tried twice before it is blamed
             for node in left:
                 if partner := self._partner(node, [*left, *spare], tries=2):
                     groups.append((node, partner))
                     break
         if groups:
-            self._trials = [_Trial(nodes) for nodes in groups]
-            self._trial_of = {n: trial for trial in self._trials for n in trial.nodes}
+            self._check_groups = [_CheckGroup(nodes) for nodes in groups]
+            self._check_group_of = {
+                n: check_group for check_group in self._check_groups for n in check_group.nodes
+            }
             self._pending = len(groups)
-            self.number += 1
+            self._record.number += 1
         elif left:
-            findings += self._settle(left, helpers)
+            findings += self._decide_bad_links(left, helpers)
         return findings
 
     @property
     def groups(self) -> list[Group]:
-        """Of the running step."""
-        return [trial.nodes for trial in self._trials]
+        """Groups of the running step."""
+        return [check_group.nodes for check_group in self._check_groups]
 
     def _partner(self, node: NodeId, among: Sequence[NodeId], *, tries: int = 1) -> NodeId | None:
-        """Somebody whom it was not paired with yet, or not so often."""
-        met = [set(group) for group in self.marks[node].tried]
-        return next((n for n in among if n != node and met.count({n, node}) < tries), None)
+        """Return a node that it was checked with fewer than ``tries`` times, or None."""
+        partners = [set(group) for group in self.node_records[node].tried]
+        return next((n for n in among if n != node and partners.count({n, node}) < tries), None)
 
-    def _settle(self, left: Sequence[NodeId], helpers: Sequence[NodeId]) -> Iterator[Finding]:
-        """Each of these works alone, and there is nobody left to try it with: of two between which
-        the link is bad, the one with fewer such links stays."""
+    def _decide_bad_links(
+        self, left: Sequence[NodeId], helpers: Sequence[NodeId]
+    ) -> Iterator[Finding]:
+        """Decide on nodes that each work alone and have no partner left.
+
+        If a link between two nodes is bad, the one with more bad links is excluded, but only a node
+        of ``left`` or of ``helpers`` (good nodes that are idle). A node that is not excluded is
+        good. Each verdict is set when its finding is taken from the iterator.
+        """
         for node in left:
-            mark = self.marks[node]
-            while mark.verdict is Verdict.OPEN and mark.failed:
-                party = sorted({n for group in mark.failed for n in group}, key=id_key)
-                marks = self.marks
-                party = [n for n in party if n in marks and marks[n].verdict in NOT_BAD]
-                if party == [node]:
+            record = self.node_records[node]
+            while record.verdict is Verdict.OPEN and record.failed:
+                involved = sorted({n for group in record.failed for n in group}, key=id_key)
+                node_records = self.node_records
+                involved = [
+                    n for n in involved if n in node_records and node_records[n].verdict in NOT_BAD
+                ]
+                if involved == [node]:
                     break
-                worst = max((n for n in party if n in left or n in helpers), key=self._blame)
+                worst = max((n for n in involved if n in left or n in helpers), key=self._blame_key)
                 self.decide(worst, Verdict.BAD)
-                words = (
-                    f"{' and '.join(party)} each work alone, but not together: a link between them "
-                    f"is bad, and no other node can tell whose it is; {worst} is left out"
+                message = (
+                    f"{' and '.join(involved)} each work alone, but not together: a link between "
+                    "them is bad. No other node can show whose link it is, so "
+                    f"{worst} is excluded"
                 )
-                yield Finding((worst,), Verdict.BAD, words)
-            if mark.verdict is Verdict.OPEN:
+                yield Finding((worst,), Verdict.BAD, message)
+            if record.verdict is Verdict.OPEN:
                 self.decide(node, Verdict.GOOD)
                 yield Finding((node,), Verdict.GOOD, "it works alone")
 
-    def _blame(self, node: NodeId) -> tuple[int, bool, tuple[tuple[str, int], ...]]:
-        mark = self.marks[node]
-        met = {n for group in mark.failed for n in group}
-        return len(met), mark.verdict is Verdict.OPEN, id_key(node)
+    def _blame_key(self, node: NodeId) -> tuple[int, bool, tuple[tuple[str, int], ...]]:
+        """Return a sort key: the node with the highest key is blamed for a bad link."""
+        record = self.node_records[node]
+        partners = {n for group in record.failed for n in group}
+        return len(partners), record.verdict is Verdict.OPEN, id_key(node)
 
 
 def _where(groups: Sequence[Group], node: NodeId) -> str:
-    """``n0`` was with: 'with n1, and with n2 and n3, and alone'."""
-    words = [" and ".join(n for n in g if n != node) for g in groups]
-    return ", and ".join(f"with {text}" if text else "alone" for text in words)
+    """Name the partners of ``node`` in words: 'with n1, and with n2 and n3, and alone'."""
+    message = [" and ".join(n for n in g if n != node) for g in groups]
+    return ", and ".join(f"with {text}" if text else "alone" for text in message)
 
 
-def _speed(trial: _Trial, result: CheckResult) -> str:
-    words = f"matmul {result.matmul_s:.3g} s"
+def _speed(check_group: _CheckGroup, result: CheckResult) -> str:
+    """Describe the measurements of a node."""
+    message = f"matmul {result.matmul_s:.3g} s"
     if result.allreduce_s:
-        words += f", all-reduce {result.allreduce_s:.3g} s"
+        message += f", all-reduce {result.allreduce_s:.3g} s"
     if result.algbw_gb_s:
-        words += f", algbw {result.algbw_gb_s:.3g} GB/s, busbw {result.busbw_gb_s:.3g} GB/s"
-    return words + (" (alone)" if len(trial.nodes) == 1 else "")
+        message += f", algbw {result.algbw_gb_s:.3g} GB/s, busbw {result.busbw_gb_s:.3g} GB/s"
+    return message + (" (alone)" if len(check_group.nodes) == 1 else "")

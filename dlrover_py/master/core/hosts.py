@@ -1,78 +1,90 @@
-"""Hosts that are not asked again for a while, since a node was lost on them through their fault."""
+"""Temporary bans of hosts on which nodes were lost through the host's fault."""
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Annotated
 
 from pydantic import BaseModel, Field, FiniteFloat
 
 SHORTEST_S, LONGEST_S = 60.0, 3600.0
+"""The shortest and the longest ban, in seconds."""
 DOUBLINGS = 10
-"""More than reach the longest ban: a larger power may not be a float any more."""
+"""The highest power of two for a ban. It exceeds the longest ban, and is still a valid float."""
 FORGOTTEN = 2.0
-"""A strike counts until so many times the ban that it brought have passed."""
+"""A host's strikes are forgotten after its latest ban times this factor."""
 
 
 class Strikes(BaseModel):
-    """What is journaled of a host."""
+    """The strikes against one host, as the journal has them."""
 
     number: Annotated[int, Field(ge=1, le=2**52)]
+    """Number of strikes."""
     at: FiniteFloat
-    """Of the last one, in Unix seconds: the next master's other clock begins anew."""
-
-
-@dataclass(slots=True)
-class _Host:
-    strikes: int
-    struck_at: float
-    wall: float
+    """Unix time of the last strike. The next master's monotonic clock starts at another value."""
 
 
 def ban_s(strikes: int) -> float:
-    """Doubles with each strike, up to an hour (as Horovod's discovery does)."""
+    """Return the length of a ban: it doubles with each strike, up to an hour.
+
+    Horovod's host discovery does the same.
+    """
     return min(LONGEST_S, SHORTEST_S * 2.0 ** min(strikes - 1, DOUBLINGS))
 
 
-@dataclass(slots=True)
 class Hosts:
-    """Bans by host name; times are monotonic."""
+    """The bans of all hosts, by host name; ``now`` is always monotonic time.
 
-    _known: dict[str, _Host] = field(default_factory=dict)
+    The strikes are part of the durable state, and changed in place.
+    """
+
+    def __init__(
+        self, strikes: dict[str, Strikes] | None = None, *, now: float = 0.0, wall: float = 0.0
+    ) -> None:
+        """Take over the strikes.
+
+        Args:
+            strikes: The strikes so far, by host name.
+            now: Monotonic time.
+            wall: Unix time; it gives the age of each strike.
+        """
+        self.strikes = strikes if strikes is not None else {}
+        self._struck_at = {n: now - max(0.0, wall - s.at) for n, s in self.strikes.items()}
+        """Monotonic time of each host's last strike."""
 
     def strike(self, host: str, now: float, wall: float) -> float:
-        """A node was lost on this host; returns for how long it is kept out."""
-        self._known = {
-            name: h
-            for name, h in self._known.items()
-            if now - h.struck_at <= FORGOTTEN * ban_s(h.strikes)
-        }
-        old = self._known.get(host)
-        strikes = 1 if old is None else old.strikes + 1
-        self._known[host] = _Host(strikes, now, wall)
-        return ban_s(strikes)
+        """Count a strike, because a node was lost on this host.
 
-    def kept_out(self, now: float) -> tuple[str, ...]:
-        """Hosts on which no new node is wished now."""
-        return tuple(
-            sorted(n for n, h in self._known.items() if now < h.struck_at + ban_s(h.strikes))
-        )
+        Hosts whose strikes are old enough are forgotten at the same time.
 
-    def pardon(self, hosts: Iterable[str]) -> None:
-        """There is no room but on these."""
+        Args:
+            host: Name of the host.
+            now: Monotonic time.
+            wall: Unix time, for the next master.
+
+        Returns:
+            The length of the ban, in seconds.
+        """
+        for name, strikes in list(self.strikes.items()):
+            if now - self._struck_at[name] > FORGOTTEN * ban_s(strikes.number):
+                del self.strikes[name]
+        old = self.strikes.get(host)
+        number = 1 if old is None else old.number + 1
+        self.strikes[host], self._struck_at[host] = Strikes(number=number, at=wall), now
+        return ban_s(number)
+
+    def banned(self, now: float) -> tuple[str, ...]:
+        """Return the hosts on which no new node may be placed now."""
+        return tuple(sorted(name for name in self.strikes if now < self._end(name)))
+
+    def lift_bans(self, hosts: Iterable[str]) -> None:
+        """Forget all strikes against these hosts, because there is no room on other hosts."""
         for host in hosts:
-            self._known.pop(host, None)
+            self.strikes.pop(host, None)
 
     def next_end(self, now: float) -> float:
-        """When the next ban ends."""
-        ends = (h.struck_at + ban_s(h.strikes) for h in self._known.values())
-        return min((end for end in ends if end > now), default=math.inf)
+        """Return when the next ban ends; infinite if there is none."""
+        return min((end for end in map(self._end, self.strikes) if end > now), default=math.inf)
 
-    def journal(self) -> dict[str, Strikes]:
-        """What the next master must know."""
-        return {name: Strikes(number=h.strikes, at=h.wall) for name, h in self._known.items()}
-
-    @classmethod
-    def read(cls, kept: dict[str, Strikes], now: float, wall: float) -> "Hosts":
-        """Go on from a journal."""
-        return cls({n: _Host(s.number, now - max(0.0, wall - s.at), s.at) for n, s in kept.items()})
+    def _end(self, host: str) -> float:
+        """Return when the host's last ban ends."""
+        return self._struck_at[host] + ban_s(self.strikes[host].number)

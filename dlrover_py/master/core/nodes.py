@@ -1,199 +1,289 @@
-"""Who lives: leases, incarnations, and how ready each node is for the next round.
+"""State of the nodes: leases, incarnations, and readiness for the next round.
 
-A node is *lost* on facts where there are any (its process ended, its connection closed and did not
-come back), and on the lease as the last resort. Ids are never reused: what is gone stays gone.
+A node is *lost* on facts where there are any: its process ended, or its connection closed and it
+did not come back. The lease is the last resort. Node ids are never reused.
 """
 
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Annotated
 
-from dlrover_py.protocol.agents import AgentReport
+from pydantic import dataclasses as records
+
+from dlrover_py.protocol.agents import COUNT, AgentReport, Count
 from dlrover_py.protocol.names import Incarnation, NodeId, Term
 from dlrover_py.protocol.status import NodePhase
 
 
-class Heard(Enum):
-    """What became of a report."""
+class ReportOutcome(Enum):
+    """The result of taking in a report."""
 
-    TAKEN = auto()
-    BORN = auto()  # first report of a new incarnation
-    STALE = auto()  # older than one that was taken: nothing changes
-    REFUSED = auto()  # from a node, or a life of it, that was given up: it must end
+    ACCEPTED = auto()
+    NEW_INCARNATION = auto()  # first report of a new incarnation
+    STALE = auto()  # older than a report that was taken: nothing changes
+    REFUSED = auto()  # from a node, or an incarnation of it, that was given up: it must end
 
 
-class Standing(Enum):
-    """How a node counts when the next round is formed."""
+class Readiness(Enum):
+    """The readiness of a node for the next round."""
 
-    READY = auto()  # has taken in all that it was told: its offer is good
-    BUSY = auto()  # a member that has not answered yet to what it was told, or is suspect
-    NEAR = auto()  # its process runs and its agent will speak soon; or a suspect standby
-    PENDING = auto()  # no place for it yet, or it gets warm or is checked: not waited for
+    READY = auto()  # has acknowledged its last assignment: its offered address and port are good
+    BUSY = auto()  # a member that has not acknowledged its last assignment, or is suspect
+    NEAR = auto()  # its process runs and its agent will report soon; or a suspect standby
+    PENDING = auto()  # has no place yet, is being warmed, or is being checked: not waited for
     OUT = auto()  # leaving or gone
+
+
+@records.dataclass(slots=True, kw_only=True)
+class NodeRecord:
+    """All that outlives the master about one node."""
+
+    incarnation: Annotated[Incarnation, COUNT] = Incarnation(0)
+    """Number of its agent process; 0 if none has reported yet."""
+    boot_id: str = ""
+    """Id of the agent process that speaks for the node."""
+    leaving: str = ""
+    """Why the node has to end; empty if it does not."""
+    restarts: Count = 0
+    """Worker failures charged to it since the last steady progress."""
+    relaunches: Count = 0
+    """Nodes lost before it in the same place since the last steady progress."""
+    avoid: tuple[str, ...] = ()
+    """Hosts that the node must not be placed on."""
+    template_hash: str = ""
+    """Hash of the template that the node was created from; empty if that is not known."""
+    restart: str = ""
+    """``spec.restart.at`` when the node was created; empty if there was none."""
 
 
 @dataclass(slots=True)
 class Node:
-    """What the master knows of one node."""
+    """The master's knowledge about one node."""
 
     id: NodeId
+    record: NodeRecord = field(default_factory=NodeRecord)
     phase: NodePhase = NodePhase.STARTING
-    incarnation: Incarnation = field(default=Incarnation(0))
-    boot_id: str = ""
     former_boots: set[str] = field(default_factory=set)
+    """Boot ids of earlier agent processes; their reports are refused."""
     seq: int = -1
+    """Sequence number of its newest report; -1 before the first one."""
     heard_at: float = -math.inf
-    """When its last report was taken in, by this master."""
+    """When this master took in its last report."""
     lease_until: float = math.inf
+    """When it is given up, unless it reports before."""
     return_until: float = math.inf
-    """Of one that had spoken to an earlier term: until then it is waited for, whoever reports."""
+    """Until when the master waits for a node that reported to an earlier term. Reports of other
+    nodes do not shorten this time."""
     due: float = math.inf
-    """When it is looked at next, at the latest; the timer for that is set."""
+    """The latest time at which its deadlines are checked; a timer is set for it."""
     suspect_until: float = math.inf
-    told: int = 0
-    """Version of the newest assignment that it must take in before it counts; 0 if there is none.
-    An offer is used by the round that it was made for, so a node that has not yet answered to
-    one round must not be asked for the next."""
+    """When it is given up, if its connection closed and it does not come back."""
+    required_version: int = 0
+    """Version of the newest assignment that it must acknowledge before it is ready; 0 if there is
+    none. The address and port that it offers are used by the round they were offered for. A node
+    that has not acknowledged one round must therefore not be in the next one."""
     acknowledged: int = 0
-    """Version of the newest assignment of this term that it has taken in."""
+    """Version of the newest assignment of this term that it has acknowledged."""
     report: AgentReport | None = None
-    leaving: str = ""
-    """Why it is about to go; empty if it is not."""
+    """Its newest report to this master."""
+    announced_by_agent: bool = False
+    """Whether only its agent has announced its end; the platform knows of no deletion."""
     topology: tuple[str, ...] = ()
     """Zone, rack, host: the outermost first."""
     message: str = ""
     """The platform's words on its state."""
     seen: bool = False
-    """The platform has told of it."""
+    """Whether the platform has reported it."""
     recalled: bool = False
-    """It had spoken to an earlier term."""
+    """Whether it had reported to an earlier term."""
     runs: bool = True
-    """Its process runs, or may do so in a moment: the platform has not said otherwise."""
+    """Whether its process runs or may run soon; true unless the platform has denied it."""
     grace_s: float = math.inf
-    """How long it has when it is leaving."""
-    unheard: int = 0
-    """Nodes in a row that were gone from its place before they spoke."""
-    avoid: tuple[str, ...] = ()
-    """Hosts that it was not to be on."""
+    """Seconds between the request to end it and the kill, if it is leaving."""
+    failed_before_report: int = 0
+    """Number of nodes in a row, in its place, that ended before their first report."""
     pending_since: float = math.inf
-    """Since when there has been no place for it."""
-    restarts: int = 0
-    """Worker failures charged to it since the last steady progress."""
-    relaunches: int = 0
-    """Nodes that were lost before it in the same place since the last steady progress."""
+    """Since when there has been no place for it; infinite if there is one."""
     held: bool = False
-    """It is not known yet whether it is fit to train."""
-    nested_told: str = ""
-    """The boot id of the agent whose finding of another launcher is in the events."""
-    lived: int = 0
-    """Incarnations that nodes of this id had before it was known: its own are above."""
-    made_of: str = ""
-    """Hash of the template that it was made of; empty if that is not known."""
-    restart: str = ""
-    """``spec.restart.at`` when it was made; empty if there was none."""
+    """Whether it is kept out of rounds, because a check must still show that it is fit to train."""
+    nested_warning_boot: str = ""
+    """Boot id of the agent whose warning about a nested launcher is already in the events."""
+    last_incarnation: int = 0
+    """Last incarnation under this id before the node was known; its own incarnations are higher."""
+    generation: int = 0
+    """Version of all that the status shows of the node; it grows with each change."""
 
     @property
-    def standing(self) -> Standing:
-        """How it counts for the next round."""
-        if self.leaving or self.phase is NodePhase.GONE:
-            return Standing.OUT
+    def incarnation(self) -> Incarnation:
+        """Number of its agent process; 0 if none has reported yet."""
+        return self.record.incarnation
+
+    @property
+    def boot_id(self) -> str:
+        """Id of the agent process that speaks for the node."""
+        return self.record.boot_id
+
+    @property
+    def leaving(self) -> str:
+        """Why it is going to end; empty if it is not."""
+        return self.record.leaving
+
+    @property
+    def restarts(self) -> int:
+        """Worker failures charged to it since the last steady progress."""
+        return self.record.restarts
+
+    @property
+    def relaunches(self) -> int:
+        """Nodes that were lost before it in the same place since the last steady progress."""
+        return self.record.relaunches
+
+    @property
+    def host(self) -> str:
+        """Name of its host; empty if it is not known."""
+        return self.topology[-1] if self.topology else ""
+
+    @property
+    def readiness(self) -> Readiness:
+        """The node's readiness for the next round, computed from its last report and its phase.
+
+        :class:`Readiness` says what each value means. Only READY nodes can be in the next round.
+        """
+        if self.record.leaving or self.phase is NodePhase.GONE:
+            return Readiness.OUT
         if self.phase is NodePhase.PENDING:
-            return Standing.PENDING
+            return Readiness.PENDING
         if self.phase is NodePhase.STARTING:
-            return Standing.NEAR
+            return Readiness.NEAR
         if self.held:
-            return Standing.PENDING
+            return Readiness.PENDING
         if self.phase is NodePhase.SUSPECT or self.report is None:
-            return Standing.BUSY if self.told else Standing.NEAR
+            return Readiness.BUSY if self.required_version else Readiness.NEAR
         if self.report.warming:
-            return Standing.PENDING
-        return Standing.READY if self.acknowledged >= self.told else Standing.BUSY
+            return Readiness.PENDING
+        return Readiness.READY if self.acknowledged >= self.required_version else Readiness.BUSY
 
     @property
     def stuck(self) -> bool:
-        """It has never spoken, and cannot start as it is."""
+        """Whether the node has never reported and cannot start in its present state.
+
+        That is so if the platform has no place for it, or says why its process does not run yet.
+        """
         held = self.pending_since < math.inf or (bool(self.message) and not self.runs)
-        return held and not self.incarnation and self.standing is not Standing.OUT
+        return held and not self.record.incarnation and self.readiness is not Readiness.OUT
 
     @property
     def alive(self) -> bool:
-        """It has spoken, and was not given up."""
+        """Whether the node has reported, to this master or an earlier one, and was not given up."""
         return self.phase in (NodePhase.LIVE, NodePhase.SUSPECT)
 
 
 REPORTS_PER_S = 500
-"""Reports of healthy nodes that a master takes in each second, at most: a fraction of one core."""
+"""Upper limit of the reports of healthy nodes per second. They cost a fraction of one core."""
 LONGEST_EXCHANGE_S = 20.0
+"""Upper limit of the time between two reports of a healthy node, in seconds."""
 
 
 COMING_BACK_S = 0.004
-"""For each node: a TLS handshake and a report, when all come back at once to a busy machine."""
+"""Seconds per node to return when all nodes return at the same time to a busy machine. A return
+costs a TLS handshake and a report."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
-    """How often each node reports, and how long it may be silent."""
+class ReportPace:
+    """The interval of reports, and the time that a node may be silent, in seconds."""
 
     exchange_s: float
     lease_s: float
     return_s: float
-    """How long a new master waits for the members of its predecessor's round."""
+    """Seconds that a new master waits for the members of its predecessor's round."""
 
 
-def pace(nodes: int, *, exchange_s: float, lease_s: float) -> Pace:
-    """The pace of a job of so many nodes, from that of a small one.
+def pace(nodes: int, *, exchange_s: float, lease_s: float) -> ReportPace:
+    """Return the pace of reports for a job of this size.
 
-    Reports are spaced out as the job grows, so that their number per second does not grow with it;
-    the lease grows by two exchanges' worth of that, so it stays at two exchanges and what the
-    small job's lease had to spare. Nothing but a frozen process is found later by it: a process
-    that ends, and a host that falls silent, close their connection.
+    The time between reports grows with the job, so that the number of reports per second does not.
+    The lease grows by twice that growth: it stays at two exchanges plus the margin of a small job.
+    Only a frozen process is found later because of this. A process that ends closes its connection,
+    and so does a host that falls silent.
+
+    Args:
+        nodes: Number of nodes in the job.
+        exchange_s: Time between two reports in a small job, in seconds.
+        lease_s: Lease of a node in a small job, in seconds.
     """
     spaced = max(exchange_s, min(LONGEST_EXCHANGE_S, nodes / REPORTS_PER_S))
     lease = lease_s + 2 * (spaced - exchange_s)
-    return Pace(spaced, lease, lease + COMING_BACK_S * nodes)
+    return ReportPace(spaced, lease, lease + COMING_BACK_S * nodes)
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class LostNode:
     """A node that has just been given up."""
 
     node: Node
     why: str
     free: bool = False
-    """Neither it nor its host is to blame."""
+    """Whether neither the node nor its host is to blame."""
 
 
-_Facets = tuple[Standing, bool, bool, bool]
-"""What nodes are counted by: standing, whether alive, whether warm, whether its process runs."""
+_Facets = tuple[Readiness, bool, bool, bool]
+"""Properties by which nodes are counted: readiness, whether alive, whether warm, whether the
+process runs."""
 
 
 class Nodes:
-    """All nodes of the job. Every change of a node goes through a method here, which keeps the
-    counts by standing, so that no decision has to walk through all of them."""
+    """All nodes of the job.
 
-    def __init__(self, lease_s: float, suspect_s: float) -> None:
+    Every change of a node's readiness or record is made by a method of this class. The methods keep
+    counts by readiness, so that decisions do not iterate over all nodes. The records of all nodes
+    that are not gone outlive the master. Nothing is sent to agents or to the platform here.
+    """
+
+    def __init__(
+        self,
+        lease_s: float,
+        suspect_s: float,
+        records: dict[NodeId, NodeRecord] | None = None,
+        changed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Take over the records.
+
+        Args:
+            lease_s: Time for which a node may be silent, in seconds.
+            suspect_s: Time in which a node whose connection closed has to come back, in seconds.
+            records: The records that an earlier master has left; they are changed in place.
+            changed: Called after each change of a record.
+        """
         self.lease_s = lease_s
         self.suspect_s = suspect_s
+        self._records = records if records is not None else {}
+        self._changed = changed
         self.by_id: dict[NodeId, Node] = {}
         self._facets: dict[NodeId, _Facets] = {}
         self._count: Counter[_Facets] = Counter()
         self._unreached = False
-        """Whether nobody at all has reported to this term yet, though some could."""
+        """Whether no node has reported to this term yet, although some could."""
         self._unrouted_until = -math.inf
-        """Nobody whose host is heard of is given up before, as long as nobody at all reports."""
+        """Until when nodes whose hosts report to the platform are kept, while no node has
+        reported."""
         self._awaited: set[NodeId] = set()
-        """Had spoken to an earlier term, and have not reported to this one."""
+        """Nodes that reported to an earlier term and have not reported to this one."""
         self._cut_off: set[NodeId] = set()
-        """Had spoken to an earlier term, and the platform does not hear of their hosts."""
+        """Nodes that reported to an earlier term, and whose hosts the platform has lost contact
+        with."""
         self._back_until = -math.inf
-        """Who has hung up on a master that stood still has until then to come back."""
+        """Until when a node may come back whose connection closed while the master stood still."""
+        self.leaving: dict[NodeId, Node] = {}
+        """Living nodes that are leaving, by id."""
         self.members = 0
-        """Grows when a node is added or forgotten."""
-        # Lazy: re-pushed when it turns out too early; `hear` costs no push. An entry that is not
-        # its node's `due` was overtaken by an earlier one.
+        """Version of the set of nodes; it grows when a node is added or forgotten."""
+        # Lazy heap: an entry that comes too early is pushed again, so `take_report` costs no push.
+        # An entry that differs from its node's `due` was superseded by an earlier one.
         self._deadlines: list[tuple[float, NodeId]] = []
 
     def __iter__(self) -> Iterator[Node]:
@@ -203,44 +293,64 @@ class Nodes:
         return self.by_id[node_id]
 
     def count(
-        self, standing: Standing, *, alive: bool | None = None, runs: bool | None = None
+        self, readiness: Readiness, *, alive: bool | None = None, runs: bool | None = None
     ) -> int:
-        """Number of nodes with this standing; only those that have spoken, or run, or do not."""
+        """Return the number of nodes with this readiness.
+
+        Args:
+            readiness: Readiness to count.
+            alive: If given, only count nodes whose ``alive`` has this value.
+            runs: If given, only count nodes whose ``runs`` has this value.
+        """
         return sum(
             number
             for facets, number in self._count.items()
-            if facets[0] is standing and alive in (None, facets[1]) and runs in (None, facets[3])
+            if facets[0] is readiness and alive in (None, facets[1]) and runs in (None, facets[3])
         )
 
     @property
     def any_warm(self) -> bool:
-        """Whether one has said that its next start is a fork."""
-        return any(number for facets, number in self._count.items() if facets[2])
+        """Whether the newest report of a living node says that its next start is a fork."""
+        return any(number for facets, number in self._count.items() if facets[2] and facets[1])
 
     def get(self, node_id: NodeId) -> Node | None:
-        """The node, if it was ever known."""
+        """Return the node, also one that is gone; None if the id is not known or was forgotten."""
         return self.by_id.get(node_id)
 
     @property
     def present(self) -> int:
-        """Number of nodes that are there or will be: not gone, not leaving."""
-        return len(self.by_id) - self.count(Standing.OUT)
+        """Number of nodes that are neither gone nor leaving, including those not started yet."""
+        return len(self.by_id) - self.count(Readiness.OUT)
 
     def plan(
-        self, node_id: NodeId, relaunches: int = 0, restarts: int = 0, unheard: int = 0
+        self,
+        node_id: NodeId,
+        record: NodeRecord | None = None,
+        *,
+        failed_before_report: int = 0,
     ) -> Node:
-        """Take in a new node that the platform is asked for, or that the journal names."""
-        node = Node(id=node_id, relaunches=relaunches, restarts=restarts, unheard=unheard)
+        """Add a node that is requested, that came by itself, or that the journal names.
+
+        The request to create it is made by the caller.
+
+        Args:
+            node_id: Id of the node.
+            record: What is known about it.
+            failed_before_report: Nodes in a row, in its place, that ended before their first
+                report.
+        """
+        node = Node(node_id, record or NodeRecord(), failed_before_report=failed_before_report)
         self.by_id[node_id] = node
         self.members += 1
         self._index(node)
+        if self._records.get(node_id) is not node.record:
+            self._records[node_id] = node.record
+            self._changed()
         return node
 
     def recall(
         self,
         node_id: NodeId,
-        incarnation: Incarnation,
-        boot_id: str,
         now: float,
         *,
         member: bool = False,
@@ -248,23 +358,31 @@ class Nodes:
         unreached_s: float = 0.0,
         unrouted_s: float = 0.0,
     ) -> None:
-        """Take up a node that had spoken to an earlier term: it has so long to report again.
+        """Restore a node that reported to an earlier term, and give it time to report again.
 
-        As long as nobody at all reports it is rather the master who cannot be reached: it has
-        ``unreached_s``, and where the platform hears of its host ``unrouted_s``. The first thing
-        that a member is told in this term is binding.
+        Until then it counts as alive. While no node at all has reported, the master itself is
+        probably unreachable. The node then has ``unreached_s``, or ``unrouted_s`` if its host
+        reports to the platform. A member must acknowledge its first assignment of this term before
+        it is ready.
+
+        Args:
+            node_id: Id of a node that was added with :meth:`plan`.
+            now: Monotonic time.
+            member: Whether the node is in the round.
+            return_s: Seconds that it has to report; None for one lease.
+            unreached_s: Seconds that it has while no node has reported.
+            unrouted_s: The same, for a node whose host reports to the platform.
         """
         node = self.by_id[node_id]
         self._awaited.add(node_id)
-        node.told = int(member)
+        node.required_version = int(member)
         node.recalled = True
         node.phase = NodePhase.LIVE
-        node.incarnation, node.boot_id = incarnation, boot_id
         node.return_until = now + (self.lease_s if return_s is None else return_s)
         node.lease_until = max(node.return_until, now + unreached_s)
         self._unreached |= node.lease_until > node.return_until
         self._unrouted_until = now + unrouted_s
-        self._look_at(node, node.lease_until)
+        self._set_timer(node, node.lease_until)
         self._index(node)
 
     def observe(
@@ -273,67 +391,103 @@ class Nodes:
         *,
         near: bool,
         runs: bool,
-        there: bool,
+        exists: bool,
         topology: tuple[str, ...],
         message: str,
         cut_off: bool = False,
         now: float = 0.0,
     ) -> None:
-        """Take in what the platform sees of a node that is not gone."""
+        """Take in the platform's view of a node that is not gone.
+
+        A node that has not reported yet is NEAR or PENDING afterwards. A node of an earlier term
+        that has not reported to this master may become suspect, if its host was lost. The suspicion
+        ends when the host is back. Other nodes that have reported keep their phase.
+
+        Args:
+            node_id: Id of the node.
+            near: Whether its process runs or will run soon.
+            runs: Whether its process runs already.
+            exists: Whether the node exists on the platform.
+            topology: Zone, rack, host: the outermost first.
+            message: The platform's words on its state.
+            cut_off: Whether the platform has lost contact with its host.
+            now: Monotonic time.
+        """
         node = self.by_id[node_id]
         if node.recalled:
             (self._cut_off.add if cut_off else self._cut_off.discard)(node_id)
             if not cut_off and node.phase is NodePhase.SUSPECT and node.report is None:
                 node.phase, node.suspect_until = NodePhase.LIVE, math.inf
-            self._despair(now)
+            self._suspect_missing_nodes(now)
         node.topology, node.message, node.runs = topology, message, runs
-        node.seen |= there
-        node.pending_since = math.inf if near or not there else min(node.pending_since, now)
+        node.seen |= exists
+        node.pending_since = math.inf if near or not exists else min(node.pending_since, now)
         self._index(node)
         if node.phase in (NodePhase.PENDING, NodePhase.STARTING):
             node.phase = NodePhase.STARTING if near else NodePhase.PENDING
             self._index(node)
 
-    def hear(self, node_id: NodeId, report: AgentReport, now: float, term: Term) -> Heard:
-        """Take in a report of a known node."""
+    def take_report(
+        self, node_id: NodeId, report: AgentReport, now: float, term: Term
+    ) -> ReportOutcome:
+        """Take in a report of a node that was added before.
+
+        An accepted report renews the node's lease and ends a suspicion against it.
+
+        Args:
+            node_id: Id of the node.
+            report: The report.
+            now: Monotonic time.
+            term: The term of this master.
+
+        Returns:
+            What became of the report. It is stale if it is not newer than the last one. It is
+            refused if the node was given up, another agent process has taken its place, or its
+            incarnation is not known. In these cases the node is unchanged.
+        """
         node = self.by_id[node_id]
         if node.phase is NodePhase.GONE or report.boot_id in node.former_boots:
-            return Heard.REFUSED
-        born = report.boot_id != node.boot_id
-        if born:
-            if report.incarnation:  # it claims a life that is not its own, or no longer
-                return Heard.REFUSED
-            self._next_life(node, report.boot_id)
+            return ReportOutcome.REFUSED
+        is_new = report.boot_id != node.boot_id
+        if is_new:
+            if report.incarnation:  # it claims an incarnation that it never had or has lost
+                return ReportOutcome.REFUSED
+            self._begin_incarnation(node, report.boot_id)
         if report.seq <= node.seq:
-            return Heard.STALE
+            return ReportOutcome.STALE
         node.seq = report.seq
         node.report = report
         node.acknowledged = report.have_version if report.have_term == term else 0
         node.phase = NodePhase.LIVE
-        node.unheard = 0
+        node.failed_before_report = 0
         node.suspect_until = math.inf
         node.heard_at = now
         self._renew(node, now)
         self._index(node)
         if self._unreached:
-            self._reached(now)
+            self._end_unreached(now)
         if node_id in self._awaited:
             self._awaited.remove(node_id)
-            self._despair(now)
-        return Heard.BORN if born else Heard.TAKEN
+            self._suspect_missing_nodes(now)
+        return ReportOutcome.NEW_INCARNATION if is_new else ReportOutcome.ACCEPTED
 
-    def _reached(self, now: float) -> None:
-        """Somebody has reported to this term: so can others, if they live."""
+    def _end_unreached(self, now: float) -> None:
+        """Shorten the wait for missing nodes, as a report shows that the master is reachable.
+
+        Each of them still has the time to return that it was given at first, and at least one
+        lease.
+        """
         self._unreached = False
         for node in self:
             if node.alive and node.recalled and node.report is None:
                 node.lease_until = max(node.return_until, now + self.lease_s)
-                self._look_at(node, node.lease_until)
+                self._set_timer(node, node.lease_until)
 
-    def _despair(self, now: float) -> None:
-        """Just those are missing whose hosts the platform does not hear of either: no use to wait.
+    def _suspect_missing_nodes(self, now: float) -> None:
+        """Suspect the missing nodes if they are exactly those whose hosts the platform has lost.
 
-        If one of such a host does report, the platform is wrong about hosts, and all are awaited.
+        If one of these nodes reports after all, the platform is wrong about hosts. All missing
+        nodes are then waited for. Nothing is decided while no node has reported.
         """
         if self._unreached or self._awaited != self._cut_off:
             return
@@ -342,35 +496,51 @@ class Nodes:
                 self._suspect(node, now)
 
     def readmit(self, node_id: NodeId) -> None:
-        """Let a node that was given up live again, as a new incarnation.
+        """Take a node that was given up back, as a new incarnation.
 
-        Only where nobody can replace it: one machine that was paused, say.
+        This is allowed only where no other node can replace it, such as one machine that was
+        paused.
         """
         node = self.by_id[node_id]
         node.phase = NodePhase.STARTING
-        node.leaving = ""
-        self._next_life(node, "")
+        node.record.leaving = ""
+        self._records[node_id] = node.record
+        self._begin_incarnation(node, "")
 
     def stalled(self, now: float, stood_s: float) -> None:
-        """The master itself stood still: nobody is to blame, and all have their time anew.
+        """Extend all leases after a standstill of the master itself.
 
-        Who has hung up on it meanwhile, as is heard only now, has as long as that to come back, a
-        lease at most. Short stalls are no reason to: after them a closed connection means the same
-        as ever.
+        A node may have closed its connection in that time, which the master notices only now. It
+        has as long as the standstill to come back, but at most one lease. After a short standstill
+        a closed connection thus means the same as always. No lease is shortened.
+
+        Args:
+            now: Monotonic time.
+            stood_s: Duration of the standstill, in seconds.
         """
         self._back_until = now + min(stood_s, self.lease_s)
         for node in self:
             if node.alive:
-                # Not shorter: who is to return to a new master has longer than a lease.
+                # Not shortened: a node that returns to a new master has longer than one lease.
                 node.lease_until = max(node.lease_until, now + self.lease_s)
-                self._look_at(node, node.lease_until)
+                self._set_timer(node, node.lease_until)
                 if node.phase is NodePhase.SUSPECT:
                     node.suspect_until = max(now + self.suspect_s, self._back_until)
 
     def disconnected(self, node_id: NodeId, boot_id: str, seq: int, now: float) -> bool:
-        """The connection of a report closed before its answer; true if the node is now suspect.
+        """Suspect a node whose newest report lost its connection before the answer was sent.
 
-        Only the newest report's connection counts: an older one closing says nothing.
+        The node is given up by :meth:`expire` after ``suspect_s``, unless it reports before.
+
+        Args:
+            node_id: Id of the node.
+            boot_id: Agent process that sent the report.
+            seq: Sequence number of the report.
+            now: Monotonic time.
+
+        Returns:
+            True if the node is now suspect. False if it was not alive or was suspect already, or if
+            the connection was that of an older report or agent process.
         """
         node = self.by_id.get(node_id)
         if node is None or node.phase is not NodePhase.LIVE:
@@ -380,41 +550,80 @@ class Nodes:
         self._suspect(node, now)
         return True
 
-    def unheard(self, node: Node, since: float) -> bool:
-        """Whether it lives, as far as is known, and has not been heard of since then."""
+    def is_silent(self, node: Node, since: float) -> bool:
+        """Return whether the node is alive and either suspect or silent since this time."""
         return node.alive and (node.heard_at < since or node.phase is NodePhase.SUSPECT)
 
-    def tell(self, node: Node, version: int) -> None:
-        """The node must take in this assignment before it is ready again."""
-        node.told = version
+    def require_version(self, node: Node, version: int) -> None:
+        """Require the node to acknowledge this assignment before it is ready again.
+
+        Version 0 requires nothing. Nothing is sent here.
+        """
+        node.required_version = version
         self._index(node)
 
     def hold(self, node: Node, held: bool) -> None:
-        """No round has the node as long as it is held."""
+        """Keep the node out of all rounds (its readiness is then PENDING), or end that."""
         node.held = held
         self._index(node)
 
     def leave(self, node: Node, why: str) -> None:
-        """The node is about to go: no further round has it."""
-        node.leaving = why
+        """Mark the node as leaving: it is in no further round. Its agent is not informed here."""
+        node.record.leaving = why
         self._index(node)
+        self._changed()
+
+    def count_failures(self, node: Node, *, restarts: int = 0, relaunches: int = 0) -> None:
+        """Count failures against a node.
+
+        Args:
+            node: The node.
+            restarts: Number of failures of its workers.
+            relaunches: Number of nodes that were lost in its place.
+        """
+        node.record.restarts += restarts
+        node.record.relaunches += relaunches
+        self._index(node)
+        self._changed()
+
+    def reset_budgets(self, node: Node) -> None:
+        """Refill the budgets of a node."""
+        node.record.restarts = node.record.relaunches = 0
+        self._index(node)
+        self._changed()
+
+    def set_template(self, node: Node, template_hash: str) -> None:
+        """Note the template that the node was created from, by its hash."""
+        if node.record.template_hash != template_hash:
+            node.record.template_hash = template_hash
+            self._changed()
 
     def give_up(self, node: Node) -> None:
-        """The node is gone, for good."""
+        """Mark the node as gone, and drop its record. Only :meth:`readmit` can take it back.
+
+        It stays among the nodes until it is forgotten. The caller handles the consequences.
+        """
         node.phase = NodePhase.GONE
         node.lease_until = node.suspect_until = math.inf
         self._awaited.discard(node.id)
         self._cut_off.discard(node.id)
+        self._records.pop(node.id, None)
         self._index(node)
+        self._changed()
 
     def forget(self, node: Node) -> None:
-        """Drop a gone node that nobody needs to know any more."""
+        """Drop a node that is gone and no longer needed."""
         self._count[self._facets.pop(node.id)] -= 1
+        self.leaving.pop(node.id, None)
         del self.by_id[node.id]
         self.members += 1
 
-    def expire(self, now: float) -> list[Lost]:
-        """Give up the nodes whose lease or grace has run out."""
+    def expire(self, now: float) -> list[LostNode]:
+        """Give up the nodes whose lease or grace has run out, and return them.
+
+        While no node has reported to a new master, nodes whose hosts report to the platform are
+        kept for up to ``unrouted_s``. The caller handles the consequences of each loss.
+        """
         lost = []
         while self._deadlines and self._deadlines[0][0] <= now:
             at, node_id = heapq.heappop(self._deadlines)
@@ -429,16 +638,20 @@ class Nodes:
             if due <= now < self._unrouted_until and unrouted:
                 due = node.lease_until = min(now + self.lease_s, self._unrouted_until)
             if due > now:
-                self._look_at(node, due)
+                self._set_timer(node, due)
                 continue
-            why = f"it was silent for {self.lease_s:g} s (lease)"
+            why = f"its lease expired: it sent no report for {self.lease_s:g} s"
             if node.recalled and node.report is None:
                 why = "it did not report to the new master"
-                why += ", and its host is not heard of" if node.id in self._cut_off else ""
+                why += (
+                    ", and its host has lost contact with the platform"
+                    if node.id in self._cut_off
+                    else ""
+                )
             elif node.suspect_until <= now:
-                why = "its connection closed and it did not come back"
+                why = "its connection closed and it did not reconnect"
             self.give_up(node)
-            lost.append(Lost(node, why, free=unrouted))
+            lost.append(LostNode(node, why, free=unrouted))
         return lost
 
     @property
@@ -448,41 +661,56 @@ class Nodes:
 
     @property
     def wake_at(self) -> float:
-        """When :meth:`expire` may have something to do."""
+        """The earliest time at which :meth:`expire` may give up a node."""
         return self._deadlines[0][0] if self._deadlines else math.inf
 
-    def _next_life(self, node: Node, boot_id: str) -> None:
+    def _begin_incarnation(self, node: Node, boot_id: str) -> None:
+        """Begin a new incarnation of the node, for this agent process if its id is known.
+
+        From now on, reports of its earlier agent process are refused, and it is no longer kept out
+        of rounds. Without an id, only the first report raises the number of the incarnation.
+        """
         if node.boot_id and boot_id:
             node.former_boots.add(node.boot_id)
-        node.boot_id, node.seq = boot_id, -1
-        node.told = node.acknowledged = 0
+        node.record.boot_id, node.seq = boot_id, -1
+        node.required_version = node.acknowledged = 0
         node.held = False
         if boot_id:
-            node.incarnation = Incarnation(max(node.incarnation, node.lived) + 1)
+            node.record.incarnation = Incarnation(max(node.incarnation, node.last_incarnation) + 1)
         self._index(node)
+        self._changed()
 
     def _suspect(self, node: Node, now: float) -> None:
+        """Mark the node as suspect and set the timer that ends its grace."""
         node.phase = NodePhase.SUSPECT
         node.suspect_until = max(now + self.suspect_s, self._back_until)
-        self._look_at(node, node.suspect_until)
+        self._set_timer(node, node.suspect_until)
         self._index(node)
 
     def _renew(self, node: Node, now: float) -> None:
+        """Renew the node's lease."""
         node.lease_until = now + self.lease_s
-        self._look_at(node, node.lease_until)
+        self._set_timer(node, node.lease_until)
 
-    def _look_at(self, node: Node, when: float) -> None:
+    def _set_timer(self, node: Node, when: float) -> None:
+        """Set the node's timer to this time, unless it is due earlier."""
         if when < node.due:
             node.due = when
             heapq.heappush(self._deadlines, (when, node.id))
 
     def _index(self, node: Node) -> None:
+        """Update the counts and the version of the node; each change of it must end with this."""
+        node.generation += 1
         old = self._facets.get(node.id)
         warm = node.report is not None and node.report.warm
-        new = (node.standing, node.alive, warm, node.runs)
+        new = (node.readiness, node.alive, warm, node.runs)
         if old == new:
             return
         if old is not None:
             self._count[old] -= 1
         self._facets[node.id] = new
         self._count[new] += 1
+        if node.alive and node.leaving:
+            self.leaving[node.id] = node
+        else:
+            self.leaving.pop(node.id, None)

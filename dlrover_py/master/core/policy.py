@@ -1,42 +1,44 @@
-"""What follows from a failure: plain functions, each answer with its reason in words."""
+"""Consequences of a failure: pure functions, each of which gives its reason in words."""
 
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TypedDict, Unpack
 
 from dlrover_py.protocol.agents import FailureKind, WorkerFailure
+from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.words import are, counted
 
 
-class Remedy(Enum):
-    """What to do about a failure."""
+class FailureAction(Enum):
+    """An action after a failure."""
 
     RESTART = auto()  # new workers on the same nodes, in the next round
-    REPLACE = auto()  # the node has used up its budget: a new one in its place
+    REPLACE = auto()  # the node has used up its budget: a new node takes its place
     STOP = auto()  # the job fails
 
 
 @dataclass(frozen=True, slots=True)
-class Ruling:
-    """A remedy and its reason."""
+class FailureDecision:
+    """The action that follows from a failure, with its reason."""
 
-    remedy: Remedy
-    reason: str
-    """A fixed CamelCase word."""
+    action: FailureAction
+    reason: EventReason
+    """Reason of the event that follows."""
     message: str
+    """The reason in a sentence."""
 
 
 class Budgets(TypedDict):
-    """What a node has used up, and what it may."""
+    """The budgets of a node, and what it has used of them."""
 
     restarts: int
-    """Failures charged to it so far, without this one."""
+    """Failures charged to the node before this one."""
     budget: int
     """Failures that a node may have without steady progress."""
     relaunches: int
-    """Nodes that were lost in its place before."""
+    """Nodes that were lost in the same place before."""
     relaunch_budget: int
-    """As many may be."""
+    """Nodes that may be lost in one place without steady progress."""
     can_replace: bool
     """Whether the platform creates nodes."""
 
@@ -46,41 +48,60 @@ def after_worker_failure(
     *,
     earlier: WorkerFailure | None,
     **budgets: Unpack[Budgets],
-) -> Ruling:
-    """What follows from a worker's death.
+) -> FailureDecision:
+    """Decide what follows from the death of a worker; nothing is counted here.
+
+    The job is stopped if the same exception was raised again at the same step. Otherwise the
+    budgets decide.
 
     Args:
-        failure: the root cause of the round's end.
-        earlier: the last exception that ended a round, if no new ground was gained since.
-        budgets: what the node has used up, and what it may.
+        failure: The root cause of the round's end.
+        earlier: The last exception that ended a round, if training has not been steady since.
+        budgets: What the node has used of its budgets, and the budgets themselves.
     """
     if earlier is not None and repeats(failure, earlier):
-        where = "after a like time" if failure.step is None else f"at step {failure.step}"
-        return Ruling(
-            Remedy.STOP,
-            "NonRetryable",
-            f"the same exception came again {where}, so another restart would not help: "
+        where = "after a similar time" if failure.step is None else f"at step {failure.step}"
+        return FailureDecision(
+            FailureAction.STOP,
+            EventReason.NON_RETRYABLE,
+            f"the same exception was raised again {where}, so another restart would not help: "
             f"{failure.message}",
         )
     return after_restart(failure.message, **budgets)
 
 
-def after_restart(message: str, **budgets: Unpack[Budgets]) -> Ruling:
-    """What the budgets allow after a failure that the message tells of."""
+def after_restart(message: str, **budgets: Unpack[Budgets]) -> FailureDecision:
+    """Decide by the budgets alone; ``message`` describes the failure.
+
+    The workers are restarted while the node has restarts left. Then the node is replaced, if the
+    platform creates nodes and replacements are left. Otherwise the job is stopped.
+    """
     restarts, budget = budgets["restarts"], budgets["budget"]
     if restarts < budget:
-        return Ruling(Remedy.RESTART, "WorkerFailed", f"restart {restarts + 1} of {budget}")
+        return FailureDecision(
+            FailureAction.RESTART, EventReason.WORKER_FAILED, f"restart {restarts + 1} of {budget}"
+        )
     used = f"its {counted(budget, 'restart')} {are(budget)} used up without steady progress"
     if budgets["can_replace"] and budgets["relaunches"] < budgets["relaunch_budget"]:
-        return Ruling(Remedy.REPLACE, "RestartsExhausted", f"{used}; it is replaced")
-    return Ruling(Remedy.STOP, "RestartsExhausted", f"{used}; the last failure was: {message}")
+        return FailureDecision(
+            FailureAction.REPLACE, EventReason.RESTARTS_EXHAUSTED, f"{used}; it is replaced"
+        )
+    if not budget:
+        used = "no restarts are allowed (restartCount, --max-restarts)"
+        return FailureDecision(
+            FailureAction.STOP, EventReason.RESTARTS_EXHAUSTED, f"{message}; {used}"
+        )
+    return FailureDecision(
+        FailureAction.STOP, EventReason.RESTARTS_EXHAUSTED, f"{used}; the last failure: {message}"
+    )
 
 
 def repeats(failure: WorkerFailure, earlier: WorkerFailure) -> bool:
-    """Whether the same user exception came at the same step, or after a like time.
+    """Return whether the same user exception came at the same step, or after a similar time.
 
-    Without reported steps the time to the failure stands in: within a fifth, or 2 s for those
-    that fail early (start-up times scatter that much on a busy machine).
+    Without reported steps, the times from start to failure are compared. They may differ by a
+    fifth, or by 2 s for early failures: start-up times vary that much on a busy machine. Other
+    kinds of failures, and exceptions without a fingerprint, never count as repeated.
     """
     kind = FailureKind.EXCEPTION
     if failure.kind is not kind or earlier.kind is not kind:
@@ -93,10 +114,20 @@ def repeats(failure: WorkerFailure, earlier: WorkerFailure) -> bool:
 
 
 EARLY_S = 10.0
+"""A worker that dies within this many seconds of its start may have died because of its fork."""
 
 
-def in_doubt(failure: WorkerFailure) -> bool:
-    """Whether a forked worker's death may be the fork's fault: early, and not from outside."""
+MAX_SUSPECT_WARM_STARTS = 2
+"""Number of early deaths of forked workers that are attributed to the fork. After them, all workers
+are started cold."""
+
+
+def may_be_warm_start_fault(failure: WorkerFailure) -> bool:
+    """Return whether the fork may have caused a forked worker's death.
+
+    This is the case if the worker died early, had reported no step, and was not killed from
+    outside.
+    """
     return (
         failure.forked
         and failure.ran_s < EARLY_S
@@ -106,19 +137,20 @@ def in_doubt(failure: WorkerFailure) -> bool:
     )
 
 
-def relaunch_delay(relaunches: int, unheard: int = 0) -> float:
-    """Seconds before a lost node is replaced: none at first, then doubling up to a minute.
+def relaunch_delay(relaunches: int, failed_before_report: int = 0) -> float:
+    """Return the seconds before a lost node is replaced: none at first, then doubling up to 60.
 
     Args:
-        relaunches: nodes that were lost in its place, this one included.
-        unheard: those of the last ones that never spoke, whoever is to blame: a host that refuses
-            each node at once must not be asked a thousand times.
+        relaunches: Nodes that were lost in the same place, this one included.
+        failed_before_report: The number of the last of these nodes that never reported, whatever
+            the reason. A host that refuses each node immediately must not be asked a thousand
+            times.
     """
-    tries = max(relaunches, unheard)
-    return 0.0 if tries <= 1 else min(60.0, 2.0 ** min(tries - 2, 6))  # 2**1024 is no float
+    tries = max(relaunches, failed_before_report)
+    return 0.0 if tries <= 1 else min(60.0, 2.0 ** min(tries - 2, 6))  # 2**1024 is not a float
 
 
 def in_words(failure: WorkerFailure) -> str:
-    """One line on a worker's death."""
-    who = f"worker {failure.local_rank} (rank {failure.rank})"
-    return f"{who} {failure.message}"
+    """Describe a worker's death in one line."""
+    worker = f"worker {failure.local_rank} (rank {failure.rank})"
+    return f"{worker} {failure.message}"

@@ -1,7 +1,8 @@
-"""Who is in the next round, and when it is formed: plain functions, no waiting windows.
+"""Membership and start of the next round: pure functions without waiting windows.
 
-A round is formed the moment every node that can come has come. Rank order is stable: survivors
-keep their places, a newcomer takes the place of a lost node, further ones stand at the end.
+A round is formed as soon as every node that can come has come. The order of ranks is stable:
+survivors keep their ranks, a new node takes the rank of a lost node, and further nodes get the
+ranks at the end.
 """
 
 from collections.abc import Sequence
@@ -18,14 +19,15 @@ from dlrover_py.protocol.words import are, counted
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Bounds of a round, in nodes."""
+    """The bounds of a round, in nodes."""
 
     desired: int
     minimum: int
     unit: int
+    """The size of a round is a multiple of this number."""
 
     def fit(self, nodes: int) -> int:
-        """The largest size that this many nodes allow; 0 if fewer than the minimum."""
+        """Return the largest allowed size for this many nodes; 0 if they are too few."""
         size = min(nodes, self.desired) // self.unit * self.unit
         return size if size >= self.minimum else 0
 
@@ -38,84 +40,96 @@ class Member(BaseModel):
     node: NodeId
     incarnation: Count
     rank_offset: Count
+    """Rank of the node's first worker."""
     nproc: Annotated[int, Field(ge=1, le=1024)]
+    """Number of workers on the node."""
     role: str = "default"
     role_rank_offset: Count = 0
+    """Rank of the node's first worker among the workers of its role."""
 
 
-class World(BaseModel):
-    """An agreed membership; ``members`` is in the order of node ranks."""
+class RoundMembers(BaseModel):
+    """The agreed members of a round; ``members`` is in the order of node ranks."""
 
     model_config = ConfigDict(frozen=True, ignored_types=(cached_property,))
 
     round: Annotated[Round, COUNT]
     members: Annotated[tuple[Member, ...], Field(min_length=1)]
     master_addr: str
+    """Address at which the workers of the round meet; it belongs to the node with rank 0."""
     master_port: Port
 
     @cached_property
     def rank_of(self) -> dict[NodeId, int]:
-        """Node rank by node."""
+        """Node rank of each node."""
         return {m.node: rank for rank, m in enumerate(self.members)}
 
     @property
     def world_size(self) -> int:
-        """Workers in the round."""
+        """Number of workers in the round."""
         last = self.members[-1]
         return last.rank_offset + last.nproc
 
     @cached_property
     def role_world_size(self) -> dict[str, int]:
-        """Workers by role."""
+        """Number of workers of each role."""
         return {m.role: m.role_rank_offset + m.nproc for m in self.members}
 
     def has(self, node: NodeId, incarnation: int) -> bool:
-        """Whether this life of the node is a member."""
+        """Return whether this incarnation of the node is a member."""
         rank = self.rank_of.get(node)
         return rank is not None and self.members[rank].incarnation == incarnation
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How many nodes can come."""
+    """The number of nodes at each stage of readiness."""
 
     ready: int
     busy: int
+    """Nodes that have not acknowledged their last assignment."""
     near: int
+    """Nodes that are starting, and will report soon."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Form the round now, with this many nodes."""
+    """A verdict: form the round now, with this many nodes."""
 
     size: int
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Not yet."""
+    """A verdict: do not form the round yet."""
 
     why: str
+    """The reason, in words."""
     until: float | None = None
-    """Look again then, if nothing happens before."""
+    """Time of the next decision, if nothing happens before."""
 
 
 def verdict(
     size: Size, counts: Counts, *, opened_at: float, now: float, wait_s: float
 ) -> Form | Wait:
-    """Whether the next round can be formed.
+    """Decide whether the next round can be formed.
 
     Args:
-        size: bounds of the round.
-        counts: nodes by how ready they are.
-        opened_at: when it became clear that a next round is needed.
-        now: the same clock.
-        wait_s: how long to wait for nodes that are near, once the minimum is there.
+        size: Bounds of the round.
+        counts: Number of nodes at each stage of readiness.
+        opened_at: Time at which the next round became necessary.
+        now: Time by the same clock.
+        wait_s: Seconds to wait for nodes that are near, once the minimum is there.
+
+    Returns:
+        The size of the round, or why and until when to wait. Without a time, only news of a node
+        can change the decision. That is so while a node is busy, or while there are too few.
     """
     if counts.busy:
         # Each of them reports within its lease, or is given up.
         return Wait(
-            f"{counted(counts.busy, 'node')} {are(counts.busy)} still taking up the last assignment"
+            f"{counted(counts.busy, 'node')} {'has' if counts.busy == 1 else 'have'} not yet "
+            "acknowledged the last assignment"
         )
     full = size.fit(size.desired)
     fits = size.fit(counts.ready)
@@ -124,44 +138,47 @@ def verdict(
     if counts.near and (not fits or size.fit(counts.ready + counts.near) > fits):
         until = opened_at + wait_s
         if not fits:
-            return Wait(_there(counts, size))
+            return Wait(_ready_message(counts, size))
         if now < until:
-            return Wait(f"{counted(counts.near, 'node')} {are(counts.near)} about to come", until)
+            return Wait(f"{counted(counts.near, 'more node')} {are(counts.near)} starting", until)
     if fits:
         return Form(fits)
-    return Wait(_there(counts, size))
+    return Wait(_ready_message(counts, size))
 
 
-def _there(counts: Counts, size: Size) -> str:
-    wanted = counted(size.minimum, "node")
-    return f"{counts.ready} of at least {wanted} {are(counts.ready)} there"
+def _ready_message(counts: Counts, size: Size) -> str:
+    """Describe how many nodes are there."""
+    desired = counted(size.minimum, "node")
+    return f"{counts.ready} of at least {desired} {are(counts.ready)} ready"
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class CandidateNode:
     """A node that can be in the round."""
 
     node: NodeId
     incarnation: int
     nproc: int
     topology: tuple[str, ...] = ()
+    """Zone, rack, host: the outermost first."""
     role: str = "default"
 
 
 def arrange(
-    candidates: Sequence[Candidate],
+    candidates: Sequence[CandidateNode],
     size: int,
     previous: Sequence[tuple[NodeId, tuple[str, ...]]] = (),
 ) -> tuple[Member, ...]:
-    """Choose ``size`` candidates and give them ranks.
+    """Choose ``size`` candidates and give them ranks; members of the round before come first.
 
     Args:
-        candidates: at least ``size`` of them.
-        size: nodes in the round.
-        previous: node and topology in the order of the ranks of the round before.
+        candidates: At least ``size`` nodes.
+        size: Number of nodes in the round.
+        previous: Node and topology of each member of the round before, in the order of ranks.
+
     Returns:
-        In the order of node ranks: survivors in their old order, each hole taken by the newcomer
-        nearest to the lost node, further newcomers at the end beside their neighbours.
+        Members in the order of node ranks. Survivors keep their order. Each lost node is replaced
+        by the new node nearest to it. Further new nodes follow at the end, sorted by topology.
     """
     by_id = {c.node: c for c in candidates}
     survivors = [node for node, _ in previous if node in by_id][:size]
@@ -170,12 +187,12 @@ def arrange(
     spare = sorted(
         (c for c in candidates if c.node not in old), key=lambda c: (c.topology, id_key(c.node))
     )
-    places: list[Candidate] = []
+    places: list[CandidateNode] = []
     for node, topology in previous:
         if node in kept:
             places.append(by_id[node])
         elif node not in by_id and spare and len(survivors) < size:
-            nearest = max(spare, key=lambda c: _common(c.topology, topology))
+            nearest = max(spare, key=lambda c: _shared_levels(c.topology, topology))
             spare.remove(nearest)
             places.append(nearest)
             survivors.append(nearest.node)
@@ -199,7 +216,8 @@ def arrange(
     return tuple(members)
 
 
-def _common(a: tuple[str, ...], b: tuple[str, ...]) -> int:
+def _shared_levels(a: tuple[str, ...], b: tuple[str, ...]) -> int:
+    """Return the number of topology levels that both nodes share."""
     length = 0
     for x, y in zip(a, b, strict=False):
         if x != y:

@@ -1,4 +1,4 @@
-"""Where nodes run: the :class:`Platform` seam, six calls."""
+"""The interface to the environment in which nodes run: the :class:`Platform` protocol."""
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -11,70 +11,96 @@ from dlrover_py.protocol.status import JobStatus
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """What the platform remembers of earlier masters, should their journal be lost: numbers that
-    must not be used again."""
+class PriorMasterState:
+    """Numbers of earlier masters that must not be used again, in case their journal is lost."""
 
     term: int = 0
     round: int = 0
     node: int = -1
+    """The highest number of a node."""
     event: int = 0
+    """The highest id of an event."""
 
 
 class Platform(Protocol):
-    """Creates and ends nodes, and tells what it sees. Every call is idempotent."""
+    """An environment that creates and ends nodes, and reports their state.
+
+    Every call is idempotent.
+    """
 
     can_create: bool
-    """Whether it creates nodes; if not, they come by themselves."""
+    """Whether it creates nodes; if not, nodes come by themselves."""
+    avoids_hosts: bool
+    """Whether it can keep a new node off given hosts."""
     routed_s: float
-    """How long until every node finds the way to a new master."""
-    known: Known
-    """Once the job was read."""
+    """Seconds until every node can reach a new master."""
+    known: PriorMasterState
+    """Numbers used by earlier masters; valid once the job was read."""
 
     async def get_job(self, accepted: ElasticJob | None = None) -> ElasticJob:
-        """What the user wants, as it stands.
+        """Return the current desired state of the job, as the user wrote it.
 
         Args:
-            accepted: the wish that an earlier master followed; gone on with where the present one
+            accepted: The spec that an earlier master used. It is returned if the current spec
                 cannot be used.
 
         Raises:
-            TransientError: not now.
+            TransientError: It is not possible now.
         """
 
     def watch(self) -> AsyncIterator[Sequence[Event]]:
-        """Yield the whole state first (ending with ``NodesListed``), then each change.
+        """Yield the complete state first (ending with ``NodesListed``), then each change.
 
-        Ends, or raises TransientError, when the view was lost: watch again.
+        An empty list means that a condition may have changed, and nothing else. The iteration ends,
+        or raises TransientError, when the view was lost. The caller then calls ``watch`` again.
         """
 
     def silent_s(self) -> float:
-        """How long the platform has not been heard of, though it is asked all the time; 0 where it
-        is of one piece with the master."""
+        """Return the seconds since the last contact with the platform.
+
+        The call makes no request. The platform queries the environment by itself while it is
+        watched.
+
+        Returns:
+            0 if the platform cannot fail separately from the master.
+        """
         ...
 
     async def create_node(self, node: NodeId, avoid: Sequence[str] = ()) -> None:
-        """Have the node created, now or when there is room; a node that exists stays as it is.
+        """Have the node created, now or when there is room; an existing node stays as it is.
+
+        A platform may try until the node exists, or until the caller cancels the call. The return
+        does not mean that the node runs: :meth:`watch` reports this.
 
         Args:
-            node: its id.
-            avoid: hosts that it is not wished on, where the platform knows of hosts.
+            node: Id of the node.
+            avoid: Hosts that the node must not be placed on; empty without ``avoids_hosts``.
 
         Raises:
-            TransientError: not now.
+            TransientError: It is not possible now. The caller calls again.
         """
 
     async def delete_node(self, node: NodeId, grace_s: float) -> None:
-        """End the node: a signal first, a kill after the grace; one that is gone stays so.
+        """Have the node ended within the grace. A node that is gone is no error.
+
+        The return does not mean that the node has ended: :meth:`watch` reports this. On Kubernetes
+        the platform sends no signal before the kill; the master orders the agent to stop.
+
+        Args:
+            node: Id of the node.
+            grace_s: Seconds that the node has to end before it is killed.
 
         Raises:
-            TransientError: not now.
+            TransientError: It is not possible now. The caller calls again.
         """
 
     async def publish(self, status: JobStatus) -> None:
-        """Let people see the status.
+        """Show the status to people.
+
+        A platform may leave out a status that differs only in progress from the last one. It writes
+        nothing if people read the status elsewhere.
 
         Raises:
-            Superseded: another master has begun a later term.
-            TransientError: not now.
+            SupersededError: Another master has begun a later term.
+            TransientError: It is not possible now.
         """

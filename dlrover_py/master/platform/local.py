@@ -1,4 +1,4 @@
-"""Nodes on this machine, through the socket of :mod:`dlrover_py.local`."""
+"""Nodes on this machine, through the socket of :mod:`dlrover_py.localcluster.cluster`."""
 
 from collections.abc import AsyncIterator, Sequence
 
@@ -10,35 +10,42 @@ from dlrover_py.master.core.events import (
     NodeSeen,
     NodesListed,
 )
-from dlrover_py.master.platform import Known
-from dlrover_py.protocol.errors import Bug
+from dlrover_py.master.platform import PriorMasterState
+from dlrover_py.net.http_client import HttpClient
+from dlrover_py.protocol.errors import InvariantError
 from dlrover_py.protocol.job import ElasticJob
-from dlrover_py.protocol.local import Seen, Snapshot
+from dlrover_py.protocol.local import Snapshot, WatchEvent
 from dlrover_py.protocol.names import NodeId
 from dlrover_py.protocol.status import JobStatus
-from dlrover_py.rpc import Client
 
 CALL_S = 10.0
+"""Limit of one call to the cluster process, in seconds."""
 
 
 class LocalPlatform:
-    """The ``Platform`` of a job that was started with ``dlrover job run``."""
+    """The platform of a job that was started with ``dlrover job run``."""
 
     can_create = True
+    avoids_hosts = False
     routed_s = 0.0
-    known = Known()
+    known = PriorMasterState()
 
     def __init__(self, socket_path: str) -> None:
-        self._client = Client(f"unix:{socket_path}")
+        self._client = HttpClient(f"unix:{socket_path}")
 
     async def get_job(self, accepted: ElasticJob | None = None) -> ElasticJob:  # noqa: D102
         body = await self._client.call("GET", "/v1/job", deadline_s=CALL_S)
         return Snapshot.model_validate_json(body).job
 
-    async def watch(self) -> AsyncIterator[Sequence[Event]]:  # noqa: D102
+    async def watch(self) -> AsyncIterator[Sequence[Event]]:
+        """Yield the complete state in one list, then each change in a list of its own.
+
+        It ends when the cluster process closes the connection; before the end of the first list,
+        nothing is yielded.
+        """
         first: list[Event] | None = []
         async for line in self._client.lines("/v1/watch"):
-            seen = Seen.model_validate_json(line)
+            seen = WatchEvent.model_validate_json(line)
             event = _event(seen)
             if first is None:
                 yield [event]
@@ -49,7 +56,7 @@ class LocalPlatform:
                 first = None
 
     def silent_s(self) -> float:
-        """It ends with the master's machine."""
+        """Return 0, because the platform runs on the master's machine."""
         return 0.0
 
     async def create_node(self, node: NodeId, avoid: Sequence[str] = ()) -> None:  # noqa: D102
@@ -64,7 +71,12 @@ class LocalPlatform:
         await self._client.call("PUT", "/v1/status", body, deadline_s=CALL_S)
 
 
-def _event(seen: Seen) -> Event:
+def _event(seen: WatchEvent) -> Event:
+    """Return a line of the watch as an event of the core.
+
+    Raises:
+        InvariantError: The kind of the line is unknown, or a line of kind ``job`` has no job.
+    """
     node = NodeId(seen.node)
     match seen.kind:
         case "job" if seen.job is not None:
@@ -72,9 +84,9 @@ def _event(seen: Seen) -> Event:
         case "node":
             return NodeSeen(node, seen.near, (seen.host,), seen.message, seen.leaving)
         case "ended":
-            return NodeEnded(node, seen.why, seen.exit_code, seen.free, seen.output)
+            return NodeEnded(node, seen.why, seen.exit_code, seen.free, output=seen.output)
         case "stopped":
             return JobStopped()
         case "listed":
             return NodesListed(frozenset(NodeId(n) for n in seen.nodes))
-    raise Bug(f"a watch line of kind {seen.kind} has no content")
+    raise InvariantError(f"a watch line of kind {seen.kind} has no content")

@@ -4,19 +4,20 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 from dlrover_py.master.core.events import Event
-from dlrover_py.master.platform import Known
-from dlrover_py.protocol.errors import Bug
+from dlrover_py.master.platform import PriorMasterState
+from dlrover_py.protocol.errors import InvariantError
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import NodeId
 from dlrover_py.protocol.status import JobStatus
 
 
 class StaticPlatform:
-    """No platform at all: agents are started by hand, nobody watches them but the master."""
+    """The platform of agents that are started by hand; only the master watches them."""
 
     can_create = False
-    routed_s = 0.0  # it is where its predecessor was
-    known = Known()
+    avoids_hosts = False
+    routed_s = 0.0  # a new master has the address of its predecessor
+    known = PriorMasterState()
 
     def __init__(self, job: ElasticJob) -> None:
         self._job = job
@@ -29,14 +30,24 @@ class StaticPlatform:
         await asyncio.Event().wait()
 
     def silent_s(self) -> float:
-        """There is nobody to hear."""
+        """Return 0, because there is no platform that could fall silent."""
         return 0.0
 
-    async def create_node(self, node: NodeId, avoid: Sequence[str] = ()) -> None:  # noqa: D102
-        raise Bug(f"asked to create {node} where nodes come by themselves")
+    async def create_node(self, node: NodeId, avoid: Sequence[str] = ()) -> None:
+        """Refuse to create a node, because nodes are started by hand.
 
-    async def delete_node(self, node: NodeId, grace_s: float) -> None:  # noqa: D102
-        raise Bug(f"asked to delete {node} where nodes come by themselves")
+        Raises:
+            InvariantError: In every case. The master must not call this, as `can_create` is false.
+        """
+        raise InvariantError(f"cannot create node {node}: nodes start by themselves here")
+
+    async def delete_node(self, node: NodeId, grace_s: float) -> None:
+        """Refuse to delete a node, because nodes are started by hand.
+
+        Raises:
+            InvariantError: In every case. The master must not call this, as `can_create` is false.
+        """
+        raise InvariantError(f"cannot delete node {node}: nodes start by themselves here")
 
     async def publish(self, status: JobStatus) -> None:
-        """Nobody looks: ``/v1/job`` tells."""
+        """Do nothing, because people read the status at ``/v1/job``."""

@@ -1,6 +1,6 @@
 """A campaign of random faults against jobs on a real cluster (``make chaos``).
 
-``plan`` draws the faults (pure), ``strike`` does them, ``worker`` is what the jobs run and what
-tells of them, ``check`` holds what must be true all the time (pure), ``score`` counts (pure), and
-``campaign`` puts them together.
+``plan`` draws the faults (pure). ``strike`` injects them. ``worker`` is the script of the jobs,
+which writes a line for each step. ``check`` checks the invariants (pure). ``score`` computes
+recoveries and goodput (pure). ``campaign`` combines them.
 """

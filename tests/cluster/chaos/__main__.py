@@ -1,7 +1,7 @@
 """``python -m tests.cluster.chaos -n 300 --seed 7``: random faults on a real cluster.
 
-Exit codes: 0 nothing was wrong; 1 something was; 2 there is no cluster that can be hurt so; 130
-after Ctrl-C.
+Exit codes: 0 without violations; 1 with violations; 2 without a cluster in which faults can be
+injected; 130 after Ctrl-C.
 """
 
 import argparse
@@ -22,16 +22,18 @@ from tests.cluster.harness import cluster_for_tests
 
 
 def main() -> int:
-    """Hurt, look, and tell."""
+    """Run the campaign, and print its results."""
     parser = argparse.ArgumentParser(prog="python -m tests.cluster.chaos", description=__doc__)
-    parser.add_argument("-n", type=int, default=300, help="faults")
+    parser.add_argument("-n", type=int, default=300, help="number of faults")
     parser.add_argument("--seed", type=int, default=7, help="the same seed: the same faults")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--only", default="", help="kinds of faults that have one of these words")
+    parser.add_argument(
+        "--only", default="", help="use only kinds of faults that contain one of these words"
+    )
     parser.add_argument("--fast", action="store_true", help="workers without torch or checkpoints")
     parser.add_argument("--plan", action="store_true", help="print the faults, and do nothing")
-    parser.add_argument("--keep-going", action="store_true", help="collect all that is wrong")
-    parser.add_argument("--json", type=Path, help="write the report there")
+    parser.add_argument("--keep-going", action="store_true", help="continue after a violation")
+    parser.add_argument("--json", type=Path, help="file for the report")
     args = parser.parse_args()
     words = args.only.split(",")
     kinds = [kind for kind in Kind if any(word in kind.value for word in words)]
@@ -99,7 +101,7 @@ def _show(report: Report, console: Console) -> None:
     console.print(
         f"{len(report.outcomes)} of {report.planned} faults in {report.took_s:.0f} s, seed "
         f"{report.seed}: M {report.between_s:.1f} s, C {report.stall_s * 1000:.1f} ms; "
-        f"{report.checks} things were checked, {len(report.violations)} violations"
+        f"{report.checks} checks, {len(report.violations)} violations"
     )
     for violation in report.violations:
         console.print(f"VIOLATION {violation}", markup=False, style="red")

@@ -1,4 +1,4 @@
-"""Carries a plan out on a cluster, while everything that can be seen is checked."""
+"""Runs the faults of a plan against jobs on a cluster, and checks the invariants meanwhile."""
 
 import base64
 import gzip
@@ -15,25 +15,26 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
-from dlrover_py.kube import SECRETS
-from dlrover_py.master.store import HOLDER, JOURNAL_KEY
+from dlrover_py.checkpoint.directory import CheckpointDirectory
+from dlrover_py.kubernetes.kinds import SECRETS
+from dlrover_py.master.journal_store import HOLDER, JOURNAL_KEY
 from dlrover_py.protocol.status import JobPhase, Training
-from dlrover_py.storage import Store
 from tests.cluster.chaos.check import (
     Blame,
     Checker,
     Committed,
     Journaled,
-    Parted,
+    Partition,
     Pod,
-    Told,
     Violation,
+    WorkerLine,
     unlike,
 )
 from tests.cluster.chaos.plan import OF_API, OF_HOSTS, Kind, Step
@@ -47,29 +48,42 @@ HERE = Path(__file__).parent
 EXAMPLE = HERE.parents[2] / "examples/02-gpt/job.yaml"
 MOUNT = "/chaos"
 FORGIVE_S = 15
-"""Steady progress fills the budgets again so soon: else delays before replacements only grow."""
+"""Seconds of steady progress after which restart budgets are full again.
+
+Without this, the delays before replacements would only grow.
+"""
 LEASE_S = 10.0
-"""Pods that start at once on two busy cores may silence an agent for 5 s, which is charged."""
+"""Lease of the masters in seconds.
+
+Pods that start together on two busy cores may delay an agent for 5 s, which would count as a loss.
+"""
 CHARGED_S = 60.0
-"""What follows from a fault is charged within this time, and while it holds: a master that moves
-comes after 40 s, and then counts who is there."""
+"""Seconds after a fault in which its consequences are charged.
+
+A moved master starts after 40 s, and finds only then which nodes are left.
+"""
 REST = 10
-"""After so many faults the job is waited for until it is whole."""
+"""Number of faults after which the job must become complete."""
 WHOLE_S = 300.0
 LIKE_S = 90.0
-"""Pods that go have their grace; and kubelets that were away come back to them late."""
+"""Seconds in which the Pods must match the status. Pods have a grace period, and a kubelet that was
+away ends its Pods late.
+"""
 LIMITS_S = {
     Kind.WORKER_KILLED: 90.0, Kind.MASTER_KILLED: 60.0, Kind.OPERATOR_KILLED: 60.0,
     Kind.ALL_FORCED: 240.0, Kind.SCALED: 240.0, Kind.SUSPENDED: 240.0, Kind.DRAINED: 180.0,
     Kind.TAINTED: 180.0,
 }  # fmt: skip
 USUAL_S, HOSTS_S, API_S = 120.0, 240.0, 120.0
-"""Generous: a master may have to move first (12 s until a host is NotReady, 10 s tolerated), a host
-is kept out for a minute, and two cores serve all of it."""
+"""Seconds for a recovery from other faults, from faults of hosts and from faults of the API server.
+
+They are long: a master may have to move first (12 s until a host is NotReady, 10 s of toleration),
+a host is excluded for a minute, and all of it runs on two cores.
+"""
 
 
 def limit_s(step: Step) -> float:
-    """A fault is recovered from within this time after it was made good."""
+    """Return the seconds in which jobs must recover from a step, after it was undone."""
     limits = [
         HOSTS_S if f.kind in OF_HOSTS else API_S if f.kind in OF_API
         else LIMITS_S.get(f.kind, USUAL_S)
@@ -79,12 +93,12 @@ def limit_s(step: Step) -> float:
 
 
 class Broken(Exception):
-    """Something that must not be was seen; the story is in the words."""
+    """An invariant was violated. The message has the details."""
 
 
 @dataclass
 class Outcome:
-    """One line of the report."""
+    """The result of one step."""
 
     number: int
     at_s: float
@@ -93,12 +107,12 @@ class Outcome:
     whom: str
     recovered_s: float
     pause_s: float
-    """The longest time without a step, from the fault until it was made good and recovered from."""
+    """Longest time without a training step, from the fault until the recovery."""
 
 
 @dataclass
 class Report:
-    """What a campaign found."""
+    """The results of a campaign."""
 
     seed: int
     planned: int
@@ -114,7 +128,7 @@ class Report:
 
     @property
     def by_kind(self) -> dict[str, list[tuple[float, float]]]:
-        """Recoveries and pauses."""
+        """Recovery and pause of each step, by kind."""
         found: dict[str, list[tuple[float, float]]] = {}
         for outcome in self.outcomes:
             found.setdefault(outcome.kind, []).append((outcome.recovered_s, outcome.pause_s))
@@ -122,11 +136,11 @@ class Report:
 
     @property
     def between_s(self) -> float:
-        """Mean time between faults."""
+        """Mean seconds between two faults."""
         return self.took_s / max(1, len(self.outcomes))
 
     def ceiling(self, *, mean: bool = False) -> float:
-        """G*, with the median recovery or the mean."""
+        """Return the largest possible goodput, with the median or the mean recovery."""
         found = [o.recovered_s for o in self.outcomes]
         if not found:
             return 1.0
@@ -134,11 +148,11 @@ class Report:
         return ceiling(self.stall_s, recovery_s, self.between_s)
 
 
-class Tale:
-    """What the workers of one job tell, read as it is written."""
+class WorkerLog:
+    """The lines of the workers of one job, read by a thread as they are written."""
 
     def __init__(self, name: str, folder: Path, checker: "Shared") -> None:
-        self.name, self.lines = name, list[Told]()
+        self.name, self.lines = name, list[WorkerLine]()
         self.news = threading.Condition()
         self._path, self._checker = folder / "story", checker
         self._path.touch()
@@ -152,16 +166,22 @@ class Tale:
             rest = ""
             while not self._closed.wait(0.1):
                 *whole, rest = (rest + file.read()).split("\n")
-                lines = [Told.parse(line) for line in whole]
+                lines = [WorkerLine.parse(line) for line in whole]
                 for line in lines:
-                    self._checker.told(self.name, line)
+                    self._checker.wrote(self.name, line)
                 if lines:
                     with self.news:
                         self.lines += lines
                         self.news.notify_all()
 
     def until(self, look: Callable[[], T], what: str, *, within_s: float) -> T:
-        """Wait until there is something (truthy)."""
+        """Call a function until its result is true, and return the result.
+
+        Args:
+            look: the function.
+            what: what is waited for, for the error message.
+            within_s: seconds after which it fails.
+        """
         deadline = time.monotonic() + within_s
         with self.news:
             while not (seen := look()):
@@ -172,19 +192,26 @@ class Tale:
             return seen
 
     @property
-    def last(self) -> Told | None:
-        """The newest step."""
+    def last(self) -> WorkerLine | None:
+        """The line of the newest step; None if there is none."""
         return next((line for line in reversed(self.lines) if line.what == "step"), None)
 
     def beyond(
         self, step: int, hit_at: float, *, after: int, calm_at: float, size: int | None
-    ) -> Told | None:
-        """The first step beyond that one that proves that the training goes on: in a round later
-        than ``after``, or once there is calm; in a world of that size, if any is asked for."""
-        found, best = list[Told](), step
+    ) -> WorkerLine | None:
+        """Return the line of the first step that proves a recovery; None if there is none.
+
+        Args:
+            step: the step must be greater.
+            hit_at: time of the fault.
+            after: the round must be newer than this one, unless the step is later than calm_at.
+            calm_at: time after which a step of any round proves the recovery.
+            size: number of workers of its world; None for any.
+        """
+        found, best = list[WorkerLine](), step
         for line in reversed(self.lines):
             if line.what == "step":
-                if line.at <= hit_at:  # it was on its way when the last one was read
+                if line.at <= hit_at:  # the step was made before the fault
                     best = max(best, int(line.values[0]))
                     break
                 found.append(line)
@@ -195,29 +222,29 @@ class Tale:
         return None
 
     def pause_s(self, begin: float, end: float) -> float:
-        """The longest time without a step between these two."""
+        """Return the longest time without a step between two times."""
         steps = {line.at for line in self.lines if line.what == "step" and begin < line.at < end}
         return max(b - a for a, b in pairwise(sorted({begin, end, *steps})))
 
     def close(self) -> None:
-        """Read no more."""
+        """Stop reading."""
         self._closed.set()
         self._thread.join(10)
 
 
 class Shared:
-    """The checker, for several threads."""
+    """A checker with a lock, for several threads."""
 
     def __init__(self) -> None:
         self._lock, self.checker = threading.Lock(), Checker()
 
-    def told(self, name: str, line: Told) -> None:
-        """A worker's line."""
+    def wrote(self, name: str, line: WorkerLine) -> None:
+        """Check a line of a worker."""
         with self._lock:
-            self.checker.told(name, line)
+            self.checker.wrote(name, line)
 
     def notice(self, kind: str, obj: Obj, listed: bool) -> None:
-        """A version of an object."""
+        """Check a version of an object."""
         at, meta = time.monotonic(), obj["metadata"]
         with self._lock:
             if kind == "ElasticJob" and (found := (obj.get("status") or {}).get("training")):
@@ -228,42 +255,44 @@ class Shared:
                     self.checker.journaled(name, at, _journaled(meta, data, listed))
 
     def struck(self, blame: dict[str, Blame], for_s: float) -> None:
-        """A fault begins."""
+        """Register the begin of a fault."""
         with self._lock:
             for name, allowed in blame.items():
                 self.checker.struck(name, time.monotonic(), allowed, for_s=for_s)
 
-    def parted(self, parted: dict[str, Parted]) -> None:
-        """These nodes are cut off from now on."""
+    def parted(self, parted: dict[str, Partition]) -> None:
+        """Register that nodes are cut off from now on."""
         with self._lock:
             for name, what in parted.items():
                 self.checker.parted(name, time.monotonic(), what)
 
-    def back(self, parted: dict[str, Parted]) -> None:
-        """They are so no longer."""
+    def back(self, parted: dict[str, Partition]) -> None:
+        """Register that nodes are connected again."""
         with self._lock:
             for name in parted:
                 self.checker.back(name, time.monotonic())
 
     def committed(self, name: str, store: Path) -> None:
-        """Look what is in storage."""
-        found = [Committed(m.number, m.term, m.step) for m in Store(store).checkpoints()]
+        """Check the checkpoints in storage."""
+        found = [
+            Committed(m.number, m.term, m.step) for m in CheckpointDirectory(store).checkpoints()
+        ]
         with self._lock:
             self.checker.committed(name, time.monotonic(), found)
 
     def left(self, name: str, things: Sequence[str]) -> None:
-        """What should be gone."""
+        """Report things that should be gone."""
         with self._lock:
             self.checker.left(name, time.monotonic(), things)
 
     def wrong(self, name: str, rule: str, words: str) -> None:
-        """What only the campaign itself can see."""
+        """Report a violation that the campaign itself has found."""
         with self._lock:
             violation = Violation(time.monotonic(), name, rule, words)
             self.checker.violations.append(violation)
 
     def take(self) -> list[Violation]:
-        """Violations since the last time."""
+        """Return the violations since the last call."""
         with self._lock:
             found, self.checker.violations = self.checker.violations, []
             return found
@@ -277,7 +306,7 @@ def _journaled(meta: Obj, data: str, listed: bool) -> Journaled:
 
 
 class Campaign:
-    """Jobs on a cluster, and what is done to them."""
+    """Jobs on a cluster, and the faults that are injected into them."""
 
     def __init__(
         self,
@@ -295,7 +324,7 @@ class Campaign:
         self._replicas, self._fast, self._say = replicas, fast, say
         self.shared = Shared()
         self.watched = Watched(cluster, namespace, also=(SECRETS,), notice=self.shared.notice)
-        self.jobs, self.tales = list[Job](), dict[str, Tale]()
+        self.jobs, self.worker_logs = list[Job](), dict[str, WorkerLog]()
         self._began = time.monotonic()
         for number in range(jobs):
             self._submit(f"gpt{number}")
@@ -306,7 +335,7 @@ class Campaign:
         folder.mkdir()
         folder.chmod(0o777)
         shutil.copy(HERE / "worker.py", self.folder / "worker.py")
-        self.tales[name] = Tale(name, folder, self.shared)
+        self.worker_logs[name] = WorkerLog(name, folder, self.shared)
         self.jobs.append(submit(self.cluster, self.watched, self._document(name)))
 
     def _document(self, name: str) -> Obj:
@@ -318,7 +347,12 @@ class Campaign:
             "whenUnsatisfiable": "ScheduleAnyway",
             "labelSelector": {"matchLabels": labels},
         }
-        sizes = {"minReplicas": 2, "maxReplicas": 4, "standbyReplicas": 1, "restartCount": 1000}
+        sizes: Obj = {
+            "minReplicas": 2,
+            "maxReplicas": 4,
+            "standbyReplicas": 1,
+            "restartCount": 1000,
+        }
         rules = {"FORGIVE_AFTER_S": FORGIVE_S, "LEASE_S": LEASE_S}
         env = [{"name": f"DLROVER_MASTER_{k}", "value": str(v)} for k, v in rules.items()]
         master = {"spec": {"containers": [{"name": "main", "env": env}]}}
@@ -346,31 +380,37 @@ class Campaign:
         doc["spec"]["replicaSpecs"]["dlrover-master"] = {"template": master}
         return dict(doc)
 
-    # --- the plan ---
+    # --- Run ---
 
     def run(self, plan: Sequence[Step], seed: int, *, keep_going: bool = False) -> Report:
-        """Do all of it, and count."""
+        """Run all steps, and return the report.
+
+        Args:
+            plan: the steps.
+            seed: seed of the plan, for the report.
+            keep_going: whether to continue after a violation.
+        """
         report = Report(seed, len(plan))
         self._look(report, True, lambda: self._whole(600.0))
         self._began = began = time.monotonic()
         try:
             for step in plan:
-                self._look(report, keep_going, lambda s=step: self._step(s, report))
+                self._look(report, keep_going, partial(self._step, step, report))
                 if step.number % REST == 0 or step is plan[-1]:
                     self._look(report, keep_going, lambda: self._whole(WHOLE_S))
                     self._look(report, keep_going, self._orphans)
-                    self._look(report, keep_going, self._as_told)
+                    self._look(report, keep_going, self._pods_match)
         except (Broken, KeyboardInterrupt):
-            pass  # what was found so far is told
+            pass  # the report has what was found so far
         self._count(report, began)
         return report
 
     def _look(self, report: Report, keep_going: bool, act: Callable[[], None]) -> None:
-        """Do something; what is wrong then is told with its story."""
+        """Call a function, and report the violations that it causes."""
         try:
             act()
         except AssertionError as error:
-            self.shared.wrong("campaign", "it goes on", str(error).partition("\n")[0])
+            self.shared.wrong("campaign", "the training continues", str(error).partition("\n")[0])
         found = self.shared.take()
         if not found:
             return
@@ -385,11 +425,11 @@ class Campaign:
         pause = threading.Event()
         pause.wait(step.pause_s)
         strikes = self._aim(step)
-        last = {name: tale.last for name, tale in self.tales.items()}
+        last = {name: worker_log.last for name, worker_log in self.worker_logs.items()}
         hold_s = max(fault.hold_s for fault in step.faults)
         for strike in strikes:
             blame = strike.blame
-            if len(strikes) > 1:  # the other one may end the round, and then nobody is to blame
+            if len(strikes) > 1:  # the other fault may end the round, and then no node is charged
                 blame = {name: b._replace(owed=False) for name, b in blame.items()}
             self.shared.struck(blame, hold_s + CHARGED_S)
             self.shared.parted(strike.parted)
@@ -408,9 +448,9 @@ class Campaign:
         calm_at = time.monotonic()
         took = paused = 0.0
         for job in self.jobs:
-            told = self._beyond(job, strikes, last[job.name], step, first_at, calm_at)
-            took = max(took, told.at - began)
-            paused = max(paused, self.tales[job.name].pause_s(began, max(told.at, calm_at)))
+            proof = self._beyond(job, strikes, last[job.name], step, first_at, calm_at)
+            took = max(took, proof.at - began)
+            paused = max(paused, self.worker_logs[job.name].pause_s(began, max(proof.at, calm_at)))
             self.shared.committed(job.name, self.folder / job.name / "store")
         what = " + ".join(map(str, step.faults))
         whom = " + ".join(strike.whom for strike in strikes)
@@ -421,7 +461,7 @@ class Campaign:
         self._say(f"{step.number:4}  {outcome.at_s:6.0f} s  {what} [{whom}]  in {took:.2f} s")
 
     def _aim(self, step: Step) -> list[Strike]:
-        """Who is meant may go while it is looked for: then somebody else has taken its place."""
+        """Find the targets of a step. Try again if a target disappears during the search."""
         for _ in range(5):
             self._in_progress()
             with suppress(LabError, KeyError):
@@ -433,20 +473,20 @@ class Campaign:
         self,
         job: Job,
         strikes: Sequence[Strike],
-        before: Told | None,
+        before: WorkerLine | None,
         planned: Step,
         hit_at: float,
         calm_at: float,
-    ) -> Told:
+    ) -> WorkerLine:
         assert before is not None, "it was in progress"
         step, number = int(before.values[0]), before.round
         broken = any(job.name in strike.breaks for strike in strikes)
         held = any(job.name in strike.holds for strike in strikes)
         size = next((s.sizes[job.name] for s in strikes if job.name in s.sizes), None)
         calm = float("inf") if broken else calm_at if held else hit_at
-        tale = self.tales[job.name]
-        found = tale.until(
-            lambda: tale.beyond(step, hit_at, after=number, calm_at=calm, size=size),
+        worker_log = self.worker_logs[job.name]
+        found = worker_log.until(
+            lambda: worker_log.beyond(step, hit_at, after=number, calm_at=calm, size=size),
             f"a step beyond {step} of round {number}"
             f"{f' by {size} workers' if size else ''} after {planned}",
             within_s=limit_s(planned),
@@ -455,12 +495,12 @@ class Campaign:
         return found
 
     def _in_progress(self) -> None:
-        """All jobs make steps, and the API server knows in which round."""
+        """Wait until all jobs make steps in the round that their status has."""
         for job in self.jobs:
-            until(lambda j=job: self._known(j), f"{job.name} in progress", within_s=WHOLE_S)
+            until(partial(self._known, job), f"{job.name} in progress", within_s=WHOLE_S)
 
-    def _known(self, job: Job) -> Told | None:
-        last, seen = self.tales[job.name].last, job.seen
+    def _known(self, job: Job) -> WorkerLine | None:
+        last, seen = self.worker_logs[job.name].last, job.seen
         good = (
             last is not None
             and seen is not None
@@ -471,7 +511,7 @@ class Campaign:
         return last if good else None
 
     def _whole(self, within_s: float) -> None:
-        """All nodes that are wished are there, in one round, and a standby beside them."""
+        """Wait until each job has a round of all desired nodes, and a standby."""
         for job in self.jobs:
 
             def look(job: Job = job) -> bool:
@@ -479,21 +519,21 @@ class Campaign:
                 return (
                     self._known(job) is not None
                     and seen is not None
-                    and seen.nodes_in_round == seen.wanted
-                    and seen.wanted == job.obj["spec"]["replicaSpecs"]["worker"]["replicas"]
+                    and seen.nodes_in_round == seen.desired
+                    and seen.desired == job.obj["spec"]["replicaSpecs"]["worker"]["replicas"]
                     and seen.standby == 1
                 )
 
             until(look, f"{job.name} is whole again", within_s=within_s, every_s=0.2)
 
-    # --- what nobody tells ---
+    # --- Checks of Pods and processes ---
 
     def _workers(self) -> dict[int, str]:
         mark = f"{MOUNT}/worker.py {MOUNT}/gpt"
         return {p: said for p, said in self.cluster.in_pods().items() if mark in said}
 
     def _orphans(self) -> None:
-        """Each worker has its agent, in a Pod that there is."""
+        """Check that each worker runs beside its agent in an existing Pod."""
 
         def strays() -> list[str]:
             found = {p: said for p, said in self._workers().items() if re.search(WORKER, said)}
@@ -502,7 +542,7 @@ class Campaign:
                     if pod["status"].get("phase") != "Running":
                         continue
                     there: dict[int, str] = {}
-                    with suppress(LabError):  # it has gone since
+                    with suppress(LabError):  # the Pod is gone
                         there = self.cluster.processes(f"{job.name}-{node}", job.namespace)
                     if any("elastic-run" in said for said in there.values()):
                         for pid in there:
@@ -512,10 +552,10 @@ class Campaign:
         try:
             until(lambda: not strays(), "", within_s=30, every_s=1)
         except AssertionError:
-            self.shared.wrong("all jobs", "no worker without its agent", str(strays()))
+            self.shared.wrong("all jobs", "each worker has its agent", str(strays()))
 
-    def _as_told(self) -> None:
-        """The Pods that there are are those that the masters know, and a master for each job."""
+    def _pods_match(self) -> None:
+        """Check that the Pods match the nodes in the status, and that each job has one master."""
 
         def differences() -> list[str]:
             jobs = {job.name: (job.obj["metadata"]["uid"], job.training) for job in self.jobs}
@@ -524,10 +564,10 @@ class Campaign:
         try:
             until(lambda: not differences(), "", within_s=LIKE_S, every_s=1)
         except AssertionError:
-            self.shared.wrong("all jobs", "Pods are as is told", "; ".join(differences()))
+            self.shared.wrong("all jobs", "Pods match the status", "; ".join(differences()))
 
     def _pods(self) -> list[Pod]:
-        """Those of the namespace that have not ended."""
+        """Return the Pods of the namespace that have not ended."""
         found = []
         for name, pod in self.watched.all("Pod").items():
             meta = pod["metadata"]
@@ -539,7 +579,7 @@ class Campaign:
         return found
 
     def _suspend(self) -> None:
-        """What is not needed they end themselves; once they are deleted Kubernetes would."""
+        """Suspend all jobs: they must end their Pods themselves, before Kubernetes does."""
         for job in self.jobs:
             job.patch({"suspend": True})
 
@@ -554,7 +594,7 @@ class Campaign:
             self.shared.left("all jobs, suspended", there())
 
     def finish(self) -> None:
-        """Suspend the jobs, and delete them: nothing is left of them."""
+        """Suspend and delete the jobs, and check that nothing is left of them."""
         uids = [pod["metadata"]["uid"] for pod in self.watched.all("Pod").values()]
         self._suspend()
         kinds = ("pods,secrets,deployments,services,roles,rolebindings,serviceaccounts,"
@@ -574,22 +614,22 @@ class Campaign:
         except AssertionError:
             self.shared.left("all jobs", left())
 
-    # --- the end ---
+    # --- Results ---
 
     def _count(self, report: Report, began: float) -> None:
         ended = time.monotonic()
         report.took_s = ended - began
         report.checks = self.shared.checker.checks
-        for name, tale in self.tales.items():
-            report.goodput[name] = useful_s(tale.lines, began, ended) / report.took_s
-            steps = [int(line.values[0]) for line in tale.lines if line.what == "step"]
+        for name, worker_log in self.worker_logs.items():
+            report.goodput[name] = useful_s(worker_log.lines, began, ended) / report.took_s
+            steps = [int(line.values[0]) for line in worker_log.lines if line.what == "step"]
             report.steps[name] = max(steps, default=0)
-            report.rounds[name] = max((line.round for line in tale.lines), default=0)
-        lines = [line for tale in self.tales.values() for line in tale.lines]
+            report.rounds[name] = max((line.round for line in worker_log.lines), default=0)
+        lines = [line for worker_log in self.worker_logs.values() for line in worker_log.lines]
         report.stall_s = stall_s(lines)
 
     def story(self) -> str:
-        """All that helps to understand what has gone wrong."""
+        """Return statuses, causes and logs as text, to explain a violation."""
         parts = [self.watched.story()]
         for job in self.jobs:
             dlrover = Path(sys.executable).parent / "dlrover"
@@ -602,20 +642,20 @@ class Campaign:
             host = pod["spec"].get("nodeName")
             said = self.cluster.logs(name, self.namespace)
             parts.append(f"--- {name} on {host}\n{said[-4000:]}")
-        for name, tale in self.tales.items():
-            lines = [line for line in tale.lines if line.what != "blocked"][-40:]
+        for name, worker_log in self.worker_logs.items():
+            lines = [line for line in worker_log.lines if line.what != "blocked"][-40:]
             parts.append(f"--- workers of {name}\n" + "\n".join(map(str, lines)))
         return "\n".join(parts)
 
     def close(self) -> None:
-        """Watch no more."""
+        """End the watches."""
         self.watched.close()
-        for tale in self.tales.values():
-            tale.close()
+        for worker_log in self.worker_logs.values():
+            worker_log.close()
 
 
 def _in_memory(pods: Sequence[str]) -> list[str]:
-    """What is mounted of these Pods' volumes in memory, on any of the nodes."""
+    """Return the mounts of the memory volumes of these Pods, on all nodes."""
     places = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
     found = [p for p in places if p.endswith("dlrover-job-shm") and any(u in p for u in pods)]
     return [f"mount {place}" for place in found]
@@ -623,7 +663,7 @@ def _in_memory(pods: Sequence[str]) -> list[str]:
 
 @contextmanager
 def campaign(cluster: Cluster, operator: str, **options: Any) -> Iterator[Campaign]:
-    """A campaign in a namespace of its own, which goes away with all that is in it."""
+    """Yield a campaign in its own namespace, which is deleted after the block."""
     namespace = f"chaos-{os.getpid()}"
     cluster.make_namespace(namespace)
     try:

@@ -1,8 +1,8 @@
-"""What must be true of a job all the time, whatever is done to it.
+"""The invariants of a job, which hold under all faults. Pure.
 
-Pure: it is given what was seen, with times, and keeps a list of what should not have been. All
-times are of one clock. What workers tell may come later than what was seen of the API, and the
-other way round: nothing here depends on the order of the two.
+The checker receives observations with their times, and keeps a list of violations. All times are of
+one clock. Lines of workers may arrive before or after observations of the API server. Nothing here
+depends on their order.
 """
 
 import json
@@ -12,20 +12,22 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
-from dlrover_py.cli.view import story
+from dlrover_py.cli.view import causal_chain
 from dlrover_py.protocol.status import JobEvent, NodePhase, Training
 
 AFTER_S = 15.0
-"""Who trains in an older round has stopped so soon after the first step of a newer one: it is told
-to at its next exchange, and has its grace."""
+"""Seconds after the first step of a round in which all workers of older rounds stop.
+
+Their agents learn of the new round at the next exchange, and workers have a grace period.
+"""
 AFRESH_S = 15.0
-"""In a round that is younger, who is cut off may not have made contact with the others yet."""
+"""Age of a round in seconds, below which a cut-off node may not be connected to the others yet."""
 BACK_S = 30.0
-"""Who was cut off has heard that it was given up so soon after the network is back."""
+"""Seconds after the end of a network fault in which a cut-off node learns that it was given up."""
 
 
 class Violation(NamedTuple):
-    """Something that must not be."""
+    """A violation of an invariant."""
 
     at: float
     job: str
@@ -36,8 +38,8 @@ class Violation(NamedTuple):
         return f"{self.job}: {self.rule}: {self.words}"
 
 
-class Told(NamedTuple):
-    """A worker's line (worker.py)."""
+class WorkerLine(NamedTuple):
+    """A line that a worker wrote (worker.py)."""
 
     what: str
     at: float
@@ -49,7 +51,7 @@ class Told(NamedTuple):
 
     @classmethod
     def parse(cls, line: str) -> Self:
-        """Read one."""
+        """Parse a line."""
         what, at, node, number, rank, size, *values = json.loads(line)
         return cls(what, at, node, number, rank, size, tuple(values))
 
@@ -58,16 +60,16 @@ class Journaled(NamedTuple):
     """A version of the journal's Secret."""
 
     boot: str
-    """Of the master process that holds it; empty for nobody."""
+    """Boot id of the master that holds the journal; empty for none."""
     term: int
     round: int
     next_event: int
     gap: bool = False
-    """Versions before this one may not have been seen."""
+    """Whether versions before this one may be missing."""
 
 
 class Committed(NamedTuple):
-    """A checkpoint's manifest, by number."""
+    """The identity of a committed checkpoint, ordered by commit number."""
 
     number: int
     term: int
@@ -75,55 +77,55 @@ class Committed(NamedTuple):
 
 
 class Blame(NamedTuple):
-    """What a job may be charged with for one fault: by the documents, and no more."""
+    """What one fault may count against the restart budgets of a job, according to the docs."""
 
     failures: int = 0
-    """Of workers."""
+    """Number of worker failures."""
     losses: int = 0
-    """Of nodes, without notice."""
+    """Number of nodes that are lost without notice."""
     nodes: frozenset[str] = frozenset()
-    """Whom it hurts: nobody else may be charged."""
+    """Nodes that the fault affects. No other node may be charged."""
     hosts: frozenset[str] = frozenset()
-    """And who is there, be it a node that came only after the fault began."""
+    """Hosts whose nodes may be charged as well, even nodes that appear after the fault."""
     owed: bool = False
-    """One of them has to be charged, before a round is formed for it."""
+    """Whether one of the nodes must be charged before the next round is formed."""
 
 
-class Parted(NamedTuple):
-    """Nodes that do not hear all of the others, and may not know that these go on without them."""
+class Partition(NamedTuple):
+    """Nodes that are cut off from others, and may not know that these continue without them."""
 
     nodes: frozenset[str]
     wait_s: float
-    """They stop by themselves so soon."""
+    """Seconds after which they stop by themselves."""
     sure: bool
-    """For there is none beside them with whom they could go on meanwhile."""
+    """Whether they certainly stop, because no other node is with them."""
 
 
 class Pod(NamedTuple):
-    """What is asked of a Pod."""
+    """The facts about a Pod that are checked."""
 
     name: str
     owner: str
     """Uid of its controller."""
     job: str
-    """By its label; empty for none."""
+    """Job in its label; empty for none."""
     master: bool
 
 
 CHARGES = {"WorkerFailed": "failures", "NodeLost": "losses"}
-"""Events of type Warning that are charged to a node, and as what."""
+"""Reasons of warning events that charge a node, with the kind of charge."""
 RESTARTS = ("WorkerFailed", "NodeRestarted")
-"""What a node's ``restarts`` count."""
+"""Reasons of events that ``restarts`` of a node counts."""
 REPLACED = ("NodeLost", "NodeExcluded", "RestartsExhausted")
-"""What ``relaunches`` count."""
+"""Reasons of events that ``relaunches`` counts."""
 OTHER_ENDS = (
     "NodeLost", "NodeLeaving", "NodeCutOff", "NodeRestarted", "NodeRefused", "NodeExcluded",
     "SpecChanged", "RoomToGrow", "Suspended", "Resumed", "MasterStarted", "JournalBehind",
     "WorkerFailed",
 )  # fmt: skip
-"""After these a round may be over for another reason than the worker that was killed."""
+"""Reasons of events after which a killed worker may not be the cause of the end of the round."""
 CAUSED = ("RestartsExhausted", "NonRetryable")
-"""Decisions that always follow from another event; places that are given up do too."""
+"""Reasons of events that always have a cause; abandoned replacements have one, too."""
 
 
 @dataclass
@@ -138,11 +140,15 @@ class _Allowance:
 @dataclass
 class _Apart:
     at: float
-    what: Parted
+    what: Partition
     back_at: float = float("inf")
 
     def until(self, first_step_at: float) -> float:
-        """When who trained on has stopped, in a round that had made its first step then."""
+        """Return when workers that continued must have stopped.
+
+        Args:
+            first_step_at: time of the first step of their round.
+        """
         stops = self.at + self.what.wait_s
         if self.what.sure and first_step_at < self.at - AFRESH_S:
             return stops
@@ -151,59 +157,59 @@ class _Apart:
 
 @dataclass
 class _Job:
-    """What is known of one job."""
+    """What the checker knows about one job."""
 
     sizes: dict[int, int] = field(default_factory=dict)
-    """World size by round, as its first worker has it."""
+    """For each round: the world size of its first worker."""
     ranks: dict[tuple[int, int], str] = field(default_factory=dict)
     last_round: dict[str, int] = field(default_factory=dict)
-    """Newest one of each node's workers."""
+    """For each node: the newest round of its workers."""
     loaded: dict[int, int] = field(default_factory=dict)
-    """Step by round."""
+    """For each round: the loaded step."""
     base: dict[tuple[int, str, int], int] = field(default_factory=dict)
-    """Step from which each worker goes on: what it loaded, or has to have loaded at least."""
+    """For each worker: the step that it loaded, or the least step that it must have loaded."""
     sure: set[tuple[int, str, int]] = field(default_factory=set)
-    """Workers of whom that is known exactly."""
+    """Workers whose loaded step is known exactly."""
     stepped: dict[tuple[int, str, int], int] = field(default_factory=dict)
-    """Newest step of each worker that tells of its steps."""
+    """For each worker that reports steps: the newest step."""
     first_steps: dict[int, float] = field(default_factory=dict)
-    """When a round made its first one."""
+    """For each round: the time of its first step."""
     stale: set[tuple[int, str]] = field(default_factory=set)
-    """Round and node of those that were found."""
+    """Round and node of workers that were already reported as stale."""
     apart: list[_Apart] = field(default_factory=list)
     stored_at: list[float] = field(default_factory=list)
     stored: list[int] = field(default_factory=list)
-    """Newest step in storage by the status, and when that was seen first."""
+    """Steps in storage according to the status. ``stored_at`` has the time of each."""
     committed_at: list[float] = field(default_factory=list)
     committed: list[Committed] = field(default_factory=list)
-    """The same by what is there."""
+    """Checkpoints in storage. ``committed_at`` has the time at which each was seen first."""
     seen: Training | None = None
     events: dict[int, JobEvent] = field(default_factory=dict)
     formed: dict[int, int] = field(default_factory=dict)
-    """Event by round."""
+    """For each round: the id of the event that it was formed."""
     journal: Journaled | None = None
     over: set[str] = field(default_factory=set)
-    """Masters that others have followed."""
+    """Masters that were replaced."""
     owners: dict[int, str] = field(default_factory=dict)
-    """Masters by term."""
+    """For each term: its master."""
     allowances: list[_Allowance] = field(default_factory=list)
     owed: dict[str, int] = field(default_factory=dict)
-    """Nodes that have to be charged, and the newest event when they were hurt."""
+    """For each node that must be charged: the newest event at the time of the fault."""
     unbroken: int = 1
-    """All events from this one on were seen."""
+    """Id of the event from which on all events were seen."""
     restarts: Counter[str] = field(default_factory=Counter)
-    """Charged to each node since budgets were forgiven."""
+    """Restarts charged to each node since the budgets were reset."""
     relaunches: int = 0
-    """Nodes that were lost since then."""
+    """Number of nodes that were lost since then."""
 
 
 class Checker:
-    """Takes in what is seen of jobs; ``violations`` grows."""
+    """Checks observations of jobs against the invariants."""
 
     def __init__(self) -> None:
         self.violations: list[Violation] = []
         self.checks = 0
-        """Things that were looked at: none is no proof."""
+        """Number of checked observations. Without any, no violation proves nothing."""
         self._jobs: dict[str, _Job] = {}
 
     def _job(self, name: str) -> _Job:
@@ -213,10 +219,10 @@ class Checker:
     def _wrong(self, at: float, name: str, rule: str, words: str) -> None:
         self.violations.append(Violation(at, name, rule, words))
 
-    # --- what workers tell ---
+    # --- Lines of workers ---
 
-    def told(self, name: str, line: Told) -> None:
-        """A worker's line."""
+    def wrote(self, name: str, line: WorkerLine) -> None:
+        """Check a line of a worker."""
         job = self._job(name)
         if line.what == "started":
             self._started(name, job, line)
@@ -225,11 +231,11 @@ class Checker:
         elif line.what == "step":
             self._stepped(name, job, line)
 
-    def _started(self, name: str, job: _Job, line: Told) -> None:
+    def _started(self, name: str, job: _Job, line: WorkerLine) -> None:
         where = f"round {line.round}, rank {line.rank} on {line.node}"
         size = job.sizes.setdefault(line.round, line.size)
         if size != line.size:
-            words = f"{where}: a world of {line.size} workers, another one has {size}"
+            words = f"{where}: a world of {line.size} workers, another worker has {size}"
             self._wrong(line.at, name, "one world per round", words)
         if (line.round, line.rank) in job.ranks:
             words = f"{where}: {job.ranks[line.round, line.rank]} has started it already"
@@ -246,14 +252,14 @@ class Checker:
         job.base[line.round, line.node, line.rank] = self._in_storage(job, line.at)
 
     def _in_storage(self, job: _Job, at: float) -> int:
-        """The newest step of which it was known by then."""
+        """Return the newest step that was known to be in storage at a time."""
         known = job.stored[: bisect_right(job.stored_at, at)][-1:]
         there = job.committed[: bisect_right(job.committed_at, at)][-1:]
         return max([*known, *(one.step for one in there)], default=0)
 
-    def _loaded(self, name: str, job: _Job, line: Told) -> None:
+    def _loaded(self, name: str, job: _Job, line: WorkerLine) -> None:
         step, began = int(line.values[0]), line.values[1]
-        where = f"round {line.round}, rank {line.rank} on {line.node} goes on from step {step}"
+        where = f"round {line.round}, rank {line.rank} on {line.node} continues from step {step}"
         newest = self._in_storage(job, began)
         if step < newest:
             words = f"{where}, but step {newest} was in storage before"
@@ -266,18 +272,18 @@ class Checker:
         job.base[worker] = step
         job.sure.add(worker)
 
-    def _stepped(self, name: str, job: _Job, line: Told) -> None:
-        """Each step is told."""
+    def _stepped(self, name: str, job: _Job, line: WorkerLine) -> None:
+        """Check a step."""
         step, worker = int(line.values[0]), (line.round, line.node, line.rank)
         where = f"round {line.round}, rank {line.rank} on {line.node} makes step {step}"
         last, base = job.stepped.get(worker), job.base.get(worker, 0)
         job.stepped[worker] = step
         if last is not None and step != last + 1:
             words = f"{where} after {last}"
-            self._wrong(line.at, name, "steps go on from the last one", words)
+            self._wrong(line.at, name, "steps continue from the last one", words)
         elif last is None and (step != base + 1 if worker in job.sure else step <= base):
-            words = f"{where} first, and goes on from step {base}"
-            self._wrong(line.at, name, "steps go on from the last one", words)
+            words = f"{where} first, and continues from step {base}"
+            self._wrong(line.at, name, "steps continue from the last one", words)
         first_at = job.first_steps.setdefault(line.round, line.at)
         newer = [at for number, at in job.first_steps.items() if number > line.round]
         if not newer or (line.round, line.node) in job.stale:
@@ -286,13 +292,13 @@ class Checker:
         until = max([min(newer) + AFTER_S, *(a.until(first_at) for a in parted)])
         if line.at > until:
             words = f"{where} {line.at - min(newer):.1f} s after the first one of a newer round"
-            self._wrong(line.at, name, "no older round trains on", words)
+            self._wrong(line.at, name, "no older round continues to train", words)
             job.stale.add((line.round, line.node))
 
-    # --- what the API server tells ---
+    # --- Objects of the API server ---
 
     def seen(self, name: str, at: float, new: Training) -> None:
-        """A version of ``status.training``."""
+        """Check a version of ``status.training``."""
         job = self._job(name)
         old = job.seen
         if old is not None and (new.term, new.generation) < (old.term, old.generation):
@@ -302,7 +308,7 @@ class Checker:
             )
             self._wrong(at, name, "no stale master writes", words)
         if old is not None and new.round < old.round:
-            words = f"the status tells of round {new.round} after {old.round}"
+            words = f"the status has round {new.round} after {old.round}"
             self._wrong(at, name, "rounds only grow", words)
         self._events(name, job, at, new)
         if (formed := sum(new.restarts.values())) > max(0, new.round - 1):
@@ -346,7 +352,7 @@ class Checker:
         self, name: str, job: _Job, at: float, event: JobEvent, hosts: Mapping[str, str]
     ) -> None:
         self._worded(name, job, at, event)
-        if event.reason == "BudgetForgiven":
+        if event.reason == "BudgetReset":
             job.restarts.clear()
             job.relaunches = 0
         if event.reason in RESTARTS and event.type == "Warning":
@@ -367,47 +373,51 @@ class Checker:
                     allowance.left[charge] -= 1
                     return
             words = f"{event.reason} of {event.node}: {event.message}"
-            self._wrong(at, name, "only who is to blame is charged", words)
+            self._wrong(at, name, "only affected nodes are charged", words)
 
     def _worded(self, name: str, job: _Job, at: float, event: JobEvent) -> None:
-        """It says what has happened, and from what that follows."""
+        """Check that an event has a message, and a known cause if it needs one."""
         rule, where = "every decision is explained", f"event {event.id}, {event.reason}"
         if not event.message.strip() or not event.reason:
-            self._wrong(at, name, rule, f"{where}, has no words")
+            self._wrong(at, name, rule, f"{where}, has no message")
         given_up = event.reason == "ReplacementsExhausted" and event.node is not None
         if event.cause is None:
             if given_up or event.reason in CAUSED:
                 self._wrong(at, name, rule, f"{where}, has no cause: “{event.message}”")
         elif event.cause >= job.unbroken and event.cause not in job.events:
-            words = f"{where}, follows from event {event.cause}, which nobody has told of"
+            words = f"{where}, follows from event {event.cause}, which is unknown"
             self._wrong(at, name, rule, words)
 
     def _owed(self, name: str, job: _Job, at: float, event: JobEvent) -> None:
-        """Once a round is formed it is decided who is to blame for the end of the last one."""
+        """Check that the node of a killed worker was charged before the next round was formed."""
         if event.reason in OTHER_ENDS:
-            job.owed.clear()  # this node was charged, or it cannot be said any more what ended it
+            job.owed.clear()  # the node was charged, or another event may have ended the round
         if event.reason != "RoundFormed":
             return
         for node, newest in job.owed.items():
             if event.cause is None or event.cause > newest:
                 words = f"a worker of {node} was killed, and the next is: {event.message}"
-                self._wrong(at, name, "who is to blame is charged", words)
+                self._wrong(at, name, "the failed node is charged", words)
         job.owed.clear()
 
     def _counters(self, name: str, job: _Job, at: float, new: Training, *, gap: bool) -> None:
-        """Budgets are used up by what was told, which :meth:`_new_event` holds against what was
-        done, and by nothing else."""
+        """Check that the counters of nodes match the events.
+
+        :meth:`_new_event` compares the events with the injected faults.
+        """
         for node in new.nodes:
-            if gap:  # what was charged meanwhile was not seen
+            if gap:  # charges in the gap were not seen
                 job.restarts[node.id] = max(job.restarts[node.id], node.restarts)
                 job.relaunches = max(job.relaunches, node.relaunches)
             if node.restarts > job.restarts[node.id]:
-                words = f"{node.id} has {node.restarts} restarts, {job.restarts[node.id]} were told"
-                self._wrong(at, name, "only who is to blame is charged", words)
+                words = (
+                    f"{node.id} has {node.restarts} restarts, {job.restarts[node.id]} are in events"
+                )
+                self._wrong(at, name, "only affected nodes are charged", words)
                 job.restarts[node.id] = node.restarts
             if node.relaunches > job.relaunches:
                 words = f"{node.id} has {node.relaunches} relaunches, {job.relaunches} nodes were"
-                self._wrong(at, name, "only who is to blame is charged", f"{words} lost")
+                self._wrong(at, name, "only affected nodes are charged", f"{words} lost")
                 job.relaunches = node.relaunches
 
     def _explained(
@@ -416,19 +426,19 @@ class Checker:
         event = job.events.get(job.formed.get(number, 0))
         if event is None:
             if not gap:
-                words = f"nothing tells of round {number}"
+                words = f"no event reports round {number}"
                 self._wrong(at, name, "every round is explained", words)
             return
         because = event.message.partition("because ")[2].strip()
         if not because or event.cause is None or event.cause >= event.id:
             words = f"round {number}: “{event.message}”, cause {event.cause}"
             self._wrong(at, name, "every round is explained", words)
-        if event in new.events and event not in story(new.events, number):
-            words = f"`dlrover job why --round {number}` has nothing to say"
+        if event in new.events and event not in causal_chain(new.events, number):
+            words = f"`dlrover job why --round {number}` is empty"
             self._wrong(at, name, "every round is explained", words)
 
     def journaled(self, name: str, at: float, new: Journaled) -> None:
-        """A version of the journal."""
+        """Check a version of the journal."""
         job = self._job(name)
         old, job.journal = job.journal, new
         if new.boot in job.over:
@@ -445,16 +455,16 @@ class Checker:
                 words = f"the journal's {what} is {now} after {was}"
                 self._wrong(at, name, "no stale master writes", words)
         if old[1:4] != new[1:4] and not new.gap:
-            # Who takes it over leaves the content as it is, and writes in a term of its own.
+            # A new holder leaves the content unchanged, and later writes with its own term.
             owner = job.owners.setdefault(new.term, new.boot)
             if new.boot and owner and owner != new.boot:
                 words = f"term {new.term} is {owner}'s, and master {new.boot} writes in it"
                 self._wrong(at, name, "no stale master writes", words)
 
-    # --- what is in storage ---
+    # --- Storage ---
 
     def committed(self, name: str, at: float, found: Iterable[Committed]) -> None:
-        """Checkpoints that exist; older ones may have been removed."""
+        """Check the existing checkpoints. Older ones may have been removed."""
         job = self._job(name)
         for one in sorted(found):
             old = job.committed[-1] if job.committed else Committed(0, 0, 0)
@@ -469,29 +479,36 @@ class Checker:
             job.committed_at.append(at)
             job.committed.append(one)
 
-    # --- what was done ---
+    # --- Faults ---
 
     def struck(self, name: str, at: float, blame: Blame, *, for_s: float) -> None:
-        """A fault begins now: so much may be charged for it within this time."""
+        """Register the begin of a fault.
+
+        Args:
+            name: name of the job.
+            at: time of the fault.
+            blame: what may be charged for it.
+            for_s: seconds in which it may be charged.
+        """
         job = self._job(name)
         job.allowances = [a for a in job.allowances if a.until >= at]
         left = {"failures": blame.failures, "losses": blame.losses}
         job.allowances.append(_Allowance(at, at + for_s, left, blame.nodes, blame.hosts))
         job.owed = dict.fromkeys(blame.nodes if blame.owed else (), max(job.events, default=0))
 
-    def parted(self, name: str, at: float, what: Parted) -> None:
-        """From now on these nodes may not know what becomes of the job."""
+    def parted(self, name: str, at: float, what: Partition) -> None:
+        """Register that nodes are cut off from now on."""
         self._job(name).apart.append(_Apart(at, what))
 
     def back(self, name: str, at: float) -> None:
-        """What kept nodes apart is over."""
+        """Register that all nodes are connected again."""
         for apart in self._job(name).apart:
             apart.back_at = min(apart.back_at, at)
 
-    # --- what is there ---
+    # --- Leftovers ---
 
     def left(self, name: str, at: float, things: Iterable[str]) -> None:
-        """What there still is of a job that was deleted."""
+        """Check that nothing is left of a deleted job."""
         self._job(name)
         found = sorted(things)
         if found:
@@ -499,17 +516,17 @@ class Checker:
 
 
 def unlike(jobs: Mapping[str, tuple[str, Training]], pods: Iterable[Pod]) -> list[str]:
-    """How the Pods of a namespace that have not ended differ from what its jobs know.
+    """Return the differences between the running Pods of a namespace and the nodes of its jobs.
 
     Args:
-        jobs: uid, and what the master tells, by name.
-        pods: all that is in the namespace but what has ended.
+        jobs: for each job its uid and the status of its master.
+        pods: Pods of the namespace that have not ended.
     """
     found, there, masters = list[str](), set[str](), Counter[str]()
     for pod in pods:
         uid = jobs[pod.job][0] if pod.job in jobs else None
         if uid is None:
-            found.append(f"{pod.name} is of no job that there is")
+            found.append(f"{pod.name} belongs to no existing job")
         elif pod.master:
             masters[pod.job] += 1
         else:
@@ -518,11 +535,11 @@ def unlike(jobs: Mapping[str, tuple[str, Training]], pods: Iterable[Pod]) -> lis
                 found.append(f"{pod.name} is of an earlier {pod.job}: its owner is {pod.owner}")
     known = {
         f"{name}-{node.id}"
-        for name, (_, told) in jobs.items()
-        for node in told.nodes
+        for name, (_, status) in jobs.items()
+        for node in status.nodes
         if node.phase is not NodePhase.GONE
     }
-    found += [f"{name} is no node that is known" for name in sorted(there - known)]
-    found += [f"{name} is known as a node, and has no Pod" for name in sorted(known - there)]
+    found += [f"{name} is not in the status" for name in sorted(there - known)]
+    found += [f"{name} is in the status, and has no Pod" for name in sorted(known - there)]
     found += [f"{name} has {masters[name]} masters" for name in jobs if masters[name] != 1]
     return found

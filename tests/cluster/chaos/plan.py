@@ -1,6 +1,6 @@
-"""The faults of a campaign, drawn from a seed alone: what, whom, how long, after which pause.
+"""The faults of a campaign: kind, target, duration and pause, drawn from a seed alone. Pure.
 
-Pure. Whom is said by role and rank: names of nodes and hosts are another story in each run.
+A target is named by role and rank, because the names of nodes and hosts differ in each run.
 """
 
 import random
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 LEAST, MOST = 2, 4
-"""Numbers of nodes that a job is scaled to."""
+"""Smallest and largest number of nodes to which a job is scaled."""
 
 
 class Kind(StrEnum):
-    """What is done."""
+    """The kind of a fault."""
 
     WORKER_KILLED = "worker killed"
     AGENT_KILLED = "agent killed"
@@ -53,7 +53,7 @@ OF_NODES = (
     Kind.AGENT_KILLED, Kind.POD_DELETED, Kind.POD_FORCED, Kind.EVICTED, Kind.QUOTA,
     Kind.BAD_IMAGE,
 )  # fmt: skip
-"""Of one Pod of a job, which may be a standby's."""
+"""Faults of one Pod of a job, which may be that of a standby."""
 OF_MASTERS = (Kind.MASTER_KILLED, Kind.MASTER_DELETED, Kind.MASTER_FORCED, Kind.MASTER_TWICE)
 OF_HOSTS = (
     Kind.HOST_CUT, Kind.HOST_CRASHED, Kind.HEAD_CUT, Kind.KUBELET_HUNG, Kind.API_CUT,
@@ -66,7 +66,7 @@ QUICK = (
     Kind.WORKER_KILLED, Kind.AGENT_KILLED, Kind.POD_DELETED, Kind.POD_FORCED, Kind.EVICTED,
     Kind.MASTER_KILLED, Kind.MASTER_DELETED, Kind.MASTER_FORCED, Kind.OPERATOR_KILLED,
 )  # fmt: skip
-"""Done in a moment, so that another can follow within a second."""
+"""Faults that take a moment, so that another one can follow within a second."""
 WEIGHTS = {
     Kind.WORKER_KILLED: 4, Kind.AGENT_KILLED: 3, Kind.POD_DELETED: 2, Kind.POD_FORCED: 3,
     Kind.MASTER_KILLED: 2, Kind.MASTER_DELETED: 1, Kind.MASTER_FORCED: 2, Kind.MASTER_TWICE: 1,
@@ -79,25 +79,25 @@ WEIGHTS = {
     Kind.PAIR: 6,
 }  # fmt: skip
 STANDBY = -1
-"""In the place of a rank."""
+"""Value of a rank that means the standby."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that is done."""
+    """One fault."""
 
     kind: Kind
     job: int = 0
     rank: int = 0
-    """Of the node, or of the node whose host is meant; modulo the number of nodes at that time."""
+    """Rank of the node, or of the node on the target host, modulo the number of nodes then."""
     hold_s: float = 0.0
-    """It is undone after so long."""
+    """Seconds after which the fault is undone."""
     sizes: tuple[int, ...] = ()
-    """Wished one after the other."""
+    """Desired numbers of nodes, one after the other."""
 
     @property
     def whom(self) -> str:
-        """The target by its role."""
+        """Description of the target by its role."""
         if self.kind in (*OF_MASTERS, Kind.HEAD_CUT, Kind.API_CUT):
             return f"job {self.job}: master"
         if self.kind in OF_API or self.kind is Kind.OPERATOR_KILLED:
@@ -115,18 +115,18 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One line of the campaign."""
+    """One step of the campaign: one fault, or two at the same time."""
 
     number: int
     pause_s: float
-    """Before it, with the job in progress."""
+    """Seconds of training before the step."""
     faults: tuple[Fault, ...]
     apart_s: float = 0.0
-    """Between the first and the second."""
+    """Seconds between the first and the second fault."""
 
     @property
     def kind(self) -> Kind:
-        """As which it is counted."""
+        """Kind under which the step is counted."""
         return self.faults[0].kind if len(self.faults) == 1 else Kind.PAIR
 
     def __str__(self) -> str:
@@ -137,7 +137,15 @@ class Step:
 def plan(
     seed: int, number: int, *, jobs: int = 1, replicas: int = 3, kinds: Sequence[Kind] = tuple(Kind)
 ) -> list[Step]:
-    """So many steps. A longer plan of the same seed begins as a shorter one does."""
+    """Return the steps of a campaign. A longer plan of a seed begins like a shorter one.
+
+    Args:
+        seed: seed of the random numbers.
+        number: number of steps.
+        jobs: number of jobs.
+        replicas: number of nodes of each job.
+        kinds: kinds of faults to draw from.
+    """
     return list(_steps(random.Random(seed), number, [replicas] * jobs, kinds))
 
 
@@ -151,7 +159,7 @@ def _steps(
         if kind is not Kind.PAIR:
             yield Step(count, pause_s, (_fault(draw, kind, sizes),))
             continue
-        # The second one is undone first: the API server has to be there when a host comes back.
+        # The second fault is undone first: a host that comes back needs the API server.
         one = _fault(draw, draw.choice((*QUICK, Kind.HOST_CUT, Kind.HOST_CRASHED)), sizes)
         other = _fault(draw, draw.choice((*QUICK, *OF_API)), sizes)
         yield Step(count, pause_s, (one, other), round(draw.uniform(0, 0.8), 2))
@@ -162,10 +170,10 @@ def _fault(draw: random.Random, kind: Kind, sizes: list[int]) -> Fault:
     if kind in OF_NODES and draw.random() < 0.15:
         rank = STANDBY
     if draw.random() < 0.25:
-        rank = min(rank, 0)  # rank 0 is where most is at stake
+        rank = min(rank, 0)  # a fault of rank 0 has the most effects
     hold_s = 0.0
     if kind in OF_HOSTS:
-        # Shorter than a lease; longer; longer than Kubernetes waits; and until masters move.
+        # Shorter than a lease; longer; until Kubernetes notices; until masters are moved.
         hold_s = draw.choice((3.0, 8.0, 16.0, 30.0))
     elif kind in OF_API:
         hold_s = draw.choice((2.0, 5.0, 12.0))

@@ -1,24 +1,29 @@
-"""How well jobs went on: recoveries by kind, and goodput beside its ceiling. Pure."""
+"""The results of a campaign: recoveries by kind, and goodput with its upper limit. Pure."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
 
-from tests.cluster.chaos.check import Told
+from tests.cluster.chaos.check import WorkerLine
 
 FEWEST_S, TIMES = 1.0, 10.0
 
 
-def useful_s(lines: Iterable[Told], began: float, ended: float) -> float:
-    """Seconds in which rank 0 made steps that nobody had made before.
+def useful_s(lines: Iterable[WorkerLine], began: float, ended: float) -> float:
+    """Return the seconds in which rank 0 made new steps.
 
-    A step that took much longer than most is no training: somebody was waited for.
+    Of a step that took much longer than most, only a part counts, because the workers waited.
+
+    Args:
+        lines: lines of the workers.
+        began: begin of the campaign.
+        ended: end of the campaign.
     """
     best = newest = 0
-    last: Told | None = None
+    last: WorkerLine | None = None
     spent: list[float] = []
-    for line in sorted(lines, key=lambda told: told.at):
+    for line in sorted(lines, key=lambda line: line.at):
         if line.what not in ("loaded", "step") or line.rank or line.round < newest:
             continue
         newest = line.round
@@ -37,12 +42,20 @@ def useful_s(lines: Iterable[Told], began: float, ended: float) -> float:
 
 
 def ceiling(stall_s: float, recovery_s: float, between_s: float) -> float:
-    """The best goodput of a job that checkpoints at the best interval: G* = 1 - √(2C/M) - R/M."""
+    """Return the largest possible goodput, at the best interval of checkpoints.
+
+    It is G* = 1 - √(2C/M) - R/M.
+
+    Args:
+        stall_s: C, seconds that a save stops the training.
+        recovery_s: R, seconds of a recovery.
+        between_s: M, mean seconds between two faults.
+    """
     return max(0.0, 1.0 - sqrt(2 * stall_s / between_s) - recovery_s / between_s)
 
 
-def stall_s(lines: Iterable[Told]) -> float:
-    """What one save has held the training up, on average over all processes of rank 0."""
+def stall_s(lines: Iterable[WorkerLine]) -> float:
+    """Return the mean seconds that a save stopped the training, over all processes of rank 0."""
     newest = {}
     for line in lines:
         if line.what == "blocked":
@@ -53,7 +66,7 @@ def stall_s(lines: Iterable[Told]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Of one kind of fault."""
+    """The results of one kind of fault."""
 
     kind: str
     number: int
@@ -64,7 +77,7 @@ class Row:
 
 
 def rows(found: Mapping[str, Sequence[tuple[float, float]]]) -> list[Row]:
-    """Recoveries and pauses by kind, most frequent first."""
+    """Return recoveries and pauses by kind, the most frequent kind first."""
     made = []
     for kind, seconds in found.items():
         if seconds:

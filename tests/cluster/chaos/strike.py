@@ -1,6 +1,7 @@
-"""Faults, done: who is meant by a role, how it is hit, and how it is made good.
+"""Faults: how to find the target of a role, how to inject a fault, and how to undo it.
 
-To aim asks the API server; to hit a process does not, so that it can be done without one.
+The search for a target uses the API server. The injection of a fault into a process does not, so it
+works without an API server.
 """
 
 import json
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from dlrover_py.protocol.names import master_of
 from dlrover_py.protocol.status import NodePhase, NodeRole, NodeStatus
-from tests.cluster.chaos.check import Blame, Parted
+from tests.cluster.chaos.check import Blame, Partition
 from tests.cluster.chaos.plan import STANDBY, Fault, Kind
 from tests.cluster.harness import Cluster, LabError, Obj, until
 from tests.cluster.jobs import Job
@@ -26,40 +27,46 @@ NAME = "elasticjob.dlrover/name"
 WORKER = r"^\S*python\S* -u \S*/worker\.py "
 SPOT, MARK = "dlrover.test/spot", "dlrover-test-chaos"
 PATIENCE = 2
-"""Restarts of a container; after that the kubelet waits too long to be worth it."""
+"""Number of restarts of a container after which the kubelet's delay is too long for a test."""
 ALONE_S, BESIDE_S = 30.0, 70.0
-"""Who hears of nobody stops within a lease and 12 s, and beside its master within a minute, which
-is that long for itself (docs/decisions/0004); two busy cores may be late."""
+"""Seconds after which a cut-off node stops: alone, and on the host of its master.
+
+A node without contact stops within a lease and 12 s. Beside its master it stops within a minute,
+because the master waits that long (docs/decisions/0004). Two busy cores may add a delay.
+"""
 NOTHING: Callable[[], None] = lambda: None  # noqa: E731
 
 
 @dataclass
 class Strike:
-    """One fault that is aimed."""
+    """A fault with its target."""
 
     whom: str
-    hit: Callable[[], None]
-    mend: Callable[[], None] = NOTHING
+    hit: Callable[[], object]
+    mend: Callable[[], object] = NOTHING
     blame: dict[str, Blame] = field(default_factory=dict)
-    """What each job may be charged."""
-    parted: dict[str, Parted] = field(default_factory=dict)
-    """Nodes of each job that may not know what becomes of it until this is mended."""
+    """For each job: what may count against its restart budgets."""
+    parted: dict[str, Partition] = field(default_factory=dict)
+    """For each job: its nodes that are cut off until the fault is undone."""
     breaks: frozenset[str] = frozenset()
-    """Jobs whose round is over by it."""
+    """Jobs whose round ends through the fault."""
     holds: frozenset[str] = frozenset()
-    """Jobs whose round may be over by it; if not, what they do before it is mended is no proof."""
+    """Jobs whose round may end through the fault.
+
+    If it does not end, only steps after the fault was undone prove a recovery.
+    """
     sizes: dict[str, int] = field(default_factory=dict)
-    """Numbers of nodes that jobs are to have afterwards."""
+    """For each job: the number of nodes that it must have afterwards."""
 
 
 class Striker:
-    """Hurts jobs of one namespace."""
+    """Injects faults into the jobs of one namespace."""
 
     def __init__(self, cluster: Cluster, operator: str, jobs: list[Job]) -> None:
         self.cluster, self.operator, self.jobs = cluster, operator, jobs
 
     def aim(self, fault: Fault) -> Strike:
-        """Find who is meant."""
+        """Find the target of a fault."""
         job = self.jobs[fault.job % len(self.jobs)]
         kind = fault.kind
         match kind:
@@ -102,7 +109,7 @@ class Striker:
             case Kind.PAIR:
                 raise ValueError("a pair is two faults")
 
-    # --- nodes ---
+    # --- Nodes ---
 
     def _worker(self, job: Job, fault: Fault) -> Strike:
         node = self._node(job, max(fault.rank, 0))
@@ -139,7 +146,7 @@ class Striker:
         return Strike(pod, hit, blame={job.name: blame}, breaks=_of(job, node))
 
     def _all_forced(self, job: Job) -> Strike:
-        """Nothing is left in memory either."""
+        """Delete all Pods of a job, so that no checkpoint is left in memory."""
         labels = f"{NAME}={job.name},{ROLE}=worker"
         how = ("--force", "--grace-period=0", "--wait=false")
         every = frozenset(n.id for n in job.training.nodes if n.phase is not NodePhase.GONE)
@@ -166,7 +173,7 @@ class Striker:
         return Strike(f"{pod} on {host}", hit, mend, breaks=_of(job, node))
 
     def _delete(self, pod: str, job: Job, *, force: bool = False) -> None:
-        with suppress(LabError):  # it is gone already: the other one of a pair
+        with suppress(LabError):  # the other fault of a pair has removed it
             self.cluster.delete_pod(pod, job.namespace, force=force)
 
     def _evict(self, pod: str, job: Job) -> None:
@@ -187,7 +194,7 @@ class Striker:
         )
         return members[rank % len(members)]
 
-    # --- masters and operators ---
+    # --- Masters and operators ---
 
     def _master(self, job: Job, kind: Kind) -> Strike:
         name = self._running_master(job)["metadata"]["name"]
@@ -196,7 +203,7 @@ class Striker:
             pids = list(self.cluster.processes(name, job.namespace))
             hit = partial(_kill, pids)
             if _restarts(job.watched.all("Pod")[name]) >= PATIENCE:
-                # The kubelet would wait longer each time: another Pod starts at once.
+                # The kubelet would wait longer each time, but another Pod starts immediately.
                 hit = partial(self._delete, name, job, force=True)
         elif kind is Kind.MASTER_FORCED:
             hit = partial(self._delete, name, job, force=True)
@@ -210,7 +217,7 @@ class Striker:
         return Strike(name, hit)
 
     def _running_master(self, job: Job, *, but: str = "") -> Obj:
-        """The Pod of a master that runs."""
+        """Return the Pod of a running master."""
 
         def look() -> Obj | None:
             for name, pod in job.watched.all("Pod").items():
@@ -230,7 +237,7 @@ class Striker:
         return found
 
     def _kill_operators(self) -> None:
-        """Without a word; their Pods too, as those wait longer after each end."""
+        """Kill the operators and delete their Pods, because each restart would be delayed more."""
         for pod in self.cluster.list("pods", self.operator, OPERATOR):
             name = pod["metadata"]["name"]
             with suppress(LabError):  # it has not started yet
@@ -242,7 +249,7 @@ class Striker:
         scale = ("scale", "deploy/dlrover-operator", "-n", self.operator)
         self.cluster.kubectl(*scale, f"--replicas={number}")
 
-    # --- hosts ---
+    # --- Hosts ---
 
     def _host_of(self, job: Job, node: NodeStatus) -> str:
         return str(job.pods[node.id]["spec"]["nodeName"])
@@ -254,21 +261,21 @@ class Striker:
             Kind.KUBELET_HUNG: cluster.hung,
             Kind.API_CUT: cluster.cut_off_from_api,
         }.get(kind, cluster.cut_off)
-        blame, parted = dict[str, Blame](), dict[str, Parted]()
+        blame, parted = dict[str, Blame](), dict[str, Partition]()
         for job in self.jobs:
             mine, every = self._on(job, host), frozenset(job.pods)
             beside = self._has_master(job, host)
             if not (mine or beside):
                 continue
-            # Its master may miss all of the others as well, unless these still reach it.
+            # Its master may lose all other nodes as well, unless they still reach it.
             lost = every if beside and kind is not Kind.API_CUT else mine
             if kind is not Kind.KUBELET_HUNG:
                 hosts = frozenset({host})
                 blame[job.name] = Blame(losses=len(every), nodes=lost, hosts=hosts)
-            if kind is not Kind.HOST_CRASHED:  # of which nothing runs on
+            if kind is not Kind.HOST_CRASHED:  # on a crashed host nothing runs on
                 cut = kind in (Kind.HOST_CUT, Kind.HEAD_CUT)
                 wait_s = BESIDE_S if beside else ALONE_S
-                parted[job.name] = Parted(mine, wait_s, sure=cut and len(mine) == 1)
+                parted[job.name] = Partition(mine, wait_s, sure=cut and len(mine) == 1)
         return Strike(
             host,
             lambda: stack.enter_context(fault(host)),
@@ -280,7 +287,7 @@ class Striker:
         )
 
     def _on(self, job: Job, host: str) -> frozenset[str]:
-        """Nodes of the job that are there."""
+        """Return the nodes of a job on a host."""
         return frozenset(
             node
             for node, pod in job.pods.items()
@@ -298,7 +305,7 @@ class Striker:
         )
 
     def _bring_master_to_rank_0(self, job: Job) -> str:
-        """The host that has both, from now on."""
+        """Move the master to the host of rank 0, and return the host."""
         host = self._host_of(job, self._node(job, 0))
         master = self._running_master(job)
         if master["spec"]["nodeName"] == host:
@@ -326,6 +333,8 @@ class Striker:
 
     def _emptied(self, job: Job, fault: Fault) -> Strike:
         host, kubectl = self._host_of(job, self._node(job, fault.rank)), self.cluster.kubectl
+        hit: Callable[[], object]
+        mend: Callable[[], object]
         if fault.kind is Kind.DRAINED:
             hit = partial(self.cluster.drain, host, within_s=120)
             mend = partial(self.cluster.uncordon, host)
@@ -335,7 +344,7 @@ class Striker:
         return Strike(host, hit, mend, breaks=self._train_on(host))
 
     def _without_room(self, job: Job, fault: Fault) -> Strike:
-        """A Pod is lost, and there may be no other in its place for a time."""
+        """Delete a Pod while a quota permits no replacement."""
         lost = self._pod(job, replace(fault, kind=Kind.POD_FORCED))
         quota = {"apiVersion": "v1", "kind": "ResourceQuota",
                  "metadata": {"name": MARK, "namespace": job.namespace},
@@ -349,7 +358,7 @@ class Striker:
         return replace(lost, hit=hit, mend=partial(self._remove, quota))
 
     def _without_image(self, job: Job, fault: Fault) -> Strike:
-        """A Pod is lost, and the one in its place is of a template that is no good for a time."""
+        """Delete a Pod while the template has an image that does not exist."""
         lost = self._pod(job, replace(fault, kind=Kind.POD_FORCED))
         good = job.obj["spec"]["replicaSpecs"]["worker"]["template"]["spec"]["containers"]
         bad = [{**container, "image": "dlrover.test/no-such:1"} for container in good]
@@ -365,7 +374,7 @@ class Striker:
         return replace(lost, hit=hit, mend=partial(wish, good))
 
     def _train_on(self, host: str) -> frozenset[str]:
-        """Jobs that have a member of their round there."""
+        """Return the jobs that have a member of their round on a host."""
         return frozenset(
             job.name
             for job in self.jobs
@@ -375,7 +384,7 @@ class Striker:
             and self._host_of(job, node) == host
         )
 
-    # --- the API server, and what is wished ---
+    # --- The API server and the specs of jobs ---
 
     def _api(self, kind: Kind) -> Strike:
         stack, cluster = ExitStack(), self.cluster
@@ -394,7 +403,7 @@ class Striker:
             self.cluster.compact()
 
     def _broken(self, job: Job) -> Strike:
-        """All that masters write goes by a webhook that is not there: 500."""
+        """Make all writes of masters fail (500), by a webhook without a server."""
         mine = f"request.userInfo.username.startsWith('system:serviceaccount:{job.namespace}:')"
         hook = {
             "name": "broken.dlrover.test",
@@ -429,7 +438,7 @@ class Striker:
         return Strike(name, hit, partial(allow, rules))
 
     def _until_refused(self, job: Job) -> None:
-        """Its master can make no Pod by now."""
+        """Wait until the job's master cannot create Pods."""
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": MARK},
                "spec": {"containers": [{"name": "main", "image": "none"}]}}  # fmt: skip
         account = f"system:serviceaccount:{job.namespace}:{master_of(job.name)}"
@@ -475,7 +484,7 @@ def _kill(pids: list[int]) -> None:
 
 
 def _is_first(pid: int) -> bool:
-    """Whether it is process 1 of its container, with which all others end."""
+    """Return whether a process is process 1 of its container, with which the container ends."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("NSpid:"):

@@ -1,7 +1,7 @@
-"""What the jobs of a campaign run: ``worker.py FOLDER gpt|fast [ARGUMENTS]``.
+"""The script of the jobs of a campaign: ``worker.py FOLDER gpt|fast [ARGUMENTS]``.
 
-``gpt`` runs examples/02-gpt as it is; ``fast`` makes steps without torch. Both tell of themselves
-in one file of the folder, a line for each thing, by the clock that all Pods of one machine share.
+``gpt`` runs examples/02-gpt unchanged. ``fast`` makes steps without torch. Both append a line for
+each event to one file of the folder, with the time of the clock that all Pods of a machine share.
 """
 
 import json
@@ -18,7 +18,7 @@ FOLDER = Path(sys.argv[1])
 
 
 def tell(what: str, *values: object) -> None:
-    """One line; short ones are never mixed with others."""
+    """Append one line. The kernel does not mix short lines of several writers."""
     here = session.world()
     node = os.environ.get("DLROVER_NODE_ID", "")
     line = [what, time.monotonic(), node, session.round(), here.rank, here.size, *values]
@@ -56,8 +56,10 @@ def gpt() -> None:
 
 
 def fast() -> None:
-    """Rank 0 keeps its step in a file of its round: one of an older round that still runs does not
-    touch that of a newer."""
+    """Make steps without torch. Rank 0 keeps its step in a file of its round.
+
+    So a worker of an older round that still runs does not change the step of a newer round.
+    """
     mine, began, pause = FOLDER / f"at-{session.round()}", time.monotonic(), threading.Event()
     step = max((int(path.read_text() or 0) for path in FOLDER.glob("at-*[0-9]")), default=0)
     first = session.world().rank == 0

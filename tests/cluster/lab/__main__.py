@@ -1,4 +1,4 @@
-"""``python -m tests.cluster.lab up|down|prepare``: a cluster on this machine, for people."""
+"""``python -m tests.cluster.lab up|down|prepare``: the command for a cluster on this machine."""
 
 import argparse
 import sys
@@ -9,12 +9,14 @@ from tests.cluster.lab.shell import LabError
 
 
 def main() -> int:
-    """Do one thing; return an exit code."""
+    """Run the command; return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.cluster.lab", description=__doc__)
     parser.add_argument("what", choices=("up", "down", "prepare"))
-    parser.add_argument("--name", default=settings.NAME, help="of the cluster")
+    parser.add_argument("--name", default=settings.NAME, help="name of the cluster")
     parser.add_argument("--nodes", type=int, default=settings.NODES)
-    parser.add_argument("--images", action="store_true", help="up: build and load our images too")
+    parser.add_argument(
+        "--images", action="store_true", help="up: build and load the images as well"
+    )
     args = parser.parse_args()
     lab, say = Lab(args.name), parts.Say()
     try:
@@ -28,13 +30,13 @@ def main() -> int:
 
 
 def _prepare(say: parts.Say) -> int:
-    """What the tests need, built before their clock runs."""
+    """Build what the tests need, before their timeouts count."""
     if settings.KUBECONFIG or settings.KIND:
         return 0
     why = parts.obstacle(may_install=settings.REQUIRED)
     if why:
         say(why)
-        return 1 if settings.REQUIRED else 0  # the tests will say SKIPPED
+        return 1 if settings.REQUIRED else 0  # the tests will be skipped
     parts.install(say)
     parts.build(say)
     parts.linter(say)

@@ -1,7 +1,7 @@
-"""Stands between the API server and Pods and passes all on, but for what it is told not to.
+"""A proxy between Pods and the API server, which can refuse or delay requests.
 
-It has the API server's own certificate, so that nobody can tell. Kubelets, the scheduler and tests
-do not come this way: what is hurt is ours only.
+It has the certificate of the API server, so clients do not notice it. Kubelets, the scheduler and
+tests do not use it. So only the requests of DLRover's Pods are affected.
 """
 
 import asyncio
@@ -27,12 +27,12 @@ _HEADERS = ("Authorization", "Content-Type", "Accept", "User-Agent")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What came by."""
+    """A request that passed the proxy."""
 
     account: str
-    """``namespace:name``."""
+    """Service account, as ``namespace:name``."""
     verb: str
-    """In small letters; of a GET: get, list or watch."""
+    """Verb in lower case; for a GET: get, list or watch."""
     path: str
     at: float
     status: int
@@ -40,7 +40,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """What is answered instead."""
+    """A refusal of matching requests."""
 
     code: int
     reason: str
@@ -53,7 +53,7 @@ class Refusal:
 
 
 class Between:
-    """The proxy; it lives in a thread of its own."""
+    """The proxy, which runs in its own thread."""
 
     def __init__(self, host: str, upstream: str, cert: Path, key: Path) -> None:
         self.host, self.port = host, 0
@@ -65,7 +65,7 @@ class Between:
         self._refusal: Refusal | None = None
         self._silent = False
         self._streams: dict[asyncio.Task[object], Call | None] = {}
-        """What is under way; of those that are answered, what was asked."""
+        """The tasks of running requests. Tasks whose reply has begun have their request."""
         self._loop = asyncio.new_event_loop()
         self._up, self._stop = threading.Event(), asyncio.Event()
         self._client: aiohttp.ClientSession
@@ -83,7 +83,7 @@ class Between:
         self._thread.join(10)
         self._loop.close()
         with warnings.catch_warnings():
-            # Who was still shaking hands is dropped now, and not in the middle of another test.
+            # Connections in the middle of a handshake are dropped now, not during another test.
             warnings.simplefilter("ignore", ResourceWarning)
             gc.collect()
 
@@ -97,7 +97,15 @@ class Between:
         verbs: tuple[str, ...] = (),
         path: str = "",
     ) -> Iterator[None]:
-        """Such calls are refused while the block runs; watches that are open break before it."""
+        """Refuse matching requests while the block runs. Open watches are broken before.
+
+        Args:
+            code: HTTP status.
+            reason: reason in the Status object.
+            retry_after: seconds in the header Retry-After; 0 for no header.
+            verbs: verbs of the requests; empty for all.
+            path: part of the path.
+        """
         self._refusal = Refusal(code, reason, retry_after, verbs, path)
         self.cut()
         try:
@@ -107,8 +115,7 @@ class Between:
 
     @contextmanager
     def silences(self) -> Iterator[None]:
-        """From the first that a watch would hear in this block it hears nothing, for ever; its
-        connection stands."""
+        """Make watches silent from their next event in the block on; connections stay open."""
         self._silent = True
         try:
             yield
@@ -128,11 +135,11 @@ class Between:
         done.wait(10)
 
     def calls(self, account: str, since: float = 0.0) -> list[Call]:
-        """What this account (``namespace:name``) has asked for since a monotonic time."""
+        """Return the requests of an account (``namespace:name``) since a monotonic time."""
         return [c for c in list(self._calls) if c.account == account and c.at >= since]
 
     def watched(self, account: str) -> list[str]:
-        """Paths of the watches that this account has open."""
+        """Return the paths of the open watches of an account."""
         open_now = [c for c in list(self._streams.values()) if c is not None and c.status == 200]
         return [c.path for c in open_now if c.verb == "watch" and c.account == account]
 
@@ -178,7 +185,7 @@ class Between:
                 await response.prepare(request)
                 async for chunk in reply.content.iter_any():
                     if self._silent and verb == "watch":
-                        await asyncio.Event().wait()  # until the other side goes
+                        await asyncio.Event().wait()  # until the client closes the connection
                     await response.write(chunk)
                 await response.write_eof()
                 return response
@@ -202,7 +209,7 @@ def _verb(request: web.Request) -> str:
 
 
 def _account(authorization: str) -> str:
-    """Of a service account's token: who it says it is. The API server checks it."""
+    """Return the account that a token names. The API server verifies the token."""
     with contextlib.suppress(ValueError, IndexError, KeyError):
         claims = authorization.split(".")[1]
         said = json.loads(base64.urlsafe_b64decode(claims + "=" * (-len(claims) % 4)))

@@ -1,8 +1,9 @@
-"""One cluster: its control plane and its nodes, brought up, hurt, repaired and taken down.
+"""One cluster: its control plane and nodes, with start, faults, repair and removal.
 
-Everything is below one folder (``Lab.folder``) and named by the cluster's number N: addresses
-10.N.0.0/16 (nodes 10.N.0.x, Services 10.N.64.0/18, Pods of node i 10.N.(128+i).0/24) and 127.N.0.1
-for what only this machine sees, bridge ``dlrN``, network namespaces and cgroups ``dlrN-n1``.
+All files are below one folder (``Lab.folder``). Names and addresses have the cluster's number N:
+10.N.0.0/16 (nodes 10.N.0.x, Services 10.N.64.0/18, Pods of node i 10.N.(128+i).0/24), 127.N.0.1 for
+services that only this machine uses, the bridge ``dlrN``, and network namespaces and cgroups such
+as ``dlrN-n1``.
 """
 
 import hashlib
@@ -29,7 +30,7 @@ from tests.cluster.lab.settings import NAME, NODES, STATE
 from tests.cluster.lab.shell import LabError, alone, run, tail, try_run
 from tests.cluster.lab.waiting import until
 
-FIRST, LAST = 100, 199  # the numbers that clusters take
+FIRST, LAST = 100, 199  # smallest and largest number of a cluster
 NODE_LOST_S = 12
 OURS = {"etcd", "containerd", "kwok", *PROGRAMS} - {"kubectl"}
 FAKE = "dlrover.test/fake"
@@ -43,46 +44,46 @@ AUDIT = {
         {"level": "None"},
     ],
 }
-"""What the API server writes down: who of us has asked for what."""
+"""Audit policy of the API server: it logs the requests of service accounts."""
 
 
 class Lab:
-    """A cluster of this machine by its name; what runs is found again by what is on disk."""
+    """A cluster of this machine, found by its name. All state is read from its folder."""
 
     def __init__(self, name: str = NAME) -> None:
         self.name, self.folder, self.say = name, STATE / name, Say()
 
-    # What it is.
+    # --- State ---
 
     @property
     def kubeconfig(self) -> Path:
-        """The administrator's."""
+        """The kubeconfig of the administrator."""
         return self.folder / "admin.kubeconfig"
 
     @property
     def exists(self) -> bool:
-        """Whether something of it is there, even if only half of it."""
+        """Whether the cluster exists, even if it is incomplete."""
         return (self.folder / "cluster.json").exists()
 
     @property
     def number(self) -> int:
-        """Names, addresses and cgroups come from it."""
+        """The number of the cluster, which its names, addresses and cgroups contain."""
         return int(self._kept()["number"])
 
     @property
     def bin(self) -> Path:
-        """The programs it runs."""
+        """The folder of its programs."""
         return Path(self._kept()["bin"])
 
     @property
     def nodes(self) -> dict[str, Node]:
-        """All nodes by name."""
+        """The nodes by name."""
         names = [f"n{i}" for i in range(1, int(self._kept()["nodes"]) + 1)]
         return {n: Node(self.folder / n, n, self.number, self.bin) for n in names}
 
     @property
     def running(self) -> bool:
-        """Whether all of its programs run."""
+        """Whether all programs of the cluster run."""
         return self.exists and all(
             d.pid
             for d in [*self.control_plane, *(d for n in self.nodes.values() for d in n.daemons)]
@@ -90,15 +91,17 @@ class Lab:
 
     @property
     def control_plane(self) -> list[Daemon]:
-        """etcd first: the others need it."""
+        """The programs of the control plane. etcd is the first, because the others need it."""
         return [self._daemon(n) for n in ("etcd", "apiserver", "controllers", "scheduler")]
 
-    # Its life.
+    # --- Start and end ---
 
     def up(self, nodes: int = NODES) -> None:
-        """Bring it up; if it is up already, nothing happens. What is half there is repaired."""
+        """Start the cluster. Do nothing if it runs; replace it if it is incomplete."""
         if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,30}", self.name):
-            raise LabError(f"{self.name!r} is no name of a cluster: a-z, 0-9 and - (31 at most)")
+            raise LabError(
+                f"{self.name!r} is not the name of a cluster: expected at most 31 of a-z, 0-9 and -"
+            )
         with alone(STATE / f"{self.name}.lock"):
             if self.running and len(self.nodes) == nodes:
                 self._heal()
@@ -106,7 +109,7 @@ class Lab:
             programs = build(self.say)
             base = images.system(self.say)
             if self.exists:
-                self._down()  # of a run that was killed, or of another size
+                self._down()  # left by a killed run, or of another size
             self._plan(nodes, programs)
             self.say(f"bringing up {nodes} nodes in {self.folder}")
             self._network()
@@ -121,22 +124,22 @@ class Lab:
             until(self._default_account, "Pods can be made", within_s=60)
 
     def down(self) -> None:
-        """Stop what it started, and remove what it made."""
+        """Stop the cluster and remove it."""
         with alone(STATE / f"{self.name}.lock"):
             if self.exists:
                 self._down()
 
-    # Its control plane, to be hurt.
+    # --- Faults of the control plane ---
 
     @contextmanager
     def api_server_stopped(self) -> Iterator[None]:
-        """It does not answer (SIGSTOP): connections hang."""
+        """Stop the API server during the block (SIGSTOP): connections hang."""
         with self._stopped("apiserver"):
             yield
 
     @contextmanager
     def etcd_stopped(self) -> Iterator[None]:
-        """It does not answer (SIGSTOP): the API server can neither read nor write."""
+        """Stop etcd during the block (SIGSTOP): the API server can neither read nor write."""
         with self._stopped("etcd"):
             yield
 
@@ -151,7 +154,7 @@ class Lab:
 
     @contextmanager
     def api_server_killed(self) -> Iterator[None]:
-        """It is gone (SIGKILL): connections are refused, watches end."""
+        """Kill the API server, and start it again after the block: connections are refused."""
         daemon = self._daemon("apiserver")
         daemon.signal(signal.SIGKILL)
         until(lambda: not daemon.pid, "the API server is gone", within_s=30)
@@ -163,7 +166,7 @@ class Lab:
 
     @contextmanager
     def between(self) -> Iterator[Between]:
-        """Pods reach the API server through a proxy: those that start to talk to it from now on."""
+        """Redirect new connections of Pods to the API server to a proxy, during the block."""
         n, pki = self.number, self.folder / "pki"
         address = f"10.{n}.0.1"
         upstream = f"https://{address}:{6500 + n}"
@@ -177,24 +180,31 @@ class Lab:
                     node.redirect()
 
     def compact(self) -> None:
-        """Forget all past versions: who wants to go on from one is told that it is too old."""
+        """Compact the history of etcd: requests for older versions are refused."""
         url = f"http://127.{self.number}.0.1:2379/v3/kv"
-        for _ in range(2):  # newer than what anybody has seen, else who has could go on from there
+        for _ in range(
+            2
+        ):  # newer than all versions that a client has seen, so that none can continue
             done = _post(f"{url}/put", {"key": "L2Rscm92ZXI=", "value": ""})  # /dlrover
         revision = done["header"]["revision"]
         _post(f"{url}/compaction", {"revision": revision})
 
     def asked(self, user: str) -> list[dict[str, Any]]:
-        """What a service account has asked of the API server, the oldest first, as audit events."""
+        """Return the audit events of a user's requests, the oldest first."""
         with (self.folder / "log" / "audit.log").open() as log:
             found = [json.loads(line) for line in log if f'"{user}"' in line]
         return [e for e in found if e["user"]["username"] == user]
 
-    # Nodes that are nothing but objects.
+    # --- Fake nodes ---
 
     @contextmanager
     def fake_nodes(self, number: int, pods: int) -> Iterator[list[str]]:
-        """Nodes for so many Pods each, on which nothing runs: kwok says of each that it does."""
+        """Add fake nodes during the block. kwok reports their Pods as running.
+
+        Args:
+            number: number of nodes.
+            pods: largest number of Pods on each.
+        """
         names = [f"fake{i}" for i in range(number)]
         room = {"cpu": "1000", "memory": "1Ti", "pods": str(pods)}
         nodes = [
@@ -210,7 +220,7 @@ class Lab:
             }
             for name in names
         ]
-        self._no_fakes()  # of a run that was killed
+        self._no_fakes()  # left by a killed run
         try:
             body = json.dumps({"apiVersion": "v1", "kind": "List", "items": nodes})
             run(self.bin / "kubectl", "--kubeconfig", self.kubeconfig, "create", "-f", "-",
@@ -226,26 +236,26 @@ class Lab:
             self._no_fakes()
 
     def _no_fakes(self) -> None:
-        """Remove them; Pods that are still theirs go with them, as Kubernetes finds out."""
+        """Remove the fake nodes. Kubernetes then deletes their Pods."""
         self.kubectl("delete", "nodes", "-l", FAKE)
         self._daemon("kwok").signal(signal.SIGKILL)
 
-    # Our images.
+    # --- Images ---
 
     def load_ours(self) -> dict[str, images.Image]:
-        """Build the images of the working tree and bring them to all nodes; by target."""
+        """Build the working tree's images, copy them to all nodes, and return them by target."""
         built = images.ours(self.say)
         with ThreadPoolExecutor(max_workers=3) as pool:
             list(pool.map(lambda n: n.load(list(built.values())), self.nodes.values()))
         return built
 
-    # How.
+    # --- Internals ---
 
     def _kept(self) -> dict[str, str]:
         return dict(json.loads((self.folder / "cluster.json").read_text()))
 
     def _heal(self) -> None:
-        """Undo what a test that was killed did to a cluster that runs."""
+        """Undo the faults that a killed test has left in a running cluster."""
         for name in ("etcd", "apiserver"):
             self._daemon(name).signal(signal.SIGCONT)
         for node in self.nodes.values():
@@ -282,7 +292,7 @@ class Lab:
             run("ip", "link", "add", bridge, "type", "bridge")
         run("ip", "addr", "replace", f"10.{n}.0.1/24", "dev", bridge)
         run("ip", "link", "set", bridge, "up")
-        # What is no Service is refused here as well: by hosts' own processes, say.
+        # Addresses without a Service are refused here as well, such as for processes of hosts.
         run("ip", "route", "replace", "unreachable", f"10.{n}.64.0/18")
         Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
 
@@ -386,7 +396,7 @@ class Lab:
                 ]  # fmt: skip
 
     def kubectl(self, *args: str) -> str:
-        """As the administrator."""
+        """Run kubectl as the administrator; return its output."""
         return run(self.bin / "kubectl", "--kubeconfig", self.kubeconfig, *args)
 
     def _ready(self) -> None:
@@ -417,7 +427,7 @@ class Lab:
                        "serviceaccount", "default")  # fmt: skip
 
     def _strays(self) -> list[int]:
-        """Kill what has our folder in its command line: it was started, but not yet recorded."""
+        """Kill processes with this folder in their command line, which have no record yet."""
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
@@ -451,14 +461,14 @@ class Lab:
 
 
 def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    """A call to etcd's own API, as JSON."""
+    """Make a JSON request to the API of etcd."""
     asked = urllib.request.Request(url, json.dumps(body).encode())
     with urllib.request.urlopen(asked, timeout=60) as reply:
         return dict(json.load(reply))
 
 
 def _mounts(folder: Path) -> list[str]:
-    """What is mounted below a folder, the innermost first."""
+    """Return the mount points below a folder, the innermost first."""
     rows = Path("/proc/self/mountinfo").read_text().splitlines()
     points = [r.split()[4] for r in rows]
     return sorted((p for p in points if p.startswith(f"{folder}/")), reverse=True)

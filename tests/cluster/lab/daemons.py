@@ -1,7 +1,7 @@
-"""Processes that outlive who started them, recorded so that no other process is ever signalled.
+"""Processes that outlive the program that started them.
 
-A record holds the pid and the kernel's start time of the process: a pid that was given to
-somebody else has another start time.
+A record of each has its process id and its start time. So no other process with the same process id
+is ever signaled.
 """
 
 import json
@@ -17,9 +17,9 @@ from tests.cluster.lab.shell import LabError
 
 
 def started(pid: int) -> str:
-    """When a process started, in the kernel's ticks; "" if it does not run.
+    """Return the start time of a process in clock ticks; empty if it does not run.
 
-    Its first thread may be dead while others, which are about to die, hold what it listens at.
+    A process whose main thread has ended still runs while other threads hold its sockets.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
@@ -31,7 +31,7 @@ def started(pid: int) -> str:
 
 
 def command(pid: int) -> str:
-    """A process's command line; "" if it is gone."""
+    """Return the command line of a process; empty if it does not exist."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
     except (FileNotFoundError, ProcessLookupError):
@@ -39,7 +39,7 @@ def command(pid: int) -> str:
 
 
 def environment(pid: int) -> list[str]:
-    """What a process was started with, as ``NAME=value``; nothing if it is gone."""
+    """Return the environment of a process as ``NAME=value``; empty if it does not exist."""
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
     except (FileNotFoundError, ProcessLookupError):
@@ -48,14 +48,14 @@ def environment(pid: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Daemon:
-    """One program of a cluster, by its record's file."""
+    """A program of a cluster, identified by the file of its record."""
 
     record: Path
     log: Path
 
     @property
     def pid(self) -> int:
-        """The process, 0 if it does not run."""
+        """The process id; 0 if the program does not run."""
         try:
             was = json.loads(self.record.read_text())
         except (FileNotFoundError, ValueError):
@@ -63,13 +63,18 @@ class Daemon:
         return int(was["pid"]) if started(was["pid"]) == was["started"] else 0
 
     def start(self, argv: Sequence[str | Path], *, netns: str = "") -> None:
-        """Start it, in a network namespace if one is named; no-op if it runs."""
+        """Start the program; do nothing if it runs.
+
+        Args:
+            argv: the program and its arguments.
+            netns: name of a network namespace; empty for none.
+        """
         if self.pid:
             return
         # Not `ip netns exec`: that mounts a new /sys, which hides the cgroups.
         enter = ["nsenter", f"--net=/run/netns/{netns}"] if netns else []
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        # A shell in between gives the process to init: it is nobody's child to wait for.
+        # Through a shell, init becomes the parent of the process, so it needs no wait here.
         done = subprocess.run(
             ["sh", "-c", 'setsid "$@" >>"$0" 2>&1 </dev/null & echo $!', str(self.log), *enter]
             + [str(a) for a in argv],
@@ -85,9 +90,9 @@ class Daemon:
         self.record.write_text(json.dumps({"pid": pid, "started": since, "argv": str(argv[0])}))
 
     def signal(self, number: signal.Signals) -> bool:
-        """Send it a signal; False if it does not run."""
+        """Send a signal to the program; return False if it does not run."""
         pid = self.pid
-        with suppress(ProcessLookupError):  # it may have just gone
+        with suppress(ProcessLookupError):  # it has just ended
             if pid:
                 os.kill(pid, number)
         return bool(pid)

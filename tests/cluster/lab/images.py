@@ -1,7 +1,7 @@
-"""Images, built from the Dockerfile without Docker, kept in one OCI layout, and brought to nodes.
+"""Images: built from the Dockerfile without Docker, kept in one OCI layout, and copied to nodes.
 
-A node is given only the layers that it lacks: after a changed line of Python that is one small
-layer, not the base and the libraries once more.
+Only layers that a node lacks are copied. After a change of a Python file this is one small layer,
+without the base and the libraries.
 """
 
 import io
@@ -32,17 +32,17 @@ INPUTS = (
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """An image in the cache's layout; its name says its content."""
+    """An image in the OCI layout of the cache. Its tag is a hash of its content."""
 
     name: str
 
     @property
     def there(self) -> bool:
-        """Whether it is in the cache."""
+        """Whether the image is in the cache."""
         return _find(self.name) is not None
 
     def load(self, containerd: Path) -> None:
-        """Bring it to a containerd: the names of all blobs, and the blobs that it lacks."""
+        """Import the image into a containerd. Only blobs that it lacks are sent."""
         manifest = _find(self.name)
         if manifest is None:
             raise LabError(f"{self.name} was not built")
@@ -59,7 +59,7 @@ class Image:
                 self._write(process.stdin, manifest, has)
                 process.stdin.close()
             except BrokenPipeError:
-                pass  # it says why
+                pass  # its standard error has the reason
             said = process.stderr.read().decode()
         if process.returncode:
             raise LabError(f"import of {self.name}: {said.strip()}")
@@ -85,7 +85,7 @@ class Image:
 
 
 def system(say: Say) -> list[Image]:
-    """What every node has: the process that holds a Pod, and the base (python and a shell)."""
+    """Return the images of every node: pause, and the base with python and a shell."""
     pause, base = Image(PAUSE), Image(base_name())
     if pause.there and base.there:
         return [pause, base]
@@ -100,15 +100,15 @@ def system(say: Say) -> list[Image]:
 
 
 def tag() -> str:
-    """The tag of our images: a hash of all that goes into them."""
+    """Return the tag of DLRover's images: a hash of all their inputs."""
     return digest(_inputs(), PYTHON_IMAGE or base_name())
 
 
 def ours(say: Say) -> dict[str, Image]:
-    """The images of the Dockerfile, by target, as the working tree is now."""
+    """Return the images of the Dockerfile by target, built from the present working tree."""
     found = {t: Image(f"{PREFIX}/{t}:{tag()}") for t in TARGETS}
     if all(image.there for image in found.values()):
-        return found  # without waiting for another tree's build
+        return found  # without waiting for the build of another working tree
     with alone(CACHE / "images.lock"):
         base = PYTHON_IMAGE or f"localhost/{_base(say).name}"
         for target, image in found.items():
@@ -120,7 +120,7 @@ def ours(say: Say) -> dict[str, Image]:
 
 
 def base_name() -> str:
-    """The image of the base: Debian, python3, a shell."""
+    """Return the name of the base image: Debian with python3 and a shell."""
     return f"{PREFIX}/base:{digest([], DEBIAN, *PACKAGES, *LEFT_OUT)}"
 
 
@@ -146,7 +146,7 @@ def _inputs() -> Iterator[Path]:
 
 
 def _host() -> list[str]:
-    """This machine's way to packages, lent to the build and not written into the image."""
+    """Return options that mount this machine's settings for packages during the build."""
     lent = [p for p in ("/etc/pip.conf", "/etc/ssl/certs") if Path(p).exists()]
     return [a for p in lent for a in ("-v", f"{p}:{p}:ro")]
 

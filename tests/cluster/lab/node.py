@@ -1,7 +1,7 @@
 """One node: a network namespace with its own containerd, kubelet and kube-proxy.
 
-It is hurt here: cut off (its link is down), crashed (its link is down, and all that ran on it is
-killed), and mended.
+Faults are injected here: a node is cut off (its link is down) or crashed (its link is down, and all
+its processes are killed), and repaired.
 """
 
 import json
@@ -25,38 +25,42 @@ CONTROLLERS = (
 
 
 class Node:
-    """A node of a cluster, by its folder."""
+    """A node of a cluster, with its state in a folder."""
 
     def __init__(self, folder: Path, name: str, cluster: int, programs: Path) -> None:
         self.folder, self.name, self.bin = folder, name, programs
         self.cluster, self.index = cluster, int(name.removeprefix("n"))
-        self.unique = f"dlr{cluster}-{name}"  # of its namespace and its cgroup
+        self.unique = f"dlr{cluster}-{name}"  # name of its network namespace and its cgroup
         self.link = f"dlr{cluster}{name}"
         self.address = f"10.{cluster}.0.{10 + self.index}"
         self.pods = f"10.{cluster}.{128 + self.index}.0/24"
 
     @property
     def daemons(self) -> list[Daemon]:
-        """containerd first: the kubelet needs it."""
+        """The programs of the node. containerd is the first, because the kubelet needs it."""
         return [self._daemon(n) for n in ("containerd", "kubelet", "kube-proxy")]
 
-    # Its life.
+    # --- Start and end ---
 
     def start(self, images: Sequence[Image]) -> None:
-        """Start it, or start it again."""
+        """Start the node, also after a crash.
+
+        Args:
+            images: images that the node gets, the pause image first.
+        """
         self._network()
         self._cgroups()
         self._configure()
         containerd, *others = self.daemons
         containerd.start(["containerd", "-c", self.folder / "containerd.json"], netns=self.unique)
         until(lambda: self._answers(containerd), f"containerd of {self.name} answers")
-        self.load(images[:1])  # what holds a Pod; the others come while the kubelet starts
+        self.load(images[:1])  # the pause image; the others are copied while the kubelet starts
         for daemon in others:
             daemon.start(self._command(daemon.record.stem), netns=self.unique)
         self.load(images[1:])
 
     def kill(self) -> None:
-        """Kill all that runs on it, at once, as when the power fails."""
+        """Kill all processes of the node, as when the power fails."""
         for daemon in reversed(self.daemons):
             daemon.signal(signal.SIGKILL)
 
@@ -71,29 +75,28 @@ class Node:
         until(lambda: not any(d.pid for d in self.daemons), "its programs have ended", within_s=10)
 
     def remove(self) -> None:
-        """Remove its namespace, link and cgroups; nothing runs there any more."""
+        """Remove the namespace, the link and the cgroups of a node whose processes have ended."""
         if try_run("ip", "link", "show", self.link):
             run("ip", "link", "del", self.link)
         if Path(f"/run/netns/{self.unique}").exists():
             run("ip", "netns", "del", self.unique)
         for top in self._tops():
             for folder, _, _ in os.walk(top, topdown=False):
-                with suppress(OSError):  # the kernel may still be at it; an empty one does no harm
+                with suppress(OSError):  # the kernel may still use it; an empty cgroup is harmless
                     Path(folder).rmdir()
 
-    # Faults.
+    # --- Faults ---
 
     def cut(self) -> None:
-        """Nothing reaches it, and it reaches nobody; all that runs on it runs on."""
+        """Cut the node off from the network. Its processes run on."""
         run("ip", "link", "set", self.link, "down")
 
     def mend(self) -> None:
-        """Undo cut()."""
+        """Undo :meth:`cut`."""
         run("ip", "link", "set", self.link, "up")
 
     def redirect(self, port: int = 0) -> None:
-        """Connections of its Pods to the API server's Service go to that port instead, from now
-        on; 0: no longer."""
+        """Redirect new connections of its Pods to the API server to a port; 0 ends it."""
         n = self.cluster
         script = "iptables -w -t nat -N DLROVER 2>/dev/null; iptables -w -t nat -F DLROVER"
         if port:
@@ -105,20 +108,19 @@ class Node:
         run("nsenter", f"--net=/run/netns/{self.unique}", "sh", "-c", script)
 
     def hang(self) -> None:
-        """Nobody looks after its Pods (SIGSTOP of its kubelet); all that runs on it runs on."""
+        """Stop the kubelet (SIGSTOP). Other processes of the node run on."""
         self._daemon("kubelet").signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """Undo hang()."""
+        """Undo :meth:`hang`."""
         self._daemon("kubelet").signal(signal.SIGCONT)
 
     def cut_api(self) -> None:
-        """Nothing on it reaches the API server, by connections that there are or by new ones; all
-        else is as it was."""
+        """Cut the node off from the API server only, for existing and new connections."""
         self._drop_api(True)
 
     def mend_api(self) -> None:
-        """Undo cut_api()."""
+        """Undo :meth:`cut_api`."""
         self._drop_api(False)
 
     def _drop_api(self, wanted: bool) -> None:
@@ -132,30 +134,30 @@ class Node:
         run("nsenter", f"--net=/run/netns/{self.unique}", "sh", "-c", script)
 
     def crash(self) -> None:
-        """The machine is gone: no program says goodbye, no connection is closed."""
+        """Crash the node: programs end without a message, and no connection is closed."""
         self.cut()
         self.kill()
 
-    # What is on it.
+    # --- Content ---
 
     def ctr(self, *args: str) -> str:
-        """containerd's own client, in the namespace of Kubernetes."""
+        """Run ctr, the client of containerd, in the namespace of Kubernetes."""
         return run("ctr", "-a", self.socket, "-n", "k8s.io", *args)
 
     @property
     def socket(self) -> Path:
-        """containerd's."""
+        """The socket of containerd."""
         return self.folder / "run" / "containerd.sock"
 
     def load(self, images: Sequence[Image]) -> None:
-        """Bring images onto it; only what it lacks is copied."""
+        """Copy images to the node that it lacks."""
         there = set(self.ctr("images", "ls", "-q").split())
         for image in images:
             if image.name not in there:
                 image.load(self.socket)
 
     def processes(self, container: str = "") -> list[int]:
-        """Pids, as this machine counts them, of one container or of all Pods of the node."""
+        """Return the process ids, on this machine, of one container or of all Pods of the node."""
         found: set[int] = set()
         for top in self._tops():
             for folder, _, _ in os.walk(top):
@@ -166,7 +168,7 @@ class Node:
                 break
         return sorted(found)
 
-    # How.
+    # --- Internals ---
 
     def _daemon(self, name: str) -> Daemon:
         return Daemon(self.folder / f"{name}.pid", self.folder / "log" / f"{name}.log")
@@ -202,8 +204,9 @@ class Node:
             run(*inside, "route", "replace", f"10.{self.cluster}.{128 + other}.0/24",
                 "via", f"10.{self.cluster}.0.{10 + other}")  # fmt: skip
         run("ip", "route", "replace", self.pods, "via", self.address)
-        # What is no Service (as a name server that is not there) is refused at once, each time:
-        # a kernel says so once a second only, and torch looks up the names of its peers.
+        # Connections to addresses without a Service, such as the missing name server, are refused
+        # immediately and each time. By default the kernel answers only once a second, and torch
+        # looks up the names of its peers.
         nobody = f"FORWARD -d 10.{self.cluster}.64.0/18 -j REJECT"
         script = (
             "echo 1 >/proc/sys/net/ipv4/ip_forward; echo 0 >/proc/sys/net/ipv4/icmp_ratelimit; "
@@ -259,7 +262,7 @@ class Node:
               address = "{self.socket}"
             [{cri}]
               sandbox_image = "{PAUSE}"
-              # Where there is no CAP_SYS_RESOURCE every sandbox would fail.
+              # Without this, every sandbox would fail if CAP_SYS_RESOURCE is missing.
               restrict_oom_score_adj = true
             [{cri}.cni]
               bin_dir = "/usr/lib/cni"
@@ -290,7 +293,7 @@ class Node:
             },
             "resolvConf": "/etc/resolv.conf",
             "clusterDomain": "cluster.local",
-            # Nobody listens there: names of Services do not resolve, and at once.
+            # No server listens there, so lookups of Services fail immediately.
             "clusterDNS": [f"10.{self.cluster}.64.10"],
         }  # fmt: skip
 
@@ -311,6 +314,7 @@ class Node:
                     self.bin / "kubelet", f"--config={self.folder}/kubelet.json",
                     f"--kubeconfig={self.folder.parent}/{self.name}.kubeconfig",
                     f"--root-dir={self.folder}/kubelet", f"--hostname-override={self.name}",
+                    f"--cert-dir={self.folder}/kubelet/pki",  # all nodes share the default
                     f"--node-ip={self.address}",
                     f"--node-labels=topology.kubernetes.io/zone=z{self.index % 2}",
                 ]  # fmt: skip

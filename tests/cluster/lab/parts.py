@@ -1,4 +1,4 @@
-"""What a cluster is made of: what must be installed, and what is built once and cached."""
+"""The programs of a cluster: installed packages, and programs that are built once and cached."""
 
 import hashlib
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.cluster.lab.settings import CACHE, HERE
 from tests.cluster.lab.shell import alone, run
 
-KUBERNETES = "1.34.4"  # the newest that runs with cgroup v1 and containerd 1.6
+KUBERNETES = "1.34.4"  # the newest version for cgroup v1 and containerd 1.6
 HELM = "helm.sh/helm/v3/cmd/helm@v3.19.0"
 KWOK = "sigs.k8s.io/kwok/cmd/kwok@v0.7.0"
 KUBE_SCORE = "github.com/zegl/kube-score/cmd/kube-score@v1.20.0"
@@ -25,7 +25,7 @@ PROGRAMS = (
     "kubelet",
 )
 FAKETIME = f"/usr/lib/{sysconfig.get_config_var('MULTIARCH')}/faketime/libfaketimeMT.so.1"
-DEBIAN = {  # program: Debian's package that holds it
+DEBIAN = {  # for each program: its Debian package
     "etcd": "etcd-server",
     "containerd": "containerd",
     "ctr": "containerd",
@@ -48,7 +48,7 @@ DEBIAN = {  # program: Debian's package that holds it
 
 
 def packages_missing() -> list[str]:
-    """Debian's packages that have to be installed."""
+    """Return the Debian packages that are not installed."""
     return sorted(
         {package for program, package in DEBIAN.items() if shutil.which(program) is None
          and not (program.startswith("/") and Path(program).exists())}
@@ -56,7 +56,7 @@ def packages_missing() -> list[str]:
 
 
 def obstacle(*, may_install: bool = False) -> str:
-    """Why no cluster can be made on this machine, in one line; "" if it can."""
+    """Return why no cluster can run on this machine, in one line; empty if one can."""
     if sys.platform != "linux":
         return "a cluster needs Linux (or KUBECONFIG of an existing one)"
     if os.geteuid() != 0:
@@ -72,7 +72,7 @@ def obstacle(*, may_install: bool = False) -> str:
 
 
 def install(say: "Say") -> None:
-    """Install the packages that are missing."""
+    """Install the missing packages."""
     missing = packages_missing()
     if not missing:
         return
@@ -84,14 +84,14 @@ def install(say: "Say") -> None:
 
 
 class Say:
-    """Tells a person what takes time."""
+    """Prints what is being done."""
 
     def __call__(self, words: str) -> None:
         print(f"cluster: {words}", file=sys.stderr, flush=True)
 
 
 def digest(paths: Iterable[Path], *more: str) -> str:
-    """A short hash of files' contents and words."""
+    """Return a short hash of the contents of files and of other texts."""
     total = hashlib.sha256("\0".join(more).encode())
     for path in paths:
         total.update(f"\0{path.name}\0".encode())
@@ -100,7 +100,7 @@ def digest(paths: Iterable[Path], *more: str) -> str:
 
 
 def build(say: Say) -> Path:
-    """Build what is not in the cache; return the folder of the programs."""
+    """Build the programs that are not in the cache; return their folder."""
     folder = CACHE / "bin" / _build_name()
     with alone(CACHE / "build.lock"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -116,7 +116,7 @@ def build(say: Say) -> Path:
 
 
 def linter(say: Say) -> Path:
-    """kube-score; no part of a cluster, and so in a folder of its own."""
+    """Build kube-score in its own folder, because it is no part of a cluster; return its path."""
     folder = CACHE / "bin" / f"kube-score-{KUBE_SCORE.rpartition('@v')[2]}"
     with alone(CACHE / "build.lock"):
         folder.mkdir(parents=True, exist_ok=True)

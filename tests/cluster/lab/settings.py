@@ -1,4 +1,4 @@
-"""What the environment says, and where things lie. Nothing else here reads it."""
+"""Settings from the environment, and paths. No other module of the lab reads the environment."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ ROOT = Path(__file__).parents[3]
 HERE = Path(__file__).parent
 
 NAME = os.environ.get("DLROVER_CLUSTER", "dlrover")
-"""The cluster's name: another name is another cluster beside the first."""
+"""Name of the cluster. Clusters with other names can run at the same time."""
 
 NODES = int(os.environ.get("DLROVER_CLUSTER_NODES", "3"))
 
@@ -15,19 +15,19 @@ CACHE = Path(
     os.environ.get("DLROVER_CLUSTER_CACHE")
     or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dlrover-py" / "cluster"
 )
-"""What is built once and serves all clusters and all working trees."""
+"""Folder of built programs and images, which all clusters and working trees share."""
 
 STATE = Path(os.environ.get("DLROVER_CLUSTER_STATE", "/var/tmp/dlrover-cluster"))
-"""One folder in here is one cluster."""
+"""Folder that has one folder for each cluster."""
 
 KUBECONFIG = os.environ.get("KUBECONFIG", "")
-"""An existing cluster to use; nothing is brought up then."""
+"""Kubeconfig of an existing cluster to use; empty to start one."""
 
 KIND = os.environ.get("DLROVER_CLUSTER_KIND", "") == "1"
-"""Take `kind`, which needs Docker, instead of nodes of our own."""
+"""Whether to use `kind`, which needs Docker, instead of the lab."""
 
 REQUIRED = os.environ.get("DLROVER_REQUIRE_CLUSTER", "") == "1"
-"""A cluster that cannot be had is a failure (CI), not a reason to skip."""
+"""Whether tests fail without a cluster (CI), instead of being skipped."""
 
 PYTHON_IMAGE = os.environ.get("DLROVER_PYTHON_IMAGE", "")
-"""Base of our images; without it one is made from Debian's packages."""
+"""Base of the images. If empty, one is made from Debian's packages."""

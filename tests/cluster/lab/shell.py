@@ -1,4 +1,4 @@
-"""Run a program to its end, and say in one error what it said."""
+"""Functions that run a program to its end, with its output in the error."""
 
 import fcntl
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class LabError(Exception):
-    """Something of the lab did not work; says what."""
+    """An operation of the lab failed."""
 
 
 def run(
@@ -18,7 +18,18 @@ def run(
     stdin: str | None = None,
     within_s: float = 120,
 ) -> str:
-    """Standard output of a program; LabError with its words if it fails."""
+    """Run a program; return its standard output.
+
+    Args:
+        argv: the program and its arguments.
+        env: environment; None for that of this process.
+        cwd: working directory.
+        stdin: standard input; None for none.
+        within_s: seconds after which the program fails.
+
+    Raises:
+        LabError: the program fails. The message has its output.
+    """
     command = [str(a) for a in argv]
     try:
         done = subprocess.run(
@@ -41,7 +52,7 @@ def run(
 
 
 def try_run(*argv: str | Path) -> bool:
-    """Whether a program went well."""
+    """Run a program; return whether it succeeded."""
     try:
         run(*argv)
     except (LabError, OSError):
@@ -51,7 +62,7 @@ def try_run(*argv: str | Path) -> bool:
 
 @contextmanager
 def alone(lock: Path) -> Iterator[None]:
-    """Hold a file's lock: of two sessions one waits."""
+    """Hold the lock of a file during the block. A second process waits for it."""
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -59,7 +70,7 @@ def alone(lock: Path) -> Iterator[None]:
 
 
 def tail(log: Path, lines: int = 8) -> str:
-    """The last lines of a log."""
+    """Return the last lines of a log."""
     try:
         return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
     except FileNotFoundError:

@@ -7,13 +7,20 @@ import asyncio
 import os
 import sys
 import threading
+from dataclasses import asdict
 from pathlib import Path
 
-from dlrover_agent.depot import Depot
-from dlrover_py import arena
-from dlrover_py.arena import Slot
-from dlrover_py.depot import Candidate, Holder
-from dlrover_py.protocol.checkpoint import Layout, Piece, encode_objects
+from dlrover_agent.checkpoint.server import TransferServer
+from dlrover_py.checkpoint import shm
+from dlrover_py.checkpoint.shm import ShmSlot
+from dlrover_py.protocol.agents import (
+    ReplicaLocation,
+    ReplicaLocations,
+    RestoreCandidate,
+    RestoreCandidates,
+)
+from dlrover_py.protocol.checkpoint_id import CheckpointId
+from dlrover_py.protocol.slots import Layout, TensorChunk, encode_objects
 
 
 def pattern(step: int, rank: int, key: str, nbytes: int) -> bytes:
@@ -27,29 +34,29 @@ def stage(folder: Path, job: str, rank: int, step: int, nbytes: int, part: str) 
     private = f"rank/{rank}/rng"
     layout = Layout(
         [
-            Piece("model.a", "uint8", (nbytes,), (nbytes,), (0,)),
-            Piece("model.b", "uint8", (7,), (7,), (0,)),
-            Piece(private, "uint8", (5000,), (5000,), (0,)),
+            TensorChunk("model.a", "uint8", (nbytes,), (nbytes,), (0,)),
+            TensorChunk("model.b", "uint8", (7,), (7,), (0,)),
+            TensorChunk(private, "uint8", (5000,), (5000,), (0,)),
         ]
     )
-    with Slot(folder / f"0.{step % arena.SLOTS}", write=True) as slot:
+    with ShmSlot(folder / f"0.{step % shm.SLOTS}", write=True) as slot:
         if not slot.lock(shared=False):
             return
-        slot.reserve(layout.end + arena.SPARE)
+        slot.reserve(layout.end + shm.OBJECT_HEADROOM)
         slot.begin()
         view, sums = slot.view(), []
-        for piece, at in layout:
-            view[at : at + piece.nbytes] = pattern(step, rank, piece.key, piece.nbytes)
-            sums.append(arena.digest(view[at : at + piece.nbytes]))
+        for chunk, at in layout:
+            view[at : at + chunk.nbytes] = pattern(step, rank, chunk.key, chunk.nbytes)
+            sums.append(shm.digest(view[at : at + chunk.nbytes]))
         view.release()
-        facts = {"step": step, "round": 1, "lap": 0, "world": 2, "rank": rank, "part": part}
+        facts = {"step": step, "round": 1, "timeline": 0, "world": 2, "rank": rank, "part": part}
         slot.seal(
             layout.encode(),
             sums,
             encode_objects([(f"rank/{rank}/step", str(step).encode())]),
             layout.end,
             job=job,
-            private_at=layout.private_at,
+            private_offset=layout.private_offset,
             **facts,
         )
 
@@ -58,16 +65,26 @@ async def serve(folder: Path, job: str, token: str) -> None:
     """What it holds is all that there is: it answers for the master too."""
     here = "127.0.0.1"
 
-    async def candidates(_: int) -> list[Candidate]:
-        found = {Candidate(s.step, s.round, s.lap, s.world) for _, s in arena.scan(folder)}
-        return sorted(found, reverse=True)
+    class Lookup:
+        async def candidates(self, _: int) -> RestoreCandidates:
+            found = {s.id: s.world for _, s in shm.scan(folder)}
+            newest = sorted(found, reverse=True)
+            return RestoreCandidates(
+                candidates=[RestoreCandidate(**asdict(id_), world=found[id_]) for id_ in newest]
+            )
 
-    async def holders(*which: int) -> list[Holder]:
-        found = [s for _, s in arena.scan(folder) if s.id == which]
-        return [Holder(s.rank, "n1", here, depot.port, s.part, s.hollow) for s in found]
+        async def locations(self, which: CheckpointId) -> ReplicaLocations:
+            at = {"node": "n1", "addr": here, "port": depot.port}
+            return ReplicaLocations(
+                locations=[
+                    ReplicaLocation(rank=s.rank, part=s.part, private_only=s.private_only, **at)
+                    for _, s in shm.scan(folder)
+                    if s.id == which
+                ]
+            )
 
     path = folder.parent / f"{folder.name}-{os.getpid()}.sock"
-    depot = Depot(folder, job, token, path, candidates=candidates, holders=holders, addr=here)
+    depot = TransferServer(folder, job, token, path, lookup=Lookup(), addr=here)
     print(depot.port, flush=True)
     await depot.run()
 
@@ -78,7 +95,7 @@ def main() -> None:
         rank, nbytes, pause = int(rest[0]), int(rest[1]), float(rest[2])
 
         def train() -> None:
-            step = max((s.step for _, s in arena.scan(Path(folder))), default=0)
+            step = max((s.step for _, s in shm.scan(Path(folder))), default=0)
             while not threading.Event().wait(pause):
                 step += 1
                 stage(Path(folder), job, rank, step, nbytes, "p")

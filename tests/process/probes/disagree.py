@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from dlrover_py import arena
-from dlrover_py.arena import Slot
+from dlrover_py.checkpoint import shm
+from dlrover_py.checkpoint.shm import ShmSlot
 from dlrover_py.protocol.errors import CheckpointError
 from dlrover_py.trainer import restore
 from tests.staged import stage
@@ -38,8 +38,8 @@ class Whole:
 
 
 def damage(path):
-    with Slot(path, write=True) as slot:
-        at = arena.contents(slot).layout.positions[0]
+    with ShmSlot(path, write=True) as slot:
+        at = shm.contents(slot).layout.slot_offsets[0]
         slot.view()[at] ^= 1
 
 

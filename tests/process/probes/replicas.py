@@ -7,19 +7,19 @@ import asyncio
 import sys
 from pathlib import Path
 
-from dlrover_agent.replicas import Replicas
-from dlrover_py.protocol.agents import Peer
+from dlrover_agent.checkpoint.replication import Replicator
+from dlrover_py.protocol.agents import ReplicationPeer
 
 
 async def main() -> None:
     folder, job, token, port = sys.argv[1:]
-    replicas: Replicas
+    replicas: Replicator
 
     def say() -> None:
         print(f"trouble: {replicas.trouble}" if replicas.trouble else "held", flush=True)
 
-    replicas = Replicas(Path(folder), job, token, changed=say, look_s=0.01)
-    replicas.follow(Peer(node="n1", addr="127.0.0.1", port=int(port)))
+    replicas = Replicator(Path(folder), job, token, on_change=say, poll_s=0.01)
+    replicas.follow(ReplicationPeer(node="n1", addr="127.0.0.1", port=int(port)))
     await replicas.run()
 
 

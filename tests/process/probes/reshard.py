@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -31,15 +32,22 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from dlrover_agent.depot import Depot
-from dlrover_py import arena
-from dlrover_py.depot import Candidate, Holder, Link
-from dlrover_py.protocol.checkpoint import Answer, Phase, read_line
-from dlrover_py.storage import Store
+from dlrover_agent.checkpoint.server import TransferServer
+from dlrover_py.checkpoint import shm
+from dlrover_py.checkpoint.directory import CheckpointDirectory
+from dlrover_py.checkpoint.transfer import TransferConnection
+from dlrover_py.protocol.agents import (
+    PersistPhase,
+    ReplicaLocation,
+    ReplicaLocations,
+    RestoreCandidate,
+    RestoreCandidates,
+)
+from dlrover_py.protocol.persister import WriteReply, read_line
 from dlrover_py.trainer import restore
-from dlrover_py.trainer.foreign import load_dcp
-from dlrover_py.trainer.state import PerRank
-from tests.slots import JOB, order
+from dlrover_py.trainer.dcp_import import load_dcp
+from dlrover_py.trainer.state_dict import PerRank
+from tests.slots import JOB, Lookup, order
 from tests.staged import stage
 
 LOG = logging.getLogger("probe")
@@ -157,14 +165,14 @@ def restored(mode, folder, source, number, rank):
     if mode == "object":
         state = {"all": Whole(net, optimizer)}
     state |= {"step": 0, "mine": PerRank({"rank": -1})}
-    agent = Link.local(folder / "n0.sock") if source == "peer" else None
+    agent = TransferConnection.local(folder / "n0.sock") if source == "peer" else None
     found = restore.load(
         state,
         rank=rank,
         world=world,
         arena=None if source == "storage" else folder / ("arena" if source == "memory" else "n0"),
         agent=agent,
-        store=Store(folder / "store") if source == "storage" else None,
+        store=CheckpointDirectory(folder / "store") if source == "storage" else None,
         log=LOG,
         job=JOB,
     )
@@ -226,29 +234,41 @@ def serve(folder, ready):
     """Depots of three nodes, the first of which holds nothing; until it is killed."""
 
     def held():
-        return [(node, s) for node in PEERS for _, s in arena.scan(folder / node)]
+        return [(node, s) for node in PEERS for _, s in shm.scan(folder / node)]
 
     async def candidates(_):
-        return sorted({Candidate(s.step, s.round, s.lap, s.world) for _, s in held()})
+        found = {s.id: s.world for _, s in held()}
+        newest = sorted(found, reverse=True)
+        return RestoreCandidates(
+            candidates=[RestoreCandidate(**asdict(id_), world=found[id_]) for id_ in newest]
+        )
 
-    async def holders(*which):
-        return [
-            Holder(s.rank, node, HERE, depots[node].port, s.part, s.hollow)
-            for node, s in held()
-            if s.id == which
-        ]
+    async def locations(which):
+        return ReplicaLocations(
+            locations=[
+                ReplicaLocation(
+                    rank=s.rank,
+                    node=node,
+                    addr=HERE,
+                    port=depots[node].port,
+                    part=s.part,
+                    private_only=s.private_only,
+                )
+                for node, s in held()
+                if s.id == which
+            ]
+        )
 
     async def run():
         await asyncio.gather(*(depot.run() for depot in depots.values()))
 
     depots = {
-        node: Depot(
+        node: TransferServer(
             folder / node,
             JOB,
             "token",
             folder / f"{node}.sock",
-            candidates=candidates,
-            holders=holders,
+            lookup=Lookup(candidates, locations),
             addr=HERE,
         )
         for node in ("n0", *PEERS)
@@ -261,15 +281,15 @@ def persist(persister, folder, step, world):
     """Have it in storage too."""
     ranks = tuple(range(world))
     wish = order(
-        folder / "arena", folder / "store", f"a{step}", step=step, world=world, ranks=ranks
+        folder / "arena", folder / "store", f"a{step}", step=step, world=world, ranks=list(ranks)
     )
     persister.stdin.write(wish.encode())
     persister.stdin.flush()
     for line in persister.stdout:
         said = read_line(line)
-        assert isinstance(said, Answer)
-        if said.phase in (Phase.DONE, Phase.FAILED):
-            assert said.phase is Phase.DONE, said.why
+        assert isinstance(said, WriteReply)
+        if said.phase in (PersistPhase.DONE, PersistPhase.FAILED):
+            assert said.phase is PersistPhase.DONE, said.why
             return
     raise AssertionError("the persister has ended")
 
@@ -281,7 +301,7 @@ def main(mode, folder):
     ready = processes.Event()
     nodes = processes.Process(target=serve, args=(folder, ready), daemon=True)
     nodes.start()
-    argv = [sys.executable, "-m", "dlrover_py.persist"]
+    argv = [sys.executable, "-m", "dlrover_py.checkpoint.writer"]
     persister = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert ready.wait(60), "the depots do not serve"

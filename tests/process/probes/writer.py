@@ -21,10 +21,10 @@ from pathlib import Path
 import torch
 import torch._dynamo  # the first step of an optimizer would import it, in each child anew
 
-from dlrover_py import arena
-from dlrover_py.arena import Slot
+from dlrover_py.checkpoint import shm
+from dlrover_py.checkpoint.shm import ShmSlot
 from dlrover_py.trainer import restore  # noqa: F401  nor what the first load imports
-from dlrover_py.trainer.checkpoint import Checkpointer
+from dlrover_py.trainer.checkpointer import Checkpointer
 from dlrover_py.trainer.settings import Settings
 
 torch.set_num_threads(1)
@@ -129,20 +129,20 @@ class Child:
 def look(folder: Path) -> dict[int, str]:
     """Steps that are whole, and what is wrong with them."""
     found = {}
-    for path, summary in arena.scan(folder):
+    for path, header in shm.scan(folder):
         wrong = ""
-        number = struct.pack("<f", summary.step)
-        with Slot(path) as slot:
-            contents = arena.contents(slot)
-            for (piece, at), digest in zip(contents.layout, contents.digests, strict=True):
-                data = bytes(slot.view()[at : at + piece.nbytes])
-                if arena.digest(data) != digest:
-                    wrong = f"{piece.key}: digest"
+        number = struct.pack("<f", header.step)
+        with ShmSlot(path) as slot:
+            contents = shm.contents(slot)
+            for (chunk, at), digest in zip(contents.layout, contents.digests, strict=True):
+                data = bytes(slot.view()[at : at + chunk.nbytes])
+                if shm.digest(data) != digest:
+                    wrong = f"{chunk.key}: digest"
                 if data != number * (len(data) // 4):
-                    wrong = f"{piece.key}: is not of step {summary.step}"
+                    wrong = f"{chunk.key}: is not of step {header.step}"
             if not slot.lock(shared=True):
                 wrong = "locked by the dead"
-        found[summary.step] = wrong
+        found[header.step] = wrong
     return found
 
 

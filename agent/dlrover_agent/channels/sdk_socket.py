@@ -1,0 +1,186 @@
+"""The agent's server for the trainer SDK: datagrams on a Unix socket (see protocol/workers.py)."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from dlrover_py.protocol.sdk import MAX_DATAGRAM
+from dlrover_py.protocol.workers import (
+    CheckpointTarget,
+    WorkerProgress,
+    WorkerRequest,
+    read_progress,
+)
+
+log = logging.getLogger("agent.sdk")
+
+MAX_DATAGRAMS = 1024
+"""Datagrams that are read before other tasks of the event loop run.
+
+The kernel's queue holds ``net.unix.max_dgram_qlen`` datagrams (10 by default, 512 with systemd).
+"""
+
+
+class CheckpointListener(Protocol):
+    """Follows what the scripts of this node report about their checkpoints."""
+
+    def staged(self, local_rank: int, step: int) -> None:
+        """Take note of the newest slot that a worker has sealed.
+
+        Args:
+            local_rank: Rank of the worker on its node.
+            step: Step of the checkpoint in the slot. It may be reported several times.
+        """
+
+    def stores(self, target: CheckpointTarget) -> None:
+        """Take note of the place at which the script wants to store checkpoints."""
+
+    def unsaved(self, local_rank: int, why: str) -> None:
+        """Take note that a worker's newest state is not saved.
+
+        Args:
+            local_rank: Rank of the worker on its node.
+            why: The reason. It is empty if the state is saved.
+        """
+
+
+class SdkServer:
+    """A server that receives messages from the scripts of this node, and asks them to stop."""
+
+    def __init__(
+        self,
+        path: Path,
+        nproc: int,
+        on_step: Callable[[WorkerProgress], None],
+        checkpoints: CheckpointListener,
+    ) -> None:
+        """Bind the socket and listen.
+
+        Args:
+            path: Path of the socket, of at most 107 bytes.
+            nproc: Number of workers. Local ranks are less than this.
+            on_step: Called with each valid message that has a step.
+            checkpoints: Follows what the scripts report about their checkpoints.
+
+        Raises:
+            OSError: If the socket cannot be bound.
+        """
+        self._nproc = nproc
+        self._on_step, self._checkpoints = on_step, checkpoints
+        self._stop_pollers: dict[int, bytes] = {}
+        """Socket addresses of the scripts that call ``should_stop()``, by local rank."""
+        self._savers: set[int] = set()
+        self._steps: dict[int, int] = {}
+        self._round = 0
+        self._refusal = ""
+        """Why the last refused datagram was refused. The log has the same reason once a round."""
+        self._path = path
+        self._socket = self._bind()
+        asyncio.get_running_loop().add_reader(self._socket, self.drain)
+
+    def _bind(self) -> socket.socket:
+        """Bind a socket."""
+        bound = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        try:
+            bound.bind(str(self._path))
+            os.chmod(self._path, 0o600)
+        except OSError:
+            bound.close()
+            raise
+        return bound
+
+    def rebind(self) -> socket.socket | None:
+        """Return a new socket if the file of the present one was removed; else return None.
+
+        The method runs in a thread. The server does not use the new socket before :meth:`use`.
+
+        Raises:
+            OSError: If the socket cannot be bound.
+        """
+        return None if self._path.exists() else self._bind()
+
+    def use(self, bound: socket.socket) -> None:
+        """Receive messages by a socket of :meth:`rebind` from now on."""
+        self.close()
+        self._socket = bound
+        asyncio.get_running_loop().add_reader(bound, self.drain)
+
+    @property
+    def stop_pollers(self) -> set[int]:
+        """Local ranks whose script calls ``should_stop()``."""
+        self.drain()
+        return set(self._stop_pollers)
+
+    @property
+    def last_step_savers(self) -> set[int]:
+        """Local ranks in ``stop_pollers`` that agree on a last step and save it."""
+        return self.stop_pollers & self._savers
+
+    def last_step(self, local_rank: int) -> int | None:
+        """Return the newest step that a worker of the round has reported; None if there is none."""
+        self.drain()  # the last message may have arrived together with the worker's end
+        return self._steps.get(local_rank)
+
+    def new_round(self, number: int) -> None:
+        """Accept messages of this round's workers only, from now on.
+
+        What the workers of the last round have reported is forgotten.
+        """
+        self._round = number
+        self._stop_pollers.clear()
+        self._savers.clear()
+        self._steps.clear()
+        self._refusal = ""
+
+    def request_stop(self, why: str) -> None:
+        """Send a request to end to the scripts that call ``should_stop()``; other scripts get none.
+
+        It is sent once, and a script that cannot be reached is skipped. The script reads it at its
+        next call of ``should_stop()``.
+        """
+        body = WorkerRequest(stop=why).encode()
+        for address in self._stop_pollers.values():
+            with contextlib.suppress(OSError):  # the script has ended, or has this in its queue
+                self._socket.sendto(body, address)
+
+    def drain(self) -> None:
+        """Process the messages in the queue, and at most :data:`MAX_DATAGRAMS` of them.
+
+        Invalid messages are dropped, and a reason is logged if it differs from the last one.
+        Messages of other rounds and of unknown local ranks are dropped without a log line.
+        """
+        for _ in range(MAX_DATAGRAMS):
+            try:
+                data, sender = self._socket.recvfrom(MAX_DATAGRAM + 1)
+            except BlockingIOError:
+                return
+            try:
+                progress = read_progress(data)
+            except ValueError as error:
+                if str(error) != self._refusal:
+                    self._refusal = str(error)
+                    log.warning("datagram_invalid", extra={"bytes": len(data), "why": str(error)})
+                continue
+            if progress.round != self._round or progress.local_rank >= self._nproc:
+                continue  # a worker of an older round, or a process that is no worker
+            if progress.polls and sender:
+                self._stop_pollers[progress.local_rank] = sender
+            if progress.step is not None:
+                self._steps[progress.local_rank] = progress.step
+                self._on_step(progress)
+            if progress.store is not None:
+                self._checkpoints.stores(progress.store)
+            self._checkpoints.unsaved(progress.local_rank, progress.unsaved)
+            if progress.staged is not None:
+                self._savers.add(progress.local_rank)
+                self._checkpoints.staged(progress.local_rank, progress.staged)
+
+    def close(self) -> None:
+        """Stop listening."""
+        asyncio.get_running_loop().remove_reader(self._socket)
+        self._socket.close()

@@ -1,0 +1,1 @@
+"""The rendezvous backend for an unmodified torchrun: ``--rdzv-backend=dlrover``."""

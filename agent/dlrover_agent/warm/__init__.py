@@ -1,0 +1,1 @@
+"""Warm starts: workers are forked from a process that has already imported their modules."""

@@ -1,0 +1,953 @@
+"""The agent's part of warm starts: learn the script's imports, and keep a zygote that has them.
+
+A zygote is a process that has imported the script's modules, and from which workers are forked. An
+import recipe is the list of these modules. See docs/warm-start.md. The code of the zygote is in
+zygote.py. The code that runs in a worker, and records its imports, is in script.py.
+"""
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import logging
+import os
+import signal
+import site
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+import zipimport
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+import dlrover_py
+from dlrover_agent import temporary_folder
+from dlrover_agent.child_processes import ChildRegistry
+from dlrover_agent.warm import script
+from dlrover_agent.warm.script import BOOT
+from dlrover_agent.warm.zygote import receive, send
+from dlrover_py.process.blocking import BackgroundThread, OverdueError
+from dlrover_py.process.children import wake
+from dlrover_py.process.identity import ProcessId, exit_code, members
+from dlrover_py.process.ownership import NotOwnedError
+from dlrover_py.process.starter import Starter, kill_and_reap
+from dlrover_py.protocol import recipe as recipes
+from dlrover_py.protocol.zygote import (
+    GO,
+    STARTED,
+    ForkAnswer,
+    ForkStore,
+    ForkWorkers,
+    RecipeLine,
+    WorkerFork,
+    ZygoteConfig,
+    ZygoteFitness,
+    encode,
+)
+
+log = logging.getLogger("agent.warm")
+
+RECORD_SIZE = 8 << 20
+"""Bytes of the file for a worker's record. It is sparse: only written parts use disk space."""
+RECORD_POLL_S = 0.25
+"""Seconds between two reads of the records."""
+QUIET_S = 3.0
+"""Seconds without a new import after which the recipe counts as complete for now."""
+MAX_FDS = 253
+"""File descriptors in one message (SCM_MAX_FD in the kernel)."""
+FORK_S = 2.0
+"""Seconds for a request to the zygote, from its first byte to the last byte of the answer.
+
+After that, a cold start is the better choice.
+"""
+FILES_S = 2.0
+"""Seconds for a read of the records, and for other small files."""
+MAX_OUTPUT_TAIL = 4096
+"""Bytes of a process's output that are read after its end."""
+MAX_BUILDS = 5
+"""Zygotes that are tried one after the other, each without the modules at fault in the last one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImportRecipe:
+    """A list of modules to import beforehand, and of the script's changes to ``os.environ``.
+
+    It contains what workers import from installed packages, in order, and the values that the
+    script's own code puts into ``os.environ`` in between. See
+    :func:`dlrover_agent.warm.script.watch` for the lines. The line ``("own", name, origin)`` is a
+    module of the user. No zygote may import it.
+    """
+
+    lines: tuple[RecipeLine, ...]
+
+    @classmethod
+    def from_records(cls, records: Iterable[str], installed: tuple[str, ...]) -> Self:
+        """Merge the records of one node's workers into a recipe.
+
+        Args:
+            records: Text of each worker's record.
+            installed: Folders of the standard library and of installed packages.
+
+        Raises:
+            ValueError: If a record cannot be read, or the workers put different values into
+                ``os.environ``.
+        """
+        merged: list[RecipeLine] = []
+        settings: list[list[RecipeLine]] = []
+        for text in records:
+            lines = [recipes.decode_record(line) for line in text.splitlines() if "\0" not in line]
+            lines = [
+                ("own", name, value)
+                if kind == "import" and not str(value).startswith(installed)
+                else (kind, name, value)
+                for kind, name, value in lines
+            ]
+            while lines and lines[-1][0] == "env":  # no import follows this change
+                lines.pop()
+            settings.append([x for x in lines if x[0] == "env"])
+            known = {x[1] for x in merged}
+            merged += [x for x in lines if x[1] not in known and (not known or x[0] != "env")]
+        longest = max(settings, key=len, default=[])
+        if any(longest[: len(own)] != own for own in settings):  # a prefix: a slow worker
+            raise ValueError("workers of this node put different values into os.environ")
+        return cls(tuple(merged))
+
+    @classmethod
+    def from_wire(cls, body: bytes) -> Self:
+        """Read a recipe that :meth:`to_wire` has written.
+
+        Raises:
+            ValueError: If the data is not a recipe, or one of another version.
+        """
+        try:
+            return cls(recipes.decode(body))
+        except ValueError as error:
+            raise ValueError(f"the master's recipe is refused: {error}") from error
+
+    def to_wire(self) -> bytes:
+        """Return the recipe for storage by the master."""
+        return recipes.encode(self.lines)
+
+    @property
+    def digest(self) -> str:
+        """Identifier of the recipe. The master uses the same."""
+        return hashlib.sha256(self.to_wire()).hexdigest()[:16]
+
+    @property
+    def shared(self) -> bool:
+        """Whether other nodes may use the recipe.
+
+        They may not if the script puts values into ``os.environ``. Such values may be secrets, or
+        valid for one rank only.
+        """
+        return not any(what == "env" for what, _, _ in self.lines)
+
+    @property
+    def imports(self) -> set[str]:
+        """Names of the modules to import."""
+        return {name for what, name, _ in self.lines if what == "import"}
+
+    def with_imports_of(self, older: Self) -> Self:
+        """Return the recipe with an older recipe's imports at its end.
+
+        The workers may have imported fewer modules this time.
+        """
+        known = self.imports
+        rest = [line for line in older.lines if line[0] == "import" and line[1] not in known]
+        return type(self)((*self.lines, *rest))
+
+    def without(self, names: Sequence[str]) -> Self:
+        """Return the recipe without these modules and their submodules."""
+        below = tuple(f"{name}." for name in names)
+        return type(self)(
+            tuple(
+                line
+                for line in self.lines
+                if line[0] != "import" or not (line[1] in names or line[1].startswith(below))
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ForkRequest:
+    """A request to fork one worker."""
+
+    argv: list[str]
+    env: dict[str, str]
+    out: int
+    """File descriptor of its standard output."""
+    err: int
+    """File descriptor of its standard error."""
+
+
+@dataclass(slots=True)
+class ForkedProcess:
+    """A process that a zygote has forked for the agent. It waits for :meth:`go`."""
+
+    pid: int
+    control: socket.socket
+    """The agent's end of a socket pair. The process ends if it is closed before :meth:`go`."""
+    process: subprocess.Popen[bytes] | None = None
+    """The process if it was started cold; None if it was forked."""
+
+    def go(self) -> None:
+        """Let the process run as the worker or store that it was forked for.
+
+        If the process has ended, nothing happens.
+        """
+        with contextlib.suppress(OSError):
+            self.control.send(GO)
+
+    def started(self) -> bool:
+        """Return whether the process has reported that it runs the user's code or serves the store.
+
+        The call does not wait. The result is also False after the control socket was closed.
+        """
+        self.control.setblocking(False)
+        try:
+            return self.control.recv(1, socket.MSG_PEEK) == STARTED
+        except OSError:
+            return False
+
+    def wait(self) -> int:
+        """Reap the process, which must have ended (its pidfd is readable).
+
+        Returns:
+            The exit code, or the negative signal number.
+        """
+        if self.process is not None:
+            return self.process.wait()
+        _, status = os.waitpid(self.pid, 0)
+        return os.waitstatus_to_exitcode(status)
+
+
+@dataclass(slots=True)
+class _Zygote:
+    """A zygote of this node, as the agent sees it."""
+
+    process: subprocess.Popen[bytes]
+    session: ProcessId
+    line: socket.socket
+    fitness: ZygoteFitness = field(default_factory=ZygoteFitness)
+
+
+class _ZygoteLostError(Exception):
+    """A zygote was lost while it was built. The text says why.
+
+    The recipe need not be the cause: a user, or the kernel's out-of-memory killer, may have killed
+    or stopped the process.
+    """
+
+
+class _ImportRecord:
+    """The record that one observed worker has written so far. Only the file thread uses it."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("wb") as file:
+            file.truncate(RECORD_SIZE)
+        self.path = path
+        self.text = ""
+        self._file = path.open("rb", buffering=0)
+
+    def read(self) -> bool:
+        """Read the new complete lines, and return whether there are any.
+
+        Raises:
+            OSError: The file cannot be read.
+        """
+        before = len(self.text)
+        while True:
+            self._file.seek(len(self.text))  # a record is ASCII, so characters are bytes
+            new = self._file.read(1 << 16)
+            complete = new[: new.rfind(b"\n") + 1]
+            self.text += complete.decode()
+            if not complete or b"\0" in new:
+                return len(self.text) > before
+
+    def close(self) -> None:
+        """Close and delete the file."""
+        self._file.close()
+        self.path.unlink(missing_ok=True)
+
+
+def _create_records(paths: Iterable[Path]) -> list[_ImportRecord]:
+    """Make the files for the records of a round; an empty list if that is not possible."""
+    records: list[_ImportRecord] = []
+    try:
+        records.extend(_ImportRecord(path) for path in paths)
+    except OSError:
+        _close_records(records)
+        return []
+    return records
+
+
+def _close_records(records: Iterable[_ImportRecord]) -> None:
+    for record in records:
+        with contextlib.suppress(OSError):
+            record.close()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerProgram:
+    """What all workers of this node run."""
+
+    argv: Sequence[str]
+    """Command line: ``PYTHON -u [-m] SCRIPT ARGS…``."""
+    env: Mapping[str, str]
+    """Environment, without variables that differ by rank."""
+    per_rank: Sequence[str]
+    """Names of the variables that differ by rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class BuildTiming:
+    """The times of the build of a zygote, in seconds."""
+
+    timeout_s: float = 180.0
+    """Limit for the import of the recipe's modules."""
+    wake_interval_s: float = 10.0
+    """Time between two SIGCONT signals to a zygote that is being built and may be stopped."""
+    retry_pauses_s: tuple[float, ...] = (0.5, 2.0, 8.0)
+    """Pauses before each new attempt to build a zygote that was lost while it was built. Their
+    number limits the attempts, because an import may end the process each time."""
+
+
+class WarmPool:
+    """The import recipe that one node has learned of its script, and the zygote built from it."""
+
+    def __init__(
+        self,
+        program: WorkerProgram,
+        *,
+        disabled_reason: str,
+        scratch: Path,
+        children: ChildRegistry,
+        on_change: Callable[[], None],
+        timing: BuildTiming | None = None,
+    ) -> None:
+        """Create the pool, without a recipe or a zygote.
+
+        Args:
+            program: What the workers run.
+            disabled_reason: Why workers are always started cold; empty if warm starts are allowed.
+            scratch: Folder for records.
+            children: Registry of the agent's child processes. The pool adds zygotes.
+            on_change: Called when there is a new recipe or a new zygote, or when warm starts are
+                given up.
+            timing: Times of the build of a zygote; None for the defaults.
+        """
+        self._timing = timing or BuildTiming()
+        self.disabled_reason = disabled_reason or _unfit_command(program.argv)
+        self.recipe: ImportRecipe | None = None
+        self.program = program
+        self._scratch, self._children, self._on_change = scratch, children, on_change
+        self._installed = installed_folders()
+        self._zygote: _Zygote | None = None
+        self._unreaped: list[subprocess.Popen[bytes]] = []
+        """Processes that were killed, and are not reaped yet."""
+        self._records: list[_ImportRecord] = []
+        self._watching: asyncio.Task[None] | None = None
+        self._building: asyncio.Task[None] | None = None
+        self._excluded_modules: list[str] = []
+        """Modules that no zygote must import."""
+        self._rebuild = False
+        """Whether the recipe has changed since the present build began."""
+        self._number = 0
+        self._file_thread = BackgroundThread("warm-files")
+        self._starter = Starter("zygotes")
+        self._zygote_thread = BackgroundThread("zygote")
+        """The thread that exchanges messages with zygotes, one request after the other."""
+        self._losses = 0
+        """Number of zygotes that were lost in sequence while they were built."""
+        self._last_refusal = ""
+        """The last reason for which a zygote refused to fork."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next start of workers is warm, because there is a zygote."""
+        return self._zygote is not None
+
+    @property
+    def has_torch(self) -> bool:
+        """Whether the recipe has torch, so that a zygote can fork a store."""
+        return self.recipe is not None and "torch" in self.recipe.imports
+
+    @property
+    def building(self) -> bool:
+        """Whether a zygote is being built."""
+        return self._building is not None and not self._building.done()
+
+    # --- Observation of cold workers ---
+
+    async def observed_argvs(self, argvs: Sequence[list[str]]) -> list[list[str]]:
+        """Return the command lines for the cold workers of a new round, with observation.
+
+        The workers are observed only if the files for their records can be made in time. Otherwise
+        the command lines are returned unchanged, and nothing is learned from this round.
+        """
+        paths = [self._scratch / f"imports-{i}" for i in range(len(argvs))]
+        try:
+            records = await self._file_thread.run(
+                lambda: _create_records(paths), self._files_s, _close_records
+            )
+        except OverdueError:
+            log.warning(
+                "imports_not_recorded", extra={"why": self._hang_message(), "then": "no warm start"}
+            )
+            return list(argvs)
+        if not records:
+            return list(argvs)
+        self._records = records
+        installed = os.pathsep.join(self._installed)
+        return [
+            [*argv[:2], "-c", script.OBSERVED_START, str(path), installed, *argv[2:]]
+            for argv, path in zip(argvs, paths, strict=True)
+        ]
+
+    @property
+    def _files_s(self) -> float:
+        """Limit in seconds of a call that uses files; 0 if another such call hangs already."""
+        return FILES_S if self._file_thread.stuck_s < FILES_S else 0.0
+
+    def _hang_message(self) -> str:
+        return f"{self._scratch} has not answered within {FILES_S:g} s"
+
+    def forget_records(self) -> None:
+        """Stop reading the records, and have the file thread close and delete them.
+
+        The observed workers must have ended.
+        """
+        if self._watching is not None:
+            self._watching.cancel()
+            self._watching = None
+        if self._records:
+            self._file_thread.post(functools.partial(_close_records, self._records))
+            self._records = []
+
+    def watch(self, imports_torch: Callable[[], None]) -> None:
+        """Read the records of the round's workers from now on, in a task.
+
+        Without observed workers nothing is read.
+
+        Args:
+            imports_torch: Called once, in the event loop, when a worker has imported torch.
+        """
+        if self._watching is not None:
+            self._watching.cancel()
+        if self._records:
+            self._watching = asyncio.create_task(self._watch(imports_torch))
+            self._watching.add_done_callback(raise_task_error)
+
+    async def _watch(self, imports_torch: Callable[[], None]) -> None:
+        """Read the records repeatedly, and learn a recipe whenever they have stopped growing.
+
+        They have stopped after ``QUIET_S`` without a new import. The task ends when warm starts are
+        given up. A failed read is repeated.
+        """
+        records, quiet_since = self._records, time.monotonic()
+        learned = torch_reported = False
+
+        def read_records() -> tuple[bool, bool]:
+            """Return whether there are new lines, and whether a worker has imported torch."""
+            grown = sum(record.read() for record in records) > 0
+            return grown, any("('import', 'torch'," in r.text for r in records)
+
+        while not self.disabled_reason:
+            await asyncio.sleep(RECORD_POLL_S if not learned else QUIET_S)
+            now = time.monotonic()
+            try:
+                grown, torch = await self._file_thread.run(read_records, FILES_S)
+            except (OverdueError, OSError):  # the next look may succeed
+                continue
+            if grown:
+                quiet_since, learned = now, False
+                self._put_off_building()
+                if torch and not torch_reported:
+                    torch_reported = True
+                    imports_torch()
+            elif not learned and now - quiet_since >= QUIET_S:
+                learned = True
+                await self._learn(records)
+
+    async def _learn(self, records: Sequence[_ImportRecord]) -> None:
+        """Merge the records into a recipe, and adopt it if it has new imports.
+
+        Without new imports, a zygote is built if there is none. Records that contradict each other
+        end all warm starts.
+        """
+
+        def merged() -> ImportRecipe:
+            return ImportRecipe.from_records([r.text for r in records], self._installed)
+
+        try:
+            # A line takes microseconds, so the longest records take seconds.
+            recipe = await self._file_thread.run(merged, self._timing.timeout_s)
+        except OverdueError:
+            return
+        except ValueError as error:
+            self._disable(str(error))
+            return
+        if recipe.imports and self.recipe is None:
+            self.adopt(recipe)
+        elif self.recipe is not None and recipe.imports - self.recipe.imports:
+            self.adopt(recipe.with_imports_of(self.recipe))
+        elif self.recipe is not None and self._zygote is None:
+            self._build_soon()
+
+    def adopt(self, recipe: ImportRecipe) -> None:
+        """Keep a recipe of this node or another node, and begin to build a zygote from it.
+
+        ``on_change`` is called now, and again when the zygote is there. While warm starts are
+        disabled, no zygote is built.
+        """
+        self.recipe = recipe
+        log.info("recipe_learned", extra={"modules": len(recipe.imports), "id": recipe.digest})
+        self._build_soon()
+        self._on_change()
+
+    # --- The zygote ---
+
+    def _build_soon(self) -> None:
+        """Begin to build a zygote in a task, or have the present build use the new recipe.
+
+        The method does nothing while warm starts are disabled.
+        """
+        if self.disabled_reason:
+            return
+        if self.building:
+            self._rebuild = True
+        else:
+            self._building = asyncio.create_task(self._build())
+            self._building.add_done_callback(raise_task_error)
+
+    def _put_off_building(self) -> None:
+        """Stop a build if there is no zygote: the recipe still grows, and workers need the CPUs.
+
+        The next call of :meth:`_learn` begins it again.
+        """
+        if self._building is not None and self._zygote is None:
+            self._building.cancel()
+            self._building = None
+
+    async def _build(self) -> None:
+        """Build zygotes until one is fit, or the attempts are used up.
+
+        A fit zygote replaces the present one, and ``on_change`` is called. If none is fit, the
+        present one stays; without one, warm starts are disabled.
+        """
+        tries = 0
+        while tries < MAX_BUILDS:
+            assert self.recipe is not None
+            self._rebuild = False
+            began = time.monotonic()
+            try:
+                candidate = await self._build_candidate(self.recipe.without(self._excluded_modules))
+            except _ZygoteLostError as lost:
+                fitness = ZygoteFitness(str(lost))
+                if self._losses == len(self._timing.retry_pauses_s):
+                    break
+                pause = self._timing.retry_pauses_s[self._losses]
+                self._losses += 1
+                then = f"it is built again after {pause:g} s"
+                log.info("zygote_lost", extra={"why": str(lost), "then": then})
+                await asyncio.sleep(pause)
+                continue
+            fitness = candidate.fitness
+            if self._rebuild:
+                self._kill_zygote(candidate)
+                continue
+            tries += 1
+            if not fitness.unfit:
+                self._losses = 0
+                old, self._zygote = self._zygote, candidate
+                if old is not None:
+                    self._kill_zygote(old)
+                took = round(time.monotonic() - began, 3)
+                log.info("zygote_ready", extra={"modules": fitness.modules, "took_s": took})
+                self._on_change()
+                return
+            self._kill_zygote(candidate)
+            log.info("zygote_unfit", extra={"why": fitness.unfit, "without": list(fitness.blame)})
+            if not fitness.blame:
+                break
+            self._excluded_modules += fitness.blame
+        if self._zygote is None:
+            self._disable(f"no zygote can fork workers: {fitness.unfit}")
+
+    async def _build_candidate(self, recipe: ImportRecipe) -> _Zygote:
+        """Build a zygote, and wait for its report whether it is fit.
+
+        One that does not report within the time limit is returned as unfit.
+
+        Raises:
+            _ZygoteLostError: If the zygote could not be started, or ended without a report.
+        """
+        self._number += 1
+        stem = self._scratch / f"zygote-{self._number}"
+        output, config_path = stem.with_suffix(".log"), stem.with_suffix(".json")
+        try:
+            candidate = await self._starter.start(
+                lambda: self._start_process(recipe, output, config_path), undo=_undo_start
+            )
+        except NotOwnedError as error:
+            raise _ZygoteLostError(f"it cannot be started: {error}") from error
+        except OSError as error:  # OverdueError, too
+            raise _ZygoteLostError(f"it cannot be started: {error.strerror or error}") from error
+        self._children.non_worker_pids.add(candidate.process.pid)
+        self._children.add_session(candidate.session)
+        try:
+            await self._wait(candidate)
+            body, _ = await self._zygote_thread.run(lambda: receive(candidate.line), FORK_S)
+            candidate.fitness = ZygoteFitness.decode(body)
+        except OverdueError as error:
+            self._kill_zygote(candidate)
+            raise _ZygoteLostError(f"it does not respond ({error})") from error
+        except TimeoutError:
+            candidate.fitness = ZygoteFitness(f"it is not ready after {self._timing.timeout_s:g} s")
+        except (EOFError, OSError, ValueError) as error:
+            self._kill_zygote(candidate)
+            last = await self.last_line(output)
+            raise _ZygoteLostError(
+                ": ".join(["it has ended", *([last] if last else [])])
+            ) from error
+        except asyncio.CancelledError:
+            self._kill_zygote(candidate)
+            raise
+        finally:
+            self._file_thread.post(functools.partial(_remove_file, config_path))
+        return candidate
+
+    async def _wait(self, built: _Zygote) -> None:
+        """Wait until a zygote sends a message or ends; continue it periodically if it was stopped.
+
+        Raises:
+            TimeoutError: If neither happens in time.
+        """
+        readable = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(built.line, readable.set)
+        try:
+            async with asyncio.timeout(self._timing.timeout_s):
+                while not readable.is_set():
+                    wake(built.process)
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(self._timing.wake_interval_s):
+                            await readable.wait()
+        finally:
+            loop.remove_reader(built.line)
+
+    def _start_process(self, recipe: ImportRecipe, output: Path, config_path: Path) -> _Zygote:
+        """Start the process of a zygote, and write its configuration. Runs in the thread."""
+        temporary_folder.recreate(self._scratch)
+        program = self.program
+        agent_end, zygote_end = socket.socketpair()
+        try:
+            with zygote_end, output.open("wb") as output_file:
+                lines, per_rank = list(recipe.lines), list(program.per_rank)
+                config = ZygoteConfig(zygote_end.fileno(), os.getpid(), lines, per_rank)
+                config_path.write_bytes(encode(config))
+                room = program.argv[
+                    2:
+                ]  # reserves space in which workers show their own command line
+                process = subprocess.Popen(
+                    [
+                        *program.argv[:2],
+                        "-c",
+                        BOOT.format(module="zygote"),
+                        str(config_path),
+                        *room,
+                    ],
+                    env=program.env,
+                    pass_fds=[zygote_end.fileno()],
+                    stdout=output_file,
+                    stderr=output_file,
+                    start_new_session=True,
+                )
+            return _Zygote(process, ProcessId.of(process.pid), agent_end)
+        except BaseException:
+            agent_end.close()
+            raise
+
+    async def last_line(self, output: Path) -> str:
+        """Return the last line in a process's output file; empty if the disk does not answer."""
+        with contextlib.suppress(OverdueError):
+            return await self._file_thread.run(lambda: _last_line(output), self._files_s)
+        return ""
+
+    async def fork(self, requests: Sequence[ForkRequest]) -> list[ForkedProcess] | None:
+        """Fork workers from the zygote; None if that fails, and they must be started cold.
+
+        It is also None without a zygote, or for too many workers. The workers wait for
+        :meth:`ForkedProcess.go`.
+        """
+        if 3 * len(requests) > MAX_FDS:
+            return None  # too many for one message; a start of so many workers is slow anyway
+        request = ForkWorkers([WorkerFork(r.argv, r.env) for r in requests])
+        return await self._request_fork(request, [(r.out, r.err) for r in requests])
+
+    async def fork_store(self, listening: int, port: int) -> ForkedProcess | None:
+        """Fork the store of a round from the zygote; None without a zygote, or if that fails.
+
+        The store waits for :meth:`ForkedProcess.go`.
+        """
+        children = await self._request_fork(ForkStore(port), [(listening,)])
+        return children[0] if children else None
+
+    async def _request_fork(
+        self, request: ForkWorkers | ForkStore, child_fds: Sequence[tuple[int, ...]]
+    ) -> list[ForkedProcess] | None:
+        """Ask the zygote to fork children, for at most ``FORK_S`` seconds.
+
+        A zygote that does not answer or refuses is ended, and another one is built. If it refuses
+        for the same reason twice, warm starts are disabled.
+
+        Args:
+            request: The message to the zygote.
+            child_fds: File descriptors of each child.
+
+        Returns:
+            All children; None if they could not be forked.
+        """
+        zygote = self._zygote
+        if zygote is None:
+            return None
+        try:
+            descriptors = _ForkDescriptors(child_fds)
+        except OSError:  # no more file descriptors
+            return None
+        try:
+            answer, children = await self._zygote_thread.run(
+                lambda: descriptors.made(zygote.line, request),
+                FORK_S,
+                _abandon_children,
+                descriptors.close,
+            )
+        except (EOFError, OSError, ValueError) as error:  # OverdueError, too
+            if zygote is self._zygote:
+                self._discard_zygote(f"it does not answer ({error or 'closed'})")
+            return None
+        refusal = answer.refusal
+        if refusal and refusal == self._last_refusal:
+            self._disable(refusal)  # a new zygote would refuse as well
+        elif refusal:
+            self._last_refusal = refusal
+            self._discard_zygote(refusal)
+        return children or None
+
+    def _discard_zygote(self, why: str) -> None:
+        """Log that a zygote is lost, kill it, and begin to build a new one."""
+        log.warning("zygote_lost", extra={"why": why, "then": "cold start; it is built again"})
+        if self._zygote is not None:
+            self._kill_zygote(self._zygote)
+            self._zygote = None
+        if self.recipe is not None:
+            self._build_soon()
+
+    def _kill_zygote(self, ended: _Zygote) -> None:
+        """Kill a zygote and its session, without waiting: a file system may hold the process.
+
+        It is reaped after its end, by :meth:`child_ended`.
+        """
+        with contextlib.suppress(OSError):
+            ended.line.shutdown(socket.SHUT_RDWR)  # ends the wait of the thread
+        self._zygote_thread.post(ended.line.close)
+        for victim in members({ended.session}):
+            victim.id.signal(signal.SIGKILL)
+        self._children.remove_session(ended.session)
+        self.reap_later(ended.process)
+
+    def reap_later(self, killed: "subprocess.Popen[bytes]") -> None:
+        """Keep a child that was killed until it is reaped.
+
+        Otherwise it would be reaped as an orphan. Its ``Popen`` object could then take the exit
+        status of a later child that has the same process id.
+        """
+        self._children.non_worker_pids.add(killed.pid)
+        self._unreaped.append(killed)
+        self._reap()
+
+    def _reap(self) -> None:
+        over = [process for process in self._unreaped if process.poll() is not None]
+        for process in over:
+            self._unreaped.remove(process)
+            self._children.non_worker_pids.discard(process.pid)
+
+    def child_ended(self) -> None:
+        """Reap killed children; if the zygote has ended, begin to build another one.
+
+        The agent calls this after the end of each of its children.
+        """
+        self._reap()
+        if self._zygote is not None:
+            code = exit_code(os.P_PID, self._zygote.process.pid)
+            if code is not None:
+                self._discard_zygote(f"it has ended with code {code}")
+
+    def _disable(self, why: str) -> None:
+        """Start all workers cold from now on, and kill the zygote; only the first call counts.
+
+        ``on_change`` is called.
+        """
+        if not self.disabled_reason:
+            self.disabled_reason = why
+            log.warning("warm_start_disabled", extra={"why": why})
+            if self._zygote is not None:
+                self._kill_zygote(self._zygote)
+                self._zygote = None
+            self._on_change()
+
+    async def close(self) -> None:
+        """End the zygote, the observation of workers and a build that is under way.
+
+        The records are not closed. The zygote is killed, and not reaped here.
+        """
+        tasks = [t for t in (self._watching, self._building) if t is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._zygote is not None:
+            self._kill_zygote(self._zygote)
+            self._zygote = None
+
+
+class _ForkDescriptors:
+    """File descriptors for children that will be forked.
+
+    The thread owns them, because the caller may give up and close its own at any time.
+    """
+
+    def __init__(self, child_fds: Sequence[tuple[int, ...]]) -> None:
+        """Make a control socket for each child, and duplicate its other descriptors.
+
+        Raises:
+            OSError: If the process has too many open descriptors.
+        """
+        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        self._copies: list[int] = []
+        self._fds_per_child = len(child_fds[0])
+        try:
+            for fds in child_fds:
+                self._pairs.append(socket.socketpair())
+                self._copies += map(os.dup, fds)
+        except OSError:
+            self.close()
+            raise
+
+    def made(
+        self, line: socket.socket, request: ForkWorkers | ForkStore
+    ) -> tuple[ForkAnswer, list[ForkedProcess]]:
+        """Ask the zygote to fork the children. Runs in the thread.
+
+        All descriptors are closed afterwards, except the control sockets of the returned children.
+
+        Returns:
+            The answer, and either all children or an empty list.
+
+        Raises:
+            EOFError: If the zygote has ended.
+            OSError: If the zygote has ended.
+            ValueError: If its answer is not understood.
+        """
+        try:
+            fds: list[int] = []
+            for i, (_, child_end) in enumerate(self._pairs):
+                fds += [
+                    child_end.fileno(),
+                    *self._copies[i * self._fds_per_child : (i + 1) * self._fds_per_child],
+                ]
+            send(line, encode(request), fds)
+            answer = ForkAnswer.decode(receive(line)[0])
+            children = []
+            if len(answer.pids) == len(self._pairs):
+                both = zip(answer.pids, self._pairs, strict=True)
+                children = [ForkedProcess(pid, agent_end) for pid, (agent_end, _) in both]
+                self._pairs = [(child_end, child_end) for _, child_end in self._pairs]
+            return answer, children
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Close the remaining descriptors. A child that still waits for ``go`` ends then."""
+        for pair in self._pairs:
+            for end in pair:
+                end.close()
+        for fd in self._copies:
+            os.close(fd)
+        self._pairs, self._copies = [], []
+
+
+def _abandon_children(result: tuple[ForkAnswer, list[ForkedProcess]]) -> None:
+    """Let children end that are no longer needed, by closing their control sockets."""
+    for child in result[1]:
+        child.control.close()
+
+
+def _undo_start(found: _Zygote) -> None:
+    """Kill a zygote whose start was given up. Runs in the thread."""
+    found.line.close()
+    kill_and_reap(found.process)
+
+
+def _remove_file(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+
+
+def _last_line(path: Path) -> str:
+    """Return the last line in the last :data:`MAX_OUTPUT_TAIL` bytes of a file; empty if none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_OUTPUT_TAIL))
+            text = file.read(MAX_OUTPUT_TAIL).decode(errors="replace")
+    except OSError:
+        return ""
+    return text.strip().rpartition("\n")[2]
+
+
+def raise_task_error(task: asyncio.Task[None]) -> None:
+    """Raise the exception of a finished task, so that the event loop logs a defect."""
+    if not task.cancelled():
+        task.result()
+
+
+def _unfit_command(argv: Sequence[str]) -> str:
+    """Return why a command line cannot be run in a forked process; empty if it can."""
+    path = argv[2]
+    if path == "-m":
+        return ""
+    if path.endswith(".pyc"):
+        return "the script is compiled"
+    if os.path.isdir(path):
+        return "the script is a folder"
+    try:
+        zipimport.zipimporter(path)
+    except zipimport.ZipImportError:
+        return ""
+    return "the script is an archive"
+
+
+def installed_folders() -> tuple[str, ...]:
+    """Return the folders of the standard library and of installed packages, with a final slash."""
+    paths = sysconfig.get_paths()
+    folders = [paths[k] for k in ("stdlib", "platstdlib", "purelib", "platlib")]
+    folders += [*site.getsitepackages(), site.getusersitepackages()]
+    # Libraries may also be on PYTHONPATH or in a .pth file, for example on a volume. The
+    # .dist-info folders of pip distinguish them from the user's own modules.
+    folders += [path for path in sys.path if os.path.isdir(path) and _has_packages(path)]
+    # DLRover is not a module of the user, even if it is installed in editable mode: torch imports
+    # it with its rendezvous handlers.
+    folders += [str(Path(__file__).parents[1]), *dlrover_py.__path__]
+    return tuple(f"{folder}/" for folder in dict.fromkeys(folders))
+
+
+def _has_packages(folder: str) -> bool:
+    """Return whether pip has installed packages in a folder."""
+    try:
+        with os.scandir(folder) as entries:
+            return any(entry.name.endswith(".dist-info") for entry in entries)
+    except OSError:
+        return False

@@ -1,0 +1,154 @@
+"""The exchange of import recipes between the nodes of a job, by way of the master.
+
+The first node that has learned a recipe stores it on the master. Nodes that start later prepare
+warm starts with it before their workers have run once.
+"""
+
+import asyncio
+import logging
+from typing import Protocol
+
+from dlrover_agent.core import Core
+from dlrover_agent.warm.pool import ImportRecipe, WarmPool
+from dlrover_py.protocol.errors import DLRoverError
+
+log = logging.getLogger("agent")
+
+WARMING_S = 60.0
+"""Most seconds that a node that joins takes to prepare warm starts before its first round."""
+
+
+class RecipeStore(Protocol):
+    """The connection to the master, which stores the recipe of a job."""
+
+    async def fetch_recipe(self) -> bytes:
+        """Return the stored recipe; empty if there is none.
+
+        Raises:
+            DLRoverError: The master does not answer.
+        """
+
+    async def store_recipe(self, body: bytes) -> None:
+        """Store a recipe, for agents that start later.
+
+        Raises:
+            DLRoverError: The master has not accepted it.
+        """
+
+    def urge(self) -> None:
+        """Ask for a report with the change soon; the connection's own task sends it."""
+
+
+class RecipeExchange:
+    """One node's part in the exchange of recipes."""
+
+    def __init__(self, warm: WarmPool, store: RecipeStore, core: Core) -> None:
+        """Create the object. Nothing is sent yet.
+
+        Args:
+            warm: Pool that learns and uses recipes.
+            store: Connection to the master.
+            core: State of the agent, which says whether the node has joined a round.
+        """
+        self._warm, self._store, self._core = warm, store, core
+        self._stored_digest = ""
+        """Digest of the recipe that the master has stored; empty if there is none."""
+        self._own_digest = ""
+        """Digest of the recipe that this agent has sent to the master; empty if there is none."""
+        self._transfer: asyncio.Task[None] | None = None
+        self._wait_timer: asyncio.TimerHandle | None = None
+        self._waiting = True
+
+    def delays_first_round(self) -> bool:
+        """Return whether the first round has to wait until warm starts are prepared.
+
+        The nodes that already train would wait longer for a cold start. Once the result is False,
+        it stays False.
+
+        It is True only while the first zygote is being built, and for ``WARMING_S`` at most.
+        """
+        self._waiting = self._waiting and self._warm.building and not self._warm.ready
+        return self._waiting
+
+    def assigned(self, digest: str) -> None:
+        """Take note of the digest of the master's recipe, which each assignment has.
+
+        If it has changed, the recipe may be fetched or sent, in a task.
+        """
+        if digest != self._stored_digest:
+            self._stored_digest = digest
+            self._exchange()
+
+    def warm_starts_changed(self) -> None:
+        """Take note of a new recipe or zygote, or that warm starts were given up.
+
+        The recipe may be fetched or sent, in a task. Before the first round, a report is requested
+        too.
+        """
+        self._exchange()
+        if not self._core.follows:
+            self._store.urge()
+
+    def take(self, body: bytes) -> None:
+        """Prepare warm starts with the master's recipe, unless the agent has a recipe.
+
+        The zygote is built in a task. A recipe that cannot be read is logged and not used.
+
+        Args:
+            body: The recipe; empty if the master has none.
+        """
+        if not body or self._warm.recipe is not None:
+            return
+        try:
+            self._warm.adopt(ImportRecipe.from_wire(body))
+        except ValueError as error:
+            log.warning("recipe_not_used", extra={"why": str(error), "then": "cold start"})
+            return
+        if not self._core.follows:
+            loop = asyncio.get_running_loop()
+            self._wait_timer = loop.call_later(WARMING_S, self._stop_waiting)
+
+    def _stop_waiting(self) -> None:
+        """Join the next round, although warm starts are not prepared."""
+        self._waiting = False
+        self._store.urge()
+
+    def _exchange(self) -> None:
+        """Begin to fetch the recipe from the master, or to send the agent's recipe to it.
+
+        Nothing happens while a transfer is under way, or if warm starts are disabled. A recipe is
+        not sent if it is private to this node, or if the master has one from another agent. A
+        failed transfer is only logged; the next change begins another one.
+        """
+        recipe = self._warm.recipe
+        if self._warm.disabled_reason or (self._transfer is not None and not self._transfer.done()):
+            return
+        if self._stored_digest and recipe is None:
+            self._transfer = asyncio.create_task(self._fetch())
+        elif recipe is not None and recipe.shared:
+            # The agent that sent the recipe first also sends it again when it has grown.
+            grown = self._own_digest and self._own_digest != recipe.digest
+            if grown or not self._stored_digest:
+                self._transfer = asyncio.create_task(self._send(recipe))
+
+    async def _fetch(self) -> None:
+        try:
+            self.take(await self._store.fetch_recipe())
+        except DLRoverError as error:
+            log.info("recipe_not_fetched", extra={"why": str(error)})
+
+    async def _send(self, recipe: ImportRecipe) -> None:
+        try:
+            await self._store.store_recipe(recipe.to_wire())
+            self._stored_digest = self._own_digest = recipe.digest
+            log.info("recipe_stored", extra={"id": recipe.digest})
+        except DLRoverError as error:
+            log.info("recipe_not_stored", extra={"why": str(error)})
+
+    async def close(self) -> None:
+        """Stop a transfer that is under way."""
+        if self._wait_timer is not None:
+            self._wait_timer.cancel()
+        if self._transfer is not None:
+            self._transfer.cancel()
+            await asyncio.gather(self._transfer, return_exceptions=True)

@@ -1,0 +1,548 @@
+"""The zygote: the process that warm workers are forked from, with the script's modules imported.
+
+The command is ``python -u -c BOOT ORDERS``. ORDERS is a JSON file with a :class:`ZygoteConfig`,
+which names a Unix socket to the agent. The zygote imports what the recipe lists, tests itself in a
+forked child, and reports whether it is fit. Then it forks processes on request. It never runs the
+user's code, starts no thread and uses no device.
+
+The messages are defined in :mod:`dlrover_py.protocol.zygote`. Apart from a few light modules of
+DLRover, modules outside of the standard library are only imported by name, as the recipe says.
+"""
+
+import array
+import contextlib
+import gc
+import importlib
+import importlib.machinery
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple, NoReturn
+
+from dlrover_agent.warm import script
+from dlrover_py.process.identity import ignore_sent_to_all, signal_at_parents_end
+from dlrover_py.protocol.zygote import (
+    LENGTH,
+    MAX_MESSAGE,
+    STARTED,
+    ForkAnswer,
+    ForkStore,
+    ForkWorkers,
+    WorkerFork,
+    ZygoteConfig,
+    ZygoteFitness,
+    encode,
+    read_request,
+)
+
+PART = 1 << 20
+"""Largest number of bytes that are read from the socket in one call."""
+PROBE_S = 20.0
+"""Seconds that the forked child has for the test."""
+
+
+class ForkTarget(NamedTuple):
+    """The request that a forked child has to carry out, and its file descriptors."""
+
+    request: WorkerFork | ForkStore
+    fds: list[int]
+
+
+# --- Messages, for both ends of the socket ---
+
+
+def send(line: socket.socket, body: bytes, fds: list[int] | None = None) -> None:
+    """Send one message.
+
+    Args:
+        line: Socket to the other process.
+        body: Message.
+        fds: File descriptors to send with it.
+
+    Raises:
+        OSError: If the message is too large, or the peer has closed the socket, or does not read
+            within the socket's timeout.
+    """
+    _see_that_it_fits(len(body))
+    data = len(body).to_bytes(LENGTH, "big") + body
+    sent = socket.send_fds(line, [data], fds) if fds else line.send(data)
+    line.sendall(data[sent:])
+
+
+def receive(line: socket.socket) -> tuple[bytes, list[int]]:
+    """Receive one message, and the file descriptors that were sent with it.
+
+    Raises:
+        EOFError: If the peer has closed the socket.
+        OSError: If the message is too large, or the peer is silent for longer than the socket's
+            timeout.
+    """
+    data, fds = _read(line, LENGTH, take_fds=True)
+    size = int.from_bytes(data, "big")
+    _see_that_it_fits(size)
+    body, _ = _read(line, size)
+    return body, fds
+
+
+def _see_that_it_fits(size: int) -> None:
+    if size > MAX_MESSAGE:
+        raise OSError(f"a message has {size} bytes: expected at most {MAX_MESSAGE}")
+
+
+def _read(line: socket.socket, size: int, *, take_fds: bool = False) -> tuple[bytes, list[int]]:
+    """Read exactly this many bytes, and the file descriptors that were sent with them."""
+    data, fds = b"", array.array("i")
+    while len(data) < size:
+        room = socket.CMSG_SPACE(253 * fds.itemsize) if take_fds else 0
+        # In parts, because recvmsg allocates the full size even if fewer bytes arrive.
+        part, ancillary, _, _ = line.recvmsg(min(size - len(data), PART), room)
+        for _, _, numbers in ancillary:
+            fds.frombytes(numbers)
+        if not part:
+            raise EOFError
+        data += part
+    return data, list(fds)
+
+
+# --- The zygote ---
+
+
+def main() -> None:
+    """Run a zygote, and in its children the requested worker or store; or run a store directly.
+
+    A zygote and a store do not return: they end with the agent. In a worker the call returns when
+    the script has run.
+    """
+    if sys.argv[1] == "store":
+        agent, *rest = map(int, sys.argv[2:])
+        _end_with_parent(agent)
+        serve_store(*rest)
+    with open(sys.argv[1], "rb") as file:
+        orders = ZygoteConfig.decode(file.read(MAX_MESSAGE))
+    line = socket.socket(fileno=orders.socket)
+    line.set_inheritable(False)
+    _end_with_parent(orders.agent)
+    fork = Zygote(orders, line).run()
+    if isinstance(fork.request, ForkStore):
+        serve_store(fork.request.store, fork.fds[1], fork.fds[0])
+    argv = fork.request.argv
+    del fork
+    script.run_script(argv)
+
+
+def serve_store(port: int, listening: int, control: int) -> NoReturn:
+    """Serve the TCP store of one round until the process is killed.
+
+    The start is reported by one message. Signals that are sent to all processes are ignored.
+
+    Args:
+        port: Port of the store.
+        listening: File descriptor of the listening socket.
+        control: File descriptor on which the start is reported.
+    """
+    ignore_sent_to_all()  # the workers need it, whatever a batch system sends to all processes
+    distributed = importlib.import_module("torch.distributed")
+    with socket.socket(fileno=os.dup(listening)) as where:
+        host = str(where.getsockname()[0])
+    host = {"::": "::1", "0.0.0.0": "127.0.0.1"}.get(host, host)
+    store = distributed.TCPStore(
+        host, port, None, True, wait_for_workers=False, master_listen_fd=listening
+    )
+    os.write(control, STARTED)
+    while True:
+        signal.pause()
+        assert store is not None
+
+
+class Zygote:
+    """The zygote process: it builds itself from a recipe, and then serves requests to fork."""
+
+    def __init__(self, orders: ZygoteConfig, line: socket.socket) -> None:
+        self._orders, self._line = orders, line
+        self._set_by_imports: dict[str, str] = {}
+        """Environment variables that imports have set."""
+        self._files: dict[str, tuple[int, int]] = {}
+        """State of the imported files, by path."""
+
+    def run(self) -> ForkTarget:
+        """Build the zygote, report whether it is fit, and serve requests until the agent ends.
+
+        The method returns in forked children only. When the agent ends, it exits the process.
+        """
+        fitness = self._build()
+        send(self._line, encode(fitness))
+        while True:
+            try:
+                body, fds = receive(self._line)
+            except (EOFError, OSError):
+                os._exit(0)
+            pids: list[int] = []
+            try:
+                request = read_request(body)
+            except ValueError as error:
+                refusal = f"the request is not understood: {error}"
+            else:
+                refusal = self._refusal_reason(request)
+            if not refusal:
+                try:
+                    pids, fork = self._fork(request, fds)
+                except OSError as error:
+                    refusal = f"fork: {error.strerror}"
+                else:
+                    if fork is not None:
+                        return fork
+            for fd in fds:
+                os.close(fd)
+            send(self._line, encode(ForkAnswer(pids, refusal)))
+
+    # --- Build ---
+
+    def _build(self) -> ZygoteFitness:
+        """Import what the recipe lists, and find out whether workers can be forked.
+
+        An import that fails is skipped, because the script's own import will fail, too. The first
+        reason against forks ends the build; the result then lists the modules at fault, if they are
+        known.
+        """
+        for what, _, origin in self._orders.recipe:
+            if what == "import" and origin is not None:
+                self._remember_file(origin)
+        before, held = dict(os.environ), _shared_resources()
+        by_script: dict[str, str | None] = {}
+        threads_by: list[str] = []
+        with _watched_environment(frozenset(self._orders.per_rank)) as looked:
+            for what, name, value in self._orders.recipe:
+                if what == "env":
+                    by_script[name] = value
+                    _set_variable(name, value)
+                if what != "import":
+                    continue
+                threads = _threads()
+                try:
+                    importlib.import_module(name)
+                except Exception:  # noqa: BLE001 - the script's own import will fail, too
+                    continue
+                if looked:
+                    key, chain = looked[0]
+                    return ZygoteFitness(f"{chain[0]} reads {key} when it is imported", blame=chain)
+                if _threads() > threads:
+                    threads_by.append(name)
+                found = _origin(sys.modules.get(name), value)
+                if value is not None and found != value:
+                    where = f"{name} comes from {found}, and in the script from {value}"
+                    return ZygoteFitness(where, blame=[name])
+        for name in {*os.environ, *by_script}:
+            if os.environ.get(name) == by_script.get(name, before.get(name)):
+                _set_variable(name, before.get(name))
+            elif name in os.environ:
+                self._set_by_imports[name] = os.environ[name]
+        for module in list(sys.modules.values()):
+            if origin := _origin(module):
+                self._remember_file(origin)
+        for what, name, origin in self._orders.recipe:
+            if what == "own" and name in sys.modules:
+                return ZygoteFitness(f"{name} is not the module of the script ({origin})")
+        if new := _shared_resources() - held:
+            return ZygoteFitness(f"an import has opened {', '.join(sorted(new))}")
+        if logging.root.handlers:
+            return ZygoteFitness("an import has configured logging")
+        return self._test_fork(threads_by)
+
+    def _remember_file(self, origin: str) -> None:
+        """Remember the state of a module's file."""
+        if origin not in self._files and (state := _file_state(origin)) is not None:
+            self._files[origin] = state
+
+    def _test_fork(self, threads_by: list[str]) -> ZygoteFitness:
+        """Test a fork. ``threads_by`` has the modules that started threads.
+
+        The objects of the zygote are kept from garbage collection from now on.
+        """
+        if children := _children():
+            return ZygoteFitness(f"an import has started processes ({children})")
+        gc.collect()
+        # Otherwise a child's garbage collector would write to every page, and so copy it.
+        gc.freeze()
+        fault = _probe()
+        if not fault and _threads() > 1:
+            # Thread pools with fork handlers have ended their threads before the fork.
+            fault = f"threads of {', '.join(threads_by)} survive a fork"
+            return ZygoteFitness(fault, blame=threads_by)
+        return ZygoteFitness(fault, modules=len(sys.modules))
+
+    # --- Requests ---
+
+    def _refusal_reason(self, request: ForkWorkers | ForkStore) -> str:
+        """Return why a cold start would import other modules than the zygote has.
+
+        The result is empty if it would import the same, and always for a store.
+        """
+        if isinstance(request, ForkStore):
+            return ""
+        for path, state in self._files.items():
+            if _file_state(path) != state:
+                return f"{path} has changed"
+        argv = request.workers[0].argv
+        own = os.getcwd() if argv[2] == "-m" else os.path.dirname(os.path.realpath(argv[2]))
+        installed = os.path.dirname(os.__file__)
+        before = [own, *sys.path[: sys.path.index(installed)]] if installed in sys.path else [own]
+        if sys.flags.safe_path:
+            del before[0]
+        for folder in before:
+            for name in _importable(folder):
+                origin = _origin(sys.modules.get(name))
+                if origin in (None, "built-in", "frozen"):
+                    continue
+                if os.path.dirname(origin) not in (folder, os.path.join(folder, name)):
+                    return f"{name} in {folder} hides {origin}"
+        return ""
+
+    def _fork(
+        self, request: ForkWorkers | ForkStore, fds: list[int]
+    ) -> tuple[list[int], ForkTarget | None]:
+        """Fork the requested children, as orphans that the agent inherits as a subreaper.
+
+        A process in between forks them and ends.
+
+        Returns:
+            In the zygote: the process ids, and None. Some are missing if a fork has failed. In a
+            child: an empty list, and its request.
+        """
+        wanted: Sequence[WorkerFork | ForkStore]
+        wanted = request.workers if isinstance(request, ForkWorkers) else [request]
+        each = len(fds) // len(wanted)
+        read, write = os.pipe()
+        intermediate = _fork()
+        if intermediate == 0:
+            for i, one in enumerate(wanted):
+                try:
+                    pid = _fork()
+                except OSError:  # the agent notices that some are missing
+                    os._exit(1)
+                if pid == 0:
+                    own = fds[i * each : (i + 1) * each]
+                    for fd in {read, write, *fds} - set(own):
+                        os.close(fd)
+                    self._prepare_child(one, own)
+                    return [], ForkTarget(one, own)
+                os.write(write, pid.to_bytes(4, "big"))
+            os._exit(0)
+        os.close(write)
+        os.waitpid(intermediate, 0)
+        with open(read, "rb") as pids:
+            data = pids.read()
+        return [int.from_bytes(data[i : i + 4], "big") for i in range(0, len(data), 4)], None
+
+    def _prepare_child(self, one: WorkerFork | ForkStore, own: list[int]) -> None:
+        """Separate a child from the zygote, such that it is like a new process. Runs in the child.
+
+        The child waits for the agent's signal to go, and ends if the agent gives it up. After the
+        signal, a worker gets its own output, environment and random state, and reports its start. A
+        store keeps the zygote's.
+        """
+        self._line.close()
+        os.setsid()
+        control = own[0]
+        if not os.read(control, 1):
+            os._exit(0)  # the agent has given up the start, or has ended
+        _end_with_parent(self._orders.agent)
+        if isinstance(one, ForkStore):
+            return
+        for fd, number in zip(own[1:], (1, 2), strict=True):
+            os.dup2(fd, number)
+            os.close(fd)
+        env = {**one.env, **self._set_by_imports}
+        for name in {*os.environ, *env}:
+            if os.environ.get(name) != env.get(name):
+                _set_variable(name, env.get(name))
+        _renew_random_state()
+        os.write(control, STARTED)
+        os.close(control)
+
+
+def _renew_random_state() -> None:
+    """Create the random state again that a process creates once.
+
+    Only modules that are already imported are changed. The modules random and tempfile handle forks
+    themselves.
+    """
+    numpy: Any = sys.modules.get("numpy.random")
+    if numpy is not None:
+        numpy.seed()
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
+        torch.default_generator.seed()
+    processes: Any = sys.modules.get("multiprocessing.process")
+    if processes is not None:
+        processes.current_process().authkey = os.urandom(32)
+    logs: Any = sys.modules.get("logging")
+    if logs is not None:
+        # Python 3.13 counts in nanoseconds.
+        whole = isinstance(logs._startTime, int)
+        logs._startTime = time.time_ns() if whole else time.time()
+
+
+def _probe() -> str:
+    """Test in a forked child what workers do; return what is wrong, or empty text.
+
+    A child that does not answer within ``PROBE_S`` is killed, and the result says that it hangs.
+    """
+    read, write = os.pipe()
+    zygote = os.getpid()
+    pid = _fork()
+    if pid == 0:
+        _end_with_parent(zygote)
+        os.close(read)
+        try:
+            fault = _exercise()
+        except BaseException as error:  # noqa: BLE001
+            fault = f"{type(error).__name__}: {error}"
+        os.write(write, (fault or "fit").encode())
+        os._exit(0)
+    os.close(write)
+    with open(read, "rb", buffering=0) as answer:
+        ready, _, _ = select.select([answer], [], [], PROBE_S)
+        text = answer.read(1000) if ready else b"hangs"
+    if not ready:
+        os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return "" if text == b"fit" else f"a forked child: {text.decode() or 'crashes'}"
+
+
+def _exercise() -> str:
+    """Use torch and numpy as workers do; return what is wrong, or empty text."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        if torch.cuda.is_initialized() or torch.cuda._is_in_bad_fork():
+            return "an import has initialised CUDA"
+        matrix = torch.ones(600, 600, requires_grad=True)  # enough for threads
+        (matrix @ matrix).exp().sum().backward()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.ones((600, 600)) @ numpy.ones((600, 600))
+    return ""
+
+
+@contextlib.contextmanager
+def _watched_environment(
+    names: frozenset[str],
+) -> Iterator[list[tuple[str, list[str]]]]:
+    """Record reads of these environment variables: the module that reads, and its importers.
+
+    The list that is yielded grows within the context. Reads of C code are not seen.
+    """
+    looked: list[tuple[str, list[str]]] = []
+    plain = type(os.environ)
+
+    class Watched(plain):  # type: ignore[misc, valid-type]
+        def __getitem__(self, name: str) -> str:
+            if name in names:
+                chain, frame = [], sys._getframe(1)
+                while frame is not None:
+                    if frame.f_code.co_name == "<module>":
+                        chain.append(str(frame.f_globals.get("__name__")))
+                    frame = frame.f_back  # type: ignore[assignment]
+                looked.append((name, [m for m in chain if m != "__main__"] or ["an import"]))
+            return str(super().__getitem__(name))
+
+    os.environ.__class__ = Watched
+    try:
+        yield looked
+    finally:
+        os.environ.__class__ = plain
+
+
+def _shared_resources() -> set[str]:
+    """Return the resources that forked children would share, unlike new processes.
+
+    These are writable shared memory, sockets and devices. A lock in shared memory would stay locked
+    if a child is killed while it holds the lock.
+    """
+    held = set()
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            fields = line.split(maxsplit=5)
+            if fields[1].startswith("rw-s") or "/dev/nvidia" in line:
+                held.add(fields[5].strip() if len(fields) > 5 else "shared memory")
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{fd}")
+            if target.startswith(("socket:", "anon_inode:", "/dev/nvidia", "/dev/kfd", "/dev/dri")):
+                held.add(target)
+    return held
+
+
+def _fork() -> int:
+    """Fork, without Python's warning about threads."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # _test_fork checks that threads end before a fork
+        return os.fork()
+
+
+def _set_variable(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
+def _origin(module: ModuleType | None, default: str | None = None) -> str | None:
+    """Return where a module was found: its file, ``built-in`` or ``frozen``."""
+    origin = getattr(getattr(module, "__spec__", None), "origin", default)
+    return origin if isinstance(origin, str) else default
+
+
+def _file_state(path: str) -> tuple[int, int] | None:
+    """Return the modification time (ns) and size of a file; None if it cannot be read."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size
+
+
+_SUFFIXES = frozenset(importlib.machinery.all_suffixes())
+
+
+def _importable(folder: str) -> set[str]:
+    """Return the names of the modules and packages in a folder; empty if it cannot be read.
+
+    Packages without an ``__init__.py`` are left out.
+    """
+    names = set()
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                stem, dot, _ = entry.name.partition(".")
+                if entry.name[len(stem) :] in _SUFFIXES or (
+                    not dot and os.path.exists(os.path.join(entry.path, "__init__.py"))
+                ):
+                    names.add(stem)
+    except OSError:
+        pass
+    return names
+
+
+def _threads() -> int:
+    """Return the number of threads of this process."""
+    return len(os.listdir("/proc/self/task"))
+
+
+def _children() -> str:
+    """Return the process ids of the main thread's children, separated by spaces."""
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        return file.read().strip()
+
+
+def _end_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends; exit if the parent has ended."""
+    signal_at_parents_end(signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

@@ -1,0 +1,87 @@
+"""Read CUDA_VISIBLE_DEVICES: which GPUs a process may use, and in which order. PURE.
+
+The rules are those of CUDA, as torch implements them (torch/cuda/__init__.py:
+``_parse_visible_devices``, ``_transform_uuid_to_ordinals``, ``_device_count_nvml``).
+"""
+
+import re
+from collections.abc import Sequence
+
+MIG = "MIG-"
+"""Prefix of the name of a GPU slice. CUDA uses one slice, even if more are listed."""
+_UUID = "GPU-"
+_NUMBER = re.compile(r"\+?\d+", re.ASCII)
+
+
+def visible(given: str, uuids: Sequence[str]) -> list[int] | None:
+    """Return the indices of the visible GPUs, in the order of CUDA's own numbers.
+
+    Returns:
+        The indices; None if the value names GPUs by UUID, and no UUID is known. The first unknown
+        entry ends the list. A GPU that is named twice makes the list empty.
+    """
+    names = _named(given, _UUID)
+    if names is None:
+        chosen = _numbered(given)
+        beyond = [place for place, index in enumerate(chosen) if index >= len(uuids)]
+        return chosen[: beyond[0]] if beyond else chosen
+    if not any(uuids):
+        return None
+    found: list[int] = []
+    for name in names:  # CUDA accepts the beginning of a UUID
+        fit = [index for index, uuid in enumerate(uuids) if uuid.startswith(name)]
+        if len(fit) != 1:
+            break  # an unknown or ambiguous name ends the list
+        if fit[0] in found:
+            return []
+        found += fit
+    return found
+
+
+def count(given: str, uuids: Sequence[str]) -> int:
+    """Return the number of visible devices, which are GPUs or slices of GPUs.
+
+    Args:
+        given: Value of the variable.
+        uuids: UUIDs of all GPUs, as for :func:`visible`; empty if the GPUs are not known.
+    """
+    if (slices := _named(given, MIG)) is not None:
+        return min(1, len(slices))
+    found = visible(given, uuids) if uuids else None
+    if found is not None:
+        return len(found)
+    names = _named(given, _UUID)
+    return len(_numbered(given) if names is None else names)
+
+
+def _named(given: str, prefix: str) -> list[str] | None:
+    """Return the names in a list whose first name has the prefix; None if it has not.
+
+    A name without the prefix ends the list. If a name is listed twice, the result is empty.
+    """
+    if not given.startswith(prefix):
+        return None
+    found: list[str] = []
+    for word in given.split(","):
+        if word in found:
+            return []
+        if not word.startswith(prefix):
+            break
+        found.append(word)
+    return found
+
+
+def _numbered(given: str) -> list[int]:
+    """Return the numbers at the beginning of each word.
+
+    A word without a number ends the list. If a number is listed twice, the result is empty.
+    """
+    found: list[int] = []
+    for word in given.split(","):
+        number = _NUMBER.match(word.strip())
+        if number is None:
+            break
+        if int(number[0]) in found:
+            return []
+        found.append(int(number[0]))
+    return found

@@ -1,0 +1,1 @@
+"""Checkpoints: in shared memory, in a directory or bucket, and on the way between nodes."""

@@ -1,0 +1,847 @@
+"""The persister, a process on each node that writes staged checkpoints to storage.
+
+``python -m dlrover_py.checkpoint.writer`` reads requests from standard input and writes replies to
+standard output (:mod:`dlrover_py.protocol.persister`, one JSON document per line). It ends at an
+empty line or when its input ends, and cancels a write that is in progress. It is killed when the
+thread that started it ends (PR_SET_PDEATHSIG), so a long-lived thread must start it.
+
+The nodes that write a checkpoint communicate only by files in the folder of the checkpoint::
+
+    file                       contents                                        written by
+    parts/<node>.layout.json   slots of a node: tensor chunks and digests      each writer
+    parts/plan.json            which node writes which chunk                   the coordinator
+    __<rank>_0.distcp          torch DCP files, a ``torch.save`` zip a tensor  each writer
+    parts/<node>.done.json     position of each chunk; the files are synced    each writer
+    .metadata                  torch DCP's index                               the coordinator
+
+Once the commit is granted, the coordinator writes the manifest
+(:mod:`dlrover_py.checkpoint.directory`). All bytes are hashed while they are written and compared
+with the digests of the staged bytes. Bytes that differ never become part of a checkpoint.
+
+The files follow torch/distributed/checkpoint/filesystem.py of torch 2.6 to 2.13.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from math import prod
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import xxhash
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import filesystem as dcp_files
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.storage import WriteResult
+
+from dlrover_py import telemetry
+from dlrover_py.checkpoint.directory import (
+    PARTS_FOLDER,
+    RENEW_S,
+    CheckpointDirectory,
+    DirectoryClaimedError,
+    DirectoryOwner,
+    FileWriter,
+    folder_of,
+)
+from dlrover_py.checkpoint.exchange import KINDS, PartsFolder
+from dlrover_py.checkpoint.held_slots import OpenSlot, close_slots, lock_slots
+from dlrover_py.checkpoint.plan import (
+    WrittenCheckpoint,
+    assemble,
+    file_of,
+    make_plan,
+)
+from dlrover_py.checkpoint.shm import DamagedDataError, ShmSlot
+from dlrover_py.process.identity import ignore_sent_to_all, signal_at_parents_end
+from dlrover_py.protocol.agents import PersistPhase, StoredCheckpoint
+from dlrover_py.protocol.documents import Document
+from dlrover_py.protocol.errors import DLRoverError
+from dlrover_py.protocol.manifest import Manifest
+from dlrover_py.protocol.persister import (
+    MAX_REQUEST,
+    CancelWrite,
+    CommitGrant,
+    PersisterLine,
+    WriteReply,
+    WriteRequest,
+    read_line,
+)
+from dlrover_py.protocol.shares import (
+    NodeShares,
+    StoredChunk,
+    StoredObject,
+    WritePlan,
+    WriteShare,
+    WrittenFile,
+    WrittenFiles,
+)
+from dlrover_py.protocol.slots import TensorChunk
+
+log = logging.getLogger("persister")
+
+NICE = 10
+"""Nice value of the persister process."""
+POLL_PAUSES_S = (0.01, 2.0)
+"""First and longest pause in seconds between two looks for files of other nodes."""
+WRITE_BYTES = 1 << 22
+"""Bytes that are hashed and then written in one step: few, so that they stay in the CPU cache."""
+COMBINE_BELOW = 1 << 16
+"""Size in bytes below which writes are combined."""
+METADATA_FILE = ".metadata"
+"""Name of torch DCP's index file."""
+
+T = TypeVar("T")
+D = TypeVar("D", bound=Document)
+
+
+# --- Files ---
+
+
+class _TensorFileWriter:
+    """A stream for ``torch.save`` that finds the raw bytes of a tensor in its zip and hashes them.
+
+    Its ``write`` never raises, because the C++ writer that calls it would end the process. The
+    attribute `error` holds what happened.
+    """
+
+    def __init__(self, sink: FileWriter, stopped: Callable[[], bool]) -> None:
+        """Start at the beginning of a file; ``stopped`` is called before each chunk."""
+        self._sink, self._stopped = sink, stopped
+        self.position = 0
+        """Offset of the next byte in the file."""
+        self.error: Exception | None = None
+        """Error of the first write that failed."""
+        self.whole = xxhash.xxh3_64()
+        """Hash of all bytes that were passed on to the file."""
+        self._small = bytearray()
+        """Combined small writes that were not passed on yet."""
+        self._extra = 0
+        """Length of the extra field in the last local header of the zip."""
+        self._nbytes = 0
+        self.payload = -1
+        """Offset in the file of the raw bytes of the current tensor; -1: not found yet."""
+        self._tensor_digest = xxhash.xxh3_64()
+        """Hash of the raw bytes of the current tensor."""
+
+    def begin(self, nbytes: int) -> None:
+        """Start the next tensor, which has this number of raw bytes."""
+        self.payload, self._nbytes, self._tensor_digest = -1, nbytes, xxhash.xxh3_64()
+
+    @property
+    def xxh3(self) -> int:
+        """XXH3 of the raw bytes of the current tensor that were written."""
+        return self._tensor_digest.intdigest()
+
+    def write(self, data: Any) -> int:
+        """Accept data from torch, whose memory is valid only during the call; return its length.
+
+        After a failed write (`error`) the data is ignored.
+        """
+        data = memoryview(data).cast("B")
+        size = len(data)
+        if self.error is not None:
+            return size
+        if self.payload < 0:
+            # A local header of a zip has 30 bytes, the name, and the extra field that torch uses to
+            # align the data.
+            if size == 30 and data[:4] == b"PK\3\4":
+                self._extra = int.from_bytes(data[28:30], "little")
+            elif size < 64 and bytes(data).endswith(b"/data/0"):
+                self.payload = self.position + size + self._extra
+        try:
+            self._write_data(data)
+        except Exception as error:  # noqa: BLE001  told by who has called torch.save
+            self.error = error
+        return size
+
+    def _write_data(self, data: memoryview) -> None:
+        """Hash and write data; small writes are combined."""
+        start = self.payload
+        inside = 0 <= start <= self.position < start + self._nbytes
+        if len(data) < COMBINE_BELOW:
+            if inside:
+                self._tensor_digest.update(data)
+            self._small += data
+            self.position += len(data)
+            if len(self._small) >= WRITE_BYTES:
+                self.flush_small()
+            return
+        self.flush_small()
+        for at in range(0, len(data), WRITE_BYTES):
+            if self._stopped():
+                raise WriteCancelledError
+            chunk = data[at : at + WRITE_BYTES]
+            if inside:
+                self._tensor_digest.update(chunk)
+            self.whole.update(chunk)
+            self._sink.write(chunk)
+            self.position += len(chunk)
+
+    def flush_small(self) -> None:
+        """Pass the combined small writes on to the file."""
+        if self._small:
+            self.whole.update(self._small)
+            self._sink.write(memoryview(self._small))
+            self._small = bytearray()
+
+    def flush(self) -> None:
+        """Do nothing; torch calls this at the end of a zip."""
+
+    def raw(self, data: bytes) -> int:
+        """Write the bytes of an object and return their offset in the file."""
+        offset = self.position
+        self._write_data(memoryview(data))
+        return offset
+
+
+def _tensor(slot: ShmSlot, chunk: TensorChunk, at: int) -> torch.Tensor:
+    """Return a chunk in a slot as a tensor whose storage is not larger than the chunk."""
+    dtype = getattr(torch, chunk.dtype)
+    if not chunk.nbytes:
+        return torch.empty(chunk.shape, dtype=dtype)
+    flat = torch.frombuffer(slot.view(), dtype=dtype, count=prod(chunk.shape), offset=at)
+    return flat.reshape(chunk.shape)
+
+
+def metadata(manifest: Manifest, extents: Mapping[tuple[Any, ...], tuple[int, int]]) -> bytes:
+    """Return the contents of torch DCP's ``.metadata`` file of a checkpoint.
+
+    Args:
+        manifest: the chunks and objects of the checkpoint, and their files.
+        extents: offset and length of the zip of each chunk, by ``TensorChunk.box``.
+    """
+    tensors: dict[str, dcp.STORAGE_TYPES] = {}
+    results: list[WriteResult] = []
+    for written in manifest.chunks:
+        chunk = written.chunk
+        entry = tensors.get(chunk.key)
+        if entry is None:
+            properties = dcp.TensorProperties(dtype=getattr(torch, chunk.dtype))
+            entry = dcp.TensorStorageMetadata(properties, torch.Size(chunk.whole), [])
+            tensors[chunk.key] = entry
+        stored = dcp.ChunkStorageMetadata(torch.Size(chunk.at), torch.Size(chunk.shape))
+        index = dcp.MetadataIndex(chunk.key, chunk.at, len(entry.chunks))
+        entry.chunks.append(stored)
+        position, length = extents[chunk.box]
+        info = dcp_files._StorageInfo(written.file, position, length)
+        results.append(WriteResult(index, length, info))
+    for item in manifest.objects:
+        tensors[item.key] = dcp.BytesStorageMetadata()
+        info = dcp_files._StorageInfo(item.file, item.position, item.nbytes)
+        results.append(WriteResult(dcp.MetadataIndex(item.key), item.nbytes, info))
+    # dcp_to_torch_save nests by these paths: one level, so that load_state_dict accepts ["model"].
+    paths = {key: (key,) if "/" in key else tuple(key.split(".", 1)) for key in tensors}
+    top = {path[0] for path in paths.values() if len(path) == 1}
+    paths = {key: (key,) if path[0] in top else path for key, path in paths.items()}
+    # torch writes the file in its own format, to a temporary folder, because the store may be a
+    # bucket.
+    with tempfile.TemporaryDirectory(prefix="dlrover-") as folder:
+        writer = FileSystemWriter(folder, sync_files=False)
+        writer.storage_meta = dcp.StorageMeta  # without the path of the temporary folder
+        writer.finish(dcp.Metadata(tensors, planner_data=paths), [results])
+        return Path(folder, METADATA_FILE).read_bytes()
+
+
+# --- Attempt ---
+
+
+class WriteCancelledError(Exception):
+    """The attempt was canceled or has timed out; a reply about this was already sent."""
+
+
+class WriteAttempt:
+    """The execution of one write request in a thread of its own."""
+
+    def __init__(
+        self,
+        request: WriteRequest,
+        open_directory: Callable[[str], CheckpointDirectory],
+        send: Callable[[WriteReply], None],
+        previous: "threading.Thread | None",
+    ) -> None:
+        """Prepare an attempt; `start` starts it.
+
+        Args:
+            request: the write request.
+            open_directory: returns the checkpoint directory of a path or address.
+            send: sends a reply.
+            previous: thread of the previous attempt, which may hang in a store without an answer.
+        """
+        self.order, self._open_directory, self._send, self._previous = (
+            request,
+            open_directory,
+            send,
+            previous,
+        )
+        self._started_at = time.monotonic()
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._stopped = False
+        self._committing = False
+        self._term = request.grant
+        self._activity = ("it has not begun", "")
+        self._progressed_at = self._started_at
+        """Time by time.monotonic() of the last progress."""
+        self._waits_for_nodes = False
+        """Whether it has written its part and waits for other nodes, which have own time limits."""
+        self._locked: list[OpenSlot] = []
+        self._files: list[str] = []
+        self._nbytes = 0
+        self._folder_made = False
+        self._deadline = self._timer(request.deadline_s)
+        self.thread = threading.Thread(target=self._run, name=request.attempt, daemon=True)
+        self.folder = folder_of(request.step, request.attempt)
+
+    def start(self) -> None:
+        """Send the reply ``writing``, and start the thread and the timer for its time limit."""
+        self._deadline.start()
+        self._reply(PersistPhase.WRITING)
+        self.thread.start()
+
+    def grant(self, term: int) -> None:
+        """Permit the commit, in a term of the master; the thread commits once all is written.
+
+        A later term replaces an earlier one until the commit starts.
+        """
+        with self._lock:
+            self._term = term
+            self._wake.set()
+
+    def give_up(self, why: str, *, force: bool = False) -> None:
+        """Cancel the attempt and reply ``failed``, unless its end was already reported.
+
+        The slots are unlocked immediately. The thread ends when it next checks, and removes its
+        files; it may hang in the store until then.
+
+        Args:
+            why: the reason, for the reply.
+            force: cancel the attempt even if its commit has started; otherwise that is finished.
+        """
+        with self._lock:
+            if self._stopped or (self._committing and not force):
+                return
+            self._stopped = True
+            self._wake.set()
+            for held in self._locked:  # its thread may hang: the trainer must not wait for it
+                with contextlib.suppress(OSError):
+                    held.slot.unlock()
+        self._deadline.cancel()
+        self._reply(PersistPhase.FAILED, why=why)
+
+    def _timer(self, seconds: float) -> threading.Timer:
+        """Return a timer, not started, that checks for progress."""
+        timer = threading.Timer(seconds, self._check_progress)
+        timer.daemon = True
+        return timer
+
+    def _check_progress(self) -> None:
+        """Give the attempt up if it made no progress for its time limit; the timer calls this.
+
+        Otherwise the timer is started again. There is no limit while the attempt has written its
+        part and waits for other nodes.
+        """
+        limit = self.order.deadline_s
+        left = limit if self._waits_for_nodes else self._progressed_at + limit - time.monotonic()
+        if left <= 0:
+            self._time_out()
+            return
+        with self._lock:
+            if not self._stopped:
+                self._deadline = self._timer(left)
+                self._deadline.start()
+
+    def _time_out(self) -> None:
+        """Report a timeout, with the activity that did not end."""
+        activity, hint = self._activity
+        waited = time.monotonic() - self._progressed_at
+        hint = f": {hint}" if hint else ""
+        self.give_up(f"{activity} for {waited:.0f} s{hint}", force=True)
+
+    def _reply(self, phase: PersistPhase, **more: Any) -> None:
+        """Send a reply about this attempt."""
+        took = time.monotonic() - self._started_at
+        self._send(
+            WriteReply(
+                attempt=self.order.attempt,
+                phase=phase,
+                seconds=took,
+                nbytes=self._nbytes,
+                **more,
+            )
+        )
+
+    # --- Thread of the attempt ---
+
+    def _run(self) -> None:
+        """Write the checkpoint and report the end of the attempt.
+
+        Nothing is reported if `give_up` has reported its end before. The slots are released, and
+        the files of a failed attempt are removed (`_clean_up`).
+        """
+        why = ""
+        try:
+            stored, notes = self._write()
+            self._release_slots()
+            with self._lock:
+                self._stopped, late = True, self._stopped
+            if not late:
+                self._reply(PersistPhase.DONE, stored=stored, notes=notes)
+        except WriteCancelledError:
+            why = "canceled"
+        except (OSError, DLRoverError, ValueError) as error:
+            why = _error_message(error)
+        except Exception as error:
+            log.exception("attempt_failed", extra={"attempt": self.order.attempt})
+            why = f"{type(error).__name__}: {error}"
+        if why:
+            self._release_slots()
+            self._set_activity(f"{why}; and {self.order.dir} has not answered since")
+            self._clean_up(why)
+            self.give_up(why, force=True)
+        self._deadline.cancel()
+
+    def _set_activity(self, doing: str, hint: str = "") -> None:
+        """Record the current activity, which the message of a timeout names.
+
+        A new activity counts as progress; the same one again does not.
+        """
+        if self._activity[0] != doing:
+            self._activity, self._progressed_at = (doing, hint), time.monotonic()
+
+    def _is_cancelled(self) -> bool:
+        """Record progress, and return whether the attempt was canceled; called at each chunk."""
+        self._progressed_at = time.monotonic()
+        return self._stopped
+
+    def _write(self) -> tuple[StoredCheckpoint | None, tuple[str, ...]]:
+        """Write this node's part; the coordinator also commits and returns ``stored`` and notes.
+
+        The other nodes return None and no notes. They do not learn whether the commit succeeds.
+        The thread first waits until that of the previous attempt has ended.
+        """
+        request = self.order
+        if self._previous is not None:
+            self._set_activity(f"{request.dir} has not answered the previous attempt")
+            while self._previous.is_alive():
+                self._previous.join(0.2)
+                self._check()
+        self._set_activity(f"no slot of step {request.step}")
+        self._locked = self._poll(self._lock_slots)
+        self._set_activity(f"{request.dir} has not answered")
+        store = self._open_directory(request.dir)
+        if request.writers:
+            self._poll(lambda: self._acquire_lease(store))
+            self._check()
+            store.sweep({self.folder}, now=_wall_time())
+        parts = PartsFolder(store.place, self.folder, request)
+        self._folder_made = True
+        parts.make()
+        self._check()
+        mine = NodeShares(tuple(held.share for held in self._locked))
+        parts.put(mine)
+        layouts: dict[str, tuple[WriteShare, ...]] = {}
+        plan = self._plan(parts, mine, layouts) if request.writers else self._read_plan(parts)
+        if not request.writers:
+            store.join(DirectoryOwner(request.job, request.name))
+        written = self._write_files(store, plan)
+        self._check()
+        parts.put(written)
+        if not request.writers:
+            return None, ()
+        self._waits_for_nodes = True
+        done = self._gather(parts, written)
+        self._waits_for_nodes = False
+        return self._commit(store, assemble(request, plan, layouts, done, at=_wall_time()))
+
+    def _check(self) -> None:
+        """Raise WriteCancelledError if the attempt was canceled."""
+        if self._stopped:
+            raise WriteCancelledError
+
+    def _poll(self, look: Callable[[], T | None]) -> T:
+        """Call ``look`` with growing pauses (`POLL_PAUSES_S`) until its result is not None.
+
+        There is no other limit than that of the attempt, whose end raises WriteCancelledError.
+        """
+        pause, longest = POLL_PAUSES_S
+        while True:
+            self._check()
+            if (found := look()) is not None:
+                return found
+            if self._wake.wait(pause):
+                self._wake.clear()
+            pause = min(2 * pause, longest)
+
+    # --- Slots ---
+
+    def _lock_slots(self) -> list[OpenSlot] | None:
+        """Lock one slot for each rank; None, with no lock held, if some are missing."""
+        held, missing = lock_slots(self.order)
+        if not missing:
+            return held
+        ranks = ", ".join(map(str, sorted(missing)))
+        self._set_activity(f"step {self.order.step} of rank {ranks} is not in {self.order.arena}")
+        return None
+
+    def _release_slots(self) -> None:
+        """Unlock the slots and clear their ``persist`` mark, so that they may be filled again."""
+        for one in self._locked:
+            one.unmark()
+        with self._lock:  # a concurrent give_up() must not see closed slots
+            held, self._locked = self._locked, []
+        close_slots(held)
+
+    # --- Exchange with other nodes ---
+
+    def _gather(self, parts: PartsFolder, mine: D, hint: str = "") -> dict[str, D]:
+        """Wait until each writer has written a document as this node has, and return all of them.
+
+        Args:
+            parts: folder of the documents.
+            mine: document of this node, which is not read back.
+            hint: advice for the message of a timeout.
+        """
+        kind, found = type(mine), {self.order.node: mine}
+
+        def look() -> dict[str, D] | None:
+            late = parts.gather(kind, found)
+            if not late:
+                return found
+            nodes = ", ".join(late[:5]) + (f" and {len(late) - 5} more" if len(late) > 5 else "")
+            self._set_activity(f"{KINDS[kind]} of {nodes} not seen in {parts.url}", hint)
+            return None
+
+        return self._poll(look)
+
+    def _acquire_lease(self, store: CheckpointDirectory) -> bool | None:
+        """Take the writer lease; None, without the lease, while its present holder may be dead."""
+        request = self.order
+        try:
+            shared = len(request.writers) > 1
+            store.acquire_lease(
+                DirectoryOwner(request.job, request.name), request.attempt, shared=shared
+            )
+        except DirectoryClaimedError as error:
+            if error.is_alive:
+                raise
+            self._set_activity(str(error))
+            return None
+        return True
+
+    def _plan(
+        self, parts: PartsFolder, mine: NodeShares, layouts: dict[str, tuple[WriteShare, ...]]
+    ) -> WritePlan:
+        """Gather the shares of all nodes into ``layouts``, and make and publish the plan."""
+        hint = "is it a folder that all nodes share?" if len(self.order.writers) > 1 else ""
+        found = self._gather(parts, mine, hint)
+        layouts.update((node, found[node].shares) for node in self.order.writers)
+        plan = make_plan(layouts)
+        self._check()
+        parts.put(plan)
+        return plan
+
+    def _read_plan(self, parts: PartsFolder) -> WritePlan:
+        """Wait for the plan of the coordinator."""
+        hint = "is it a folder that all nodes share?"
+        self._set_activity(f"the coordinator's plan not seen in {parts.url}", hint)
+        return self._poll(parts.plan)
+
+    # --- Writing ---
+
+    def _write_files(self, store: CheckpointDirectory, plan: WritePlan) -> WrittenFiles:
+        """Write and sync this node's files, and return what is in them.
+
+        A rank of which the plan assigns nothing to this node gets no file.
+
+        Raises:
+            ValueError: the plan does not fit to the slots.
+            DamagedDataError: the bytes of a slot are not those that were staged.
+        """
+        chunks: list[StoredChunk] = []
+        objects: list[StoredObject] = []
+        files: list[WrittenFile] = []
+        for held in self._locked:
+            rank = held.share.rank
+            indices, keys = plan.part_of(self.order.node, held.share)
+            if not indices and not keys:
+                continue
+            name = file_of(rank)
+            path = f"{self.folder}/{name}"
+            self._set_activity(f"writing {store.place.url}/{path}")
+            self._check()
+            self._files.append(path)
+            wanted = sum(held.share.chunks[i].nbytes for i in indices)
+            wanted += sum(len(held.found.objects[key]) for key in keys)
+            sink = store.place.sink(path, wanted)
+            try:
+                stream = _TensorFileWriter(sink, self._is_cancelled)
+                chunks += [self._write_chunk(held, i, stream) for i in indices]
+                sums = {key: xxh3 for key, _, xxh3 in held.share.objects}
+                for key in keys:
+                    value = held.found.objects[key]
+                    at = stream.raw(value)
+                    objects.append(StoredObject(rank, key, at, len(value), sums[key]))
+                stream.flush_small()
+                self._check()
+                self._set_activity(f"syncing {store.place.url}/{path}")
+                sink.finish()
+                files.append(WrittenFile(name, stream.position, stream.whole.intdigest()))
+                self._nbytes += stream.position
+            finally:
+                sink.abandon()
+        store.place.settle(self.folder)
+        return WrittenFiles(tuple(chunks), tuple(objects), tuple(files))
+
+    def _write_chunk(self, held: OpenSlot, index: int, stream: _TensorFileWriter) -> StoredChunk:
+        """Write a chunk, and return where it is.
+
+        Raises:
+            DamagedDataError: the bytes in the slot are not those that were staged.
+        """
+        chunk = held.share.chunks[index]
+        start = stream.position
+        stream.begin(chunk.nbytes)
+        try:
+            torch.save(_tensor(held.slot, chunk, held.slot_offsets[index]), stream)
+        except RuntimeError:  # raised by torch after an error of the stream
+            if stream.error is None:
+                raise
+        if stream.error is not None:
+            raise stream.error
+        if stream.payload < 0:
+            raise ValueError(f"torch {torch.__version__} writes an unknown format: expected data/0")
+        self._check()
+        if stream.xxh3 != held.share.digests[index]:
+            raise DamagedDataError(
+                f"{chunk.key} of rank {held.share.rank}: its bytes in {held.slot.path} are not "
+                "those that were staged; nothing of this step is stored. If the script edits "
+                "tensors through .data or NumPy after save(), let it do so before; else, if it "
+                "happens again, have the memory of this node tested"
+            )
+        length = stream.position - start
+        return StoredChunk(held.share.rank, index, start, length, stream.payload, stream.xxh3)
+
+    # --- Commit by the coordinator ---
+
+    def _commit(
+        self, store: CheckpointDirectory, written: WrittenCheckpoint
+    ) -> tuple[StoredCheckpoint, tuple[str, ...]]:
+        """Write the index, wait for the grant and commit; return ``stored`` and notes.
+
+        The reply ``ready`` is sent if the grant has not come yet. After the commit, the checkpoints
+        that no rule keeps are removed. If this fails, a note says so.
+        """
+        request = self.order
+        self._set_activity(f"writing {store.place.url}/{self.folder}/{METADATA_FILE}")
+        self._files.append(f"{self.folder}/{METADATA_FILE}")
+        index = metadata(written.manifest, written.extents)
+        manifest = replace(written.manifest, index=xxhash.xxh3_64_intdigest(index))
+        store.place.put(f"{self.folder}/{METADATA_FILE}", index)
+        if self._term is None:
+            self._set_activity("no permission from the master to commit")
+            self._reply(PersistPhase.READY)
+        term = self._poll(lambda: self._term)
+        with self._lock:
+            if self._stopped:
+                raise WriteCancelledError
+            self._committing = True
+        self._set_activity(f"committing to {store.place.url}; whether it was is not known")
+        manifest = store.commit(replace(manifest, term=term))
+        log.info(
+            "checkpoint_stored",
+            extra={"step": request.step, "where": store.where(manifest), "nbytes": manifest.nbytes},
+        )
+        notes = [*manifest.notes]
+        if store.stuck:
+            name, why = next(iter(store.stuck.items()))
+            more = f", and {len(store.stuck) - 1} more" if len(store.stuck) > 1 else ""
+            notes.append(
+                f"{store.place.url}/{name} is left over and could not be removed: {why}{more}"
+            )
+        try:
+            store.place.remove_folder(f"{self.folder}/{PARTS_FOLDER}")
+            store.retain(request.keep, {*request.spare, self.folder})
+        except OSError as error:  # the checkpoint itself is stored
+            notes.append(f"older checkpoints could not be removed: {_error_message(error)}")
+        where = store.where(manifest)
+        stored = StoredCheckpoint(
+            step=request.step,
+            round=request.round,
+            timeline=request.timeline,
+            where=where,
+            at=manifest.at,
+            number=manifest.number,
+        )
+        return stored, tuple(notes)
+
+    def _clean_up(self, why: str) -> None:
+        """Remove the files of a failed attempt; a later attempt sweeps what remains.
+
+        Nothing is removed once the commit has started, because it may have succeeded. A node that
+        is not the coordinator removes its own files and publishes its failure. Errors are ignored.
+        """
+        if not self._folder_made or self._committing:
+            return  # the next attempt finds out whether the commit succeeded
+        with contextlib.suppress(OSError, DLRoverError):
+            store = self._open_directory(self.order.dir)
+            backend = store.place
+            if self.order.writers:  # only the coordinator can commit
+                store.clear(self.folder)
+                return
+            for name in self._files:
+                backend.remove(name)
+            PartsFolder(backend, self.folder, self.order).fail(why)
+
+
+def _wall_time() -> float:
+    """Return the seconds since the epoch, for people; it never decides which of two is newer."""
+    return datetime.now(UTC).timestamp()
+
+
+def _error_message(error: Exception) -> str:
+    """Return the message of an error; one of the system names the file."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename or 'storage'}: {error.strerror}"
+    return str(error) or type(error).__name__
+
+
+# --- Program ---
+
+
+class PersisterProcess:
+    """The main object of the persister; each write request cancels the previous one."""
+
+    def __init__(self, send: Callable[[WriteReply], None]) -> None:
+        """Start a thread that renews the writer leases every `RENEW_S` seconds.
+
+        Args:
+            send: sends a reply.
+        """
+        self._send = send
+        self._directories: dict[str, CheckpointDirectory] = {}
+        self._attempt: WriteAttempt | None = None
+        self._closing = threading.Event()
+        self._renewals = threading.Thread(target=self._renew_leases, daemon=True)
+        self._renewals.start()
+
+    def take(self, message: PersisterLine) -> None:
+        """Start to process a message and return without waiting for the result.
+
+        A write request of another attempt cancels the present one; if its commit has started, that
+        is finished first. The same request again only passes on its grant. Grants and cancellations
+        of other attempts are ignored.
+        """
+        now = self._attempt
+        same = now is not None and now.order.attempt == getattr(message, "attempt", "")
+        match message:
+            case WriteRequest() if not same:
+                if now is not None:
+                    now.give_up(f"canceled by a newer request: step {message.step}")
+                before = now.thread if now is not None else None
+                self._attempt = WriteAttempt(message, self._directory, self._send, before)
+                self._attempt.start()
+            case WriteRequest(grant=int(term)) | CommitGrant(term=term) if same and now is not None:
+                now.grant(term)
+            case CancelWrite() if same and now is not None:
+                now.give_up("canceled")
+
+    def close(self, grace_s: float = 5.0) -> None:
+        """Cancel the write in progress and release the writer leases.
+
+        A commit that has started is not canceled. Threads that do not end in time are left behind.
+
+        Args:
+            grace_s: longest wait in seconds for the attempt, and again for the leases.
+        """
+        self._closing.set()
+        if self._attempt is not None:
+            self._attempt.give_up("the persister is ending")
+            self._attempt.thread.join(grace_s)
+        release = threading.Thread(target=self._release, daemon=True)
+        release.start()
+        release.join(grace_s)  # a store may hang
+
+    def _release(self) -> None:
+        """Release the writer leases of all directories; errors are ignored."""
+        for store in list(self._directories.values()):
+            with contextlib.suppress(OSError):
+                store.release()
+
+    def _directory(self, url: str) -> CheckpointDirectory:
+        """Return the checkpoint directory of a path or address, and create it if needed."""
+        store = self._directories.get(url)
+        if store is None:
+            store = self._directories[url] = CheckpointDirectory(url)
+        store.prepare()  # each time, because it may have been removed
+        return store
+
+    def _renew_leases(self) -> None:
+        """Renew the writer leases every `RENEW_S` seconds until `close` is called.
+
+        Errors are ignored, and the next round tries again.
+        """
+        while not self._closing.wait(RENEW_S):
+            for store in list(self._directories.values()):
+                with contextlib.suppress(OSError):
+                    store.renew_lease()
+
+
+def main(*, nice: int = NICE) -> int:
+    """Run until standard input ends or has an empty line, and return the exit status.
+
+    An invalid request is logged and skipped. Replies that cannot be written are dropped.
+
+    Args:
+        nice: the lowest nice value that the process gets.
+    """
+    parent = os.getppid()
+    signal_at_parents_end(signal.SIGKILL)
+    if os.getppid() != parent:
+        return 0
+    ignore_sent_to_all()
+    with contextlib.suppress(OSError):
+        os.nice(max(0, nice - os.nice(0)))
+    telemetry.setup("persister", level=telemetry.wished_level("WARNING"))
+    warnings.filterwarnings("ignore", message="The given buffer is not writable")
+    torch.set_num_threads(1)
+    torch.serialization.set_crc32_options(False)  # XXH3 protects the bytes, three times as fast
+    replies_fd = os.dup(1)
+    os.dup2(2, 1)  # print() must not write between the replies
+    lock = threading.Lock()
+
+    def send(answer: WriteReply) -> None:
+        rest = memoryview(answer.encode())
+        with lock, contextlib.suppress(OSError):
+            while rest:
+                rest = rest[os.write(replies_fd, rest) :]
+
+    persister = PersisterProcess(send)
+    log.info("persister_ready")
+    for line in iter(lambda: sys.stdin.buffer.readline(MAX_REQUEST), b""):
+        if line == b"\n":
+            break  # the input may never end: see dlrover_py/trainer/standalone.py
+        try:
+            message = read_line(line)
+        except (ValueError, TypeError) as error:
+            log.warning("persister_request_invalid", extra={"why": str(error)})
+            continue
+        persister.take(message)
+    persister.close()
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # without waiting for a thread that hangs in a store

@@ -1,0 +1,344 @@
+"""Jobs of this machine: running jobs, through their cluster process's socket, and ended jobs."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import click
+from pydantic import BaseModel, ValidationError
+
+from dlrover_py.cli import runs, view
+from dlrover_py.cli.logs import LogQuery, missing_log_message, print_logs
+from dlrover_py.cli.settings import Settings
+from dlrover_py.net.http_client import HttpClient
+from dlrover_py.process.ownership import RUNTIME_HINT, STATE_HINT, NotOwnedError, is_own
+from dlrover_py.protocol import names
+from dlrover_py.protocol.documents import explain
+from dlrover_py.protocol.errors import ConfigError, UnreachableError
+from dlrover_py.protocol.local import CallDone, History, Snapshot
+from dlrover_py.protocol.status import JobStatus, date_time
+
+D = TypeVar("D", bound=BaseModel)
+
+CALL_S = 10.0
+"""Deadline of a call to a job's cluster process, in seconds."""
+STOP_S = 60.0
+"""Seconds that ``dlrover job stop`` waits for the end of a job."""
+
+
+class JobNotFoundError(ConfigError):
+    """There is no such job on this machine, or several jobs match."""
+
+    def __init__(self, text: str, *, several: bool = False) -> None:
+        """Keep the message.
+
+        Args:
+            text: the message.
+            several: several jobs match.
+        """
+        super().__init__(text)
+        self.several = several
+
+
+def find_to_read(settings: Settings, name: str | None) -> "RunningJob | EndedJob":
+    """Return the running job with this name, or else its last run.
+
+    Without a name it is the only running job, or else the last run of any job.
+
+    Raises:
+        JobNotFoundError: there is no such job, or several jobs match.
+    """
+    present = running(settings)
+    if name in present or (name is None and present):
+        return _select(present, name)
+    if folder := _last_run(settings, name):
+        return EndedJob(folder)
+    if name is None:
+        raise JobNotFoundError(
+            "no job has run on this machine; start one with `dlrover job run job.yaml`"
+        )
+    raise JobNotFoundError(f"job {name} is not known on this machine; see `dlrover job list`")
+
+
+def find_to_change(settings: Settings, name: str | None) -> "RunningJob":
+    """Return the running job with this name, or the only running job.
+
+    Jobs that have ended are ignored.
+
+    Raises:
+        JobNotFoundError: there is no such job, or several jobs match.
+    """
+    return _select(running(settings), name)
+
+
+def _select(present: "dict[str, RunningJob]", name: str | None) -> "RunningJob":
+    """Return the running job with this name, or the only one.
+
+    Raises:
+        JobNotFoundError: there is no such job, or several jobs match.
+    """
+    if name is not None and name not in present:
+        others = f"; these run: {', '.join(present)}" if present else "; no job runs"
+        raise JobNotFoundError(f"job {name} does not run on this machine{others}")
+    if not present:
+        raise JobNotFoundError("no job runs on this machine; see `dlrover job list`")
+    if name is None and len(present) > 1:
+        text = f"{len(present)} jobs run on this machine; name one of {', '.join(present)}"
+        raise JobNotFoundError(text, several=True)
+    return present[name] if name is not None else next(iter(present.values()))
+
+
+def running(settings: Settings) -> "dict[str, RunningJob]":
+    """Return the jobs whose cluster process runs on this machine, by their names, sorted.
+
+    Sockets on which no process listens are left out. A job may have been started with another
+    TMPDIR, such as one that Slurm has set. Then the link in its state folder says where its runtime
+    folder is.
+
+    Raises:
+        ConfigError: another user could have made the content of a folder.
+    """
+    folders = []
+    root = settings.state_folder
+    if root is not None and is_own(root, shared=True, hint=STATE_HINT):
+        for link in root.glob(f"*@*/{names.RUNTIME_LINK}"):
+            with contextlib.suppress(OSError, NotOwnedError):  # made later, by another user
+                folder = link.readlink()
+                if is_own(folder.parent, hint=RUNTIME_HINT):
+                    folders.append(folder)
+    if is_own(settings.runtime_root, hint=RUNTIME_HINT):
+        folders += [p.parent for p in settings.runtime_root.glob(f"*/{names.CLUSTER_SOCKET}")]
+    sockets = {folder.name: folder / names.CLUSTER_SOCKET for folder in folders}
+    return {
+        name: RunningJob(name, path) for name, path in sorted(sockets.items()) if _listens(path)
+    }
+
+
+def _listens(path: Path) -> bool:
+    """Return whether a process listens on a socket; True if that is not sure.
+
+    A killed process leaves its socket file behind.
+    """
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:
+            return True  # it is busy, or a later call shows the error
+    return True
+
+
+def past(settings: Settings) -> list[JobStatus]:
+    """Return the last status of each run that has ended, the newest first.
+
+    Runs without a status, or with a damaged one, are left out.
+
+    Raises:
+        ConfigError: another user could have made the state folder's content.
+    """
+    return [run.status for run in runs.ended(settings.state_folder) if run.status is not None]
+
+
+class RunningJob:
+    """A job that runs on this machine."""
+
+    where = "on this machine"
+
+    def __init__(self, name: str, socket_path: Path) -> None:
+        self.name, self._socket = name, socket_path
+
+    def snapshot(self) -> Snapshot:
+        """Return the state of the job from its cluster process."""
+        return self._answer(Snapshot, "GET", "/v1/job")
+
+    def load_view(self, *, with_pods: bool = False) -> view.JobView:  # noqa: D102
+        snapshot = self.snapshot()
+        status = snapshot.status
+        return view.JobView(
+            name=self.name,
+            header_lines=view.spec_lines(snapshot),
+            phase="Pending" if status is None else status.phase.value,
+            reason="the job is starting: there is no status yet" if not status else status.reason,
+            status=status,
+            conditions=[] if status is None else status.conditions,
+            events=[] if status is None else status.events,
+            document=snapshot.model_dump(mode="json")
+            | {"job": snapshot.job.model_dump(mode="json", by_alias=True)},
+        )
+
+    def history(self) -> History:  # noqa: D102
+        return self._answer(History, "GET", "/v1/history")
+
+    def show_logs(self, query: LogQuery) -> None:  # noqa: D102
+        folder = Path(self.snapshot().log_dir)
+        if not print_logs(folder, self._socket if query.follow else None, query):
+            click.echo(
+                f"dlrover: {missing_log_message(folder, query)}", err=True
+            )  # no failure: a log may still appear
+
+    def request(self, path: str) -> str:
+        """Make a request to the cluster process; return its answer.
+
+        Raises:
+            ConfigError: the cluster process refuses the request.
+            UnreachableError: the cluster process does not answer within `CALL_S`.
+        """
+        return self._answer(CallDone, "POST", path).message
+
+    def scale(self, replicas: int) -> str:  # noqa: D102
+        return self.request(f"/v1/scale?replicas={replicas}")
+
+    def suspend(self, on: bool) -> str:  # noqa: D102
+        return self.request(f"/v1/suspend?on={'true' if on else 'false'}")
+
+    def restart(self, *, rolling: bool) -> str:  # noqa: D102
+        at = date_time(view.now())
+        return self.request(f"/v1/restart?at={at}&rolling={'true' if rolling else 'false'}")
+
+    def stop(self, *, wait: bool) -> str:
+        """Have the cluster process end the job; return a sentence about the new state.
+
+        With ``wait`` it returns when the job's runtime folder is gone. Otherwise the job may still
+        run.
+
+        Raises:
+            UnreachableError: the cluster process does not answer, or ``wait`` is set and the job
+                has not ended within `STOP_S`.
+        """
+        answer = self.request("/v1/stop")
+        deadline = time.monotonic() + STOP_S
+        pause = threading.Event()
+        while wait and self._socket.parent.exists():
+            if time.monotonic() > deadline:
+                raise UnreachableError(
+                    f"{self.name} has not ended within a minute; see `dlrover job describe`"
+                )
+            pause.wait(0.05)
+        return answer
+
+    def delete(self, *, cascade: str, wait: bool, confirm: Callable[[str], None]) -> str:
+        """Refuse to delete the job: a job on this machine is stopped instead.
+
+        Args:
+            cascade: not used.
+            wait: not used.
+            confirm: not used.
+
+        Raises:
+            ConfigError: in every case. The message names the command that stops the job.
+        """
+        raise ConfigError(
+            f"{self.name} runs on this machine: end it with `dlrover job stop {self.name}`, "
+            "or select the job in the cluster with --namespace"
+        )
+
+    def _answer(self, kind: type[D], method: str, path: str) -> D:
+        """Make a call to the cluster process; return the answer.
+
+        Args:
+            kind: model of the answer.
+            method: method of the call.
+            path: path of the call.
+
+        Raises:
+            ConfigError: the cluster process refuses the call, or its answer is not understood.
+            UnreachableError: the cluster process does not answer within `CALL_S`.
+        """
+
+        async def call() -> bytes:
+            client = HttpClient(f"unix:{self._socket}")
+            try:
+                return await client.call(method, path, deadline_s=CALL_S)
+            finally:
+                client.close()
+                await asyncio.sleep(0)  # the event loop closes the connection
+
+        body = asyncio.run(call())
+        try:
+            return kind.model_validate_json(body)
+        except ValidationError as error:
+            raise ConfigError(
+                f"{self.name}: the answer of its cluster process is not understood: "
+                f"{explain(error)}; use the release of DLRover-Py that has started the job"
+            ) from error
+
+
+class EndedJob:
+    """The last run of a job that has ended on this machine."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.name = folder.name.rpartition("@")[0]
+
+    def _status(self) -> JobStatus:
+        """Return the last status, read from the file at each call.
+
+        Raises:
+            ConfigError: the file is damaged, or does not exist any more.
+        """
+        try:
+            return runs.read_document(self._folder / names.STATUS_FILE, JobStatus)
+        except FileNotFoundError as error:
+            raise ConfigError(f"{error.filename}: the file does not exist any more") from error
+
+    @property
+    def where(self) -> str:  # noqa: D102
+        ended = None
+        with contextlib.suppress(ConfigError):  # a damaged status does not hide the logs
+            ended = self._status().ended_at
+        return "on this machine, ended" + (f" {view.age(ended)} ago" if ended is not None else "")
+
+    def load_view(self, *, with_pods: bool = False) -> view.JobView:  # noqa: D102
+        status = self._status()
+        logs = self._folder / "logs"
+        return view.JobView(
+            name=self.name,
+            header_lines=[f"{self.name} has ended; its logs are in {logs}"],
+            phase=status.phase.value,
+            reason=status.reason,
+            status=status,
+            conditions=status.conditions,
+            events=status.events,
+            document={"status": view.dump(status)},
+        )
+
+    def history(self) -> History:  # noqa: D102
+        try:
+            return runs.read_document(self._folder / names.HISTORY_FILE, History)
+        except FileNotFoundError:  # an older version or a full disk left no file
+            pass
+        except ConfigError as error:
+            click.echo(view.plain(f"dlrover: the history is left out: {error}"), err=True)
+        return History()
+
+    def show_logs(self, query: LogQuery) -> None:
+        """Print the log lines of the run that the query selects.
+
+        Raises:
+            ConfigError: the run has no log that the query selects.
+        """
+        if not print_logs(self._folder / "logs", None, query):
+            raise ConfigError(missing_log_message(self._folder / "logs", query))
+
+
+def _last_run(settings: Settings, name: str | None) -> Path | None:
+    """Return the state folder of the newest run that has ended; None if there is none.
+
+    Without a name it may be of any job. A run without a last status is left out. The newest run is
+    that which began last.
+
+    Raises:
+        ConfigError: another user could have made the folder.
+    """
+    root = settings.state_folder
+    if root is None or not is_own(root, shared=True, hint=STATE_HINT):
+        return None
+    found = (p.parent for p in root.glob(f"{name or '*'}@*/{names.STATUS_FILE}"))
+    return max(found, key=lambda p: p.name.rpartition("@")[2], default=None)

@@ -1,0 +1,184 @@
+"""The search for a job, on this machine and in a cluster.
+
+Each command is written once, for jobs of both kinds.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+from dlrover_py.cli import local_jobs
+from dlrover_py.cli.logs import LogQuery
+from dlrover_py.cli.settings import Settings, Target
+from dlrover_py.cli.view import JobView
+from dlrover_py.protocol.errors import ConfigError, UnauthorizedError, UnreachableError
+from dlrover_py.protocol.local import History
+
+if TYPE_CHECKING:
+    from dlrover_py.cli.cluster import ClusterJob
+
+
+class JobHandle(Protocol):
+    """A job that can be read."""
+
+    name: str
+
+    @property
+    def where(self) -> str:
+        """Description of the job's place, such as ``on this machine``."""
+
+    def load_view(self, *, with_pods: bool = False) -> JobView:
+        """Return what is known of the job; with ``with_pods`` also of each node's Pod.
+
+        In a cluster, what the user may not list is left out, with a note.
+
+        Raises:
+            ConfigError: the last status of an ended job is missing or damaged.
+            DLRoverError: the job's cluster refuses a call, or does not answer.
+        """
+
+    def history(self) -> History:
+        """Return the history of the training.
+
+        It is empty where none is kept, or if that of an ended job is damaged, which is then
+        printed.
+        """
+
+    def show_logs(self, query: LogQuery) -> None:
+        """Print the log lines that the query selects; with ``query.follow`` until the job ends.
+
+        Raises:
+            ConfigError: there is no such log, or it cannot be selected in this way in a cluster.
+            DLRoverError: the job's cluster refuses a call, or does not answer.
+        """
+
+
+class LiveJobHandle(JobHandle, Protocol):
+    """A job that can be changed."""
+
+    def scale(self, replicas: int) -> str:
+        """Request another number of nodes; return a sentence about the new state.
+
+        It returns when the request is accepted. Nodes start or end later.
+
+        Raises:
+            ConfigError: the number does not fit the limits of the job, or the job has ended.
+            DLRoverError: the job's cluster refuses the change, or does not answer.
+        """
+
+    def suspend(self, on: bool) -> str:
+        """Request that the job is suspended, or resumed; return a sentence about the new state.
+
+        It returns when the request is accepted. Nodes end or start later.
+
+        Raises:
+            ConfigError: the job has ended.
+            DLRoverError: the job's cluster refuses the change, or does not answer.
+        """
+
+    def restart(self, *, rolling: bool) -> str:
+        """Request the replacement of all nodes; return a sentence about the new state.
+
+        It returns when the request is accepted. Nodes are replaced later.
+
+        Raises:
+            ConfigError: the job has ended.
+            DLRoverError: the job's cluster refuses the change, or does not answer.
+        """
+
+    def stop(self, *, wait: bool) -> str:
+        """End the job; with ``wait``, wait until it has ended. Return a sentence about its state.
+
+        Raises:
+            ConfigError: the job is in a cluster, where a job is deleted instead.
+            UnreachableError: the job does not answer, or has not ended in time.
+        """
+
+    def delete(self, *, cascade: str, wait: bool, confirm: Callable[[str], None]) -> str:
+        """Delete the job; return a sentence about the new state.
+
+        Args:
+            cascade: what happens to its Pods: ``background``, ``foreground`` or ``orphan``.
+            wait: return only when the job and its Pods are gone.
+            confirm: called with what will be deleted. It raises an error if the user refuses.
+
+        Raises:
+            ConfigError: the job is on this machine, where a job is stopped instead.
+            DLRoverError: ``confirm`` raised it, the cluster refuses a call, or it does not answer.
+        """
+
+
+@contextmanager
+def find_to_read(settings: Settings, target: Target, name: str | None) -> Iterator[JobHandle]:
+    """Find a job to read.
+
+    A job that runs on this machine is preferred, then one that has run here, then one in the
+    cluster. Without a name the job is the only running one, the last one that ran, or the only one
+    in the cluster's namespace. If several run here, none is chosen, and no cluster is asked. A
+    connection to a cluster is closed at the end of the block.
+
+    Args:
+        settings: settings of this command.
+        target: cluster that the flags name. If they name one, only the cluster is searched.
+        name: name of the job; None for the only one.
+
+    Raises:
+        ConfigError: there is no such job. The message says where it was searched.
+    """
+    with ExitStack() as stack:
+        if target.given:
+            yield _in_cluster(stack, target, name)
+            return
+        job: JobHandle
+        try:
+            job = local_jobs.find_to_read(settings, name)
+        except local_jobs.JobNotFoundError as error:
+            if error.several:
+                raise
+            job = _in_cluster(stack, target, name, f"{error}\n")
+        yield job
+
+
+@contextmanager
+def find_to_change(settings: Settings, target: Target, name: str | None) -> Iterator[LiveJobHandle]:
+    """Find a job to change: one that runs on this machine, or else one in the cluster, by its name.
+
+    Without a name no cluster is asked. A job that has ended here is not found.
+
+    Args:
+        settings: settings of this command.
+        target: cluster that the flags name. If they name one, only the cluster is searched.
+        name: name of the job; None for the only one that runs on this machine.
+
+    Raises:
+        ConfigError: there is no such job. The message says where it was searched.
+    """
+    with ExitStack() as stack:
+        if target.given:
+            if name is None:
+                raise ConfigError("the name of the job is missing; see `dlrover job get`")
+            yield _in_cluster(stack, target, name)
+            return
+        job: LiveJobHandle
+        try:
+            job = local_jobs.find_to_change(settings, name)
+        except local_jobs.JobNotFoundError as error:
+            if name is None:
+                raise
+            job = _in_cluster(stack, target, name, f"{error}\n")
+        yield job
+
+
+def _in_cluster(
+    stack: ExitStack, target: Target, name: str | None, error_prefix: str = ""
+) -> "ClusterJob":
+    """Return a job of the cluster. An error begins with ``error_prefix``.
+
+    The connection is closed when ``stack`` is.
+    """
+    from dlrover_py.cli.cluster import ClusterClient  # importing takes 0.2 s; only clusters need it
+
+    try:
+        return stack.enter_context(ClusterClient(target)).job(name)
+    except (ConfigError, UnreachableError, UnauthorizedError) as error:
+        raise type(error)(f"{error_prefix}{error}") from error

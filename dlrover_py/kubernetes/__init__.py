@@ -1,0 +1,1 @@
+"""The client of the Kubernetes API server: requests, watches, credentials and kubeconfigs."""

@@ -1,0 +1,1 @@
+"""A job on this machine alone, with simulated nodes: what ``dlrover job run`` starts."""

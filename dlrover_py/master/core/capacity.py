@@ -1,0 +1,240 @@
+"""The number of nodes: which are requested, replaced, banned from hosts, and dismissed."""
+
+import math
+
+from dlrover_py.master.core.assignments import Assignments
+from dlrover_py.master.core.checkpointing import Checkpointing
+from dlrover_py.master.core.events import CreateNode, DeleteNode
+from dlrover_py.master.core.history import CoreContext
+from dlrover_py.master.core.nodes import Node, NodeRecord, Readiness
+from dlrover_py.master.core.policy import relaunch_delay
+from dlrover_py.master.core.state import ReplacementSlot
+from dlrover_py.master.core.transitions import Transitions
+from dlrover_py.protocol.agents import Directive
+from dlrover_py.protocol.errors import ExitCode
+from dlrover_py.protocol.names import NodeId, id_key
+from dlrover_py.protocol.reasons import EventReason
+from dlrover_py.protocol.status import JobPhase
+from dlrover_py.protocol.words import are, counted
+
+MAX_DIGITS = 15
+"""Largest number of digits in a node's number; no master reaches a larger number."""
+NO_ROOM_S = 20.0
+"""Seconds without a place after which a node may be put on a banned host."""
+
+
+class Capacity:
+    """Keeps as many nodes as desired, where the platform creates nodes."""
+
+    def __init__(
+        self,
+        context: CoreContext,
+        transitions: Transitions,
+        assignments: Assignments,
+        checkpointing: Checkpointing,
+    ) -> None:
+        self.state, self.live, self.log = context.state, context.live, context.log
+        self._transitions = transitions
+        self._assignments = assignments
+        self._checkpointing = checkpointing
+        self.unlisted = False
+        """Whether the existing nodes are unknown: there is neither a journal nor a list yet."""
+        self._avoiding_hosts = {n for n, record in self.state.nodes.items() if record.avoid}
+        """Nodes that were requested with a list of hosts to avoid, and have not reported yet."""
+
+    def plan_nodes(self) -> None:
+        """Request missing nodes, and dismiss surplus nodes.
+
+        Surplus nodes are dismissed ``settle_s`` after a new spec. Nothing happens in a job that has
+        ended or is suspended, or where nodes come by themselves. Nothing happens either before the
+        first list of nodes, if the journal was lost. A lost node is replaced once the delay of its
+        slot is over.
+
+        The job fails if abandoned places leave fewer nodes than the minimum, unless workers of the
+        current round have succeeded already.
+        """
+        rests = self.state.phase.ended or self.state.phase is JobPhase.SUSPENDED
+        if not self.live.rules.can_create or self.unlisted or rests:
+            return
+        worker = self.live.spec.worker
+        desired = max(0, worker.replicas + worker.standby_replicas - self.state.abandoned_slots)
+        finishing = self.state.succeeded and self.state.pending_round is None
+        if self.state.abandoned_slots and desired < worker.minimum and not finishing:
+            alone = "" if self.state.round else worker.command_remarks()
+            given_up = self.state.abandoned_slots
+            self._transitions.end_job(
+                JobPhase.FAILED,
+                EventReason.REPLACEMENTS_EXHAUSTED,
+                f"fewer nodes than the minimum of {worker.minimum} remain: {given_up} "
+                f"{are(given_up)} not replaced{f'; {alone}' if alone else ''}"
+                f"{self.live.last_loss and f'; the last loss: {self.live.last_loss}'}",
+            )
+            return
+        missing = desired - self.live.nodes.present
+        if missing < 0:
+            if self.live.now < (settled := self.live.spec_changed_at + self.live.rules.settle_s):
+                self.live.wake(settled)  # a request for fewer nodes may be taken back
+            else:
+                self._dismiss_surplus(-missing)
+        if missing <= 0:
+            self.state.replacement_slots.clear()
+            return
+        del self.state.replacement_slots[missing:]
+        due = [slot for slot in self.state.replacement_slots if slot.not_before <= self.live.now]
+        later = [slot for slot in self.state.replacement_slots if slot.not_before > self.live.now]
+        fresh = missing - len(due) - len(later)
+        avoid = self.live.hosts.banned(self.live.now)
+        restart = self.live.spec.spec.restart
+        for slot in due + [ReplacementSlot(relaunches=0)] * fresh:
+            node_id = NodeId(f"n{self.state.next_node}")
+            self.state.next_node += 1
+            record = NodeRecord(
+                relaunches=slot.relaunches,
+                avoid=avoid,
+                template_hash=self.live.template_hash,
+                restart=restart.at if restart is not None else "",
+            )
+            failures = slot.failed_before_report
+            self.live.nodes.plan(node_id, record, failed_before_report=failures)
+            if avoid:
+                self._avoiding_hosts.add(node_id)
+            self.live.emit(CreateNode(node_id, avoid))
+        self.state.replacement_slots[:] = later
+        self.live.wake(*(slot.not_before for slot in later))
+
+    def lift_bans(self) -> None:
+        """Replace nodes that only banned hosts have room for, once such a host is allowed again.
+
+        Only nodes that were requested with hosts to avoid, and have not reported yet, are
+        considered. After ``NO_ROOM_S`` without a place, the bans of these hosts are lifted early.
+        The node is then dismissed, and a replacement slot without a charge is added for it.
+        """
+        for node_id in sorted(self._avoiding_hosts, key=id_key):
+            node = self.live.nodes.get(node_id)
+            if node is None or node.incarnation or node.readiness is Readiness.OUT:
+                self._avoiding_hosts.discard(node_id)
+                continue
+            if node.pending_since == math.inf:
+                continue
+            until = node.pending_since + NO_ROOM_S
+            if self.live.now >= until:
+                self.live.hosts.lift_bans(node.record.avoid)
+            elif set(node.record.avoid) <= set(self.live.hosts.banned(self.live.now)):
+                self.live.wake(until, self.live.hosts.next_end(self.live.now))
+                continue
+            message = (
+                f"node {node.id} can only be placed on hosts that are excluded after a failure, so "
+                f"these are allowed again ({node.message})"
+            )
+            self.log.record(EventReason.HOSTS_READMITTED, message, node=node.id)
+            self.state.replacement_slots.append(ReplacementSlot(relaunches=node.relaunches))
+            self.dismiss(node, message, ExitCode.OK)
+
+    def dismiss(self, node: Node, why: str, code: ExitCode) -> None:
+        """Mark a node as leaving, assign its agent an order to stop, and request its deletion.
+
+        An agent that has not reported to this master gets the order after its first report. There
+        is no deletion where nodes come by themselves. The caller must fill the place and declare
+        the next round, if that is needed. If the node trains, its newest checkpoint is requested to
+        be stored.
+
+        Args:
+            node: The node.
+            why: The reason, in words.
+            code: Exit code of its agent.
+        """
+        if self.state.trains(node.id, node.incarnation):
+            self._checkpointing.flush(f"node {node.id} is being removed", self.live.grace_s)
+        self.live.nodes.leave(node, why)
+        self.live.leave_checks(node.id)
+        if node.incarnation:
+            self._assignments.assign(node, Directive.STOP, why, exit_code=int(code))
+        if self.live.rules.can_create:
+            grace = self.live.grace_s if node.incarnation else 0.0
+            self.live.emit(DeleteNode(node.id, grace, why))
+
+    def replace(self, node: Node, event: int, *, free: bool = False) -> None:
+        """Add a replacement slot for a lost node, or abandon its place if the budget is used up.
+
+        The new node is requested later, by :meth:`plan_nodes`. An abandoned place is counted and
+        recorded as an event.
+
+        Args:
+            node: The node that is gone.
+            event: Id of the event about its loss.
+            free: Whether its loss counts against no budget.
+        """
+        relaunches = node.relaunches + (0 if free else 1)
+        if relaunches <= self.live.spec.worker.restart_count:
+            slot = self.new_slot(relaunches, node.failed_before_report)
+            self.state.replacement_slots.append(slot)
+            return
+        self.state.abandoned_slots += 1
+        self.log.record(
+            EventReason.REPLACEMENTS_EXHAUSTED,
+            f"node {node.id} is not replaced: {counted(node.relaunches, 'replacement')} "
+            f"{'was' if node.relaunches == 1 else 'were'} already lost in its place without steady "
+            f"progress (restartCount is {self.live.spec.worker.restart_count})",
+            node=node.id,
+            cause=event,
+            warning=True,
+        )
+
+    def replace_stuck(self, node: Node, cause: int | None) -> None:
+        """Dismiss a node that cannot start, and have one created from the changed template.
+
+        Without an image or a place it would otherwise stay as it is indefinitely. Nothing is
+        charged.
+        """
+        message = (
+            f"node {node.id} could not start ({node.message}); a new node is created, because the "
+            "template has changed"
+        )
+        self.log.record(EventReason.NODE_RECREATED, message, node=node.id, cause=cause)
+        self.state.replacement_slots.append(ReplacementSlot(relaunches=node.relaunches))
+        self.dismiss(node, message, ExitCode.OK)
+
+    def new_slot(self, relaunches: int, failed_before_report: int = 0) -> ReplacementSlot:
+        """Return a replacement slot with the delay that follows from its numbers.
+
+        The caller adds it to the state.
+        """
+        not_before = self.live.now + relaunch_delay(relaunches, failed_before_report)
+        return ReplacementSlot(
+            relaunches=relaunches, failed_before_report=failed_before_report, not_before=not_before
+        )
+
+    def ban_host(self, node: Node) -> None:
+        """Count a strike against the node's host, which may be at fault; this bans it for a while.
+
+        Nothing happens if its host is not known, or no living node is on another host. The same
+        holds where nodes come by themselves, or the platform cannot keep nodes off hosts.
+        """
+        live, host = self.live, node.host
+        bans = live.rules.can_create and live.rules.avoids_hosts and host
+        if bans and any(n.alive and n.host != host for n in live.nodes):
+            live.hosts.strike(host, live.now, live.wall)
+
+    def skip_id(self, node_id: NodeId) -> None:
+        """Ensure that an id in use, which no journal knows, is not given to another node.
+
+        Ids of another form than ``n`` and a number are ignored.
+        """
+        number = node_id.removeprefix("n")
+        is_created_id = number.isdecimal() and len(number) <= MAX_DIGITS
+        if is_created_id and int(number) >= self.state.next_node:
+            self.state.next_node = int(number) + 1
+
+    def _dismiss_surplus(self, surplus: int) -> None:
+        """Dismiss up to this many nodes, those first whose loss costs least.
+
+        Members of the round stay until a smaller round has been formed without them. Fewer nodes
+        than ``surplus`` may therefore be dismissed.
+        """
+        order = {Readiness.PENDING: 0, Readiness.NEAR: 1, Readiness.BUSY: 2, Readiness.READY: 2}
+        members = self.state.world.rank_of if self.state.world is not None else {}
+        removable = [n for n in self.live.nodes if n.readiness in order and n.id not in members]
+        removable.sort(key=lambda n: id_key(n.id), reverse=True)
+        removable.sort(key=lambda n: order[n.readiness])
+        for node in removable[:surplus]:
+            self.dismiss(node, "the spec asks for fewer nodes", ExitCode.OK)

@@ -1,0 +1,88 @@
+"""What the job makes of the decisions about checkpoints: requests, events, and the policy."""
+
+import json
+
+from dlrover_py.master.core.assignments import Assignments
+from dlrover_py.master.core.events import RestoreAnswer
+from dlrover_py.master.core.history import CoreContext
+from dlrover_py.master.core.rendezvous import RoundMembers
+
+
+class Checkpointing:
+    """Passes rounds and losses on to the checkpoint decisions, and acts on the outcome."""
+
+    def __init__(self, context: CoreContext, assignments: Assignments) -> None:
+        self.state, self.live, self.log = context.state, context.live, context.log
+        self._assignments = assignments
+        self._age_s = 0
+        """Age of the job at the begin of the round, in seconds."""
+        self.follow_spec()
+
+    def follow_spec(self) -> None:
+        """Update the checkpoint policy for agents from the spec.
+
+        Nothing is sent: the policy is a part of each later assignment. It is empty if the spec has
+        no checkpoint settings and no node has used checkpoints.
+        """
+        spec = self.live.spec.spec.checkpoint
+        policy = spec.model_dump(mode="json", by_alias=True, exclude_none=True) if spec else {}
+        if policy or self.live.checkpoints.in_use:
+            # Age of the job at the round's start: workers count on from it, to estimate failure
+            # rates.
+            policy["ageS"] = self._age_s
+        self.live.checkpoint_policy = json.dumps(policy, separators=(",", ":")) if policy else ""
+        self.live.checkpoints.storable |= spec is not None and spec.dir is not None
+
+    def begin_round(self, world: RoundMembers) -> None:
+        """Pass the members of a round on to the checkpoint decisions, and update the policy.
+
+        This starts no transfer: the nodes get their peers with their next assignments.
+        """
+        age_s = self.live.steady_wall - self.state.started_at - self.state.suspended_s
+        self._age_s = max(0, round(age_s))
+        self.follow_spec()
+        spec, members = self.live.spec.spec.checkpoint, []
+        for member in world.members:
+            node = self.live.nodes.get(member.node)
+            members.append((member.node, node.topology if node else ()))
+        self.live.checkpoints.new_round(
+            world.round, members, replicas=spec is None or spec.replicas > 0
+        )
+
+    def flush(self, why: str, grace_s: float, of: RoundMembers | None = None) -> None:
+        """Request that the newest checkpoint in memory is stored before its nodes go.
+
+        The write begins in a later :meth:`decide`, when the workers of the round have ended or half
+        of the time is over. Nodes that have to end stay until it is done. The request is ignored if
+        the job has ended, there is no round, no storage is known, or memory has no checkpoint.
+
+        Args:
+            why: The reason, in words.
+            grace_s: Seconds after which the request ends without success.
+            of: The round whose state it is; None for the current round.
+        """
+        world = of or self.state.world
+        if world is None or self.state.phase.ended:
+            return
+        until = self.live.now + grace_s
+        self.live.checkpoints.request_flush(
+            why, world.rank_of, world.round, now=self.live.now, until=until, stay=True
+        )
+
+    def decide(self) -> None:
+        """Make the decisions about checkpoints at the end of a step, and act on the outcome.
+
+        Events are recorded, nodes get changed assignments, and questions about restores are
+        answered.
+        """
+        outcome = self.live.checkpoints.look(
+            self.live.now, self.live.wall, term=self.state.term, persist_s=self.live.rules.persist_s
+        )
+        for note in outcome.notes:
+            self.log.record(note.reason, note.message, warning=note.warning)
+        if outcome.journal_changed:
+            self.state.changed()
+        self._assignments.update(outcome.reassign)
+        for number, found in outcome.answers:
+            self.live.emit(RestoreAnswer(number, found))
+        self.live.wake(outcome.wake_at)

@@ -1,0 +1,247 @@
+"""Failures of workers and agents: which is the cause, what is charged, and what follows."""
+
+from dlrover_py.master.core.assignments import restart_budget
+from dlrover_py.master.core.capacity import Capacity
+from dlrover_py.master.core.checkpointing import Checkpointing
+from dlrover_py.master.core.events import Kind
+from dlrover_py.master.core.history import CoreContext
+from dlrover_py.master.core.nodes import Node
+from dlrover_py.master.core.policy import (
+    MAX_SUSPECT_WARM_STARTS,
+    Budgets,
+    FailureAction,
+    FailureDecision,
+    after_restart,
+    after_worker_failure,
+    in_words,
+    may_be_warm_start_fault,
+)
+from dlrover_py.master.core.state import NON_DISRUPTIVE
+from dlrover_py.master.core.transitions import Transitions
+from dlrover_py.protocol.agents import FailureKind, WorkerFailure
+from dlrover_py.protocol.errors import ExitCode
+from dlrover_py.protocol.names import NodeId
+from dlrover_py.protocol.reasons import EventReason
+from dlrover_py.protocol.status import Failure, JobPhase
+
+
+class Failures:
+    """Finds the cause of a failure, and charges it to a node's budgets."""
+
+    def __init__(
+        self,
+        context: CoreContext,
+        transitions: Transitions,
+        capacity: Capacity,
+        checkpointing: Checkpointing,
+    ) -> None:
+        self.state, self.live, self.log = context.state, context.live, context.log
+        self._transitions = transitions
+        self._capacity = capacity
+        self._checkpointing = checkpointing
+
+    def worker_failed(self, node: Node, failure: WorkerFailure) -> None:
+        """Decide whether a failure is a cause, a consequence, or must wait for the real cause.
+
+        A failure in a round that had ended already is a consequence: it is neither recorded nor
+        charged. After a lost connection between workers, a next round is declared, and the charge
+        waits for ``cause_wait_s``. Any other failure is charged now.
+        """
+        pending = self.state.pending_round
+        if pending is not None and pending.kind in NON_DISRUPTIVE:
+            pending = None
+        if pending is not None and pending.suspected is None:
+            self._transitions.mark_disrupted()
+            return  # the round had ended already: a consequence, not a cause
+        if failure.kind is FailureKind.PEER:
+            if pending is None:
+                event = self.log.record(
+                    EventReason.PEER_LOST,
+                    f"{node.id}: {in_words(failure)}",
+                    node=node.id,
+                    warning=True,
+                )
+                self._transitions.need_round(
+                    "failure",
+                    f"a worker on node {node.id} lost its connection to another worker",
+                    event,
+                )
+                assert self.state.pending_round is not None
+                self.state.pending_round.hold_until = self.live.now + self.live.rules.cause_wait_s
+                self.state.pending_round.suspected = (node.id, failure)
+            return
+        self._count_failure(node, failure)
+
+    def agent_restarted(self, node: Node, kind: Kind, why: str, event: int) -> None:
+        """Charge a node whose agent was restarted, with all its workers.
+
+        A next round is declared, or the job fails if the budgets are used up.
+
+        Args:
+            node: The node.
+            kind: Why the next round is needed.
+            why: The failure, in words.
+            event: Id of the event of the failure.
+        """
+        self._apply_decision(node, after_restart(why, **self._budgets(node)), kind, why, event)
+
+    def agent_gave_up(self, node: Node, why: str) -> None:
+        """End the job, because an agent refuses to go on and cannot be replaced."""
+        self._transitions.end_job(JobPhase.FAILED, EventReason.NODE_GAVE_UP, f"{node.id}: {why}")
+
+    def resolve_suspected_failure(self) -> None:
+        """Charge the suspected failure if no other cause was reported in time.
+
+        Nothing happens if no failure is suspected or its time is not over. The time is longer by
+        one lease while another member is silent. If the suspected node is gone, nothing is charged.
+        """
+        pending = self.state.pending_round
+        if pending is None or pending.suspected is None or pending.hold_until is None:
+            return
+        node_id, failure = pending.suspected
+        due = pending.hold_until
+        if self.live.now >= due and self._awaits_news(but=node_id, since=pending.since):
+            due += self.live.pace.lease_s
+        if self.live.now < due:
+            self.live.wake(due)
+            return
+        node = self.live.nodes.get(node_id)
+        if node is not None and node.alive:
+            self._count_failure(node, failure)
+        if self.state.pending_round is pending:
+            pending.suspected = pending.hold_until = None
+
+    def reset_budgets(self) -> None:
+        """Refill the budgets of all nodes and places after steady progress.
+
+        Progress is steady if a round has run for ``forgive_after_s`` and made a step, and no next
+        round is pending. If the script reports no steps, ten times as long is required. An event is
+        recorded only if something had been charged.
+        """
+        if (
+            self.state.phase is not JobPhase.RUNNING
+            or self.state.pending_round is not None
+            or self.state.world is None
+        ):
+            return
+        live = self.live
+        steady = live.rules.forgive_after_s
+        if live.progress is None:
+            steady *= 10  # the script reports no steps: that it still runs is weaker evidence
+        due = live.formed_at + steady
+        if live.now < due:
+            live.wake(due)
+            return
+        step, before = self.state.max_step, live.baseline_step
+        gained = live.progress is None or (step is not None and (before is None or step > before))
+        live.formed_at, live.baseline_step = live.now, step
+        live.wake(live.now + steady)
+        if not gained:
+            return
+        charged = [n for n in live.nodes if n.restarts or n.relaunches]
+        if (
+            charged
+            or self.state.abandoned_slots
+            or self.state.last_exception is not None
+            or self.state.out_of_memory
+        ):
+            for node in charged:
+                live.nodes.reset_budgets(node)
+            for slot in self.state.replacement_slots:
+                slot.relaunches = 0
+            self.state.abandoned_slots = 0
+            self.state.last_exception = None
+            self.state.out_of_memory = ""
+            self.log.record(
+                EventReason.BUDGET_RESET,
+                f"training made steady progress for {steady:g} s: all restart budgets are full "
+                "again",
+            )
+
+    def _count_failure(self, node: Node, failure: WorkerFailure) -> None:
+        """Charge a failure that is the root cause, and decide what follows.
+
+        An early death of a forked worker is not charged: the next round is started cold instead.
+        That is done at most ``MAX_SUSPECT_WARM_STARTS`` times. If the job asks for it, the newest
+        checkpoint is requested to be stored.
+        """
+        self.state.last_failure = Failure(
+            at=self.live.wall, node=node.id, round=self.state.round, worker=failure
+        )
+        message = f"{node.id}: {in_words(failure)}"
+        if failure.out_of_memory:
+            self.state.out_of_memory = message
+        event = self.log.record(
+            EventReason.WORKER_FAILED,
+            message,
+            node=node.id,
+            warning=True,
+            cause=None if self.state.pending_round is None else self.state.pending_round.cause,
+        )
+        report = node.report
+        spec = self.live.spec.spec.checkpoint
+        if (spec and spec.save_at_breakpoint) or (report and report.save_at_breakpoint):
+            self._checkpointing.flush("a worker failed", self.live.rules.drain_grace_s)
+        if (
+            may_be_warm_start_fault(failure)
+            and self.state.suspect_warm_starts < MAX_SUSPECT_WARM_STARTS
+        ):
+            self.state.suspect_warm_starts += 1
+            self._transitions.need_round(
+                "failure",
+                f"{message} (the next start is cold: the warm start may be the cause)",
+                event,
+            )
+            assert self.state.pending_round is not None
+            self.state.pending_round.cold = True
+            return
+        decision = after_worker_failure(
+            failure, earlier=self.state.last_exception, **self._budgets(node)
+        )
+        if failure.kind is FailureKind.EXCEPTION:
+            self.state.last_exception = failure
+        self._apply_decision(node, decision, "failure", f"{message} ({decision.message})", event)
+
+    def _budgets(self, node: Node) -> Budgets:
+        """Return what the node has used of its budgets, and the budgets."""
+        worker = self.live.spec.worker
+        return {
+            "restarts": node.restarts,
+            "budget": restart_budget(self.live, node),
+            "relaunches": node.relaunches,
+            "relaunch_budget": worker.restart_count,
+            "can_replace": self.live.rules.can_create,
+        }
+
+    def _apply_decision(
+        self, node: Node, decision: FailureDecision, kind: Kind, reason: str, event: int
+    ) -> None:
+        """Charge a failure to this node, and declare a next round or end the job.
+
+        ``kind`` says why the next round is needed; ``event`` is the id of the event of the failure.
+        A node that is to be replaced is dismissed, and a slot for a new node is added.
+        """
+        self.live.nodes.count_failures(node, restarts=1)
+        if decision.action is FailureAction.STOP:
+            message = f"{node.id}: {decision.message}"
+            self._transitions.end_job(JobPhase.FAILED, decision.reason, message, cause=event)
+            return
+        self._transitions.need_round(kind, reason, event)
+        if decision.action is FailureAction.REPLACE:
+            self.log.record(
+                decision.reason, f"{node.id}: {decision.message}", node=node.id, cause=event
+            )
+            self.state.replacement_slots.append(self._capacity.new_slot(node.relaunches + 1))
+            self._capacity.dismiss(node, "its restarts are used up", ExitCode.FAILED)
+
+    def _awaits_news(self, *, but: NodeId, since: float) -> bool:
+        """Return whether another member is suspect or has not reported since then.
+
+        Such a member may be the cause of the failure.
+        """
+        members = self.state.world.members if self.state.world else ()
+        found = (self.live.nodes.get(member.node) for member in members)
+        return any(
+            node is not None and node.id != but and self.live.nodes.is_silent(node, since)
+            for node in found
+        )

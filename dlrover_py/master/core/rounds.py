@@ -1,0 +1,315 @@
+"""The next round: whether it is needed, how long it waits for nodes, and who is in it."""
+
+import math
+
+from dlrover_py.master.core.admission import Admission
+from dlrover_py.master.core.assignments import Assignments
+from dlrover_py.master.core.checkpointing import Checkpointing
+from dlrover_py.master.core.history import CoreContext, named
+from dlrover_py.master.core.nodes import Readiness
+from dlrover_py.master.core.policy import MAX_SUSPECT_WARM_STARTS
+from dlrover_py.master.core.rendezvous import (
+    CandidateNode,
+    Counts,
+    Form,
+    RoundMembers,
+    Size,
+    arrange,
+    verdict,
+)
+from dlrover_py.master.core.state import NON_DISRUPTIVE, PendingRound, desired_nodes
+from dlrover_py.master.core.transitions import Transitions
+from dlrover_py.protocol.names import NodeId, Round
+from dlrover_py.protocol.reasons import EventReason
+from dlrover_py.protocol.status import JobPhase
+from dlrover_py.protocol.words import are, counted
+
+MISSED_S = 10.0
+"""Seconds after which an event names the nodes that did not come."""
+MISSED_AGAIN = 6.0
+"""Factor by which the wait grows before the next such event."""
+
+
+class Rounds:
+    """Forms a round as soon as every node that is waited for has come."""
+
+    def __init__(
+        self,
+        context: CoreContext,
+        transitions: Transitions,
+        assignments: Assignments,
+        checkpointing: Checkpointing,
+        admission: Admission,
+    ) -> None:
+        self.state, self.live, self.log = context.state, context.live, context.log
+        self._transitions = transitions
+        self._assignments = assignments
+        self._checkpointing = checkpointing
+        self._admission = admission
+        self._enough_since: float | None = None
+        """When enough nodes for the first round were there; None if there are not enough."""
+        self._missed: tuple[float, float] = (-math.inf, MISSED_S)
+        """Begin of a round that lacks nodes, and the wait before the next event about it."""
+
+    def form(self) -> bool:
+        """Form the next round if one is needed and every node that can come has come.
+
+        A change of the desired or possible size makes a round necessary here. A pending change of
+        size is dropped if it no longer applies. While a round after a fault is awaited, workers are
+        stopped. If too few nodes come within ``join_timeout_s``, the job fails.
+
+        Returns:
+            True if a round was formed. False if none is needed, the job has ended or is suspended,
+            or nodes, their checks or the cause of a failure are still awaited.
+        """
+        if self.state.phase.ended or self.state.phase is JobPhase.SUSPENDED:
+            return False
+        size = self.live.size
+        ready = self.live.nodes.count(Readiness.READY)
+        current = len(self.state.world.members) if self.state.world is not None else 0
+        shrink = 0 < size.fit(size.desired) < current
+        pending = self.state.pending_round
+        healthy = pending is not None and pending.kind in NON_DISRUPTIVE
+        if pending is not None and healthy and shrink != (pending.kind == "scale"):
+            self.state.pending_round = None  # the spec has changed again
+        if self.state.pending_round is None:
+            self._look_for_change(size, ready, current)
+        pending = self.state.pending_round
+        if pending is None or pending.hold_until is not None:
+            return False
+        if pending.kind == "start" and self._admission.checks_first():
+            count = len(self.live.health.open)
+            message = f"{counted(count, 'node')} {are(count)} being checked first"
+            self.state.reason = f"{message} ({pending.reason})"
+            present = ready + len(self.live.health.open)
+            if not size.fit(present):
+                message = (
+                    f"{present} of at least {counted(size.minimum, 'node')} {are(present)} present"
+                )
+                self._too_late(pending, message)
+            return False
+        if self._last_call(size, ready, pending):
+            return False
+        counts = Counts(ready, self.live.nodes.count(Readiness.BUSY), self._expected_nodes(pending))
+        # Nodes that were near have been waited for before the check.
+        waited = pending.kind == "start" and bool(self.live.health.node_records)
+        wait_s = 0.0 if waited else self.live.rules.replacement_wait_s
+        answer = verdict(size, counts, opened_at=pending.since, now=self.live.now, wait_s=wait_s)
+        if isinstance(answer, Form):
+            if pending.kind == "join" and answer.size <= current:
+                # The expected nodes did not come: the round would not grow.
+                self.state.pending_round = None
+                return False
+            self._new_round(answer.size, pending)
+            return True
+        if answer.until is not None:
+            self.live.wake(answer.until)
+        if not size.fit(ready) and self._too_late(pending, answer.why):
+            return False
+        if pending.kind in ("failure", "loss", "drain", "start"):
+            self.state.reason = f"{answer.why} ({pending.reason})"
+            if self.state.phase is JobPhase.RUNNING:
+                self.state.phase = JobPhase.FORMING
+                # The round is over, so its workers are stopped while the next round is awaited.
+                self._assignments.send_all()
+            elif self.state.phase is JobPhase.FORMING and self.state.world is not None:
+                first = self.live.nodes.get(self.state.world.members[0].node)
+                if first is not None and first.alive and not first.leaving:
+                    self._assignments.send(first)  # it may have begun the round by now
+        return False
+
+    def _last_call(self, size: Size, ready: int, pending: PendingRound) -> bool:
+        """Return whether the first round waits for further nodes, although there are enough.
+
+        Where nodes come by themselves, their number is not known in advance. Once there are enough,
+        others get ``last_call_s`` seconds. There is no such wait where the platform creates nodes,
+        for a later round, or at full size.
+        """
+        if self.live.rules.can_create or pending.kind != "start" or not size.fit(ready):
+            self._enough_since = None
+            return False
+        if self._enough_since is None:
+            self._enough_since = self.live.now
+        until = self._enough_since + self.live.rules.last_call_s
+        if size.fit(ready) == size.fit(size.desired) or self.live.now >= until:
+            return False
+        self.live.wake(until)
+        return True
+
+    def _too_late(self, pending: PendingRound, why: str) -> bool:
+        """End the job and return True if there were too few nodes for ``join_timeout_s``.
+
+        Before that time, only the event about missing nodes may be recorded.
+        """
+        until = pending.since + self.live.rules.join_timeout_s
+        if self.live.now < until:
+            self.live.wake(until)
+            self._record_missing_nodes(pending, why)
+            return False
+        message = f"{why}, after {self.live.rules.join_timeout_s:g} s ({pending.reason})"
+        self._transitions.end_job(
+            JobPhase.FAILED, EventReason.RENDEZVOUS_TIMEOUT, message, cause=pending.cause
+        )
+        return True
+
+    def _record_missing_nodes(self, pending: PendingRound, why: str) -> None:
+        """Record which nodes are missing, first after `MISSED_S`, then at growing intervals.
+
+        This is done only where nodes come by themselves. Elsewhere the platform reports what a node
+        waits for. Before the next event is due, only a timer is set.
+        """
+        if self.live.rules.can_create:
+            return
+        if self._missed[0] != pending.since:
+            self._missed = (pending.since, MISSED_S)
+        due = pending.since + self._missed[1]
+        if self.live.now >= due and any(node.leaving for node in self.live.nodes):
+            due = self.live.now + MISSED_S  # a node leaves with notice: the result is open
+        if self.live.now < due:
+            self.live.wake(due)
+            return
+        waited = self.live.now - pending.since
+        self._missed = (pending.since, max(waited, self._missed[1]) * MISSED_AGAIN)
+        self.live.wake(pending.since + self._missed[1])
+        here = [node.id for node in self.live.nodes if node.alive and not node.leaving]
+        ranked = {NodeId(f"n{rank}") for rank in range(self.live.size.desired)}
+        message = f"present: {named(here) or 'none'}"
+        if ranked > set(here):  # the ids come from --node-rank
+            message = f"missing: {named(ranked - set(here))}"
+        limit = self.live.rules.join_timeout_s
+        ends = f"; the job fails after {limit:g} s" if limit < math.inf else ""
+        self.log.record(
+            EventReason.NODES_MISSING,
+            f"{why}, after {waited:.0f} s ({pending.reason}); {message}{ends}",
+            cause=pending.cause,
+            warning=True,
+        )
+        self.state.changed()  # the event is worth a write of its own
+
+    def _expected_nodes(self, pending: PendingRound) -> int:
+        """Return the number of nodes that will probably be ready soon, and are waited for.
+
+        For the first round this includes nodes that are warmed or checked. Later, nodes whose
+        process does not run yet do not count. Nodes that never reported do not count if any node
+        can start its workers warm.
+        """
+        near = self.live.nodes.count(Readiness.NEAR)
+        if pending.kind == "start":  # no worker runs: one start is better than many
+            return near + self.live.nodes.count(Readiness.PENDING, alive=True)
+        if near and self.live.nodes.any_warm:
+            # A new node has to import modules first; nodes that are there can go on in a moment.
+            near = self.live.nodes.count(Readiness.NEAR, alive=True)
+        elif near:
+            # Their images may have to be pulled.
+            near -= self.live.nodes.count(Readiness.NEAR, alive=False, runs=False)
+        return near
+
+    def _look_for_change(self, size: Size, ready: int, current: int) -> None:
+        """Declare a next round if the job has none yet, must shrink, or can grow.
+
+        Nothing happens once workers of the round have succeeded. A round shrinks only ``settle_s``
+        after the change of the spec.
+        """
+        following = Round(self.state.round + 1)
+        if self.state.world is None:
+            event = self.state.next_event - 1
+            self._transitions.need_round("start", "the job starts", event)
+        elif self.state.succeeded:
+            return  # it finishes soon
+        elif 0 < size.fit(size.desired) < current:
+            event, since = self.live.round_causes.get(following, (0, self.live.now))
+            if self.live.now < (settled := since + self.live.rules.settle_s) and event:
+                self.live.wake(settled)
+                return
+            if not event:  # the spec has changed while no master ran
+                message = f"the desired size is now {desired_nodes(self.live.spec)}"
+                event = self.log.record(EventReason.SPEC_CHANGED, message)
+            message = f"the desired size is now {counted(size.desired, 'node')}"
+            self._transitions.need_round("scale", message, event)
+            if self.state.pending_round is not None:
+                self.state.pending_round.since = since
+        elif size.fit(ready) > current:
+            event, since = self.live.round_causes.get(following, (0, self.live.now))
+            if not event:
+                event = self.log.record(
+                    EventReason.ROOM_TO_GROW,
+                    f"{counted(ready, 'node')} {are(ready)} ready and {current} {are(current)} in "
+                    "the round",
+                )
+            message = f"the round can grow to {counted(size.fit(ready), 'node')}"
+            self._transitions.need_round("join", message, event)
+
+    def _new_round(self, size: int, pending: PendingRound) -> None:
+        """Form the next round with this many ready nodes, and assign all ready nodes their task.
+
+        The counters of the round are reset, and an event is recorded. If the round shrinks, the
+        newest checkpoint of the previous one is requested to be stored.
+        """
+        previous: list[tuple[NodeId, tuple[str, ...]]] = []
+        if self.state.world is not None:
+            for member in self.state.world.members:
+                node = self.live.nodes.get(member.node)
+                previous.append((member.node, node.topology if node else ()))
+        ready = [n for n in self.live.nodes if n.readiness is Readiness.READY]
+        candidates = [
+            CandidateNode(n.id, n.incarnation, n.report.nproc, n.topology, n.report.role)
+            for n in ready
+            if n.report is not None
+        ]
+        members = arrange(candidates, size, previous)
+        first = self.live.nodes[members[0].node].report
+        assert first is not None
+        self.state.round = Round(self.state.round + 1)
+        old = self.state.world
+        self.live.previous_world = old if self._assignments.is_planned() else None
+        self.state.world = RoundMembers(
+            round=self.state.round,
+            members=members,
+            master_addr=first.offer.addr,
+            master_port=first.offer.port,
+        )
+        for member in members:  # a good node may have been helping with a check
+            if self.live.checking.pop(member.node, None) is not None:
+                self.live.health.withdraw(member.node)
+        if self.state.resumed:  # otherwise the earlier cause counts for the whole time
+            healthy = pending.kind in NON_DISRUPTIVE
+            self.live.outage = pending.kind, self.live.now if healthy else pending.since
+        if pending.kind != "start":
+            self.state.restarts[pending.kind] = self.state.restarts.get(pending.kind, 0) + 1
+        self.state.phase = JobPhase.RUNNING
+        self.state.reason = pending.reason
+        self.live.formed_at, self.live.baseline_step = self.live.now, self.state.max_step
+        self.state.warm_start_disabled = (
+            pending.cold or self.state.suspect_warm_starts >= MAX_SUSPECT_WARM_STARTS
+        )
+        self.state.succeeded.clear()
+        self.live.progress, self.state.resumed = None, False
+        change = _change_in_words(old, self.state.world)
+        event = self.log.record(
+            EventReason.ROUND_FORMED,
+            f"round {self.state.round}: {counted(size, 'node')}, "
+            f"{counted(self.state.world.world_size, 'worker')}{change}; because {pending.reason}",
+            cause=pending.cause,
+            since=pending.since,
+        )
+        self.live.round_causes = {self.state.round: (event, pending.since)}
+        self.log.begin_again(event, pending.since)
+        self.state.pending_round = None
+        self._checkpointing.begin_round(self.state.world)
+        if pending.kind == "scale" and old is not None:
+            self._checkpointing.flush(pending.reason, self.live.grace_s, of=old)
+        self._assignments.send_all(ready)
+
+
+def _change_in_words(old: RoundMembers | None, new: RoundMembers) -> str:
+    """Describe the difference between two rounds; empty if there is none."""
+    if old is None:
+        return ""
+    before: set[NodeId] = set(old.rank_of)
+    after: set[NodeId] = set(new.rank_of)
+    parts = []
+    if after - before:
+        parts.append("joined: " + named(after - before))
+    if before - after:
+        parts.append("left: " + named(before - after))
+    return f" ({'; '.join(parts)})" if parts else ""

@@ -1,0 +1,181 @@
+"""Changes of the desired state: another spec, a restart of all nodes, suspend and resume."""
+
+import math
+from dataclasses import replace
+
+from dlrover_py.master.core.capacity import Capacity
+from dlrover_py.master.core.checkpointing import Checkpointing
+from dlrover_py.master.core.departures import Departures
+from dlrover_py.master.core.events import DeleteNode
+from dlrover_py.master.core.history import CoreContext
+from dlrover_py.master.core.nodes import Readiness
+from dlrover_py.master.core.state import NON_DISRUPTIVE, desired_nodes, pace_of
+from dlrover_py.master.core.transitions import Transitions
+from dlrover_py.protocol.errors import ExitCode
+from dlrover_py.protocol.job import ElasticJob
+from dlrover_py.protocol.names import Round
+from dlrover_py.protocol.reasons import EventReason
+from dlrover_py.protocol.status import JobPhase, NodePhase
+
+NOW_DESIRED = "; the desired size is now "
+"""Words between the cause of a round and the last change of the number of nodes."""
+
+
+class SpecChanges:
+    """Takes in new specs, and follows requests to restart, suspend and resume."""
+
+    def __init__(
+        self,
+        context: CoreContext,
+        transitions: Transitions,
+        capacity: Capacity,
+        departures: Departures,
+        checkpointing: Checkpointing,
+    ) -> None:
+        self.state, self.live, self.log = context.state, context.live, context.log
+        self._transitions = transitions
+        self._capacity = capacity
+        self._departures = departures
+        self._checkpointing = checkpointing
+
+    def take_spec(self, job: ElasticJob) -> None:
+        """Take in a new spec; an older generation than the present one is ignored.
+
+        The policy for checkpoints and the pace of reports follow it. If the spec differs and the
+        job has not ended, an event is recorded, and abandoned places are filled again. Nodes and
+        rounds follow later in the same step, or after ``settle_s``. A change of ``suspend`` is
+        followed by :meth:`suspend_or_resume`.
+        """
+        if job.metadata.generation < self.live.spec.metadata.generation:
+            return
+        old, self.live.spec = self.live.spec, job
+        self.live.template_hash = job.worker.template_hash
+        self._checkpointing.follow_spec()
+        pace = pace_of(job, self.live.rules)
+        # Nodes keep the pace of their last assignment, so their lease must not become shorter.
+        lease_s = max(pace.lease_s, self.live.pace.lease_s)
+        self.live.pace = replace(pace, lease_s=lease_s)
+        self.live.nodes.lease_s = lease_s
+        if job.spec == old.spec or self.state.phase.ended:
+            return
+        self.state.accept(job)
+        if job.spec.suspend != old.spec.suspend:
+            return  # handled in `suspend_or_resume`, as it may also have changed without a master
+        self.state.abandoned_slots = 0  # a new spec is a new start for places that were given up
+        event = self.log.record(EventReason.SPEC_CHANGED, self._change_of_spec(old))
+        pending = self.state.pending_round
+        if pending is None or pending.kind in NON_DISRUPTIVE:
+            self.live.round_causes[Round(self.state.round + 1)] = (event, self.live.now)
+            self.live.spec_changed_at = self.live.now
+        elif (desired := desired_nodes(job)) != desired_nodes(old):
+            # That may be what lets the round form.
+            begin, _, _ = pending.reason.partition(NOW_DESIRED)
+            pending.reason = f"{begin}{NOW_DESIRED}{desired}"
+            self.state.changed()
+        if job.worker.template != old.worker.template:
+            for node in [n for n in self.live.nodes if n.stuck]:
+                self._capacity.replace_stuck(node, event)
+
+    def restart_nodes(self) -> bool:
+        """Have nodes replaced that were created before ``spec.restart`` was written.
+
+        They are marked as leaving, and their deletion is requested. A rolling restart takes one
+        unit at a time, and continues once the job trains at full size again. A template that cannot
+        start thus costs one unit, and the job trains on.
+
+        Returns:
+            False if no node was asked to leave now. That is so without ``spec.restart``, if the job
+            has ended or is suspended, where nodes come by themselves, or while a rolling restart
+            waits.
+        """
+        restart = self.live.spec.spec.restart
+        rests = self.state.phase.ended or self.state.phase is JobPhase.SUSPENDED
+        if restart is None or rests or self._capacity.unlisted or not self.live.rules.can_create:
+            return False
+        due = [
+            node
+            for node in self.live.nodes
+            if node.readiness is not Readiness.OUT and node.record.restart != restart.at
+        ]
+        if restart.rolling and due:
+            if not self._is_complete():
+                return False
+            ranks = self.state.world.rank_of if self.state.world is not None else {}
+            due.sort(key=lambda node: ranks.get(node.id, math.inf), reverse=True)  # standbys first
+            del due[self.live.spec.worker.node_unit :]
+        for node in due:
+            self._departures.node_leaving(node, "a restart of all nodes was requested")
+            grace = self.live.grace_s if node.incarnation else 0.0
+            self.live.emit(DeleteNode(node.id, grace, node.leaving))
+        return bool(due)
+
+    def suspend_or_resume(self) -> None:
+        """Suspend or resume the job if ``spec.suspend`` differs from its phase.
+
+        Nothing happens if the job has ended. A job that resumes needs a first round; its nodes are
+        requested later in the same step.
+        """
+        suspend, now = self.live.spec.spec.suspend, self.live.steady_wall
+        if self.state.phase.ended or suspend == (self.state.phase is JobPhase.SUSPENDED):
+            return
+        if suspend:
+            self._suspend()
+            return
+        self.state.phase, self.state.reason = JobPhase.PENDING, "waiting for nodes"
+        self.state.suspended_s += now - (self.state.suspended_at or now)
+        self.state.suspended_at = None
+        self.state.abandoned_slots = 0  # all places are filled again
+        event = self.log.record(
+            EventReason.RESUMED, f"the job was resumed with {desired_nodes(self.live.spec)}"
+        )
+        self._transitions.need_round("start", "resumed", event)
+
+    def _change_of_spec(self, old: ElasticJob) -> str:
+        """Describe what has changed since the old spec."""
+        message = f"the desired size is now {desired_nodes(self.live.spec)}"
+        if self.live.spec.worker.template != old.worker.template:
+            message += (
+                "; the template has changed: new nodes are created from it, and running nodes keep "
+                "the old one until `dlrover job restart`"
+            )
+        restart = self.live.spec.spec.restart
+        if restart is not None and restart != old.spec.restart:
+            message += "; all nodes are replaced"
+            message += ", one unit after the other" if restart.rolling else ", all at the same time"
+        return message
+
+    def _is_complete(self) -> bool:
+        """Return whether a round of full size trains, and all desired nodes are ready.
+
+        If the script has ever reported steps, the round must have made one.
+        """
+        if (
+            self.state.phase is not JobPhase.RUNNING
+            or self.state.pending_round is not None
+            or self.state.world is None
+        ):
+            return False
+        if not self.state.resumed and self.state.max_step is not None:
+            return False  # the script reports its steps, and has made none in this round
+        worker, size = self.live.spec.worker, self.live.size
+        desired = worker.replicas + worker.standby_replicas - self.state.abandoned_slots
+        ready = self.live.nodes.count(Readiness.READY)
+        full = size.fit(min(size.desired, ready))
+        return ready >= desired and len(self.state.world.members) >= full
+
+    def _suspend(self) -> None:
+        """End the round and dismiss all nodes; the job and its numbers stay.
+
+        The newest checkpoint is requested to be stored first.
+        """
+        why = "spec.suspend is true: no node runs until `dlrover job resume`"
+        self.log.record(EventReason.SUSPENDED, why)
+        self._checkpointing.flush("the job is suspended", self.live.grace_s)
+        self.state.phase, self.state.reason = JobPhase.SUSPENDED, why
+        self.state.suspended_at = self.live.steady_wall
+        self._transitions.close_round()
+        self.state.replacement_slots.clear()
+        for node in list(self.live.nodes):
+            if node.phase is not NodePhase.GONE and not node.leaving:
+                self._capacity.dismiss(node, "the job is suspended", ExitCode.OK)
+        self.live.round_causes.clear()

@@ -1,0 +1,440 @@
+"""The state of one job: what outlives the master, and what each master makes anew.
+
+:class:`DurableState` is the journal: all that the next master must know is a field of it, and only
+there. Agents and the platform report the rest again; it is in :class:`TransientState`, and in the
+components that use it alone. This module decides nothing.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    TypeAdapter,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic import dataclasses as records
+
+from dlrover_py.master.core.checkpoints import CheckpointRecord, Checkpoints
+from dlrover_py.master.core.events import Assign, Effect, Kind, Rules
+from dlrover_py.master.core.health import Health, JobHealthRecord
+from dlrover_py.master.core.hosts import Hosts, Strikes
+from dlrover_py.master.core.nodes import NodeRecord, Nodes, ReportPace, pace
+from dlrover_py.master.core.rendezvous import RoundMembers, Size
+from dlrover_py.protocol import json_text
+from dlrover_py.protocol.agents import COUNT, Count, Progress, WorkerFailure
+from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.job import ElasticJob
+from dlrover_py.protocol.names import NodeId, Round, Term
+from dlrover_py.protocol.status import Failure, JobEvent, JobPhase
+from dlrover_py.protocol.timing import POD_GRACE_S
+from dlrover_py.protocol.words import counted
+
+LARGEST_READ = 2**52
+"""The largest number that a journal may contain where the next master counts on from it."""
+ACCEPTED_BYTES = 256 * 1024
+"""Largest spec in the journal. A Secret takes 1 MiB, and round and members are more important."""
+BEFORE_KILL_S = 2.0
+"""Seconds between the end of an agent's grace and the kill by the platform."""
+NON_DISRUPTIVE: tuple[Kind, ...] = ("scale", "join")
+"""Kinds of pending rounds during which the current round goes on; it may still fail or succeed."""
+PLANNED: tuple[Kind, ...] = (*NON_DISRUPTIVE, "drain")
+"""Kinds of pending rounds without a fault: all workers can end after the same step."""
+
+
+class _JournalModel(BaseModel):
+    """Base of all models in the journal; unknown fields are ignored."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+
+class PendingRound(_JournalModel):
+    """A next round that is needed and not formed yet."""
+
+    kind: Kind
+    reason: str
+    """Why the round is needed, in words."""
+    cause: Count
+    """Id of the event that made it necessary."""
+    since: float
+    """Monotonic time at which the need began; set again when a journal is read."""
+    hold_until: float | None = None
+    """Monotonic time until which the real cause may still be reported; None if it is known."""
+    suspected: tuple[NodeId, WorkerFailure] | None = None
+    """The failure that is charged if no other cause is reported in time."""
+    cold: bool = False
+    """Whether warm starts are in doubt; the next round is then started cold."""
+    disrupted: bool = False
+    """Whether a fault was added to a planned change; workers can then not end in good order."""
+
+
+class ReplacementSlot(_JournalModel):
+    """The vacant place of a lost node, to be filled with a new node.
+
+    The journal has the number of relaunches only. A new master fills the place immediately.
+    """
+
+    relaunches: Count
+    """Nodes lost in this place since the last steady progress."""
+    not_before: float = Field(default=-math.inf, exclude=True)
+    """Monotonic time before which no new node is requested."""
+    failed_before_report: Count = Field(default=0, exclude=True)
+    """Number of nodes in a row that ended before their first report."""
+
+
+WRITTEN_LATER = {"events", "max_step", "next_event", "reason"}
+"""Fields that change often and whose loss does no harm: they are written with the next change."""
+
+
+@records.dataclass(slots=True, kw_only=True, config=ConfigDict(extra="ignore", allow_inf_nan=False))
+class DurableState:
+    """All that a restarted master must know: the journal.
+
+    Only masters read this document. Its times are numbers: Unix seconds in full precision, or
+    monotonic seconds. Events and failures have the same form as in the status, with RFC 3339 times.
+
+    An assignment to a field raises :attr:`generation`, except for the fields in
+    ``WRITTEN_LATER``. A change within a field (an element of a list, a field of an element) does
+    not: whoever makes it calls :meth:`changed`.
+    """
+
+    version: Literal[1] = 1
+    job: str
+    accepted: str = ""
+    """The spec that was in use, as JSON. The next master continues with it if the spec in the
+    cluster is unusable by then. Empty if the spec is large."""
+    term: Annotated[Term, COUNT]
+    next_node: Count = 0
+    next_event: Count = 1
+    phase: JobPhase = JobPhase.PENDING
+    reason: str = ""
+    world: RoundMembers | None = None
+    round: Annotated[Round, COUNT] = Round(0)
+    pending_round: PendingRound | None = None
+    """The next round, if one is needed."""
+    health: JobHealthRecord = Field(default_factory=JobHealthRecord)
+    """Results of the node checks."""
+    hosts: dict[str, Strikes] = Field(default_factory=dict)
+    """Strikes against hosts on which nodes were lost, by host name."""
+    succeeded: Annotated[set[NodeId], PlainSerializer(sorted, list[NodeId])] = Field(
+        default_factory=set
+    )
+    """Members whose workers have all exited with code 0 in this round."""
+    nodes: dict[NodeId, NodeRecord] = Field(default_factory=dict)
+    """All nodes that are not gone."""
+    last_incarnations: dict[NodeId, Count] = Field(default_factory=dict)
+    """Last incarnation of each node that is gone, where nodes come by themselves. A node that
+    returns gets a higher incarnation."""
+    least_incarnation: Count = 0
+    """Last incarnation to assume for nodes that ``last_incarnations`` does not name."""
+    replacement_slots: list[ReplacementSlot] = Field(default_factory=list)
+    """Places of lost nodes that are to be filled."""
+    abandoned_slots: Count = 0
+    """Number of places that are not filled again, because their budget is used up."""
+    restarts: dict[str, Count] = Field(default_factory=dict)
+    """Number of rounds after the first, by kind."""
+    suspect_warm_starts: Count = 0
+    """Number of early deaths of forked workers that were attributed to the fork."""
+    warm_start_disabled: bool = False
+    """Whether the workers of the current round are started cold."""
+    last_exception: WorkerFailure | None = None
+    """The last exception that ended a round, until training is steady again."""
+    last_failure: Failure | None = None
+    out_of_memory: str = ""
+    """The last failure or loss because of exhausted memory, until training is steady again."""
+    max_step: Count | None = None
+    """The highest training step that was reported."""
+    resumed: bool = False
+    """Whether the round has made a training step; its first step is recorded as an event."""
+    checkpoints: CheckpointRecord = Field(default_factory=CheckpointRecord)
+    """The newest checkpoint in storage, and those that rounds have skipped."""
+    lost_s: dict[str, float] = Field(default_factory=dict)
+    """Seconds of training time lost, by kind of round."""
+    suspended_s: float = 0.0
+    suspended_at: float | None = None
+    started_at: float = 0.0
+    ended_at: float | None = None
+    events: list[JobEvent] = Field(default_factory=list)
+
+    generation: int = Field(default=0, init=False, exclude=True, repr=False)
+    """Version of the state in this process. It is not written; it grows with each change."""
+
+    if not TYPE_CHECKING:  # a type checker would then allow an assignment to any name
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name not in WRITTEN_LATER and getattr(self, name) is not value:
+                self.changed()
+            object.__setattr__(self, name, value)
+
+    def changed(self) -> None:
+        """Note a change: the state is written before the effects of this step are carried out."""
+        object.__setattr__(self, "generation", self.generation + 1)
+
+    def to_json(self) -> str:
+        """Return the journal."""
+        return JOURNAL.dump_json(self).decode()
+
+    @staticmethod
+    def from_json(text: str | bytes) -> "DurableState":
+        """Read a journal.
+
+        Raises:
+            ValidationError: It is not a journal of this version.
+        """
+        return JOURNAL.validate_json(text)
+
+    @property
+    def restart_count(self) -> int:
+        """Number of rounds that were formed after a failure or a loss."""
+        return self.restarts.get("failure", 0) + self.restarts.get("loss", 0)
+
+    def trains(self, node_id: NodeId, incarnation: int) -> bool:
+        """Return whether this incarnation of a node is a member of the current round.
+
+        It is False if the job is pending, suspended or has ended. The round counts as current until
+        the next one is formed.
+
+        Args:
+            node_id: Id of the node.
+            incarnation: Number of its agent process.
+        """
+        world = self.world
+        is_member = world is not None and world.has(node_id, incarnation)
+        return is_member and self.phase in (JobPhase.RUNNING, JobPhase.FORMING)
+
+    def has_finished(self, node_id: NodeId) -> bool:
+        """Return whether a node has done its part of a round that is not to be repeated.
+
+        That is so if its workers have all exited with code 0 and no next round is pending.
+        """
+        return node_id in self.succeeded and self.pending_round is None
+
+    @model_validator(mode="after")
+    def _check_consistency(self, info: ValidationInfo) -> Self:
+        """Refuse a document that no master writes; the core relies on what is checked here.
+
+        Nothing is checked when a document is written.
+
+        Raises:
+            ValueError: Two parts contradict each other, or a number is too large to count on from.
+        """
+        if info.mode != "json":  # the document is being written, not read
+            return self
+        largest = max(self.term, self.round, self.health.number, self.next_node, self.next_event)
+        largest = max([largest, *(record.incarnation for record in self.nodes.values())])
+        largest = max([largest, self.least_incarnation, *self.last_incarnations.values()])
+        if largest > LARGEST_READ:
+            raise ValueError(f"it has the number {largest}, expected at most {LARGEST_READ}")
+        if unknown := self.health.node_records.keys() - self.nodes.keys():
+            raise ValueError(f"it has a check of {min(unknown)}, which is none of its nodes")
+        world = self.world
+        if world is not None and world.round != self.round:
+            raise ValueError(f"its members are of round {world.round}, expected {self.round}")
+        if world is not None and len(world.rank_of) < len(world.members):
+            raise ValueError("its round names a node twice")
+        return self
+
+    def accept(self, job: ElasticJob) -> None:
+        """Keep the spec that is in use for the next master, unless it is too large.
+
+        A spec of more than ``ACCEPTED_BYTES`` is dropped, and the one before as well.
+        """
+        text = job.model_dump_json(by_alias=True, exclude_unset=True)
+        self.accepted = text if len(text) <= ACCEPTED_BYTES else ""
+        self.changed()
+
+    def read_accepted(self) -> ElasticJob | None:
+        """Return the spec that was in use, or None if it is not known or cannot be read."""
+        try:
+            return ElasticJob.read(json_text.decoded(self.accepted)) if self.accepted else None
+        except (ConfigError, ValueError):  # written by another version
+            return None
+
+
+JOURNAL: TypeAdapter[DurableState] = TypeAdapter(DurableState)
+"""Reads and writes journals."""
+
+
+@dataclass(slots=True)
+class Step:
+    """The result of one step of the core: effects, and the durable state if it has changed."""
+
+    effects: list[Effect] = field(default_factory=list)
+    journal: DurableState | None = None
+    """The durable state, if it has changed. It must be stored before the effects are carried out,
+    and before the next step: it is the state itself, and not a copy."""
+    wake_at: float = math.inf
+    """Monotonic time of the next step, if no event arrives before."""
+
+
+@dataclass(slots=True)
+class TransientState:
+    """The part of the state that several components use, and that each master makes anew."""
+
+    spec: ElasticJob
+    """The desired state of the job."""
+    rules: Rules
+    now: float
+    """Monotonic time of this step."""
+    wall: float
+    """Unix time of this step."""
+    ahead: float
+    """Unix time minus monotonic time, at the start of this master."""
+    pace: ReportPace
+    nodes: Nodes
+    hosts: Hosts
+    health: Health
+    checkpoints: Checkpoints
+    template_hash: str = ""
+    step: Step = field(default_factory=Step)
+    """The result of this step so far."""
+    lost_now: set[NodeId] = field(default_factory=set)
+    """Nodes that were lost in this step."""
+    last_loss: str = ""
+    """The newest loss of a node, in words."""
+    end_reason: str = ""
+    """Why the job has ended, as a CamelCase word."""
+    progress: tuple[int, Progress] | None = None
+    """The newest progress in this round, from the reporting member with the lowest rank."""
+    outage: tuple[Kind, float] = ("start", 0.0)
+    """Reason and begin of the current or last time without training steps."""
+    formed_at: float = 0.0
+    """Begin of the time over which steady progress is measured."""
+    baseline_step: int | None = None
+    """The highest training step at ``formed_at``."""
+    previous_world: RoundMembers | None = None
+    """The previous round if its end was planned; workers may still be in its last step."""
+    round_causes: dict[Round, tuple[int, float]] = field(default_factory=dict)
+    """Event that caused a round, and the time of its first cause, by round."""
+    spec_changed_at: float = -math.inf
+    """Monotonic time of the last change of the spec in a job that trains."""
+    checking: dict[NodeId, RoundMembers] = field(default_factory=dict)
+    """The group in which a node is checked, or was last checked."""
+    checkpoint_policy: str = ""
+    """The checkpoint policy for agents, as JSON; empty if there is none."""
+
+    @property
+    def steady_wall(self) -> float:
+        """Unix time at the start of this master plus the time since then.
+
+        Durations do not change when the system clock is set meanwhile.
+        """
+        return self.now + self.ahead
+
+    @property
+    def size(self) -> Size:
+        """The bounds of a round."""
+        worker = self.spec.worker
+        return Size(desired=worker.replicas, minimum=worker.minimum, unit=worker.node_unit)
+
+    @property
+    def grace_s(self) -> float:
+        """Seconds that a node has to end; it must have ended before it is killed."""
+        spec = self.spec.worker.template.get("spec")
+        allowed = spec.get("terminationGracePeriodSeconds") if isinstance(spec, dict) else None
+        if not isinstance(allowed, int):
+            allowed = POD_GRACE_S
+        return min(self.rules.drain_grace_s, max(0.0, allowed - BEFORE_KILL_S))
+
+    def emit(self, effect: Effect) -> None:
+        """Add an effect to the result of this step; the loop carries it out after the step."""
+        self.step.effects.append(effect)
+
+    def wake(self, *times: float) -> None:
+        """Request the next step for one of these times, at the latest; an event may come first."""
+        self.step.wake_at = min(self.step.wake_at, *times, math.inf)
+
+    def end_step(self) -> Step:
+        """Return the result of this step, and begin the next one.
+
+        A lost node may have got an assignment earlier in this step, which is removed.
+        """
+        out, self.step = self.step, Step()
+        if self.lost_now:
+            gone, self.lost_now = self.lost_now, set()
+            out.effects = [e for e in out.effects if not (isinstance(e, Assign) and e.node in gone)]
+        out.wake_at = min(out.wake_at, self.nodes.wake_at)
+        return out
+
+    def leave_checks(self, node_id: NodeId) -> None:
+        """Drop the checks of a node that leaves or is gone; its running group is checked again."""
+        self.checking.pop(node_id, None)
+        self.health.forget(node_id)
+
+
+def pace_of(spec: ElasticJob, rules: Rules) -> ReportPace:
+    """Return the pace of reports, by the number of desired nodes.
+
+    A pace by the number of existing nodes would change for all nodes whenever one comes or goes.
+    """
+    desired = spec.worker.replicas + spec.worker.standby_replicas
+    return pace(desired, exchange_s=rules.exchange_s, lease_s=rules.lease_s)
+
+
+def make_transient(
+    state: DurableState, spec: ElasticJob, rules: Rules, *, now: float, wall: float
+) -> TransientState:
+    """Make the transient part of the state of a job that begins, or of one that goes on.
+
+    The members of the round have a lease to report again, plus the time that all nodes need to
+    return at the same moment. Their workers run on meanwhile. In the durable part, the times of a
+    pending round and of replacement slots are set to ``now``, and a suspected failure is dropped.
+
+    Args:
+        state: The durable part; an earlier master may have left it.
+        spec: The desired state.
+        rules: Times and limits.
+        now: Monotonic time.
+        wall: Unix time.
+    """
+    pace = pace_of(spec, rules)
+    live = TransientState(
+        spec=spec,
+        rules=rules,
+        now=now,
+        wall=wall,
+        ahead=wall - now,
+        pace=pace,
+        nodes=Nodes(pace.lease_s, rules.suspect_s, state.nodes, state.changed),
+        hosts=Hosts(state.hosts, now=now, wall=wall),
+        health=Health(state.health),
+        checkpoints=Checkpoints(state.checkpoints),
+        template_hash=spec.worker.template_hash,
+        outage=("loss" if state.events else "start", now),
+        formed_at=now,
+        baseline_step=state.max_step,
+    )
+    if (pending := state.pending_round) is not None:
+        pending.since, pending.hold_until, pending.suspected = now, None, None
+        live.outage = pending.kind, now
+    for slot in state.replacement_slots:
+        slot.not_before = now
+    for node_id, record in state.nodes.items():
+        live.nodes.plan(node_id, record)
+        if not record.incarnation:
+            continue
+        live.nodes.recall(
+            node_id,
+            now,
+            member=state.world is not None and state.world.has(node_id, record.incarnation),
+            return_s=pace.return_s + rules.routed_s,
+            unreached_s=rules.unreached_s if rules.routed_s else 0.0,
+            unrouted_s=rules.unrouted_s if rules.routed_s else 0.0,
+        )
+        live.checkpoints.recall(node_id)
+    return live
+
+
+def desired_nodes(spec: ElasticJob) -> str:
+    """Describe the desired number of nodes."""
+    worker = spec.worker
+    message = f"{counted(worker.replicas, 'node')} (at least {worker.minimum}"
+    if worker.node_unit > 1:
+        message += f", in units of {worker.node_unit}"
+    message += f", {worker.standby_replicas} on standby)" if worker.standby_replicas else ")"
+    return message

@@ -1,0 +1,245 @@
+"""The status of a job, as people and tools read it."""
+
+from typing import Literal
+
+from dlrover_py.master.core.goodput import Goodput
+from dlrover_py.master.core.history import CoreContext
+from dlrover_py.master.core.nodes import Node, Readiness
+from dlrover_py.protocol.agents import WorkerPhase
+from dlrover_py.protocol.names import NodeId, id_key
+from dlrover_py.protocol.reasons import ConditionReason, ConditionType
+from dlrover_py.protocol.status import (
+    Condition,
+    JobPhase,
+    JobStatus,
+    LastCheckpoint,
+    NodeRole,
+    NodeStatus,
+)
+from dlrover_py.protocol.words import are, counted
+
+ENDED = "the job has ended and needs no nodes"
+
+
+class StatusReport:
+    """Makes the complete status of the job from its state."""
+
+    def __init__(self, context: CoreContext, goodput: Goodput) -> None:
+        self.state, self.live, self.log = context.state, context.live, context.log
+        self._goodput = goodput
+        self._conditions: dict[str, Condition] = {}
+        self._shown: dict[NodeId, tuple[tuple[int, int | None, int], NodeStatus]] = {}
+        """The last status of each node, with the versions that it was made from; most are equal
+        the next time, and there may be thousands."""
+        self._ordered: tuple[int, list[Node]] = (-1, [])
+        """Version of the set of nodes, and all nodes in the order of their ids."""
+
+    def status(self, now: float, wall: float) -> JobStatus:
+        """Return the complete status of the job, and update the stored conditions."""
+        members = self.state.world.rank_of if self.state.world is not None else {}
+        worker = self.live.spec.worker
+        ready = standby = 0
+        for node in self.live.nodes:
+            if node.alive and not node.leaving and node.report is not None:
+                ready += 1
+                standby += node.id not in members
+        if self._ordered[0] != self.live.nodes.members:
+            ordered = sorted(self.live.nodes, key=lambda n: id_key(n.id))
+            self._ordered = self.live.nodes.members, ordered
+        self._update_conditions(ready, wall)
+        return JobStatus(
+            name=self.live.spec.metadata.name,
+            namespace=self.live.spec.metadata.namespace,
+            generation=self.live.spec.metadata.generation,
+            phase=self.state.phase,
+            reason=self.state.reason,
+            term=self.state.term,
+            round=self.state.round,
+            world_size=self.state.world.world_size if self.state.world is not None else 0,
+            nodes_in_round=len(members),
+            desired=worker.replicas,
+            minimum=worker.minimum,
+            ready=ready,
+            standby=standby,
+            updated=self._updated(),
+            progress=self.live.progress[1] if self.live.progress is not None else None,
+            restarts=self.state.restarts,
+            goodput=self._goodput.share(now),
+            lost_s={kind: round(seconds, 3) for kind, seconds in self.state.lost_s.items()},
+            last_failure=self.state.last_failure,
+            last_checkpoint=self._last_checkpoint(wall),
+            checkpoints_stored=self.live.checkpoints.commits,
+            checkpoint_failures=self.live.checkpoints.failures,
+            conditions=list(self._conditions.values()),
+            nodes=[self._node_status(n, members.get(n.id)) for n in self._ordered[1]],
+            events=list(self.state.events),
+            started_at=self.state.started_at,
+            ended_at=self.state.ended_at,
+            published_at=wall,
+        )
+
+    def _updated(self) -> int | None:
+        """Return the number of nodes that were created from the present template."""
+        if not self.live.rules.can_create:
+            return None
+        present = (n for n in self.live.nodes if n.readiness is not Readiness.OUT)
+        return sum(node.record.template_hash == self.live.template_hash for node in present)
+
+    def _last_checkpoint(self, wall: float) -> LastCheckpoint | None:
+        """Return the newest checkpoint for the status, or None if no complete one is known."""
+        newest, storage = self.live.checkpoints.newest(wall), self.live.checkpoints.storage
+        if newest is None:
+            return None
+        return LastCheckpoint(
+            step=newest.step,
+            where="storage" if newest.where else "memory",
+            at=newest.at,
+            age_s=round(max(0.0, wall - newest.at), 1),
+            stored_step=storage.step if storage else None,
+            stored_at=storage.at if storage else None,
+            folder=storage.where if storage else "",
+        )
+
+    def _node_status(self, node: Node, rank: int | None) -> NodeStatus:
+        """Return the status of a node, from the cache if nothing has changed."""
+        made_from = node.generation, rank, self.state.round
+        kept = self._shown.get(node.id)
+        if kept is not None and kept[0] == made_from:
+            return kept[1]
+        behind = rank is not None and self._is_behind(node)
+        role = NodeRole.MEMBER if rank is not None else NodeRole.STANDBY
+        report = node.report
+        if not node.alive:
+            rank, role = None, NodeRole.NONE
+        status = NodeStatus(
+            id=node.id,
+            phase=node.phase,
+            role=role,
+            incarnation=node.incarnation,
+            node_rank=rank,
+            nproc=report.nproc if report else 1,
+            host=node.host,
+            agent_pid=report.agent_pid if report else 0,
+            # If it is behind: the workers of the round before are being stopped, or it has not
+            # received the new round yet.
+            pids=report.pids if report and not behind else [],
+            workers=(
+                WorkerPhase.IDLE
+                if not report
+                else WorkerPhase.STOPPING
+                if behind and report.phase is WorkerPhase.RUNNING
+                else report.phase
+            ),
+            warm=report is not None and report.warm,
+            step=report.progress.step if report and report.progress else None,
+            restarts=node.restarts,
+            relaunches=node.relaunches,
+            message=node.leaving or node.message or _preparation(node),
+        )
+        self._shown[node.id] = made_from, status
+        return status
+
+    def _is_behind(self, node: Node) -> bool:
+        """Return whether this member's last report is about the previous round."""
+        assert self.state.world is not None
+        return node.report is not None and node.report.follows < self.state.world.round
+
+    def _update_conditions(self, ready: int, wall: float) -> None:
+        """Update the conditions from the state.
+
+        The condition about checkpoints is left out while neither the spec nor a node uses them. In
+        a job that has ended, the conditions about nodes are false.
+        """
+        if self.state.phase.ended:
+            self._set_ended()
+        if self.live.checkpoints.in_use or self.live.spec.spec.checkpoint is not None:
+            error = self.live.checkpoints.last_error
+            why = ConditionReason.CHECKPOINT_FAILED if error else ConditionReason.AS_EXPECTED
+            self._set(
+                ConditionType.CHECKPOINT_FAILING,
+                bool(error),
+                why,
+                error or "checkpoints work",
+                wall,
+            )
+        self._update_out_of_memory(wall)
+        desired, running = self.live.spec.worker.replicas, self.state.phase is JobPhase.RUNNING
+        if self.state.phase.ended:  # the number of nodes has no meaning for the job any more
+            self._set(ConditionType.PODS_READY, False, ConditionReason.JOB_ENDED, ENDED, wall)
+            self._set(ConditionType.RUNNING, False, self.state.phase.value, self.state.reason, wall)
+            self._set(ConditionType.DEGRADED, False, ConditionReason.JOB_ENDED, ENDED, wall)
+            return
+        text = (
+            f"{min(ready, desired)} of {counted(desired, 'node')} {are(min(ready, desired))} ready"
+        )
+        if ready > desired:
+            text += f", and {counted(ready - desired, 'additional node')}"
+        self._set(ConditionType.PODS_READY, ready >= desired, ConditionReason.READY, text, wall)
+        self._set(ConditionType.RUNNING, running, self.state.phase.value, self.state.reason, wall)
+        nodes = len(self.state.world.members) if self.state.world is not None else 0
+        degraded = running and nodes < desired // self.live.spec.worker.node_unit * (
+            self.live.spec.worker.node_unit
+        )
+        text = "no node trains"
+        if running:
+            text = f"{nodes} of {counted(desired, 'node')} {'trains' if nodes == 1 else 'train'}"
+        if self.live.nodes.count(Readiness.PENDING):
+            waiting = next(n for n in self.live.nodes if n.readiness is Readiness.PENDING)
+            if message := waiting.message or _preparation(waiting):
+                text += f"; {waiting.id}: {message}"
+        size = (
+            ConditionReason.FEWER_NODES
+            if degraded
+            else ConditionReason.FULL_SIZE
+            if running
+            else ConditionReason.NOT_RUNNING
+        )
+        self._set(ConditionType.DEGRADED, degraded, size, text, wall)
+
+    def _update_out_of_memory(self, wall: float) -> None:
+        """Set the condition from a failure because of exhausted memory until training is steady.
+
+        It is left out if there was no such failure, and false afterwards.
+        """
+        if self.state.out_of_memory:
+            self._set(
+                ConditionType.OUT_OF_MEMORY,
+                True,
+                ConditionReason.OUT_OF_MEMORY,
+                self.state.out_of_memory,
+                wall,
+            )
+        elif ConditionType.OUT_OF_MEMORY in self._conditions:
+            message = "training is steady again"
+            self._set(ConditionType.OUT_OF_MEMORY, False, ConditionReason.RESOLVED, message, wall)
+
+    def _set_ended(self) -> None:
+        """Set the condition that says how the job has ended."""
+        state, message = self.state, self.state.reason
+        failure = state.last_failure
+        if state.phase is JobPhase.FAILED and failure is not None and failure.worker.traceback:
+            message = f"{message}\n{failure.worker.traceback}"
+        wall = state.ended_at or self.live.wall
+        self._set(ConditionType(state.phase.value), True, self.live.end_reason, message, wall)
+
+    def _set(
+        self, kind: ConditionType, status: bool, reason: str, message: str, wall: float
+    ) -> None:
+        """Set one condition; its transition time changes only with its status."""
+        text: Literal["True", "False"] = "True" if status else "False"
+        old = self._conditions.get(kind)
+        same = old is not None and old.status == text
+        self._conditions[kind] = Condition(
+            type=kind,
+            status=text,
+            reason=reason,
+            message=message,
+            last_transition_time=old.last_transition_time if old is not None and same else wall,
+        )
+
+
+def _preparation(node: Node) -> str:
+    """Describe what keeps a node from training; empty if nothing does."""
+    if node.report and node.report.warming:
+        return "imports modules for its workers"
+    return "is being checked before it trains" if node.held else ""

@@ -1,0 +1,1 @@
+"""Nodes as Pods of a Kubernetes cluster: watches, creation, deletion, and the job's status."""

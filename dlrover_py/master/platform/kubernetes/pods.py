@@ -1,0 +1,489 @@
+"""Nodes as Pods, as pure code: the Pod that a node needs, and the state of an existing Pod.
+
+docs/kubernetes.md lists what is added to a user's template. Nothing else is changed.
+"""
+
+import copy
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dlrover_py.master.core.events import Event, NodeEnded, NodeSeen
+from dlrover_py.master.platform.kubernetes.ends import (
+    Budget,
+    PodEnd,
+    end_of,
+    main_status,
+    native_sidecars,
+)
+from dlrover_py.protocol import names
+from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.job import OWN_ENV, TEMPLATE, ElasticJob
+from dlrover_py.protocol.names import NodeId
+from dlrover_py.protocol.reasons import ConditionType
+from dlrover_py.protocol.template import in_lines
+from dlrover_py.protocol.timing import POD_GRACE_S
+
+Obj = dict[str, Any]
+"""A Kubernetes object, or a part of it."""
+Problem = tuple[ConditionType | Literal[""], str]
+"""The type of a condition of the job, and words; both are empty if there is no problem."""
+NO_PROBLEM: Problem = "", ""
+
+SHM, TMP = "/dev/shm", "/tmp"
+IMAGE_PROBLEMS = (
+    *("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"),
+    *("ImageInspectError", "RegistryUnavailable", "SignatureValidationFailed"),
+)
+"""Reasons of a waiting container whose image is not available."""
+START_PROBLEMS = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
+"""Reasons of a waiting container that cannot be created or started."""
+CRASHES = "CrashLoopBackOff"
+"""Reason of a container that waits because it ended again and again."""
+_UNKNOWN = re.compile(r'unknown field "([^"]+)"')
+"""Names an unknown field in a message of an API server with strict validation."""
+ZONE = "topology.kubernetes.io/zone"
+"""Label of a Kubernetes node. From 1.35 on, the API server copies it to the node's Pods."""
+CONNECT_S = "600"
+"""Seconds that an agent tries to reach its master, which may be on its way to another host."""
+
+
+@dataclass(frozen=True, slots=True)
+class PodContext:
+    """Values that all Pods of one job share."""
+
+    uid: str
+    """UID of the ElasticJob."""
+    master_addr: str
+    """Address of the master's Service."""
+
+
+def node_of(job: str, pod: str) -> NodeId:
+    """Return the id of the node that a Pod of this name belongs to.
+
+    A name without the job's name before it is returned unchanged: the caller checks the Pod's
+    owner.
+    """
+    return NodeId(pod.removeprefix(f"{job}-"))
+
+
+def pod(job: ElasticJob, node: NodeId, pod_context: PodContext, avoid: Iterable[str] = ()) -> Obj:
+    """Return the Pod to create for a node. Nothing is created, and the job is not changed.
+
+    Args:
+        job: The job with the template.
+        node: Id of the node.
+        pod_context: Values that all Pods of the job share.
+        avoid: Hosts that the Pod must not be placed on.
+
+    Raises:
+        ConfigError: The template has no container for the agent, uses a name or path that is
+            reserved, or has a form that no API server accepts. The message names each place.
+            Unknown fields of the Pod spec are left to the API server.
+    """
+    index = job.worker.main_container()
+    # The API server reports unknown fields of the Pod, but it never sees fields beside ``spec``.
+    wrong = [
+        fault
+        for fault in job.worker.faults()
+        if not (fault.unknown and fault.path.startswith(f"{TEMPLATE}.spec."))
+    ]
+    if wrong:
+        raise ConfigError(in_lines(wrong))
+    template = copy.deepcopy(job.worker.template)
+    given, spec = template.get("metadata") or {}, template["spec"]
+    number = node.removeprefix("n")
+    meta = {
+        "name": names.pod_of(job.metadata.name, node),
+        "namespace": job.metadata.namespace,
+        "annotations": {
+            **(given.get("annotations") or {}),
+            names.NOTE_TEMPLATE: job.worker.template_hash,
+        },
+        "labels": {
+            **(given.get("labels") or {}),
+            names.LABEL_APP: names.APP,
+            names.LABEL_JOB: job.metadata.name,
+            names.LABEL_ROLE: names.ROLE_WORKER,
+            names.LABEL_INDEX: number,
+            names.LABEL_UID: pod_context.uid,
+        },
+        "ownerReferences": [names.owner(job.metadata.name, pod_context.uid)],
+    }
+    spec["restartPolicy"] = "Never"
+    if "serviceAccountName" not in spec:
+        spec.setdefault("automountServiceAccountToken", False)
+    if job.worker.priority_class:
+        spec.setdefault("priorityClassName", job.worker.priority_class)
+    _extend_main_container(spec, spec["containers"][index], job, node, pod_context)
+    _exclude_hosts(spec, avoid)
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
+
+
+def refusal(job: ElasticJob, message: str) -> str:
+    """Return why the API server refuses a Pod, with the template's own paths where they are known.
+
+    The message is returned unchanged if it names no unknown field, or one that the template check
+    does not know.
+
+    Args:
+        job: The job whose template the Pod was made from.
+        message: The message of the server, which names unknown fields by their paths in the Pod.
+    """
+    named = {path.rpartition(".")[2] for path in _UNKNOWN.findall(message)}
+    known = {fault.name: fault for fault in job.worker.faults() if fault.unknown}
+    if named and named <= known.keys():
+        return in_lines([known[name] for name in sorted(named)])
+    return message
+
+
+def _extend_main_container(
+    spec: Obj, main: Obj, job: ElasticJob, node: NodeId, pod_context: PodContext
+) -> None:
+    """Add environment variables, volumes and mounts to the agent's container, in place.
+
+    Variables that the agent needs replace those of the template. All others, and mounts at
+    ``/dev/shm`` and ``/tmp``, are added only if the template has none. A volume for ``/tmp`` is
+    added only for a read-only root file system.
+
+    Raises:
+        ConfigError: The template uses the mount path or the volume name of the job's token.
+    """
+    number = node.removeprefix("n")
+    own_env: list[Obj] = [
+        {"name": names.ENV_MASTER_ADDR, "value": pod_context.master_addr},
+        {"name": names.ENV_TOKEN_FILE, "value": f"{names.NODE_MOUNT}/{names.SECRET_TOKEN}"},
+        {"name": names.ENV_CA_FILE, "value": f"{names.NODE_MOUNT}/{names.SECRET_CA}"},
+        {"name": names.ENV_JOB_NAME, "value": job.metadata.name},
+        {"name": names.ENV_NODE_ID, "value": node},
+        _downward(names.ENV_POD_IP, "status.podIP"),
+    ]
+    # For scripts that were written for DLRover and read these variables.
+    more: list[Obj] = [
+        {"name": names.ENV_CONNECT_S, "value": CONNECT_S},
+        {"name": names.ENV_JOB_UID, "value": pod_context.uid},
+        {"name": names.ENV_NODE_TYPE, "value": names.ROLE_WORKER},
+        {"name": names.ENV_NODE_NUMBER, "value": number},
+        {"name": names.ENV_NODE_RANK, "value": number},
+        {"name": names.ENV_NODE_NUM, "value": str(job.worker.replicas)},
+        _downward(names.ENV_POD_NAME, "metadata.name"),
+        _downward(names.ENV_NODE_IP, "status.hostIP"),
+    ]
+    user_env = [e for e in main.get("env") or [] if e.get("name") not in OWN_ENV]
+    taken = {e.get("name") for e in user_env}
+    # These come first, because a value of the template may refer to them, as $(NODE_NUM).
+    main["env"] = own_env + [e for e in more if e["name"] not in taken] + user_env
+    mounts = list(main.get("volumeMounts") or [])
+    mount_paths = {str(m.get("mountPath", "")).rstrip("/") for m in mounts}
+    volumes = list(spec.get("volumes") or [])
+    if names.NODE_MOUNT in mount_paths or names.NODE_VOLUME in {v.get("name") for v in volumes}:
+        raise ConfigError(
+            f"the template mounts something at {names.NODE_MOUNT} or has a volume named "
+            f"{names.NODE_VOLUME}: both are reserved for the job's token; use another path and name"
+        )
+    # Readable by any user of this Pod: the user of its image is not known here.
+    secret = {
+        "secretName": names.token_of(job.metadata.name, pod_context.uid),
+        "defaultMode": 0o444,
+    }
+    volumes.append({"name": names.NODE_VOLUME, "secret": secret})
+    mounts.append({"name": names.NODE_VOLUME, "mountPath": names.NODE_MOUNT, "readOnly": True})
+    if SHM not in mount_paths:  # the runtime's default is 64 MB; NCCL and DataLoaders need more
+        volumes.append({"name": f"{names.NODE_VOLUME}-shm", "emptyDir": {"medium": "Memory"}})
+        mounts.append({"name": f"{names.NODE_VOLUME}-shm", "mountPath": SHM})
+    read_only_root = (main.get("securityContext") or {}).get("readOnlyRootFilesystem") is True
+    if read_only_root and TMP not in mount_paths:  # agents and workers keep sockets and files there
+        volumes.append({"name": f"{names.NODE_VOLUME}-tmp", "emptyDir": {}})
+        mounts.append({"name": f"{names.NODE_VOLUME}-tmp", "mountPath": TMP})
+    spec["volumes"], main["volumeMounts"] = volumes, mounts
+
+
+def _downward(name: str, path: str) -> Obj:
+    """Return an environment variable whose value is a field of the Pod."""
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def _exclude_hosts(spec: Obj, avoid: Iterable[str]) -> None:
+    """Exclude these hosts in each of the node selector terms, of which one has to match.
+
+    Without hosts the Pod spec stays as it is. Terms of the template are kept.
+    """
+    bans = [
+        {"key": "metadata.name", "operator": "NotIn", "values": [host]} for host in sorted(avoid)
+    ]
+    if not bans:
+        return
+    affinity = spec["affinity"] = dict(spec.get("affinity") or {})
+    node_affinity = affinity["nodeAffinity"] = dict(affinity.get("nodeAffinity") or {})
+    key = "requiredDuringSchedulingIgnoredDuringExecution"
+    terms = (node_affinity.get(key) or {}).get("nodeSelectorTerms") or [{}]
+    node_affinity[key] = {
+        "nodeSelectorTerms": [
+            {**term, "matchFields": [*(term.get("matchFields") or []), *bans]} for term in terms
+        ]
+    }
+
+
+# --- State of a Pod ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PodView:
+    """The fields of a Pod that the master keeps in memory."""
+
+    name: str
+    uid: str
+    owner: str
+    """UID of the ElasticJob that owns the Pod, or that owned it and was deleted without it."""
+    orphan: bool
+    """Whether the Pod has no owner any more."""
+    host: str
+    zone: str
+    """Zone of its host; empty if it is not known."""
+    leaving: str
+    """Why the Pod has to end; empty if it does not."""
+    end: PodEnd | None
+    """The Pod's end; None if it has not ended."""
+    near: bool
+    """Whether nothing prevents the agent from starting soon, as far as is known."""
+    runs: bool
+    """Whether the agent's container runs."""
+    prepared: bool
+    """Whether the Pod's volumes and network are ready; also true before it has a host."""
+    waits_for: Problem
+    """The cause of a wait, which may be normal for a while: reason of a condition, and words.
+
+    Both are empty if it waits for nothing of this kind."""
+    cut_off: bool
+    """Whether its kubelet is silent, after it had reported the Pod as ready."""
+    grace_s: float
+    """Seconds between the order to end and the kill, if the Pod was deleted; otherwise infinite."""
+    problem_type: ConditionType | Literal[""]
+    """Reason of a condition of the job: why the Pod cannot start; empty if it can, as far as is
+    known."""
+    message: str
+    """Description of ``problem_type``."""
+    done: bool
+    """Whether its phase is Succeeded or Failed, so that it holds no resources any more."""
+    sidecars_run: bool
+    """Whether the agent has ended, and another container runs until the Pod is deleted."""
+    termination_grace_s: float
+    """Seconds that its containers have to end after SIGTERM."""
+    created_at: str
+    """Time of its creation, as RFC 3339."""
+    template_hash: str
+    """Hash of the template; empty if the Pod was made by a master that did not record it."""
+
+    @property
+    def ended(self) -> str:
+        """Why the Pod has ended; empty if it has not."""
+        return self.end.why if self.end is not None else ""
+
+    @property
+    def exit_code(self) -> int | None:
+        """Exit code of the container that ended the Pod; None if no container ended it."""
+        return self.end.exit_code if self.end is not None else None
+
+    @property
+    def free(self) -> bool:
+        """Whether the Pod's end counts against no budget."""
+        return self.end is not None and self.end.rule.budget is Budget.NONE
+
+    @property
+    def refused_by(self) -> str:
+        """Host that ended the Pod for a reason unknown to the scheduler; empty if none."""
+        return self.host if self.end is not None and self.end.rule.avoids_host else ""
+
+    @property
+    def deleted(self) -> bool:
+        """Whether the Pod was deleted, and ends after its grace."""
+        return math.isfinite(self.grace_s)
+
+
+def view(obj: Obj) -> PodView:
+    """Return the needed fields of a Pod.
+
+    A Pod that has ended has no problem and waits for nothing. A disruption comes before a deletion
+    as the reason why the Pod has to end.
+    """
+    meta, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
+    conditions = {c.get("type"): c for c in status.get("conditions") or []}
+    disrupted = conditions.get("DisruptionTarget") or {}
+    disrupted = disrupted if disrupted.get("status") == "True" else {}
+    controller: Obj = next(
+        (o for o in meta.get("ownerReferences") or [] if o.get("controller")), {}
+    )
+    end = end_of(obj)
+    problem_type, message = NO_PROBLEM if end else _problem(spec, status, conditions)
+    leaving = ""
+    if disrupted:
+        leaving = f"its Pod is disrupted: {disrupted.get('message') or disrupted.get('reason')}"
+    elif meta.get("deletionTimestamp"):
+        leaving = "its Pod is being deleted"
+    return PodView(
+        name=meta["name"],
+        uid=meta.get("uid", ""),
+        owner=(controller or {"uid": (meta.get("labels") or {}).get(names.LABEL_UID)}).get("uid")
+        or "",
+        orphan=not controller,
+        host=spec.get("nodeName") or "",
+        zone=(meta.get("labels") or {}).get(ZONE, ""),
+        leaving=leaving,
+        end=end,
+        near=not problem_type,
+        runs="running" in ((main_status(spec, status)).get("state") or {}),
+        prepared=not spec.get("nodeName") or _prepared(status, conditions),
+        waits_for=NO_PROBLEM if end else _waits_for(meta["name"], spec, status, conditions),
+        cut_off=end is None and not spec.get("readinessGates") and _host_not_ready(conditions),
+        grace_s=float(meta.get("deletionGracePeriodSeconds", math.inf)),
+        problem_type=problem_type,
+        message=message,
+        done=status.get("phase") in ("Succeeded", "Failed"),
+        sidecars_run=end is not None and not _all_ended(spec, status),
+        termination_grace_s=float(spec.get("terminationGracePeriodSeconds", POD_GRACE_S)),
+        created_at=meta.get("creationTimestamp") or "",
+        template_hash=(meta.get("annotations") or {}).get(names.NOTE_TEMPLATE, ""),
+    )
+
+
+def _host_not_ready(conditions: Mapping[str, Obj]) -> bool:
+    """Return whether the Pod's Kubernetes node is NotReady after the Pod was ready.
+
+    The node controller then changes the condition ``Ready`` of the Pod only. It leaves what the
+    kubelet had reported about containers (Kubernetes, ``nodelifecycle``).
+    """
+    containers, pod = (conditions.get(kind) or {} for kind in ("ContainersReady", "Ready"))
+    return (containers.get("status"), pod.get("status")) == ("True", "False")
+
+
+def _prepared(status: Obj, conditions: Mapping[str, Obj]) -> bool:
+    """Return whether the kubelet has prepared the Pod's volumes and network.
+
+    The condition is ``PodReadyToStartContainers`` (Kubernetes, enabled since 1.29). Until the
+    kubelet reports a container, or a phase after Pending, it has not begun, and the result is
+    False.
+    """
+    ready = (conditions.get("PodReadyToStartContainers") or {}).get("status")
+    begun = status.get("initContainerStatuses") or status.get("containerStatuses")
+    return ready != "False" and bool(begun or status.get("phase") not in (None, "Pending"))
+
+
+def _waits_for(name: str, spec: Obj, status: Obj, conditions: Mapping[str, Obj]) -> Problem:
+    """Return what the Pod waits for: the reason of a condition, and words; both may be empty.
+
+    Only two waits are considered: for a scheduler that has not processed the Pod, and for an init
+    container. Both are normal for a while.
+    """
+    if not spec.get("nodeName") and "PodScheduled" not in conditions:
+        scheduler = spec.get("schedulerName") or "default-scheduler"
+        message = f"no scheduler has processed it: check that the scheduler {scheduler} runs"
+        return ConditionType.UNSCHEDULABLE, message
+    if init := _init_under_way(spec, status):
+        message = f"its init container {init} has not finished"
+        return ConditionType.POD_INITIALIZING, f"{message}; see `kubectl logs {name} -c {init}`"
+    return NO_PROBLEM
+
+
+def _init_under_way(spec: Obj, status: Obj) -> str:
+    """Return the first init container that is not finished; empty if there is none or none began.
+
+    A native sidecar counts as finished once it is started. While all wait for their first start,
+    none counts as begun.
+    """
+    statuses = {str(c.get("name")): c for c in status.get("initContainerStatuses") or []}
+    if not any(
+        "waiting" not in (c.get("state") or {}) or c.get("restartCount") for c in statuses.values()
+    ):
+        return ""
+    natives = native_sidecars(spec)
+    for name in [str(c.get("name")) for c in spec.get("initContainers") or []]:
+        found = statuses.get(name) or {}
+        ended = (found.get("state") or {}).get("terminated") or {}
+        if not (found.get("started") if name in natives else ended.get("exitCode") == 0):
+            return name
+    return ""
+
+
+def _all_ended(spec: Obj, status: Obj) -> bool:
+    """Return whether all containers but native sidecars have ended; False without any container.
+
+    The kubelet ends native sidecars by itself, and then the Pod.
+    """
+    ended = [
+        c for c in status.get("containerStatuses") or [] if "terminated" in (c.get("state") or {})
+    ]
+    return 0 < len(spec.get("containers") or []) == len(ended)
+
+
+def _problem(spec: Obj, status: Obj, conditions: Mapping[str, Obj]) -> Problem:
+    """Return why the Pod cannot start: the reason of a condition, and words; both may be empty.
+
+    The problems are a refused scheduling, a sidecar that crashes before the agent runs, a missing
+    image, and a container that cannot be created. Other reasons of a wait are ignored.
+    """
+    scheduled = conditions.get("PodScheduled") or {}
+    if not spec.get("nodeName") and scheduled.get("status") == "False":
+        message = scheduled.get("message") or scheduled.get("reason") or ""
+        return ConditionType.UNSCHEDULABLE, message
+    natives = native_sidecars(spec)
+    main_runs = "running" in (main_status(spec, status).get("state") or {})
+    for container in [
+        *(status.get("initContainerStatuses") or []),
+        *(status.get("containerStatuses") or []),
+    ]:
+        waiting = (container.get("state") or {}).get("waiting") or {}
+        reason = waiting.get("reason") or ""
+        message = f"{container.get('name')}: {waiting.get('message') or reason}"
+        if reason == CRASHES and container.get("name") in natives and not main_runs:
+            ended = (container.get("lastState") or {}).get("terminated") or {}
+            code = f"; it ended with exit code {ended['exitCode']}" if "exitCode" in ended else ""
+            return ConditionType.POD_NOT_STARTING, f"sidecar {message}{code}"
+        if reason in IMAGE_PROBLEMS:
+            return ConditionType.IMAGE_PULL_BACK_OFF, message
+        if reason in START_PROBLEMS:
+            return ConditionType.INVALID_TEMPLATE, message
+    return NO_PROBLEM
+
+
+UNORDERED_STOP = (
+    "but it was neither deleted nor evicted: does its livenessProbe or startupProbe fail?"
+)
+"""What is said of a Pod that received SIGTERM though the API server shows no order for it."""
+
+
+def fact(node: NodeId, seen: PodView, output: str = "") -> Event:
+    """Return the event for the core that describes an existing Pod: how it ended, or its state.
+
+    The exit code of another container than the agent's is left out.
+
+    Args:
+        node: The node that the Pod belongs to.
+        seen: State of the Pod.
+        output: Last lines of the log of a Pod that has ended; if empty, the termination message.
+    """
+    if seen.end is not None:
+        return NodeEnded(
+            node,
+            seen.ended,
+            seen.exit_code if seen.end.by_agent else None,
+            seen.free,
+            seen.end.rule.ended_by.startswith("kubelet"),
+            output or seen.end.termination_message,
+            refused_by=seen.refused_by,
+            out_of_memory=seen.end.out_of_memory,
+            unordered_stop=UNORDERED_STOP,
+        )
+    topology = (seen.zone, seen.host) if seen.host else ()
+    return NodeSeen(
+        node,
+        seen.near,
+        topology,
+        seen.message,
+        seen.leaving,
+        runs=seen.runs,
+        grace_s=seen.grace_s,
+        cut_off=seen.cut_off,
+        template_hash=seen.template_hash,
+    )

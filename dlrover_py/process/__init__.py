@@ -1,0 +1,1 @@
+"""Processes and files of this machine: identity, owner, end, memory limits, background threads."""

@@ -1,0 +1,126 @@
+"""What the ranks of a world say to one another, over ``torch.distributed``."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from dlrover_py.protocol.errors import CheckpointError
+
+T = TypeVar("T")
+
+
+def rank_and_world() -> tuple[int, int] | None:
+    """Return rank and world size in the default group; None if there is no such group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    return dist.get_rank(), dist.get_world_size()
+
+
+def gather(value: Any, world: int) -> list[Any]:
+    """Return the value of each rank. This is collective; a single rank does not communicate."""
+    values: list[Any] = [value] * world
+    if world > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+_recent_works: deque[Any] = deque(maxlen=64)
+"""The last collectives. The thread of Gloo must not be the last that drops a reference to one: it
+would then wait for the GIL. The thread that destroys the process group (DDP, at the end of a
+script) holds the GIL while it waits for Gloo's thread."""
+
+
+class AsyncAllReduce:
+    """An asynchronous all-reduce of a few numbers in the default group, on the group's device."""
+
+    def __init__(self) -> None:
+        backend = str(dist.get_backend())
+        on_host = any(name in backend for name in ("gloo", "mpi", "ucc"))
+        self._device = torch.device("cpu" if on_host else torch.accelerator.current_accelerator())
+        self._stream: Any = None if on_host else torch.cuda.Stream()
+
+    def launch(self, vote: Sequence[int]) -> Callable[[float | None], list[int]]:
+        """Start the all-reduce and return without waiting for it.
+
+        Args:
+            vote: the numbers of this rank; equally many on all ranks.
+
+        Returns:
+            A function that waits for the end and returns the greatest of each number. It takes
+            seconds, or None for the limit of the group. It raises RuntimeError after that time. On
+            a GPU it ignores its argument: the watchdog of the group knows the limit.
+        """
+        numbers = torch.tensor(vote, dtype=torch.int64, device=self._device)
+        work = dist.all_reduce(numbers, op=dist.ReduceOp.MAX, async_op=True)
+        if self._stream is None:
+            _recent_works.append(work)
+
+            def wait(timeout_s: float | None) -> list[int]:
+                if timeout_s is None:
+                    work.wait()
+                else:
+                    work.wait(timedelta(seconds=timeout_s))
+                return [int(n) for n in numbers.tolist()]
+
+            return wait
+        with torch.cuda.stream(self._stream):  # the training's own stream waits for nothing
+            work.wait()
+            here = torch.empty_like(numbers, device="cpu", pin_memory=True)
+            here.copy_(numbers, non_blocking=True)
+            event = self._stream.record_event()
+
+        def heard(_: float | None) -> list[int]:
+            event.synchronize()
+            return [int(n) for n in here.tolist()]
+
+        return heard
+
+
+class Ranks:
+    """The processes that load together.
+
+    Raises:
+        CheckpointError: there are several processes, and torch.distributed is not initialized.
+    """
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank, self.world = rank, world
+        if world > 1 and rank_and_world() is None:
+            raise CheckpointError(
+                f"load() is collective over {world} ranks: call "
+                "torch.distributed.init_process_group() before it"
+            )
+
+    def all(self, said: T) -> list[T]:
+        """Return the value of each rank, in the order of ranks. Collective."""
+        return gather(said, self.world)
+
+    def first(self, why: str) -> str:
+        """Return the reason of the first rank that has one; empty if none has. Collective."""
+        return self.words(self.all(why))
+
+    def words(self, said: Sequence[str]) -> str:
+        """Return the first reason in a list of what all ranks said; empty if there is none."""
+        for rank, reason in enumerate(said):
+            if reason:
+                return reason if self.world == 1 else f"rank {rank}: {reason}"
+        return ""
+
+    def refuse(self, said: Sequence[str], kind: type[CheckpointError] = CheckpointError) -> None:
+        """Raise on all ranks if one rank has a reason. A rank raises its own reason, if it has one.
+
+        Nothing happens if no rank has a reason. All ranks must pass the same list.
+
+        Args:
+            said: the reasons of all ranks, in the order of ranks; empty where there is none.
+            kind: the class of the exception.
+
+        Raises:
+            CheckpointError: or the class given: a rank has a reason.
+        """
+        if reason := said[self.rank] or self.words(said):
+            raise kind(reason)

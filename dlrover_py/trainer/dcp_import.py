@@ -1,0 +1,192 @@
+"""Load checkpoints that ``torch.distributed.checkpoint.save`` has written without DLRover-Py.
+
+``.metadata`` is a pickle: only classes of torch are instantiated from it. Tensors and objects are
+read as ``torch.load`` does with ``weights_only=True``.
+"""
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+from dlrover_py.checkpoint.directory import BLOCK_BYTES, open_backend
+from dlrover_py.protocol.documents import LARGEST
+from dlrover_py.protocol.errors import CheckpointError
+from dlrover_py.protocol.names import Round, Step, Timeline
+from dlrover_py.protocol.slots import TensorChunk
+from dlrover_py.trainer.collectives import Ranks
+from dlrover_py.trainer.key_differences import format_keys
+from dlrover_py.trainer.restore import agree, fill
+from dlrover_py.trainer.restore_targets import RestorePlan, plan_restore, targets
+from dlrover_py.trainer.sources import READ_ERRORS, Catalog, RestoreSource, TensorLocation
+from dlrover_py.trainer.torch_compat import read_metadata
+
+
+class _DcpFolder:
+    """A folder of DCP: each tensor chunk is a file of torch.save inside a larger file."""
+
+    kind = "storage"
+
+    def __init__(self, url: str) -> None:
+        """Open the folder at a path, or at an address that fsspec knows."""
+        self._place = open_backend(url)
+        self.where = self._place.url
+        self.lengths: dict[tuple[str, int], int] = {}
+
+    def place(self, info: Any) -> TensorLocation:
+        """Return the location of an entry, from the information in ``.metadata``.
+
+        The length of the entry is recorded for `entry`. The file itself is not read.
+
+        Raises:
+            CheckpointError: the location is missing or invalid, or the entry is compressed.
+        """
+        file = info.relative_path
+        if not (isinstance(file, str) and _count(info.offset) and _count(info.length)):
+            raise CheckpointError(f"{self.where}: an entry of its .metadata has no valid location")
+        if getattr(info, "transform_descriptors", None):
+            raise CheckpointError(f"{self.where}/{file} is compressed: expected uncompressed data")
+        if "/" in file or file.startswith("."):
+            raise CheckpointError(f"{self.where}: {file!r} is no file of a checkpoint")
+        self.lengths[file, info.offset] = info.length
+        return TensorLocation(self, file, info.offset, None)
+
+    def entry(self, file: str, position: int) -> bytes:
+        """Return the bytes of an entry, for which `place` was called before."""
+        length = self.lengths[file, position]
+        data = bytearray()
+        while len(data) < length:  # the length may be wrong: no memory beyond what is there
+            block = bytearray(min(BLOCK_BYTES, length - len(data)))
+            self._place.read_into(file, position + len(data), memoryview(block))
+            data += block
+        return bytes(data)
+
+    def metadata(self) -> bytes:
+        """Return the bytes of ``.metadata``, a pickle."""
+        return self._place.read(".metadata")
+
+    def read(self, file: str, position: int, target: memoryview) -> None:
+        """Raise: the folder has no raw bytes to read, only entries of torch.save.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("expected entry()")
+
+
+def load_dcp(
+    state: Mapping[str, object],
+    url: str | Path,
+    *,
+    rank: int,
+    world: int,
+    strict: bool = True,
+    log: logging.Logger,
+) -> None:
+    """Fill the state from a folder that torch's ``dcp.save`` has written. Collective.
+
+    The state's keys are compared with those of ``dcp.save({...})`` of the ``state_dict()``, or of
+    ``get_state_dict()``, of the same modules and optimizers. ``.metadata`` is a pickle: only
+    classes of torch are instantiated from it. Objects are read with ``weights_only=True``.
+
+    Args:
+        state: as for :func:`dlrover_py.trainer.restore.load`; filled in place.
+        url: a path, or an address that fsspec knows.
+        rank: the rank of this process.
+        world: the number of processes that load.
+        strict: keys that only one side has are an error.
+        log: receives warnings about differences.
+
+    Raises:
+        KeysDifferError: the checkpoint belongs to a different state; nothing was changed.
+        CheckpointError: the checkpoint cannot be read. The message says whether tensors of the
+            state have been written.
+    """
+    ranks = Ranks(rank, world)
+    found = RestoreSource(Step(0), Round(0), Timeline(0), world, "", False, str(url))
+    plan: RestorePlan | None = None
+    failure: Exception | None = None
+    try:
+        target = targets(state, rank=rank)  # first: an object's state_dict() may be collective
+        catalog = _foreign(str(url))
+        plan = plan_restore(target, catalog)
+        if plan.gaps:
+            raise CheckpointError(f"parts of {format_keys(plan.gaps)} are not there")
+    except READ_ERRORS as error:
+        failure = error
+    if why := agree(ranks, url, plan, failure, strict=strict):
+        raise CheckpointError(f"{url} cannot be read: {why}")
+    assert plan is not None
+    _, why = fill(ranks, found, catalog, plan, log)
+    if why:
+        raise CheckpointError(
+            f"{url} cannot be read: {why}. Tensors of the state have been written: do not train "
+            "on with them"
+        )
+
+
+def _foreign(url: str) -> Catalog:
+    """Return the catalog of a folder that torch has written.
+
+    Raises:
+        CheckpointError: the metadata are not what torch writes.
+    """
+    source = _DcpFolder(url)
+    metadata = read_metadata(source.metadata())
+    catalog = Catalog()
+    catalog.foreign = True
+    paths: dict[str, tuple[str | int, ...]] = {}
+    for key, saved in metadata.state_dict_metadata.items():
+        if not isinstance(saved, TensorStorageMetadata):
+            location = source.place(metadata.storage_data[MetadataIndex(key)])
+            catalog.add_object(key, partial(source.entry, location.file, location.position))
+            paths[key] = tuple((metadata.planner_data or {}).get(key, key.split(".")))
+            continue
+        dtype = str(saved.properties.dtype).removeprefix("torch.")
+        for box in saved.chunks:
+            chunk = TensorChunk(key, dtype, tuple(box.sizes), tuple(saved.size), tuple(box.offsets))
+            info = metadata.storage_data.get(MetadataIndex(key, box.offsets))
+            catalog.add(chunk, source.place(info) if info is not None else None)
+    catalog.rebuild = partial(_rebuild, catalog, paths)
+    return catalog
+
+
+def _rebuild(
+    catalog: Catalog, paths: Mapping[str, tuple[str | int, ...]], key: str
+) -> tuple[object, list[str]] | None:
+    """Rebuild an object that DCP has split: ``optim.param_groups.0`` from ``….0.lr`` etc.
+
+    The result is the object and the keys that it was rebuilt from; None if there are no such keys.
+    """
+    keys = [other for other in paths if other.startswith(f"{key}.")]
+    if not keys:
+        return None
+    root: dict[str | int, Any] = {}
+    depth = next(
+        n for n in range(len(paths[keys[0]]) + 1) if ".".join(map(str, paths[keys[0]][:n])) == key
+    )
+    for other in keys:
+        holder = root
+        *inner, last = paths[other][depth:]
+        for name in inner:
+            holder = holder.setdefault(name, {})
+        holder[last] = catalog.value(other)
+    return _listed(root), keys
+
+
+def _listed(value: Any) -> Any:
+    """Return a value in which mappings with int keys are lists, as DCP's paths mean them."""
+    if not isinstance(value, dict):
+        return value
+    items = {name: _listed(item) for name, item in value.items()}
+    if items and all(isinstance(name, int) for name in items):
+        return [items[name] for name in sorted(items)]
+    return items
+
+
+def _count(value: object) -> bool:
+    """Return whether a value is a plausible number of bytes."""
+    return type(value) is int and 0 <= value < LARGEST

@@ -1,0 +1,110 @@
+"""The actions of a plan, carried out in its order; a refusal ends the plan."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dlrover_operator.observed import Obj
+from dlrover_py.protocol.job import ElasticJob
+
+What = Literal[
+    "ServiceAccount", "Role", "RoleBinding", "NetworkPolicy", "Secret", "Service", "Deployment"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Create:
+    """Create an object; an existing one is kept if the job owns it."""
+
+    what: What
+    obj: Obj
+
+
+@dataclass(frozen=True, slots=True)
+class MakeCredentials:
+    """Create the Secrets of certificate and token with one authority, or keep existing ones."""
+
+    job: ElasticJob
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreToken:
+    """Restore the Secret of the token if it was deleted, with the same token.
+
+    No Pod of the job starts without it.
+    """
+
+    job: ElasticJob
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaceDeployment:
+    """Replace the master's Deployment, if it has not changed since it was observed."""
+
+    obj: Obj
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleToZero:
+    """Scale the master's Deployment to 0, which ends the master."""
+
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteService:
+    """Delete a Service whose address is not the one in the master's Deployment."""
+
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteMasterPod:
+    """Delete the master's Pod; its Deployment creates another one."""
+
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeletePods:
+    """Delete the worker Pods that hold resources, because no master does it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteJob:
+    """Delete a job whose ``ttlSecondsAfterFinished`` is over."""
+
+    uid: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetStatus:
+    """Write the operator's complete part of the status."""
+
+    status: Obj
+
+
+@dataclass(frozen=True, slots=True)
+class RecordEvent:
+    """Create a Kubernetes event; an equal event is created once per generation of the spec."""
+
+    type: Literal["Normal", "Warning"]
+    reason: str
+    message: str
+
+
+Action = (
+    Create
+    | MakeCredentials
+    | RestoreToken
+    | ReplaceDeployment
+    | ScaleToZero
+    | DeleteService
+    | DeleteMasterPod
+    | DeletePods
+    | DeleteJob
+    | SetStatus
+    | RecordEvent
+)

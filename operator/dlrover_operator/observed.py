@@ -1,0 +1,213 @@
+"""The operator's view of a job and its objects, made from what the API server stores."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, NewType, Self
+
+from dlrover_py.protocol import names
+from dlrover_py.protocol.reasons import ConditionReason
+from dlrover_py.protocol.status import unix_seconds
+
+Obj = dict[str, Any]
+PodReason = NewType("PodReason", str)
+"""The reason that Kubernetes gives for a Pod that does not run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """The view of a master's Deployment."""
+
+    uid: str
+    owner: str
+    """Uid of the ElasticJob that owns it; empty if no ElasticJob does."""
+    version: str
+    """``resourceVersion``."""
+    replicas: int
+    available: bool
+    """Whether a replica is available."""
+    service_address: str
+    """Address of the Service in the master's environment."""
+    create_error: str = ""
+    """Message of the server why no Pod could be created."""
+    planned: str = ""
+    """Hash of the plan from which it was made."""
+
+    @classmethod
+    def of(cls, obj: Obj) -> Self:
+        """Return the view of an object. A missing number of replicas is 1."""
+        meta, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
+        pod = (spec.get("template") or {}).get("spec") or {}
+        env = [e for c in pod.get("containers") or () for e in c.get("env") or ()]
+        service = next(
+            (e.get("value", "") for e in env if e["name"] == names.ENV_MASTER_SERVICE), ""
+        )
+        errors = [
+            c.get("message", "")
+            for c in status.get("conditions") or ()
+            if c.get("type") == "ReplicaFailure" and c.get("status") == "True"
+        ]
+        return cls(
+            uid=meta["uid"],
+            owner=_owner(meta),
+            version=meta.get("resourceVersion", ""),
+            replicas=spec.get("replicas", 1),
+            available=(status.get("availableReplicas") or 0) > 0,
+            service_address=service.rpartition(":")[0].strip("[]"),
+            create_error=errors[0] if errors else "",
+            planned=(meta.get("annotations") or {}).get(names.NOTE_PLAN, ""),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """The view of a master's Service."""
+
+    uid: str
+    owner: str
+    """Uid of the ElasticJob that owns it; empty if no ElasticJob does."""
+    address: str
+    """The cluster IP."""
+
+    @classmethod
+    def of(cls, obj: Obj) -> Self:
+        """Return the view of an object."""
+        meta = obj["metadata"]
+        address = (obj.get("spec") or {}).get("clusterIP") or ""
+        return cls(uid=meta["uid"], owner=_owner(meta), address=address)
+
+
+@dataclass(frozen=True, slots=True)
+class MasterPod:
+    """The view of a master's Pod."""
+
+    reason: PodReason = PodReason("")
+    """Reason why the Pod does not run yet; empty if there is none."""
+    message: str = ""
+    """Message that belongs to ``reason``."""
+    name: str = ""
+    uid: str = ""
+    created_at: float = 0.0
+    """Creation time in Unix seconds."""
+    replica_set: str = ""
+    """Name of the ReplicaSet that owns it."""
+    leaving: bool = False
+    """Whether it was deleted but still exists."""
+    holds: bool = True
+    """Whether it holds resources."""
+    pending_scheduler: str = ""
+    """Name of its scheduler if that has not processed the Pod yet; otherwise empty."""
+
+    @classmethod
+    def of(cls, obj: Obj) -> Self:
+        """Return the view of an object.
+
+        A reason is given only for a refused scheduling, and for a container that waits and is not
+        simply being created. The last such container counts.
+        """
+        status = obj.get("status") or {}
+        reason = message = ""
+        spec = obj.get("spec") or {}
+        scheduled = bool(spec.get("nodeName"))
+        for condition in status.get("conditions") or ():
+            scheduled |= condition.get("type") == "PodScheduled"
+            if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
+                reason, message = condition.get("reason", ""), condition.get("message", "")
+        for container in status.get("containerStatuses") or ():
+            waiting = (container.get("state") or {}).get("waiting") or {}
+            if waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
+                reason, message = waiting["reason"], waiting.get("message", "")
+                ended = (container.get("lastState") or {}).get("terminated")
+                if ended:
+                    message = f"{_termination_message(ended)}; {message}"
+        meta = obj["metadata"]
+        makers = [o for o in meta.get("ownerReferences") or () if o.get("kind") == "ReplicaSet"]
+        return cls(
+            reason=PodReason(reason),
+            message=message,
+            name=meta["name"],
+            uid=meta["uid"],
+            created_at=unix_seconds(meta.get("creationTimestamp")) or 0.0,
+            replica_set=makers[0].get("name", "") if makers else "",
+            leaving="deletionTimestamp" in meta,
+            holds=status.get("phase") not in ("Succeeded", "Failed"),
+            pending_scheduler="" if scheduled else spec.get("schedulerName") or "default-scheduler",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPod:
+    """A worker's Pod that holds resources: requests on a host and a share of a quota."""
+
+    name: str
+    uid: str
+    host: str
+    """Name of the Node; empty if the Pod is not scheduled."""
+    leaving: bool
+    """Whether it was deleted but still exists."""
+
+    @classmethod
+    def of(cls, obj: Obj, job_uid: str) -> Self | None:
+        """Return the view of a Pod; None if it holds no resources or belongs to another job.
+
+        Args:
+            obj: the Pod.
+            job_uid: uid of the job.
+        """
+        meta = obj["metadata"]
+        owned = any(o.get("uid") == job_uid for o in meta.get("ownerReferences") or ())
+        if not owned or (obj.get("status") or {}).get("phase") in ("Succeeded", "Failed"):
+            return None
+        host = (obj.get("spec") or {}).get("nodeName") or ""
+        return cls(meta["name"], meta["uid"], host, "deletionTimestamp" in meta)
+
+
+@dataclass(frozen=True, slots=True)
+class LastError:
+    """The last refusal of the API server."""
+
+    reason: ConditionReason
+    """Reason for the condition of the job."""
+    message: str
+    """Message of the server."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedJob:
+    """The view of a job from which a plan is made; all times are Unix seconds."""
+
+    job: Obj
+    """The ElasticJob."""
+    deployment: Deployment | None = None
+    """The master's Deployment."""
+    service: Service | None = None
+    """The master's Service."""
+    pods: tuple[MasterPod, ...] = ()
+    """The master's Pods."""
+    last_error: LastError | None = None
+    """Refusal of an action of this plan, which is made again to report it."""
+    credentials_checked_at: float = 0.0
+    """Time at which this operator last made or checked the master's credentials."""
+    rights_checked_at: float = math.inf
+    """Time at which this operator last made or checked the master's rights."""
+    account_created_at: float = 0.0
+    """Creation time of the master's ServiceAccount, as this operator last saw it."""
+    refused: str = ""
+    """Message of the API server if it has refused an action of the previous plan."""
+    jobs: int = 1
+    """Number of ElasticJobs in the operator's namespaces."""
+    remaining_pods: tuple[WorkerPod, ...] | None = None
+    """Worker Pods that hold resources; None if they were not listed."""
+
+
+def _termination_message(ended: Obj) -> str:
+    """Return the termination message of a container, or its exit code and reason."""
+    code = f"it ended with exit code {ended.get('exitCode')} ({ended.get('reason') or 'no reason'})"
+    return (ended.get("message") or "").strip() or code
+
+
+def _owner(meta: Obj) -> str:
+    """Return the uid of the ElasticJob that owns an object; empty if there is none."""
+    for reference in meta.get("ownerReferences") or ():
+        if reference.get("kind") == names.KIND:
+            return str(reference.get("uid", ""))
+    return ""

@@ -1,0 +1,81 @@
+"""The workers of a round, from processes that are started."""
+
+import asyncio
+import os
+import signal
+import socket
+
+from dlrover_agent.child_processes import ChildRegistry
+from dlrover_agent.core import Event, WorkerEnded, WorkersGone
+from dlrover_agent.scratch_folder import ScratchFolder
+from dlrover_agent.settings import Command
+from dlrover_agent.warm.pool import ForkedProcess
+from dlrover_agent.workers.logs import Logs
+from dlrover_agent.workers.supervisor import WorkerSupervisor
+from dlrover_py.protocol.agents import Assignment, Directive, FailureKind
+from tests.slots import no_more_files
+
+
+class Observer:
+    """What a supervisor reports."""
+
+    def __init__(self) -> None:
+        self.events: asyncio.Queue[Event] = asyncio.Queue()
+        self.started = asyncio.Event()
+
+    def post(self, event: Event) -> None:
+        self.events.put_nowait(event)
+
+    def last_step(self, local_rank: int) -> int | None:
+        return None
+
+    def round_started(self, assignment: Assignment) -> None:
+        self.started.set()
+
+    def warm_starts_changed(self) -> None:
+        pass
+
+
+class Supervisor(WorkerSupervisor):
+    """A supervisor of one worker, whose fork fails when the worker is killed."""
+
+    def fail_fork(self, control: socket.socket) -> None:
+        worker = self._workers[0]
+        worker.child = ForkedProcess(worker.pid, control)  # it does not reach the user's code
+        os.kill(worker.pid, signal.SIGKILL)
+
+
+async def test_a_worker_that_cannot_be_started_again_has_ended() -> None:
+    """Its fork fails while the agent has no more file descriptors for the pipes of a cold start."""
+    observer, scratch = Observer(), ScratchFolder()
+    command = Command(("sleep", "100"), 1, os.environ, cold="the test starts it")
+    workers = Supervisor(
+        command,
+        dict(os.environ),
+        scratch=scratch,
+        logs=Logs(command, run_id="none", node_id="n0"),
+        children=ChildRegistry(),
+        observer=observer,
+    )
+    assignment = Assignment(
+        term=1, version=1, incarnation=1, directive=Directive.RUN, reason="", round=1, nnodes=1
+    )
+    here, there = socket.socketpair()
+    try:
+        async with asyncio.timeout(60):
+            workers.start(assignment, None)
+            await observer.started.wait()
+            workers.fail_fork(here)
+            with no_more_files():
+                ended = await observer.events.get()
+            assert isinstance(ended, WorkerEnded)
+            assert ended.failure is not None
+            assert ended.failure.kind is FailureKind.START
+            assert "its output: Too many open files" in ended.failure.message
+            assert workers.alive == set()
+            assert isinstance(await observer.events.get(), WorkersGone)
+    finally:
+        here.close()
+        there.close()
+        await workers.close()
+        scratch.close()

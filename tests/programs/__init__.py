@@ -1,0 +1,12 @@
+"""Programs that tests run in processes of their own: the type checker and the linter read them."""
+
+import textwrap
+from pathlib import Path
+
+PROGRAMS = Path(__file__).parent
+"""The folder of the programs."""
+
+
+def source(program: Path | str) -> str:
+    """Return the text of a program, which is a file or an indented text."""
+    return program.read_text() if isinstance(program, Path) else textwrap.dedent(program)

@@ -1,0 +1,352 @@
+"""The site of docs/: pages made from the code, hooks of the build, prose and commands.
+
+``make docs`` builds the site strictly: it finds dead links and pages outside of the menu.
+"""
+
+import ast
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+import pytest
+
+from dlrover_agent import flags
+from dlrover_py.cli.commands import root
+from dlrover_py.localcluster import cluster
+from dlrover_py.master import server as master_server
+from dlrover_py.protocol import agents, status, transfer, versions
+from dlrover_py.protocol.errors import ExitCode
+from scripts import docs_hooks, protocol_page, reference
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+COMMANDS = Path(__file__).with_name("docs_commands.txt")
+
+OLD_PROSE = {"benchmarks.md"}
+"""Pages that do not keep the rules of prose yet; the list may only become shorter."""
+
+
+# --- pages made from the code ---
+
+
+def test_the_reference_is_what_the_code_says() -> None:
+    assert reference.out_of_date() == [], "run: make docs-reference"
+
+
+def test_each_setting_and_exit_code_of_the_reference_exists() -> None:
+    assert reference.unknown_settings() == set()
+    assert set(reference.MEANINGS) == {one.name for one in ExitCode}
+
+
+def test_a_field_that_is_nested_is_in_the_reference_with_its_path() -> None:
+    schema = {
+        "required": ["a"],
+        "properties": {
+            "a": {"type": "array", "items": {"properties": {"b": {"type": "string"}}}},
+            "c": {"properties": {"d": {}}},
+            "e": {"properties": {"d": {}}},
+        },
+    }
+    found = [(path, required) for path, _, required in reference.fields(schema)]
+    assert found == [("a", True), ("a[].b", False), ("{c,e}", False), ("{c,e}.d", False)]
+
+
+def test_a_cell_stays_one_cell_and_its_text_no_tag() -> None:
+    (_, _, line) = reference.table(("a", "b"), [("x|<y>\n`<z>`", "")])
+    assert line == "| x\\|&lt;y> `<z>` | |"
+
+
+# --- processes and messages ---
+
+PROTOCOL = DOCS / "reference/protocol.md"
+STARTS = (
+    *("subprocess.Popen", "subprocess.run", "subprocess.check_output", "os.fork", "os.posix_spawn"),
+    *("asyncio.create_subprocess_exec", "asyncio.create_subprocess_shell"),
+)
+"""Functions that start a process."""
+
+
+def missing_classes(folder: Path, page: str) -> set[str]:
+    """Public classes of a folder's modules, but no errors, that a page neither heads nor lists."""
+    known = set(re.findall(r"^(?:### |\| `)(\w+)(?:` \||$)", page, re.MULTILINE))
+    return {
+        node.name
+        for path in folder.glob("**/*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and not re.match(r"_|\w+Error$", node.name)
+    } - known
+
+
+def test_each_class_of_the_protocol_is_on_the_page() -> None:
+    assert missing_classes(ROOT / "dlrover_py/protocol", PROTOCOL.read_text()) == set()
+    assert protocol_page.NOT_SENT.keys() & protocol_page.listed() == set()
+    assert missing_classes(ROOT / "dlrover_py/protocol", "") >= protocol_page.NOT_SENT.keys()
+
+
+def test_a_new_class_of_the_protocol_must_be_put_on_the_page(tmp_path: Path) -> None:
+    source = "class AgentReport: ...\nclass Split: ...\nclass _Base: ...\nclass NewError: ...\n"
+    tmp_path.joinpath("new.py").write_text(source + "class Report: ...\n")
+    assert missing_classes(tmp_path, PROTOCOL.read_text()) == {"Report"}
+
+
+def test_each_field_of_a_message_has_a_meaning() -> None:
+    typed = [wire for wire in protocol_page.WIRES if wire.module is not None]
+    rows = [
+        row for wire in typed for one in protocol_page.messages(wire)
+        for row in protocol_page.message(one) if re.match(r"\| `\w+` \|.*\|.*\|.*\|", row)
+    ]  # fmt: skip
+    assert len(rows) > 100
+    assert [row for row in rows if row.endswith("| |")] == []
+
+
+def test_each_module_that_starts_a_process_is_on_the_map() -> None:
+    starters = {
+        str(path.relative_to(ROOT))
+        for folder in ("dlrover_py", "agent/dlrover_agent", "operator/dlrover_operator")
+        for path in (ROOT / folder).glob("**/*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in STARTS
+    }
+    assert {one for process in protocol_page.PROCESSES for one in process.starters} == starters
+
+
+def test_the_paths_of_the_cluster_are_those_that_it_serves() -> None:
+    def shape(verb: str, path: str) -> tuple[str, str]:
+        return verb, re.sub(r"\{\w+\}", "{}", path.partition("?")[0])
+
+    described = {shape(verb, path) for verb, path, _ in protocol_page.local_routes()}
+    assert described == {shape(verb, path) for verb, path, _ in protocol_page.routes(cluster.api)}
+
+
+def test_each_path_of_an_http_api_has_its_version() -> None:
+    made: list[Callable[..., object]] = [master_server.job_app, cluster.api]
+    paths = [path for app in made for _, path, _ in protocol_page.routes(app)]
+    assert [path for path in paths if not path.startswith(f"/v{versions.HTTP_API}/")] == []
+
+
+def test_types_of_fields_are_in_words() -> None:
+    assert protocol_page.kind(agents.Words) == "string [at most 1024]"
+    assert protocol_page.kind(agents.Count | None) == "integer [0 to 2^53] or null"
+    assert protocol_page.kind(dict[str, list[agents.Offer]]) == "map of list of [Offer](#offer)"
+    assert protocol_page.kind(transfer.Hex) == "string of the form `^[0-9a-f]{64}$`"
+    assert protocol_page.kind(status.WallTime) == "time (RFC 3339)"
+
+
+# --- hooks of the build ---
+
+
+@pytest.mark.parametrize(
+    ("folder", "text", "becomes"),
+    [
+        ("", "[a](../Dockerfile)", "a (`Dockerfile`)"),
+        ("", "[rbac.yaml](../charts/rbac.yaml#x)", "rbac.yaml (`charts/rbac.yaml`)"),
+        ("", "[README.md](../README.md)", "README.md"),
+        ("decisions", "[a](../cli.md#json)", "[a](../cli.md#json)"),
+        ("", "[a](https://pytorch.org)", "[a](https://pytorch.org)"),
+        ("", "```\n[a](../b)\n```\n[a](../b)", "```\n[a](../b)\n```\na (`b`)"),
+    ],
+)
+def test_links_out_of_docs_become_text(folder: str, text: str, becomes: str) -> None:
+    assert docs_hooks.outside_links_as_text(text, folder) == becomes
+
+
+@pytest.mark.parametrize(
+    ("heading", "anchor"),
+    [
+        ("What happens when …", "what-happens-when-"),
+        ("An edit of the template", "an-edit-of-the-template"),
+        ("The master's Pod", "the-masters-pod"),
+        ("`elastic-run`, and more", "elastic-run-and-more"),
+    ],
+)
+def test_anchors_are_those_of_github(heading: str, anchor: str) -> None:
+    assert docs_hooks.github_anchor(heading) == anchor
+
+
+@pytest.mark.parametrize(
+    ("suffix", "text"),
+    [
+        (".html", '<script src="https://unpkg.com/x.js"></script>'),
+        (".html", '<link rel="stylesheet" href="//fonts.googleapis.com/css">'),
+        (".html", '<img alt="a" src=https://example.org/a.png>'),
+        (".css", "@import 'https://example.org/a.css';"),
+        (".css", 'body { background: url("//example.org/a.png") }'),
+        (".svg", "<style>text { src: url(https://example.org/a.woff) }</style>"),
+    ],
+)
+def test_a_page_that_loads_from_elsewhere_fails_the_build(suffix: str, text: str) -> None:
+    policy = '<meta http-equiv="Content-Security-Policy" content="…">'
+    assert len(list(docs_hooks.loaded_from_elsewhere(suffix, policy + text))) == 1
+
+
+def test_a_page_with_links_and_files_of_its_own_is_built() -> None:
+    page = (
+        '<meta http-equiv="Content-Security-Policy" content="…"><a href="https://pytorch.org">a</a>'
+        '<img src="img/state.svg"><script src="assets/x.js"></script>'
+    )
+    assert list(docs_hooks.loaded_from_elsewhere(".html", page)) == []
+    assert list(docs_hooks.loaded_from_elsewhere(".html", "<p>no policy</p>")) != []
+
+
+# --- prose ---
+
+
+def paragraphs(text: str) -> Iterator[str]:
+    """Paragraphs and list items, without code, tables, headings and pictures."""
+    text = re.sub(r"^ *```.*?^ *```|<!--.*?-->", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^(\||#|:::|    |!\[).*$", "", text, flags=re.MULTILINE)
+    for block in re.split(r"\n\s*\n|\n\s*(?=[-*] |\d+\. )", text):
+        if block.strip():
+            yield " ".join(block.split())
+
+
+def sentences(paragraph: str) -> Iterator[str]:
+    plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", paragraph)
+    plain = re.sub(r"`[^`]*`", "code", plain)
+    yield from re.split(r"(?<=[.!?:;])\s+", plain)
+
+
+def faults(path: Path) -> list[str]:
+    """Lines of more than 100 characters and sentences of more than 25 words."""
+    text = path.read_text()
+    found = [
+        f"line {number}: {len(line)} characters, expected at most 100"
+        for number, line in enumerate(text.splitlines(), start=1)
+        if len(line) > 100 and not line.startswith("|")
+    ]
+    found += [
+        f"{len(one.split())} words, expected at most 25: {one}"
+        for paragraph in paragraphs(text)
+        for one in sentences(paragraph)
+        if len(one.split()) > 25
+    ]
+    return found
+
+
+WRITTEN = [
+    path
+    for path in [ROOT / "README.md", *PAGES]
+    if path.name not in OLD_PROSE and path.parent.name not in ("decisions", "reference")
+]
+
+
+@pytest.mark.parametrize("path", [*WRITTEN, PROTOCOL], ids=lambda path: path.name)
+def test_prose_has_short_lines_and_sentences(path: Path) -> None:
+    assert faults(path) == []
+
+
+def test_the_list_of_old_pages_is_as_short_as_it_can_be() -> None:
+    assert [name for name in OLD_PROSE if not faults(DOCS / name)] == []
+
+
+def test_the_glossary_has_each_word_once_in_one_sentence() -> None:
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", (DOCS / "glossary.md").read_text(), re.M)
+    entries = [(word, said) for word, said in rows if word not in ("word", "---")]
+    names = [name for word, _ in entries for name in word.split(", ")]
+    assert len(names) > 60
+    assert sorted({*names}) == sorted(names)
+    assert [
+        word for word, said in entries if not re.fullmatch(r"[A-Z`][^.]*(\.\w[^.]*)*\.", said)
+    ] == []
+
+
+# --- commands ---
+
+
+class Command(NamedTuple):
+    """One command of a page."""
+
+    page: str
+    text: str
+
+
+PROGRAMS = (
+    "cd", "ctr", "curl", "dlrover", "docker", "elastic-run", "eval", "export", "for", "helm",
+    "kill", "kubectl", "make", "pip", "python", "rm", "source", "torchrun",
+)  # fmt: skip
+
+
+def fenced(text: str, languages: tuple[str, ...]) -> Iterator[str]:
+    """The fenced blocks of a page that are of some languages."""
+    block: list[str] | None = None
+    wanted = False
+    for line in text.splitlines():
+        mark = re.fullmatch(r" *```(\w*)", line)
+        if mark is None:
+            if block is not None:
+                block.append(line)
+        elif block is None:
+            block, wanted = [], mark[1] in languages
+        else:
+            if wanted:
+                yield "\n".join(block)
+            block = None
+
+
+def commands() -> list[Command]:
+    """Each command in a fenced block of the pages and the README."""
+    found = []
+    for path in [ROOT / "README.md", *PAGES]:
+        if path.parent.name in ("decisions", "reference"):
+            continue
+        for block in fenced(path.read_text(), ("", "bash", "sh", "console")):
+            for line in re.sub(r"\\\n\s*", "", block).splitlines():
+                text = re.sub(r"\s+#( .*)?$", "", line).strip()
+                if text.split(" ")[0] in PROGRAMS:
+                    found.append(Command(str(path.relative_to(ROOT)), text))
+    return found
+
+
+def listed() -> dict[str, str]:
+    """The commands of docs_commands.txt, with how each is checked."""
+    lines = COMMANDS.read_text().splitlines()
+    pairs = [line.split(" | ", 1) for line in lines if line and not line.startswith("#")]
+    return {command: how for how, command in pairs}
+
+
+def test_each_command_of_the_docs_is_run_by_a_test_or_marked() -> None:
+    exists, known = {one.text for one in commands()}, listed()
+    assert len(exists) > 50
+    assert exists - set(known) == set(), f"add to {COMMANDS.name}: how is it checked?"
+    assert set(known) - exists == set(), f"no page has it: remove it from {COMMANDS.name}"
+    for command, how in known.items():
+        kind, _, rest = how.partition(" ")
+        assert kind in ("run", "parsed", "not-run"), f"{how}: {command}"
+        if kind == "run":
+            assert (ROOT / rest).exists(), f"{rest}: there is no such test: {command}"
+        if kind == "not-run":
+            assert rest, f"{command}: say why it is not run"
+
+
+def parsed(program: str) -> list[Command]:
+    """The commands that one program of ours must accept."""
+    return [
+        one
+        for one in commands()
+        if one.text.split(" ")[0] == program and "…" not in one.text and "FLAGS" not in one.text
+    ]
+
+
+@pytest.mark.parametrize("one", parsed("dlrover"), ids=lambda one: one.text)
+def test_dlrover_takes_the_command(one: Command) -> None:
+    words = shlex.split(one.text.split(">")[0])[1:]
+    group: click.Command = root
+    context = None
+    while isinstance(group, click.Group):
+        word, *words = words
+        assert word in group.commands, f"{one.page}: {one.text}: no command {word}"
+        group = group.commands[word]
+    context = group.make_context(group.name, words, resilient_parsing=False)
+    assert context is not None
+
+
+@pytest.mark.parametrize("one", parsed("elastic-run"), ids=lambda one: one.text)
+def test_elastic_run_takes_the_command(one: Command) -> None:
+    words = shlex.split(one.text.replace("$RANK", "0"))[1:]
+    if words == ["--help"]:
+        return
+    assert flags.parse(words, {}).training_script == "train.py"

@@ -1,0 +1,101 @@
+"""Private names of torch are used in one module of the trainer."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dlrover_py.trainer import torch_compat
+
+FOLDER = Path(torch_compat.__file__).parent
+MODULES = {path.stem: path.read_text() for path in sorted(FOLDER.glob("*.py"))}
+COMPAT = "torch_compat"
+OF_NAMED_TUPLES = {"_asdict", "_fields", "_replace"}
+OF_PYTHON = {"__dict__", "__func__", "__getattr__", "__module__", "__name__", "__qualname__"}
+OF_PYTHON |= {"__self__", "__setitem__", "__str__", "__wrapped__"}
+
+
+def own_names() -> set[str]:
+    """The private names that the trainer's modules define themselves."""
+    found: set[str] = set()
+    for source in MODULES.values():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                if isinstance(node.value, ast.Name) and node.value.id == "self":
+                    found.add(node.attr)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+    return found
+
+
+def documentation(tree: ast.Module) -> set[int]:
+    """The ids of the constants that are docstrings."""
+    return {
+        id(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+
+
+def private(source: str, own: set[str]) -> Iterator[str]:
+    """The private names of others that a module imports, reads, or has in a text."""
+    tree = ast.parse(source)
+    docs = documentation(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            paths = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            paths = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            paths = []
+        yield from (path for path in paths if re.search(r"(^|\.)_(?!_future__)", path))
+        yield from (path for path in paths if "planner_helpers" in path)
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+            if node.attr not in own | OF_NAMED_TUPLES | OF_PYTHON:
+                yield node.attr
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in docs
+            and node.value not in own | OF_PYTHON
+            and re.match(r"_\w|(.*\b)?torch\._|__\w+__$", node.value)
+        ):
+            yield node.value
+
+
+def test_private_names_of_torch_are_used_in_one_module_only() -> None:
+    own = own_names()
+    found = {name: list(private(source, own)) for name, source in MODULES.items()}
+    assert len(found.pop(COMPAT)) > 20
+    assert found == {name: [] for name in found}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from torch.distributed.checkpoint.filesystem import _StorageInfo",
+        "import torch._dynamo",
+        "from torch._dynamo.symbolic_convert import InstructionTranslator",
+        "from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list",
+        "print(tensor._version)",
+        "value.__create_chunk_list__()",
+        'getattr(optimizer, "_overlap_with_ddp", False)',
+        'hasattr(value, "__tensor_flatten__")',
+        'sys.modules.get("torch._dynamo")',
+        'name.replace("_orig_mod.", "")',
+        "class Reader(pickle._Unpickler): ...",
+    ],
+)
+def test_a_private_name_is_found(line: str) -> None:
+    assert list(private(line, own_names()))
+
+
+def test_each_private_name_is_in_the_table_of_the_module() -> None:
+    table = torch_compat.__doc__ or ""
+    source = MODULES[COMPAT]
+    names = {name.strip(".").rpartition(".")[2] for name in private(source, own_names())}
+    assert {name for name in names if name not in table} == set()
