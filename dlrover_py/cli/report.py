@@ -532,7 +532,10 @@ def _outages(found: Sequence[Outage], status: JobStatus, since: float) -> Iterat
 
 
 def _conditions(job_view: JobView) -> Iterator[str]:
-    """Yield the table of conditions; nothing if there are none."""
+    """Yield the heading and table of conditions, as HTML; nothing if there are none.
+
+    Problems are highlighted. Only the first line of a message is shown.
+    """
     if not job_view.conditions:
         return
     bad = {condition.type for condition in job_view.problems}

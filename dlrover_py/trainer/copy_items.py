@@ -102,16 +102,15 @@ def sample_bytes(address: int, nbytes: int, seed: int) -> tuple[tuple[int, bytes
 
 
 def enqueue(items: Sequence[CopyItem], view: memoryview, stream: Any, *, wait_for_all: bool) -> Any:
-    """Enqueue the copies of tensors of one GPU. The training's stream waits for the urgent ones.
+    """Enqueue the copies of one GPU's tensors, and return before they are done.
 
-    Urgent copies are those of tensors that are not deferrable. The CPU does not wait, so nothing
-    need be copied yet when the function returns.
+    The training's stream waits for the copies of tensors that are not deferrable.
 
     Args:
         items: the tensors, on the same device.
         view: the memory of the slot, which is registered with CUDA.
         stream: a stream of the device, for the copies.
-        wait_for_all: whether all copies are urgent.
+        wait_for_all: whether the training's stream waits for all copies.
 
     Returns:
         The event after the last copy; the caller waits for it before it reads the slot.

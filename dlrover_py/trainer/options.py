@@ -75,10 +75,14 @@ def _first(*values: Any) -> Any:
 
 
 def _directory(where: str | os.PathLike[str]) -> str:
-    """Return the normal form of the address of a directory.
+    """Return the normal form of a directory's address. Nothing is read or created.
+
+    A path becomes absolute. Only the form is checked: an unknown protocol such as ``s4://`` is
+    accepted here.
 
     Raises:
-        ConfigError: the address cannot be used, or is one of this process's own memory.
+        ConfigError: the form is not valid, or the address is in ``memory://``. Such a directory
+            exists only inside the process that writes it.
     """
     from dlrover_py.checkpoint.directory import address
 

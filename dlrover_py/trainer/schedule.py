@@ -227,13 +227,19 @@ class SaveSchedule:
         return now
 
     def loaded(self, found: LoadedStep | None, now: float) -> None:
-        """Begin the intervals again after a load.
+        """Begin the intervals again after a load, and forget a missed write to storage.
 
-        The interval of storage counts from the newest checkpoint there, as far as it is known.
+        Intervals in steps count from the loaded step. The time until the next save in memory counts
+        from now. The time until the next write to storage counts from the newest commit there.
+
+        If the time of that commit is unknown, a loaded or restarted job uses its own age instead.
+        After a restart with an unknown age, the next write is due at once. A new job begins as in
+        the constructor.
 
         Args:
             found: what was loaded; None if there was no checkpoint.
-            now: the time by the clock that ``found.stored_at`` has.
+            now: wall-clock time of this node (``time.time()``). ``found.stored_at`` is wall-clock
+                time too, but another node may have set it. A negative age therefore counts as 0.
         """
         stored_at = None if found is None else found.stored_at
         self.again = False

@@ -628,14 +628,16 @@ class Stager:
             job.done.set()
 
     def _enqueue(self, job: StagedSave) -> None:
-        """Enqueue all copies from GPUs. The training's stream waits for the urgent ones.
+        """Enqueue all copies from GPUs on streams of their own, and return before they are done.
 
-        It waits until the slots have their memory, but not for the copies. The slot counts as empty
-        from here on.
+        The training's streams wait for the copies of tensors that are not deferrable. Once
+        ``synchronous`` is set, they wait for all copies. The calling thread waits only until every
+        slot has its memory. Then the slot's earlier checkpoint is erased.
 
         Raises:
             ShmFullError: there is not enough memory.
-            OSError: the slot cannot be enlarged.
+            OSError: a slot cannot be changed or mapped.
+            torch.cuda.CudaError: CUDA does not register the memory.
         """
         room = _SlotSpace(job.need, job.slot)
         self._submit(room)

@@ -30,13 +30,15 @@ class Settings:
     def parse(cls, argv: Sequence[str] | None = None) -> "Settings":
         """Return the settings in a command line.
 
-        A wrong option ends the process with a message and exit code 2; ``--help`` ends it with 0.
+        A wrong option, or a missing ``--master-image``, ends the process with a message and exit
+        code 2. ``--help`` ends it with exit code 0.
 
         Args:
             argv: the arguments; None: those of this process.
 
         Raises:
-            ConfigError: the value of ``--master-resources`` is not valid.
+            ConfigError: ``--master-resources`` is no JSON object, or has other fields than
+                ``requests`` and ``limits``. The values of these fields are not checked.
         """
         args = _parser().parse_args(argv)
         options = Options(

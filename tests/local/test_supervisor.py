@@ -6,12 +6,13 @@ import signal
 import socket
 
 from dlrover_agent.child_processes import ChildRegistry
-from dlrover_agent.core import Event, WorkerEnded, WorkersGone
+from dlrover_agent.core import Event, WorkerEnded, WorkersGone, WorkersStuck
 from dlrover_agent.scratch_folder import ScratchFolder
 from dlrover_agent.settings import Command
 from dlrover_agent.warm.pool import ForkedProcess
 from dlrover_agent.workers.logs import Logs
 from dlrover_agent.workers.supervisor import WorkerSupervisor
+from dlrover_agent.workers.worker import Worker
 from dlrover_py.protocol.agents import Assignment, Directive, FailureKind
 from tests.slots import no_more_files
 
@@ -45,6 +46,18 @@ class Supervisor(WorkerSupervisor):
         os.kill(worker.pid, signal.SIGKILL)
 
 
+class Unkillable(WorkerSupervisor):
+    """A supervisor whose workers hang in the kernel, so that no signal has an effect."""
+
+    def _signal(self, number: int, workers: list[Worker]) -> None:
+        pass
+
+
+ASSIGNMENT = Assignment(
+    term=1, version=1, incarnation=1, directive=Directive.RUN, reason="", round=1, nnodes=1
+)
+
+
 async def test_a_worker_that_cannot_be_started_again_has_ended() -> None:
     """Its fork fails while the agent has no more file descriptors for the pipes of a cold start."""
     observer, scratch = Observer(), ScratchFolder()
@@ -57,13 +70,10 @@ async def test_a_worker_that_cannot_be_started_again_has_ended() -> None:
         children=ChildRegistry(),
         observer=observer,
     )
-    assignment = Assignment(
-        term=1, version=1, incarnation=1, directive=Directive.RUN, reason="", round=1, nnodes=1
-    )
     here, there = socket.socketpair()
     try:
         async with asyncio.timeout(60):
-            workers.start(assignment, None)
+            workers.start(ASSIGNMENT, None)
             await observer.started.wait()
             workers.fail_fork(here)
             with no_more_files():
@@ -77,5 +87,33 @@ async def test_a_worker_that_cannot_be_started_again_has_ended() -> None:
     finally:
         here.close()
         there.close()
+        await workers.close()
+        scratch.close()
+
+
+async def test_a_worker_that_survives_sigkill_is_stuck() -> None:
+    """A hung driver or file system keeps a process for ever. The agent waited for its end."""
+    observer, scratch = Observer(), ScratchFolder()
+    command = Command(("sleep", "100"), 1, os.environ, cold="the test starts it")
+    workers = Unkillable(
+        command,
+        dict(os.environ),
+        scratch=scratch,
+        logs=Logs(command, run_id="none", node_id="n0"),
+        children=ChildRegistry(),
+        observer=observer,
+        stuck_after_s=0.1,
+    )
+    try:
+        async with asyncio.timeout(60):
+            workers.start(ASSIGNMENT, None)
+            await observer.started.wait()
+            (pid,) = workers.pids
+            workers.stop(0.1, signal.SIGTERM)
+            assert await observer.events.get() == WorkersStuck(1, (pid,))
+            os.kill(pid, signal.SIGKILL)
+            assert isinstance(await observer.events.get(), WorkerEnded)
+            assert isinstance(await observer.events.get(), WorkersGone)
+    finally:
         await workers.close()
         scratch.close()

@@ -2,14 +2,14 @@
 
 Example (as :mod:`dlrover_agent.checkpoint.saver` uses it)::
 
-    replicas = Replicator(pool.path, job_uid, token, changed=report_now, mb_per_s=…)
+    replicas = Replicator(pool.path, job_uid, token, on_change=report_now, mb_per_s=…)
     task = asyncio.create_task(replicas.run())  # runs until it is cancelled
     replicas.follow(assignment.peer)            # with each assignment; None: replicate no peer
     replicas.trouble                            # last error in one line; empty if all is well
 
 :func:`dlrover_py.checkpoint.shm.scan` lists the replicas: slots ``peer-<rank>.<0..1>``.
-``changed`` is called in the event loop when the replicas or the last error change. A report should
-follow.
+``on_change`` is called in the event loop when the replicas or the last error change. A report
+should follow.
 
 In this module, the checkpoint of a node consists of the slots that its workers have filled for one
 step, round and timeline. :func:`plan` decides which of the peer's checkpoints to copy, and into
@@ -480,17 +480,23 @@ class Replicator:
                 self._change_count += 1
 
     def _pull_checked(self, connection: TransferConnection, pull: ReplicaPull) -> None:
-        """Copy one slot, and report damaged data only at the second wrong checksum.
+        """Copy one slot of the peer, and report damage only at the second wrong checksum.
 
-        A writer on the peer may overwrite bytes while they are sent, which makes them wrong
-        without an error. Data with the same fill id that is wrong twice is damaged.
+        A writer on the peer may overwrite the bytes while they are sent. This may show only as a
+        wrong checksum. The first one is therefore noted, and the copy is tried again later. The
+        data is damaged if the next wrong checksum has the same slot and the same
+        ``SlotHeader.fill``. The writer sets a new ``fill`` each time it fills a slot.
+
+        After an error, the slot on this node may be empty, without its earlier replica.
 
         Raises:
-            _NotYetError: A checksum was wrong for the first time.
-            DamagedDataError: A checksum of the same content was wrong for the second time in a row.
+            _NotYetError: A checksum was wrong for the first time. Or a reader uses the slot on
+                this node, or the agent is ending.
+            DamagedDataError: The same data was wrong again.
             SlotOverwrittenError: The peer has filled the slot again.
-            DLRoverError: The copy has failed.
-            OSError: The copy has failed.
+            DLRoverError: The peer does not answer or refuses the request, the memory does not
+                suffice, or the slot on this node has a newer format.
+            OSError: A file of this node's pool cannot be opened, changed or removed.
         """
         try:
             self._pull(connection, pull)
@@ -512,8 +518,9 @@ class Replicator:
             _NotYetError: A reader uses the target slot, or the agent is ending.
             DamagedDataError: A checksum is wrong.
             SlotOverwrittenError: The peer has filled the slot again.
-            DLRoverError: The copy has failed.
-            OSError: The copy has failed.
+            DLRoverError: The peer does not answer or refuses the request, the memory does not
+                suffice, or the slot on this node has a newer format.
+            OSError: A file of this node's pool cannot be opened, changed or removed.
         """
         found = connection.contents(pull.name, pull.header.fill)
         header = found.header

@@ -491,7 +491,8 @@ def memory_checkpoints(folder: Path, job: str) -> list[MemoryCheckpoint]:
     """Return the newest checkpoints of a job in a shared-memory pool, the newest first.
 
     At most ``MAX_CHECKPOINTS`` are returned. A node's own slots and its replicas of a peer make
-    separate entries. An entry may lack ranks: it lists those whose slots are complete.
+    separate entries. An entry may lack ranks: it lists those whose slots are complete. Its
+    ``private_only`` names the ranks that have only a partial replica.
 
     Args:
         folder: Folder of the pool.

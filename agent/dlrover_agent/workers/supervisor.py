@@ -47,7 +47,10 @@ log = logging.getLogger("agent.workers")
 SIGNAL_BEFORE_KILL_S = 1.0
 """Seconds before the end of the grace period at which a script with should_stop() is signaled."""
 STUCK_AFTER_S = 10.0
-"""Seconds after SIGKILL from which a process that is still there counts as stuck."""
+"""Seconds after which a process that is left counts as stuck.
+
+They begin at SIGKILL for a worker, and at the last worker's end for another process of the round.
+"""
 FORK_START_S = 5.0
 """Seconds that a forked worker has to reach the user's code. Then it is killed and started cold."""
 REAP_DELAY_S = 1.0
@@ -92,6 +95,7 @@ class WorkerSupervisor:
         logs: Logs,
         children: ChildRegistry,
         observer: RoundObserver,
+        stuck_after_s: float = STUCK_AFTER_S,
     ) -> None:
         """Create the supervisor, and make this process a subreaper. It starts no worker yet.
 
@@ -103,8 +107,9 @@ class WorkerSupervisor:
             children: Registry of the agent's child processes. The supervisor adds the workers'
                 sessions.
             observer: Follows the rounds.
+            stuck_after_s: See ``STUCK_AFTER_S``.
         """
-        self._command, self._scratch = command, scratch
+        self._command, self._scratch, self._stuck_after_s = command, scratch, stuck_after_s
         self._children, self._observer = children, observer
         program = WorkerProgram(command.argv, env, per_rank(command))
         self.warm = WarmPool(
@@ -280,15 +285,21 @@ class WorkerSupervisor:
         return {w.local_rank for w in self._workers if not w.ended}
 
     def stop(self, grace_s: float, number: int, *, delayed: set[int] | None = None) -> None:
-        """Signal the workers, and kill those that are left after the grace period.
+        """Begin to stop the workers, and return at once.
 
-        The method does not wait. :class:`WorkersGone` or :class:`WorkersStuck` is posted at the
-        end. A start that is under way is given up first. See :meth:`Worker.signal` for SIGTERM.
+        Each worker that runs gets the signal, and SIGKILL after the grace period. A start that is
+        under way is canceled first; the grace period begins when it is over. From now on, a worker
+        that dies of a stop signal or SIGKILL is not added to ``deaths``.
+
+        The observer gets :class:`WorkersGone` when no process of the round is left. It gets
+        :class:`WorkersStuck` instead if one survives SIGKILL, see ``STUCK_AFTER_S``, or if the
+        processes cannot be listed.
 
         Args:
-            grace_s: The grace period in seconds.
-            number: Signal number.
-            delayed: Local ranks that are signaled only shortly before the end of the grace period.
+            grace_s: Seconds from the signal to SIGKILL.
+            number: Number of the signal. SIGTERM becomes SIGKILL for a worker that it would kill.
+            delayed: Local ranks that get the signal only ``SIGNAL_BEFORE_KILL_S`` before SIGKILL.
+                Their scripts call ``should_stop()`` and were asked to end by it. None: no rank.
         """
         loop = asyncio.get_running_loop()
         if self._cancel_starts(functools.partial(self.stop, grace_s, number, delayed=delayed)):
@@ -304,16 +315,20 @@ class WorkerSupervisor:
             self._on_all_ended()
 
     def kill(self) -> None:
-        """Send SIGKILL to all workers immediately. A start that is under way is given up first.
-
-        The method does not wait: :class:`WorkersGone` or :class:`WorkersStuck` is posted at the
-        end.
-        """
+        """Send SIGKILL to all workers, and return at once. The end is as that of :meth:`stop`."""
         if self._cancel_starts(self.kill):
             return
         self._signal(signal.SIGKILL, self._workers)
         if all(w.over for w in self._workers):
             self._on_all_ended()
+            return
+        loop = asyncio.get_running_loop()
+        self._timers.append(loop.call_later(self._stuck_after_s, self._report_survivors))
+
+    def _report_survivors(self) -> None:
+        """Post the workers that have survived SIGKILL, if there are any."""
+        if pids := tuple(w.pid for w in self._workers if not w.ended):
+            self._observer.post(WorkersStuck(self._round, pids))
 
     def _cancel_starts(self, then: Callable[[], None]) -> bool:
         """Begin to give up the starts that are under way, and note that the round is stopped.
@@ -596,13 +611,13 @@ class WorkerSupervisor:
         """Kill the processes that are left in the workers' sessions, and wait for their end.
 
         Then :class:`WorkersGone` is posted, or :class:`WorkersStuck` if processes are left after
-        ``STUCK_AFTER_S``.
+        ``stuck_after_s``.
         """
         held = [w for w in self._workers if w.session is not None]
         sessions = [w.session for w in held if w.session is not None]
-        deadline = time.monotonic() + STUCK_AFTER_S
+        deadline = time.monotonic() + self._stuck_after_s
         await self._stores.forked()  # otherwise its process would be killed as a leftover
-        starting_pids = await self._starter.idle(STUCK_AFTER_S)
+        starting_pids = await self._starter.idle(self._stuck_after_s)
         left: list[ProcessId] | None = None  # not known
         while left != [] and time.monotonic() < deadline:
             try:

@@ -1,4 +1,4 @@
-"""Trials of the Pod template before a Pod is needed, and refusals of Pods."""
+"""Dry runs of the Pod template, and the conditions that describe refused Pods."""
 
 import asyncio
 
@@ -99,14 +99,15 @@ class TemplateTrial:
 
 
 def problem_of(job: ElasticJob, error: Exception) -> PodProblem:
-    """Return the condition for a refused Pod; the API server gives the reason in words only.
+    """Return the condition that tells the user why a Pod was refused.
 
-    Words that are not known become ``PodsForbidden`` for a ForbiddenError, otherwise
-    ``InvalidTemplate``.
+    The status code is not enough, so the words of the message decide. A namespace that is being
+    deleted gives ``JobGone``; :func:`refusal_in` knows the other words. If it knows none of them,
+    a ForbiddenError becomes ``PodsForbidden``, and any other error ``InvalidTemplate``.
 
     Args:
-        job: The job of the Pod.
-        error: The refusal.
+        job: The job. Its template gives the paths of misspelt fields for the message.
+        error: The refusal of the API server, or the ConfigError about a template that is not sent.
     """
     message = str(error)
     if isinstance(error, ForbiddenError) and "is being terminated" in message:
