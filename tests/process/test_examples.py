@@ -116,3 +116,27 @@ def test_02_gpt_ends_with_the_same_bytes_after_a_killed_worker(place: Place) -> 
         shutil.rmtree(place.folder / "02-gpt")
     assert results[0] == results[1]
     assert results[0]["world_size"] == 2
+
+
+def test_03_elastic_data_ends_alike_after_a_resize_and_a_kill(place: Place) -> None:
+    with example(place, "03-elastic-data", 3, "--epochs=6", "--step-delay=0.2") as run:
+        run.until(lambda s: s.progress is not None and s.progress.step >= 10, "step 10")
+        two = run.running(2)
+        run.cli("job", "scale", "3")
+        three = run.running(3, round_after=two.round)
+        os.kill(members(three)[1].pids[0], signal.SIGKILL)
+        run.running(3, round_after=three.round)
+        assert run.wait(within_s=200) == 0
+        (accuracy,) = lines(run, "n*", r"^accuracy ")
+        resumed = lines(run, "n*", r"^resumed after step ")
+    alone = place.call(
+        "elastic-run",
+        "--standalone",
+        str(EXAMPLES / "03-elastic-data" / "train.py"),
+        "--epochs=6",
+        timeout=200,
+    )
+    assert alone.returncode == 0, alone.stderr
+    assert accuracy == alone.stdout.splitlines()[-1]
+    assert accuracy.endswith(" after 6 epochs")
+    assert len(resumed) >= 2

@@ -1,0 +1,48 @@
+"""Exact data: each sample once per epoch, whatever fails and however the world is resized.
+
+::
+
+    from dlrover_py.trainer import Checkpointer
+    from dlrover_py.trainer.data import ElasticLoader
+
+    loader = ElasticLoader(dataset, global_batch=256, micro_batch=16, num_workers=2)
+    state = {"model": model, "optimizer": optimizer, "data": loader}
+    checkpointer.load(state)
+    while loader.epoch < epochs:
+        for step in loader:
+            for inputs, targets in step:
+                with step.sync(ddp):
+                    step.weigh(loss_of(ddp(inputs), targets)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            step.commit()
+            checkpointer.save(loader.steps, state)
+
+The order of the samples depends on the seed and the epoch, never on the world. The position in it
+is part of the checkpoint, so model and data go back together. ``ElasticLoader`` needs torch, and is
+imported when it is first accessed.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dlrover_py.trainer.data.loader import ElasticLoader, TrainingStep
+    from dlrover_py.trainer.data.sampler import ElasticSampler
+
+__all__ = ["ElasticLoader", "ElasticSampler", "TrainingStep"]
+
+_HOMES = {"ElasticLoader": "loader", "ElasticSampler": "sampler", "TrainingStep": "loader"}
+"""Module of each name that is imported when it is first accessed."""
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first accessed.
+
+    Raises:
+        AttributeError: this package has no such name.
+    """
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

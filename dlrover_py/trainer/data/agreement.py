@@ -1,0 +1,69 @@
+"""Ranks that read data together must have the same position, and the same arguments."""
+
+import itertools
+import logging
+
+from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.trainer.collectives import gather, rank_and_world
+from dlrover_py.trainer.data.sampler import ElasticSampler
+from dlrover_py.trainer.rollcall import RollCall, format_by_rank
+from dlrover_py.trainer.torch_compat import store_of_default_group
+
+log = logging.getLogger(__name__)
+
+CALL = "the loop over the data loader"
+_numbers = itertools.count()
+"""Numbers the loaders of this process that several ranks use together."""
+
+
+class Agreement:
+    """Compares the samplers of all ranks, at the start of each loop over a loader."""
+
+    def __init__(self) -> None:
+        self._rollcall: RollCall | None = None
+
+    def check(self, sampler: ElasticSampler) -> None:
+        """Raise on every rank if the ranks would read other samples than they should.
+
+        This call is collective, and does nothing without a process group. If a rank does not make
+        it, the log names that rank after some seconds.
+
+        Args:
+            sampler: the sampler of this rank.
+
+        Raises:
+            ConfigError: the ranks have other positions or arguments; the sampler was made for
+                another world; or a rank does not begin the loop within 30 minutes.
+        """
+        group = rank_and_world()
+        if group is None:
+            return
+        if group != (sampler.rank, sampler.world):
+            raise ConfigError(
+                f"data: the sampler was made for rank {sampler.rank} of {sampler.world}, but the "
+                f"process group has rank {group[0]} of {group[1]}: create the loader after "
+                "init_process_group()"
+            )
+        if group[1] == 1:
+            return
+        if self._rollcall is None:
+            self._rollcall = RollCall(
+                *group,
+                store_of_default_group(),
+                name=f"loader-{next(_numbers)}",
+                report=lambda words: log.warning("data: %s", words),
+            )
+        self._rollcall.check_in(CALL, CALL)
+        own = {
+            **sampler.state_dict(),
+            "global_batch": sampler.global_batch,
+            "micro_batch": sampler.micro_batch,
+        }
+        everyone = gather(own, group[1])
+        for name in own:
+            values = {rank: f"{name}={each[name]}" for rank, each in enumerate(everyone)}
+            if len(set(values.values())) > 1:
+                raise ConfigError(
+                    f"data: the ranks differ: {format_by_rank(values)}: create the loader with the "
+                    "same arguments, and load the same checkpoint, on every rank"
+                )

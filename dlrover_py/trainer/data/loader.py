@@ -1,0 +1,288 @@
+"""``ElasticLoader`` wraps torch's ``DataLoader``: it yields optimizer steps instead of batches.
+
+A step has the same samples for each world. Each rank computes its share of them in micro-batches,
+and weighs the losses so that the gradient is the mean over all samples of the step.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.trainer.data.agreement import Agreement
+from dlrover_py.trainer.data.sampler import ElasticSampler
+from dlrover_py.trainer.data.seeds import SeededDataset, SeededSampler
+from dlrover_py.trainer.data.shares import MicroBatch
+
+
+class ElasticLoader:
+    """Yields the steps of the present epoch, from the last committed step on.
+
+    It has ``state_dict`` and ``load_state_dict``, so it is a part of the checkpoint like a model.
+    The loader's workers may prefetch: only :meth:`TrainingStep.commit` moves the position.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        global_batch: int,
+        micro_batch: int | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        block: int = 1,
+        seed_samples: bool = False,
+        **options: Any,
+    ) -> None:
+        """Create the loader at the start of epoch 0.
+
+        Args:
+            dataset: a map-style dataset: it has ``__len__`` and ``__getitem__``.
+            global_batch: number of samples of an optimizer step, of all ranks together.
+            micro_batch: greatest number of samples that a rank computes at once; None: its share
+                of the step.
+            seed: chooses the order of the samples, and the random numbers of ``seed_samples``.
+            shuffle: False keeps the order of the dataset.
+            block: number of neighbouring samples that stay together when they are shuffled.
+            seed_samples: seed the random generators of torch, Python and NumPy before each sample
+                is read. Random transforms then depend on seed, epoch and sample alone, and neither
+                on the world nor on the loader's workers.
+            options: further arguments of torch's ``DataLoader``, such as ``num_workers``.
+
+        Raises:
+            ConfigError: an argument cannot be used, or contradicts that each sample is trained
+                exactly once.
+        """
+        _check_dataset(dataset)
+        _check_options(options)
+        self.sampler = ElasticSampler(
+            len(dataset),
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            seed=seed,
+            shuffle=shuffle,
+            block=block,
+        )
+        batches: Any = self.sampler
+        if seed_samples:
+            dataset, batches = SeededDataset(dataset, self.sampler.seed), SeededSampler(batches)
+        # Without a generator of its own, each new iterator of a DataLoader draws a number from the
+        # script's. The dropout after a restart would then differ.
+        options.setdefault("generator", torch.Generator().manual_seed(seed))
+        self.loader = DataLoader(dataset, batch_sampler=batches, **options)
+        self._agreement = Agreement()
+        self._step: TrainingStep | None = None
+        """The step that the script computes now; None before the first and after a load."""
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next step, from 0."""
+        return self.sampler.epoch
+
+    @property
+    def steps(self) -> int:
+        """Number of committed steps since the start of the training."""
+        return self.sampler.steps
+
+    def __len__(self) -> int:
+        """Return the number of steps from the committed position to the end of the epoch."""
+        return self.sampler.steps_left()
+
+    def __iter__(self) -> "Iterator[TrainingStep]":
+        """Yield the steps that are left in this epoch. All ranks must begin the loop together.
+
+        Raises:
+            ConfigError: the ranks have other positions or arguments, or the process group has
+                another world than the loader. Later: the script asks for the next step, but has
+                not committed the previous one, or has loaded a state.
+        """
+        sampler = self.sampler
+        self._agreement.check(sampler)
+        batches = iter(self.loader)
+        for micro_batches in list_by_step(sampler.plan()):
+            step = self._step = TrainingStep(self, sampler, micro_batches, batches)
+            yield step
+            if self._step is not step:
+                raise ConfigError(
+                    "data: the position was loaded while steps were read: expected "
+                    "load_state_dict() before the loop over the loader"
+                )
+            if not step.committed:
+                raise ConfigError(
+                    f"data: the loop asks for the next step, but step {sampler.steps + 1} is not "
+                    "committed: call step.commit() after optimizer.step()"
+                )
+
+    def state_dict(self) -> dict[str, int | bool]:
+        """Return the position; see :meth:`ElasticSampler.state_dict`.
+
+        Raises:
+            ConfigError: all micro-batches of the step are computed, but it is not committed. The
+                model may have learnt from samples that a resumed run would train again.
+        """
+        if self._step is not None and self._step.computed and not self._step.committed:
+            raise ConfigError(
+                f"data: the state is saved before step {self.steps + 1} is committed: call "
+                "step.commit() after optimizer.step(), and save then"
+            )
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the position of a state. Call this before the loop over the loader.
+
+        Raises:
+            ConfigError: the state has another form, or belongs to another order. Nothing changes.
+        """
+        self.sampler.load_state_dict(state)
+        self._step = None
+
+
+class TrainingStep:
+    """This rank's share of one optimizer step; an iterator of its micro-batches."""
+
+    def __init__(
+        self,
+        loader: ElasticLoader,
+        sampler: ElasticSampler,
+        micro_batches: list[MicroBatch],
+        batches: Iterator[Any],
+    ) -> None:
+        """Create the step; ``ElasticLoader`` does this.
+
+        Args:
+            loader: the loader that yields the step.
+            sampler: gets the commit.
+            micro_batches: this rank's micro-batches.
+            batches: yields what the dataset has for each micro-batch.
+        """
+        self._loader, self._sampler = loader, sampler
+        self._todo = list(reversed(micro_batches))
+        self._batches = batches
+        self._current: MicroBatch | None = None
+        self.epoch = sampler.epoch
+        """The epoch of the step, from 0."""
+        self.start = sampler.offset
+        """The first position of the step in the order of the epoch."""
+        self.samples = sampler.next_stop - sampler.offset
+        """Number of samples of the step, of all ranks together."""
+        self.committed = False
+        """Whether :meth:`commit` was called."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield what the loader has collated for each micro-batch. All ranks have equally many."""
+        while self._todo:
+            batch = next(self._batches)
+            self._current = self._todo.pop()
+            yield batch
+
+    @property
+    def computed(self) -> bool:
+        """Whether all micro-batches were yielded."""
+        return not self._todo
+
+    @property
+    def micro_batch(self) -> MicroBatch:
+        """The micro-batch that was yielded last.
+
+        Raises:
+            ConfigError: none was yielded yet.
+        """
+        if self._current is None:
+            raise ConfigError("data: no micro-batch yet: expected a loop over the step")
+        return self._current
+
+    def weigh(self, loss: Tensor, *, reduction: str = "mean") -> Tensor:
+        """Return the loss of the micro-batch, weighted for ``backward()``.
+
+        The gradient that DDP or FSDP averages over the ranks is then the mean over all samples of
+        the step. The weight of an empty micro-batch is 0.
+
+        Args:
+            loss: a tensor with one element.
+            reduction: how the loss combines the samples: ``"mean"`` or ``"sum"``.
+
+        Raises:
+            ConfigError: the reduction is not one of these.
+        """
+        if reduction not in ("mean", "sum"):
+            raise ConfigError(f"data: reduction is {reduction!r}: expected 'mean' or 'sum'")
+        samples = self.micro_batch.samples
+        count = samples if reduction == "mean" else min(samples, 1)
+        return loss * (count * self._sampler.world / self.samples)
+
+    def sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a context for ``forward`` and ``backward``.
+
+        In all micro-batches but the last one, the ranks exchange no gradients.
+
+        Args:
+            model: a module in ``DistributedDataParallel``, one of ``fully_shard``, or a plain one.
+        """
+        if hasattr(model, "set_requires_gradient_sync"):
+            return _exchange(model, self.micro_batch.last)
+        if hasattr(model, "no_sync") and not self.micro_batch.last:
+            return cast(AbstractContextManager[None], model.no_sync())
+        return nullcontext()
+
+    def commit(self) -> None:
+        """Count the samples of the step as trained. Call this once, after ``optimizer.step()``.
+
+        A checkpoint that is saved afterwards continues with the next step.
+
+        Raises:
+            ConfigError: the step has been committed, is not the current one, or has micro-batches
+                that were not computed.
+        """
+        if self.committed or self._loader._step is not self:
+            raise ConfigError("data: step.commit() was called twice, or for an earlier step")
+        if not self.computed:
+            raise ConfigError(
+                f"data: step.commit() with {len(self._todo)} micro-batches left: expected a loop "
+                "over all micro-batches of the step"
+            )
+        self.committed = True
+        self._sampler.commit()
+
+
+def list_by_step(plan: Iterator[MicroBatch]) -> Iterator[list[MicroBatch]]:
+    """Yield the micro-batches of one rank step by step."""
+    step: list[MicroBatch] = []
+    for micro_batch in plan:
+        step.append(micro_batch)
+        if micro_batch.last:
+            yield step
+            step = []
+
+
+@contextmanager
+def _exchange(model: Any, exchange: bool) -> Iterator[None]:
+    """Set whether a module of ``fully_shard`` exchanges its gradients in ``backward``."""
+    model.set_requires_gradient_sync(exchange)
+    yield
+
+
+def _check_dataset(dataset: Any) -> None:
+    """Raise ConfigError if a dataset has no samples that can be numbered."""
+    if isinstance(dataset, IterableDataset) or not (
+        hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    ):
+        raise ConfigError(
+            f"data: the dataset is a {type(dataset).__name__}, which has no numbered samples: "
+            "expected __len__ and __getitem__ (a map-style dataset)"
+        )
+    if not len(dataset):
+        raise ConfigError(f"data: the dataset, a {type(dataset).__name__}, has no samples")
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an argument of ``DataLoader`` that the loader decides itself."""
+    for name in ("batch_size", "sampler", "batch_sampler", "drop_last"):
+        if name in options:
+            raise ConfigError(
+                f"data: found {name}={options[name]!r}: expected global_batch and micro_batch "
+                "instead, since each sample is trained exactly once"
+            )

@@ -1,0 +1,208 @@
+"""Steps of a loader: the gradient is the mean over the samples of the step, for each world."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset, TensorDataset
+
+from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.trainer.data import ElasticLoader, ElasticSampler
+
+N, BATCH = 53, 12
+
+
+def dataset() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(N, 5, generator=generator, dtype=torch.float64)
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True).sin())
+
+
+class Rank:
+    """A rank of a world that exists only in this process."""
+
+    def __init__(self, rank: int, world: int, **options: Any) -> None:
+        options = {"global_batch": BATCH, "seed": 2, **options}
+        self.loader = ElasticLoader(dataset(), **options)
+        sampler = self.loader.sampler
+        sampler.rank, sampler.world = rank, world
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+def gradients(world: int, reduction: str = "mean", **options: Any) -> list[list[torch.Tensor]]:
+    """Return the gradients of each step of an epoch: the mean over ranks, as DDP computes it."""
+    ranks = [Rank(rank, world, **options) for rank in range(world)]
+    loss_of = nn.MSELoss(reduction=reduction)
+    found = []
+    for steps in zip(*(one.loader for one in ranks), strict=True):
+        total = []
+        for one, step in zip(ranks, steps, strict=True):
+            one.model.zero_grad()
+            for inputs, targets in step:
+                with step.sync(one.model):
+                    step.weigh(loss_of(one.model(inputs), targets), reduction=reduction).backward()
+            step.commit()
+            total.append([p.grad.clone() / world for p in one.model.parameters()])
+        found.append([sum(parts, torch.tensor(0.0)) for parts in zip(*total, strict=True)])
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 16])
+@pytest.mark.parametrize("micro", [None, 1, 5])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_gradient_does_not_depend_on_the_world(
+    world: int, micro: int | None, reduction: str
+) -> None:
+    alone, shared = gradients(1), gradients(world, reduction, micro_batch=micro)
+    assert len(alone) == len(shared) == 5
+    for one, other in zip(alone, shared, strict=True):
+        for expected, found in zip(one, other, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_a_loader_continues_after_the_committed_step() -> None:
+    """The next step was read ahead, and the one after the checkpoint was trained, but not saved."""
+    loader = ElasticLoader(dataset(), global_batch=BATCH)
+    seen = []
+    for step in loader:
+        seen += [row for batch, _ in step for row in batch.tolist()]
+        step.commit()
+        if loader.steps == 2:
+            saved = loader.state_dict()
+            kept = list(seen)
+        if loader.steps == 3:
+            break
+    again = ElasticLoader(dataset(), global_batch=BATCH, micro_batch=3)
+    again.load_state_dict(saved)
+    assert (len(again), again.steps, again.epoch) == (3, 2, 0)
+    for step in again:
+        kept += [row for batch, _ in step for row in batch.tolist()]
+        step.commit()
+    assert sorted(kept) == sorted(dataset().tensors[0].tolist())
+    assert (len(again), again.steps, again.epoch) == (5, 5, 1)
+
+
+def test_a_step_must_be_committed_before_the_next() -> None:
+    loader = iter(ElasticLoader(dataset(), global_batch=BATCH))
+    list(next(loader))
+    with pytest.raises(ConfigError, match=r"step 1 is not committed: call step\.commit\(\)"):
+        next(loader)
+
+
+def test_a_state_is_not_saved_between_the_optimizer_and_the_commit() -> None:
+    loader = ElasticLoader(dataset(), global_batch=BATCH, micro_batch=5)
+    for step in loader:
+        start = loader.state_dict()
+        for number, _ in enumerate(step, 1):
+            if number < 3:
+                assert loader.state_dict() == start, "the step has not changed the model yet"
+        with pytest.raises(ConfigError, match=r"before step 1 is committed: call step\.commit"):
+            loader.state_dict()
+        step.commit()
+        assert loader.state_dict()["steps"] == 1
+        break
+
+
+def test_a_step_is_committed_once_and_when_it_is_computed() -> None:
+    loader = iter(ElasticLoader(dataset(), global_batch=BATCH, micro_batch=5))
+    step = next(loader)
+    with pytest.raises(ConfigError, match="with 3 micro-batches left"):
+        step.commit()
+    assert len(list(step)) == 3
+    step.commit()
+    with pytest.raises(ConfigError, match="twice, or for an earlier step"):
+        step.commit()
+
+
+def test_a_state_is_loaded_before_the_loop() -> None:
+    loader = ElasticLoader(dataset(), global_batch=BATCH)
+    steps = iter(loader)
+    list(next(steps))
+    loader.load_state_dict(loader.state_dict())
+    with pytest.raises(ConfigError, match="before the loop over the loader"):
+        next(steps)
+
+
+def test_only_the_last_micro_batch_exchanges_gradients() -> None:
+    class Sharded(nn.Linear):
+        exchanges: list[bool] = []  # noqa: RUF012
+
+        def set_requires_gradient_sync(self, on: bool) -> None:
+            self.exchanges.append(on)
+
+    model = Sharded(5, 1)
+    for step in ElasticLoader(dataset(), global_batch=BATCH, micro_batch=5):
+        for _ in step:
+            with step.sync(model):
+                pass
+        break
+    assert model.exchanges == [False, False, True]
+
+
+def test_seeded_samples_have_random_numbers_of_their_own() -> None:
+    class Noisy(TensorDataset):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return torch.rand(2)
+
+    def epoch(world: int, **options: Any) -> dict[int, list[list[float]]]:
+        rows: dict[int, list[list[float]]] = {}
+        for rank in range(world):
+            loader = ElasticLoader(
+                Noisy(*dataset().tensors), global_batch=BATCH, seed_samples=True, **options
+            )
+            loader.sampler.rank, loader.sampler.world = rank, world
+            for step in loader:
+                for batch in step:
+                    mine = batch.tolist()[: step.micro_batch.samples]
+                    rows.setdefault(step.start, []).extend(mine)
+                step.commit()
+        return rows
+
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    alone = epoch(1)
+    assert torch.equal(torch.get_rng_state(), state), "those of the script do not change"
+    assert epoch(3, micro_batch=2) == alone
+    assert epoch(1, seed=1) != alone
+    assert len({tuple(row) for rows in alone.values() for row in rows}) == N
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10))
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "words"),
+    [
+        (Stream(), {}, "a Stream, which has no numbered samples"),
+        (iter([1]), {}, "expected __len__ and __getitem__"),
+        ([], {}, "a list, has no samples"),
+        ([1, 2], {"drop_last": True}, "drop_last=True: expected global_batch and micro_batch"),
+        ([1, 2], {"batch_size": 2}, "batch_size=2"),
+        ([1, 2], {"global_batch": 0}, "global_batch is 0"),
+    ],
+)
+def test_arguments_that_cannot_be_used(data: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        ElasticLoader(data, **{"global_batch": 1, **options})
+    assert words in str(error.value)
+
+
+def test_a_reduction_that_is_not_known() -> None:
+    step = next(iter(ElasticLoader(dataset(), global_batch=BATCH)))
+    with pytest.raises(ConfigError, match="no micro-batch yet"):
+        step.weigh(torch.tensor(1.0))
+    next(iter(step))
+    with pytest.raises(ConfigError, match="expected 'mean' or 'sum'"):
+        step.weigh(torch.tensor(1.0), reduction="none")
+
+
+def test_the_sampler_is_a_batch_sampler_of_torch() -> None:
+    sampler = ElasticSampler(N, global_batch=BATCH, rank=0, world=1)
+    batches = torch.utils.data.DataLoader(dataset(), batch_sampler=sampler)
+    assert len(batches) == 5
+    assert sum(len(inputs) for inputs, _ in batches) == N
