@@ -71,8 +71,8 @@ class _LineFormatter(logging.Formatter):
         extra = {k: v for k, v in vars(record).items() if k not in _STANDARD}
         error = self.formatException(record.exc_info) if record.exc_info else None
         if not self._as_json:
-            line = plain(f"{self._program}: {_sentence(record.getMessage(), extra)}")
-            return line + (f"\n{error}" if error else "")
+            line = f"{self._program}: {_sentence(record.getMessage(), extra)}"
+            return plain(f"{line}\n{error}" if error else line)
         at = datetime.fromtimestamp(record.created, UTC)
         head = {
             "at": at.isoformat(timespec="milliseconds"),
@@ -147,17 +147,17 @@ def setup(
 ) -> logging.Logger:
     """Set up the logs of this process.
 
-    It replaces all handlers of the logger. An unknown level or format is not an error: it is logged
-    as a warning, and the default is used. With ``aside``, a stream without a file descriptor is
-    still written directly.
+    All handlers of the logger are replaced. An unknown level or format is not an error: it is
+    logged as a warning, and the default is used. With ``aside``, a stream without a file descriptor
+    is still written directly. Without ``logger``, Python's warnings are logged as well.
 
     Args:
         program: Name of the program, which is part of each line.
         aside: Whether a thread writes the lines, for a program whose event loop must not block.
         level: Least severe level that is written, by number or name. An unknown name means INFO.
         stream: Stream for the log; None for standard error.
-        logger: Name of the logger to set up, for a process that has its own logs. Empty for all
-            loggers.
+        logger: Name of the logger to set up, for a process that has its own logs, which do not get
+            its records. Empty for all loggers.
         elsewhere: Events that are left out of sentences, because another program shows them on the
             same terminal.
         bound: Fields of each line of JSON, such as job and node.
@@ -200,7 +200,8 @@ def setup(
 def open_streams() -> None:
     """Open file descriptors 0 to 2 on ``/dev/null`` if they are closed. Open ones are not changed.
 
-    Otherwise a new socket could get one of these numbers, and output would be written to it.
+    Otherwise a new socket could get one of these numbers, and output would be written to it. A
+    stream of ``sys`` that is None is replaced by one of this descriptor.
     """
     for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
@@ -215,8 +216,7 @@ def open_streams() -> None:
 def bind(**fields: Any) -> None:
     """Add fields to all later lines of JSON in this process's log.
 
-    Sentences do not show them. It does nothing before :func:`setup`, or if that was given a
-    ``logger``.
+    Sentences do not show them. Without an earlier :func:`setup` of all loggers, nothing happens.
     """
     for handler in logging.getLogger().handlers:
         if isinstance(handler.formatter, _LineFormatter):

@@ -146,7 +146,10 @@ class FileWriter(Protocol):
         """Complete the file, so that it exists even after a power failure."""
 
     def abandon(self) -> None:
-        """Give the file up; this may be called at any time, also after `finish`."""
+        """Give the file up, unless it was finished; this may be called at any time.
+
+        In a folder the incomplete file stays. In a bucket no file appears.
+        """
 
 
 class StorageBackend(Protocol):
@@ -259,6 +262,10 @@ def _read_all(path: Path, limit: int) -> bytes:
     The checks are made on the opened file, because the name may mean another file a moment later.
     They are needed because a sparse file can have any size, and a file in /proc has none and may
     block its reader.
+
+    Raises:
+        IsADirectoryError: the path is a folder.
+        OSError: the file cannot be read, is not a regular file, or has more than ``limit`` bytes.
     """
     fd = open_regular(path)
     try:
@@ -310,7 +317,12 @@ class FolderBackend:
                 os.close(opened)
 
     def names(self, folder: str = "") -> list[str]:
-        """Return the names in a folder; [] if the folder does not exist."""
+        """Return the names in a folder; [] if the folder does not exist.
+
+        Raises:
+            NotADirectoryError: the name is a file or a link.
+            OSError: the folder cannot be listed.
+        """
         try:
             with self._inside(folder) as opened:
                 listed = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=opened)
@@ -335,7 +347,11 @@ class FolderBackend:
             mark.unlink()
 
     def make(self, folder: str) -> None:
-        """Create a folder and those above it if they do not exist; links inside are refused."""
+        """Create a folder and those above it if they do not exist; links inside are refused.
+
+        Raises:
+            OSError: a folder cannot be created, or its name is a file or a link.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
         above = ""
         for name in folder.split("/") if folder else ():
@@ -396,7 +412,7 @@ class FolderBackend:
         """Write a small file atomically if no file of this name exists.
 
         On a file system without links the file appears first and is filled then. A reader may find
-        it incomplete.
+        it incomplete. It also stays incomplete if writing it fails.
 
         Returns:
             False if the name existed; nothing was written then.
@@ -423,7 +439,10 @@ class FolderBackend:
 
     @contextlib.contextmanager
     def _temporary_file(self, name: str, data: bytes) -> Iterator[Path]:
-        """Yield the path of a synced temporary file with the data; it is removed afterwards."""
+        """Yield the path of a synced temporary file with the data; it is removed afterwards.
+
+        The file is in the folder of ``name``, and may be renamed meanwhile.
+        """
         target = self.path / name
         path = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
         sink = _FileWriter(path)
@@ -436,7 +455,12 @@ class FolderBackend:
             path.unlink(missing_ok=True)
 
     def sink(self, name: str, nbytes: int = 0) -> FileWriter:
-        """Start to write a large file, which must not exist; ``nbytes`` is not used here."""
+        """Start to write a large file, which appears now; ``nbytes`` is not used here.
+
+        Raises:
+            FileExistsError: a file of this name exists.
+            OSError: the file cannot be created.
+        """
         return _FileWriter(self.path / name)
 
     def settle(self, folder: str) -> None:
@@ -525,27 +549,51 @@ class RemoteBackend:
     """A storage backend in any file system of fsspec that can create a file exclusively."""
 
     def __init__(self, url: str) -> None:
-        """Name the folder; there is no connection yet.
+        """Name the folder. A server that does not answer is an error of the later calls only.
 
         Raises:
             ConfigError: no package is installed that implements the protocol, or the address lacks
                 what it needs, such as a host.
         """
+        self.url = url.rstrip("/")
+        protocol, _, path = self.url.partition("://")
+        self._base = path if protocol in _OBSTORE else self.url
+        self._connected: Any = None
+        with contextlib.suppress(OSError):  # ftp and others connect as soon as they are made
+            self._connected = self._connect()
+
+    @property
+    def fs(self) -> Any:
+        """The file system of fsspec.
+
+        Raises:
+            OSError: its server does not answer.
+        """
+        if self._connected is None:
+            self._connected = self._connect()
+        return self._connected
+
+    def _connect(self) -> Any:
+        """Return the file system of fsspec; some connect to their server here.
+
+        Raises:
+            ConfigError: as for the constructor.
+            OSError: the server does not answer, or refuses.
+        """
         import fsspec  # here, because the import takes a tenth of a second
 
-        self.url = url.rstrip("/")
-        protocol = url.split("://", 1)[0]
+        protocol = self.url.partition("://")[0]
         try:
             if protocol in _OBSTORE:
-                self.fs = _bucket(protocol)
-            else:
-                # With the host and the user in the address, which ftp and sftp need.
-                self.fs = fsspec.core.url_to_fs(url, use_listings_cache=False)[0]
+                return _bucket(protocol)
+            # With the host and the user in the address, which ftp and sftp need.
+            return fsspec.core.url_to_fs(self.url, use_listings_cache=False)[0]
         except (ImportError, ValueError, TypeError) as error:
             absent = protocol in _OBSTORE and isinstance(error, ModuleNotFoundError)
             extra = ": install DLRover-Py with its extra s3" if absent else ""
-            raise ConfigError(f"{url}: {error}{extra}") from error
-        self._base = self.url.split("://", 1)[1] if protocol in _OBSTORE else self.url
+            raise ConfigError(f"{self.url}: {error}{extra}") from error
+        except Exception as error:  # that of sftp, for example, is no OSError
+            raise OSError(f"{self.url}: {getattr(error, 'strerror', '') or error}") from error
 
     def full(self, name: str) -> str:
         """Return the name of a file as the file system of fsspec takes it."""
@@ -574,6 +622,7 @@ class RemoteBackend:
 
         Raises:
             ConfigError: a name can be created twice, so that no commit would be safe.
+            OSError: the temporary object cannot be written.
         """
         from fsspec import AbstractFileSystem
 
@@ -668,7 +717,7 @@ class RemoteBackend:
         return True
 
     def sink(self, name: str, nbytes: int = 0) -> FileWriter:
-        """Start to write a large file.
+        """Start to write a large file; an existing file of this name is replaced at the end.
 
         Args:
             name: name of the file.
@@ -702,7 +751,10 @@ def _bucket(protocol: str) -> Any:
 
     obstore is used instead of s3fs, because s3fs pins botocore, which needs an older
     python-dateutil than the Kubernetes client. Credentials and endpoint come from the environment
-    (AWS_…).
+    (AWS_…). Nothing is contacted yet.
+
+    Raises:
+        ImportError: obstore is not installed.
     """
     from obstore import open_writer
     from obstore.exceptions import AlreadyExistsError, PermissionDeniedError
@@ -818,7 +870,11 @@ def address(where: str | os.PathLike[str]) -> str:
 
 
 def _check_length(text: str, refuse: Callable[[str], ConfigError]) -> str:
-    """Return the address if it is short enough for the names that are written below it."""
+    """Return the address if it is short enough for the names that are written below it.
+
+    Raises:
+        ConfigError: the address, or a name in a path, is too long; ``refuse`` makes the error.
+    """
     nbytes = len(json.dumps(text, ensure_ascii=False).encode()) - 2  # size in messages to agents
     longest = max(len(name.encode()) for name in text.split("/"))
     if nbytes > MAX_ADDRESS:
@@ -875,7 +931,7 @@ class CheckpointDirectory:
     """A directory of checkpoints; a refusal of the store raises OSError with a message."""
 
     def __init__(self, url: str | Path, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Name the directory; nothing is read or created yet.
+        """Name the directory; no file is read or created yet.
 
         Args:
             url: a path, or an address that fsspec knows (``s3://bucket/folder``).
@@ -934,9 +990,11 @@ class CheckpointDirectory:
         The result is [] if the directory does not exist. Tombstones are left out, and so are
         damaged manifests, which `damaged` and the log name. Unreadable manifests (`unreadable`) and
         those of a newer format (`newer`) are left out as well. These attributes are replaced.
+        A valid manifest is read only once by this object.
 
         Raises:
-            OSError: the store does not answer, or none of the manifests can be read.
+            OSError: the store does not answer, or refuses to read a manifest while no other one is
+                valid.
         """
         found = [m for m in self._manifests(self._names()).values() if not m.void]
         return sorted(found, key=_commit_order, reverse=True)
@@ -983,11 +1041,13 @@ class CheckpointDirectory:
     def _manifests(self, names: Sequence[str]) -> dict[str, Manifest]:
         """Return manifests and tombstones by folder; each is read only once by this object.
 
-        Other names are ignored, and damaged and unreadable manifests are left out. They are
-        recorded in `damaged`, `unreadable` and `newer`, which are emptied first, and logged once.
+        Other names are ignored. Manifests that are damaged, unreadable or of a newer format are
+        left out and logged once. They are recorded in `damaged`, `unreadable` and `newer`, which
+        are emptied first.
 
         Raises:
-            OSError: the store does not answer, or refuses to read all of them.
+            OSError: the store does not answer, or refuses to read a manifest while no other one is
+                valid.
         """
         self.damaged, self.unreadable, self.newer = {}, set(), set()
         refused: OSError | None = None
@@ -1051,7 +1111,7 @@ class CheckpointDirectory:
             target: writable memory of the size that is wanted.
 
         Raises:
-            OSError: the file does not exist, or ends too early.
+            OSError: the file cannot be read, or ends too early.
         """
         self.place.read_into(f"{manifest.folder}/{file}", position, target.cast("B"))
 
@@ -1068,7 +1128,7 @@ class CheckpointDirectory:
             nbytes: number of bytes.
 
         Raises:
-            OSError: the file does not exist, or ends too early.
+            OSError: the file cannot be read, or ends too early.
         """
         data = bytearray()
         while len(data) < nbytes:
@@ -1086,7 +1146,8 @@ class CheckpointDirectory:
 
         Earlier attempts of the job are not interrupted, but their `commit` fails from now on. An
         expired lease of another job is replaced. If other processes change the lease meanwhile, the
-        call tries five times without a pause.
+        call tries five times without a pause. The caller must call `renew_lease` every `RENEW_S`
+        seconds.
 
         Args:
             owner: the job.
@@ -1094,8 +1155,9 @@ class CheckpointDirectory:
             shared: other nodes write as well and call `join`.
 
         Raises:
-            DirectoryClaimedError: another job writes here, or several processes take the lease at
-                the same time. Try again, because a lease expires unless it is renewed.
+            DirectoryClaimedError: another job holds the lease, and its writer lives or may live
+                (``is_alive``). Also raised if several processes take the lease at the same time.
+                Try again, because a lease expires unless it is renewed.
             ConfigError: the lease has a newer format.
         """
         with self._lock:
@@ -1124,8 +1186,9 @@ class CheckpointDirectory:
         """Write the lease if none exists, it belongs to the same job, or it has expired.
 
         Raises:
-            DirectoryClaimedError: the lease of another job has not expired, or it changed during
-                five tries.
+            DirectoryClaimedError: the lease of another job has not expired, as far as is known, or
+                it changed during five tries.
+            ConfigError: the lease has a newer format.
         """
         for _ in range(5):
             text = self._read_lease()
@@ -1163,7 +1226,8 @@ class CheckpointDirectory:
         """Return the present lease in a document; None if it is not valid.
 
         Raises:
-            ConfigError: it has a newer format. It is not overwritten, even if it has expired.
+            ConfigError: the lease has a newer format. It is not overwritten, even if it has
+                expired.
         """
         try:
             return WriterLease.decode(text)
@@ -1185,8 +1249,8 @@ class CheckpointDirectory:
         their next renewal or commit.
 
         Returns:
-            False if nothing was written: this object has no lease, another process renews it, or
-            it is lost.
+            False if nothing was written: this object has no lease, another process renews or has
+            just changed it, or the file holds no valid lease of the job any more.
         """
         with self._lock:
             if self._lease is None:
@@ -1242,8 +1306,13 @@ class CheckpointDirectory:
     def _is_writer_alive(self, held: WriterLease | None, text: bytes) -> bool | None:
         """Return whether the writer of another job's lease lives; None while this is unknown.
 
-        A process of this host is looked up. Otherwise the answer depends on renewals that earlier
-        calls have seen (`_unchanged`), so that the first call returns None.
+        A process of this host is looked up. The answer depends on renewals that earlier calls have
+        seen (`_unchanged`) in three cases. The process runs on another host, it has ended but other
+        nodes share the lease, or the lease is not valid. The first call returns None then.
+
+        Args:
+            held: the lease; None if the document is not valid.
+            text: present contents of the lease file.
         """
         gone = _process_ended(held) if held is not None else None
         if held is not None and gone is not None and not (gone and held.shared):
@@ -1280,7 +1349,8 @@ class CheckpointDirectory:
 
         All other files must be complete and synced before. The attempt is compared with the lease
         only if this object has one (`acquire_lease`, `join`). Later checkpoints are looked for only
-        in runs with a master (term above 0). The call succeeds if this very manifest exists.
+        in runs with a master (term above 0). The call succeeds if this very manifest exists. Beside
+        unreadable manifests, a file is written whose name records the number (`SEQUENCE_GAP`).
 
         Returns:
             The manifest with its number.
@@ -1288,6 +1358,7 @@ class CheckpointDirectory:
         Raises:
             SupersededError: a newer attempt, a newer term, a tombstone or a later checkpoint
                 exists, or a manifest cannot be read that may be a later one. Nothing was committed.
+            OSError: the store fails. The manifest may exist all the same.
         """
         if self._lease is not None:
             held = _decode_lease(self._read_lease())
@@ -1367,6 +1438,9 @@ class CheckpointDirectory:
 
         Returns:
             The folders that were removed, the newest first.
+
+        Raises:
+            OSError: the store fails. Some checkpoints may have been removed before.
         """
         found = self.checkpoints()
         kept_folders = retained(found, keep) | set(protected)
@@ -1407,7 +1481,7 @@ class CheckpointDirectory:
         self.place.remove_folder(folder)
 
     def sweep(self, in_progress: Collection[str] = (), *, now: float) -> list[str]:
-        """Remove the leftovers of attempts without a manifest, old tombstones and torn documents.
+        """Remove leftovers: of attempts without a manifest, old tombstones and temporary files.
 
         Each attempt gets a tombstone before its folder is removed, so that it cannot be committed.
         A tombstone is removed `TOMBSTONE_S` after this object has first seen it without its folder.
@@ -1420,6 +1494,9 @@ class CheckpointDirectory:
 
         Returns:
             The folders that were removed.
+
+        Raises:
+            OSError: the directory cannot be listed, or no manifest in it can be read.
         """
         names = self._names()
         manifests = self._manifests(names)
@@ -1472,9 +1549,17 @@ class CheckpointDirectory:
     def _is_leftover(self, folder: str, *, has_tombstone: bool) -> bool:
         """Return whether a folder is a leftover of an attempt.
 
-        It has the name of an attempt, no file of another kind, and a tombstone or a
-        `PARTS_FOLDER`, or it is empty. A complete checkpoint without a manifest is not one: a
-        person has copied it here. A folder that cannot be listed is not one either.
+        A leftover has the name of an attempt and no file of another kind. It also has a tombstone
+        or a `PARTS_FOLDER`, or it is empty. A complete checkpoint without a manifest is not a
+        leftover: a person has copied it here. A folder that this user may not list is not one
+        either.
+
+        Args:
+            folder: name in the directory.
+            has_tombstone: whether the folder has a tombstone.
+
+        Raises:
+            OSError: the store fails.
         """
         if _ATTEMPT.fullmatch(folder) is None:
             return False
@@ -1517,7 +1602,7 @@ def retained(found: Sequence[Manifest], keep: KeepRules) -> set[str]:
 
 
 def _decode_lease(text: bytes | None) -> WriterLease | None:
-    """Return the lease in a document; None if there is none, or it cannot be read."""
+    """Return the lease in a document; None if there is none, or it is damaged or too new."""
     if text is None:
         return None
     try:

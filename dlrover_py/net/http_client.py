@@ -7,7 +7,6 @@ of a second, so httpx and aiohttp are not used: each needs 0.2 s for its imports
 """
 
 import asyncio
-import contextlib
 import errno
 import hmac
 import os
@@ -71,7 +70,17 @@ class _Connection:
     async def ask(self, request: h11.Request, body: bytes, max_bytes: int) -> "HttpReply":
         """Send a request with its body, and return the complete reply, whatever its status is.
 
-        There is no time limit here. A body larger than ``max_bytes`` raises ConnectionError.
+        There is no time limit here.
+
+        Args:
+            request: Head of the request.
+            body: Body of the request.
+            max_bytes: Largest body of the reply in bytes.
+
+        Raises:
+            ConnectionError: If the body is larger, or the connection was closed too early.
+            OSError: If the connection fails.
+            h11.RemoteProtocolError: If the reply is not HTTP.
         """
         await self.send(request, body)
         status, received = 0, bytearray()
@@ -90,6 +99,8 @@ class _Connection:
 
         Raises:
             ConnectionError: If the connection was closed before the reply was complete.
+            OSError: If the connection fails.
+            h11.RemoteProtocolError: If the reply is not HTTP.
         """
         while True:
             event = self._http.next_event()
@@ -106,8 +117,8 @@ class _Connection:
     def reusable(self) -> bool:
         """Return whether the connection can carry another request, and prepare it for that.
 
-        It can if request and reply are complete and the server has not closed it. Call it once
-        after each reply.
+        It can if request and reply are complete and the server has not closed it. Call this method
+        only once after each reply.
         """
         if self._http.our_state is not h11.DONE or self._http.their_state is not h11.DONE:
             return False
@@ -121,6 +132,10 @@ class _Connection:
 
     def close(self) -> None:
         self._writer.close()
+
+
+class AnswerTooLargeError(ConnectionError):
+    """A reply has more bytes than the caller takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,9 +193,9 @@ class HttpClient:
     ) -> bytes:
         """Send a request and return the body of its 200 reply.
 
-        All requests of DLRover are complete documents. So a request that got no answer on an idle
-        connection is sent again on another one, within the same deadline. The server may therefore
-        get it twice. After a failure on a new connection it is not sent again.
+        All requests of DLRover are complete documents. So a request that got no complete answer on
+        an idle connection is sent again on another one, within the same deadline. The server may
+        therefore get it twice. After a failure on a new connection it is not sent again.
 
         Args:
             method: HTTP method.
@@ -190,9 +205,11 @@ class HttpClient:
             max_bytes: Largest reply in bytes.
 
         Raises:
-            UnreachableError: If there is no answer within the deadline.
+            UnreachableError: If there is no complete answer within the deadline, the connection
+                fails, or the answer is too large or not HTTP.
             FileLimitError: If this process may open no more files.
-            UnauthorizedError: If the server refuses the token, or its certificate is not trusted.
+            UnauthorizedError: If the server refuses the token, has not proved that it knows the
+                token, or has a certificate that is not trusted.
             SupersededError: If the reply says that the sender was superseded.
             TransientError: If the server cannot answer now, so that a later try may succeed.
             ConfigError: If the path or the token cannot be sent, or the server refuses the request
@@ -228,7 +245,8 @@ class HttpClient:
             max_bytes: Largest size of a line, in bytes.
 
         Raises:
-            UnreachableError: If the connection could not be opened, or broke.
+            UnreachableError: If the connection could not be opened, or broke, or a line is too
+                large. Also if the server's certificate is not trusted.
             DLRoverError: If the status is not 200, or nothing can be sent, as in :meth:`call`.
         """
         request = self._request("GET", path, b"")
@@ -271,15 +289,30 @@ class HttpClient:
         """Send a request on an idle connection, or on a new one if no idle connection works.
 
         Idle connections that the server has closed are discarded. If an error occurs on an idle
-        connection, the request is sent again on the next one.
+        connection, the request is sent again on the next one. It is not sent again if the reply was
+        too large.
+
+        Args:
+            request: Head of the request.
+            body: Body of the request.
+            max_bytes: Largest reply in bytes.
+
+        Raises:
+            OSError: If the new connection cannot be opened or fails, or its reply is too large.
+            h11.RemoteProtocolError: If the reply on the new connection is not HTTP.
+            UnauthorizedError: If the server of the new connection has not proved its token.
         """
         while self._idle:
             connection = self._idle.pop()
             if connection.stale:
                 connection.close()
                 continue
-            with contextlib.suppress(OSError, h11.RemoteProtocolError):
+            try:
                 return await self._send_on(connection, request, body, max_bytes)
+            except AnswerTooLargeError:
+                raise  # the server has carried out the request
+            except (OSError, h11.RemoteProtocolError):
+                continue
         return await self._send_on(await self._open(), request, body, max_bytes)
 
     async def _send_on(
@@ -295,6 +328,10 @@ class HttpClient:
             request: Head of the request.
             body: Body of the request.
             max_bytes: Largest reply in bytes.
+
+        Raises:
+            OSError: If the connection fails, or the reply is too large.
+            h11.RemoteProtocolError: If the reply is not HTTP.
         """
         done = False
         try:
@@ -327,6 +364,11 @@ class HttpClient:
 
         Keep-alive and the server's proof of the token apply to TCP and TLS only. The caller limits
         the time.
+
+        Raises:
+            OSError: If the connection cannot be opened; ssl.SSLError if TLS fails.
+            UnauthorizedError: If the server has not proved that it knows the token.
+            DLRoverError: If the server cannot answer the request for its proof.
         """
         if self.address.startswith("unix:"):
             reader, writer = await asyncio.open_unix_connection(self.address[5:])
@@ -354,9 +396,14 @@ class HttpClient:
         A reply other than 200, 401 or 404 says nothing about the token, so it raises the error that
         :meth:`call` raises for it.
 
+        Args:
+            connection: The connection, which has carried no request yet.
+            peer: Address and port of the server; the proof is valid only for them.
+
         Raises:
             UnauthorizedError: If the server has not proved it.
             ConnectionResetError: If the connection cannot be used after the proof.
+            DLRoverError: If the status is none of these three.
         """
         nonce = secrets.token_hex(proof.NONCE_BYTES)
         headers = [("Host", "localhost"), ("Content-Length", "0")]
@@ -390,9 +437,13 @@ class HttpClient:
 
 
 def _check_size(nbytes: int, max_bytes: int) -> None:
-    """Raise an error if a reply is larger than the limit."""
+    """Check the size of a reply.
+
+    Raises:
+        AnswerTooLargeError: If the reply is larger than the limit.
+    """
     if nbytes > max_bytes:
-        raise ConnectionError(f"the answer is too large: expected at most {max_bytes} bytes")
+        raise AnswerTooLargeError(f"the answer is too large: expected at most {max_bytes} bytes")
 
 
 async def _connect(host: str, port: int) -> socket.socket:
@@ -401,7 +452,8 @@ async def _connect(host: str, port: int) -> socket.socket:
     Each address has ``TCP_CONNECT_S`` seconds. The look-up of the name has no limit here.
 
     Raises:
-        OSError: If none answers. It is the error of the last address.
+        OSError: If none answers: the error of the last address. Also if the name is not known, or
+            this process may open no more files.
     """
     loop = asyncio.get_running_loop()
     failed: OSError = ConnectionError(f"{host} has no address")

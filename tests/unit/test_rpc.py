@@ -336,6 +336,25 @@ async def test_an_answer_without_an_end_takes_no_memory(endless: bool) -> None:
             await asked
 
 
+async def test_a_request_with_a_large_answer_is_sent_once() -> None:
+    """On an idle connection it was sent again: what it asks for was done twice."""
+    requests = 0
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal requests
+        while True:
+            await read_request(reader)
+            requests += 1
+            size = 1 if requests == 1 else 5000
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size + b"x" * size)
+
+    async with serving(talk) as server, calling(server.address) as client:
+        await client.call("POST", "/", b"1", deadline_s=SOON)
+        with pytest.raises(UnreachableError, match="the answer is too large"):
+            await client.call("POST", "/", b"2", deadline_s=SOON, max_bytes=100)
+    assert requests == 2
+
+
 @pytest.mark.parametrize("said", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhal"])
 async def test_the_deadline_holds(said: bytes) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

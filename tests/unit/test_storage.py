@@ -1106,6 +1106,13 @@ def test_a_bucket_without_the_extra_for_it_says_so(monkeypatch: pytest.MonkeyPat
         CheckpointDirectory("s3://bucket/x")
 
 
+def test_a_server_that_does_not_answer_is_an_error_of_the_storage() -> None:
+    """ftp connects in the constructor. ``dlrover ckpt ls`` ended with a traceback."""
+    store = CheckpointDirectory("ftp://127.0.0.1:1/runs")
+    with pytest.raises(OSError, match=r"ftp://127\.0\.0\.1:1/runs: Connection refused"):
+        store.checkpoints()
+
+
 def test_a_host_in_an_address_reaches_its_file_system() -> None:
     """As for ftp and sftp, which do not work without one."""
     import fsspec

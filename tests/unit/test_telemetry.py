@@ -95,6 +95,17 @@ def test_people_get_a_sentence(event: str, fields: dict[str, Any], line: str) ->
     assert fields.items() <= told.items()
 
 
+@pytest.mark.parametrize("stream", [Terminal(), io.StringIO()])
+def test_a_traceback_cannot_write_to_a_terminal(stream: io.StringIO) -> None:
+    setup("agent", stream=stream, logger="of-a-test")
+    try:
+        raise ValueError("\x1b]0;title\x07\rover it")
+    except ValueError:
+        logging.getLogger("of-a-test").exception("it failed")
+    assert "title" in stream.getvalue()
+    assert not set("\x1b\x07\r") & set(stream.getvalue())
+
+
 def test_a_notice_is_told_where_only_warnings_are() -> None:
     assert logged(Terminal(), "x", logging.INFO) == ""
     assert json.loads(logged(io.StringIO(), "x", NOTICE))["level"] == "notice"
