@@ -9,7 +9,8 @@ from collections.abc import Sequence
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``elastic-run`` with these arguments, or those of the process; return its exit code.
 
-    The result is 130 after Ctrl-C. Standard streams that are closed are opened first.
+    The result is 130 after a Ctrl-C that comes before the agent handles signals. Standard streams
+    that are closed are opened first. A wrong command line raises SystemExit with code 2.
     """
     try:
         from dlrover_py.telemetry import open_streams

@@ -49,11 +49,13 @@ WARM_UP = 3
 def main() -> None:
     """Check this worker's device and its network, and send the times to the agent.
 
-    With one worker only the device is checked. Bandwidths are sent if the first argument, the level
-    of the check, is over 1.
+    The command line has the level of the check and its number. Bandwidths are sent if the level is
+    over 1. With one worker in the group only the device is checked. The master limits the time.
 
     Raises:
-        RuntimeError: The check has failed.
+        RuntimeError: The check has failed: a result was wrong, a GPU is missing, or torch has
+            raised an error.
+        OSError: The agent has not taken the times.
     """
     level, number, env = int(sys.argv[1]), sys.argv[2], os.environ
     rank, workers = int(env["RANK"]), int(env["WORLD_SIZE"])
@@ -98,7 +100,8 @@ def fault(text: str, node: str) -> str:
 def connect(number: str, rank: int, workers: int, kind: str) -> None:
     """Form the process group of this check, whose workers must have the same kind of device.
 
-    It waits until all workers of the group have connected, up to torch's timeout of the store.
+    The function waits until all workers of the group have connected, up to the timeout of torch's
+    store.
 
     Args:
         number: Number of the check.
@@ -107,7 +110,8 @@ def connect(number: str, rank: int, workers: int, kind: str) -> None:
         kind: Kind of this worker's device: ``cuda`` or ``cpu``.
 
     Raises:
-        RuntimeError: This worker cannot use a GPU while others can.
+        RuntimeError: This worker cannot use a GPU while others can. Torch's own errors are
+            RuntimeErrors as well, for example if a worker does not come in time.
     """
     found, _, _ = next(dist.rendezvous("env://"))
     # A restarted master does not know older checks. It may reuse the port of such a check while

@@ -1,4 +1,8 @@
-"""The registry of the agent's child processes."""
+"""The registry of the agent's child processes.
+
+A session is a group of processes that one process leads. The agent's reaper kills the sessions that
+a killed agent leaves behind.
+"""
 
 from collections.abc import Iterable
 from typing import Protocol
@@ -7,7 +11,7 @@ from dlrover_py.process.identity import ProcessId
 
 
 class SessionObserver(Protocol):
-    """Follows the sessions that must end with the agent. The agent's reaper does."""
+    """Follows the sessions that must end with the agent, to name them to the agent's reaper."""
 
     def session_started(self, session: ProcessId) -> None:
         """Take note of a new session."""
@@ -17,7 +21,7 @@ class SessionObserver(Protocol):
 
 
 class ChildRegistry:
-    """The agent's child processes: sessions that must end with it, and which are not workers."""
+    """The agent's child processes: sessions that must end with it, and children of other kinds."""
 
     def __init__(self, non_worker_pids: Iterable[int] = ()) -> None:
         """Create the registry, without sessions.
@@ -42,7 +46,10 @@ class ChildRegistry:
             self.observer.session_started(session)
 
     def remove_session(self, session: ProcessId) -> None:
-        """Remove a session that has ended, and inform the reaper; ignore an unknown session."""
+        """Remove a session that has ended, and inform the reaper; an unknown one is no error.
+
+        Without an observer the session is only removed.
+        """
         self.sessions.discard(session)
         if self.observer is not None:
             self.observer.session_ended(session)

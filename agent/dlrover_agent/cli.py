@@ -80,11 +80,13 @@ _RUN_PATH = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``elastic-run`` with these arguments, or those of the process; return its exit code.
 
-    An error is printed and written to the error file of the parent process, if that named one. The
-    exit code without a platform is 0 or 1. The signals that ask the agent to end stay blocked.
+    An error is printed, and written to the error file that the parent process has named, if any.
+    The exit code without a platform is 0 or 1; inside a job it is one of :class:`ExitCode`, or the
+    code that the master has sent. The signals that ask the agent to end stay blocked.
 
     Raises:
-        OSError: The system has refused something that no message here explains.
+        SystemExit: The command line is wrong (2), or asks for the help or the version (0).
+        OSError: The system has refused a call, for another reason than the limit of open files.
     """
     environ = environment()
     member = bool(environ.get(ENV_MASTER_ADDR))
@@ -126,10 +128,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _finish_output() -> None:
-    """Wait until the console has taken the workers' output; give up the rest if it hangs.
+    """Wait until the console has taken the workers' output; give up the rest if the console hangs.
 
     A console hangs if it takes nothing for 30 s, or for 1 s after a signal. The lost lines are
-    counted in a warning.
+    then counted in a warning. There is no limit while the console takes output.
     """
     for fd, name in ((1, "output"), (2, "error")):
         out = shared_writer(fd)
@@ -147,8 +149,9 @@ def _last_output_s(fd: int) -> float:
 def _print_error(text: str) -> None:
     """Write a message to standard error, after all log lines, and wait until it is written.
 
-    The text of workers and of other programs must not control the terminal. After 30 s without
-    progress, or 1 s after a signal, the wait ends and the message may be lost.
+    Colors and control characters are removed, because workers and other programs must not control
+    the terminal. After 30 s without progress (1 s after a signal), the wait ends and the message
+    may be lost.
     """
     text = output_line(text)
     try:
@@ -163,9 +166,14 @@ def _print_error(text: str) -> None:
 
 
 def _tell_parent(environ: Mapping[str, str], message: str, deaths: "Sequence[WorkerDeath]") -> None:
-    """Write why the agent failed to the error file of its parent process, if that named one.
+    """Write why the agent failed to the error file that its parent process has named, if any.
 
     torchelastic does the same. An error of the file is ignored.
+
+    Args:
+        environ: Environment of the agent. TORCHELASTIC_ERROR_FILE has the path.
+        message: Why the agent failed.
+        deaths: Failures of workers, the root cause first; empty if no worker failed.
     """
     path = environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
@@ -182,6 +190,8 @@ def _tell_parent(environ: Mapping[str, str], message: str, deaths: "Sequence[Wor
 def _wait(numbers: Sequence[signal.Signals], seconds: float) -> None:
     """Wait for a number of seconds, or until one of the signals, which must be blocked.
 
+    A signal that is ignored because of nohup does not end the wait.
+
     Raises:
         DLRoverError: One of the signals has arrived.
     """
@@ -197,8 +207,14 @@ def _run_in_job(flags: Flags, settings: Settings, command: Command) -> "AgentOut
     Flags that the job's spec or its platform replaces are only logged. The function returns when
     the agent has ended.
 
+    Args:
+        flags: The command line.
+        settings: The agent's environment.
+        command: What the workers run.
+
     Raises:
-        DLRoverError: A setting cannot be used, or the master could not be reached at the start.
+        DLRoverError: A setting cannot be used, or the master could not be reached at the start or
+            refused the token.
     """
     settings.check()
     for name in sorted(flags.given & set(NOT_IN_JOB)):
@@ -211,12 +227,20 @@ def _run_in_job(flags: Flags, settings: Settings, command: Command) -> "AgentOut
 def _run_without_platform(flags: Flags, settings: Settings, command: Command) -> "AgentOutcome":
     """Run a job without a platform; the agent at the endpoint starts the master as a child.
 
-    The other agents wait for that master, for at most ``connect_s`` of the endpoint. The function
-    returns when the agent has ended.
+    The endpoint is the node and port of ``--rdzv-endpoint``. The other agents wait for its master,
+    for at most ``connect_s`` of the endpoint. A warning is logged if the job's size there differs
+    from ``--nnodes``. The function returns when the agent has ended.
+
+    Args:
+        flags: The command line.
+        settings: The agent's environment.
+        command: What the workers run.
 
     Raises:
         UnreachableError: The master could not be reached.
-        ConfigError: The flags cannot be used, or the program at the endpoint runs another job.
+        ConfigError: The flags cannot be used, the program at the endpoint runs another job, or the
+            master refuses its settings.
+        DLRoverError: A signal that asks the agent to end has arrived before the agent runs.
     """
     endpoint = Endpoint.of(flags)
     endpoint.check(settings.ca_file)
@@ -252,11 +276,18 @@ def _run_without_platform(flags: Flags, settings: Settings, command: Command) ->
 def _job_at(endpoint: Endpoint, token: str, command: Command) -> "JobName":
     """Return the name and size that the master at the endpoint has for this run.
 
-    The request is repeated for ``connect_s`` seconds. A signal that asks the agent to end stops it.
+    The request is repeated for ``connect_s`` seconds. A signal that asks the agent to end stops the
+    wait.
+
+    Args:
+        endpoint: Rendezvous of the job.
+        token: Token of the job.
+        command: What the workers run, with the signals that ask the agent to end.
 
     Raises:
         UnreachableError: No master has answered within ``connect_s``.
-        UnauthorizedError: The master belongs to another job.
+        UnauthorizedError: The program at the endpoint has not proved that it knows the token.
+        ConfigError: The program at the endpoint refuses the request.
         FileLimitError: This process may open no more files.
         DLRoverError: A signal has arrived.
     """
@@ -300,7 +331,13 @@ def _job_at(endpoint: Endpoint, token: str, command: Command) -> "JobName":
 def _settings(endpoint: Endpoint, given: Settings, address: str, command: Command) -> Settings:
     """Return the agent's settings for a job without a platform, with its master's address.
 
-    The call may wait until the endpoint's name can be resolved.
+    The call may wait for ``connect_s`` of the endpoint until its name can be resolved.
+
+    Args:
+        endpoint: Rendezvous of the job.
+        given: Settings from the environment.
+        address: Address of the master (``host:port``).
+        command: What the workers run, with the signals that end the wait.
 
     Raises:
         UnreachableError: The name cannot be resolved in time.
@@ -325,6 +362,11 @@ def _uid(endpoint: Endpoint, command: Command, run: str) -> str:
 
     Another training has another uid. A training that is started again has another uid too,
     because the rounds start from the first one again.
+
+    Args:
+        endpoint: Rendezvous of the job.
+        command: What the workers run.
+        run: Random name of this run, which its master has.
     """
     identity = "\0".join((run, endpoint.run_id, endpoint.host, str(endpoint.port), *command.argv))
     return hashlib.sha256(identity.encode(errors="surrogateescape")).hexdigest()[:16]
@@ -337,8 +379,19 @@ def _run_agent(
     max_restarts: int | None,
     companion: Callable[[set[int]], Coroutine[Any, Any, None]] | None = None,
 ) -> "AgentOutcome":
+    """Run the agent in a new event loop until it ends.
+
+    Args:
+        settings: Settings of the agent.
+        command: What the workers run.
+        token: Token of the job.
+        max_restarts: Value of ``--max-restarts``; None if it was not given.
+        companion: Function that runs beside the agent, or None: see :func:`run_agent`.
+
+    Raises:
+        DLRoverError: As for :func:`run_agent`.
+    """
     # Imported here, so that a master on this node starts first and imports at the same time.
-    """Run the agent in a new event loop until it ends."""
     import asyncio
 
     from dlrover_agent.loop import run_agent
@@ -360,8 +413,14 @@ def _command(flags: Flags, settings: Settings, *, member: bool) -> Command:
     Flags without effect are logged. The number of workers may be asked of torch in a child process,
     for at most ``TORCH_S`` seconds.
 
+    Args:
+        flags: The command line.
+        settings: The agent's environment.
+        member: Whether a platform has started this agent, and may want the output in its folder.
+
     Raises:
-        ConfigError: The script does not exist, or the value of a flag cannot be used.
+        ConfigError: The script does not exist, or starts another launcher such as torchrun. Or the
+            value of a flag cannot be used, or a check is requested and there is no torch.
     """
     if "monitor_interval" in flags.given:
         _warn_unused_flag("monitor_interval", "the agent notices a worker's end immediately")
@@ -415,7 +474,16 @@ def _command(flags: Flags, settings: Settings, *, member: bool) -> Command:
 
 
 def _cpus(flags: Flags, nproc: int, environ: Mapping[str, str]) -> tuple[frozenset[int], ...]:
-    """Return the CPUs of each worker by local rank; empty without ``--numa-binding``."""
+    """Return the CPUs of each worker by local rank; empty without ``--numa-binding``.
+
+    Args:
+        flags: The command line.
+        nproc: Number of workers on this node.
+        environ: Environment of the workers.
+
+    Raises:
+        ConfigError: A worker has no GPU, or its CPUs cannot be found.
+    """
     if flags.numa_binding is None:
         return ()
     from dlrover_agent.workers.numa import CpuAffinity, NumaMode
@@ -482,7 +550,7 @@ def _shutdown_s(flags: Flags, environ: Mapping[str, str]) -> float:
     """Return the seconds from a signal to SIGKILL: of the flag, of torch's variable, or 30.
 
     Raises:
-        ConfigError: The value is not a number from 0.
+        ConfigError: The value is not a whole number of seconds from 0.
     """
     name, text = ENV_SHUTDOWN_TIMEOUT, environ.get(ENV_SHUTDOWN_TIMEOUT, "30")
     if flags.shutdown_timeout is not None:
@@ -495,8 +563,9 @@ def _shutdown_s(flags: Flags, environ: Mapping[str, str]) -> float:
 def _nproc(text: str, settings: Settings) -> int:
     """Return the number of workers on this node, from the value of ``--nproc-per-node``.
 
-    ``auto`` is the number of GPUs, or of CPUs on a node without GPUs. The name of another device is
-    resolved by torch in a child process, for at most ``TORCH_S`` seconds.
+    ``auto`` is the number of GPUs, or of the CPUs that this process may use if there are no GPUs.
+    Devices other than NVIDIA GPUs are counted by torch in a child process, for at most ``TORCH_S``
+    seconds.
 
     Raises:
         ConfigError: The value cannot be used, or there is no such device.
@@ -523,7 +592,11 @@ def _nproc(text: str, settings: Settings) -> int:
 def _ask_torch(what: str, settings: Settings) -> int:
     """Return a number that a child process gets from torch; 0 if torch cannot be asked.
 
-    The child process has ``TORCH_S`` seconds.
+    The result is also 0 if the child fails, prints anything else, or takes longer than ``TORCH_S``.
+
+    Args:
+        what: Python expression for the number.
+        settings: The agent's environment, with the interpreter to use.
     """
     ask = [settings.python, "-P", "-c", f"import torch; print({what})"]
     try:
@@ -535,10 +608,11 @@ def _ask_torch(what: str, settings: Settings) -> int:
 
 
 def count_gpus(given: str | None) -> int:
-    """Return the number of GPUs of this node, without initializing any of them.
+    """Return the number of NVIDIA GPUs that this process may use, without initializing any of them.
 
-    Without NVIDIA's driver it is 0. But if CUDA_VISIBLE_DEVICES is set, its entries are counted
-    then.
+    If CUDA_VISIBLE_DEVICES is set, the devices that it makes visible are counted; without NVIDIA's
+    driver, its entries. If the variable is not set, the GPUs with a device file are counted, or all
+    if none has one. Without the driver, the result is then 0.
 
     Args:
         given: Value of CUDA_VISIBLE_DEVICES; None if it is not set.
@@ -555,7 +629,7 @@ def count_gpus(given: str | None) -> int:
 
 
 def _uuid(information: Path) -> str:
-    """Return the UUID of a GPU from its driver's file; empty if the file does not contain it."""
+    """Return the UUID of a GPU from its driver's file; empty if the file does not show it."""
     try:
         found = re.search(r"^GPU UUID:[ \t]*(\S+)", information.read_text(), re.MULTILINE)
     except OSError:

@@ -19,7 +19,8 @@ def restarted(reason: str, *, single_node: bool, stepped: bool, after_s: float) 
         single_node: Whether this is the only node of the job, so that its name is left out.
         stepped: Whether the script has reported a step since. If not, its processes run, and no
             more is known.
-        after_s: Seconds since the end of the last round.
+        after_s: Seconds from the end of the last round to the next step, or without a step to the
+            start of the next workers.
     """
     text = _SAME_RANK.sub(r"worker \1", reason)
     text = _NODE.sub("", text) if single_node else text

@@ -1,8 +1,11 @@
 """The decisions of one node's agent, for example after an assignment, a worker's end or a signal.
 
 This module is pure: it has no I/O and reads no clock. :meth:`Core.handle` is the only entry point.
-It takes an event and returns the effects to carry out. Workers belong to one round at a time. All
-workers of the old round are gone before those of the next round start.
+It takes an event and returns the effects to carry out.
+
+Workers belong to one round at a time: a run of the script on a fixed set of nodes. All workers of
+the old round are gone before those of the next round start. A check runs test workers in the place
+of the script. The lease is the time without a report after which the master counts a node as lost.
 """
 
 from collections.abc import Callable, Iterable
@@ -269,9 +272,11 @@ class Core:
 
     @property
     def leaves_job(self) -> bool:
-        """Whether this node leaves a job that may go on without it.
+        """Whether the agent ends because its node leaves a job that may go on without the node.
 
-        The other nodes then wait for a last step with this node, until its report says that none
+        It is True after a signal, and if the master has stopped running workers with exit code 0.
+        It is False while the agent does not end, and after the master has refused the node. The
+        other nodes wait for a last step with a node that leaves, until its report says that none
         of its workers runs any more.
         """
         if self._exit is None or self._exit.code == ExitCode.SUPERSEDED:
@@ -287,7 +292,7 @@ class Core:
     def stands(self, round_number: int) -> bool:
         """Return whether this node's workers of a round run, or have all succeeded.
 
-        It is False for an older round, for a check, and after a failure or a stop.
+        The result is False for an older round, for a check, and after a failure or a stop.
         """
         working = self.phase in (WorkerPhase.RUNNING, WorkerPhase.SUCCEEDED)
         return working and round_number == self._workers_round
@@ -329,13 +334,17 @@ class Core:
                 return self._on_signal(name, number)
 
     def _on_assigned(self, new: Assignment, now: float) -> list[Effect]:
-        # The answer of an older term comes from a replaced master that is cut off with this node.
-        """Follow an assignment of the master; ignore one that is not newer than the last one.
+        """Follow an assignment of the master, if it is newer than the last one.
 
-        Once the agent ends, assignments are only noted. Workers of a new round start when those of
-        the old round are gone. A repeated round or check at most ends a last step that is under
-        way.
+        An assignment that is not newer only shows that the master answers, and whether the master
+        has lost its platform. One of an older term shows nothing.
+
+        STOP ends the agent once its workers are gone, and WAIT stops the workers. Workers of a new
+        round or check start when the old ones are gone. A repeated round or check at most ends a
+        last step that is under way: the time in which stopping scripts may finish their step. Once
+        the agent ends, assignments are only noted.
         """
+        # The answer of an older term comes from a replaced master that is cut off with this node.
         if new.term >= self.have[0]:
             self._master_disconnected = new.master_disconnected
             if not new.master_disconnected:
@@ -390,8 +399,14 @@ class Core:
     ) -> list[Effect]:
         """Handle a worker's end: a failure stops the other workers, the last success is reported.
 
-        An end after a requested stop does not change the phase. It matters only if it is a failure
-        in the last step, which shortens the time of the others.
+        A failure is reported as well. An end in a check decides about the check only. An end after
+        a requested stop does not change the phase. It matters only if it is a failure in the last
+        step, after which the others get ``AFTER_FAILURE_S``.
+
+        Args:
+            round_number: Round of the worker. The end of a worker of an older round is ignored.
+            local_rank: Local rank of the worker; -1 for the round's store.
+            failure: Why the worker failed; None if its exit code was 0.
         """
         if round_number != self._workers_round:
             return []
@@ -435,10 +450,10 @@ class Core:
         return [Report()]
 
     def _on_workers_gone(self, round_number: int) -> list[Effect]:
-        """End the agent or start the next round, if that was waiting for the last round's end.
+        """End the agent, or start the next round, if one of them has waited for the workers' end.
 
-        Otherwise a stopped node or checked node becomes idle. After a failure or success the phase
-        stays until the next round.
+        Otherwise a stopped node or checked node becomes idle, which is reported. After a failure or
+        success the phase stays until the next round. The end of an older round is ignored.
         """
         if round_number != self._workers_round:
             return []
@@ -464,7 +479,8 @@ class Core:
         """Update the progress, or keep the measurements of a check's worker.
 
         Only the first step of a round leads to an immediate report. Steps are ignored if they are
-        older than the newest one, or if the workers do not run.
+        of another round or older than the newest one, or if the workers do not run. A check's
+        report with a negative measurement is ignored.
         """
         checking = report.round == self._workers_round and self.phase is WorkerPhase.CHECKING
         if checking and all(report.metrics.get(name, 0.0) >= 0 for name in MEASURED):
@@ -501,7 +517,11 @@ class Core:
         return []
 
     def _on_master_lost(self, message: str) -> list[Effect]:
-        """End the agent if no workers run; otherwise do nothing, as workers need no master."""
+        """End the agent if no worker process may exist; else do nothing: workers need no master.
+
+        The exit code is 0 if the workers have succeeded, else 1. An agent that already ends does
+        not change.
+        """
         if self._occupied or self._exit is not None:
             return []
         succeeded = self.phase is WorkerPhase.SUCCEEDED
@@ -511,10 +531,14 @@ class Core:
     def _on_tick(self, now: float) -> list[Effect]:
         """Probe rank 0, and stop the workers if this node is cut off from master and other nodes.
 
-        Others may train in the place of a node that is cut off. If the master is dead, all nodes
-        miss it and probe rank 0, so both sides see each other. If no probe of the round ever got
-        through, the path between the agents is closed, and silence does not mean a cut-off node.
-        Nothing happens in a round of one node.
+        A node is cut off if neither the master nor rank 0 (on rank 0: any other node) was heard for
+        the lease. The limit is longer on rank 0, and while the master has lost its platform. Others
+        may then train in the place of this node.
+
+        If the master is dead, all nodes miss it and probe rank 0, so both sides see each other. If
+        no probe of the round ever got through, the path between the agents is closed, and silence
+        does not mean a cut-off node. Workers that have succeeded are not stopped. Nothing happens
+        in a round of one node, or if the round's workers neither run nor have succeeded.
         """
         assignment = self.assignment
         if assignment is None or assignment.nnodes < 2 or not self.stands(assignment.round):
@@ -545,8 +569,9 @@ class Core:
     def _on_signal(self, name: str, number: int) -> list[Effect]:
         """Let this node leave the job after the first signal; kill its workers after the second.
 
-        The first signal is ignored if the agent already ends. The agent ends when its workers are
-        gone.
+        Workers get the same signal, and SIGKILL after ``shutdown_s``. The agent ends with exit code
+        1 when its workers are gone. The first signal is ignored if the agent already ends; it still
+        counts as the first one.
         """
         self._signals += 1
         if self._signals > 1:
@@ -565,7 +590,7 @@ class Core:
     # --- Start and stop of workers ---
 
     def _start(self) -> list[Effect]:
-        """Mark the workers of the next assignment as running, and request their start."""
+        """Mark the workers of the next assignment as running or checking; request their start."""
         assignment, self._next = self._next, None
         assert assignment is not None
         self._workers_round = assignment.round
@@ -581,6 +606,11 @@ class Core:
         """Request the stop of the workers; without workers, end the agent if it has to end.
 
         A stop that is under way is not repeated, unless the new one is graceful.
+
+        Args:
+            why: Reason for the stop, in words.
+            grace_s: Seconds from SIGTERM to SIGKILL.
+            graceful: Whether scripts that call ``should_stop()`` may end by themselves.
         """
         if not self._occupied:
             return [self._exit] if self._exit is not None else []
@@ -592,8 +622,9 @@ class Core:
     def _stop_old_round(self, new: Assignment) -> list[Effect]:
         """Stop the workers because their round is over.
 
-        After a planned end they may finish their step. A fault that follows takes that back.
-        Otherwise a stop that is under way is not repeated.
+        If the end is planned (``last_step_s`` is over 0), they may finish their step. If a fault
+        follows meanwhile, they are stopped without that time. Any other stop that is under way is
+        not repeated.
         """
         planned = new.last_step_s > 0
         if self._stopping and (planned or not self._last_step):

@@ -300,6 +300,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Flags:
 
     Raises:
         ConfigError: A ``PET_*`` variable or NODE_NUM cannot be used.
+        SystemExit: The command line is wrong, or asks for the help or the version.
     """
     p = parser(environ)
     parts = commands.split(argv, elastic_run=True)
@@ -319,7 +320,12 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Flags:
 def _configure(flags: Flags, nodes: str) -> None:
     """Apply ``--auto-config`` as DLRover does: all nodes, all GPUs, and a check of many nodes.
 
-    Each flag whose value is not the default stays.
+    The check is requested from ``MANY_NODES`` nodes on. Each flag whose value is not the default
+    stays.
+
+    Args:
+        flags: The command line, which is changed.
+        nodes: Number of nodes, as NODE_NUM has it.
 
     Raises:
         ConfigError: NODE_NUM is not a number.
@@ -335,7 +341,10 @@ def _configure(flags: Flags, nodes: str) -> None:
 
 
 def _unknown(flag: str) -> str:
-    """Return the error message for an unknown flag."""
+    """Return the error message for an unknown flag.
+
+    A child process may be asked whether torchrun knows the flag, for at most ``TORCH_S`` seconds.
+    """
     name = flag.partition("=")[0]
     several = commands.abbreviated(name)
     if several:
@@ -380,7 +389,7 @@ def nodes(text: str) -> tuple[int, int]:
     """Return the fewest and the most nodes, from ``N`` or ``MIN:MAX``.
 
     Raises:
-        ConfigError: The text is neither, or the numbers are out of range.
+        ConfigError: The text is neither, a number is 0 or over ``MAX_NODES``, or MIN is over MAX.
     """
     found = re.fullmatch(r"(\d{1,9})(?::(\d{1,9}))?", text.strip())
     if found is None:
@@ -451,7 +460,7 @@ def endpoint(text: str, port: int) -> tuple[str, int]:
         port: Port if the text names none.
 
     Raises:
-        ConfigError: The text has neither form.
+        ConfigError: The text has neither form, or the port is over 65535.
     """
     text = text.strip() or "localhost"
     host, given = text, str(port)

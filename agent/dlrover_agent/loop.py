@@ -87,7 +87,9 @@ class AgentOutcome:
 class Agent:
     """One node of a job, from its first report to its exit code.
 
-    The constructor starts the reaper. Nothing is sent before :meth:`run`.
+    The constructor must run in the event loop. It makes the agent's folders and sockets, and starts
+    the reaper: the process that cleans up if the agent is killed. Nothing is sent before
+    :meth:`run`.
 
     Args:
         settings: Environment of the agent.
@@ -97,7 +99,8 @@ class Agent:
         children: Registry of the agent's child processes. The agent adds its own.
 
     Raises:
-        DLRoverError: A setting cannot be used.
+        DLRoverError: A setting cannot be used, or no temporary folder can be made.
+        OSError: A socket cannot be bound, or the reaper cannot be started.
     """
 
     def __init__(
@@ -145,7 +148,8 @@ class Agent:
     def _new_saver(self) -> Saver:
         """Create the node's memory for checkpoints, with its server and client of the persister.
 
-        Without usable memory, the agent runs without checkpoints in memory, and reports why.
+        The persister is the process that writes checkpoints to storage. Without usable memory, the
+        agent runs without checkpoints in memory, and reports why.
         """
         settings, command = self._settings, self._command
         node = NodeContext(
@@ -180,7 +184,17 @@ class Agent:
         )
 
     def _new_reaper(self, mark: str) -> ReaperSupervisor:
-        """Start the reaper, which removes the agent's folders, however the agent ends."""
+        """Start the reaper, which removes the agent's folders, however the agent ends.
+
+        The reaper leaves the memory for checkpoints if this node may return
+        (``Settings.returns``).
+
+        Args:
+            mark: Value in the environment of the agent's processes, by which the reaper finds them.
+
+        Raises:
+            OSError: The process cannot be started.
+        """
         folders = [self._scratch.path]
         if self._saver.path is not None and not self._settings.returns:
             folders.append(self._saver.path)
@@ -190,13 +204,17 @@ class Agent:
         """Work until the job, the platform or a signal ends the agent, and release everything.
 
         The method installs signal handlers. Before it returns, it may wait until checkpoints are
-        stored, and it stops the reaper. The agent's signals are blocked then.
+        stored, and it stops the reaper. The agent's signals are blocked then. A master that is lost
+        later does not end running workers.
 
         Returns:
             Exit code and message of the agent, and the workers that failed in the last round.
 
         Raises:
-            DLRoverError: The master could not be reached, or refused the token, at the start.
+            DLRoverError: The master could not be reached, or refused the token, at the start. Or,
+                at any time, another program answers at the master's address with an error, or the
+                master refuses a report as invalid.
+            OSError: No port can be reserved for a new round.
         """
         loop = asyncio.get_running_loop()
         for number in self._command.signals:
@@ -239,9 +257,10 @@ class Agent:
     async def _stay_until_stored(self) -> None:
         """Wait until this node's checkpoints are stored, within the grace period.
 
-        The master decides it by the ``stay_until_stored`` field of the final assignment. The method
-        waits ``LAST_REPORT_S`` for that assignment. It returns immediately if the memory was never
-        used.
+        The grace period is that of the final assignment, and begins when the agent was asked to
+        end. The ``stay_until_stored`` field of this assignment decides whether the agent waits. The
+        assignment itself is awaited for ``LAST_REPORT_S``; without it, the method returns. It
+        returns immediately if the memory was never used.
         """
         if not self._saver.in_use:
             return
@@ -265,7 +284,10 @@ class Agent:
                     newest = await self._next_assignment()
 
     async def _tick(self) -> None:
-        """Post a :class:`Tick` periodically, with jitter, so that agents do not act in step."""
+        """Post a :class:`Tick` periodically until cancelled, at random times of ``tick_s`` at most.
+
+        The times are random, so that agents do not act in step.
+        """
         while True:
             longest = self._core.tick_s
             await asyncio.sleep(random_delay_s(longest / 2, longest))
@@ -279,8 +301,12 @@ class Agent:
     def post(self, event: Event) -> None:
         """Handle an event now, or after the events that are being handled.
 
-        An event that is posted while another one is handled waits in a queue. The method must be
-        called in the thread of the event loop.
+        The core decides, and its effects are carried out here: the start or stop of workers, a
+        report, or the agent's end. An event that is posted while another one is handled waits in a
+        queue. The method must be called in the thread of the event loop.
+
+        Raises:
+            OSError: No port can be reserved for a new round.
         """
         self._events.append(event)
         if self._handling:
@@ -319,8 +345,15 @@ class Agent:
     def _perform(self, effect: Effect) -> None:
         """Carry out an effect of the core; starts and stops of workers are only begun here.
 
+        A graceful stop asks the scripts that call ``should_stop()`` to end. They get the signal
+        only shortly before the end of the grace period. A last step is granted only if the scripts
+        of all workers can save it.
+
         A report waits up to ``REPORT_DELAY_S`` for a start that is under way. The first exit
         decides how the agent ends; later ones are only logged.
+
+        Raises:
+            OSError: No port can be reserved for a new round.
         """
         match effect:
             case Start(assignment):
@@ -354,7 +387,11 @@ class Agent:
                     self._result.set_result(effect)
 
     def _start(self, assignment: Assignment) -> None:
-        """Begin to start the workers of a round or of a check, and open the round's probe."""
+        """Begin to start the workers of a round or of a check, and open the round's probe.
+
+        The probe is the UDP socket by which agents find out whether rank 0 is still there. A check
+        has none. On rank 0's node, the workers' start also gets the listening socket of the store.
+        """
         bind(incarnation=assignment.incarnation, round=assignment.round)
         log.info(
             "check_start" if assignment.directive is Directive.CHECK else "workers_start",
@@ -387,7 +424,8 @@ class Agent:
     def round_started(self, assignment: Assignment) -> None:
         """Ask for a report if one waits, record torch's events, and watch for another launcher.
 
-        For a check, only the report is sent. See :class:`RoundObserver`.
+        A restart is logged later, with its first step. For a check, only the report is requested.
+        See :class:`RoundObserver`.
         """
         self._report_now()
         if assignment.directive is Directive.RUN:
@@ -406,7 +444,12 @@ class Agent:
         return self._sdk.last_step(local_rank)
 
     def warm_starts_changed(self) -> None:
-        """Share a new recipe, and report a new zygote. See :class:`RoundObserver`."""
+        """Share a new recipe, and report a new zygote. See :class:`RoundObserver`.
+
+        A recipe lists modules to import before a warm start. A zygote is the process that has
+        imported them, and from which workers are forked. Before the first round, a report is
+        requested.
+        """
         self._recipes.warm_starts_changed()
 
     def _on_nested_launcher(self, message: str) -> None:
@@ -417,7 +460,8 @@ class Agent:
     def report(self) -> AgentReport:
         """Return the present report, with the next number. See :class:`ReportingNode`.
 
-        Each call reads the slots in memory. The result of a check is logged with its first report.
+        Each call reads which checkpoints are in shared memory. The result of a check is logged with
+        its first report.
         """
         core = self._core
         if core.check is not None and self._logged_check != core.checks:
@@ -473,8 +517,8 @@ class Agent:
     def master_unreachable(self, away_s: float, error: Exception) -> None:
         """Take note that the master does not answer. See :class:`ReportingNode`.
 
-        If no platform restarts the master, the agent ends after ``MASTER_LOST_S`` without running
-        workers.
+        If no platform restarts the master, the agent ends after ``MASTER_LOST_S`` without an
+        answer, unless workers run.
         """
         self.post(MasterUnreachable())
         if self._settings.own_master and away_s >= MASTER_LOST_S:
@@ -504,7 +548,11 @@ class Agent:
         reap_orphans(self._children.non_worker_pids | self._workers.unreaped)
 
     async def _close(self) -> None:
-        """Release everything that the agent holds; dismiss the reaper last, which cleans up."""
+        """Release everything that the agent holds; end the reaper last, which cleans up.
+
+        Transfers, the zygote, the stores and the persister are ended. The event loop is blocked
+        while the last output is written, and while the reaper works.
+        """
         asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
         await self._recipes.close()
         self._restarts.close()
@@ -540,7 +588,9 @@ async def run_agent(
         How the agent ended.
 
     Raises:
-        DLRoverError: The master could not be reached, or refused the token, at the start.
+        DLRoverError: A setting cannot be used, or as for :meth:`Agent.run`.
+        OSError: A socket cannot be bound, or the reaper cannot be started. An exception of the
+            companion is raised, too.
     """
     # There may be children already, for example of a shell that has replaced itself by this
     # process with exec.

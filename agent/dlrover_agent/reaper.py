@@ -56,12 +56,19 @@ def _kill(find: Callable[[], Sequence[ProcessId]]) -> None:
 def clear(mark: str, folders: Iterable[str | os.PathLike[str]]) -> threading.Thread:
     """Kill all processes that carry an agent's mark, and remove the agent's folders.
 
-    The read of a process's environment may hang with that process. So a thread does it.
+    The mark is in the environment of all processes that the agent has started, whether the agent
+    still runs or not. Processes of other control groups than this process's are left alone. The
+    read of a process's environment may hang with that process. So a thread does it.
 
-    The folders are removed after ``KILL_MARKED_S`` seconds at the latest, and errors are ignored.
+    The removal of the folders begins after ``KILL_MARKED_S`` seconds at the latest. Its errors are
+    ignored.
+
+    Args:
+        mark: Value of the mark.
+        folders: Folders to remove.
 
     Returns:
-        The thread, which may still run if a read takes long.
+        The thread that kills, which may still run if a read takes long.
     """
     strays = threading.Thread(
         target=_kill, args=(lambda: marked(ENV_AGENT_MARK, mark),), daemon=True
@@ -76,7 +83,9 @@ def clear(mark: str, folders: Iterable[str | os.PathLike[str]]) -> threading.Thr
 def main(pipe: int, lifeline: int, agent: ProcessId, mark: str, folders: list[str]) -> None:
     """Wait for the end of the agent, then kill its sessions and marked processes, and clean up.
 
-    The end of the platform alone only starts a timer: after ``AGENT_END_MS`` the agent is killed.
+    The end of the platform alone only starts a timer: after ``AGENT_END_MS`` without a line of the
+    agent, the agent is killed. There is no limit otherwise. Signals that are sent to all processes
+    of a job are ignored.
 
     Args:
         pipe: Descriptor of the pipe from the agent.

@@ -39,6 +39,9 @@ class ReaperClient:
             folders: Folders that the reaper removes after the end of the agent.
             mark: Value in the environment of all processes that the agent starts, and their
                 children. The reaper kills the processes that carry it.
+
+        Raises:
+            OSError: The process cannot be started.
         """
         read, self._pipe = os.pipe()
         os.set_blocking(self._pipe, False)
@@ -90,10 +93,10 @@ class ReaperClient:
         os.close(self._pipe)
 
     def dismiss(self, timeout_s: float = DISMISSED_S) -> None:
-        """End the reaper, which cleans up first; do its work here if it has to be killed.
+        """End the reaper, which cleans up first; do its work here if it was killed, now or before.
 
-        The call blocks until the reaper has ended, or until the work is done here, because it was
-        killed now or before.
+        The work is to kill all processes with the mark, and to remove the folders. The call blocks
+        until the reaper has ended, or until the work is done here.
 
         Args:
             timeout_s: Seconds that the reaper has to end.
@@ -116,6 +119,9 @@ class ReaperSupervisor:
             folders: Folders that the reaper removes after the end of the agent.
             mark: Value in the environment of all processes that the agent starts.
             children: Registry of the agent's child processes. The reaper is added.
+
+        Raises:
+            OSError: The process cannot be started.
         """
         self._arguments = (lifeline_fd, folders, mark)
         self._children = children
@@ -146,7 +152,8 @@ class ReaperSupervisor:
         """Start another reaper after the reaper was killed, and send it all sessions.
 
         A failed start is tried again every ``RESTART_PAUSE_S`` seconds, until the task is
-        cancelled.
+        cancelled. The reaper that was killed is dismissed afterwards: see
+        :meth:`ReaperClient.dismiss`.
         """
         log.warning("reaper_ended", extra={"then": "another one is started"})
         while True:

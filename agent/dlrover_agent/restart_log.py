@@ -36,7 +36,8 @@ class RestartLog:
     def started(self, assignment: Assignment) -> None:
         """Prepare the line of a restart, for its first step or ``NO_STEP_S`` without one.
 
-        The method does nothing for the first round, before which no round has ended.
+        The method does nothing if no round has ended before. A check that has failed or was stopped
+        counts as a round here.
         """
         if self._broke_at is None:
             return

@@ -80,8 +80,11 @@ class Settings:
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Self:
         """Read the settings from an environment, by default that of this process.
 
+        Only numbers are checked here; see :meth:`check` for the rest. The token file is not read. A
+        missing variable gives the default, and so does a time to connect of 0.
+
         Raises:
-            ConfigError: A value cannot be used.
+            ConfigError: The lifeline's descriptor or the time to connect is not a number from 0.
         """
         environ = environment() if environ is None else environ
         token, logs = environ.get(names.ENV_TOKEN_FILE), environ.get(names.ENV_LOG_DIR)
@@ -147,8 +150,8 @@ class Settings:
         """Read the job's token from its file; the read blocks while the disk hangs.
 
         Raises:
-            ConfigError: The file cannot be read, is empty, or is not one line of printable ASCII
-                characters.
+            ConfigError: The file cannot be read, is larger than ``MAX_TOKEN_BYTES``, is empty, or
+                is not one line of printable ASCII characters.
         """
         assert self.token_file is not None
         try:
@@ -201,7 +204,7 @@ class OutputSettings:
         return any((*self.redirects.values(), *self.tee.values()))
 
     def line_prefix(self, role: str, rank: int, local_rank: int) -> str:
-        """Return the prefix of a worker's tee'd lines.
+        """Return the prefix of a worker's tee'd lines; other names in the template stay.
 
         Args:
             role: Role of the worker.
@@ -275,6 +278,11 @@ def check_host(name: str, text: str) -> None:
 
 def _number(environ: Mapping[str, str], name: str, kind: type[T]) -> T | None:
     """Return the number in a variable; None if the variable is empty or not set.
+
+    Args:
+        environ: Environment with the variable.
+        name: Name of the variable.
+        kind: Type of the number: int or float.
 
     Raises:
         ConfigError: The text is not a number from 0.

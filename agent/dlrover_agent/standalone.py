@@ -104,6 +104,9 @@ class Endpoint:
     def of(cls, flags: Flags) -> Self:
         """Read the rendezvous from flags as torchrun does (config_from_args of its run.py).
 
+        With ``--standalone``, or without an endpoint for one node, the result describes a job on
+        this machine alone. A warning is logged for each key of ``--rdzv-conf`` without effect.
+
         Raises:
             ConfigError: The flags contradict each other, or a value cannot be used.
         """
@@ -180,7 +183,11 @@ class Endpoint:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def is_here(self) -> bool:
-        """Return whether the endpoint's host is this machine, by its name or by an address."""
+        """Return whether the endpoint's host is this machine, by its name or by an address.
+
+        The result is False if the name cannot be resolved. The call blocks while the name service
+        does not answer.
+        """
         if self.host in ("localhost", socket.gethostname(), _full_name()):
             return True  # a cluster's name service may not know this machine yet
         return any(_is_own_address(family, address) for family, address in _resolve(self.host))
@@ -188,15 +195,15 @@ class Endpoint:
     def is_elsewhere(self) -> bool:
         """Return whether other nodes look for the master on another machine than this one.
 
-        It is False if the endpoint's name cannot be resolved, and for a job of one node.
+        The result is False if the endpoint's name cannot be resolved, and for a job of one node.
         """
         return self.most > 1 and bool(_resolve(self.host)) and not self.is_here()
 
     def numeric(self) -> str:
-        """Return :attr:`address` with the host's IP address instead of its name, if it has a route.
+        """Return :attr:`address` with the host's IP address in the place of its name.
 
-        An interpreter that is ending cannot look up names any more. Without a route, the name
-        stays.
+        An interpreter that is ending cannot look up names any more. The name stays if it cannot be
+        resolved, or if this machine has no route to its addresses.
         """
         for family, number in _resolve(self.host):
             if _source_address(family, number):
@@ -230,10 +237,10 @@ class Endpoint:
         return f"it is {here} here, and {there} at {self.address}, which decides: use one value"
 
     def node_id(self) -> str:
-        """Make an id for this node; the first ranks follow the order of the ids.
+        """Make an id for this node. The master ranks new nodes in the order of their ids.
 
-        With a static rank, or on this machine alone, it is ``n`` and the rank. Otherwise it has a
-        random part, so each call returns another one.
+        With a static rank, or on this machine alone, the id is ``n`` and the rank. Otherwise the id
+        has a random part, so each call returns another one.
         """
         if self.node_rank is not None or not self.host:
             return f"n{self.node_rank or 0}"
@@ -244,13 +251,16 @@ class Endpoint:
     def advertised_addr(self, pause: Callable[[float], object]) -> str:
         """Return the address at which other nodes reach this one: an IP address or a name.
 
-        The call may wait for ``connect_s`` seconds until the endpoint's name can be resolved.
+        ``--local-addr`` comes first. Else it is the endpoint's host if that is this machine, or
+        this machine's address on the route to the endpoint. The call may wait for ``connect_s``
+        seconds until the endpoint's name can be resolved.
 
         Args:
-            pause: Function that waits for a number of seconds.
+            pause: Function that waits for a number of seconds. Its exceptions are passed on.
 
         Raises:
-            UnreachableError: The endpoint's name cannot be resolved within ``connect_s``.
+            UnreachableError: The endpoint's name cannot be resolved, or there is no route to it,
+                within ``connect_s``.
         """
         if self.local_addr:
             return self.local_addr
@@ -304,7 +314,7 @@ def _source_address(family: socket.AddressFamily, address: str) -> str:
 
 
 def _is_own_address(family: socket.AddressFamily, address: str) -> bool:
-    """Return whether an address belongs to this machine.
+    """Return whether an address belongs to this machine; False without a route to the address.
 
     The route to an own address starts at that address, or on the loopback device.
     """
@@ -318,7 +328,7 @@ def _master_environ(conf: Mapping[str, str]) -> dict[str, str]:
     A warning is logged for each key without effect.
 
     Raises:
-        ConfigError: A key is unknown, or its value is not a positive number of at most a day.
+        ConfigError: A key is unknown, or a time is not a positive number of at most a day.
     """
     for key in conf:
         if key in UNUSED_CONF_KEYS:
@@ -343,6 +353,11 @@ def _master_environ(conf: Mapping[str, str]) -> dict[str, str]:
 def _seconds(conf: Mapping[str, str], key: str, default: float) -> float:
     """Return a positive number from ``--rdzv-conf``, or the default if the key is missing.
 
+    Args:
+        conf: Values of ``--rdzv-conf`` by key.
+        key: Key of the number.
+        default: Number without the key; 0 is refused.
+
     Raises:
         ConfigError: The value is not a number above 0.
     """
@@ -363,8 +378,8 @@ class OwnMaster:
     """The master of a job without a platform, as a child process of the agent.
 
     The class is a context manager. The master is started on entry, which does not wait until it
-    answers. It is ended on exit: the exit blocks for ``OWN_MASTER_END_S`` at most, and then kills
-    it. In between, :meth:`keep` starts it again if it dies.
+    answers. It is ended on exit: the exit blocks for ``OWN_MASTER_END_S`` seconds at most, and then
+    kills it. In between, a task of :meth:`keep` starts it again if it dies.
     """
 
     def __init__(
@@ -392,7 +407,8 @@ class OwnMaster:
 
         Raises:
             EndpointTakenError: Another process listens at the endpoint.
-            ConfigError: The system refuses the address, or the token file cannot be written.
+            ConfigError: The system refuses the address, there is no folder for temporary files, or
+                the token file cannot be written.
             OSError: The process cannot be started.
         """
         self._folder = temporary_folder.create(f"dlrover-run-{os.getpid()}-")
@@ -437,17 +453,19 @@ class OwnMaster:
     async def keep(self, non_worker_pids: set[int]) -> None:
         """Start the master again whenever it has died or hangs, until cancelled.
 
-        The journal is kept, and the listening socket stays open in this process.
+        A master that hangs is killed first. Its journal, the file with its state, is kept. The
+        listening socket stays open in this process.
 
-        The pauses before the starts grow while the master dies soon. A failed start is tried again
-        without a limit. Each end is logged.
+        The pauses before the starts grow while the master dies soon. A start that the system
+        refuses is tried again without a limit. Each end is logged.
 
         Args:
             non_worker_pids: Process ids of child processes that are not workers. The master is
                 added.
 
         Raises:
-            ConfigError: The master has refused its settings.
+            ConfigError: The master has refused its settings, or its token file was removed and
+                cannot be written again.
         """
         import asyncio
 
@@ -476,13 +494,14 @@ class OwnMaster:
                     pause_s = pause.next_s(0.0)
 
     def _listen(self) -> socket.socket:
-        """Listen at the endpoint: on the loopback device if it is there, else on all addresses.
+        """Listen at the endpoint's port, on the loopback device or on all addresses.
 
-        A job on this machine alone gets a free port. A warning is logged if the job's token can be
-        guessed.
+        It is the loopback device if the endpoint's host is ``localhost`` or a loopback address. A
+        job on this machine alone gets a free port there. A warning is logged if the job's token can
+        be guessed.
 
         Raises:
-            EndpointTakenError: Another process listens there.
+            EndpointTakenError: Another process listens at the port.
             ConfigError: The system refuses the address or the port.
         """
         if self._local_only:
@@ -531,7 +550,7 @@ class OwnMaster:
         """Write the token file, unless it exists; make its folder again if that was removed.
 
         Raises:
-            ConfigError: The file cannot be written.
+            ConfigError: The file cannot be written, or another user has made the folder again.
         """
         token_file = self._folder / TOKEN_FILE
         try:
@@ -546,7 +565,13 @@ class OwnMaster:
     def _spawn(self) -> "subprocess.Popen[bytes]":
         """Start the master in a session of its own, because Ctrl-C is handled by the agent.
 
-        The token file is written first. Starts of :meth:`keep` run in a thread.
+        The token file is written first. Starts of :meth:`keep` run in a thread. The agent's
+        environment takes precedence over ``DEFAULTS``, and ``--rdzv-conf`` over both. In a job of
+        one node, the silence after which the node counts as lost is a day.
+
+        Raises:
+            ConfigError: The token file cannot be written.
+            OSError: The process cannot be started.
         """
         self._write_token()
         defaults = dict(DEFAULTS)
@@ -591,7 +616,8 @@ class OwnMaster:
 def hosted(endpoint: Endpoint, secret: str) -> Iterator[OwnMaster | None]:
     """Run the job's master within the context, if it belongs on this node.
 
-    A warning is logged if other nodes will not find the master here.
+    The master is ended at the end of the context: see :class:`OwnMaster`. A warning is logged if
+    other nodes will not find the master here.
 
     Args:
         endpoint: Rendezvous of the job, which says where the master listens.
@@ -601,7 +627,9 @@ def hosted(endpoint: Endpoint, secret: str) -> Iterator[OwnMaster | None]:
         The master; None if it runs elsewhere, or in another process of this machine.
 
     Raises:
-        ConfigError: The master must run here, and the port is in use.
+        ConfigError: The master must run here, and the port is in use. Or the system refuses the
+            address, or the master's files cannot be written.
+        OSError: The master's process cannot be started.
     """
     with contextlib.ExitStack() as stack:
         master = None

@@ -68,7 +68,12 @@ def _is_ours_to_share(base: str) -> bool:
 
 
 def _create_in(base: str, prefix: str) -> Path:
-    """Create a folder in ``base``, and check that sockets and files can be created in it."""
+    """Create a folder in ``base``, and check that sockets and files can be created in it.
+
+    Raises:
+        OSError: The folder or a file cannot be created, or the path is too long for a socket. The
+            folder is removed then.
+    """
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
     try:
         if len(os.fsencode(folder)) + len(LONGEST_NAME) > SOCKET_PATH:

@@ -26,7 +26,10 @@ PLAN = "plan"
 
 
 class PartsFolder:
-    """The folder ``parts`` of an attempt, as one of its nodes uses it."""
+    """The folder ``parts`` of an attempt, as one of its nodes uses it.
+
+    The node calls `make` and puts its `NodeShares` before it looks for documents of other nodes.
+    """
 
     def __init__(self, place: StorageBackend, folder: str, order: WriteRequest) -> None:
         """Name the folder; nothing is read or created yet.
@@ -68,13 +71,14 @@ class PartsFolder:
         """Return the plan of the coordinator; None if it does not exist yet.
 
         Raises:
-            SupersededError: another node has failed, or the attempt was removed.
-            ValueError: the plan is not valid, or has a newer format.
+            SupersededError: a node has failed, or the attempt was removed: this node's `NodeShares`
+                are not there.
+            ValueError: the plan or a failure document is not valid, or has a newer format.
         """
         return self._read(f"{PLAN}.json", WritePlan) if f"{PLAN}.json" in self._names() else None
 
     def gather(self, kind: type[D], found: dict[str, D]) -> list[str]:
-        """Read the documents of a kind that have appeared since the last call, without waiting.
+        """Read the documents of a kind that are not in ``found`` yet, without waiting.
 
         Args:
             kind: class of the documents.
@@ -84,7 +88,8 @@ class PartsFolder:
             The nodes whose document is missing.
 
         Raises:
-            SupersededError: another node has failed, or the attempt was removed.
+            SupersededError: a node has failed, or the attempt was removed: this node's `NodeShares`
+                are not there.
             ValueError: a document is not valid, or has a newer format.
         """
         names = self._names()
@@ -96,10 +101,12 @@ class PartsFolder:
         return [node for node in self._order.writers if node not in found]
 
     def _names(self) -> set[str]:
-        """Return the names of the files that exist; look for failures of other nodes first.
+        """Return the names of the files that exist; look for failures of nodes first.
 
         Raises:
-            SupersededError: another node has failed, or the attempt was removed.
+            SupersededError: a node has failed, or the attempt was removed: this node's `NodeShares`
+                are not there.
+            ValueError: a failure document is not valid, or has a newer format.
         """
         if self._order.writers != [self._order.node]:
             self._place.refresh(self._parts)
@@ -115,7 +122,11 @@ class PartsFolder:
         return names
 
     def _read(self, name: str, kind: type[D]) -> D | None:
-        """Return the document in a file; None if the file does not exist."""
+        """Return the document in a file; None if the file does not exist.
+
+        Raises:
+            ValueError: the document is not valid, or has a newer format.
+        """
         with contextlib.suppress(FileNotFoundError):
             data = self._place.read(f"{self._parts}/{name}")
             try:

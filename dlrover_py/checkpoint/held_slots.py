@@ -26,7 +26,8 @@ class OpenSlot:
     def unmark(self) -> None:
         """Clear the ``persist`` mark in the header of the slot, if it still holds the snapshot.
 
-        Errors are ignored. The mark stays if the header changes during three tries.
+        Nothing is done if the header had no mark when the slot was locked. Errors are ignored. The
+        mark stays if the header changes during three tries, or if a writer has locked the slot.
         """
         path, fill = self.slot.path, self.found.header.fill
         if not self.found.header.persist or not path.exists():
@@ -41,10 +42,11 @@ class OpenSlot:
 
 
 def lock_slots(order: WriteRequest) -> tuple[list[OpenSlot], set[int]]:
-    """Lock one slot for each rank of a request, without waiting.
+    """Lock one slot for each rank of a request, and read its tables. It does not wait.
 
     A rank counts as missing while its slot is being filled, is damaged, or holds an earlier
-    checkpoint.
+    checkpoint. The lock is that of a reader. A slot with all data is preferred to one with only
+    private data. Then a slot of this node's worker is preferred to the copy of a peer's slot.
 
     Returns:
         The slots by rank, and the ranks that are missing. If some are missing, none is locked.
@@ -88,7 +90,19 @@ def lock_slots(order: WriteRequest) -> tuple[list[OpenSlot], set[int]]:
 
 
 def _locked(slot: ShmSlot, fill: str, world: int) -> OpenSlot | None:
-    """Lock one slot and read its tables; None if it is being filled or was filled again."""
+    """Lock one slot and read its tables; None if it is being filled or was filled again.
+
+    The slot is closed if it is not returned.
+
+    Args:
+        slot: the slot, which is not locked yet.
+        fill: ``fill`` in the header of the slot that is wanted.
+        world: expected world size.
+
+    Raises:
+        DamagedDataError: the tables of the slot are damaged.
+        IncompleteCheckpointError: the slot has another world size.
+    """
     try:
         now = slot.header() if slot.lock(shared=True) else None
         if now is None or now.fill != fill:

@@ -31,8 +31,8 @@ def make_plan(layouts: Mapping[str, Iterable[WriteShare]]) -> WritePlan:
         layouts: the shares of each node.
 
     Raises:
-        IncompleteCheckpointError: parts of a tensor are in none of the shares, or ranks disagree on
-            its type or shape; the message names the tensor.
+        IncompleteCheckpointError: the chunks of a tensor do not add up to the whole tensor, or
+            ranks disagree on its type or shape; the message names the tensor.
     """
     plan = WritePlan()
     holders: dict[tuple[Any, ...], list[tuple[int, str, int, int]]] = {}
@@ -83,8 +83,14 @@ def make_plan(layouts: Mapping[str, Iterable[WriteShare]]) -> WritePlan:
 def _needed(boxes: Iterable[TensorChunk]) -> Iterator[TensorChunk]:
     """Yield the chunks that together make complete tensors.
 
+    If one chunk is a complete tensor, the other chunks of this tensor are left out.
+
+    Args:
+        boxes: chunks, no two of which have the same key, offsets and shape.
+
     Raises:
-        IncompleteCheckpointError: the chunks of a tensor do not make it complete.
+        IncompleteCheckpointError: the chunks of a tensor do not add up to the whole tensor, or they
+            disagree on its type or shape.
     """
     by_key: dict[str, list[TensorChunk]] = {}
     for piece in boxes:

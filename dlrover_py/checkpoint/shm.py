@@ -94,14 +94,17 @@ def headroom(
     """Return how many bytes may still be allocated in a tmpfs folder.
 
     The free space of the file system and the free memory of the process's cgroups both limit it.
-    Nothing is reserved: another process may take the bytes (`reservation_lock`).
-    A tmpfs counts against the memory limit of the container, or of the Slurm or systemd job. A
-    process that exceeds this limit is killed.
+    Nothing is reserved: another process may take the bytes, unless the caller holds the
+    `reservation_lock`. A tmpfs counts against the memory limit of the container, or of the Slurm or
+    systemd job. A process that exceeds this limit is killed.
 
     Args:
         folder: a folder of the tmpfs.
         root: mount point of the cgroup file system.
         own_cgroups: file that lists the cgroups of this process.
+
+    Raises:
+        OSError: the folder does not exist or cannot be read.
     """
     disk = os.statvfs(folder)
     room = disk.f_bavail * disk.f_frsize
@@ -111,6 +114,9 @@ def headroom(
 
 def check_room(folder: Path, more: int, subject: str) -> str:
     """Check that a number of further bytes can be allocated in a folder.
+
+    Nothing is allocated: another process may take the bytes, unless the caller holds the
+    `reservation_lock`.
 
     Args:
         folder: a folder of a tmpfs.
@@ -139,14 +145,16 @@ def reservation_lock(folder: Path, *, wait: bool = True) -> Iterator[None]:
     """Hold the node's lock under which a process checks for free memory and then allocates it.
 
     Only one process of a node does this at a time. Otherwise several processes would count on the
-    same free memory, and a container that has taken too much is killed.
+    same free memory, and a container that has taken too much is killed. The lock is released at the
+    end of the context.
 
     Args:
         folder: the folder that is locked.
-        wait: wait until the lock is free.
+        wait: wait, without a time limit, until the lock is free.
 
     Raises:
         BlockingIOError: another process holds the lock, and ``wait`` is false.
+        OSError: the folder cannot be opened.
     """
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -168,14 +176,14 @@ class ShmSlot:
     """One slot file, opened either for writing or for reading."""
 
     def __init__(self, path: Path, *, write: bool = False) -> None:
-        """Open the file; a writer creates it if it does not exist.
+        """Open the file; a writer creates it if it does not exist. No lock is taken.
 
         Args:
             path: path of the slot file.
             write: open the slot for writing.
 
         Raises:
-            OSError: the file cannot be opened.
+            OSError: the file cannot be opened, or is a symbolic link.
         """
         self.path = path
         flags = os.O_RDWR | os.O_CREAT if write else os.O_RDONLY
@@ -190,6 +198,9 @@ class ShmSlot:
 
     def lock(self, *, shared: bool) -> bool:
         """Take the lock without waiting.
+
+        The lock replaces one that this object holds already. If it cannot be taken, the earlier one
+        is lost as well.
 
         Args:
             shared: take the shared lock of a reader, not the exclusive lock of a writer.
@@ -229,7 +240,14 @@ class ShmSlot:
             raise ShmFullError(f"{message} ({error.strerror})") from error
 
     def view(self) -> memoryview:
-        """Return the whole file as mapped memory; it is mapped again if its size has changed."""
+        """Return the whole file as mapped memory; it is mapped again if its size has changed.
+
+        The memory is writable only if the slot is open for writing.
+
+        Raises:
+            ValueError: the file is empty.
+            OSError: the file cannot be mapped.
+        """
         if self._map is None or len(self._map) != self.size:
             self.close_map()
             access = mmap.ACCESS_WRITE if self._write else mmap.ACCESS_READ
@@ -244,15 +262,20 @@ class ShmSlot:
         return memoryview(self._map)
 
     def shrink(self, nbytes: int) -> None:
-        """Shrink the file to a size in bytes, which undoes :meth:`reserve`."""
+        """Shrink the file to a size in bytes, which undoes :meth:`reserve`.
+
+        Memory of an earlier `view` beyond this size must not be used any more: an access kills the
+        process (SIGBUS).
+        """
         self.close_map()
         os.ftruncate(self.fd, nbytes)
 
     def populate(self, offset: int, nbytes: int) -> None:
         """Allocate and map pages in advance, so that the first copy is as fast as later ones.
 
-        Nothing happens on Linux before 5.14, and errors are ignored. The GIL is released
-        meanwhile. mmap.madvise() would hold it: for half a second with 1 GB.
+        The slot must be open for writing. Nothing happens on Linux before 5.14, and errors of the
+        kernel are ignored. The GIL is released meanwhile. mmap.madvise() would hold it: for half a
+        second with 1 GB.
 
         Args:
             offset: offset of the first byte; a multiple of the page size.
@@ -264,7 +287,10 @@ class ShmSlot:
         _LIBC.madvise(ctypes.c_void_p(start + offset), ctypes.c_size_t(nbytes), _POPULATE_WRITE)
 
     def begin(self) -> None:
-        """Erase the start of the header, so that every reader finds the slot empty."""
+        """Erase the start of the header, so that every reader finds the slot empty.
+
+        The caller holds the exclusive lock. The file must have a page, which `reserve` gives it.
+        """
         self.view()[: HEADER_STRUCT.size] = bytes(HEADER_STRUCT.size)
 
     def seal(
@@ -286,6 +312,7 @@ class ShmSlot:
 
         Raises:
             ShmFullError: the objects have grown, and there is no memory for them.
+            ValueError: the header is longer than a page.
         """
         digest_bytes = struct.pack(f"<{len(digests)}Q", *digests)
         self.reserve(end + len(objects) + len(layout) + len(digest_bytes))
@@ -324,15 +351,16 @@ class ShmSlot:
     def amend(self, old: SlotHeader, new: SlotHeader) -> bool:
         """Replace the header of a slot if it still holds the expected one.
 
-        Other processes may read the slot meanwhile, because only the first page changes.
+        The slot must be open for writing. Other processes may read it meanwhile, because only the
+        first page changes. At the end this object holds no lock, even if it held one before.
 
         Args:
             old: the header that the slot is expected to have.
             new: the header that replaces it.
 
         Returns:
-            False if the slot holds another header now, or a writer has it locked; nothing was
-            changed then.
+            False if the slot has another header now, or none, or if a writer has it locked.
+            Nothing was changed then.
         """
         if not self.lock(shared=True):
             return False
@@ -353,7 +381,7 @@ class ShmSlot:
 
         Returns:
             None if the slot is being filled, was never filled, or has no valid header. A header
-            of a newer format is not valid.
+            of a newer format, or one that names more bytes than the file has, is not valid.
         """
         text = self._header()
         if text is None:
@@ -370,7 +398,7 @@ class ShmSlot:
         An empty or damaged slot may be overwritten as well.
 
         Raises:
-            ConfigError: it has one; the message says what to do.
+            ConfigError: the header has a newer format; the message says what to do.
         """
         text = self._header()
         if text is None:
@@ -465,7 +493,7 @@ class ReadableSlot(Protocol):
 
 
 def contents(slot: ReadableSlot) -> SlotContents:
-    """Read the header and all tables of a slot.
+    """Read the header and all tables of a slot. No lock is taken, and no tensor is read.
 
     Raises:
         DamagedDataError: the slot holds no complete snapshot, its tables are damaged, or it is
@@ -498,16 +526,24 @@ def slots_of(folder: Path, number: int) -> list[Path]:
 def extra_slot(folder: Path, number: int) -> Path:
     """Return the path of a worker's additional slot.
 
-    It is used where a snapshot that peers have copied must not be overwritten.
+    The slot is used where a snapshot that peers have copied must not be overwritten.
+
+    Args:
+        folder: folder of the pool.
+        number: local number of the worker on its node.
     """
     return folder / f"{number}.{SLOTS}"
 
 
 def scan(folder: Path) -> Iterator[tuple[Path, SlotHeader]]:
-    """Yield the path and header of every complete slot in a pool; it reads one page per slot.
+    """Yield the path and header of every complete slot in a pool, sorted by name.
 
-    Slots that are empty, being filled or damaged, or have a newer format, are left out. Nothing is
-    yielded if the folder does not exist. No slot is locked.
+    Copies of peers' slots are included. Slots that are empty, being filled or damaged, or have a
+    newer format, are left out. Nothing is yielded if the folder does not exist. No slot is locked,
+    and one page of each is read.
+
+    Raises:
+        OSError: the folder, or a file in it that still exists, cannot be read.
     """
     with contextlib.suppress(FileNotFoundError):
         for path in sorted(folder.iterdir()):
@@ -559,7 +595,7 @@ class ShmPool:
             now: wall time in seconds, on the clock of file times.
 
         Raises:
-            ConfigError: a living process holds the folder.
+            ConfigError: a living process holds the folder, or its owner file cannot be made.
             NotOwnedError: another user can change the folder.
             OSError: the root cannot be written to.
         """
@@ -593,9 +629,10 @@ class ShmPool:
             os.utime(OWNER_FILE, dir_fd=self._folder, follow_symlinks=False)
 
     def remove(self) -> None:
-        """Remove the pool's files and its folder, which frees all memory of the pool.
+        """Remove the pool's files and its folder, then release the folder.
 
-        Files with other names stay, and then the folder stays as well. Errors are ignored.
+        The memory of a slot is free once no process has it open. Files with other names stay, and
+        then the folder stays as well. Errors are ignored.
         """
         _remove(self.path, self._folder)
         self.close()

@@ -129,6 +129,7 @@ def connect_to_peer(
         UnreachableError: the server did not accept the connection or did not answer in time.
         UnauthorizedError: the server has another token or another version of the messages, or is
             no transfer server.
+        TransientError: the server refuses for the moment.
     """
     address = f"{addr}:{port}"
     server = f"transfer server at {address}"
@@ -214,7 +215,10 @@ class TransferConnection:
         return cls(stream, server, quiet_s=quiet_s)
 
     def set_timeout(self, quiet_s: float) -> None:
-        """Set the seconds without any data after which a call fails with `UnreachableError`."""
+        """Set the seconds without any data after which a call fails with `UnreachableError`.
+
+        With 0, a call waits without a limit.
+        """
         self._quiet_s = quiet_s
         seconds, part = divmod(quiet_s, 1)
         timeout = struct.pack("@ll", int(seconds), int(part * 1e6))
@@ -250,18 +254,22 @@ class TransferConnection:
         The server is that of the node whose slots were copied. The call waits for its reply.
 
         Raises:
-            TransientError: the connection broke.
-            CheckpointError: the request was refused.
+            TransientError: the connection broke, or no data came in time.
+            CheckpointError: the request was refused, or the answer is not understood.
         """
         self.say(CopiedRequest(**asdict(checkpoint)).encode())
 
     def connect(self, addr: str, port: int) -> "TransferConnection":
         """Return a connection to a peer's transfer server, opened and authenticated by the agent.
 
+        Args:
+            addr: address of the peer's server.
+            port: port of the peer's server.
+
         Raises:
-            TransientError: the peer does not answer, or has another token.
-            UnreachableError: the agent closed the connection.
-            CheckpointError: the agent handed no connection over.
+            UnreachableError: the agent closed the connection, or did not answer in time.
+            TransientError: the peer does not answer the agent, or has another token.
+            CheckpointError: the agent refused the request, or handed no connection over.
         """
         self._send(ConnectRequest(addr=addr, port=port).encode())
         line, received_fds = b"", []
@@ -291,16 +299,24 @@ class TransferConnection:
         """Return name and header of every complete slot of this job at the server.
 
         Raises:
-            CheckpointError: another version of dlrover-py answers.
+            TransientError: the connection broke, or no data came in time.
+            CheckpointError: the request was refused, or the answer is not understood, because
+                another version of dlrover-py answers.
         """
         return self._request_document(SlotsRequest(), _SLOTS)
 
     def contents(self, name: str, write_id: str) -> SlotContents:
-        """Read the header and the tables of a slot.
+        """Read the header and the tables of a slot, but no tensor.
+
+        Args:
+            name: name of the slot.
+            write_id: ``fill`` in the header of the slot that is wanted.
 
         Raises:
-            SlotOverwrittenError: the slot has been filled again.
+            SlotOverwrittenError: the slot has been filled again, or does not exist.
             DamagedDataError: its bytes are not those that were written.
+            TransientError: the connection broke, or no data came in time.
+            CheckpointError: a request was refused, or the answer is not understood.
         """
         found = dict(self.slots()).get(name)
         if found is None or found.fill != write_id:
@@ -333,8 +349,11 @@ class TransferConnection:
             on_data: called after each chunk with the number of bytes received.
 
         Raises:
-            SlotOverwrittenError: the slot was filled again; the bytes in the target are of no use.
+            SlotOverwrittenError: the slot was filled again or is gone; the bytes in the target are
+                of no use.
             TransientError: the connection broke and cannot be used any more.
+            CheckpointError: the slot has no such range, or the answer is not understood. The
+                connection cannot be used any more.
         """
         for _ in self.read_all(name, write_id, [(position, target)], pin=pin, arrived=on_data):
             pass
@@ -365,8 +384,11 @@ class TransferConnection:
             connection.
 
         Raises:
-            SlotOverwrittenError: the slot was filled again; the bytes in the targets are of no use.
+            SlotOverwrittenError: the slot was filled again or is gone; the bytes in the targets are
+                of no use.
             TransientError: the connection broke and cannot be used any more.
+            CheckpointError: the slot has no such range, or the answer is not understood. Answers
+                may be unread, so the connection cannot be used any more.
         """
         in_flight: deque[memoryview] = deque()
         source = iter(wanted)
@@ -411,7 +433,7 @@ class TransferConnection:
         return self._reply()
 
     def begin_handshake(self, hello: TransferHello) -> TransferChallenge:
-        """Begin a handshake, and return the challenge of the server.
+        """Begin a handshake, and return the challenge of the server, which is not checked here.
 
         Raises:
             CheckpointError: the answer is not understood.
@@ -445,7 +467,19 @@ class TransferConnection:
     def _receive_range(
         self, name: str, target: memoryview, on_data: Callable[[int], None] | None
     ) -> None:
-        """Read the reply to one ``get`` into the target."""
+        """Read the reply to one `BytesRequest` into the target.
+
+        Args:
+            name: name of the slot, for messages.
+            target: memory of the size that was requested.
+            on_data: called after each chunk with the number of bytes received; None: no call.
+
+        Raises:
+            SlotOverwrittenError: the slot was filled again before or during the read, or is gone.
+            TransientError: the connection broke, or no data came in time.
+            CheckpointError: the request was refused, or the reply has another size. In the second
+                case the connection is broken off.
+        """
         announced = self._reply().nbytes
         if announced != len(target):
             self.abandon()  # the boundary of the next line is unknown
@@ -457,7 +491,16 @@ class TransferConnection:
             )
 
     def _request_document(self, request: TransferMessage, form: TypeAdapter[T]) -> T:
-        """Send a request, and return the document that follows its reply."""
+        """Send a request, and return the document that follows its reply.
+
+        Args:
+            request: the request.
+            form: form of the document.
+
+        Raises:
+            TransientError: the connection broke, or the request was refused and may be repeated.
+            CheckpointError: the request was refused, or the document is not valid or too large.
+        """
         nbytes = self.say(request.encode()).nbytes
         if nbytes > MAX_DOCUMENT:
             self.abandon()
@@ -471,7 +514,13 @@ class TransferConnection:
         return self._check_reply(self._read_line())
 
     def _check_reply(self, line: bytes) -> TransferReply:
-        """Return the reply in a line; a refusal is raised as an exception."""
+        """Return the reply in a line; a refusal is raised as an exception.
+
+        Raises:
+            SlotOverwrittenError: the slot has been filled again, or is gone.
+            TransientError: the request was refused and may be repeated.
+            CheckpointError: the request was refused for good, or the line is no reply.
+        """
         reply = self._parse(_REPLY, line)
         if not (reply.error or reply.code):
             return reply
@@ -486,7 +535,12 @@ class TransferConnection:
             self._stream.sendall(request)
 
     def _read_line(self) -> bytes:
-        """Read the next line, without its line feed."""
+        """Read the next line, without its line feed.
+
+        Raises:
+            UnreachableError: the connection broke or was closed, or the line came too late.
+            CheckpointError: the line is longer than `MAX_LINE`.
+        """
         while (end := self._buffer.find(b"\n")) < 0:
             if len(self._buffer) > MAX_LINE:
                 self.abandon()
@@ -506,7 +560,15 @@ class TransferConnection:
     def _receive_into(
         self, target: memoryview, on_data: Callable[[int], None] | None = None
     ) -> None:
-        """Fill the target with the next bytes of the connection."""
+        """Fill the target with the next bytes of the connection.
+
+        Args:
+            target: the memory to fill.
+            on_data: called after each chunk with the number of bytes received; None: no call.
+
+        Raises:
+            UnreachableError: the connection broke or was closed, or no data came in time.
+        """
         filled = min(len(self._buffer), len(target))
         target[:filled] = self._buffer[:filled]
         self._buffer = self._buffer[filled:]
@@ -532,7 +594,12 @@ class TransferConnection:
             self._stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
 
     def _parse(self, schema: TypeAdapter[T], document: bytes) -> T:
-        """Return a document of the server; an invalid one is raised as a hint at its version."""
+        """Return a document of the server, checked against its form.
+
+        Raises:
+            CheckpointError: the document is not valid. The message advises to run one version of
+                dlrover-py on all nodes.
+        """
         try:
             return read(schema, document)
         except ValueError as error:
@@ -571,7 +638,14 @@ class _RemoteSlot:
         return self._header
 
     def region(self, region: SlotRegion) -> bytes:
-        """Read a table of the slot and compare its digest."""
+        """Read a table of the slot and compare its digest.
+
+        Raises:
+            DamagedDataError: the bytes are not those that were written.
+            SlotOverwrittenError: the slot has been filled again, or is gone.
+            TransientError: the connection broke, or no data came in time.
+            CheckpointError: the request was refused, or the answer is not understood.
+        """
         data = b""
         while len(data) < region.nbytes:  # allocates only for bytes that have arrived
             part = bytearray(min(TABLE_PART, region.nbytes - len(data)))

@@ -166,7 +166,12 @@ class _TensorFileWriter:
         return size
 
     def _write_data(self, data: memoryview) -> None:
-        """Hash and write data; small writes are combined."""
+        """Hash and write data; small writes are combined.
+
+        Raises:
+            WriteCancelledError: the attempt was canceled; looked up before each large chunk.
+            OSError: the data cannot be written.
+        """
         start = self.payload
         inside = 0 <= start <= self.position < start + self._nbytes
         if len(data) < COMBINE_BELOW:
@@ -206,7 +211,15 @@ class _TensorFileWriter:
 
 
 def _tensor(slot: ShmSlot, chunk: TensorChunk, at: int) -> torch.Tensor:
-    """Return a chunk in a slot as a tensor whose storage is not larger than the chunk."""
+    """Return a chunk in a slot as a tensor whose storage is not larger than the chunk.
+
+    The tensor shares the memory of the slot: its bytes change if the slot is filled again.
+
+    Args:
+        slot: the slot.
+        chunk: the chunk.
+        at: offset of the chunk in the slot.
+    """
     dtype = getattr(torch, chunk.dtype)
     if not chunk.nbytes:
         return torch.empty(chunk.shape, dtype=dtype)
@@ -261,7 +274,10 @@ class WriteCancelledError(Exception):
 
 
 class WriteAttempt:
-    """The execution of one write request in a thread of its own."""
+    """The execution of one write request in a thread of its own.
+
+    The *coordinator* is the node whose request lists ``writers``: it plans the work and commits.
+    """
 
     def __init__(
         self,
@@ -276,7 +292,8 @@ class WriteAttempt:
             request: the write request.
             open_directory: returns the checkpoint directory of a path or address.
             send: sends a reply.
-            previous: thread of the previous attempt, which may hang in a store without an answer.
+            previous: thread of the previous attempt, which may hang in a store without an answer;
+                None if there was no attempt.
         """
         self.order, self._open_directory, self._send, self._previous = (
             request,
@@ -326,7 +343,8 @@ class WriteAttempt:
 
         Args:
             why: the reason, for the reply.
-            force: cancel the attempt even if its commit has started; otherwise that is finished.
+            force: cancel the attempt even if its commit has started, which may succeed all the
+                same. Otherwise an attempt whose commit has started goes on.
         """
         with self._lock:
             if self._stopped or (self._committing and not force):
@@ -429,6 +447,13 @@ class WriteAttempt:
 
         The other nodes return None and no notes. They do not learn whether the commit succeeds.
         The thread first waits until that of the previous attempt has ended.
+
+        Raises:
+            WriteCancelledError: the attempt was canceled.
+            SupersededError: another node has failed, or a newer attempt exists.
+            DLRoverError: the slots or files are damaged or incomplete, or another job writes there.
+            ValueError: a document of another node is not valid.
+            OSError: the store fails.
         """
         request = self.order
         if self._previous is not None:
@@ -486,7 +511,12 @@ class WriteAttempt:
     # --- Slots ---
 
     def _lock_slots(self) -> list[OpenSlot] | None:
-        """Lock one slot for each rank; None, with no lock held, if some are missing."""
+        """Lock one slot for each rank; None, with no lock held, if some are missing.
+
+        Raises:
+            IncompleteCheckpointError: a rank has only a slot with a later checkpoint, or a slot has
+                another world size.
+        """
         held, missing = lock_slots(self.order)
         if not missing:
             return held
@@ -511,6 +541,11 @@ class WriteAttempt:
             parts: folder of the documents.
             mine: document of this node, which is not read back.
             hint: advice for the message of a timeout.
+
+        Raises:
+            WriteCancelledError: the attempt was canceled.
+            SupersededError: another node has failed, or the attempt was removed.
+            ValueError: a document is not valid, or has a newer format.
         """
         kind, found = type(mine), {self.order.node: mine}
 
@@ -525,7 +560,12 @@ class WriteAttempt:
         return self._poll(look)
 
     def _acquire_lease(self, store: CheckpointDirectory) -> bool | None:
-        """Take the writer lease; None, without the lease, while its present holder may be dead."""
+        """Take the writer lease; None, without the lease, while its present holder may be dead.
+
+        Raises:
+            DirectoryClaimedError: the lease belongs to another job whose writer lives.
+            ConfigError: the lease has a newer format.
+        """
         request = self.order
         try:
             shared = len(request.writers) > 1
@@ -542,7 +582,19 @@ class WriteAttempt:
     def _plan(
         self, parts: PartsFolder, mine: NodeShares, layouts: dict[str, tuple[WriteShare, ...]]
     ) -> WritePlan:
-        """Gather the shares of all nodes into ``layouts``, and make and publish the plan."""
+        """Gather the shares of all nodes, and make and publish the plan.
+
+        Args:
+            parts: folder of the documents.
+            mine: shares of this node.
+            layouts: receives the shares by node.
+
+        Raises:
+            WriteCancelledError: the attempt was canceled.
+            SupersededError: another node has failed, or the attempt was removed.
+            IncompleteCheckpointError: the shares together are no complete checkpoint.
+            ValueError: a document is not valid, or has a newer format.
+        """
         hint = "is it a folder that all nodes share?" if len(self.order.writers) > 1 else ""
         found = self._gather(parts, mine, hint)
         layouts.update((node, found[node].shares) for node in self.order.writers)
@@ -552,7 +604,13 @@ class WriteAttempt:
         return plan
 
     def _read_plan(self, parts: PartsFolder) -> WritePlan:
-        """Wait for the plan of the coordinator."""
+        """Wait for the plan of the coordinator, and return it.
+
+        Raises:
+            WriteCancelledError: the attempt was canceled.
+            SupersededError: another node has failed, or the attempt was removed.
+            ValueError: the plan is not valid, or has a newer format.
+        """
         hint = "is it a folder that all nodes share?"
         self._set_activity(f"the coordinator's plan not seen in {parts.url}", hint)
         return self._poll(parts.plan)
@@ -565,8 +623,10 @@ class WriteAttempt:
         A rank of which the plan assigns nothing to this node gets no file.
 
         Raises:
-            ValueError: the plan does not fit to the slots.
+            WriteCancelledError: the attempt was canceled.
+            ValueError: the plan does not fit to the slots, or torch writes an unknown format.
             DamagedDataError: the bytes of a slot are not those that were staged.
+            OSError: a file cannot be written.
         """
         chunks: list[StoredChunk] = []
         objects: list[StoredObject] = []
@@ -606,8 +666,16 @@ class WriteAttempt:
     def _write_chunk(self, held: OpenSlot, index: int, stream: _TensorFileWriter) -> StoredChunk:
         """Write a chunk, and return where it is.
 
+        Args:
+            held: the slot of the chunk.
+            index: index of the chunk in the share of the slot.
+            stream: the file.
+
         Raises:
+            WriteCancelledError: the attempt was canceled.
             DamagedDataError: the bytes in the slot are not those that were staged.
+            ValueError: torch writes a format in which the raw bytes cannot be found.
+            OSError: the file cannot be written.
         """
         chunk = held.share.chunks[index]
         start = stream.position
@@ -641,6 +709,12 @@ class WriteAttempt:
 
         The reply ``ready`` is sent if the grant has not come yet. After the commit, the checkpoints
         that no rule keeps are removed. If this fails, a note says so.
+
+        Raises:
+            WriteCancelledError: the attempt was canceled before the commit started.
+            SupersededError: a newer attempt, a newer term, a tombstone or a later checkpoint
+                exists. Nothing was committed.
+            OSError: the store fails. If the commit had started, it may have succeeded.
         """
         request = self.order
         self._set_activity(f"writing {store.place.url}/{self.folder}/{METADATA_FILE}")
@@ -688,8 +762,12 @@ class WriteAttempt:
     def _clean_up(self, why: str) -> None:
         """Remove the files of a failed attempt; a later attempt sweeps what remains.
 
-        Nothing is removed once the commit has started, because it may have succeeded. A node that
-        is not the coordinator removes its own files and publishes its failure. Errors are ignored.
+        Nothing is removed once the commit has started, because it may have succeeded. The
+        coordinator removes the whole folder of the attempt. Another node removes its own files and
+        publishes its failure. Errors are ignored.
+
+        Args:
+            why: the reason of the failure, for the other nodes.
         """
         if not self._folder_made or self._committing:
             return  # the next attempt finds out whether the commit succeeded
@@ -720,7 +798,7 @@ def _error_message(error: Exception) -> str:
 
 
 class PersisterProcess:
-    """The main object of the persister; each write request cancels the previous one."""
+    """The main object of the persister; the request of a new attempt cancels the previous one."""
 
     def __init__(self, send: Callable[[WriteReply], None]) -> None:
         """Start a thread that renews the writer leases every `RENEW_S` seconds.
@@ -779,7 +857,12 @@ class PersisterProcess:
                 store.release()
 
     def _directory(self, url: str) -> CheckpointDirectory:
-        """Return the checkpoint directory of a path or address, and create it if needed."""
+        """Return the checkpoint directory of a path or address, and create it if needed.
+
+        Raises:
+            ConfigError: the address is not valid, or the store does not support exclusive creation.
+            OSError: the directory cannot be created, or the store does not answer.
+        """
         store = self._directories.get(url)
         if store is None:
             store = self._directories[url] = CheckpointDirectory(url)
@@ -800,10 +883,11 @@ class PersisterProcess:
 def main(*, nice: int = NICE) -> int:
     """Run until standard input ends or has an empty line, and return the exit status.
 
-    An invalid request is logged and skipped. Replies that cannot be written are dropped.
+    An invalid request is logged and skipped. Replies that cannot be written are dropped. What other
+    code prints to standard output goes to standard error. The result is always 0.
 
     Args:
-        nice: the lowest nice value that the process gets.
+        nice: the nice value to which the process is raised; a higher one stays.
     """
     parent = os.getppid()
     signal_at_parents_end(signal.SIGKILL)

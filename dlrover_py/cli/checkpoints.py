@@ -77,8 +77,12 @@ def _as_checkpoint_errors() -> Iterator[None]:
 def _open_directory(directory: str) -> tuple[CheckpointDirectory, list[Manifest]]:
     """Return the store and the manifests of its intact checkpoints, newest first.
 
-    The list is empty if the folder exists without checkpoints. Each damaged manifest is left out of
-    the list and reported on standard error.
+    The list is empty if the folder exists without checkpoints, and for an empty bucket. Each
+    damaged manifest is left out of the list and reported on standard error.
+
+    Raises:
+        ConfigError: the address is not valid, or there is no such folder.
+        CheckpointError: the store does not answer, or its manifests cannot be read.
     """
     store = CheckpointDirectory(directory)
     if isinstance(store.place, FolderBackend) and store.place.path.is_file():
@@ -98,7 +102,8 @@ def _selected(directory: str, which: str | None) -> tuple[CheckpointDirectory, M
     Damaged manifests are never selected; they are reported on standard error.
 
     Raises:
-        ConfigError: there is no such checkpoint.
+        ConfigError: there is no such checkpoint, or no such folder.
+        CheckpointError: the store does not answer, or its manifests cannot be read.
     """
     store, found = _open_directory(directory)
     if not found:
@@ -290,7 +295,16 @@ def _check(
 def _read(
     store: CheckpointDirectory, manifest: Manifest, at: WrittenChunk | WrittenObject
 ) -> bytearray:
-    """Read the shard of a tensor, or an object, compare its digest, and return its bytes."""
+    """Read the shard of a tensor, or an object, compare its digest, and return its bytes.
+
+    Args:
+        store: directory of the checkpoints.
+        manifest: manifest of the checkpoint.
+        at: the shard or object.
+
+    Raises:
+        CheckpointError: the bytes differ from those that were written, or are missing.
+    """
     with _as_checkpoint_errors():
         data = store.read_all(manifest, at.file, at.position, at.nbytes)
     _compare(store, manifest, at, xxhash.xxh3_64_intdigest(data))
@@ -300,7 +314,17 @@ def _read(
 def _compare(
     store: CheckpointDirectory, manifest: Manifest, at: WrittenChunk | WrittenObject, found: int
 ) -> None:
-    """Raise CheckpointError if a digest differs from the one in the manifest."""
+    """Compare a digest with the one in the manifest.
+
+    Args:
+        store: directory of the checkpoints, for the message.
+        manifest: manifest of the checkpoint.
+        at: the shard or object.
+        found: digest of the bytes that were read.
+
+    Raises:
+        CheckpointError: the digests differ.
+    """
     if found != at.xxh3:
         key = at.chunk.key if isinstance(at, WrittenChunk) else at.key
         raise CheckpointError(
@@ -392,7 +416,7 @@ def verify(directory: str, which: str | None, as_json: bool) -> int:
 
 
 def _damage(store: CheckpointDirectory, manifest: Manifest, *, quiet: bool) -> list[str]:
-    """Return what is damaged in a checkpoint, one message for each part; empty if it is intact.
+    """Read a checkpoint; return a message for each damaged part, or [] if it is intact.
 
     The digest of a file was computed while its staged tensors were written. A file whose digest
     matches therefore holds undamaged tensors. Only in the other files are tensors checked one by
@@ -596,7 +620,11 @@ class _TensorReader:
         self.store, self.manifest = store, manifest
 
     def raw(self, shards: Sequence[WrittenChunk]) -> memoryview:
-        """Return all bytes of a tensor, contiguous."""
+        """Return all bytes of a tensor, contiguous. torch is needed if it is stored in parts.
+
+        Raises:
+            CheckpointError: shards are missing or damaged, or memory is short.
+        """
         if not _is_split(shards):
             return memoryview(_read(self.store, self.manifest, shards[0]))
         return memoryview(self._assembled(shards))
@@ -660,7 +688,19 @@ def _export_torch(
 ) -> None:
     """Write tensors and objects into one new file for ``torch.load``, without the prefix ``keys``.
 
-    All of them are in memory at the same time. ``advance`` gets the bytes of each tensor.
+    All of them are in memory at the same time.
+
+    Args:
+        out: path of the new file.
+        tensors: shards of each tensor, by key without the prefix.
+        objects: objects to write, with their whole keys.
+        keys: prefix that is removed from the keys of the objects.
+        reader: reader of the tensors.
+        advance: called with the number of bytes of each tensor.
+
+    Raises:
+        CheckpointError: a tensor or object cannot be read or is damaged.
+        OSError: the file exists or cannot be written.
     """
     import io
 
@@ -682,10 +722,10 @@ def _temporary_path(out: Path) -> Iterator[Path]:
     """Yield a temporary path beside OUT. It is renamed to OUT on success, and removed on failure.
 
     The folders above OUT are made, and stay after a failure. What is left at the temporary path by
-    an earlier command is removed first.
+    an earlier command is removed first. A file that has appeared at OUT meanwhile is replaced.
 
     Raises:
-        CheckpointError: OUT cannot be written.
+        CheckpointError: OUT cannot be written, or the block raises an OSError.
     """
     part = out.with_name(f".{out.name}.part")
     with _as_checkpoint_errors():
@@ -715,13 +755,21 @@ def _export_safetensors(
 ) -> None:
     """Write one safetensors file, or a folder if there is a limit on the size of a file.
 
-    ``limit`` is in bytes. A tensor above it gets a file of its own, and no tensor is split. The
-    folder gets an index only if it has several files. The format is
+    A tensor above the limit gets a file of its own, and no tensor is split. The folder gets an
+    index only if it has several files. The format is
     https://github.com/huggingface/safetensors#format.
+
+    Args:
+        out: path of the new file or folder.
+        tensors: shards of each tensor, by its key in the export.
+        reader: reader of the tensors.
+        advance: called with the number of bytes of each tensor.
+        limit: largest size of a file's tensors in bytes; None to write one file.
 
     Raises:
         ConfigError: a tensor has a type that safetensors does not support. Nothing is written then.
         CheckpointError: a tensor cannot be read or is damaged.
+        OSError: a file cannot be written.
     """
     sizes = {}
     for key, shards in tensors.items():

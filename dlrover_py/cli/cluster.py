@@ -106,7 +106,11 @@ class ClusterClient:
         self._runner.close()
 
     async def _connect(self) -> KubeClient:
-        """Return a client for the target of the command line."""
+        """Return a client for the target of the command line. The API server is not called yet.
+
+        Raises:
+            ConfigError: no cluster is configured, or the configuration cannot be used.
+        """
         target = self._target
         return await KubeClient.connect(
             kubeconfig=target.kubeconfig, context=target.context or None
@@ -187,7 +191,12 @@ class ClusterClient:
             raise ConfigError(f"job {name} is not {place}; see `dlrover job get -A`") from error
 
     def _get(self, name: str, namespace: str) -> Obj:
-        """Return an object. NotFoundError is raised only if the object itself is missing."""
+        """Return the ElasticJob object of a job.
+
+        Raises:
+            NotFoundError: the object itself is missing, but the server knows its kind.
+            DLRoverError: the API server refuses the call for another reason, or does not answer.
+        """
         try:
             return self._runner.run(self.kube.get(ELASTICJOBS, name, namespace))
         except KubeError as error:
@@ -276,7 +285,9 @@ class ClusterClient:
             For each job the action (``submitted``, ``changed`` or ``unchanged``) and the job.
 
         Raises:
-            ConfigError: a name is taken, or the server refuses a job.
+            ConfigError: a name is taken or occurs twice, a file and ``--namespace`` name different
+                namespaces, or the server refuses a job.
+            DLRoverError: the API server does not answer, or does not accept the credentials.
         """
         desired = [self._placed(document) for document in documents]
         named = [(obj["metadata"]["namespace"], obj["metadata"]["name"]) for obj in desired]
@@ -332,8 +343,14 @@ class ClusterClient:
     async def _write(self, desired: Obj, *, apply: bool, dry_run: bool) -> tuple[str, Obj]:
         """Create an object, or with ``apply`` replace an existing one; return what was done.
 
-        ``suspend`` stays as it is if the file does not set it. With ``apply`` it tries
-        ``APPLY_TRIES`` times while others change the object, and then raises ConflictError.
+        The word is ``submitted``, ``changed`` or ``unchanged``. ``suspend`` stays as it is if the
+        file does not set it. With ``apply``, the write is tried ``APPLY_TRIES`` times while others
+        change the object.
+
+        Raises:
+            AlreadyExistsError: the object exists, and ``apply`` is false.
+            ConflictError: others have changed the object during all tries.
+            KubeError: the server refuses the object, or does not answer.
         """
         meta = desired["metadata"]
         for _ in range(APPLY_TRIES if apply else 1):
@@ -380,9 +397,18 @@ class ClusterJob:
     async def _seen(
         self, kind: Kind, notes: list[str], *, labels: str = "", fields: str = ""
     ) -> list[Obj]:
-        """Return the objects of a kind.
+        """Return the objects of a kind in the job's namespace.
 
         If the user may not list them, add a note instead, and return an empty list.
+
+        Args:
+            kind: kind of the objects.
+            notes: receives a note if the objects cannot be listed.
+            labels: label selector.
+            fields: field selector.
+
+        Raises:
+            KubeError: the server refuses the call for another reason, or does not answer.
         """
         try:
             return await self._kube.list(kind, self.namespace, labels=labels, fields=fields)
@@ -499,7 +525,11 @@ class ClusterJob:
         return f"all nodes of {self.name} are being replaced"
 
     def _patch(self, patch: Obj, subresource: str = "") -> None:
-        """Change fields of the object on the server. ``self.obj`` stays as it was."""
+        """Change fields of the object on the server. ``self.obj`` stays as it was.
+
+        Raises:
+            DLRoverError: the API server refuses the change, or does not answer.
+        """
         self._cluster.run(
             self._kube.patch(ELASTICJOBS, self.name, patch, self.namespace, subresource=subresource)
         )
@@ -592,6 +622,10 @@ class ClusterJob:
         """Show the progress of the job until it ends, on ``display`` if it is a terminal.
 
         The result is the exit code, as in :meth:`wait`.
+
+        Raises:
+            ConfigError: the job was deleted.
+            KubeError: the watch cannot begin, or a person has to help.
         """
         now = asyncio.get_running_loop().time
         printer, status = ProgressPrinter(style, since=now()), None
@@ -811,6 +845,10 @@ def read_events(status: JobStatus | None, events: Sequence[Obj]) -> list[JobEven
     They are those of the master's status, and the older ones that Kubernetes still keeps. Only
     events of the status have causes that can be followed. The operator's events get negative
     numbers.
+
+    Args:
+        status: the master's status; None if there is none.
+        events: Kubernetes events about the job.
     """
     found = {event.id: event for event in (status.events if status is not None else [])}
     for number, obj in enumerate(events, start=1):

@@ -123,6 +123,9 @@ def _parsed(name: str, text: str) -> list[tuple[yaml.Node | None, Any]]:
     """Return each document as a tree that has line numbers and as plain data; at least one pair.
 
     Empty documents are left out. Without any other, the only pair is ``(None, None)``.
+
+    Raises:
+        ConfigError: the text is not valid YAML; the message names the line.
     """
     try:
         roots = list(yaml.compose_all(text, Loader=_Loader))

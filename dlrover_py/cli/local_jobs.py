@@ -52,6 +52,7 @@ def find_to_read(settings: Settings, name: str | None) -> "RunningJob | EndedJob
 
     Raises:
         JobNotFoundError: there is no such job, or several jobs match.
+        ConfigError: another user could have made the content of a folder.
     """
     present = running(settings)
     if name in present or (name is None and present):
@@ -72,6 +73,7 @@ def find_to_change(settings: Settings, name: str | None) -> "RunningJob":
 
     Raises:
         JobNotFoundError: there is no such job, or several jobs match.
+        ConfigError: another user could have made the content of a folder.
     """
     return _select(running(settings), name)
 
@@ -155,7 +157,12 @@ class RunningJob:
         self.name, self._socket = name, socket_path
 
     def snapshot(self) -> Snapshot:
-        """Return the state of the job from its cluster process."""
+        """Return the state of the job from its cluster process.
+
+        Raises:
+            ConfigError: the answer is not understood, because it is of another release.
+            UnreachableError: the cluster process does not answer within `CALL_S`.
+        """
         return self._answer(Snapshot, "GET", "/v1/job")
 
     def load_view(self, *, with_pods: bool = False) -> view.JobView:  # noqa: D102

@@ -124,6 +124,8 @@ def find_to_read(settings: Settings, target: Target, name: str | None) -> Iterat
 
     Raises:
         ConfigError: there is no such job. The message says where it was searched.
+        UnreachableError: the cluster was asked and does not answer.
+        UnauthorizedError: the cluster was asked and does not accept the credentials.
     """
     with ExitStack() as stack:
         if target.given:
@@ -151,7 +153,10 @@ def find_to_change(settings: Settings, target: Target, name: str | None) -> Iter
         name: name of the job; None for the only one that runs on this machine.
 
     Raises:
-        ConfigError: there is no such job. The message says where it was searched.
+        ConfigError: there is no such job, or the flags name a cluster and no name is given. The
+            message says where the job was searched.
+        UnreachableError: the cluster was asked and does not answer.
+        UnauthorizedError: the cluster was asked and does not accept the credentials.
     """
     with ExitStack() as stack:
         if target.given:
@@ -174,7 +179,16 @@ def _in_cluster(
 ) -> "ClusterJob":
     """Return a job of the cluster. An error begins with ``error_prefix``.
 
-    The connection is closed when ``stack`` is.
+    Args:
+        stack: closes the connection when it is closed itself.
+        target: the cluster and its namespace.
+        name: name of the job; None for the only one in the namespace.
+        error_prefix: beginning of the message of an error.
+
+    Raises:
+        ConfigError: no cluster is configured, or there is no such job.
+        UnreachableError: the cluster does not answer.
+        UnauthorizedError: the cluster does not accept the credentials.
     """
     from dlrover_py.cli.cluster import ClusterClient  # importing takes 0.2 s; only clusters need it
 

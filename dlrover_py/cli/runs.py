@@ -93,7 +93,15 @@ def ended(state_root: Path | None) -> list[Run]:
 def _ended_run(folder: Path, name: str) -> Run | None:
     """Return the run of a folder; None if it still runs, or has neither a lock file nor a status.
 
-    Without a time in the status, the run ended when its folder last changed.
+    Without a time in the status, the run ended when its folder last changed. A damaged status is
+    noted in the result.
+
+    Args:
+        folder: state folder of the run.
+        name: name of the job.
+
+    Raises:
+        OSError: the folder cannot be read.
     """
     status, damage = None, ""
     try:
@@ -114,7 +122,11 @@ def _ended_run(folder: Path, name: str) -> Run | None:
 def _locked(folder: Path) -> Iterator[bool]:
     """Lock the folder of a run for the block, without waiting; yield whether the run has ended.
 
-    A folder without a lock file belongs to an ended run if it has a last status. It is not locked.
+    The run counts as going on if another process holds the lock. A folder without a lock file
+    belongs to an ended run if it has a last status; such a folder is not locked.
+
+    Raises:
+        OSError: the lock file cannot be opened.
     """
     try:
         lock = os.open(folder / names.RUN_LOCK, os.O_RDWR | os.O_NOFOLLOW)

@@ -503,7 +503,7 @@ def closing_lines(status: JobStatus, last_line: str = "") -> list[str]:
     """Return the last lines about a job that has ended.
 
     These are its end, the traceback of the last failure if it failed, and a problem with
-    checkpoints. Longer lines are cut.
+    checkpoints. Lines of more than ``MAX_LAST_LINE`` characters are cut.
 
     Args:
         status: its last status.

@@ -76,7 +76,8 @@ async def find_access(kubeconfig: Path | None, context: str | None) -> "ApiAcces
         context: name of a context; None for the current one.
 
     Raises:
-        ConfigError: no configuration of a cluster was found, or it cannot be used.
+        ConfigError: no configuration of a cluster was found, it cannot be used, or its disk does
+            not answer.
     """
     from dlrover_py.kubernetes import kubeconfig as kubeconfigs
 
@@ -92,6 +93,9 @@ def _uses_pod_account(files: Iterable[str]) -> bool:
     """Return whether to use this Pod's account: no readable kubeconfig names a current context.
 
     The result is False outside of a Pod, where ``KUBERNETES_SERVICE_HOST`` is not set.
+
+    Raises:
+        ConfigError: a readable file is not a kubeconfig.
     """
     from dlrover_py.kubernetes import kubeconfig
 
@@ -139,7 +143,7 @@ class ApiAccess:
             within_s: seconds that the disk has to answer; None for the default.
 
         Raises:
-            ConfigError: the disk does not answer in time.
+            ConfigError: the disk does not answer in time. An exception of ``call`` is raised, too.
         """
         if within_s is None:
             within_s = self._timing.read_timeout_s
@@ -183,6 +187,9 @@ class ApiAccess:
 
         Args:
             fresh: Whether the server has refused the credentials. They are then not kept.
+
+        Raises:
+            ConfigError: the read fails, and there is nothing to keep.
         """
         kept = not fresh and self._valid_until >= 0
         try:
@@ -227,8 +234,14 @@ class ApiAccess:
 
         The TLS context is made again only if the certificates have changed.
 
+        Args:
+            new: The configuration.
+            within_s: Seconds in which the TLS context must be made.
+
         Raises:
             ValueError: The address of the server or of the proxy has no usable scheme.
+            ConfigError: The TLS context is not made in time, because a disk does not answer.
+            OSError: The certificates or the key cannot be used (ssl.SSLError).
         """
         host = new.host.rstrip("/")
         if urlsplit(host).scheme not in ("http", "https"):
@@ -333,11 +346,20 @@ class KubeconfigAccess(ApiAccess):
         """Credentials that a plugin has returned, until they expire."""
 
     async def _configuration(self, fresh: bool, within_s: float) -> tuple[ApiEndpoint, float]:
-        """Return the endpoint, and the seconds for which it is valid. Run the plugin if needed.
+        """Return the endpoint, and the seconds for which it is valid. Run a plugin if needed.
 
         The kubeconfig itself is read the first time, and if ``fresh``. The files that it names are
-        read each time. The plugin is run only if the kubeconfig has no other credentials, and if
-        those of its last run expire within 300 s.
+        read each time. A plugin is run, or an OpenID provider asked, only if the kubeconfig has no
+        other credentials. It is asked again only once its last credentials expire within 300 s.
+
+        Args:
+            fresh: Whether to read the kubeconfig again and to drop a plugin's credentials.
+            within_s: Seconds that each read of a file may take.
+
+        Raises:
+            ConfigError: the context cannot be used, a disk does not answer, or the plugin fails.
+            OSError: a file that the kubeconfig names cannot be read.
+            ValueError: data in the kubeconfig is not base64, or the server's port is no number.
         """
         from dlrover_py.kubernetes import kubeconfig
 
@@ -388,11 +410,16 @@ class KubeconfigAccess(ApiAccess):
     ) -> "UserCredentials":
         """Run a plugin in a thread, because its program may lie on a disk that hangs.
 
-        It may take 60 s (``plugin_timeout_s``) and is then killed. An OpenID provider of the user
-        is used instead if the user has no plugin.
+        The plugin may take 60 s (``plugin_timeout_s``) and is then killed. If the user has no
+        plugin, the user's OpenID provider is asked instead, within the same time.
+
+        Args:
+            cluster: Cluster that the credentials are for.
+            user: User whose credentials are needed.
+            proxy: Proxy through which the cluster is reached; empty for none.
 
         Raises:
-            ConfigError: The plugin fails, or does not end in time.
+            ConfigError: The plugin or the provider fails, or does not end in time.
         """
         from dlrover_py.kubernetes import kubeconfig
 
@@ -458,6 +485,10 @@ def _trust(endpoint: ApiEndpoint) -> ssl.SSLContext:
 
     Without an authority, the authorities of this machine are trusted. The client's key is written
     to a temporary file for a moment.
+
+    Raises:
+        OSError: the certificates or the key cannot be used (ssl.SSLError), or the temporary file
+            cannot be written.
     """
     context = ssl.create_default_context(
         cadata=endpoint.authority.decode("ascii", "replace") or None

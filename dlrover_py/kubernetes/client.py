@@ -85,7 +85,13 @@ class KubeClient:
     """A client of one API server. One event loop may make any number of calls at the same time.
 
     A call for one object uses :attr:`namespace` if none is given. A list or a watch without a
-    namespace covers all namespaces.
+    namespace covers all namespaces. Every call may raise a KubeError:
+
+    * UnauthenticatedError and ForbiddenError: the credentials or the rights are refused.
+    * NotFoundError: there is no such object, or no such kind.
+    * InvalidError: the server refuses the content of the call.
+    * ThrottledError: the server has too many requests.
+    * ServerDownError: there is no usable answer within the deadline.
     """
 
     def __init__(self, access: ApiAccess, times: ClientTimes | None = None) -> None:
@@ -171,6 +177,9 @@ class KubeClient:
             namespace: empty for all namespaces.
             labels: label selector.
             fields: field selector.
+
+        Raises:
+            KubeError: the server refuses the call, or does not answer; see :class:`KubeClient`.
         """
         items, _ = await self._listed(kind.path(namespace), _selection(labels, fields), _whole)
         return items
@@ -216,8 +225,10 @@ class KubeClient:
             strict: refuse unknown fields.
 
         Raises:
-            NameConflictError: the existing object has another owner.
+            NameConflictError: the existing object has another owner, or none.
             LeftoverError: the existing object belonged to a deleted owner of the same name.
+            AlreadyExistsError: the name was free for a moment and was then taken again.
+            KubeError: the server refuses the object, or does not answer.
         """
         name, namespace = obj["metadata"]["name"], meta_of(obj).get("namespace", "")
         with contextlib.suppress(AlreadyExistsError):
@@ -240,6 +251,8 @@ class KubeClient:
 
         Raises:
             ConflictError: the object has been written since it was read.
+            NotFoundError: the object was deleted.
+            KubeError: the server refuses the object, or does not answer.
         """
         query = _write_query(dry_run=dry_run, strict=strict)
         return await self._json("PUT", self._path_of(kind, obj), query, named(kind, obj))
@@ -255,6 +268,10 @@ class KubeClient:
             obj: the object, with the fields to write.
             manager: name of the field manager that owns the fields afterwards.
             subresource: such as ``status``; empty for the object itself.
+
+        Raises:
+            NotFoundError: there is no such object, and a subresource is written.
+            KubeError: the server refuses the fields, or does not answer.
         """
         query = {"fieldManager": manager, "force": "true"}
         path = self._path_of(kind, obj, subresource)
@@ -273,6 +290,10 @@ class KubeClient:
             patch: the fields to change.
             namespace: empty for :attr:`namespace`.
             subresource: such as ``scale``; empty for the object itself.
+
+        Raises:
+            NotFoundError: there is no such object.
+            KubeError: the server refuses the change, or does not answer.
         """
         path = kind.path(self._in(kind, namespace), name, subresource)
         return await self._json("PATCH", path, {}, patch, form="application/merge-patch+json")
@@ -301,10 +322,11 @@ class KubeClient:
                 ``Orphan``.
 
         Returns:
-            False if the object was deleted before, or if another object has its name now.
+            False if there is no such object, or if the object of this name has another uid.
 
         Raises:
             ConflictError: the server refuses the deletion though no ``uid`` was given.
+            KubeError: the server refuses the deletion for another reason, or does not answer.
         """
         options: Obj = {"apiVersion": "v1", "kind": "DeleteOptions"}
         if uid:
@@ -334,6 +356,11 @@ class KubeClient:
             namespace: empty for :attr:`namespace`.
             tail: number of lines.
             container: name of the container, if the Pod has several.
+
+        Raises:
+            NotFoundError: there is no such Pod.
+            InvalidError: the container has not started, or the Pod has several and none is named.
+            KubeError: the server refuses the call, or does not answer.
         """
         query = {"tailLines": str(tail), "limitBytes": str(LOG_BYTES)}
         query |= {"container": container} if container else {}
@@ -351,16 +378,22 @@ class KubeClient:
     ) -> AsyncGenerator[tuple[str, bytes], None]:
         """Yield the lines of a Pod's log, each with its time.
 
-        A broken connection raises ``ServerDownError``, and so does a silence of 90 s without
-        ``follow``. The caller may then continue with ``since``. The generator must be closed, for
-        example with ``contextlib.aclosing``.
+        After a broken connection the caller may continue with ``since``. The generator must be
+        closed, for example with ``contextlib.aclosing``.
 
         Args:
             pod: name of the Pod.
             namespace: empty for :attr:`namespace`.
             container: name of the container, if the Pod has several.
             follow: continue until the container ends.
-            since: yield only lines newer than this time, which is that of an earlier line.
+            since: yield only lines newer than this time, which is that of an earlier line; empty
+                for all lines.
+
+        Raises:
+            NotFoundError: there is no such Pod.
+            InvalidError: the container has not started, or the Pod has several and none is named.
+            ServerDownError: the connection broke, or without ``follow`` was silent for 90 s.
+            KubeError: the server refuses the call.
         """
         query = {"timestamps": "true"} | ({"container": container} if container else {})
         query |= ({"follow": "true"} if follow else {}) | ({"sinceTime": since} if since else {})
@@ -389,7 +422,8 @@ class KubeClient:
     ) -> AsyncGenerator[Listed[T] | Changed[T] | Gone[T], None]:
         """Yield all objects, then each change, indefinitely. No error of the API server ends it.
 
-        After an error it tries again, with a delay of at most 30 s unless the server asks for more.
+        An exception of ``view`` or ``on_error`` does end it. After an error of the server the watch
+        begins again, with a delay of at most 30 s unless the server asks for more.
         All objects are yielded again when the server no longer has the changes in between. The
         generator must be closed, for example with ``contextlib.aclosing``.
 
@@ -478,6 +512,10 @@ class KubeClient:
             select: query parameters of the selectors.
             view: returns what is kept of an object.
             limit: number of objects in a page; 0 for one page with all.
+
+        Raises:
+            ExpiredError: the pages expired while they were read.
+            KubeError: the server refuses the call, or does not answer.
         """
         found: _Views[T] = []
         query = dict(select) | ({"limit": str(limit)} if limit else {})
@@ -499,7 +537,12 @@ class KubeClient:
         form: str = "application/json",
         on_warning: Callable[[str], None] | None = None,
     ) -> Obj:
-        """Make a call and return its answer as an object."""
+        """Make a call as :meth:`_call` does, and return its answer as an object.
+
+        Raises:
+            ServerDownError: there was no complete answer within the deadline, or it is no object.
+            KubeError: the server refuses the call.
+        """
         data = await self._call(method, path, query or {}, body, form=form, on_warning=on_warning)
         return json_object(data, path)
 
@@ -518,8 +561,17 @@ class KubeClient:
         The deadline of 30 s includes the wait for one of the 64 turns. A failed call is not
         repeated, except once with new credentials. Warnings of the server are passed on.
 
+        Args:
+            method: HTTP method.
+            path: API path.
+            query: query parameters.
+            body: object to send; None for none.
+            form: media type of the body.
+            on_warning: called with this call's warnings instead of :attr:`on_warning`.
+
         Raises:
-            ServerDownError: there was no complete answer within the deadline.
+            ServerDownError: there was no complete answer within the deadline, or it is too large.
+            KubeError: the server refuses the call.
         """
         data = None if body is None else encoded(body)
         try:
@@ -551,6 +603,21 @@ class KubeClient:
         Refused credentials, or an untrusted certificate, are read again once, and the request is
         repeated. The connection is aborted if the body is not read to its end. A successful reply
         also corrects the clock (:attr:`wall`).
+
+        Args:
+            method: HTTP method.
+            path: API path.
+            query: query parameters.
+            data: body to send; None for none.
+            form: media type of the body.
+            read_s: seconds without data after which the connection counts as broken; None for no
+                limit.
+
+        Raises:
+            UnauthenticatedError: the new credentials are refused as well or cannot be read, or the
+                server's certificate is not trusted.
+            ServerDownError: the connection cannot be made, or breaks.
+            KubeError: the server refuses the call.
         """
         import aiohttp
         from yarl import URL

@@ -356,15 +356,18 @@ _INSECURE = "insecure-skip-tls-verify and certificate-authority"
 
 
 def known(user: User) -> UserCredentials | None:
-    """Return the credentials of the entry itself and its files; None if a plugin must be run.
+    """Return the credentials of the entry itself and its files.
 
-    A token comes before a user name with a password. Without any of them, and without a plugin, all
-    fields of the result are empty. A token file that cannot be read is ignored if the entry has a
-    token.
+    A token comes before a user name with a password. A token file comes before the entry's token,
+    which is used if the file is empty or cannot be read.
+
+    Returns:
+        The credentials; all fields are empty if the entry has none. None if the entry has no token,
+        user name or certificate, but a plugin or an OpenID provider to ask.
 
     Raises:
         OSError: a file cannot be read.
-        ValueError: data is not base64.
+        ValueError: data is not base64, or the token file is not UTF-8 text.
     """
     cert, key = _bytes(user.cert_file, user.cert_data), _bytes(user.key_file, user.key_data)
     token = user.token
@@ -400,20 +403,22 @@ def ask(
 ) -> UserCredentials:
     """Run a plugin (``client.authentication.k8s.io``) and wait for its answer.
 
-    It may hang: call this function in a thread. If this process has a terminal, the plugin may use
-    it, unless its ``interactiveMode`` is ``Never``. The plugin is always killed at the end.
+    The plugin may hang: call this function in a thread. If this process has a terminal, the plugin
+    may use it, unless its ``interactiveMode`` is ``Never``. The plugin is always killed at the end.
 
     Args:
         plugin: the plugin, with its arguments.
         cluster: the cluster that the credentials are for.
         proxy: proxy through which the cluster is reached; empty for none.
-        environ: environment of the plugin, in addition to its own variables.
+        environ: environment of the plugin; the plugin's own variables replace those in it.
         within_s: seconds after which the plugin is killed.
         began: called with the process, which the caller may kill earlier.
 
     Raises:
-        ConfigError: the plugin cannot be started, fails, or returns nothing usable.
+        ConfigError: the plugin needs a terminal, cannot be started, fails, or returns nothing
+            usable.
         TimeoutError: the plugin took too long and was killed.
+        OSError: the cluster's authority, which the plugin wants, cannot be read.
     """
     talks = plugin.interactive != "Never" and sys.stdin is not None and sys.stdin.isatty()
     if plugin.interactive == "Always" and not talks:
@@ -506,6 +511,14 @@ def _cluster_info(cluster: ClusterEntry, proxy: str) -> dict[str, Any]:
     """Return the description of the cluster that a plugin gets. The authority's file may be read.
 
     Empty fields are left out; ``config`` is None if the cluster has no extension for plugins.
+
+    Args:
+        cluster: the cluster.
+        proxy: proxy through which the cluster is reached; empty for none.
+
+    Raises:
+        OSError: the authority's file cannot be read.
+        ValueError: the authority's data is not base64.
     """
     configs = [e.get("extension") for e in cluster.extensions if e.get("name") == EXEC_EXTENSION]
     info: dict[str, Any] = {
@@ -524,8 +537,10 @@ def _answer(plugin: Exec, document: dict[str, Any]) -> UserCredentials:
     """Return the credentials in a plugin's answer. An expiry without a time zone is in UTC.
 
     Raises:
-        ConfigError: it has neither a token nor a certificate, or a certificate without a key.
-        ValueError: it is of another version.
+        ConfigError: the answer has neither a token nor a certificate, or only one of certificate
+            and key.
+        ValueError: the answer is of another version, or its expiry is no time.
+        LookupError: a field is missing; TypeError or AttributeError if one has another type.
     """
     if document["apiVersion"] != plugin.api_version or document["kind"] != "ExecCredential":
         raise ValueError("of another version")
@@ -556,6 +571,9 @@ def environments_proxy(server: str, environ: Mapping[str, str]) -> str:
     Args:
         server: URL of the API server.
         environ: HTTPS_PROXY, HTTP_PROXY and NO_PROXY, or the same names in small letters.
+
+    Raises:
+        ValueError: the port of the server is no valid number.
     """
     parts = urlsplit(server)
     proxy = _variable(environ, f"{parts.scheme.upper()}_PROXY")
@@ -574,6 +592,11 @@ def _goes_direct(host: str, port: str, exceptions: str) -> bool:
     """Return whether a host is reached without a proxy.
 
     This applies to hosts of this machine and to those in ``NO_PROXY``.
+
+    Args:
+        host: host name or IP address of the server.
+        port: port of the server.
+        exceptions: value of ``NO_PROXY``: entries with commas between them.
     """
     address = _address(host)
     if host == "localhost" or (address is not None and address.is_loopback):
@@ -595,6 +618,12 @@ def _excepts(rule: str, host: str, port: str, address: _Address | None) -> bool:
 
     The entry is a network, an address or a name, the last two with an optional port. A name also
     applies to its subdomains; one that begins with a dot applies to these only.
+
+    Args:
+        rule: the entry, in small letters.
+        host: host name or IP address of the server.
+        port: port of the server.
+        address: the host as an IP address; None if it is a name.
     """
     if "/" in rule:
         try:

@@ -104,7 +104,8 @@ class WatchState:
 
         An error is reported only if it differs from the last one in its class or its codes. A watch
         that the server had accepted, and whose connection breaks, counts as ended: no error is
-        reported.
+        reported. The delay after a ThrottledError is at least the one that the server has asked
+        for.
         """
         if self._since is not None and isinstance(error, ServerDownError) and not error.status:
             return self.ended()  # an error only if no new connection works

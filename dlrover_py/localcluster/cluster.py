@@ -238,8 +238,8 @@ class LocalCluster:
     ) -> "LocalCluster":
         """Lock the job's name, and make its folders, token and sockets. No process is started yet.
 
-        After an error nothing stays but the run's state folder. Otherwise :meth:`close` must be
-        called.
+        After a ConfigError nothing stays but the run's state folder and the lock file beside the
+        runtime folder. Otherwise :meth:`close` must be called.
 
         Args:
             job: the job.
@@ -250,8 +250,9 @@ class LocalCluster:
             timing: time limits; None for the defaults.
 
         Raises:
-            ConfigError: a job of this name runs already, a folder cannot be made, or other users
-                have access to a folder.
+            ConfigError: a job of this name runs already, other users have access to a folder, or
+                the API's socket or a folder cannot be made.
+            OSError: the sockets of the master or a pipe cannot be made.
         """
         try:
             lock = _lock(paths.runtime)
@@ -463,9 +464,9 @@ class LocalCluster:
     def delete_node(self, node_id: NodeId, grace_s: float) -> None:
         """Request the end of a node: SIGTERM, then SIGKILL after ``grace_s`` seconds.
 
-        It returns before the node has ended. Nothing happens if the node is unknown, has ended, or
-        was deleted before. A frozen node gets no SIGTERM. Once it is thawed, it has the longer of
-        this time and ``THAWED_S`` to end by itself.
+        With 0 the node gets no SIGTERM. The call returns before the node has ended. Nothing happens
+        if the node is unknown, has ended, or was deleted before. A frozen node gets no SIGTERM.
+        Once it is thawed, it has the longer of this time and ``THAWED_S`` to end by itself.
         """
         node = self.nodes.get(node_id)
         if node is None or node.ended:
@@ -652,7 +653,10 @@ class LocalCluster:
             log.warning("signals_late", extra={"why": why})
 
     async def _tail(self, path: Path) -> str:
-        """Return the last lines of a log; empty if its disk does not answer or there is no log."""
+        """Return the last lines of a log as :func:`_tail` does, read in a thread.
+
+        The result is also empty if the disk does not answer within ``read_timeout_s``.
+        """
         try:
             call = functools.partial(_tail, path)
             return await self._disk.run(call, self.timing.read_timeout_s)
@@ -983,7 +987,8 @@ def _lock(folder: Path) -> int:
 
     Raises:
         BlockingIOError: another process holds the lock.
-        ConfigError: another user could change the folder.
+        ConfigError: another user could change the lock file or the folder in which it is.
+        OSError: the lock file cannot be made or locked.
     """
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     # Another user may have made it before: its name in /tmp is predictable.
@@ -1068,7 +1073,7 @@ def _spawn(
 
 
 def _signal(process: "subprocess.Popen[bytes] | None", number: int) -> None:
-    """Send a signal to a process if it still runs."""
+    """Send a signal to a process if it still runs; None, for a process not started, is ignored."""
     if process is not None and process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(number)

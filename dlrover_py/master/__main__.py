@@ -84,7 +84,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _namespaced(text: str) -> tuple[str, str]:
-    """Parse ``NAMESPACE/JOB``."""
+    """Return the namespace and the name in ``NAMESPACE/JOB``.
+
+    Raises:
+        ArgumentTypeError: One of the two is missing.
+    """
     namespace, _, job = text.partition("/")
     if not (namespace and job):
         raise argparse.ArgumentTypeError(f"{text!r}: expected NAMESPACE/JOB")
@@ -98,7 +102,23 @@ async def _run(
     token: str,
     tls: ssl.SSLContext | None,
 ) -> None:
-    """Build the platform and the journal's store from the command line, and serve."""
+    """Build the platform and the journal's store from the command line, and serve until the end.
+
+    On Kubernetes, times that people read are the API server's, and the status is published once a
+    second at most. The journal is in a Secret there, and in a file in ``--state-dir`` elsewhere.
+
+    Args:
+        args: The command line.
+        settings: Settings of the master.
+        sockets: The sockets on which it listens.
+        token: The job's token.
+        tls: TLS settings for agents; None for plain HTTP.
+
+    Raises:
+        ConfigError: ``--state-dir`` or the operator's environment is missing, the job in
+            ``--static`` is not valid, or the journal cannot be used.
+        ExceptionGroup: The loop of the job has failed.
+    """
     async with contextlib.AsyncExitStack() as stack:
         platform: Platform
         store: JournalStore
@@ -144,7 +164,18 @@ async def _run(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a master; return its exit code."""
+    """Run a master until it is told to end; return its exit code.
+
+    A ``DLRoverError`` is written to standard error, and its exit code is returned. The code is 2
+    for a wrong setting, and 3 if another master has taken over. Any other error is raised. A wrong
+    command line ends the process with exit code 2.
+
+    The ports are written to ``--announce-fd`` once they listen. With ``--temporary``, the state
+    directory is removed at an end without an error.
+
+    Args:
+        argv: The arguments; None for those of this process.
+    """
     args = parser().parse_args(argv)
     code = 0
     try:

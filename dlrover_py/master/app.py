@@ -56,11 +56,12 @@ async def serve(
     tls: ssl.SSLContext | None = None,
     lifeline: int | None = None,
 ) -> None:
-    """Run the master of one job until SIGTERM or SIGINT, or until its lifeline ends.
+    """Run the master of one job until SIGTERM or SIGINT, or until its lifeline is closed.
 
     Where nodes come by themselves, the job ends with its master. Elsewhere the next master goes on
-    with it. Signal handlers, the signal mask, the limit of open files and the garbage collector of
-    this process are changed, and not restored.
+    with it. An end of the job that was not published yet is published at last, if 1 s suffices.
+    Signal handlers, the signal mask, the limit of open files and the garbage collector of this
+    process are changed, and not restored.
 
     Args:
         platform: Where nodes run.
@@ -152,7 +153,8 @@ def listen(address: str) -> socket.socket:
     """Return a listening socket at ``host:port``.
 
     Raises:
-        ConfigError: The address cannot be used.
+        ConfigError: The port is no number up to 65535, or this machine cannot listen at the
+            address. It must be an IPv4 address, or a name of one.
     """
     host, _, port = address.rpartition(":")
     try:
@@ -194,7 +196,8 @@ def read_certificate(cert: Path | None, key: Path | None) -> ssl.SSLContext | No
         None if agents are served without TLS.
 
     Raises:
-        ConfigError: One of the two files is missing or cannot be used, or others may read the key.
+        ConfigError: Only one of the two files is given, one cannot be read, or others may read the
+            key. Also if they are no certificate with its key, as PEM without a password.
     """
     if cert is None and key is None:
         return None
@@ -263,10 +266,14 @@ def port_of(sock: socket.socket) -> int:
 
 
 def _follow(fd: int, stop: asyncio.Event) -> None:
-    """Set ``stop`` later, when the other end of the pipe is closed; return immediately.
+    """Set ``stop`` later, when the other end of a pipe is closed; return immediately.
 
-    The process that holds the other end is gone then. The parent's end also sends SIGCONT, which
-    wakes this process if it was stopped (SIGSTOP).
+    The process that holds the other end is gone then. If this is the parent, the kernel also sends
+    SIGCONT, which wakes this process if it was stopped (SIGSTOP).
+
+    Args:
+        fd: Descriptor of this end of the pipe. What arrives there is dropped.
+        stop: The event to set.
     """
     signal_at_parents_end(signal.SIGCONT)
     loop = asyncio.get_running_loop()

@@ -69,7 +69,9 @@ class Exchanges:
     def ask(self, node: NodeId, body: bytes, answer: Answer) -> Callable[[], None]:
         """Pass a report on to the loop, which answers when there is something new.
 
-        An invalid report is answered immediately, with status 422, and not passed on.
+        The status of the reply is 200 with an assignment, 409 if the agent was refused, or 503 if
+        it must try again. An invalid report is answered immediately, with status 422, and not
+        passed on.
 
         Args:
             node: The node that reports.
@@ -103,17 +105,25 @@ class Exchanges:
         return self._loop.exchange(node, report, on_reply)
 
     def may_be_stale(self, age_s: float) -> bool:
-        """Return whether a connection of this age may lead to the wrong master."""
+        """Return whether a connection of this age, in seconds, may lead to a replaced master.
+
+        That is so after a time without contact to the platform.
+        """
         return self._loop.may_be_stale(age_s)
 
     def accept(self, protocol: HttpToolsProtocol, opened_at: float) -> "PendingCycle | None":
         """Take the request whose head has just arrived, if it is plain; the body follows later.
 
-        A plain request is a POST of a report over HTTP/1.1, on a connection that stays open. It has
-        a valid token, a length within the limits, and none of the headers in ``_NOT_PLAIN``.
+        A plain request is a POST of a report over HTTP/1.1, on a connection that stays open and can
+        be written to. It has a valid token, a length within the limits, and none of the headers in
+        ``_NOT_PLAIN``.
+
+        Args:
+            protocol: The connection, with the head of the request.
+            opened_at: When the connection was opened, by the event loop's clock.
 
         Returns:
-            The exchange, or None if the request must take FastAPI's path.
+            The exchange, or None if FastAPI must handle the request, also to refuse it.
         """
         parser = protocol.parser
         if parser.get_method() != b"POST" or parser.get_http_version() != "1.1":
@@ -206,7 +216,7 @@ class PendingCycle:
         """Write the reply, and close the connection if it is not to be kept.
 
         Nothing is written to a connection that is closing. A connection that may lead to a replaced
-        master is closed after the reply.
+        master is closed after the reply, although the agent would keep it.
         """
         protocol = self._protocol
         self.response_complete = True
@@ -228,7 +238,7 @@ class PendingCycle:
         protocol.on_response_complete()
 
     def _too_late(self) -> None:
-        """Answer that the body is incomplete."""
+        """Answer with status 408 that the body is incomplete, and close the connection."""
         self._body_timer = None
         self.keep_alive = False
         self._answer(408, body_timeout(self._exchanges.body_s))

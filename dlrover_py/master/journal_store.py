@@ -53,7 +53,7 @@ class JournalStore(Protocol):
 
         Raises:
             JournalLockedError: Another master is the writer.
-            TransientError: It is not possible now.
+            TransientError: The storage cannot be reached or read now.
             ConfigError: The content cannot be read.
         """
 
@@ -163,7 +163,13 @@ class FileJournalStore:
             self._lock = -1
 
     def _acquire(self) -> DurableState | None:
-        """Take the lock, unless it is held already, and read the journal; None if there is none."""
+        """Take the lock, unless it is held already, and read the journal; None if there is none.
+
+        Raises:
+            JournalLockedError: Another master holds the lock.
+            ConfigError: The folder or one of the files cannot be used, or the content is not a
+                journal of this version.
+        """
         data = None
         try:
             if self._lock < 0:
@@ -187,7 +193,13 @@ class FileJournalStore:
     def _locked(self) -> int:
         """Take the lock and return its descriptor; create what is missing.
 
-        Nothing waits for the lock: if another master holds it, JournalLockedError is raised.
+        Nothing waits for the lock.
+
+        Raises:
+            JournalLockedError: Another master holds the lock.
+            ConfigError: Another user can change the folder or the lock file.
+            OSError: The folder or the lock file cannot be made or opened, or the file system has no
+                locks.
         """
         self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder = open_own(
@@ -212,15 +224,17 @@ class FileJournalStore:
         return lock
 
     def _locked_again(self) -> None:
-        """Create the folder and the lock file again if they were removed; otherwise do nothing.
+        """Create the folder and the lock file again, and lock it, if they were removed.
+
+        Otherwise nothing happens.
 
         Temporary folders are removed while jobs run, by a batch system at the end of a job step or
         by a cleaner of /tmp. Nothing is lost, because each write contains the complete journal.
 
         Raises:
-            SupersededError: Another master has taken the lock since.
-            OSError: The folder cannot be created.
-            JournalUnwritableError: The folder belongs to another user now.
+            SupersededError: Another master has locked a new lock file since.
+            OSError: The folder or the lock file cannot be made.
+            JournalUnwritableError: Another user can change the folder or the lock file now.
         """
         if self._lock < 0 or os.fstat(self._lock).st_nlink:
             return
@@ -234,7 +248,13 @@ class FileJournalStore:
         self._lock = lock
 
     def _save(self, journal: DurableState) -> None:
-        """Write the journal to a new file, and rename it; a failed write leaves the old file."""
+        """Write the journal to a new file, and rename it; a failed write leaves the old file.
+
+        Raises:
+            JournalUnwritableError: The disk refuses the write, or another user can change the
+                folder.
+            SupersededError: The lock file was removed, and another master has locked a new one.
+        """
         data = journal.to_json().encode()
         fresh = self._path.with_suffix(".new")
         try:
@@ -314,8 +334,16 @@ class SecretJournalStore:
     async def _acquire(self) -> DurableState | None:
         """Make one attempt to become the holder of the Secret, and return its journal.
 
+        Returns:
+            None if the Secret has no journal yet.
+
         Raises:
             NotFoundError: There is no such Secret, or it was deleted after it was read.
+            JournalLockedError: The Pod of another holder runs, or the Secret has changed since it
+                was read.
+            TransientError: The Secret is that of another job, or the API server refuses a call or
+                does not answer within `SAVE_S`.
+            ConfigError: The content is not a journal of this version, or larger than the limit.
         """
         found = await self._read()
         if self._belongs_to_other_job(found):
@@ -373,10 +401,18 @@ class SecretJournalStore:
     async def _after_conflict(self, data: str) -> None:
         """Find out why the Secret has changed, and write it if this master still holds it.
 
-        Its last write may have succeeded without an answer. Something else may have changed the
-        Secret, or it was deleted and created again. In these cases the journal is written once
-        more. Otherwise another master has taken the Secret, or a master has released it, and
-        SupersededError is raised.
+        The last write of this master may have succeeded without an answer. Something else may have
+        changed the Secret, or it was deleted and created again. In these cases the journal is
+        written once more.
+
+        Args:
+            data: The journal, compressed and in base64.
+
+        Raises:
+            SupersededError: Another master holds the Secret, a master has released it, or it is
+                that of another job.
+            KubeError: The Secret does not exist, or has changed again.
+            TransientError: The API server refuses a call or does not answer within `SAVE_S`.
         """
         found = await self._read()
         if self._belongs_to_other_job(found):
@@ -402,10 +438,18 @@ class SecretJournalStore:
     async def _write(self, secret: Obj, data: str | None, *, free: bool = False) -> Obj:
         """Replace the Secret if it is still as given, with this master as holder unless ``free``.
 
-        If ``data`` is None, the journal in it stays.
+        Args:
+            secret: The Secret as it was read.
+            data: The journal, compressed and in base64; None to leave the journal as it is.
+            free: Whether to leave the Secret without a holder.
+
+        Returns:
+            The Secret as it was written.
 
         Raises:
-            ConflictError: The Secret has changed.
+            ConflictError: The Secret has changed since it was read.
+            NotFoundError: The Secret does not exist any more.
+            TransientError: The API server refuses the call or does not answer within `SAVE_S`.
         """
         old = secret["metadata"]
         meta = {key: old[key] for key in _KEPT if key in old}
@@ -425,6 +469,9 @@ class SecretJournalStore:
         """Return whether the holder's Pod exists and is neither ending nor ended.
 
         Another Pod of the same name does not count.
+
+        Raises:
+            TransientError: The API server refuses the call or does not answer within `SAVE_S`.
         """
         try:
             pod = await self._call(self._kube.get(PODS, holder.pod, self._namespace))
@@ -437,7 +484,11 @@ class SecretJournalStore:
     async def _call(self, call: Awaitable[Obj]) -> Obj:
         """Await a call to the API server once, for at most `SAVE_S`.
 
-        Errors other than a conflict and a missing object are raised as TransientError.
+        Raises:
+            ConflictError: The object has changed since it was read.
+            NotFoundError: There is no such object.
+            TransientError: The API server refuses the call for any other reason, or does not answer
+                in time.
         """
         try:
             async with asyncio.timeout(SAVE_S):

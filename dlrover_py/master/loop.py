@@ -74,7 +74,11 @@ def pause_s(tries: int, error: TransientError | None = None) -> float:
     """Return the seconds to wait after this many failures; the caller sleeps.
 
     The time is random within limits, because a thousand masters may fail at the same moment. It is
-    at least the ``retry_after`` of the error.
+    at least the ``retry_after`` of the error. The limits double with each failure, up to 2 s.
+
+    Args:
+        tries: Number of failures in a row before the present one.
+        error: The present failure; None if nobody asked for a longer wait.
     """
     wait_s = RETRY.delay_s(tries)
     return wait_s if error is None else max(wait_s, error.retry_after)
@@ -144,8 +148,11 @@ class PendingExchange:
     def look(self) -> None:
         """Answer if there is something new or the time is over; otherwise wait on.
 
-        Without an assignment for this agent process, the agent must try again once the time is
-        over.
+        An agent process that was refused gets a SupersededError immediately. Otherwise the answer
+        is the node's assignment, if the agent does not have it yet or the time is over. The answer
+        is also given if a newer report has arrived, or if the agent goes after an order to stop.
+        Without an assignment for this agent process, the answer is a PassiveMasterError once the
+        time is over: the agent must try again.
         """
         mailbox, report = self._mailbox, self._report
         if mailbox.refused and report.boot_id in mailbox.refused:
@@ -169,7 +176,10 @@ class PendingExchange:
         self._mailbox.waiting.discard(self)
 
     def _is_last(self, assignment: Assignment) -> bool:
-        """Return whether the report says that the workers have ended and the node goes now."""
+        """Return whether the agent was ordered to stop, and reports that its workers have ended.
+
+        The result is False if the order lets the node stay until a checkpoint is stored.
+        """
         stops = assignment.directive is Directive.STOP and not assignment.stay_until_stored
         return stops and self._report.memory_round > self._report.follows
 
@@ -179,9 +189,11 @@ class PendingExchange:
         self.look()
 
     def _answer(self, outcome: "Assignment | PassiveMasterError | SupersededError") -> None:
-        """Pass on the outcome, and note that the node got its order to stop if it is one.
+        """End the wait, and pass the outcome on to the agent.
 
-        An order that lets the node stay until a checkpoint is stored does not count.
+        If the outcome is an order to stop, the node is marked as dismissed, and tasks that wait for
+        this are woken. An order that lets the node stay until a checkpoint is stored does not
+        count.
         """
         self.leave()
         if (
@@ -273,7 +285,8 @@ class Loop:
         """Return the status of the job, or None before this master runs it.
 
         While the journal is being written, this is the status before that write: a later master
-        would know nothing newer.
+        would know nothing newer. While the journal cannot be written, the condition
+        ``JournalWritable`` is False and says why.
         """
         if self._job is None:
             return None
@@ -312,10 +325,12 @@ class Loop:
     ) -> Callable[[], None]:
         """Queue a report for the next turn, and answer it once the agent needs another assignment.
 
-        The outcome may also be a :class:`PassiveMasterError`: the agent must ask again later. It
-        comes immediately if this master does not know its nodes yet, or if the agent belongs to the
-        next job. It is a :class:`SupersededError` if the node, or this incarnation of it, was given
-        up. Without anything new, the same assignment is the outcome after ``exchange_s``.
+        Without anything new, the outcome after ``exchange_s`` is the same assignment. It is a
+        :class:`PassiveMasterError` if the agent has none by then; the agent must ask again. That
+        outcome comes immediately if this master does not know its nodes yet. It also comes
+        immediately if the job has ended and the agent belongs to the next one. The outcome is a
+        :class:`SupersededError` if the node, or this agent process of it, was given up or is not
+        known. An older report of the same agent process that still waits is answered now.
 
         Args:
             node_id: The node that reports.
@@ -323,7 +338,8 @@ class Loop:
             on_reply: Called once with the outcome, possibly before this method returns.
 
         Returns:
-            A function to call if the connection closes before the outcome.
+            A function to call if the connection closes before the outcome. The call ends the wait,
+            and has the core suspect the node unless a newer report has arrived.
         """
         if self._job is None or not self._listed:
             on_reply(PassiveMasterError("this master is not ready yet: it is taking over the job"))
@@ -351,13 +367,15 @@ class Loop:
         return leave
 
     async def candidates(self, round_number: int) -> RestoreCandidates:
-        """Return what could be restored in a round, once its members have reported what they hold.
+        """Return the checkpoints in memory that could be restored in a round; maybe none.
 
-        The job answers ``memory_wait_s`` after the question at the latest, with what is known by
-        then. There is no other time limit.
+        The answer comes once the members of the round have reported what they hold. It comes
+        ``memory_wait_s`` after the question at the latest, with what is known by then. There is no
+        other time limit: while the journal cannot be written, the caller waits.
 
         Raises:
-            PassiveMasterError: This master does not know it yet.
+            PassiveMasterError: This master does not run the job yet, or the platform has not listed
+                its nodes yet.
         """
         if self._job is None or not self._listed:
             raise PassiveMasterError("this master is not ready yet: it is taking over the job")
@@ -375,7 +393,8 @@ class Loop:
         """Return the nodes that have a checkpoint in memory; empty if no node has it.
 
         Raises:
-            PassiveMasterError: This master does not know it yet.
+            PassiveMasterError: This master does not run the job yet, or the platform has not listed
+                its nodes yet.
         """
         if self._job is None or not self._listed:
             raise PassiveMasterError("this master is not ready yet: it is taking over the job")
@@ -397,8 +416,13 @@ class Loop:
     async def end_job(self, why: str, within_s: float) -> None:
         """Request the end of the job; wait until all living nodes have their order to stop.
 
-        The wait ends after this time without an error. There is no wait if the loop does not run
-        the job yet.
+        There is no wait if the loop does not run the job yet. A job that has ended already keeps
+        its phase.
+
+        Args:
+            why: The reason, in words; the job then ends as Failed. If empty, the job ends as
+                Stopped, as by its user.
+            within_s: Longest wait in seconds. It ends without an error.
         """
         self.add_events([JobStopped(why)])
         job = self._job
@@ -425,8 +449,14 @@ class Loop:
     async def run(self) -> None:
         """Hold the journal and run the job until canceled; then release the journal.
 
-        The journal and the spec are awaited without a time limit. Errors that are not transient end
-        the loop.
+        The journal and the spec are awaited without a time limit. Each master begins a term that is
+        higher than all that the journal and the platform know.
+
+        Raises:
+            ConfigError: The journal exists and cannot be read.
+            ExceptionGroup: A task of the loop has failed with an error that is not transient. The
+                group contains SupersededError if another master has taken the journal, or has begun
+                a later term.
         """
         try:
             journal = await self._acquire()
@@ -506,7 +536,8 @@ class Loop:
     def _address(self, job: Job, node_id: NodeId, report: AgentReport) -> None:
         """Set the agent process that the node's assignment is for, once its report was taken in.
 
-        Nothing happens if the report was refused, or its process is the same as before.
+        An assignment for the node's earlier agent process is dropped. Nothing happens if the report
+        was refused, or its process is the same as before.
         """
         node = job.live.nodes.get(node_id)
         mailbox = self._mailbox(node_id)
@@ -522,7 +553,12 @@ class Loop:
     async def _carry_out(self, step: Step) -> None:
         """Store the journal if it has changed, then carry out the effects of a step.
 
-        It waits for the journal without a time limit. Calls of the platform are only started here.
+        The journal is awaited without a time limit. Calls of the platform are only started here.
+        Waiting requests of agents with a new assignment or refusal are answered at the end. The
+        mailbox of a name that is no node of the job is then dropped.
+
+        Raises:
+            SupersededError: Another master has taken the journal. No effect is carried out.
         """
         if step.journal is not None:
             await self._save(step.journal)
@@ -590,9 +626,15 @@ class Loop:
         )
 
     async def _acquire(self) -> DurableState | None:
-        """Wait until this master holds the journal, without a time limit.
+        """Wait until this master holds the journal, without a time limit, and return the journal.
 
-        A new reason for the wait is logged. Returns None if there is no journal yet.
+        A new reason for the wait is logged.
+
+        Returns:
+            None if there is no journal yet: the job begins.
+
+        Raises:
+            ConfigError: The journal exists and cannot be read.
         """
         why = ""
         while True:
@@ -605,7 +647,10 @@ class Loop:
                 await asyncio.sleep(pause_s(RETRY.doublings, error))
 
     async def _save(self, journal: DurableState) -> None:
-        """Write the journal; the loop does nothing else until it is written."""
+        """Write the journal, without a time limit, and measure the duration of the write.
+
+        Until it is written, the loop makes no turn, and :meth:`status` shows the earlier status.
+        """
         self._saving = True
         began = self._clock.now()
         try:
@@ -618,8 +663,10 @@ class Loop:
     async def _save_until_it_works(self, journal: DurableState) -> None:
         """Repeat the write of the journal until it succeeds, without a time limit.
 
-        Each new error is logged and shown in the status. Another master that has taken the journal
-        ends the loop (SupersededError).
+        Each new error is logged, and shown in the status until a write succeeds.
+
+        Raises:
+            SupersededError: Another master has taken the journal; this ends the loop.
         """
         tries = 0
         while True:
@@ -667,8 +714,11 @@ class Loop:
     async def _publish(self) -> None:
         """Publish the status whenever it may have changed, at intervals of ``publish_s`` or more.
 
-        A failure is logged, and the status of a later time is published after a pause. A later
-        master ends the loop (SupersededError).
+        A failure is logged, and the status of a later time is published after a pause. The interval
+        is also at least 20 times the CPU time that the status has taken.
+
+        Raises:
+            SupersededError: Another master has begun a later term; this ends the loop.
         """
         tries = 0
         while True:
@@ -705,8 +755,12 @@ class Loop:
     async def _until_works(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
         """Repeat a call until it succeeds, without a time limit; return its result.
 
-        Only transient errors are repeated. Each is logged, and a pause of up to 2 s or
-        ``retry_after`` follows.
+        Each transient error is logged, and a pause of up to 2 s or ``retry_after`` follows. Any
+        other error is raised.
+
+        Args:
+            what: Name of the call for the log.
+            call: Makes one attempt.
         """
         tries = 0
         while True:

@@ -77,7 +77,12 @@ class RequestGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse the request, or pass it on; anything but HTTP is dropped without an answer.
 
-        A refusal has status 401 (no valid token, which is counted) or 413 (the body is too large).
+        A refusal has status 401 (no valid token, which is counted) or 413 (the announced length is
+        too large or no number).
+
+        Raises:
+            BodyTooLargeError: More of the body has arrived than the limit allows. The application
+                raises it while it reads the body.
         """
         if scope["type"] != "http":
             return  # the server speaks HTTP only; anything else gets no access without the token
@@ -131,7 +136,8 @@ OCTETS: dict[str, Any] = {"content": {"application/octet-stream": {}}}
 def _described(app: FastAPI) -> dict[str, Any]:
     """Return the OpenAPI document, completed by hand.
 
-    FastAPI does not know the bodies that the endpoints read themselves, nor the guard before them.
+    FastAPI does not know the bodies that the endpoints read themselves, nor the check of the token
+    before them (:class:`RequestGuard`).
     """
     made = FastAPI.openapi(app)
     parts = made["components"]
@@ -385,7 +391,8 @@ def _count(name: str, help_text: str, value: float) -> Metric:
 def health_app(loop: Loop, registry: CollectorRegistry, *, dead_s: float = DEAD_S) -> ASGIApp:
     """Return the application for health, readiness and metrics.
 
-    The metrics of the job are registered here, so it must be called once for each registry.
+    The metrics of the job are registered here, so this function must be called once for each
+    registry. Nothing is served yet, and no page needs a token.
 
     Args:
         loop: The loop that runs the job.
@@ -428,7 +435,8 @@ def server(
     Args:
         app: The application.
         header_s: Seconds that a connection may take to send the head of a request.
-        exchanges: Takes plain exchanges on the direct path; None if there are none.
+        exchanges: Answers plain reports of agents without a call of ``app``; None if there are no
+            such reports.
         tls: TLS settings; None for plain HTTP.
     """
     protocol = http_server.TimeoutHttpProtocol if exchanges is None else _direct(exchanges)
@@ -436,9 +444,10 @@ def server(
 
 
 def _direct(exchanges: Exchanges) -> type[http_server.TimeoutHttpProtocol]:
-    """Return a protocol class in which plain exchanges take the direct path.
+    """Return a protocol class in which plain exchanges do not reach the ASGI application.
 
-    All other requests take the path of FastAPI.
+    ``exchanges`` answers these reports of agents itself (:meth:`Exchanges.accept` says which are
+    plain). All other requests are passed on to the application.
     """
 
     class Direct(http_server.TimeoutHttpProtocol):

@@ -52,11 +52,14 @@ class Settings(Timing):
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Self:
         """Read the settings from the environment; what is not set has its default.
 
-        A variable with the prefix and an unknown name is an error, except those of the master's
-        Service.
+        Variables of the master's Service, which Kubernetes sets, are ignored.
+
+        Args:
+            environ: The variables; None for those of this process.
 
         Raises:
-            ConfigError: A value cannot be used; the message has one line for each such value.
+            ConfigError: A value cannot be used, two times contradict each other, or a variable with
+                the prefix has an unknown name. The message has one line for each fault.
         """
         environ = os.environ if environ is None else environ
         given = {
@@ -73,8 +76,11 @@ class Settings(Timing):
     def in_cluster(environ: Mapping[str, str] | None = None) -> "InCluster":
         """Read what the operator sets for a master on Kubernetes; an empty variable is missing.
 
+        Args:
+            environ: The variables; None for those of this process.
+
         Raises:
-            ConfigError: A variable is missing.
+            ConfigError: A variable is missing. The message names all that are.
         """
         environ = os.environ if environ is None else environ
         needed: tuple[str, ...] = (names.ENV_MASTER_JOB_UID, names.ENV_MASTER_SERVICE)

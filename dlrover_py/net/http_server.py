@@ -86,24 +86,24 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
     """Bytes since the last beginning or end of a head, or since the last part of a body."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Handle a new connection."""
+        """Handle a new connection: its first head must be complete within ``header_s`` seconds."""
         super().connection_made(transport)
         self._start_head_timer()
 
     def on_message_begin(self) -> None:
-        """Handle the beginning of a request's head."""
+        """Handle the beginning of a request's head, and start its timer if none runs."""
         self._buffered_bytes = 0
         super().on_message_begin()
         if self._head_timer is None:  # not the first request of this connection
             self._start_head_timer()
 
     def on_headers_complete(self) -> None:
-        """Handle the end of a request's head."""
+        """Handle the end of a request's head: its timer is stopped."""
         self._stop_head_timer()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Handle a part of a request's body."""
+        """Handle a part of a request's body: the count of bytes starts again at 0."""
         self._buffered_bytes = 0
         super().on_body(body)
 
@@ -143,11 +143,14 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _start_head_timer(self) -> None:
-        """Start the timer that closes the connection."""
+        """Start the timer that closes the connection, without a reply, after ``header_s`` seconds.
+
+        An earlier timer is not stopped.
+        """
         self._head_timer = self.loop.call_later(self.header_s, self.transport.close)
 
     def _stop_head_timer(self) -> None:
-        """Stop the timer."""
+        """Stop the timer of a head, if one runs, and start the count of bytes again at 0."""
         self._buffered_bytes = 0
         if self._head_timer is not None:
             self._head_timer.cancel()

@@ -99,6 +99,9 @@ async def supervise(
         process: Process of the master.
         health: Address of its health endpoint.
         timing: Times of the probes; None for the defaults.
+
+    Raises:
+        ProcessLookupError: Other code has reaped the process.
     """
 
     async def kill_if_hung() -> None:
@@ -117,7 +120,12 @@ async def supervise(
 async def _wait_until_failed(health: str, timing: ProbeTiming) -> str:
     """Probe a master until it has missed ``MISSED`` probes in a row; return the last error.
 
-    A first probe without an answer counts as all of them. It never returns for a healthy master.
+    A first probe without an answer counts as all of them. The coroutine never returns for a healthy
+    master.
+
+    Args:
+        health: Address of the master's health endpoint.
+        timing: Times of the probes.
     """
     client = HttpClient(health)
     try:

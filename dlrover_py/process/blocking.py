@@ -133,7 +133,7 @@ class BackgroundThread:
             make: The function to call. If it has not begun when it is given up, it is never called.
             within_s: The limit in seconds, with the time that the call waits for earlier ones.
             discard: Called in the thread with the result of a call that was given up.
-            not_called: Called if the call is never made.
+            not_called: Called in the event loop if the call is never made.
 
         Raises:
             OverdueError: If the limit has passed. An exception of the call is raised, too.

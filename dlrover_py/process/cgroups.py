@@ -74,8 +74,9 @@ class OomKills:
 def free_bytes(root: Path = ROOT, own_groups: Path = OWN_GROUPS) -> int | None:
     """Return the bytes that may still be used before a limit is reached.
 
-    Page cache that the kernel can reclaim immediately counts as free. The result is None without a
-    limit, or if the kernel's files cannot be read. It may be negative.
+    The group and all its ancestors count. Page cache that the kernel can reclaim immediately counts
+    as free. The result may be negative. It is None without a limit, or if the kernel's files cannot
+    be read. In version 1, a group without a limit gives a number close to 2**63.
 
     Args:
         root: Folder in which control groups are mounted.

@@ -25,15 +25,15 @@ def wake(process: "subprocess.Popen[bytes]") -> None:
 def end(process: "subprocess.Popen[bytes]", within_s: float) -> bool:
     """Wait for the end of a helper that was asked to end, and kill it after a limit.
 
-    A stopped helper is continued first. The call blocks for ``within_s``, and after SIGKILL for at
-    most :data:`KILLED_S`. It reaps the helper, unless that survives SIGKILL.
+    A stopped helper is continued first. The call blocks for at most ``within_s``, and after SIGKILL
+    for at most :data:`KILLED_S` more. It reaps the helper, unless that survives SIGKILL.
 
     Args:
         process: A child of this process.
         within_s: The limit in seconds; 0 kills the helper now.
 
     Returns:
-        Whether the helper has ended by itself.
+        True if the helper has ended by itself, False if it was killed or survives SIGKILL.
     """
     wake(process)
     if _wait(process, within_s):
@@ -47,6 +47,10 @@ def _wait(process: "subprocess.Popen[bytes]", within_s: float) -> bool:
     """Return whether a process ends in time, by its pidfd, and reap it then.
 
     ``Popen.wait`` with a timeout would poll 20 times a second.
+
+    Args:
+        process: A child of this process.
+        within_s: The limit in seconds.
     """
     if process.poll() is not None:
         return True

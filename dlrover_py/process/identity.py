@@ -29,8 +29,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def ignores_signal(number: int) -> bool:
     """Return whether this program must ignore a signal: it is SIGHUP, and nohup is in use.
 
-    Other signals that were ignored at the start are not such a request. A shell without job control
-    ignores SIGINT and SIGQUIT for each program that it starts in the background.
+    Call it before the program sets a handler of its own for the signal. Other signals that were
+    ignored at the start are not such a request. A shell without job control ignores SIGINT and
+    SIGQUIT for each program that it starts in the background.
     """
     return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
@@ -51,8 +52,8 @@ def shielded_child() -> Iterator[None]:
     """Block the signals of :data:`SENT_TO_ALL` in processes that this thread starts meanwhile.
 
     The signal mask outlives exec, so such a signal cannot kill the process while it imports its
-    modules. It calls :func:`ignore_sent_to_all` when it is ready. This thread does not get these
-    signals meanwhile either.
+    modules. The new process calls :func:`ignore_sent_to_all` when it is ready. This thread does not
+    get these signals meanwhile either.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SENT_TO_ALL)
     try:
@@ -64,7 +65,7 @@ def shielded_child() -> Iterator[None]:
 def ignore_sent_to_all() -> None:
     """Ignore the signals of :data:`SENT_TO_ALL`, including those that came while they were blocked.
 
-    The parent ends this process in another way.
+    The parent ends this process in another way. Only the main thread may call this function.
     """
     for number in SENT_TO_ALL:
         signal.signal(number, signal.SIG_IGN)
@@ -96,7 +97,7 @@ class ProcessId(NamedTuple):
         """Return the identifier of the process with a process id. It may be a zombie.
 
         Raises:
-            ProcessLookupError: If there is no such process.
+            ProcessLookupError: If there is no such process, or it may not be read.
         """
         found = _read_stat(pid)
         if found is None:
@@ -110,10 +111,11 @@ class ProcessId(NamedTuple):
         return found is not None and found.id == self and not found.ended
 
     def open(self) -> int:
-        """Open a file descriptor of the process (pidfd_open(2)).
+        """Open a file descriptor of the process (pidfd_open(2)), which the caller must close.
 
         Raises:
             ProcessLookupError: If the process is gone.
+            OSError: If this process may open no more files.
         """
         fd = os.pidfd_open(self.pid)
         # Check after the open: if the identity matches now, the descriptor is of this process.
@@ -124,7 +126,11 @@ class ProcessId(NamedTuple):
         return fd
 
     def signal(self, number: int) -> None:
-        """Send a signal, if the process exists and this user may signal it; else do nothing."""
+        """Send a signal, if the process exists and this user may signal it; else do nothing.
+
+        Raises:
+            OSError: If this process may open no more files.
+        """
         with contextlib.suppress(ProcessLookupError, PermissionError):
             fd = self.open()
             try:
@@ -253,7 +259,8 @@ def environment(pid: int, max_bytes: int = MAX_ENVIRONMENT_BYTES) -> bytes:
         max_bytes: Largest number of bytes to read.
 
     Returns:
-        The variables with a NUL after each. Empty if the process has ended, or is a kernel thread.
+        The variables with a NUL after each. Empty if the process has ended, is a kernel thread, has
+        no environment, or is still in execve after ``EXEC_S`` seconds.
 
     Raises:
         OSError: If there is no such process, or it may not be read.
@@ -348,11 +355,11 @@ def signal_at_parents_end(number: int) -> None:
 async def ended(process: "subprocess.Popen[bytes]") -> int:
     """Wait for the end of a child by its pidfd, reap it, and return its exit code.
 
-    The code is negative after a signal. There is no time limit. If it was reaped by this object
-    before, the call returns immediately.
+    The code is negative after a signal. There is no time limit. If ``process`` has reaped the child
+    before, the call returns immediately. If other code reaps the child meanwhile, the result is 0.
 
     Raises:
-        ProcessLookupError: Other code has reaped the child.
+        ProcessLookupError: Other code has reaped the child before the call.
     """
     import asyncio  # here, because the reaper does not need it
 

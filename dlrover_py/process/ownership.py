@@ -122,7 +122,7 @@ def is_own(folder: Path, *, shared: bool = False, hint: str) -> bool:
         hint: As for :func:`open_own`.
 
     Returns:
-        False if there is no such folder yet.
+        False if there is no such folder yet, or a link of this user leads to no folder.
 
     Raises:
         ConfigError: If another user could have changed its content, or it cannot be opened.
@@ -139,8 +139,8 @@ def is_own(folder: Path, *, shared: bool = False, hint: str) -> bool:
 def is_own_socket(path: str | Path) -> bool:
     """Return whether there is a socket at a path that this user or root has made.
 
-    When a program has ended, another user may put a socket at its path. The result is also False
-    without a file there, and does not say whether a program listens.
+    When a program has ended, another user may put a socket at its path. The result is False if
+    there is no file, a link or another kind of file. It does not say whether a program listens.
     """
     try:
         found = os.lstat(path)

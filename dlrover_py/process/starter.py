@@ -59,7 +59,7 @@ class Starter:
         not_called: Callable[[], object] | None = None,
         within_s: float = START_S,
     ) -> T:
-        """Call a function in a thread that starts a process, and return its result.
+        """Have the thread call a function that starts a process, and return its result.
 
         The start is given up at the limit, or when the waiting task is canceled. A process that was
         forked by then is killed by a task; see :meth:`idle`.
@@ -136,11 +136,14 @@ class Starter:
             self._given_up = [start for start in self._given_up if not start.over]
 
     def _new_children(self) -> set[int]:
-        """Return the process ids of children that the thread has forked since the start began."""
+        """Return the process ids of children that the thread has forked since its last start began.
+
+        Children that were reaped are left out.
+        """
         return children_of_thread(self._thread) - self._before
 
 
 def kill_and_reap(process: "subprocess.Popen[bytes]") -> None:
-    """Kill and reap a process whose start was given up."""
+    """Kill and reap a process whose start was given up; wait for its end without a limit."""
     process.kill()
     process.wait()

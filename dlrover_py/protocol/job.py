@@ -529,6 +529,7 @@ class ElasticJob(_Strict):
         cluster.
 
         Raises:
+            UnsupportedError: the kind of training is not supported yet.
             ConfigError: the document is invalid. The message has one line for each fault that was
                 found: its path, what was found and what was expected. Later checks are left out
                 after a fault, and of more than 20 faults in the templates the rest is only counted.

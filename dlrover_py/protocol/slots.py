@@ -97,7 +97,12 @@ class TensorChunk(NamedTuple):
 
 
 def _is_possible(chunk: TensorChunk) -> TensorChunk:
-    """Return a chunk that is inside of its tensor; raise ValueError for another one."""
+    """Return a chunk that torch can have.
+
+    Raises:
+        ValueError: the data type is unknown, the chunk is not inside of its tensor, or one of the
+            two has `LARGEST` bytes or more.
+    """
     _, dtype, shape, whole, at = chunk  # documents have 10,000s of chunks: attributes are slower
     item = ITEM_BYTES.get(dtype)
     if item is None:
@@ -261,7 +266,12 @@ class SlotHeader:
 
 
 def _fits(header: SlotHeader) -> SlotHeader:
-    """Return a header whose parts fit together; raise ValueError for another one."""
+    """Return a header whose parts fit together.
+
+    Raises:
+        ValueError: a table ends beyond the size of the slot, or the rank is not below the world
+            size.
+    """
     for part in (header.table, header.digests, header.objects):
         if part.at + part.nbytes > header.size:
             raise ValueError(f"{part.nbytes} bytes at {part.at} are beyond its {header.size}")

@@ -369,7 +369,8 @@ class Training(JobStatus):
         """Return a status cut to ``TRAINING_BYTES``, without its conditions.
 
         Kubernetes has the conditions in ``status.conditions``. The newest events stay, up to
-        ``TRAINING_EVENTS``, and nodes up to ``TRAINING_NODES``, those with problems first.
+        ``TRAINING_EVENTS`` and half of the bytes. Nodes stay up to ``TRAINING_NODES``, those with
+        problems first. All other fields are never cut.
         """
         fields = {name: getattr(status, name) for name in JobStatus.model_fields}
         fields |= {"conditions": [], "nodes": [], "events": []}

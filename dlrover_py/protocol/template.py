@@ -224,7 +224,13 @@ def _unknown_value(value: str, path: str, kind: str, values: tuple[str, ...]) ->
 
     A value with a likeness of at least ``SAME`` to a known one is a spelling error, and the fault
     names that one. Any other value may be one of a newer version: its fault is one of an unknown
-    value (:attr:`TemplateFault.unknown`). ``kind`` is the type of the table with this field.
+    value (:attr:`TemplateFault.unknown`).
+
+    Args:
+        value: the value.
+        path: the path of the value.
+        kind: the type of the table that has the field.
+        values: the known values of the field, at least two.
     """
     from difflib import get_close_matches  # rarely needed
 

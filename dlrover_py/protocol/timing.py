@@ -111,7 +111,11 @@ class Timing(BaseModel):
 
     @model_validator(mode="after")
     def _relations(self) -> Self:
-        """Refuse times that contradict each other; return the times unchanged otherwise."""
+        """Refuse times that contradict each other; return the times unchanged otherwise.
+
+        Raises:
+            ValueError: two times contradict each other; the message names both.
+        """
         if self.exchange_s * 2 > self.lease_s:
             raise ValueError(
                 f"exchange_s is {self.exchange_s:g} and lease_s {self.lease_s:g}: expected a lease "

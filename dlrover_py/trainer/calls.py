@@ -42,13 +42,14 @@ class CallGuard:
 
     @contextlib.contextmanager
     def inside(self, kind: str, step: int | None = None, *, forced: bool = False) -> Iterator[None]:
-        """Record that this thread is inside a call, for :meth:`interrupts` and for messages.
+        """Record that this thread is inside a call, as long as the block runs.
 
-        It also sets `number`, by which the votes compare the calls of the ranks.
+        :meth:`interrupts` and the messages use the record. The context manager also sets `number`,
+        by which the votes compare the calls of the ranks.
 
         Args:
             kind: kind of the call, such as ``save()``.
-            step: the step of a save.
+            step: the step of a save; None for another kind of call.
             forced: whether the save has ``force=True``.
         """
         self._inside = threading.get_ident()
@@ -62,11 +63,11 @@ class CallGuard:
     def interrupts(self, call: str, waiter: int | None) -> bool:
         """Return whether this thread is already inside another call, or waits for a copy.
 
-        If so, this is the handler of a signal, and a warning is logged once. What it would wait
-        for, or release, is held by the frames below it on the same stack.
+        If so, the new call comes from the handler of a signal, and a warning is logged once. Such a
+        call would wait forever for what the interrupted code on the same stack holds.
 
         Args:
-            call: the new call.
+            call: the new call in words, for the warning.
             waiter: id of the thread in which an optimizer waits for a copy; None if there is none.
         """
         if threading.get_ident() not in (self._inside, waiter):
@@ -83,7 +84,8 @@ class CallGuard:
 
         A rank that saves or loads alone is found before its collectives could be mistaken for those
         of the training. Later saves are not worth this wait; :meth:`report_missing_ranks` observes
-        them. Other calls do not wait, and a world of one rank never does.
+        them. Other calls do not wait, and a world of one rank never does. The call does not wait
+        either if the store of the process group is unknown or fails.
 
         Raises:
             ConfigError: some ranks have not made this call within `CHECK_IN_LIMIT_S`.
@@ -104,7 +106,13 @@ class CallGuard:
             self._first_save_reached = True
 
     def check_in_again(self, limit_s: float = CHECK_IN_LIMIT_S) -> None:
-        """Wait for the other ranks in the current call, once more; one rank alone does not wait.
+        """Wait once more until all ranks have made the current call.
+
+        Nothing is done in a world of one rank, or if the store of the process group is unknown or
+        fails.
+
+        Args:
+            limit_s: seconds to wait at most.
 
         Raises:
             ConfigError: some ranks have not made this call within this time.
@@ -115,7 +123,8 @@ class CallGuard:
     def raise_difference(self, votes: SaveVotes) -> NoReturn:
         """Raise on every rank, because the ranks started the last vote in different calls.
 
-        The ranks exchange the names of their calls before, which takes up to five seconds.
+        The ranks first exchange the names of their calls, which takes up to five seconds. The
+        message names the calls that were heard of by then, or else the least and the greatest one.
 
         Raises:
             CallsDifferError: always.
@@ -141,7 +150,7 @@ class CallGuard:
             own: the options of this rank, in words.
 
         Raises:
-            CallsDifferError: they have.
+            CallsDifferError: the options of some ranks differ.
         """
         group = rank_and_world()
         options = dict(enumerate(gather(own, 1 if group is None else group[1])))

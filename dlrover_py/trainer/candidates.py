@@ -85,18 +85,20 @@ class CandidateSearch:
         self._manifests: dict[str, Manifest] = {}
 
     def candidates(self, round: int, job: str) -> CandidateList:
-        """List the checkpoints that may be loaded.
+        """List the checkpoints that may be loaded, newest first.
 
         Memory or storage that cannot be listed is left out: a warning is logged, and the list has
-        an ``incomplete_reason``. The call may wait for the master (`SearchTiming`). It waits for
-        storage indefinitely if memory has no checkpoint.
+        an ``incomplete_reason``. If both cannot be listed, that reason is the one of storage. The
+        call may wait for the master (`SearchTiming`). It waits for storage indefinitely if memory
+        has no checkpoint.
 
         Args:
-            round: the round that was agreed on. The memory of its nodes is searched.
+            round: number of the current rendezvous round. The memory of its nodes is searched.
             job: the job's uid: slots of other jobs are ignored. Empty: all slots are used.
 
         Raises:
-            CheckpointError: storage has nothing but damaged checkpoints.
+            CheckpointError: storage has nothing but checkpoints that are damaged or have a newer
+                format, and memory has none.
         """
         memory, claimed, blind = self._list_memory(round, job)
         stored, why = self._list_stored(bool(memory))
@@ -115,7 +117,10 @@ class CandidateSearch:
         return None if newest is None else newest.at
 
     def open(self, found: RestoreSource, rank: int) -> OpenCandidate:
-        """Return a candidate that is opened for a rank. Nothing is read before it is needed."""
+        """Return a candidate that is opened for a rank; the caller must close it.
+
+        Nothing is read before it is needed.
+        """
         return OpenCandidate(
             found,
             rank=rank,
@@ -128,7 +133,8 @@ class CandidateSearch:
     def _list_memory(self, round: int, job: str) -> tuple[Sequence[RestoreSource], bool, str]:
         """Return the candidates in memory, whether the agent has any, and what is unknown.
 
-        The last is "" if the list is complete. Slots are looked at only if there is no agent.
+        The last is "" if the list is complete. If the agent cannot list them, the list is empty and
+        the last says why. This node's slots are looked at only if there is no agent.
         """
         agent = self._agent
         if agent is not None:
@@ -191,10 +197,11 @@ class CandidateSearch:
         return stored, ""
 
     def _manifest(self, folder: str) -> tuple[CheckpointDirectory, Manifest] | None:
-        """Return the manifest of a folder, which ranks other than 0 list only now.
+        """Return the directory in storage and the manifest of a folder.
 
-        The result is None if there is no storage, or the folder is not in it. The wait for storage
-        has no limit.
+        Ranks other than 0 list the directory only now. The result is None if there is no storage,
+        or the folder is not in it. The wait for storage has no limit. An error of the storage is
+        raised.
         """
         if self._store is None:
             return None
@@ -207,14 +214,17 @@ class CandidateSearch:
     ) -> Sequence[Manifest]:
         """List the checkpoints in storage, in a thread that is left behind if it hangs.
 
+        An error of the storage is raised. While the wait has no limit, warnings are logged at the
+        intervals of `SearchTiming`.
+
         Args:
             store: the directory of checkpoints.
             within_s: seconds to wait. None: wait until storage answers, since a checkpoint that it
                 may have would be lost otherwise.
 
         Raises:
-            TimeoutError: storage did not answer. A network file system whose server is gone never
-                does.
+            TimeoutError: storage did not answer within ``within_s``. A network file system whose
+                server is gone never does.
         """
         found: Future[Sequence[Manifest]] = Future()
 
@@ -287,7 +297,7 @@ def merge(
 def _retry_transient(ask: Callable[[], list[Any]], timing: SearchTiming) -> list[Any]:
     """Repeat a request while it fails with a transient error, for ``timing.ask_timeout_s``.
 
-    Then the last error is raised.
+    Then the last error is raised. Any other error is raised immediately.
     """
     deadline = time.monotonic() + timing.ask_timeout_s
     while True:

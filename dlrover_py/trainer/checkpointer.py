@@ -93,12 +93,14 @@ class Checkpointer:
                 ``{"last": 3, "every": 1000, "best": 2}``. The best checkpoint has the lowest
                 metric, or with ``"highest": True`` the highest.
             rng: whether to save the states of the random generators, too.
-            strict: whether ``load`` refuses a checkpoint that lacks a tensor of the state.
+            strict: whether ``load`` refuses a checkpoint whose keys differ from those of the state:
+                it lacks some, or has others for which the state has no place.
             settings: the place of this worker. None: read it from the environment.
             clock: returns seconds that never decrease.
 
         Raises:
-            ConfigError: an argument, or the job's ``checkpoint:`` section, cannot be used.
+            ConfigError: an argument, the job's ``checkpoint:`` section, or the environment of this
+                worker cannot be used.
         """
         self.settings = Settings.from_environment() if settings is None else settings
         options = SaveOptions.choose(
@@ -157,7 +159,8 @@ class Checkpointer:
             metric: how good the step is, if ``keep`` has ``best``: a number, or a tensor with one
                 element.
             force: save whatever the interval says, send the checkpoint to storage, and return once
-                all ranks have it in memory. All ranks must pass the same value.
+                all ranks have it in memory or some rank has failed to save it. All ranks must pass
+                the same value.
 
         Returns:
             Whether this rank has started to save the state. It is False if no save is due or this
@@ -166,10 +169,13 @@ class Checkpointer:
             copy. Neither can continue before the handler returns.
 
         Raises:
-            ConfigError: the state is not a mapping; the first state contains something that cannot
-                be saved, or that raises; the process group of a world with more than one rank is
-                not initialized; or some ranks do not make this call. In a later state, something
-                that cannot be saved costs only that save.
+            ConfigError: the state is not a mapping; or the first state contains something that
+                cannot be saved, or that raises. In a later state, this costs only that save.
+                Another cause is that some ranks do not make this call, make a different one, or use
+                other options (:class:`~dlrover_py.trainer.calls.CallsDifferError`). At the first
+                call, further causes are a process group that is not initialized, missing shared
+                memory, and another open Checkpointer of this worker.
+            OSError: at the first call, the slots in shared memory cannot be opened.
             ValueError: the step is not an integer from 0 to 2**53, or the metric is not a number.
             RuntimeError: another rank is gone.
         """
@@ -224,8 +230,13 @@ class Checkpointer:
             CheckpointError: there are checkpoints but none could be read; the storage could not be
                 listed; or the newest checkpoint is of another state. The message says whether the
                 state has been modified.
-            ConfigError: as for ``save``; ``dir`` is itself a checkpoint; or :meth:`close` was
-                called.
+            ConfigError: the state cannot be loaded; the ranks make different calls; ``dir`` is
+                itself a checkpoint; or :meth:`close` was called. At the first call, causes are also
+                a process group that is not initialized, missing shared memory, and another open
+                Checkpointer of this worker.
+            OSError: at the first call, the slots in shared memory cannot be opened.
+            UnreachableError: the transfer server of this node's agent does not answer.
+            RuntimeError: another rank is gone.
         """
         _check_mapping(state)
         if self._claim.closed:
@@ -248,8 +259,9 @@ class Checkpointer:
         It is true if ``session.should_stop()`` is true on any rank, and all ranks have agreed on
         it. One ``save`` distributes the request, and the property is true from the next ``save``
         on. That save is always due. The newest state is therefore in memory. The agent writes it to
-        ``dir``, if there is one, without further calls. Reading the property lets the agent know
-        that this script ends on request. It is always false without an agent.
+        ``dir``, if there is one, without further calls. A world of one rank needs no such ``save``
+        if its newest state is saved already. Reading the property lets the agent know that this
+        script ends on request. The property is always false without an agent.
         """
         self._polls_stop = True
         context, votes, previous = self._opened, self._votes, self._schedule.previous
@@ -264,12 +276,18 @@ class Checkpointer:
         Args:
             persisted: wait as well until the checkpoint that must go to storage is there, or has
                 failed. All ranks must pass the same value.
-            timeout_s: seconds to wait at most.
+            timeout_s: seconds to wait at most. With ``persisted`` they limit only the wait for
+                storage, because a copy always ends. None: there is no limit.
 
         Returns:
-            True once that is reached, or if nothing was saved. False if the time is over; in the
-            handler of a signal as for ``save``; or if the checkpoint is not in storage, and the log
-            or the condition of the job says why. After :meth:`close` the answer comes immediately.
+            True once that is reached; if nothing was saved; and in a forked child. False if the
+            time is over; in the handler of a signal as for ``save``; or if the checkpoint is not in
+            storage, and the log or the condition of the job says why. After :meth:`close` the
+            answer comes immediately: with ``persisted``, False may then mean that the outcome is
+            not known yet.
+
+        Raises:
+            CallsDifferError: with ``persisted``, some ranks make another call.
         """
         context = self._opened
         if context is None or not self._claim.mine:
@@ -287,6 +305,10 @@ class Checkpointer:
         Without an agent this includes the write to storage. With one, the agent writes it later. A
         second call does nothing, and neither does one in a forked child or in the handler of a
         signal that interrupts another call.
+
+        Raises:
+            CallsDifferError: other ranks make another call. The resources are then released when
+                the interpreter exits.
         """
         if self._claim.closed or not self._claim.mine or self._interrupts("close()"):
             return
@@ -326,7 +348,23 @@ class Checkpointer:
     ) -> bool:
         """Take the result of the last vote, start a save if one is due, and start the next vote.
 
-        Return whether a copy was started on this rank. The vote is started in any case.
+        The next vote starts even if this rank does not save. A forced save, and the first one after
+        a request to stop, also wait until the outcome is known on all ranks.
+
+        Args:
+            context: the context of this worker.
+            step: the step that is finished.
+            state: what is saved.
+            metric: how good the step is; None if it is not known.
+            force: whether the save is due in any case and goes to storage.
+
+        Returns:
+            Whether a copy was started on this rank.
+
+        Raises:
+            CallsDifferError: the ranks started the last vote in different calls.
+            ConfigError: the state cannot be saved, and none was saved before.
+            RuntimeError: another rank is gone.
         """
         stop_was_known = self._votes.stop
         self._finish_vote(context)
@@ -361,7 +399,14 @@ class Checkpointer:
     ) -> SaveAttempt:
         """Register a save that is due: the same on all ranks, whatever its outcome on this one.
 
-        No copy starts here. A step that is not greater than the last one begins a new timeline.
+        No copy starts here. A step that is not greater than that of the last registered save begins
+        a new timeline.
+
+        Args:
+            context: the context of this worker.
+            step: the step of the save.
+            persist: whether the checkpoint is to go to storage.
+            forced: whether the script has passed ``force=True``.
         """
         if (
             step <= self._last_due_step
@@ -374,7 +419,11 @@ class Checkpointer:
         return attempt
 
     def _own_vote(self, context: WorkerContext) -> RankVote:
-        """Return the vote of this rank."""
+        """Return the vote of this rank.
+
+        Rank 0 decides which saves are due by the clock. If the script reads ``should_stop``, the
+        agent is asked here whether it must stop.
+        """
         base = RankVote()
         if context.rank == 0:
             since = None if self._votes.flagged else self._storage.writing_since
@@ -400,8 +449,16 @@ class Checkpointer:
     def _finish_vote(self, context: WorkerContext, timeout_s: float | None = None) -> None:
         """Take and apply the result of the vote that the previous call started, if there is one.
 
+        A single rank applies its own vote instead. A save that the vote decides is sealed or missed
+        from here on.
+
+        Args:
+            context: the context of this worker.
+            timeout_s: seconds to wait for other ranks; None: the limit of the process group.
+
         Raises:
-            CallsDifferError: the ranks started the vote in different calls.
+            CallsDifferError: the ranks started the vote in different calls. The saves that were
+                undecided are made unusable first.
             RuntimeError: another rank is gone, or has not voted within the timeout.
         """
         if context.ballot is None:
@@ -430,10 +487,14 @@ class Checkpointer:
         self._votes.attempts.clear()
 
     def _finish_saves(self, context: WorkerContext) -> None:
-        """Learn the outcome of all saves. This is collective; ranks that are gone are tolerated.
+        """Wait for the copy, and learn the outcome of saves. This is collective.
 
-        Their votes are awaited for `DRAIN_S` seconds. Then a warning is logged and the outcome
-        stays unknown.
+        A second vote is held only if an undecided save is to go to storage. The outcome of another
+        last save stays unknown. Ranks that are gone are tolerated: their votes are awaited for
+        `DRAIN_S` seconds. Then a warning is logged and the outcome stays unknown.
+
+        Raises:
+            CallsDifferError: the ranks started the last vote in different calls.
         """
         context.stager.wait()
         try:
@@ -452,8 +513,14 @@ class Checkpointer:
     def _apply_outcome(self, context: WorkerContext, one: SaveAttempt, *, complete: bool) -> None:
         """Apply the outcome of a save, which all ranks know now.
 
-        A complete one is sent to storage if it was to go there. If it was and is incomplete, the
-        next save goes there instead.
+        If the save was to go to storage, a complete one is sent there. For an incomplete one, its
+        mark is cleared, and the next save goes there instead. Rank 0 logs a warning about an
+        incomplete save that was forced or was to go to storage.
+
+        Args:
+            context: the context of this worker.
+            one: the save.
+            complete: whether all ranks have sealed it.
         """
         if one.staging is not None:
             self.stats.ended(sealed=one.staging.header is not None, why=one.staging.why)
@@ -475,7 +542,8 @@ class Checkpointer:
     def _restore(self, context: WorkerContext, state: Mapping[str, object]) -> "Loaded | None":
         """Fill the state with the newest checkpoint that all ranks can have; None if none exists.
 
-        This is collective.
+        This is collective. Errors of :func:`dlrover_py.trainer.restore.load` are raised, and
+        UnreachableError if the transfer server of the agent does not answer.
         """
         from dlrover_py.checkpoint.directory import CheckpointDirectory
         from dlrover_py.trainer import restore
@@ -496,9 +564,14 @@ class Checkpointer:
             )
 
     def _begin_timeline(self, context: WorkerContext, found: "Loaded | None") -> None:
-        """Begin a new timeline after a load. Collective.
+        """Begin a new timeline after a load, and restart the intervals of saves. Collective.
 
         Saves that are still undecided are dropped: their outcome does not matter any more.
+        Retention spares the folder that was loaded.
+
+        Args:
+            context: the context of this worker.
+            found: what was loaded; None if there was no checkpoint.
         """
         self._claim.begin_timeline()
         self._last_due_step = -1
@@ -518,9 +591,19 @@ class Checkpointer:
     ) -> None:
         """Give the state the values of ``init``; without ``init`` the state stays as it is.
 
+        This is collective.
+
+        Args:
+            context: the context of this worker.
+            state: the state that is filled.
+            init: a folder or address that ``torch.distributed.checkpoint.save`` has written, or
+                None.
+
         Raises:
+            CallsDifferError: some ranks pass ``init``, and others do not.
             CheckpointError: the values cannot be read.
-            ConfigError: there are none, and the directory of checkpoints is itself one.
+            ConfigError: there is no ``init``, and the directory of checkpoints is itself a
+                checkpoint.
         """
         from dlrover_py.checkpoint.directory import CheckpointDirectory
 
@@ -549,7 +632,9 @@ class Checkpointer:
     def _site(self) -> WorkerContext:
         """Return the context of this worker; create it on the first call.
 
-        It first waits for the other ranks (`CallGuard.check_in`), and the creation is collective.
+        The call first waits for the other ranks (`CallGuard.check_in`), and the creation is
+        collective. A creation that fails raises, for example because the ranks use different
+        options. The next call tries again.
         """
         self._calls.check_in()
         if self._opened is None:
@@ -581,7 +666,18 @@ class Checkpointer:
         return self._votes.flagged or self._storage.is_busy(context)
 
     def _wait(self, context: WorkerContext, persisted: bool, timeout_s: float | None) -> bool:
-        """Wait as :meth:`wait` describes, without its checks."""
+        """Wait for the copy of this rank, or for the checkpoint that must go to storage.
+
+        Args:
+            context: the context of this worker.
+            persisted: wait for storage, too. This is collective.
+            timeout_s: seconds to wait for the copy or, if ``persisted``, for storage only. None:
+                there is no limit.
+
+        Returns:
+            False if the time is over. With ``persisted`` also if storage does not have the
+            checkpoint.
+        """
         end = None if timeout_s is None else self._clock() + timeout_s
         if not persisted:
             return context.stager.wait(timeout_s)
@@ -599,7 +695,17 @@ class Checkpointer:
         self._release(failed=hasattr(sys, "last_value"))
 
     def _release(self, *, failed: bool = False) -> None:
-        """Release all resources; no other rank needs to take part. A second call does nothing."""
+        """Release all resources; no other rank needs to take part.
+
+        The copy that is under way is awaited, and so are writes of this worker's own persister. A
+        single rank also begins a write to storage that is still due. A warning is logged if the
+        newest checkpoint will be lost. A second call does nothing, and neither does one in a forked
+        child.
+
+        Args:
+            failed: whether the script has failed. No warning is logged then, and on several nodes
+                the wait for the persister ends after `DRAIN_S`.
+        """
         if self._claim.closed or not self._claim.mine:
             return
         context = self._opened
@@ -615,7 +721,10 @@ class Checkpointer:
             context.close(failed=failed)
 
     def _warn_of_loss(self, context: WorkerContext) -> None:
-        """Log a warning on rank 0 if the newest checkpoint is only in memory and will be lost."""
+        """Log a warning on rank 0 if the newest checkpoint is only in memory and will be lost.
+
+        The copy that is under way is awaited. Nothing is logged after a request to stop.
+        """
         context.stager.wait()
         lost = self._votes.newest_sealed() or self._newest_unstored
         if context.rank == 0 and lost is not None and not self._votes.stop:

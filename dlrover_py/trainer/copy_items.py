@@ -81,9 +81,10 @@ def key_of_changed_bytes(items: Sequence[CopyItem]) -> str:
 
 
 def sample_bytes(address: int, nbytes: int, seed: int) -> tuple[tuple[int, bytes], ...]:
-    """Return a few bytes at two offsets of a tensor; the offsets differ from save to save.
+    """Return a few bytes at two offsets of a tensor, each with its offset in the tensor.
 
-    All bytes are returned if there are fewer than ``2 * SAMPLE_BYTES``.
+    The offsets differ from save to save. All bytes are returned, with the offset 0, if there are
+    fewer than ``2 * SAMPLE_BYTES``.
 
     Args:
         address: the address of the tensor's first byte.
@@ -104,7 +105,8 @@ def sample_bytes(address: int, nbytes: int, seed: int) -> tuple[tuple[int, bytes
 def enqueue(items: Sequence[CopyItem], view: memoryview, stream: Any, *, wait_for_all: bool) -> Any:
     """Enqueue the copies of one GPU's tensors, and return before they are done.
 
-    The training's stream waits for the copies of tensors that are not deferrable.
+    The training's stream waits for the copies of tensors that are not deferrable, which the
+    training may change at any time (`StagedTensor.deferrable`).
 
     Args:
         items: the tensors, on the same device.

@@ -41,8 +41,12 @@ class _DcpFolder:
 
         The length of the entry is recorded for `entry`. The file itself is not read.
 
+        Args:
+            info: the entry's value in ``storage_data`` of the metadata.
+
         Raises:
-            CheckpointError: the location is missing or invalid, or the entry is compressed.
+            CheckpointError: the location is missing or invalid, its file is not directly in the
+                folder, or the entry is compressed.
         """
         file = info.relative_path
         if not (isinstance(file, str) and _count(info.offset) and _count(info.length)):
@@ -55,7 +59,10 @@ class _DcpFolder:
         return TensorLocation(self, file, info.offset, None)
 
     def entry(self, file: str, position: int) -> bytes:
-        """Return the bytes of an entry, for which `place` was called before."""
+        """Return the bytes of an entry, for which `place` was called before.
+
+        An OSError is raised if the file cannot be read or ends too early.
+        """
         length = self.lengths[file, position]
         data = bytearray()
         while len(data) < length:  # the length may be wrong: no memory beyond what is there
@@ -102,8 +109,8 @@ def load_dcp(
 
     Raises:
         KeysDifferError: the checkpoint belongs to a different state; nothing was changed.
-        CheckpointError: the checkpoint cannot be read. The message says whether tensors of the
-            state have been written.
+        CheckpointError: the checkpoint or the state of some rank cannot be read, or an object
+            refuses what was saved. The message says whether tensors of the state have been written.
     """
     ranks = Ranks(rank, world)
     found = RestoreSource(Step(0), Round(0), Timeline(0), world, "", False, str(url))
@@ -159,7 +166,15 @@ def _rebuild(
 ) -> tuple[object, list[str]] | None:
     """Rebuild an object that DCP has split: ``optim.param_groups.0`` from ``….0.lr`` etc.
 
-    The result is the object and the keys that it was rebuilt from; None if there are no such keys.
+    The parts are read from the folder, which raises CheckpointError if one cannot be read.
+
+    Args:
+        catalog: the catalog of the folder.
+        paths: for each key of an object, the names and indexes of which it is composed.
+        key: the key of the object that was split.
+
+    Returns:
+        The object and the keys that it was rebuilt from; None if there are no such keys.
     """
     keys = [other for other in paths if other.startswith(f"{key}.")]
     if not keys:

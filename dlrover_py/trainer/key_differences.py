@@ -80,7 +80,8 @@ def match_groups(
 
     A group that has gained or lost parameters still matches if no other group has any of its
     parameters. Names that are only positions are no evidence. Groups that have only such names, or
-    only new names, are matched by their number.
+    only new names, are matched by their number. The saved group of this number must then have no
+    parameter that any group has here.
 
     Args:
         here: the parameters' names, by group.

@@ -86,7 +86,11 @@ class NoticeLog:
     def missed(self, step: int, why: str) -> None:
         """Count a save that was not started, and log each reason once.
 
-        A reason is logged again once 100 texts were logged.
+        Once 100 texts were logged, all are forgotten: a reason may then be logged again.
+
+        Args:
+            step: the step of the save.
+            why: the reason, in words.
         """
         self._stats.skipped += 1
         self._stats.why = why

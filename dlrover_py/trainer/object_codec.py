@@ -68,10 +68,19 @@ class StateStructure:
 
 
 def encode_object(key: str, value: object) -> bytes:
-    """Return a value as ``torch.save`` writes it.
+    """Return a value as ``torch.save`` writes it, in types that ``weights_only=True`` accepts.
+
+    Values that ``torch.load`` would refuse, such as arrays of NumPy, are converted first. The last
+    encoding of each key is kept, and returned again for an equal plain value. Other values are read
+    back as a check, once for each key and set of types.
+
+    Args:
+        key: the key of the value, for messages and for the kept encoding.
+        value: the value, or the :class:`StateStructure` whose tree is encoded.
 
     Raises:
-        ConfigError: the value could not be read back with ``weights_only=True``.
+        ConfigError: the value could not be read back with ``weights_only=True``, or an object of
+            the user has raised an exception.
     """
     value = value.tree if isinstance(value, StateStructure) else value
     try:
@@ -117,7 +126,10 @@ def _saved(value: object) -> bytes:
 
 
 def decode_object(data: bytes) -> object:
-    """Return the value that :func:`encode_object` encoded. Its tensors are on the CPU."""
+    """Return the value that :func:`encode_object` encoded. Its tensors are on the CPU.
+
+    Damaged bytes raise whatever ``torch.load`` raises, such as ``pickle.UnpicklingError``.
+    """
     value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     return _unpacked(value) if _PACKED.encode() in data else value
 
@@ -125,7 +137,8 @@ def decode_object(data: bytes) -> object:
 def same_plain(one: object, other: object) -> bool:
     """Return whether two values are the same, in containers and leaves of Python alone.
 
-    False: they differ, or have values of other types, such as tensors.
+    False: they differ, if only in the order of a dict; they have values of other types, such as
+    tensors; or they are nested too deeply.
     """
     if not (_kinds(one) <= _ENCODED_ONCE and _kinds(other) <= _ENCODED_ONCE):
         return False
@@ -136,7 +149,10 @@ def same_plain(one: object, other: object) -> bool:
 
 
 def refused(key: str, error: Exception) -> ConfigError:
-    """Return the error for an exception of a user's object: its key, and one line of text."""
+    """Return the error for an exception of a user's object: its key, and one line of text.
+
+    A ConfigError is returned unchanged.
+    """
     if isinstance(error, ConfigError):
         return error
     key = key if len(key) <= 200 else f"{key[:200]}…"
@@ -161,9 +177,13 @@ def first_line(error: Exception) -> str:
 def _packed(value: Any) -> Any:
     """Return a value in types that ``torch.load`` reads with ``weights_only=True``.
 
-    Scalars of NumPy become those of Python. Arrays of NumPy become the bytes of an ``.npy`` file
+    Scalars of NumPy become those of Python. Arrays of NumPy, and scalars such as ``datetime64``,
+    become the bytes of an ``.npy`` file
     (https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html). A ``BytesIO`` becomes
-    its bytes. A very large int becomes its digits.
+    its bytes, and a very large int its digits. A ``defaultdict`` becomes its items and the name of
+    its factory. Each of these, and empty bytes, is put into a tuple whose first item names the
+    form. The items of plain containers are converted in the same way. All other values are returned
+    unchanged.
 
     Raises:
         ValueError: an array of objects, which an ``.npy`` file can hold only as a pickle.

@@ -46,7 +46,8 @@ class SaveOptions:
             keep: as the argument of a Checkpointer.
 
         Raises:
-            ConfigError: an option cannot be used.
+            ConfigError: ``dir`` is not a valid address, an interval has none of its forms, or
+                ``keep`` is neither a number nor a set of rules.
         """
         job = settings.checkpoint
         where = dir if dir is not None else job.get("dir")
@@ -96,10 +97,11 @@ def _directory(where: str | os.PathLike[str]) -> str:
 
 
 def _keep(value: object) -> KeepRules:
-    """Return the rules of retention.
+    """Return the rules of retention, from rules, a number of newest checkpoints, or a mapping.
 
     Raises:
-        ConfigError: the value cannot be used.
+        ConfigError: the value is none of these. Also a number below 1, an unknown rule, or a rule
+            that is not a whole number from 0.
     """
     if isinstance(value, KeepRules):
         return value

@@ -1,4 +1,4 @@
-"""The place of a worker: its ranks, its slots in shared memory, and who else may use them."""
+"""The place of a worker: its ranks, its slots in shared memory, and what else may use them."""
 
 import contextlib
 import os
@@ -65,7 +65,8 @@ class SlotClaim:
             settings: the settings of this worker.
 
         Raises:
-            ConfigError: another one uses them, or has used them for another directory.
+            ConfigError: an open Checkpointer of this process uses the slots, or a closed one has
+                used them for another directory.
         """
         if not settings.arena:
             yield
@@ -125,7 +126,9 @@ class WorkerContext:
             on_reply: receives the replies of a persister that this worker runs, in a thread.
 
         Raises:
-            ConfigError: the process group is not initialized, or there is no shared memory.
+            ConfigError: the process group is not initialized, or there is no shared memory. Also if
+                another user can change the pool, or a slot has a newer format.
+            OSError: the agent's pool is gone, or its slots cannot be opened.
         """
         group = rank_and_world()
         if settings.size > 1 and group is None:
@@ -173,11 +176,19 @@ class WorkerContext:
         """Find the other workers of this node; the first of them creates the pool for all.
 
         This is collective. If there is a directory, the first worker also makes the persister
-        object; its process starts with the first request. It sets `job`, `node`, `nodes`, `ranks`
-        and `folder`.
+        object; its process starts with the first request. The call sets `job`, `node`, `nodes`,
+        `ranks` and `folder`, and for the first worker `memory` and `persister`.
+
+        Args:
+            settings: the settings of this worker.
+            stores: whether there is a directory for checkpoints.
+            answered: receives the replies of the persister, in a thread.
 
         Returns:
             The number of this worker on its node.
+
+        Raises:
+            ConfigError: some node has no shared memory; all ranks raise it.
         """
         own = (memory_host(), secrets.token_hex(8))
         all_ = self.gather(own)
@@ -237,10 +248,12 @@ class WorkerContext:
             pause.wait(UPDATE_PAUSE_S)  # its agent, or the persister, is writing a header
 
     def tidy(self) -> None:
-        """Delete the further slot of an earlier round; a newer checkpoint made it unnecessary.
+        """Delete the extra slot of an earlier round; a newer checkpoint made it unnecessary.
 
-        Nothing is done if there is none. A slot that is still to go to storage stays. Only the
-        first call after the start has an effect, and errors are ignored.
+        A worker's extra slot is the one in which it keeps what peers have copied
+        (:func:`~dlrover_py.checkpoint.shm.extra_slot`). Nothing is done if there is none. A slot
+        that is still to go to storage stays. Only the first call after the start has an effect, and
+        errors are ignored.
         """
         path, self._old_slot = self._old_slot, None
         if path is not None:

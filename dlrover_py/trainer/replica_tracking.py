@@ -25,10 +25,12 @@ class ReplicaMarks(NamedTuple):
     world size of that time."""
 
     def contradicts(self, one: CheckpointId) -> bool:
-        """Return whether this rank would have the checkpoint if all ranks had copied it.
+        """Return whether this rank shows that not all peers have a copy of the checkpoint.
 
-        A rank that joined later, or was away at that time, knows nothing of the checkpoint. It
-        denies nothing.
+        A rank shows it in two cases. It has marked the checkpoint for its peer, which has no copy
+        yet. Or it does not have the mark, although its other checkpoints reach from before this one
+        to its timeline or a later one. A rank that joined later, or was away at that time, knows
+        nothing of the checkpoint: the result is False.
         """
         if one in self.marked:
             return not self.marked[one][0]
@@ -85,9 +87,10 @@ class ReplicaTracker:
     def loaded(self, context: WorkerContext, loaded: CheckpointId | None) -> None:
         """Determine which checkpoint all peers have copied. This is collective.
 
-        If no peers copy this node's memory, there is none, and no rank is asked. The copy marks of
-        all other checkpoints are cleared in this rank's slots. Until peers have copied a checkpoint
-        of this timeline, the loss of a node costs the work since that checkpoint.
+        In a world of one rank, or if no peers copy this node's memory, there is none, and no rank
+        is asked. The copy marks of all other checkpoints are cleared in this rank's slots. Until
+        peers have copied a checkpoint of this timeline, the loss of a node costs the work since the
+        one that was determined.
 
         Args:
             context: the context of this worker.
@@ -120,7 +123,13 @@ class ReplicaTracker:
             self._marked = marked
 
     def uncopied(self, context: WorkerContext) -> int:
-        """Return the state of the save that peers copy (see :attr:`RankVote.uncopied`)."""
+        """Return how far the peer of this node has come with the save that peers copy.
+
+        Returns:
+            0: the peer has a copy, or this rank has no save for it to copy. 1: the peer has no copy
+            yet, or a slot cannot be read at this moment. 2: this rank's slots no longer have the
+            save.
+        """
         if self.copying is None or not self._marked:
             return 0
         found = context.stager.found()
@@ -156,10 +165,11 @@ class ReplicaTracker:
     def heard(
         self, context: WorkerContext, vote: RankVote, undecided: Sequence[CheckpointId]
     ) -> None:
-        """Apply the result of a vote: all peers have a copy, some have none yet, or it is gone.
+        """Apply the result of a vote on the save that peers copy.
 
-        It is ignored if no save is chosen, if the vote began before this one was chosen, or if the
-        save is undecided.
+        If all peers have a copy, the save becomes `copied`. If it is gone from a slot, its marks
+        are cleared. In both cases, another save can be chosen. The result is ignored if no save is
+        chosen, if the vote began before this one was chosen, or if the save is undecided.
 
         Args:
             context: the context of this worker.

@@ -62,10 +62,11 @@ class _CopyTask:
         return tuple(self.lengths) == self.chunk.shape and self.run() is not None
 
     def run(self) -> int | None:
-        """Return the offset of the target's bytes in the chunk.
+        """Return the offset of the target's bytes in the chunk, in bytes.
 
-        None: the bytes cannot be read straight into the target, because it is not on the CPU, has
-        another type, or is not contiguous in both.
+        None: the bytes cannot be read straight into the target. It is not on the CPU, has another
+        type, or is not contiguous in both. Or it has a pending conjugation or negation: its bytes
+        are then not its values.
         """
         dtype = getattr(torch, self.chunk.dtype)
         fits = self.target.device.type == "cpu" and self.target.dtype == dtype
@@ -93,9 +94,10 @@ class _ChunkReader:
         self.nbytes: dict[str, int] = {}
 
     def run(self, tasks: list[_CopyTask]) -> None:
-        """Read all chunks from any source that has them; the list of tasks is sorted.
+        """Read all chunks from any source that has them, in several threads.
 
-        A warning is logged for each chunk in a source that cannot be used.
+        The list of tasks is sorted in place, the largest chunks first. A warning is logged for each
+        chunk in a source that cannot be used. `nbytes` counts the bytes of each kind of source.
 
         Raises:
             CheckpointError: a chunk can be read from no source.
@@ -188,6 +190,11 @@ def _read_targets(target: memoryview, start: int, nbytes: int) -> Iterator[memor
 
     The other bytes are needed only for the digest. One small buffer, which stays in the CPU cache,
     takes all of them.
+
+    Args:
+        target: the memory to be filled.
+        start: the offset of its bytes in the chunk.
+        nbytes: the size of the chunk in bytes.
     """
     end = start + len(target)
     discarded = memoryview(bytearray(min(CACHED_COPY_BYTES, nbytes - len(target))))
@@ -214,10 +221,14 @@ class _RunningDigest:
 
 
 def _read_chunk(place: TensorLocation, targets: Iterable[memoryview]) -> None:
-    """Read a chunk and compare its digest.
+    """Read a chunk and compare its digest. An error of the source is raised.
+
+    Args:
+        place: the place of the chunk, with its digest.
+        targets: the memory for its bytes, piece by piece in their order.
 
     Raises:
-        DamagedDataError: the bytes are not those that were saved.
+        DamagedDataError: the bytes are not those that were saved. They are in the targets then.
     """
     sums, position = xxhash.xxh3_64(), place.position
     for target in targets:
@@ -271,6 +282,8 @@ def copy_leaves(
     catalog: Catalog, leaves: Iterable[StateLeaf], log: logging.Logger
 ) -> dict[str, int]:
     """Fill tensors. Where bytes are damaged or gone, the next source is read.
+
+    Bytes that were damaged may be in the tensors after a failure.
 
     Args:
         catalog: the places of all bytes. It looks for more sources when those that it has fail.

@@ -100,20 +100,24 @@ def load(
             ``arena`` count as memory.
         store: the directory of checkpoints in storage.
         strict: keys that only one side has are an error.
-        log: receives a message about each attempt.
-        round: the round that was agreed on. The memory of its nodes is searched.
+        log: receives a warning about each checkpoint or source that is not used, and about
+            differences.
+        round: number of the current rendezvous round. The memory of its nodes is searched.
         job: the job's uid: slots of other jobs are ignored. Empty: all slots in ``arena`` are used.
         timing: times of the search; None for the defaults.
 
     Returns:
-        What was loaded; None if there is no checkpoint. In that case nothing was changed.
+        What was loaded. None if there is no checkpoint, or if ``arena`` alone has only parts of
+        one. In that case nothing was changed.
 
     Raises:
-        KeysDifferError: the newest checkpoint belongs to a different state; nothing was changed.
-        CheckpointError: there are checkpoints and none could be read, or storage could not be
-            listed. If the error says that tensors were written, the state may be a mixture. A
-            tensor may have the bytes of a damaged candidate, if an older candidate has no value for
-            it.
+        ConfigError: this rank's state cannot be loaded; the other ranks raise CheckpointError.
+        KeysDifferError: the newest checkpoint that can be had belongs to a different state; nothing
+            was changed.
+        CheckpointError: there are checkpoints and none could be read, or none is known and memory
+            or storage could not be listed. If the error says that tensors were written, the state
+            may be a mixture. A tensor may have the bytes of a damaged candidate, if an older
+            candidate has no value for it. Also if several processes load without a process group.
     """
     ranks = Ranks(rank, world)
     search = CandidateSearch(arena, agent, store, log, timing)
@@ -168,6 +172,10 @@ class _Attempts:
     def load(self, candidate: OpenCandidate) -> Loaded | None:
         """Load a candidate at all ranks, or at none: plan, agree, copy. Collective.
 
+        Returns:
+            What was loaded. None if the candidate cannot be had: the reason is logged and kept for
+            `report`. `over` is then true if no older candidate can be loaded either.
+
         Raises:
             KeysDifferError: the checkpoint belongs to a different state; nothing was changed.
             CheckpointError: an object does not accept what was saved; the state has been written.
@@ -216,11 +224,15 @@ class _Attempts:
     def report(self, *, any_listed: bool) -> None:
         """Raise if there were checkpoints that could not be loaded.
 
+        Nothing is raised if this node's slots have only parts of checkpoints that nobody has
+        listed, and nothing was written.
+
         Args:
             any_listed: whether the agent or storage has listed a checkpoint.
 
         Raises:
-            CheckpointError: so it is.
+            CheckpointError: a checkpoint exists, or the state was written. The message says what
+                was tried.
         """
         if self._tried and (self._state_written or self._whole or any_listed):
             message = "no checkpoint could be loaded; tried " + "; ".join(self._tried)
@@ -232,8 +244,14 @@ class _Attempts:
 def _planned(candidate: OpenCandidate, target: RestoreTargets, log: logging.Logger) -> RestorePlan:
     """Look at sources until everything that is needed can be had; return the plan.
 
+    Args:
+        candidate: the candidate, with its sources.
+        target: the state to be filled.
+        log: receives a warning if storage cannot be searched.
+
     Raises:
-        CheckpointError: something is in no source; the message names it.
+        CheckpointError: not all parts of the candidate are known, or parts of some tensors are in
+            no source; the message then names their keys.
     """
     while not candidate.whole and candidate.more():
         pass
@@ -248,9 +266,18 @@ def _planned(candidate: OpenCandidate, target: RestoreTargets, log: logging.Logg
 
 
 def _is_stored(candidate: OpenCandidate, rank: int, log: logging.Logger) -> bool:
-    """Return whether storage has the candidate, and with it values that memory does not have.
+    """Add the candidate in storage to its catalog, for values that memory does not have.
 
     Values that belong to one rank are lost with the memory of its node.
+
+    Args:
+        candidate: the candidate.
+        rank: the rank of this process.
+        log: receives a warning if storage cannot be searched.
+
+    Returns:
+        Whether storage has been added. False if it was added before, does not have the candidate,
+        or cannot be searched; or if no rank of this number has saved.
     """
     try:
         return rank < candidate.found.world and candidate.load_from_storage()
@@ -326,7 +353,8 @@ def fill(
         in that case tensors have been written.
 
     Raises:
-        CheckpointError: an object does not accept what was saved; the state has been written.
+        CheckpointError: an object does not accept what was saved, at this rank; the state has been
+            written. The other ranks may have succeeded.
     """
     error_: Exception | None = None
     values: list[object] = []

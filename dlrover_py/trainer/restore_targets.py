@@ -84,8 +84,15 @@ class RestoreTargets:
     def add(self, key: str) -> ReplaceableSubtree | None:
         """Add a subtree for a plain value at the top level that the state does not have yet.
 
+        The value is put into the state at the end of the load, unless the subtree is removed
+        before.
+
+        Args:
+            key: the key of the value in the checkpoint.
+
         Returns:
-            The subtree; None if there can be no such value.
+            The subtree. None if the state cannot be changed, already has this name, or the name is
+            reserved.
         """
         own = private_key(self.rank, "")
         name = key.removeprefix(own)
@@ -111,6 +118,9 @@ class RestoreTargets:
 
     def nest(self, region: ReplaceableSubtree, tree: object, saved: Collection[str]) -> None:
         """Nest a subtree as it was nested when it was saved.
+
+        Only the containers that were made for the load are changed. Values that were not saved are
+        removed from them, except those that only another rank has saved, and modules and the like.
 
         Args:
             region: one of ``subtrees``.
@@ -156,7 +166,18 @@ class RestoreTargets:
         old: Any,
         saved: Collection[str],
     ) -> None:
-        """Put one value in its place. Its siblings are in the order in which they were saved."""
+        """Put one value in its place. Its siblings are in the order in which they were saved.
+
+        Args:
+            region: the subtree that has the value.
+            key: the key of the value.
+            holder: the container that receives the value.
+            name: its name or index in that container.
+            node: how the value was nested, as in :class:`StateStructure`.
+            old: the value that the state has; None if it has none.
+            saved: keys of the subtree that the checkpoint has and the nesting lacks, and their
+                prefixes.
+        """
         if node is None:  # a module, say: it stays if it is here
             if old is not None:
                 holder[name] = old
@@ -194,6 +215,9 @@ class RestoreTargets:
     ) -> None:
         """Prepare a subtree for entries that changed between tensor and object, or that are gone.
 
+        An entry that is gone is removed if it belongs to an object of which the checkpoint has
+        other entries. This is left to :meth:`nest` if the checkpoint says how they are nested.
+
         Args:
             region: one of ``subtrees``.
             boxes: keys of the checkpoint's tensors.
@@ -228,7 +252,10 @@ class RestoreTargets:
             self.leaves[:] = [leaf for leaf in self.leaves if leaf.chunk.key != key]
 
     def _destination(self, key: str) -> tuple[Any, Any] | None:
-        """Return the container for a value that the state does not have yet, and the name in it."""
+        """Return the container for a value that the state does not have yet, and the name in it.
+
+        None: the state has no place for the key, or its place is not known.
+        """
         if key in self._destinations:
             return self._destinations[key]
         for region in self.subtrees:
@@ -244,8 +271,8 @@ class RestoreTargets:
     def is_of_other_rank(self, key: str) -> bool:
         """Return whether a key is only in another rank's version of a plain value.
 
-        A plain value should be the same on all ranks. Here it has fewer entries, or is a different
-        one.
+        A plain value should be the same on all ranks. On this rank it has fewer entries, or is a
+        different one.
         """
         return any(
             region.plain and region.told and region.has(key)
@@ -266,7 +293,8 @@ class RestoreTargets:
         """Return a new tensor of the saved type and shape, if the state may have a different one.
 
         An object (a data loader, a history) decides itself what it has, and a tensor in a user's
-        dict may have been replaced. Therefore any shape is right there.
+        dict may have been replaced. Therefore any shape is right there. The tensor is put into the
+        container that was made for the load; its values are not set yet.
 
         Args:
             key: the tensor's key.
@@ -274,8 +302,8 @@ class RestoreTargets:
             global_shape: its global shape.
 
         Returns:
-            The tensor. None if there can be none: the existing tensor has no container, or it is
-            sharded over ranks and has another shape.
+            The tensor. None if there can be none: there is no container for it. Or it is sharded
+            over ranks, and no DTensor of this shape shows how.
         """
         new = key not in self._tensor_containers
         destination = self._destination(key) if new else self._tensor_containers[key]
@@ -391,6 +419,10 @@ class OptimizerTarget:
     ) -> torch.Tensor:
         """Return a tensor for an entry of a parameter's state: the existing one, if it fits.
 
+        An existing tensor does not fit if the load fills its memory for another key. The tensor
+        becomes part of the state that replaces the current one at the end. The values of a new one
+        are not set yet.
+
         Args:
             name: the name of the parameter.
             entry: the name of the entry.
@@ -420,7 +452,18 @@ class OptimizerTarget:
     def _state_tensor(
         self, name: str, entry: str, dtype: torch.dtype, global_shape: tuple[int, ...]
     ) -> torch.Tensor:
-        """Return a new tensor for an entry of a parameter's state."""
+        """Return a new tensor for an entry of a parameter's state, whose values are not set yet.
+
+        A tensor of the parameter's shape is like the parameter. Another one is a DTensor if it was
+        saved as one. Any other is on the parameter's device, except that ``step`` is on the CPU
+        unless a kernel reads it.
+
+        Args:
+            name: the name of the parameter.
+            entry: the name of the entry.
+            dtype: the type that was saved.
+            global_shape: the global shape that was saved.
+        """
         parameter, group = self.parameters[name]
         if global_shape == tuple(parameter.shape):
             return torch.empty_like(  # not zeros: as slow as the reading
@@ -484,6 +527,9 @@ class OptimizerTarget:
     def split(self, path: str) -> tuple[str, str]:
         """Split a key of the saved state into the name of the parameter and that of the entry.
 
+        Without a known name in it, the last dot separates both. This is so if the checkpoint does
+        not say its parameters' names.
+
         Args:
             path: the key, without ``prefix``. Both names may have dots.
         """
@@ -495,7 +541,15 @@ class OptimizerTarget:
         return name, path[len(name) + 1 :]
 
     def put_group(self, number: int, values: Mapping[str, object]) -> None:
-        """Set the hyperparameters of a group."""
+        """Set the hyperparameters of a group; its parameters stay.
+
+        A tensor that fits is filled in place, because a compiled step reads it. It is replaced if
+        the type or shape differs, or if groups that shared it have different values now.
+
+        Args:
+            number: the number of the group.
+            values: the values that were saved, by name.
+        """
         group = self._outer.param_groups[number]
         for key, value in values.items():
             old = group.get(key)
@@ -548,7 +602,15 @@ def _leaf_keys(key: str, node: object, *, own: bool = False) -> Iterator[str]:
 
 
 def _container_for(node: Any, old: object) -> Any:
-    """Return the mapping to be filled: the existing one, unless another type was saved."""
+    """Return the mapping to be filled; the caller empties it first.
+
+    The existing mapping is filled if it has the saved type, or if a plain dict was saved. Otherwise
+    the result is a new mapping of the saved type.
+
+    Args:
+        node: the mapping that was saved, with the nesting of its items.
+        old: the existing value.
+    """
     if type(node) is dict or type(node) is type(old):
         return old if isinstance(old, MutableMapping) else {}
     return copy.copy(node)
@@ -684,13 +746,16 @@ class RestorePlan:
         return sorted(key for key in keys if not key.startswith(replaced))
 
     def finish(self, values: Sequence[object]) -> None:
-        """Set everything that is not a tensor.
+        """Put everything that was loaded into the user's objects.
+
+        Until then, the load has written only into tensors.
 
         Args:
             values: the value of each of ``objects``.
 
         Raises:
-            CheckpointError: an object of the user has refused its state.
+            CheckpointError: an object of the user has refused its state. Others may have been
+                changed.
         """
         with torch.no_grad():
             for one, value in zip(self.objects, values, strict=True):
@@ -701,11 +766,16 @@ class RestorePlan:
 def plan_restore(target: RestoreTargets, catalog: Catalog) -> RestorePlan:
     """Compare the keys of a state and of a checkpoint, and find a place for each.
 
-    The state of optimizers is allocated; nothing is copied.
+    The state of optimizers is allocated; no tensor is copied. Nestings, groups of optimizers and
+    objects that DCP has split are read from the checkpoint. A CheckpointError is raised if one of
+    them cannot be read.
 
     Args:
-        target: the state to be filled.
+        target: the state to be filled. Its places are adapted to the checkpoint.
         catalog: what the checkpoint has.
+
+    Returns:
+        The plan. It says which keys differ, and which tensors have gaps.
     """
     return _RestorePlanner(target, catalog).run()
 
@@ -750,7 +820,11 @@ class _RestorePlanner:
         return self._plan
 
     def _plan_nesting(self) -> None:
-        """Nest parts of the state as they were saved, where the saved entries differ."""
+        """Nest parts of the state as they were saved, where the saved entries differ.
+
+        A place is added for each plain value at the top level that only the checkpoint has. How the
+        parts were nested is read from the checkpoint.
+        """
         target, tensors, objects = self._target, self._catalog.chunks, self._catalog.objects
         saved = tensors.keys() | objects.keys()
         if not self._catalog.foreign:
@@ -821,7 +895,12 @@ class _RestorePlanner:
         return filled
 
     def _plan_tensor(self, leaf: StateLeaf) -> None:
-        """Plan to fill a tensor that the state has, or a new one in its place."""
+        """Plan to fill a tensor that the state has, or a new one in its place.
+
+        A new one is used if the saved type or shape differs, or if the memory is filled for another
+        key. Where no new one is possible, the key is noted as mismatched. A key that the checkpoint
+        does not have is noted as missing.
+        """
         target, key = self._target, leaf.chunk.key
         if key not in self._catalog.chunks:
             self._note_missing(key)
@@ -878,7 +957,12 @@ class _RestorePlanner:
         (self._plan.private if is_private(key) else self._keys.missing).append(key)
 
     def _plan_groups(self, optimizer: OptimizerTarget) -> None:
-        """Match an optimizer's groups with the groups that were saved."""
+        """Match an optimizer's groups with the groups that were saved, which are read here.
+
+        The hyperparameters of a matched group are planned. A group without a saved one is noted as
+        missing, and one that may be several saved groups as ambiguous. The optimizer counts as
+        loaded if the checkpoint has a group of it.
+        """
         saved: list[Any] = []
         keys: list[list[str]] = []
         while (found := self._catalog.find(f"{optimizer.groups}.{len(saved)}")) is not None:
@@ -909,7 +993,11 @@ class _RestorePlanner:
                 self._note_missing(f"{optimizer.groups}.{number}")
 
     def _plan_optimizer_state(self, optimizer: OptimizerTarget) -> None:
-        """Allocate an optimizer's state, and plan to fill it."""
+        """Allocate an optimizer's state, and plan to fill it.
+
+        State of parameters that this rank does not have is ignored, if another rank may have them.
+        State of unknown parameters is left for `_place_new_keys`.
+        """
         by_number = {str(number): name for name, number in optimizer.known.items()}
         start = len(optimizer.prefix)
         for key in self._catalog.keys_under(optimizer.prefix):
@@ -934,7 +1022,11 @@ class _RestorePlanner:
                     self._plan.own.append(leaf)
 
     def _place_new_keys(self) -> None:
-        """Find places for the keys that the state does not have yet."""
+        """Find places for the keys that the state does not have yet.
+
+        A key without a place is noted as unexpected, or as a DTensor of unknown mesh. Keys that
+        belong to other ranks are ignored.
+        """
         target, keys = self._target, self._keys
         own = private_key(target.rank, "")
         for key in (*self._catalog.chunks, *self._catalog.objects):

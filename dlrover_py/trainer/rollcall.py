@@ -10,8 +10,8 @@ calls:
   thread checks once a second whether the collective takes long.
 
 Ranks that have waited for ``PUBLISH_AFTER_S`` seconds write into the store in which call they wait.
-After ``SAY_S`` seconds the lowest of these ranks reports who is missing, once for each kind of
-call.
+After ``SAY_S`` seconds the lowest of these ranks reports which are missing, once for each kind
+of call.
 """
 
 import contextlib
@@ -110,9 +110,9 @@ class RollCall:
     def check_in(self, kind: str, call: str, *, limit_s: float = CHECK_IN_LIMIT_S) -> None:
         """Wait until every rank has made as many calls of this kind as this one.
 
-        It returns immediately without a store. It also returns if the store fails, because the next
-        collective reports that. After ``SAY_S`` seconds the lowest waiting rank reports who is
-        missing, and the wait goes on.
+        The call returns immediately without a store. It also returns if the store fails, because
+        the next collective reports that. After ``SAY_S`` seconds the lowest waiting rank reports
+        which ranks are missing, once for each kind of call, and the wait goes on.
 
         Args:
             kind: kind of the call, such as ``save()``.
@@ -145,9 +145,9 @@ class RollCall:
                 pause = min(2 * pause, longest)
 
     def compare(self, name: str, text: str, *, limit_s: float = SAY_S) -> dict[int, str]:
-        """Return what each rank says, of those that say it within a time.
+        """Return what each rank says, by rank, of those that say it within a time.
 
-        Without a store, or if it fails, the result has this rank, and maybe a few others.
+        Without a store, or if the store fails, the result has this rank, and maybe a few others.
 
         Args:
             name: what is compared; the same on all ranks, and unique among these calls.
@@ -175,12 +175,13 @@ class RollCall:
     def report_missing_ranks(self, kind: str, call: str) -> Iterator[None]:
         """Report missing ranks while the block waits for other ranks.
 
-        The first use starts a thread, which calls ``report`` after ``SAY_S`` seconds, once for each
-        kind of call.
+        The first use starts a thread. After ``SAY_S`` seconds the thread of the lowest waiting rank
+        calls ``report``, once for each kind of call. Without a store, each waiting rank does so.
+        Nothing is reported after :meth:`close`.
 
         Args:
-            kind: as for :meth:`check_in`.
-            call: as for :meth:`check_in`.
+            kind: kind of the call, such as ``save()``.
+            call: this call in words, which begin with ``kind``, such as ``save() of step 7``.
         """
         if self._thread is None:
             self._thread = threading.Thread(

@@ -64,9 +64,9 @@ class SaveStarter:
     ) -> bool:
         """Start to copy the state into a slot. Return whether the copy has started.
 
-        If not, the save is counted as skipped and its reason is logged. The agent also gets the
-        reason, unless only a slot or the memory itself is missing. A missing slot is not logged
-        while peers copy another save.
+        If not, the save is counted as skipped and its reason is logged, each reason once. The agent
+        also gets the reason, unless no slot is free or the folder of the memory is gone. A missing
+        slot is not logged while peers copy another save.
 
         Args:
             context: the context of this worker.
@@ -77,7 +77,7 @@ class SaveStarter:
             last: whether to wait for a slot that another process reads, for about two seconds.
 
         Raises:
-            ConfigError: the first state cannot be saved.
+            ConfigError: the state cannot be saved, and no state could be saved before.
         """
         began = time.perf_counter()
         step = attempt.id.step

@@ -187,8 +187,13 @@ class SaveSchedule:
     def due(self, step: int, vote: RankVote) -> bool:
         """Return whether a save in memory is due, after the last vote.
 
-        An interval in steps ignores the vote. It is due if the step has passed a multiple of the
-        interval since the previous call of ``save``.
+        An interval in steps ignores the vote. A save is then due if the step has passed a multiple
+        of the interval since the previous step. This is that of the previous call of ``save``, or
+        the loaded one. With any other interval, the vote decides.
+
+        Args:
+            step: the step of this call of ``save``.
+            vote: the result of the last vote.
         """
         every = self._rules.every.steps
         if not every:
@@ -199,8 +204,9 @@ class SaveSchedule:
     def persist_due(self, step: int, vote: RankVote, *, forced: bool) -> bool:
         """Return whether a save that is due goes to storage.
 
-        It never does without a directory. It waits while a persister is busy, unless the write is
-        forced or has taken too long (vote 2).
+        Without a directory, none does. A forced one always does. Any other goes there once the
+        interval is over, or if the last one that was to go there was missed. It waits while a
+        persister is busy, unless that takes too long (``vote.persist`` is 2).
 
         Args:
             step: the step of the save.
@@ -251,7 +257,9 @@ class SaveSchedule:
     def says(self, *, busy_since: float | None) -> RankVote:
         """Return the parts of the vote that the clock and the measurements of rank 0 decide.
 
-        These are ``save`` and ``persist``. Each is 0 where the interval is in steps.
+        These are ``save`` and ``persist``. Each is 0 where the interval is in steps. But
+        ``persist`` is 2 with any interval if the checkpoint on its way to storage takes too long:
+        `CANCEL_AFTER_S`, and four intervals in time.
 
         Args:
             busy_since: since when a checkpoint is on its way to storage, if no other save is to go
@@ -289,9 +297,12 @@ class SaveSchedule:
 
         If each start began a new interval, a job that fails more often than once per interval would
         never store anything. The clock of rank 0 decides for all ranks when the next write is due.
+        The result is at least 0, and at most the interval.
 
         Args:
-            past_s: seconds since the newest checkpoint in storage; None: not known.
+            past_s: seconds since the newest checkpoint in storage. None: not known; then the age of
+                the job counts after a load or a restart. If that is unknown after a restart, the
+                whole interval has passed.
             loaded: whether a checkpoint was loaded.
         """
         if past_s is None:
@@ -315,7 +326,11 @@ class SaveSchedule:
         return self._best_persist_s() if persist_every.auto else persist_every.seconds
 
     def _best_persist_s(self) -> float:
-        """Return the interval between writes to storage that loses the least time, in seconds."""
+        """Return the interval between writes to storage that loses the least time, in seconds.
+
+        The result is `PERSIST_EVERY` until a write was measured, and never less than the last write
+        took.
+        """
         if not self._stats.persist_s:
             return SaveInterval.parse("", PERSIST_EVERY).seconds
         cost = self._stats.persist_s * max(MIN_SLOWDOWN, self._steps.slowdown)

@@ -123,18 +123,20 @@ class Session:
     def report_step(
         self, step: int, total: int | None, metrics: Mapping[str, SupportsFloat]
     ) -> None:
-        """Report the progress; see :func:`report_step`.
+        """Report the progress of the training to the agent.
 
         The report is sent now if it is the first or the last was sent `INTERVAL_S` ago. Otherwise
-        it is sent with a later call.
+        it is sent with a later call. Metrics that were not sent yet stay if this call has none.
+        Nothing is sent without an agent, or in a forked child.
 
         Args:
             step: number of finished steps since the start of the training.
             total: total number of steps, if known.
-            metrics: numbers to show, by name.
+            metrics: numbers to show, by name. One that is not finite is left out.
 
         Raises:
-            ValueError: an argument cannot be used.
+            ValueError: a number of steps is not an int from 0 to 2**53. Or there are more than
+                `MAX_METRICS` metrics, a name is longer than `MAX_NAME`, or a value is not a number.
         """
         # The arguments are checked without an agent, too. Otherwise a script would fail for the
         # first time in its job.
@@ -153,10 +155,12 @@ class Session:
             self._send()
 
     def report_staged(self, step: int, *, urgent: bool) -> None:
-        """Report that this worker has sealed the slot of a step. The agent then inspects the slot.
+        """Report that a slot of this worker is sealed: it holds a complete snapshot of a step.
 
-        This also withdraws a reason of :meth:`report_unsaved`. If the last report was sent less
-        than `INTERVAL_S` ago, this one goes with a later call.
+        The agent then inspects the slot. The report also withdraws a reason of
+        :meth:`report_unsaved`. It is sent now if it is the first, if it withdraws a reason, or if
+        the last report was sent `INTERVAL_S` ago. Otherwise it goes with a later call. Nothing is
+        sent without an agent, or in a forked child.
 
         Args:
             step: the step that the slot holds.
@@ -172,8 +176,11 @@ class Session:
     def report_unsaved(self, why: str) -> None:
         """Report that the current state is not saved. This holds until a slot is sealed again.
 
-        It is sent now, once; the same reason again is not sent. It is cut to `MAX_REASON`
-        characters.
+        The report is sent now, once; the same reason again is not sent. Nothing is sent without an
+        agent, or in a forked child.
+
+        Args:
+            why: the reason, in words. It is cut to `MAX_REASON` characters.
         """
         why = why[:MAX_REASON]
         if self._may_send() and why != self._unsaved:
@@ -183,13 +190,16 @@ class Session:
     def report_store(self, dir: str, keep: Mapping[str, int], spare: Sequence[str]) -> None:
         """Report where checkpoints are stored, now and with each later report.
 
+        Nothing is sent without an agent, or in a forked child.
+
         Args:
             dir: an absolute path or an fsspec address.
             keep: the rules of retention, as in the job's ``checkpoint.keep``.
             spare: folders in the directory that are never deleted.
 
         Raises:
-            ValueError: no report can carry this.
+            ValueError: the directory is empty, or too long for a report (`MAX_DIR`); or it is too
+                long together with its rules (`MAX_STORE`).
         """
         store: TargetFields = {"dir": dir, "keep": dict(keep), "spare": list(spare)}
         nbytes = len(encode(store))
@@ -203,10 +213,11 @@ class Session:
             self._send()
 
     def should_stop(self) -> bool:
-        """Return whether the script must stop; see :func:`should_stop`.
+        """Return whether the agent has asked this worker to stop.
 
-        The first call reports to the agent that the script asks. Later calls also send an unsent
-        report once it is due.
+        Once true, the result stays true. It is always false without an agent. A forked child gets
+        what was known at the time of the fork. The first call reports to the agent that the script
+        asks. Later calls also send an unsent report once it is due.
         """
         if self._may_send() and not self.stop_reason:
             self._read_requests()
@@ -254,7 +265,13 @@ class Session:
         self._unsent = False
 
     def _connected_socket(self) -> socket.socket:
-        """Return the connected socket; connect it first if necessary."""
+        """Return the connected socket; connect it first if necessary.
+
+        An OSError is raised if the agent is gone.
+
+        Raises:
+            PermissionError: the socket at the agent's path belongs to another user.
+        """
         if self._socket is None:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
             try:
@@ -332,8 +349,9 @@ _session: Session | None = None
 def _current() -> Session:
     """Return the session of this process; create it on the first call.
 
-    It is not created at import. A warm worker is forked from a process that has already imported
-    this module, and receives its rank only afterwards.
+    A ConfigError is raised if the environment is malformed. The session sends its unsent report
+    when the interpreter exits. It is not created at import. A warm worker is forked from a process
+    that has already imported this module, and receives its rank only afterwards.
     """
     global _session
     if _session is None:
@@ -384,7 +402,8 @@ def report_step(step: int, total: int | None = None, **metrics: SupportsFloat) -
             training.
 
     Raises:
-        ValueError: an argument cannot be used. The message says what was expected and found.
+        ValueError: a number of steps is not an int from 0 to 2**53. Or there are too many metrics,
+            a name is longer than 64 characters, or a value is not a number.
     """
     _current().report_step(step, total, metrics)
 
@@ -402,9 +421,9 @@ def report_staged(step: int, *, urgent: bool = False) -> None:
 
 
 def report_unsaved(why: str) -> None:
-    """Report to the agent that a state is not saved, and why.
+    """Report to the agent that a state is not saved, and why, until a slot is sealed again.
 
-    :class:`dlrover_py.trainer.Checkpointer` calls this.
+    :class:`dlrover_py.trainer.Checkpointer` calls this. The same reason again is not sent.
     """
     _current().report_unsaved(why)
 
@@ -420,7 +439,8 @@ def report_store(dir: str, keep: Mapping[str, int], spare: Sequence[str] = ()) -
         spare: folders in the directory that are never deleted.
 
     Raises:
-        ValueError: no report can carry this.
+        ValueError: the directory is empty, or it is too long for a report, alone or together with
+            its rules.
     """
     _current().report_store(dir, keep, spare)
 
@@ -465,7 +485,12 @@ def _check_count(what: str, value: object) -> None:
 
 
 def _numbers(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
-    """Return the finite metrics as floats; raise ValueError for a value that is not a number."""
+    """Return the finite metrics as floats; leave out the others.
+
+    Raises:
+        ValueError: there are more than `MAX_METRICS` metrics, a name is longer than `MAX_NAME`
+            characters, or a value is not a number.
+    """
     if len(metrics) > MAX_METRICS:
         raise ValueError(f"found {len(metrics)} metrics: expected at most {MAX_METRICS}")
     numbers = {}
@@ -488,7 +513,7 @@ def number_of(what: str, value: SupportsFloat) -> float:
         value: a number, or a tensor with one element.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: ``float()`` does not accept the value.
     """
     # a loss: torch warns when such a tensor is converted to a number
     if getattr(value, "requires_grad", False):

@@ -99,7 +99,16 @@ class Settings:
 
 
 def _count(environ: Mapping[str, str], name: str, default: int) -> int:
-    """Return a variable as a whole number; raise ConfigError if it is not one."""
+    """Return a variable as a whole number.
+
+    Args:
+        environ: the variables.
+        name: the name of the variable.
+        default: the result if the variable is absent or empty.
+
+    Raises:
+        ConfigError: the variable is not a whole number from 0.
+    """
     text = environ.get(name, "")
     if not text:
         return default
@@ -109,7 +118,11 @@ def _count(environ: Mapping[str, str], name: str, default: int) -> int:
 
 
 def _document(environ: Mapping[str, str], name: str) -> dict[str, Any]:
-    """Return a variable as a JSON object; raise ConfigError if it is not one."""
+    """Return a variable as a JSON object; {} if the variable is absent or empty.
+
+    Raises:
+        ConfigError: the variable is not JSON, or is another kind of value.
+    """
     text = environ.get(name, "")
     if not text:
         return {}

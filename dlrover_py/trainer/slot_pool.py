@@ -25,7 +25,7 @@ def fillable_slots(
 ) -> list[int]:
     """Return the indices of the slots that may be filled, the best first.
 
-    Empty slots come first, then those with the oldest checkpoints. The named checkpoints are
+    Empty slots come first, then those with the oldest checkpoints. The protected checkpoints are
     spared. The newest checkpoint that is to go to storage is spared as well. An older one would be
     given up in favor of the newest anyway.
 
@@ -89,8 +89,9 @@ class SlotPool:
     def grow(self) -> bool:
         """Add the further slot, unless it is there. Return whether it is one of the slots now.
 
-        False: there is none, or not enough memory. In the latter case a warning is logged, and it
-        is never added again.
+        The further slot is the one of the constructor's ``extra``. False: there is none, or not
+        enough memory. In the latter case a warning is logged, its file is removed, and it is never
+        added again. An OSError is raised if its file cannot be opened.
         """
         if self._extra is None:
             return False
@@ -182,7 +183,8 @@ class SlotPool:
             filled: the slot that is filled next. It keeps no more than it needs.
 
         Raises:
-            ShmFullError: there is not enough memory; nothing was allocated.
+            ShmFullError: there is not enough memory; nothing was allocated. ``filled`` may have
+                been shrunk.
         """
         self._populated = self._populated or [0] * len(self.slots)
         # Only once per slot: a state may be larger at some saves than at others.

@@ -143,7 +143,7 @@ class Catalog:
         """Read an object from the first known place that has it intact.
 
         Raises:
-            CheckpointError: it can be read from none of them.
+            CheckpointError: the object can be read from none of its places.
         """
         why = ""
         for read in self.objects[key]:
@@ -157,7 +157,7 @@ class Catalog:
         """Return an object and the keys from which it was built; None if it is not there.
 
         Raises:
-            CheckpointError: it is there, but no known place has it intact.
+            CheckpointError: the object is there, but no known place has it intact.
         """
         return (self.value(key), [key]) if key in self.objects else self.rebuild(key)
 
@@ -179,7 +179,8 @@ class MemorySource:
     """A slot in this node's shared memory, locked against writers until the slot is closed.
 
     Raises:
-        DamagedDataError: a writer fills the slot.
+        DamagedDataError: a writer fills the slot, or the slot holds no complete and intact
+            snapshot.
     """
 
     kind = "memory"
@@ -192,7 +193,7 @@ class MemorySource:
         self.contents = shm.contents(slot)
 
     def read(self, file: str, position: int, target: memoryview) -> None:
-        """Fill the target with bytes of the slot.
+        """Fill the target with bytes of the slot. The caller must check that they are right.
 
         Args:
             file: not used: a slot has no files.
@@ -211,7 +212,17 @@ class MemorySource:
 
 
 class PeerSource:
-    """A slot in another node's shared memory, read through the transfer server of that node."""
+    """A slot in another node's shared memory, read through the transfer server of that node.
+
+    The constructor reads the header and the tables of the slot. It fails as
+    :meth:`~dlrover_py.checkpoint.transfer.TransferConnection.contents` does.
+
+    Args:
+        connection: the connection to the transfer server.
+        name: the name of the slot.
+        write_id: the ``fill`` in the header of the slot, which is new each time the slot is filled.
+        lock: held while the connection is used. All sources of one connection share it.
+    """
 
     kind = "peer"
 
@@ -228,7 +239,10 @@ class PeerSource:
             self.contents = connection.contents(name, write_id)
 
     def read(self, file: str, position: int, target: memoryview) -> None:
-        """Fill the target with bytes of the peer's slot.
+        """Fill the target with bytes of the peer's slot. The caller must check that they are right.
+
+        A DamagedDataError is raised if the slot was filled again, and a TransientError if the
+        connection broke.
 
         Args:
             file: not used: a slot has no files.
@@ -249,7 +263,9 @@ class StorageSource:
         self.where = store.where(manifest)
 
     def read(self, file: str, position: int, target: memoryview) -> None:
-        """Fill the target with bytes of a file.
+        """Fill the target with bytes of a file. The caller must check that they are right.
+
+        An OSError is raised if the file cannot be read or ends too early.
 
         Args:
             file: the name of the file.
@@ -260,7 +276,10 @@ class StorageSource:
 
 
 def _add_contents(catalog: Catalog, source: "MemorySource | PeerSource") -> None:
-    """Add what a slot has to the catalog."""
+    """Add what a slot has to the catalog.
+
+    A replica may have only the private chunks of a rank. Its other chunks are only noted to exist.
+    """
     contents = source.contents
     for (chunk, position), xxh3 in zip(contents.layout, contents.digests, strict=True):
         there = chunk.private or not contents.header.private_only
@@ -333,14 +352,15 @@ class OpenCandidate:
         """Add the next sources to the catalog. Return False if there are no more.
 
         True does not mean that they had anything: a source that cannot be used is logged and
-        skipped. The order is this node's memory, peers, storage.
+        skipped. The order is this node's memory, peers, storage. An error of storage is raised.
         """
         return next(self._steps, None) is not None
 
     def load_from_storage(self) -> bool:
         """Look at storage now, before any other source. Return False if it has nothing more.
 
-        It is looked at only once. The manifest is read, but no tensor.
+        Storage is looked at only once, unless that failed: its error is raised. The manifest is
+        read, but no tensor.
         """
         held = None if self._stored or not self.found.folder else self._manifest(self.found.folder)
         self._stored = True
@@ -372,6 +392,8 @@ class OpenCandidate:
         """Add the slots of this node, this rank's own first.
 
         Each is locked against writers until `close`. One that cannot be used is logged and skipped.
+        Nothing is done without a shared-memory pool. The candidate is then known to be `whole` if
+        each of its ranks has a slot here.
         """
         if self._arena is None:
             return
@@ -396,7 +418,11 @@ class OpenCandidate:
         """Add the slots of other nodes: first of those that are needed, then of all others.
 
         Nothing is added if the agent cannot say which nodes have slots; a warning is logged. A node
-        that cannot be reached is logged and skipped.
+        that cannot be reached is logged and skipped. The first part decides whether the candidate
+        is `whole`: the shard groups of all known slots must have been added.
+
+        Yields:
+            ``peers`` after the first part, then the name of each other node that was asked.
         """
         try:
             holders = agent.locations(self.found.id)

@@ -243,7 +243,8 @@ class Stager:
     ) -> StagedSave | None:
         """Copy what cannot wait, and start the copy of the rest.
 
-        It waits for a previous save that is still under way. A forked child must not call it.
+        The call waits for a previous save that is still under way, and for this one, too, once
+        `synchronous` is set. A forked child must not call it.
 
         Args:
             step: step of the training.
@@ -262,6 +263,9 @@ class Stager:
         Raises:
             ShmFullError: there is not enough memory; no slot was filled. The further slot may have
                 been removed.
+            OSError: only with tensors on a GPU: a slot cannot be changed or mapped.
+            torch.cuda.CudaError: only with tensors on a GPU: CUDA does not register the slot, whose
+                earlier checkpoint is erased by then.
         """
         assert self._is_own_process(), "a forked child does not save"
         self.wait()
@@ -360,7 +364,11 @@ class Stager:
             self.waiter = None
 
     def _await(self) -> None:
-        """Wait as :meth:`fence` describes, and help with the copy meanwhile."""
+        """Wait until an optimizer may step, and help with the copy meanwhile; see :meth:`fence`.
+
+        Nothing is done if no save is under way, or in a forked child. On GPUs the stream of the
+        training waits for the copies, not this thread. `waited_s` counts the time.
+        """
         job = self._current_save
         if job is None or job.done.is_set() or not self._is_own_process():
             return
@@ -427,9 +435,15 @@ class Stager:
         return self._cached_layout[2]
 
     def _capture(self, job: StagedSave, leaves: Sequence[StagedTensor]) -> bool:
-        """Record what to copy, and from where. Return whether the caller must wait for it.
+        """Record what to copy, and from where. Return whether the caller must wait for copies.
 
-        Small tensors that are not deferrable are cloned here. Copies from GPUs are enqueued here.
+        Copies from GPUs are enqueued here. Tensors in host memory that are not deferrable are
+        cloned here, if they have at most `CLONED` bytes together. Otherwise the result is True: the
+        stager's thread must copy them before the caller goes on.
+
+        Args:
+            job: the save, which receives the copies to be made.
+            leaves: the tensors, in the order of its layout.
         """
         first: list[CopyItem] = []
         seed = self._saves * 0x9E3779B97F4A7C15
@@ -518,7 +532,10 @@ class Stager:
     def _fill(self, job: StagedSave) -> None:
         """Copy everything into the slot, check for changes, and seal the slot.
 
-        If a tensor was changed meanwhile, the slot stays empty, and later saves are not deferred.
+        The event ``captured`` is set once nothing that may change is left to copy, and ``opened``
+        once the optimizer may step. If a tensor was changed meanwhile, the slot stays empty, and
+        later saves are not deferred. An error of the thread that helped with the copy is raised
+        here.
         """
         began = time.perf_counter()
         self._pool.reserve(job.need, job.slot)
@@ -554,7 +571,11 @@ class Stager:
         job.header = job.slot.seal(job.table, job.sums, job.objects, job.layout.end, **job.facts)
 
     def _copy_items(self, job: StagedSave, items: deque[CopyItem]) -> None:
-        """Copy the remaining items. Another thread may do the same at the same time."""
+        """Copy the remaining items. Another thread may do the same at the same time.
+
+        The digest of each tensor is recorded. If the bytes of a sample differ from those at
+        ``stage``, the tensor's key is recorded in ``moved``.
+        """
         while (item := take_item(items)) is not None:
             target = job.slot.view()[item.at : item.at + item.nbytes]
             chunk = shm.CACHED_COPY_BYTES if job.awaited else shm.COPY_BYTES
@@ -604,7 +625,7 @@ class Stager:
         """Release everything that the save holds, and report its outcome.
 
         A failure is logged. Its reason is also passed to ``on_failed``, unless a tensor was changed
-        meanwhile.
+        meanwhile. An exception of ``on_sealed`` or ``on_failed`` is logged and not raised.
         """
         try:
             job.slot.unlock()

@@ -106,8 +106,8 @@ class StandaloneMemory:
             node: name of the node.
 
         Raises:
-            ConfigError: another process owns the pool.
-            OSError: the root cannot be written.
+            ConfigError: another process owns the pool, or another user can change it.
+            OSError: the root cannot be written, or the shell cannot be started.
         """
         now = time.time()  # noqa: TID251 - files have their age by the wall clock
         self._pool = ShmPool(root, job, node, now=now)
@@ -174,16 +174,16 @@ class StandalonePersister:
     def order(self, request_: WriteRequest, *, queue: bool = False) -> None:
         """Request the write of a checkpoint; a separate process writes it later.
 
-        The call does not wait for the write. A failure is reported as a reply as well, such as that
-        of a request that was replaced. If it does not queue, the request cancels the write in
-        progress. If it does, it cancels only one that takes more than `CANCEL_AFTER_S`.
+        The call does not wait for the write. Every failure is reported as a reply, and so is a
+        waiting request that this one replaces.
 
         Args:
             request_: what to write.
-            queue: wait while another checkpoint is written. A newer request replaces one that
-                waits. Otherwise, if requests come fast, none of them would ever be completed. It
-                must be False if other nodes have shards, because they would not wait for the same
-                write.
+            queue: False: this request cancels a write in progress. True: it waits for a write in
+                progress, and cancels only one that takes more than `CANCEL_AFTER_S`. A newer
+                request replaces one that waits. If requests come fast and cancel each other, none
+                of them would ever be completed. It must be False if other nodes have shards,
+                because they would not wait for the same write.
         """
         with self._changed:
             overtaken, self._next = self._next, None
@@ -203,7 +203,7 @@ class StandalonePersister:
     def _begin(self, request: WriteRequest) -> None:
         """Send a request to the persister; start the persister if necessary.
 
-        If this fails, the reply ``failed`` is passed on.
+        If this fails, nothing is raised: the reply ``failed`` is passed to ``on_reply``.
         """
         self._open_attempts.add(request.attempt)
         self._sent_at = time.monotonic()
@@ -276,7 +276,8 @@ class StandalonePersister:
     def _read_replies(self, process: "subprocess.Popen[bytes]") -> None:
         """Read replies until the process ends. Every request that is still open has failed then.
 
-        Lines that are no valid reply are ignored. This is the body of a thread.
+        Open requests are left alone if another process was started by then: they fail when that one
+        ends. Lines that are no valid reply are ignored. This is the body of a thread.
         """
         stdout = process.stdout
         assert stdout is not None

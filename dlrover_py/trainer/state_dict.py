@@ -121,13 +121,15 @@ class FlatState:
     immediately."""
 
     def encoded(self, slow_s: float = SLOW_S) -> list[tuple[str, bytes]]:
-        """Return the objects as they are stored. Adds a note for each that takes long to encode.
+        """Return the keys of the objects, and the objects as they are stored.
+
+        A note is added for each object that takes long to encode.
 
         Args:
             slow_s: seconds of encoding above which an object gets a note.
 
         Raises:
-            ConfigError: an object could not be read back.
+            ConfigError: an object could not be read back, or its own code has raised an exception.
         """
         found = []
         for key, value in self.objects.items():
@@ -161,15 +163,17 @@ class PerRank:
 
 
 class RandomState:
-    """The state of this process's RNGs: Python's, NumPy's and torch's, on all devices.
+    """The state of this process's RNGs: Python's, NumPy's and torch's, on the CPU and CUDA devices.
 
-    The RNGs of NumPy and of the accelerator are included only if the script already uses them.
+    NumPy's global RNG is included only if NumPy is imported, and those of CUDA devices only if CUDA
+    is initialized.
     """
 
     def state_dict(self) -> dict[str, object]:
         """Return ``{"state": ((generator, state), …)}``; ``torch.load`` reads it as weights only.
 
-        Generators of NumPy and of devices are included if the script has used them.
+        NumPy's global RNG is included if NumPy is imported, and those of CUDA devices if CUDA is
+        initialized.
         """
         version, words, gauss = random.getstate()
         found: dict[str, object] = {
@@ -186,7 +190,11 @@ class RandomState:
         return {"state": tuple(found.items())}  # a tuple is always saved as one object
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the states of all RNGs."""
+        """Set the states of the RNGs that were saved.
+
+        NumPy's state is ignored if NumPy is not imported, and states of devices that do not exist
+        here. An RNG that was not saved keeps its state.
+        """
         found = dict(state["state"])
         version, words, gauss = found["python"]
         random.setstate((version, tuple(words.tolist()), gauss))
@@ -207,7 +215,11 @@ def _plain(value: Any) -> object:
 
 
 def flatten(state: Mapping[str, object], *, rank: int) -> FlatState:
-    """Split a state into tensors and objects. Nothing is copied, and no collective runs.
+    """Split a state into tensors and objects.
+
+    The ``state_dict`` of modules and other objects is called, which may be collective in objects of
+    the user. Apart from that, no collective runs. No tensor is copied, except one whose bytes are
+    not its values: it has a pending conjugation or negation.
 
     Args:
         state: tensors, DTensors, modules, optimizers, objects with ``state_dict`` and
@@ -305,10 +317,15 @@ class ModuleState:
         """Let the module load the entries.
 
         A hook of the user may have left entries out (the frozen part of a model). They are neither
-        in the state nor in the checkpoint, and do not count as missing.
+        in the state nor in the checkpoint, and do not count as missing. If the class of the module
+        has a ``load_state_dict`` of its own, it gets all entries, ``strict`` is ignored, and its
+        exceptions are raised.
+
+        Args:
+            strict: whether it is an error that the module has no place for an entry, or lacks one.
 
         Raises:
-            CheckpointError: the module has no place for an entry, or lacks one.
+            CheckpointError: with ``strict``, the module has no place for an entry, or lacks one.
         """
         if type(self.module).load_state_dict is not nn.Module.load_state_dict:
             self.module.load_state_dict(self.entries)
@@ -393,7 +410,17 @@ class StateWalk:
     def _visit_mapping(
         self, prefix: str, values: Mapping[Any, object], found: list[tuple[str, Optimizer]]
     ) -> dict[Any, object]:
-        """Visit all values of a mapping; return how they are nested, by name."""
+        """Visit all values of a mapping; return how they are nested, by name.
+
+        Args:
+            prefix: the key of the mapping and a dot; empty for the whole state.
+            values: the mapping.
+            found: receives the optimizers, with their keys.
+
+        Raises:
+            ConfigError: a key at the top of the state is reserved for values of one rank, or a
+                value cannot be saved or loaded.
+        """
         tree: dict[Any, object] = {}
         for name, value in _items(values):
             if not prefix and str(name).startswith(f"{PRIVATE}/"):
@@ -416,6 +443,13 @@ class StateWalk:
     ) -> object:
         """Visit one value, which its holder has under a name.
 
+        Args:
+            key: the key of the value.
+            value: the value.
+            found: receives the optimizers, with their keys.
+            holder: the container that has the value.
+            name: the name or index of the value in its holder.
+
         Returns:
             How the value is nested (:class:`StateStructure`).
 
@@ -436,7 +470,21 @@ class StateWalk:
         holder: Any,
         name: object,
     ) -> object:
-        """Visit a value as its type requires; return how it is nested."""
+        """Visit a value as its type requires; return how it is nested.
+
+        The result is None for a value that is not in a subtree, or that has keys of its own, such
+        as a module. Modules and optimizers are only collected here.
+
+        Args:
+            key: the key of the value.
+            value: the value.
+            found: receives the optimizers, with their keys.
+            holder: the container that has the value.
+            name: the name or index of the value in its holder.
+
+        Raises:
+            ConfigError: the value cannot be saved or loaded, such as a PerRank within a PerRank.
+        """
         if not has_own_keys(value):
             if self._subtree is not None:
                 return self._visit_in_subtree(key, value, found, holder, name)
@@ -472,7 +520,21 @@ class StateWalk:
         holder: Any,
         name: object,
     ) -> object:
-        """Visit a value of a subtree; return how it is nested."""
+        """Visit a value of a subtree; return how it is nested.
+
+        The result is a dict or list of such results. For a tensor or an object it is a bool:
+        whether the value is a DTensor.
+
+        Args:
+            key: the key of the value.
+            value: the value.
+            found: receives the optimizers, with their keys.
+            holder: the container that has the value.
+            name: the name or index of the value in its holder.
+
+        Raises:
+            ConfigError: a container contains itself, or a value cannot be saved.
+        """
         assert self._subtree is not None
         if type(value) not in SAFE:
             if isinstance(value, torch.Tensor):
@@ -514,7 +576,21 @@ class StateWalk:
         holder: Any,
         name: object,
     ) -> None:
-        """Visit a value without ``load_state_dict``: a load replaces it."""
+        """Visit a value without ``load_state_dict``: a load replaces it.
+
+        For a load, the value is visited in new containers. At the end of the load they are put into
+        the user's own dict or list.
+
+        Args:
+            key: the key of the value.
+            value: the value.
+            found: receives the optimizers, with their keys.
+            holder: the container that has the value.
+            name: the name or index of the value in its holder.
+
+        Raises:
+            ConfigError: the value cannot be set in its holder, or cannot be saved.
+        """
         if isinstance(value, Mapping) and value.keys() == {"state", "param_groups"}:
             self.flat.notes.append(
                 f"{key} is an optimizer's state_dict(), and load() fills that dict, not the "
@@ -546,7 +622,17 @@ class StateWalk:
         self.finish.append((key, finish))
 
     def _add_object(self, key: str, value: object, holder: Any, name: object) -> None:
-        """Add a value that is saved as one object."""
+        """Add a value that is saved as one object, and for a load its setter.
+
+        Args:
+            key: the key of the value.
+            value: the value.
+            holder: the container into which a load sets the value.
+            name: its name in that container.
+
+        Raises:
+            ConfigError: another object has the same key.
+        """
         if key in self.flat.objects:
             raise ConfigError(f"checkpoint: two values of the state have the key {key}")
         self.flat.objects[key] = value
@@ -558,8 +644,14 @@ class StateWalk:
     def _visit_stateful(self, key: str, value: Any, found: list[tuple[str, Optimizer]]) -> None:
         """Visit an object that has ``state_dict`` and ``load_state_dict``.
 
-        Entries without tensors are not split. Otherwise a key that comes and goes within them (a
-        data loader's position, say) would be missing.
+        Its state is saved as one object if that is not a mapping with strings as keys. Otherwise
+        each entry has a key. Entries without tensors are not split. If they were, a key that comes
+        and goes within them (a data loader's position, say) would be missing.
+
+        Args:
+            key: the key of the object.
+            value: the object.
+            found: receives optimizers within the state, with their keys.
         """
         state = value.state_dict()
         if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
@@ -592,7 +684,17 @@ class StateWalk:
             self.finish.append((key, partial(value.load_state_dict, entries)))
 
     def _visit_module(self, key: str, module: nn.Module, entries: dict[str, Any]) -> None:
-        """Visit a module."""
+        """Visit the entries of a module's ``state_dict``.
+
+        A load fills the module's own tensors in place. Entries that a load cannot fill in this way
+        are put in by the module's ``load_state_dict`` at the end. These are objects, tensors that a
+        hook has made, and entries that the user's own methods load.
+
+        Args:
+            key: the key of the module.
+            module: the module.
+            entries: its ``state_dict``, with the tensors themselves.
+        """
         names = _clean_names(module, entries)
         own, free, in_place, container = set[int](), tuple[str, ...](), True, {"": entries}
         region = ReplaceableSubtree(key, container, "")
@@ -640,7 +742,12 @@ class StateWalk:
                 self.finish.append((key, loader))
 
     def _visit_optimizer(self, key: str, optimizer: Optimizer) -> None:
-        """Visit an optimizer: its groups always, its state only for a save."""
+        """Visit an optimizer: its groups always, its state only for a save.
+
+        Raises:
+            ConfigError: the optimizer has state of a parameter that is in none of its groups. Or an
+                entry of a parameter's state has a name that is not a str.
+        """
         names = _names(optimizer, self._parameter_names)
         self.optimizers.append((key, optimizer, names))
         for number, group in enumerate(optimizer.param_groups):
@@ -706,7 +813,9 @@ class StateWalk:
                 saved[OWNERS] = sorted(owners)
 
     def tensor(self, key: str, value: torch.Tensor, why: str, *, defer: bool = False) -> bool:
-        """Add a tensor. Returns False if only torch.save can write a tensor of its kind.
+        """Add a tensor. Return False if only torch.save can write a tensor of its kind.
+
+        True is also the result for a DTensor of which this rank has no part: nothing is added then.
 
         Args:
             key: the tensor's key.
@@ -715,7 +824,8 @@ class StateWalk:
             defer: whether its copy may be deferred.
 
         Raises:
-            ConfigError: the tensor has no memory, or cannot be saved.
+            ConfigError: the tensor has no memory, or is a DTensor that cannot be saved: a pending
+                sum, for example.
         """
         kind = type(value)
         if kind not in PLAIN_TENSORS and is_sharded(value):
@@ -789,7 +899,15 @@ def _no_memory(key: str) -> ConfigError:
 
 
 def expected_bytes(state: Mapping[str, object], rank: int) -> int:
-    """Return the bytes that a save will need, with the state that optimizers create later."""
+    """Return about how many bytes a save will need, with the state that optimizers create later.
+
+    Objects do not count, and of optimizers without a state only those at the top level do. The
+    objects are encoded here once, so that the first save need not wait for this.
+
+    Args:
+        state: the state, as for :func:`flatten`, which raises ConfigError if it cannot be saved.
+        rank: the rank of this process.
+    """
     flat = flatten(state, rank=rank)
     with suppress(ConfigError):  # else the save reports it
         flat.encoded()  # reads back new values, so that the first save need not wait for it
@@ -803,7 +921,11 @@ def expected_bytes(state: Mapping[str, object], rank: int) -> int:
 
 
 def leaf_of(key: str, value: torch.Tensor) -> StateLeaf | None:
-    """Return this rank's part of a tensor; None if it has no part."""
+    """Return this rank's part of a tensor.
+
+    None: the rank has no part, or the tensor is of a kind that only torch.save can write. A
+    ConfigError is raised if the tensor has no memory.
+    """
     walk = StateWalk(0, load=True)
     walk.tensor(key, value, "")
     return walk.flat.leaves[0] if walk.flat.leaves else None
@@ -821,7 +943,8 @@ def _dtensor_chunk(key: str, value: "DTensor") -> tuple[TensorChunk, torch.Tenso
     """Return this rank's chunk of a DTensor and its memory; None if the rank is outside the mesh.
 
     Raises:
-        ConfigError: the DTensor is a pending sum, or has several chunks on this rank.
+        ConfigError: the DTensor is a pending sum, or has a type that is not saved. Or it does not
+            have one chunk of its local shape on this rank.
     """
     with torch.no_grad():
         local = value.to_local()
@@ -911,7 +1034,10 @@ def _is_single_object(values: list[object]) -> bool:
 
 
 def _copied(value: object) -> Any:
-    """Return a value in new containers."""
+    """Return a value in new dicts and lists.
+
+    Tensors, and objects with keys of their own, are not copied.
+    """
     if has_own_keys(value):
         return value
     if isinstance(value, Mapping):
@@ -940,7 +1066,14 @@ _TREES = frozenset({OrderedDict, defaultdict, Counter})
 
 
 def _typed_tree(value: Any, tree: dict[Any, object]) -> Any:
-    """Return the nesting of such a mapping: the same type, with the nesting of its items."""
+    """Return the nesting of a mapping whose type is in `_TREES`, as a mapping of the same type.
+
+    A ``defaultdict`` becomes a plain dict if its factory is not one that can be saved.
+
+    Args:
+        value: the mapping.
+        tree: the nesting of its items.
+    """
     if type(value) is defaultdict:
         known = value.default_factory is None or value.default_factory in FACTORIES.values()
         return defaultdict(value.default_factory, tree) if known else tree
@@ -948,7 +1081,10 @@ def _typed_tree(value: Any, tree: dict[Any, object]) -> Any:
 
 
 def _items(values: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
-    """Return the items of a mapping to which another thread may write at the same time."""
+    """Return the items of a mapping to which another thread may write at the same time.
+
+    A RuntimeError is raised if its size changes at each of several attempts.
+    """
     for _ in range(READ_TRIES):
         with suppress(RuntimeError):  # its size has changed
             return list(values.items())

@@ -177,7 +177,8 @@ class StorageProgress:
     def answered(self, context: WorkerContext | None, answer: WriteReply) -> None:
         """Handle a reply of the persister: log failures, and clear the ``persist`` mark at the end.
 
-        A thread of :class:`StandalonePersister` calls this, or that which sends a request.
+        :class:`StandalonePersister` calls this, in its own thread or in the one that sends a
+        request.
 
         Args:
             context: the context of this worker. None: no mark is cleared.

@@ -105,8 +105,8 @@ def chunks_of(value: "DTensor") -> list[tuple[tuple[int, ...], tuple[int, ...]]]
     """Return the offsets and the shape of each chunk of a DTensor on this rank.
 
     Raises:
-        RuntimeError: the placements have no chunks, such as a pending sum.
-        ValueError: likewise.
+        RuntimeError: its local part is not a tensor.
+        ValueError: its placements have no chunks, because they include a pending sum.
     """
     return [
         (tuple(map(int, chunk.offsets)), tuple(chunk.sizes))
@@ -226,7 +226,10 @@ def constant_when_traced(function: Callable[[], bool]) -> Callable[[], bool]:
 
 
 def traces_one_graph() -> bool:
-    """Return whether torch's compiler makes one graph of what it traces (``fullgraph=True``)."""
+    """Return whether torch's compiler makes one graph of what it traces (``fullgraph=True``).
+
+    This works only while the compiler traces. If torch does not say it, the result is True.
+    """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     return bool(getattr(InstructionTranslator.current_tx(), "one_graph", True))
@@ -280,7 +283,7 @@ def cuts(
     """Plan how to cut a chunk out of those that were saved, as DCP's DefaultLoadPlanner does.
 
     (torch/distributed/checkpoint/default_planner.py: create_default_local_load_plan.) The planner
-    takes long to import.
+    takes long to import. A part of the chunk that no saved chunk has is left out.
 
     Args:
         key: the tensor's key.
@@ -361,10 +364,10 @@ class DcpUnpickler(pickle._Unpickler):
     """The handlers of the opcodes that are allowed."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the class of this name.
+        """Return the class, function or constant of this name.
 
         Raises:
-            CheckpointError: the class is not allowed in ``.metadata``.
+            CheckpointError: the name is not allowed in ``.metadata``.
         """
         found = vars(torch).get(name) if module == "torch" else None  # getattr() may import
         if (module, name) in _ALLOWED or isinstance(found, torch.dtype | torch.layout):
@@ -388,10 +391,11 @@ class DcpUnpickler(pickle._Unpickler):
 
 
 def read_metadata(document: bytes) -> "Metadata":
-    """Return what the ``.metadata`` of DCP says.
+    """Return what the ``.metadata`` of DCP says. The entries in it are not checked.
 
     Raises:
-        CheckpointError: it is not what torch writes.
+        CheckpointError: the document cannot be read, names what torch does not write, or is not the
+            metadata of a checkpoint.
     """
     from torch.distributed.checkpoint.metadata import Metadata
 

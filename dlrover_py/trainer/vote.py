@@ -137,7 +137,10 @@ class VoteChannel(Protocol):
     """Carries votes between ranks."""
 
     def launch(self, vote: Sequence[int], /) -> Callable[[float | None], list[int]]:
-        """Start a vote. The function that it returns waits for the result, at most so long."""
+        """Start a vote, and return without waiting for it.
+
+        The returned function waits for the result. It takes the seconds to wait at most.
+        """
 
 
 class SaveVotes:

@@ -21,8 +21,8 @@ log = logging.getLogger("operator")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the operator until SIGTERM or SIGINT; return its exit code.
 
-    An error that ends the operator is written to standard error. The exit code is then that of the
-    error. A wrong option ends the process with exit code 2.
+    A ``DLRoverError`` that ends the operator is written to standard error, and its exit code is
+    returned; any other error is raised. A wrong option ends the process with exit code 2.
     """
     try:
         settings = Settings.parse(argv)
@@ -40,7 +40,7 @@ def _check_cryptography() -> None:
     """Check that the package can be imported that makes the masters' certificates.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: the package, or another one that it needs, is not installed.
     """
     try:
         from dlrover_operator import credentials  # noqa: F401
@@ -54,7 +54,11 @@ async def _run(settings: Settings) -> None:
     # Imported here, because they import cryptography.
     """Serve health pages and manage the jobs until SIGTERM or SIGINT.
 
-    It also ends if one of the two fails, and raises the error.
+    Signal handlers and the limit of open files of this process are changed, and not restored.
+
+    Raises:
+        ConfigError: The address of the health pages cannot be used, or no API server is configured.
+        Exception: The server of the pages or the work on jobs has failed; its error ends both.
     """
     from dlrover_operator import health
     from dlrover_operator.loop import Operator

@@ -70,7 +70,7 @@ class JobConditions:
     """The conditions that the operator writes, and the rest of its part of the status."""
 
     def __init__(self, facts: JobFacts) -> None:
-        """Compose the message if the job is too late."""
+        """Keep the facts, and compose the message if a deadline has passed."""
         self._facts = facts
         self.passed_deadline = self._find_passed_deadline()
         """Reason and message if a deadline has passed; otherwise None."""
@@ -101,9 +101,9 @@ class JobConditions:
     def _problem(self) -> tuple[str, str]:
         """Return reason and message of the problem of the job; empty if there is none.
 
-        The problem is a refused spec, then that of the master, then the first other condition that
-        is True and no normal state. A command that may not start agents counts only while no node
-        has joined.
+        A refused spec comes first, then the problem of the master, then the first other condition
+        that is True and no normal state. The last is a command of the workers that seems not to
+        start agents; it counts only while no node has joined.
         """
         facts = self._facts
         for own in (accepted := self._accepted(), self._master_state()):
@@ -198,8 +198,10 @@ class JobConditions:
     def _conditions_to_write(self) -> Iterator[DesiredCondition]:
         """Yield the conditions that the operator writes.
 
-        ``Accepted`` and ``MasterReady`` are always written. The others are written only when they
-        apply, and ``Suspended`` also becomes False after a suspension.
+        ``Accepted`` and ``MasterReady`` are always written. ``PodsLeft``, ``Suspended``,
+        ``DeadlineExceeded`` and ``Failed`` are written only when they apply. ``Suspended`` is False
+        until no node, Pod or master is left, and again after the suspension. ``Failed`` is left to
+        the master if it has reported the failure.
         """
         facts = self._facts
         yield self._accepted()
@@ -278,8 +280,9 @@ class JobConditions:
     def _accepted(self) -> DesiredCondition:
         """Return the condition ``Accepted``.
 
-        It is False for a spec that cannot be used, and for a name that another object has. Parts of
-        the spec without an effect are a remark in a condition that is True.
+        The condition is False for a spec that cannot be used, and for a name that another object
+        has. It is True with a remark if parts of the spec have no effect. The same holds if the
+        command of the workers seems not to start agents.
         """
         facts = self._facts
         if facts.refused is not None:
@@ -320,7 +323,7 @@ class JobConditions:
         return DesiredCondition(ConditionType.ACCEPTED, True, ConditionReason.ACCEPTED)
 
     def _master_ready(self) -> DesiredCondition:
-        """Return the condition ``MasterReady``."""
+        """Return the condition ``MasterReady``; it is False for a job that has ended."""
         if self._facts.ended:
             over = (ConditionReason.FINISHED, "the job has ended")
             return DesiredCondition(ConditionType.MASTER_READY, False, *over)
@@ -329,9 +332,10 @@ class JobConditions:
     def _master_state(self) -> DesiredCondition:
         """Return the condition ``MasterReady`` of a job that has not ended.
 
-        It is True while the Deployment has an available replica. It is False for a suspended job,
-        and after the API server has refused an action of the plan. A Pod that no scheduler has
-        processed counts as a problem after 30 s.
+        The condition is True while the Deployment has an available replica. It is False all the
+        same after the API server has refused an action of the plan, except a name conflict. It is
+        False for a job that is suspended or refused, and while objects of a deleted job exist. A
+        Pod that no scheduler has processed counts as a problem after 30 s.
         """
         facts = self._facts
         not_ready = partial(DesiredCondition, ConditionType.MASTER_READY, False)
@@ -380,9 +384,10 @@ class JobConditions:
         return not_ready(ConditionReason.STARTING, "the master's Pod is not ready yet")
 
     def _by_template(self, last_error: LastError) -> str:
-        """Return the message of a refusal, after the faults of the job's master template.
+        """Return the message of a refusal, after the known faults of the job's master template.
 
-        The message is returned unchanged if the refusal has another reason than ``Refused``.
+        The message is returned unchanged if the refusal has another reason than ``Refused``, or if
+        the spec cannot be used.
         """
         facts = self._facts
         if last_error.reason != ConditionReason.REFUSED or facts.job is None:

@@ -221,7 +221,13 @@ def _convert(whole: Schema, model: type[BaseModel], kept: tuple[str, ...]) -> Sc
     """Return the structural schema of a model, with these keywords kept.
 
     Descriptions come from the docstrings of the model. ``null`` in a choice of types is dropped,
-    and so are empty defaults and all other keywords. Required fields are kept for the spec only.
+    and so are empty defaults and all other keywords. Required fields are kept for the spec only. A
+    choice of two types that a structural schema cannot express fails an assertion.
+
+    Args:
+        whole: The JSON schema of the model, as pydantic makes it.
+        model: The model.
+        kept: The keywords that stay.
     """
     models = {m.__name__: m for m in _models(model)}
 
@@ -315,7 +321,11 @@ def _plain_text(text: str) -> str:
 def _about(node: Schema, models: dict[str, type[BaseModel]]) -> str:
     """Return the docstring of the model of a field, for a field without a docstring of its own.
 
-    It is "" if the field's type is no model.
+    The result is "" if the field's type is no model.
+
+    Args:
+        node: The JSON schema of the field.
+        models: The models by their names.
     """
     for one in (node, *node.get("anyOf", ())):
         model = models.get(one.get("$ref", "").rpartition("/")[2])

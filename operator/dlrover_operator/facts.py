@@ -29,8 +29,9 @@ class JobFacts:
     def __init__(self, seen: ObservedJob, now: float) -> None:
         """Derive the facts from a view of a job.
 
-        If the spec cannot be used, :attr:`refused` is the error. A job that runs already then has a
-        :attr:`job` with the bare minimum. A deadline that has passed without a master ends the job.
+        If the spec cannot be used, :attr:`refused` is the error. :attr:`job` is then None, or has
+        the bare minimum for a master if the job runs already. A deadline that has passed without a
+        master ends the job.
 
         Args:
             seen: View of the job.
@@ -114,9 +115,9 @@ class JobFacts:
         return max(self.now if since is None else since, self.start or 0.0)
 
     def masterless_for(self, limit_s: float) -> bool:
-        """Return whether there was no master for a number of seconds.
+        """Return whether there was no master for ``limit_s`` seconds.
 
-        If the time is not over yet, the job is planned again when it is.
+        If there is no master and the time is not over yet, the job is planned again when it is.
         """
         return self.masterless_since is not None and self.has_passed(
             self.masterless_since + limit_s
@@ -170,9 +171,10 @@ class JobFacts:
     def _passed_deadline(self) -> ConditionReason | None:
         """Return the reason of ``DeadlineExceeded`` if a deadline has passed; otherwise None.
 
-        A deadline that was exceeded once stays so. Otherwise a job that has ended, has not started
-        or is to be suspended has no deadline. If a deadline is still to come, the job is planned
-        again then.
+        The deadlines are ``activeDeadlineSeconds`` after the start, and ``pendingTimeoutSeconds``
+        without training. A deadline that was exceeded once stays so. Otherwise a job that has
+        ended, has not started or is to be suspended has no deadline. If a deadline is still to
+        come, the job is planned again then.
         """
         if self.is_true(ConditionType.DEADLINE_EXCEEDED):
             known: ConditionReason = self.conditions[ConditionType.DEADLINE_EXCEEDED].get(
@@ -214,10 +216,11 @@ class JobFacts:
         )
 
     def pods_are_gone(self) -> bool:
-        """Return whether no Pod of the job holds resources; once it is so, it stays so.
+        """Return whether no worker Pod of the job holds resources.
 
-        If the Pods were not listed, the result is False, and ``needs_pods`` has them listed. If
-        Pods are left and not overdue, they are listed again after 2 s.
+        The condition ``PodsLeft`` that is False says so without a list. If the Pods were not
+        listed, the result is otherwise False, and ``needs_pods`` is set, so that they are. If Pods
+        are left and not overdue, they are listed again after 2 s.
         """
         if self.since(ConditionType.PODS_LEFT, "False") is not None:
             return True
@@ -271,8 +274,9 @@ class JobFacts:
 def _bare(obj: Obj) -> ElasticJob | None:
     """Return a job with only the fields that the master's objects are made from.
 
-    It is used for a job whose spec cannot be used. The result is None if not even its name is
-    valid.
+    The operator uses it for a job whose spec cannot be used. These fields are the host network of
+    the workers, and the role of the master if that can be read. The result is None if not even the
+    job's name is valid.
     """
     roles = (obj.get("spec") or {}).get("replicaSpecs") or {}
     user_spec = ((roles.get(names.ROLE_WORKER) or {}).get("template") or {}).get("spec")

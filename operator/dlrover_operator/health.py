@@ -52,10 +52,11 @@ def listen(address: str) -> socket.socket:
     """Return a listening socket. The caller must accept its connections and close it.
 
     Args:
-        address: ``host:port``; an empty host means all addresses.
+        address: ``host:port``; an empty host means all IPv4 addresses.
 
     Raises:
-        ConfigError: the address is not valid, or it cannot be used.
+        ConfigError: the port is not a number up to 65535, or this machine cannot listen at the
+            address. It must be an IPv4 address, or a name of one.
     """
     host, _, port = address.rpartition(":")
     try:

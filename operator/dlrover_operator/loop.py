@@ -162,8 +162,8 @@ class Operator:
     async def run(self) -> None:
         """Manage the jobs until the task is canceled.
 
-        Plans begin when all watches have listed their objects. An error of the API server does not
-        end it.
+        Plans begin when all watches have listed their objects. Errors of the API server, and
+        unexpected errors in the work on a job, do not end the call.
         """
         async with asyncio.TaskGroup() as tasks:
             for watch in WATCHES:
@@ -187,8 +187,12 @@ class Operator:
     async def _follow(self, watch: _Watch, scope: str) -> None:
         """Follow one watch in one namespace indefinitely.
 
-        It keeps the view up to date and queues the jobs whose objects change. A failure of the
-        watch is counted and logged, when it differs from the last one.
+        The view of the objects is kept up to date, and jobs whose objects change are queued. A
+        failure of the watch is counted and logged, when it differs from the last one.
+
+        Args:
+            watch: The kind of objects.
+            scope: The namespace; empty for all namespaces.
         """
 
         def view(obj: Obj) -> _QueueItem:
@@ -309,14 +313,14 @@ class Operator:
     async def _reconcile(self, key: Key) -> str:
         """Plan one job, carry the plan out, and return the result for the metrics.
 
-        Unless the job is gone, it is queued again: after at most 30 s without a failure, and with
-        growing delays up to 60 s after one. Errors of the API server are not raised. A refusal
-        becomes a condition of the job.
+        A job that exists is queued again, after at most 30 s. After a failure the delays grow up to
+        60 s. Errors of the API server are not raised. A refusal becomes a condition of the job.
+        Before a plan that ends something is carried out, the job is read again and planned again.
 
         Returns:
             ``gone`` if the job does not exist, and all about it was forgotten; ``refused`` if an
-            action was refused; ``retry`` after an error that may pass; otherwise ``done``, or
-            ``unchanged`` if the plan was empty.
+            action was refused; ``retry`` after an error that may pass, or if the status could not
+            be written; otherwise ``done``, or ``unchanged`` if the plan was empty.
         """
         seen = self._observed(key)
         if seen is None:
@@ -406,7 +410,11 @@ class Operator:
         return backoff.delay_s(failures)
 
     async def _report(self, key: Key, job: Obj, job_plan: JobPlan) -> None:
-        """Carry out the part of a plan that writes status and events."""
+        """Carry out the part of a plan that writes status and events.
+
+        Raises:
+            KubeError: The API server refuses the status, or does not answer.
+        """
         for action in job_plan.status:
             await self._do(key, job, action)
 
@@ -414,10 +422,15 @@ class Operator:
         """Carry out one action, log it and count it. Status and events are not logged.
 
         An existing object is kept, except for the parts in ``FOLLOWS``, which are replaced if they
-        differ.
+        differ. A missing object to delete is no error.
+
+        Args:
+            key: Namespace and name of the job.
+            job: The ElasticJob.
+            action: What to do.
 
         Raises:
-            KubeError: The API server refuses the action.
+            KubeError: The API server refuses the action, or does not answer.
         """
         namespace, name = key
         uid = job["metadata"]["uid"]
@@ -480,6 +493,10 @@ class Operator:
 
         If two operators do this at the same time, the first certificate decides the authority. The
         Secret of the token follows it: one with another authority is deleted and made again.
+
+        Raises:
+            KubeError: The API server refuses a call or does not answer, or a Secret of this name
+                does not belong to the job.
         """
         fresh = credentials.issue(self._api.wall())
         uid = job.metadata.uid
@@ -499,6 +516,7 @@ class Operator:
 
         Raises:
             NotFoundError: the Secret of the certificate does not exist.
+            KubeError: the API server refuses another call, or does not answer.
         """
         name, uid, namespace = job.metadata.name, job.metadata.uid, job.metadata.namespace
         with contextlib.suppress(errors.NotFoundError):
@@ -509,7 +527,13 @@ class Operator:
             await self._api.create_or_own(kinds.SECRETS, _token_of(job, tls), uid)
 
     async def _remaining_pods(self, key: Key, job: Obj) -> tuple[WorkerPod, ...]:
-        """List the worker Pods of the job that hold resources, by a request to the API server."""
+        """List the worker Pods of the job that hold resources, by a request to the API server.
+
+        Pods of another job of the same name are left out.
+
+        Raises:
+            KubeError: The API server refuses the call, or does not answer.
+        """
         listed = await self._api.list(kinds.PODS, key[0], labels=names.workers_of(key[1]))
         seen = (WorkerPod.of(pod, job["metadata"]["uid"]) for pod in listed)
         return tuple(pod for pod in seen if pod is not None)
@@ -517,7 +541,10 @@ class Operator:
     async def _delete_pods(self, key: Key, job: Obj) -> None:
         """Delete the worker Pods that hold resources and were not deleted before.
 
-        It does not wait for their end.
+        The call does not wait for their end.
+
+        Raises:
+            KubeError: The API server refuses a call or does not answer; other Pods may stay.
         """
         for pod in await self._remaining_pods(key, job):
             if not pod.leaving:
@@ -530,6 +557,13 @@ class Operator:
 
         An event that exists is left as it is. A refusal is only logged, because the condition of
         the job has the same message.
+
+        Args:
+            key: Namespace and name of the job.
+            job: The ElasticJob.
+            event_type: ``Normal`` or ``Warning``.
+            reason: A CamelCase word.
+            message: The text for people; if empty, the reason.
         """
         meta = job["metadata"]
         identity = "\0".join((meta["uid"], str(meta.get("generation")), reason, message))
@@ -644,7 +678,8 @@ def _token_of(job: Any, tls: Obj) -> Obj:
 def _reason(error: KubeError) -> ConditionReason:
     """Return the reason of a condition for an error of the API server.
 
-    It is ``Refused`` for an error of no known kind.
+    The reason is ``Refused`` for an error of no known kind, and ``Waiting`` while objects of a
+    deleted job of the same name still exist.
     """
     if isinstance(error, errors.LeftoverError):
         return ConditionReason.WAITING

@@ -78,7 +78,10 @@ class MasterCredentials:
 
 
 def role(job: ElasticJob) -> Obj:
-    """Return the Role of a master: access to Pods of its namespace, its journal and its job."""
+    """Return the Role of a master: access to Pods of its namespace, its journal and its job.
+
+    The master may also create events. Of the Secrets it may read and change only its journal.
+    """
     name = job.metadata.name
 
     def allow(group: str, resources: list[str], verbs: list[str], only: str = "") -> Obj:
@@ -203,6 +206,8 @@ def journal_secret(job: ElasticJob) -> Obj:
 def deployment(job: ElasticJob, cluster_ip: str, options: Options, jobs: int = 1) -> Obj:
     """Return the master's Deployment: one Pod at a time, within Pod Security ``restricted``.
 
+    An annotation has the hash of the spec, which shows later whether the plan has changed.
+
     The job's master template decides the node selector, affinity, tolerations, priority class,
     scheduler, pull Secrets, labels and annotations. Of its main container, only the resources and
     the master settings are used. All other fields are ignored.
@@ -270,10 +275,16 @@ def deployment(job: ElasticJob, cluster_ip: str, options: Options, jobs: int = 1
 
 
 def _container(job: ElasticJob, cluster_ip: str, options: Options, jobs: int, main: Obj) -> Obj:
-    """Return the master's container; ``main`` is that of the job's own master template.
+    """Return the master's container.
 
-    Only the resources of ``main``, and those of its environment variables that are settings of the
-    master, are used.
+    Args:
+        job: the job of the master.
+        cluster_ip: address of the master's Service.
+        options: settings for all masters.
+        jobs: number of ElasticJobs in the operator's namespaces; with many, the master writes its
+            progress less often.
+        main: main container of the job's own master template, or {}. Only its resources, and its
+            environment variables that are settings of the master, are used.
     """
     meta = job.metadata
     own_env = {

@@ -130,8 +130,9 @@ class _Planner:
     def _actions(self) -> Iterator[Action]:
         """Yield the actions for the present state of the job.
 
-        There are none for a job whose spec is refused before it runs, and for one whose master's
-        name belongs to another object.
+        The first state that applies counts: ended, past a deadline, suspended, running. A job that
+        must run has no actions if its spec is refused before it runs, or if its master's name
+        belongs to another object.
         """
         facts = self._facts
         if facts.ended:
@@ -156,9 +157,10 @@ class _Planner:
             yield from self._run(facts.job)
 
     def _delete_remaining_pods(self) -> Iterator[Action]:
-        """Without a master, delete the worker Pods that hold resources and were not deleted yet.
+        """Delete the worker Pods that hold resources, because there is no master to end them.
 
-        If the Pods were not listed, there is no action, and the plan asks for the list.
+        There is no action if all of them were deleted already, or none is left. If the Pods were
+        not listed, there is no action either, and the plan asks for the list.
         """
         facts = self._facts
         if not facts.pods_are_gone() and not all(
@@ -170,7 +172,8 @@ class _Planner:
         """Yield the actions for a job that has ended.
 
         The master stays until no node and no Pod is left, or until END_GRACE_S seconds after the
-        end. Pods that are left then are deleted. The job itself is deleted only if it has a TTL.
+        end. Pods that are left then are deleted. The job itself is deleted only when its
+        ``ttlSecondsAfterFinished`` is over; without a value it stays.
         """
         facts = self._facts
         ttl = facts.spec.get("ttlSecondsAfterFinished")
@@ -197,7 +200,8 @@ class _Planner:
     def _stop_without_master(self) -> Iterator[Action]:
         """End a job that must stop, once it has had no master for ``stop_after_s`` seconds.
 
-        Before that nothing is done, and the job is planned again at that time.
+        Its Pods are then deleted, and the Deployment of its master is scaled to 0. Before that
+        nothing is done, and the job is planned again at that time.
         """
         facts = self._facts
         if facts.masterless_for(self._timing.stop_after_s):
@@ -226,10 +230,12 @@ class _Planner:
         )
 
     def _keep_service(self) -> Iterator[Action]:
-        """Keep the Service, so that disconnected agents find the master and learn of the end.
+        """Yield the creation of a missing Service, by which agents find the master.
 
-        A missing Service is created with the address that agents know. Nothing is done without a
-        running master, or if another Service has got that address.
+        Disconnected agents need it to learn of the job's end.
+
+        The new Service gets the address that agents know. Nothing is done without a Deployment that
+        has replicas, or if the address is lost to another Service.
         """
         facts = self._facts
         up = facts.deployment is not None and facts.deployment.replicas
@@ -241,8 +247,9 @@ class _Planner:
     def _keep_rights(self) -> Iterator[Action]:
         """Keep the rights of a master, which needs them to learn of an order and to report.
 
-        They are created again each ``rights_interval_s`` seconds. Nothing is done without a
-        Deployment that has replicas.
+        The rights are created again each ``rights_interval_s`` seconds, and a master's Pod that is
+        older than its ServiceAccount is deleted. Nothing is done without a Deployment that has
+        replicas.
         """
         facts = self._facts
         if facts.job is not None and facts.deployment is not None and facts.deployment.replicas:
@@ -266,7 +273,9 @@ class _Planner:
         """Yield the actions for a job that must run.
 
         There are none if its objects are complete and unchanged. The Deployment follows in a later
-        plan, when the Service has its address.
+        plan, when the Service has its address. A Service with another address than the Deployment
+        is deleted. If the address is lost to another Service, the Deployment is scaled to 0, and
+        all is made again.
         """
         facts = self._facts
         deployment, service = facts.deployment, facts.service
@@ -294,8 +303,9 @@ class _Planner:
     def _address_is_lost(self) -> bool:
         """Return whether the Service cannot get the address in the master's Deployment again.
 
-        The API server must have refused the address, and the master must not be ready for
-        ``address_lost_after_s`` seconds.
+        The result is True if the API server has refused the address, and the master has not been
+        ready for ``address_lost_after_s`` seconds. If that time is not over, the job is planned
+        again when it is.
         """
         facts = self._facts
         since = facts.since(ConditionType.MASTER_READY, "False")
@@ -312,7 +322,7 @@ class _Planner:
         return manifests.deployment(job, service.address, self._options, facts.seen.jobs)
 
     def _replace_deployment(self, deployment: Deployment, desired: Obj) -> ReplaceDeployment:
-        """Return the action that replaces the Deployment."""
+        """Return the action that replaces the Deployment, unless it has changed meanwhile."""
         seen = {"uid": deployment.uid, "resourceVersion": deployment.version}
         return ReplaceDeployment(desired | {"metadata": desired["metadata"] | seen})
 
@@ -321,9 +331,12 @@ class _Planner:
     ) -> Iterator[Action]:
         """Yield the actions that restore deleted objects of a running job.
 
-        They are yielded if there is no master, the master lacks an object, or nodes are missing,
-        but at most once in ``heal_after_s`` seconds. Otherwise only the rights are checked, each
-        ``rights_interval_s`` seconds. A master's Pod with an invalid token is deleted in each case.
+        The objects are restored if there was no master for ``heal_after_s`` seconds, the master
+        lacks an object, or nodes are missing. That is done at most once in ``heal_after_s``
+        seconds. If only nodes are missing, just the Secret of the token is restored. Without a
+        master that can start, a Deployment that differs from the plan is replaced. Otherwise only
+        the rights are created again, each ``rights_interval_s`` seconds. A master's Pod that is
+        older than its ServiceAccount is deleted in each case.
         """
         facts = self._facts
         yield from self._renew_master_pod()
@@ -387,7 +400,8 @@ class _Planner:
     def _master_lacks_objects(self) -> bool:
         """Return whether a master reports that an object is missing that it needs.
 
-        The report must be ``heal_after_s`` seconds old. One with a time in the future counts
+        The report is the condition ``JournalWritable`` that is False, or ``PermissionDenied`` that
+        is True. It must be ``heal_after_s`` seconds old. A report with a time in the future counts
         immediately, because the master's clock may be ahead of the operator's.
         """
         facts = self._facts

@@ -67,15 +67,19 @@ def job(name: str, namespace: str, image: str, pull_secrets: Sequence[str] = ())
 async def check(api: KubeClient, wanted: Obj) -> str:
     """Run a job, delete it, and return the reason why it did not succeed.
 
-    A job of the same name that exists already is deleted first. Progress is printed. The caller
-    limits the time.
+    First the API server must refuse an invalid job. A job of the same name that exists already is
+    then deleted. Progress is printed. There is no time limit: the caller sets one.
 
     Args:
         api: client of the API server.
         wanted: the job.
 
     Returns:
-        "" if the job succeeded.
+        "" if the job succeeded. If the invalid job is accepted, no job is run.
+
+    Raises:
+        KubeError: The API server refuses a call, or does not answer. The job is then deleted if
+            that is possible.
     """
     meta = wanted["metadata"]
     name, namespace = meta["name"], meta["namespace"]
@@ -99,7 +103,7 @@ async def check(api: KubeClient, wanted: Obj) -> str:
 async def _ended(api: KubeClient, made: Obj) -> str:
     """Print new conditions until the job ends; return the reason why it failed, or "".
 
-    It waits indefinitely for a job that was deleted.
+    There is no time limit: for a job that was deleted, the call never returns.
     """
     meta = made["metadata"]
     printed: set[str] = set()
@@ -122,9 +126,12 @@ async def _ended(api: KubeClient, made: Obj) -> str:
 
 
 async def _remove(api: KubeClient, name: str, namespace: str) -> None:
-    """Delete a job and wait until it no longer exists; nothing if there is none.
+    """Delete a job and wait until it no longer exists; do nothing if there is none.
 
-    The deletion is repeated if a job of this name appears again.
+    The deletion is repeated if a job of this name appears again. There is no time limit.
+
+    Raises:
+        KubeError: The API server refuses the deletion, or does not answer.
     """
     fields = f"metadata.name={name}"
     while await api.delete(ELASTICJOBS, name, namespace, propagation="Background"):
@@ -153,6 +160,9 @@ async def _run(args: Any) -> str:
     """Run the job within the time limit; return the reason why it failed, or "".
 
     A refusal of the API server, and the passing of the limit, are such reasons.
+
+    Raises:
+        ConfigError: No API server is configured, or its configuration cannot be used.
     """
     async with await KubeClient.connect() as api:
         try:

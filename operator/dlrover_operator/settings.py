@@ -58,7 +58,7 @@ def _resources(text: str) -> dict[str, object]:
     """Return the value of ``--master-resources``. The quantities in it are not checked.
 
     Raises:
-        ConfigError: it is no JSON object, or has other fields than requests and limits.
+        ConfigError: the text is no JSON object, or has other fields than requests and limits.
     """
     try:
         resources = json_text.decoded(text)

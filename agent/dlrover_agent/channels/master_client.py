@@ -127,9 +127,11 @@ class MasterClient:
                 None if the agent does not need it.
 
         Raises:
-            UnreachableError: If the master has not answered within the time for the first contact.
-            UnauthorizedError: If the master refused the token at the first contact.
-            FileLimitError: If this process may open no more files at the first contact.
+            UnreachableError: The master has not answered within the time for the first contact.
+            UnauthorizedError: The master refused the token at the first contact.
+            FileLimitError: This process may open no more files at the first contact.
+            ConfigError: At any time: the master refuses the request itself, or another program
+                answers at its address with an error. What the node's methods raise is raised, too.
         """
         self._take_recipe = take_recipe
         started, logged = time.monotonic(), False
@@ -182,6 +184,9 @@ class MasterClient:
 
         Args:
             deadline_s: Seconds in which the master must answer.
+
+        Raises:
+            ConfigError: The master refuses the request itself, or another program answers.
         """
         try:
             body = self._node.report().model_dump_json().encode()
@@ -195,8 +200,10 @@ class MasterClient:
     async def fetch_recipe(self) -> bytes:
         """Return the recipe for warm starts that the master has stored.
 
+        The result is empty if there is none. The request is not repeated.
+
         Raises:
-            DLRoverError: If the master does not answer.
+            DLRoverError: The master does not answer within ``RECIPE_S``, or refuses the request.
         """
         return await self._client.call(
             "GET", RECIPE_PATH, deadline_s=RECIPE_S, max_bytes=MAX_RECIPE_BYTES
@@ -206,7 +213,7 @@ class MasterClient:
         """Store a recipe for warm starts on the master, for agents that start later.
 
         Raises:
-            DLRoverError: If the master has not accepted it.
+            DLRoverError: The master has not accepted it within ``RECIPE_S``.
         """
         await self._client.call(
             "PUT", RECIPE_PATH, body, deadline_s=RECIPE_S, max_bytes=MAX_SHORT_REPLY_BYTES
@@ -218,7 +225,7 @@ class MasterClient:
         The request is not repeated after an error.
 
         Raises:
-            DLRoverError: If the master does not answer.
+            DLRoverError: The master does not answer in time, or refuses the request.
         """
         return await self._client.call(
             "GET", path, deadline_s=AGENT_ASK_S, max_bytes=MAX_ANSWER_BYTES
@@ -230,10 +237,12 @@ class MasterClient:
         The first exchange loads the recipe before that, if ``take_recipe`` was given.
 
         Raises:
-            UnreachableError: The server that answered is no master.
-            TransientError: The master has not answered in time.
+            UnreachableError: The server that answered with success is no master.
+            TransientError: The master has not answered in time, or cannot answer now.
             SupersededError: The master refuses this agent for good.
             UnauthorizedError: The master has refused the token.
+            ConfigError: The master refuses the request itself, or another program answers with an
+                error.
         """
         deadline = (
             self._hold_s + EXCHANGE_OVERDUE_S
@@ -270,7 +279,8 @@ class MasterClient:
         """Handle the end of an exchange in whose place an urgent report was sent.
 
         Connection errors and a refused token are ignored, because the newest exchange meets them
-        too. A refusal of this agent for good is passed on to the node.
+        too. A refusal of this agent for good is passed on to the node. Any other error is raised,
+        and the event loop logs it.
         """
         self._superseded.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:

@@ -1,4 +1,8 @@
-"""The ports of this node, one for each round: by TCP the round's store, by UDP its probe."""
+"""The ports of this node, one for each round: by TCP the round's store, by UDP its probe.
+
+The store is the key-value store of torch.distributed. By the probe, agents find out whether rank
+0's agent is still there.
+"""
 
 import logging
 import socket
@@ -24,6 +28,9 @@ class ReservedPort:
         Args:
             addr: Address at which other nodes reach this one.
             listen: Whether the socket listens; if not, worker 0 hosts the store.
+
+        Raises:
+            OSError: This machine has no such address, or no port is free.
         """
         self._is_listening = listen
         # If worker 0 hosts the store, torch listens on all addresses. The port must be free on
@@ -34,7 +41,10 @@ class ReservedPort:
         self.offer = Offer(addr=addr, port=self._socket.getsockname()[1])
 
     def hand_over(self) -> socket.socket | None:
-        """Return the listening socket, which the caller owns from now on; None if only bound."""
+        """Return the listening socket, which the caller owns from now on; None if only bound.
+
+        It must be called once only: a second call returns a socket that is of no use.
+        """
         if not self._is_listening:
             return None
         listening, self._socket = self._socket, socket.socket()
@@ -82,6 +92,8 @@ class RoundPorts:
 
     def hand_over(self) -> socket.socket | None:
         """Return the listening socket of the present round, which the caller owns from now on.
+
+        It must be called after :meth:`advance`, and once only.
 
         Returns:
             The socket; None if worker 0 hosts the store.

@@ -84,7 +84,11 @@ class SdkServer:
         asyncio.get_running_loop().add_reader(self._socket, self.drain)
 
     def _bind(self) -> socket.socket:
-        """Bind a socket."""
+        """Return a new socket that is bound to the path.
+
+        Raises:
+            OSError: The socket cannot be bound, for example because the file exists.
+        """
         bound = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         try:
             bound.bind(str(self._path))
@@ -105,14 +109,14 @@ class SdkServer:
         return None if self._path.exists() else self._bind()
 
     def use(self, bound: socket.socket) -> None:
-        """Receive messages by a socket of :meth:`rebind` from now on."""
+        """Receive messages by a socket of :meth:`rebind` from now on, and close the present one."""
         self.close()
         self._socket = bound
         asyncio.get_running_loop().add_reader(bound, self.drain)
 
     @property
     def stop_pollers(self) -> set[int]:
-        """Local ranks whose script calls ``should_stop()``."""
+        """Local ranks whose script calls ``should_stop()``; the queue is processed first."""
         self.drain()
         return set(self._stop_pollers)
 
@@ -140,8 +144,8 @@ class SdkServer:
     def request_stop(self, why: str) -> None:
         """Send a request to end to the scripts that call ``should_stop()``; other scripts get none.
 
-        It is sent once, and a script that cannot be reached is skipped. The script reads it at its
-        next call of ``should_stop()``.
+        The request is sent once, and a script that cannot be reached is skipped. A script reads the
+        request at its next call of ``should_stop()``. There is no confirmation.
         """
         body = WorkerRequest(stop=why).encode()
         for address in self._stop_pollers.values():

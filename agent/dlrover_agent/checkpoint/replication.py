@@ -11,12 +11,15 @@ Example (as :mod:`dlrover_agent.checkpoint.saver` uses it)::
 ``on_change`` is called in the event loop when the replicas or the last error change. A report
 should follow.
 
-In this module, the checkpoint of a node consists of the slots that its workers have filled for one
-step, round and timeline. :func:`plan` decides which of the peer's checkpoints to copy, and into
-which slots. It takes two lists and does no I/O. A thread copies one slot at a time, straight into
-shared memory, and computes the checksums while the bytes arrive. A slot is completed only if all
-checksums are right. Each rank has a pair of slots. One keeps a complete replica while the other is
-filled.
+A slot is a file in shared memory with one worker's checkpoint. In this module, the checkpoint of a
+node consists of the slots that its workers have filled for one step, round and timeline. A timeline
+is a part of a round: a script that loads a state begins another one. A shard group is the set of
+ranks that hold the same part of the state.
+
+:func:`plan` decides which of the peer's checkpoints to copy, and into which slots. It takes two
+lists and does no I/O. A thread copies one slot at a time, straight into shared memory, and computes
+the checksums while the bytes arrive. A slot is completed only if all checksums are right. Each rank
+has a pair of slots. One keeps a complete replica while the other is filled.
 
 A replica may be partial (``private_only``). It lacks the bytes that all ranks of a shard group
 have, when another slot on this node has them.
@@ -134,9 +137,14 @@ def newest(found: Iterable[tuple[object, SlotHeader]]) -> CheckpointId | None:
 def plan(peer_slots: Sequence[NamedHeader], local_slots: Sequence[NamedHeader]) -> ReplicationPlan:
     """Decide what of the peer's memory is copied.
 
-    If the ranks of the job belong to different shard groups, the writers mark a checkpoint. All
-    nodes must copy it, and the writers do not overwrite it. The marks on this node and on the peer
-    show whether there are different shard groups, and which checkpoints still count.
+    Ranks of one shard group hold the same part of the state. If a job has several shard groups, its
+    workers mark a checkpoint: all nodes must copy it, and no worker overwrites it until then. The
+    marks on this node and on the peer show whether there are several shard groups, and which
+    checkpoints still count.
+
+    Args:
+        peer_slots: Names and headers of the slots on the peer.
+        local_slots: Names and headers of the slots on this node.
 
     Returns:
         A plan that copies those slots of the peer's most complete checkpoint that are not on this
@@ -235,7 +243,7 @@ def _marked_slots(own: Sequence[NamedHeader]) -> list[NamedHeader]:
 def _valid_marks(
     peer_slots: Sequence[NamedHeader], own: Sequence[NamedHeader]
 ) -> set[CheckpointId]:
-    """Return the marked checkpoints that count.
+    """Return the marked checkpoints that count. A mark asks all nodes to copy the checkpoint.
 
     The peer may already know that a checkpoint was given up which is still marked on this node. So
     for the peer's newest timeline only the peer's marks count.
@@ -253,8 +261,13 @@ def _marks_of_replicas(
     """Return the newest checkpoint that was marked when it was copied, as a set of at most one.
 
     This is used if neither this node nor its peer has marks, because both are new. The set is empty
-    if they share a shard group, since they need no marks then. It is also empty if no replica was
-    marked.
+    if both hold parts of the same shard group, since they need no marks then. It is also empty if
+    no replica was marked.
+
+    Args:
+        copies: Headers of the replicas on this node, by name.
+        at_peer: Names and headers of the peer's own slots.
+        own: Names and headers of this node's own slots.
     """
     here = {s.part for name, s in own if _worker_number(name) in _live_workers(own)}
     if any(s.part in here for _, s in at_peer):
@@ -332,7 +345,10 @@ class Replicator:
     async def run(self) -> None:
         """Copy newer checkpoints of the peer, until cancelled; errors are kept in ``trouble``.
 
-        The peer is asked every ``poll_s`` seconds, and after errors with pauses of up to 30 s.
+        The peer is asked every ``poll_s`` seconds, and after errors with pauses of up to 30 s. An
+        overwritten or postponed copy counts as an error only from ``MAX_OVERWRITTEN`` in a row on.
+        ``on_change`` is called when replicas or ``trouble`` have changed.
+
         Without a peer the task waits for one. When it is cancelled, it breaks off the copy under
         way and waits for its thread.
         """
@@ -378,7 +394,7 @@ class Replicator:
             self._close()
 
     def _pause_s(self, tries: int) -> float:
-        """Return the seconds until the next round, with back-off and jitter after errors."""
+        """Return the seconds until the next request; after errors they grow, and are random."""
         return Backoff(self._poll_s, MAX_BACKOFF_S).delay_s(tries) if tries else self._poll_s
 
     def _abandon_connection(self) -> None:
@@ -397,8 +413,11 @@ class Replicator:
         the next call opens another one.
 
         Raises:
-            DLRoverError: The replicas are not complete.
-            OSError: The replicas are not complete.
+            _NotYetError: The copy cannot be made now, and is to be tried again.
+            SlotOverwrittenError: The peer has filled a slot again during the copy.
+            DLRoverError: The peer does not answer or refuses, its data is damaged, or the memory of
+                this node does not suffice.
+            OSError: A file of this node's pool cannot be opened, changed or removed.
         """
         connection = self._connection
         if connection is None or connection.where != f"transfer server at {peer.addr}:{peer.port}":
@@ -542,12 +561,21 @@ class Replicator:
     ) -> None:
         """Copy the tensor chunks and tables of a slot, then write its header.
 
-        Readers find the slot empty until the header is written. After several overwritten copies,
-        the peer is asked to lock its slot meanwhile. The bandwidth limit may make the method wait
-        between chunks.
+        Readers find the slot empty until the header is written. After ``PIN_AFTER`` overwritten
+        copies in a row, the peer is asked to lock its slot meanwhile. The bandwidth limit may make
+        the method wait between chunks.
+
+        Args:
+            connection: Connection to the peer.
+            pull: The slot to copy.
+            slot: Slot on this node, which the caller has locked.
+            found: Header and tables of the peer's slot.
 
         Raises:
             DamagedDataError: A checksum is wrong.
+            SlotOverwrittenError: The peer has filled the slot again.
+            ShmFullError: The memory does not suffice.
+            TransientError: The connection to the peer broke.
             _NotYetError: The agent is ending.
         """
         header = found.header
@@ -595,7 +623,7 @@ class Replicator:
     def _reservation_lock(self) -> Iterator[None]:
         """Hold the pool's lock for reservations, because the workers reserve memory as well.
 
-        It is tried again every ``LOCK_RETRY_S`` seconds until it is free.
+        The lock is tried again every ``LOCK_RETRY_S`` seconds, without a limit, until it is free.
 
         Raises:
             _NotYetError: The agent is ending.
@@ -642,6 +670,11 @@ def _fits(path: Path, header: SlotHeader, *, private_only: bool) -> bool:
 
     True if there is no file. False if the file has a hole, if the replica needs a hole, or if the
     file is much too large.
+
+    Args:
+        path: Path of the replica.
+        header: Header of the slot to copy.
+        private_only: Whether the replica is partial, so that its file has a hole.
     """
     try:
         stat = os.stat(path)
@@ -653,6 +686,11 @@ def _fits(path: Path, header: SlotHeader, *, private_only: bool) -> bool:
 
 def _reserve(slot: ShmSlot, header: SlotHeader, *, private_only: bool) -> None:
     """Reserve the memory of a replica; for a partial one only the ranges that will have bytes.
+
+    Args:
+        slot: Slot to fill, opened for writing.
+        header: Header of the slot to copy.
+        private_only: Whether the replica is partial.
 
     Raises:
         ShmFullError: The memory does not suffice.

@@ -5,6 +5,10 @@ killed agent if the same node returns. Checkpoints are written to storage by a s
 persister (:mod:`dlrover_py.checkpoint.writer`), when the master requests it. The pool is in memory,
 so reading it never waits for a disk. Nothing in this module stops the training: errors are
 reported.
+
+A slot is a file of the pool with one worker's checkpoint. An attempt is one try to write a
+checkpoint of all nodes to storage. The node that coordinates it needs a grant of the master to
+commit, which makes the stored checkpoint valid.
 """
 
 import asyncio
@@ -137,10 +141,10 @@ class Saver:
         """
         self._node, self._master = node, master
         self.trouble = ""
-        """Why there is no memory for checkpoints; empty if there is memory."""
+        """Why the memory for checkpoints or its server is missing; empty if both are there."""
         self._pool: ShmPool | None = None
         self.server: TransferServer | None = None
-        """Server for the checkpoints in memory; None if there is no memory."""
+        """Server for the checkpoints in memory; None if it could not be created."""
         self._replicas: Replicator | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._open_memory()
@@ -171,7 +175,8 @@ class Saver:
     def _open_memory(self) -> None:
         """Create the shared-memory pool, and start its server in a task.
 
-        If that is impossible, the reason is kept in ``trouble`` and logged.
+        If one of them is impossible, the reason is kept in ``trouble`` and logged. If only the
+        server cannot be created, the pool is used without it.
         """
         node = self._node
         try:
@@ -211,7 +216,8 @@ class Saver:
         """Return the fields of the agent's report about checkpoints, from the present memory.
 
         The call also renews the sign that this pool is in use, so that other agents do not remove
-        it. ``checkpoint_error`` names only the most important error.
+        it. ``checkpoint_error`` names only the most important error. ``transfer_port`` is 0 until
+        the memory is in use.
         """
         if self._pool is not None:
             self._pool.alive()
@@ -497,6 +503,9 @@ def memory_checkpoints(folder: Path, job: str) -> list[MemoryCheckpoint]:
     Args:
         folder: Folder of the pool.
         job: Unique id of the job.
+
+    Raises:
+        OSError: The pool cannot be read, for example if there are no more file descriptors.
     """
     by_checkpoint: dict[tuple[CheckpointId, bool], list[SlotHeader]] = {}
     for path, header in shm.scan(folder):
@@ -712,7 +721,11 @@ class PersisterClient:
             self._on_reply(WriteReply(attempt=attempt, phase=PersistPhase.FAILED, why=self.trouble))
 
     async def close(self) -> None:
-        """End the process; a checkpoint that it has not committed stays incomplete."""
+        """Kill the process, and wait ``KILLED_S`` seconds at most for its end.
+
+        A checkpoint that it has not committed stays incomplete. The client starts no process any
+        more.
+        """
         self._closing = True
         if self._task is not None:
             self._task.cancel()

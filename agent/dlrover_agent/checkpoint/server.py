@@ -14,6 +14,9 @@ only this user can open. Peers connect by TCP and must pass a mutual challenge. 
 gets only a nonce, with a proof that only an owner of the token can check. Bytes go directly from a
 slot's pages to the socket (``sendfile``), at the pace of the reader, and are never copied into
 this process.
+
+A slot is a file in shared memory with one worker's checkpoint. It gets a new fill id each time it
+is filled. A client may pin a slot: the server then holds a lock that keeps writers away.
 """
 
 import asyncio
@@ -96,7 +99,7 @@ class TransferTiming:
     pin_limit_s: float = 30.0
     """Longest time that a connection may keep a writer from a slot, even with repeated requests."""
     read_timeout_s: float = 60.0
-    """Limit for a client to read a part of ``PART`` bytes."""
+    """Limit for a client to read a part of ``SEND_BYTES`` bytes, or a whole other answer."""
     idle_timeout_s: float = 600.0
     """Time without a request after which a connection is closed."""
 
@@ -144,7 +147,8 @@ class TransferServer:
                 (:func:`dlrover_agent.channels.peer_probe.bind_socket`).
 
         Raises:
-            OSError: The address or the folder does not exist.
+            OSError: The address or the socket's folder does not exist, or the socket's path is too
+                long or in use.
         """
         self._folder, self._job, self._token = folder, job, token
         self._lookup = lookup
@@ -170,7 +174,11 @@ class TransferServer:
         self._unlogged = 0
 
     def _bind(self) -> socket.socket:
-        """Return a listening socket for workers."""
+        """Return a listening socket for workers.
+
+        Raises:
+            OSError: The socket cannot be bound, for example because its file exists.
+        """
         bound_socket = socket.socket(socket.AF_UNIX)
         try:
             bound_socket.bind(str(self._path))
@@ -326,6 +334,11 @@ class TransferServer:
     async def _answer(self, client: "_ClientConnection", line: bytes, *, is_peer: bool) -> None:
         """Answer a request. A refusal is only raised; the caller sends it.
 
+        Args:
+            client: Connection of the client.
+            line: The request.
+            is_peer: Whether the client is a peer, which may not make all requests of a worker.
+
         Raises:
             _RequestRefusedError: The request is invalid, or not for this client.
             _RetryLaterError: The request cannot be answered now.
@@ -385,12 +398,15 @@ class TransferServer:
         """Send a range of a slot, and whether the slot still has the same content after it.
 
         If the request pins the slot, writers are kept from it meanwhile, for at most
-        ``pin_limit_s``. The lock may end before the last byte is sent.
+        ``pin_limit_s``. The lock may end before the last byte is sent. A client that has used up
+        this time for the content gets the bytes without a lock.
 
         Raises:
             _RetryLaterError: There is no such slot, it is being filled, or it has another content
                 now.
             _RequestRefusedError: The slot has no such range.
+            OSError: The client has gone.
+            TimeoutError: The client has not read a part in time.
         """
         name, fill, offset, nbytes = request.name, request.fill, request.at, request.nbytes
         try:
@@ -578,7 +594,11 @@ class _ClientConnection:
 
 
 async def _master_answer(answer: Awaitable[Wire]) -> bytes:
-    """Return the master's answer as JSON; turn an error into a refusal that allows a retry."""
+    """Return the master's answer as JSON; turn an error into a refusal that allows a retry.
+
+    Raises:
+        _RetryLaterError: The master does not answer, or its answer is not understood.
+    """
     try:
         return (await answer).model_dump_json().encode()
     except DLRoverError as error:

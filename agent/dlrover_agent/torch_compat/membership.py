@@ -254,7 +254,8 @@ class Membership:
         """Wait until the master has ended the job, if this node has finished or ended it.
 
         The wait takes ``END_REPORT_S`` at most. It has no limit on a finished node that runs the
-        master or has rank 0. A node that leaves does not wait.
+        master or has rank 0. A node that leaves does not wait, and neither does one that gives up
+        in a job of a platform.
 
         Returns:
             Whether the job has ended without an error of the exchange.
@@ -303,7 +304,9 @@ class Membership:
         A node that leaves sends one last report. The master goes on after a refusal of this node.
 
         Raises:
-            DLRoverError: The master could not be reached, or refused the token, at the start.
+            DLRoverError: A setting cannot be used, the master could not be reached or refused the
+                token at the start, or another program answers at its address.
+            OSError: No port can be reserved, or the master's process cannot be started.
         """
         ended, loop = asyncio.Event(), asyncio.get_running_loop()
         self._stop = lambda: loop.call_soon_threadsafe(ended.set)
@@ -372,7 +375,8 @@ class Membership:
 
         Raises:
             ConfigError: A setting is missing or cannot be used.
-            UnreachableError: The endpoint's name cannot be resolved in time.
+            UnreachableError: The endpoint's name cannot be resolved in time, or the membership was
+                closed meanwhile.
         """
         endpoint = self._endpoint
         if endpoint is None:
@@ -427,7 +431,10 @@ class Membership:
     def _take_up(self, new: Assignment) -> None:
         """Acknowledge a new round by a report, and reserve the port of the next one.
 
-        A node whose workers have finished leaves the job instead.
+        If the workers of this node have finished, the report says that the node leaves the job.
+
+        Raises:
+            OSError: No port can be reserved.
         """
         self._follows, self._failure = new.round, None
         if self.has_finished:
@@ -451,8 +458,8 @@ class Membership:
     def master_unreachable(self, away_s: float, error: Exception) -> None:
         """End the membership if the master is lost. See :class:`ReportingNode`.
 
-        It is lost after ``MASTER_LOST_S``, if no platform restarts it. While workers run, nothing
-        happens, because they need no master.
+        A master counts as lost after ``MASTER_LOST_S``, if no platform restarts it. While workers
+        run, nothing happens, because they need no master.
         """
         if not self._own_master or away_s < MASTER_LOST_S:
             return
@@ -478,7 +485,8 @@ class Membership:
 async def _until(ended: asyncio.Event, tasks: set[asyncio.Task[Any]]) -> None:
     """Wait until ``ended`` is set, or until a task fails.
 
-    A task that returns does not end the wait. So a node that was refused still runs the master.
+    A task that returns does not end the wait. So a node that was refused still runs the master. The
+    exception of a task that fails is raised.
     """
     while not ended.is_set():
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -126,9 +126,11 @@ class Handler(RendezvousHandler):
 
         Raises:
             RendezvousClosedError: The job has failed.
-            RendezvousTimeoutError: Too few nodes have joined.
-            RendezvousConnectionError: The master, or rank 0's store, cannot be reached.
-            RendezvousStateError: The master has refused this node.
+            RendezvousTimeoutError: The job has failed after this node waited for ``join_timeout``,
+                usually because too few nodes have joined.
+            RendezvousConnectionError: The master, or rank 0's store, cannot be reached, or a
+                setting cannot be used.
+            RendezvousStateError: The master has refused this node, or there is a bug in DLRover.
             SystemExit: The job has succeeded without this node.
         """
         if not self._node.started:
@@ -194,7 +196,8 @@ class Handler(RendezvousHandler):
     def _next_round(self) -> tuple[Assignment, TCPStore]:
         """Wait for a round whose agents have all connected to its store.
 
-        A round that ends before that is dropped, and the next one is awaited.
+        A round that ends before that is dropped, and the next one is awaited. If the agents have
+        not all connected, the master gets its lease and ``PATIENCE_S`` to end the round.
 
         Raises:
             JobEndedError: There will be no further round.
@@ -308,7 +311,11 @@ class _AgentGathering:
             self._changed()
 
     def _connect(self, timeout: timedelta, serve_fd: int | None = None) -> TCPStore:
-        """Connect to the store at the assigned address, and serve it if there is a descriptor."""
+        """Connect to the store at the assigned address, and serve it if there is a descriptor.
+
+        Raises:
+            DistError: The store cannot be reached within the timeout.
+        """
         return TCPStore(
             self._place.master_addr,
             self._place.master_port,

@@ -88,6 +88,8 @@ class ImportRecipe:
     def from_records(cls, records: Iterable[str], installed: tuple[str, ...]) -> Self:
         """Merge the records of one node's workers into a recipe.
 
+        Workers that have come less far than others are no contradiction.
+
         Args:
             records: Text of each worker's record.
             installed: Folders of the standard library and of installed packages.
@@ -134,7 +136,7 @@ class ImportRecipe:
 
     @property
     def digest(self) -> str:
-        """Identifier of the recipe. The master uses the same."""
+        """Identifier of the recipe, which the master computes in the same way."""
         return hashlib.sha256(self.to_wire()).hexdigest()[:16]
 
     @property
@@ -205,7 +207,8 @@ class ForkedProcess:
     def started(self) -> bool:
         """Return whether the process has reported that it runs the user's code or serves the store.
 
-        The call does not wait. The result is also False after the control socket was closed.
+        The call does not wait. The result is False for a process that has ended without such a
+        report.
         """
         self.control.setblocking(False)
         try:
@@ -214,7 +217,7 @@ class ForkedProcess:
             return False
 
     def wait(self) -> int:
-        """Reap the process, which must have ended (its pidfd is readable).
+        """Reap the process, which must have ended (its pidfd is readable); else the call blocks.
 
         Returns:
             The exit code, or the negative signal number.
@@ -477,7 +480,7 @@ class WarmPool:
         """Merge the records into a recipe, and adopt it if it has new imports.
 
         Without new imports, a zygote is built if there is none. Records that contradict each other
-        end all warm starts.
+        or cannot be read end all warm starts. If the merge takes too long, nothing is learned.
         """
 
         def merged() -> ImportRecipe:
@@ -501,8 +504,8 @@ class WarmPool:
     def adopt(self, recipe: ImportRecipe) -> None:
         """Keep a recipe of this node or another node, and begin to build a zygote from it.
 
-        ``on_change`` is called now, and again when the zygote is there. While warm starts are
-        disabled, no zygote is built.
+        ``on_change`` is called now, and again when the zygote is there or warm starts are given up.
+        While warm starts are disabled, no zygote is built.
         """
         self.recipe = recipe
         log.info("recipe_learned", extra={"modules": len(recipe.imports), "id": recipe.digest})
@@ -534,7 +537,11 @@ class WarmPool:
             self._building = None
 
     async def _build(self) -> None:
-        """Build zygotes until one is fit, or the attempts are used up.
+        """Build zygotes until one is fit to fork workers, or the attempts are used up.
+
+        Each attempt leaves out the modules at fault in an unfit zygote; without such modules there
+        is no further attempt. A zygote that was lost is built again after a pause. If the recipe
+        has changed meanwhile, the zygote is dropped and another one is built.
 
         A fit zygote replaces the present one, and ``on_change`` is called. If none is fit, the
         present one stays; without one, warm starts are disabled.
@@ -584,7 +591,8 @@ class WarmPool:
         One that does not report within the time limit is returned as unfit.
 
         Raises:
-            _ZygoteLostError: If the zygote could not be started, or ended without a report.
+            _ZygoteLostError: The zygote could not be started, has ended without a report, or has
+                not finished its report.
         """
         self._number += 1
         stem = self._scratch / f"zygote-{self._number}"
@@ -625,7 +633,7 @@ class WarmPool:
         """Wait until a zygote sends a message or ends; continue it periodically if it was stopped.
 
         Raises:
-            TimeoutError: If neither happens in time.
+            TimeoutError: Neither happens within ``BuildTiming.timeout_s``.
         """
         readable = asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -641,7 +649,17 @@ class WarmPool:
             loop.remove_reader(built.line)
 
     def _start_process(self, recipe: ImportRecipe, output: Path, config_path: Path) -> _Zygote:
-        """Start the process of a zygote, and write its configuration. Runs in the thread."""
+        """Start the process of a zygote, and write its configuration. Runs in the starter's thread.
+
+        Args:
+            recipe: What the zygote imports.
+            output: File for the process's output.
+            config_path: File for the configuration, which the process reads.
+
+        Raises:
+            NotOwnedError: Another user has made the folder of the files again.
+            OSError: The process cannot be started, or a file cannot be written.
+        """
         temporary_folder.recreate(self._scratch)
         program = self.program
         agent_end, zygote_end = socket.socketpair()
@@ -681,8 +699,8 @@ class WarmPool:
     async def fork(self, requests: Sequence[ForkRequest]) -> list[ForkedProcess] | None:
         """Fork workers from the zygote; None if that fails, and they must be started cold.
 
-        It is also None without a zygote, or for too many workers. The workers wait for
-        :meth:`ForkedProcess.go`.
+        The result is also None without a zygote, or for more than ``MAX_FDS // 3`` workers. A
+        zygote that fails is replaced. The workers wait for :meth:`ForkedProcess.go`.
         """
         if 3 * len(requests) > MAX_FDS:
             return None  # too many for one message; a start of so many workers is slow anyway
@@ -702,15 +720,15 @@ class WarmPool:
     ) -> list[ForkedProcess] | None:
         """Ask the zygote to fork children, for at most ``FORK_S`` seconds.
 
-        A zygote that does not answer or refuses is ended, and another one is built. If it refuses
-        for the same reason twice, warm starts are disabled.
+        A zygote that does not answer or refuses is ended, and another one is built. If the reason
+        is that of the refusal before, warm starts are disabled instead.
 
         Args:
             request: The message to the zygote.
             child_fds: File descriptors of each child.
 
         Returns:
-            All children; None if they could not be forked.
+            All children; None without a zygote, or if not all of them could be forked.
         """
         zygote = self._zygote
         if zygote is None:
@@ -739,7 +757,7 @@ class WarmPool:
         return children or None
 
     def _discard_zygote(self, why: str) -> None:
-        """Log that a zygote is lost, kill it, and begin to build a new one."""
+        """Log that the zygote is lost, kill it, and begin to build a new one from the recipe."""
         log.warning("zygote_lost", extra={"why": why, "then": "cold start; it is built again"})
         if self._zygote is not None:
             self._kill_zygote(self._zygote)
@@ -848,9 +866,9 @@ class _ForkDescriptors:
             The answer, and either all children or an empty list.
 
         Raises:
-            EOFError: If the zygote has ended.
-            OSError: If the zygote has ended.
-            ValueError: If its answer is not understood.
+            EOFError: The zygote has closed its socket before the end of its answer.
+            OSError: The request cannot be sent, or a message is too large.
+            ValueError: The answer is not understood.
         """
         try:
             fds: list[int] = []

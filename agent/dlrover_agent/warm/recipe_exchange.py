@@ -1,7 +1,8 @@
 """The exchange of import recipes between the nodes of a job, by way of the master.
 
-The first node that has learned a recipe stores it on the master. Nodes that start later prepare
-warm starts with it before their workers have run once.
+A recipe is a list of modules. In a warm start, workers are forked from a zygote: a process that has
+already imported these modules. The first node that has learned a recipe stores it on the master.
+Nodes that start later prepare warm starts with it before their workers have run once.
 """
 
 import asyncio
@@ -62,10 +63,9 @@ class RecipeExchange:
     def delays_first_round(self) -> bool:
         """Return whether the first round has to wait until warm starts are prepared.
 
-        The nodes that already train would wait longer for a cold start. Once the result is False,
-        it stays False.
-
-        It is True only while the first zygote is being built, and for ``WARMING_S`` at most.
+        The nodes that already train would wait longer for a cold start. The result is True only
+        while the first zygote is being built, and for ``WARMING_S`` at most. Once it is False, it
+        stays False.
         """
         self._waiting = self._waiting and self._warm.building and not self._warm.ready
         return self._waiting

@@ -43,7 +43,12 @@ def run_script(command: list[str]) -> None:
     """Run ``PYTHON -u [-m] SCRIPT ARGS…`` in this process, in the real ``__main__``.
 
     The function returns to the top of the interpreter, or raises there what the script raised. So
-    the interpreter ends as after a script, with the same atexit handlers, threads and exit code.
+    the interpreter ends as after a script, with the same atexit handlers, threads and exit code. An
+    exception of the script is also written to the error file. The function changes ``sys.argv``,
+    ``sys.path`` and the names in ``__main__``.
+
+    Raises:
+        BaseException: What the script has raised, or SystemExit(2) if it cannot be read.
     """
     _show_command_line(command)
     sys.orig_argv[:] = command
@@ -86,6 +91,10 @@ def _compiled(path: str, scope: "dict[str, Any]") -> CodeType:
     """Compile a script, and prepare its namespace as CPython does.
 
     If the script cannot be read, an error is printed and the process exits with 2.
+
+    Raises:
+        SystemExit: The script cannot be read.
+        SyntaxError: The script cannot be compiled.
     """
     path = os.path.join(os.getcwd(), path)  # not normalized, as in CPython
     try:
@@ -188,6 +197,9 @@ def watch(record: str, installed: tuple[str, ...]) -> None:
     Args:
         record: Path of a file of zeros, as large as the record may become.
         installed: Folders of the standard library and of installed packages.
+
+    Raises:
+        OSError: The file cannot be opened.
     """
     import _thread
     import ctypes

@@ -2,7 +2,8 @@
 
 Each round has a new store, which ends with the round. A store that is used again would still have
 the keys of the round that failed. The store is not part of a worker, so workers may end in any
-order. See docs/warm-start.md.
+order. It is forked from the zygote, a process that has already imported torch, or started cold as a
+new program. See docs/warm-start.md.
 """
 
 import asyncio
@@ -34,8 +35,8 @@ def available() -> bool:
 class TCPStoreProcess:
     """The process that serves the TCP store of one round.
 
-    If there is a zygote, the process is forked immediately. Otherwise it starts with the first
-    client, so that a job without a use for the store does not import torch.
+    If there is a zygote that has torch, the process is forked immediately. Otherwise it starts with
+    the first client, so that a job without a use for the store does not import torch.
     """
 
     def __init__(
@@ -125,10 +126,10 @@ class TCPStoreProcess:
         self._timer = loop.call_later(READY_S, self._kill_if_not_serving, child)
 
     async def _start_cold(self, port: int) -> ForkedProcess:
-        """Start the store as a new process.
+        """Start the store as a new process, which waits for :meth:`ForkedProcess.go`.
 
         Raises:
-            OSError: If it cannot be started within the limit.
+            OSError: The process cannot be started, or not within ``START_S`` of the starter.
         """
         listening = self._listening.dup()  # for the thread: the round may end before the start
 

@@ -67,8 +67,8 @@ def send(line: socket.socket, body: bytes, fds: list[int] | None = None) -> None
         fds: File descriptors to send with it.
 
     Raises:
-        OSError: If the message is too large, or the peer has closed the socket, or does not read
-            within the socket's timeout.
+        OSError: The message is too large, or the peer has closed the socket, or does not read
+            within the socket's timeout. Without a timeout, the call waits.
     """
     _see_that_it_fits(len(body))
     data = len(body).to_bytes(LENGTH, "big") + body
@@ -78,6 +78,8 @@ def send(line: socket.socket, body: bytes, fds: list[int] | None = None) -> None
 
 def receive(line: socket.socket) -> tuple[bytes, list[int]]:
     """Receive one message, and the file descriptors that were sent with it.
+
+    The call waits without a limit if the socket has no timeout.
 
     Raises:
         EOFError: If the peer has closed the socket.
@@ -97,7 +99,17 @@ def _see_that_it_fits(size: int) -> None:
 
 
 def _read(line: socket.socket, size: int, *, take_fds: bool = False) -> tuple[bytes, list[int]]:
-    """Read exactly this many bytes, and the file descriptors that were sent with them."""
+    """Read exactly this many bytes, and the file descriptors that were sent with them.
+
+    Args:
+        line: Socket to the other process.
+        size: Number of bytes.
+        take_fds: Whether to accept file descriptors; if not, the list is empty.
+
+    Raises:
+        EOFError: The peer has closed the socket.
+        OSError: The peer is silent for longer than the socket's timeout.
+    """
     data, fds = b"", array.array("i")
     while len(data) < size:
         room = socket.CMSG_SPACE(253 * fds.itemsize) if take_fds else 0
@@ -118,7 +130,7 @@ def main() -> None:
     """Run a zygote, and in its children the requested worker or store; or run a store directly.
 
     A zygote and a store do not return: they end with the agent. In a worker the call returns when
-    the script has run.
+    the script has run, or raises what the script has raised.
     """
     if sys.argv[1] == "store":
         agent, *rest = map(int, sys.argv[2:])
@@ -309,11 +321,15 @@ class Zygote:
     ) -> tuple[list[int], ForkTarget | None]:
         """Fork the requested children, as orphans that the agent inherits as a subreaper.
 
-        A process in between forks them and ends.
+        A process in between forks them and ends. A child returns only after the agent has let it
+        go (:meth:`_prepare_child`).
 
         Returns:
             In the zygote: the process ids, and None. Some are missing if a fork has failed. In a
             child: an empty list, and its request.
+
+        Raises:
+            OSError: The process in between cannot be forked.
         """
         wanted: Sequence[WorkerFork | ForkStore]
         wanted = request.workers if isinstance(request, ForkWorkers) else [request]
@@ -368,10 +384,11 @@ class Zygote:
 
 
 def _renew_random_state() -> None:
-    """Create the random state again that a process creates once.
+    """Create again what a process creates once and forked children must not share.
 
-    Only modules that are already imported are changed. The modules random and tempfile handle forks
-    themselves.
+    It is the random state of numpy and torch, the key of multiprocessing and the start time of
+    logging. Only modules that are already imported are changed. The modules random and tempfile
+    handle forks themselves.
     """
     numpy: Any = sys.modules.get("numpy.random")
     if numpy is not None:
@@ -392,7 +409,8 @@ def _renew_random_state() -> None:
 def _probe() -> str:
     """Test in a forked child what workers do; return what is wrong, or empty text.
 
-    A child that does not answer within ``PROBE_S`` is killed, and the result says that it hangs.
+    A child that does not answer within ``PROBE_S`` is killed, and the result says that it hangs. If
+    the child dies without an answer, the result says that it crashes.
     """
     read, write = os.pipe()
     zygote = os.getpid()
@@ -462,8 +480,8 @@ def _watched_environment(
 def _shared_resources() -> set[str]:
     """Return the resources that forked children would share, unlike new processes.
 
-    These are writable shared memory, sockets and devices. A lock in shared memory would stay locked
-    if a child is killed while it holds the lock.
+    These are writable shared memory, sockets, devices, and kernel objects such as epoll. A lock in
+    shared memory would stay locked if a child is killed while it holds the lock.
     """
     held = set()
     with open("/proc/self/maps") as maps:
@@ -494,7 +512,7 @@ def _set_variable(name: str, value: str | None) -> None:
 
 
 def _origin(module: ModuleType | None, default: str | None = None) -> str | None:
-    """Return where a module was found: its file, ``built-in`` or ``frozen``."""
+    """Return where a module was found: its file, ``built-in`` or ``frozen``; else the default."""
     origin = getattr(getattr(module, "__spec__", None), "origin", default)
     return origin if isinstance(origin, str) else default
 

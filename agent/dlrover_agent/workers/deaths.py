@@ -39,7 +39,10 @@ class DeathRecords:
         """The OOM kills at the start of the round."""
 
     def new_round(self) -> None:
-        """Forget the failures of the last round, and read the number of OOM kills so far."""
+        """Forget the failures of the last round, and read the number of OOM kills so far.
+
+        An OOM kill is the end of a process by the kernel's out-of-memory killer.
+        """
         self.deaths = []
         self._oom_kills = cgroups.oom_kills()
 
@@ -75,7 +78,8 @@ class DeathRecords:
     ) -> WorkerFailure:
         """Describe a death, with the content of the error file if the disk is fast enough.
 
-        The wait for the disk takes ``ERROR_FILE_S`` at most. The death is added to ``deaths``.
+        The wait for the disk takes ``ERROR_FILE_S`` at most; then a warning is logged. The death is
+        added to ``deaths``, unless the agent has stopped the worker.
 
         Args:
             worker: The worker that has ended.
@@ -98,7 +102,14 @@ class DeathRecords:
         return failure
 
     def _death(self, worker: Worker, failure: WorkerFailure, content: str) -> WorkerDeath:
-        """Return the record of a failure, without an error file that is removed after the run."""
+        """Return the record of a failure, with the present time.
+
+        Args:
+            worker: The worker that has failed.
+            failure: Its failure.
+            content: Content of its error file. If it is empty, the record names no error file. The
+                same holds for a file that is removed after the run.
+        """
         path = worker.error_file
         if path is None or path.is_relative_to(self._scratch) or not content:
             path = None

@@ -181,7 +181,7 @@ def describe(
             errors). It is empty if there was none.
         stderr_tail: The end of the worker's standard error.
         final_stderr: The part of ``stderr_tail`` that was written in the last seconds.
-        step: The last step that the worker reported.
+        step: The last step that the worker reported; None if it reported none.
         ran_s: Seconds from the start of the worker to its death.
         forked: Whether the worker was forked from a zygote.
         single_worker: Whether the round has one worker only, so that no connection to another one

@@ -56,7 +56,11 @@ ENV_RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 
 
 class Logs:
-    """The output destinations of this node's workers, for each round."""
+    """The output destinations of this node's workers, for each round.
+
+    By default the flags decide about them. With ``--logs-specs``, a plug-in for torch (its logs
+    specs) decides.
+    """
 
     def __init__(self, command: Command, *, run_id: str, node_id: str) -> None:
         """Make the log folder of this run, if the flags need one, and log its path.
@@ -127,7 +131,15 @@ class Logs:
         envs: list[dict[str, str]],
         scratch: Path,
     ) -> list[OutputDestination]:
-        """Find the destinations, make folders and remove old error files. Runs in the thread."""
+        """Find the destinations, make folders and remove old error files. Runs in the thread.
+
+        Args:
+            a: The assignment of the round.
+            attempt: Name of the round's folder.
+            number: Number of the round on this node, for a plug-in.
+            envs: Environments of the workers by local rank. A plug-in may change them.
+            scratch: Folder for error files that need not stay.
+        """
         found = self._from_specs(envs, number) if not a.check else []
         if not found:
             found = [self._destination(a, attempt, i, scratch) for i in range(len(envs))]
@@ -170,6 +182,12 @@ class Logs:
         """Find a worker's destination from the flags, and make its folder. Runs in the thread.
 
         If a folder cannot be made, its files are left out and the stream is shown instead.
+
+        Args:
+            a: The assignment of the round.
+            attempt: Name of the round's folder.
+            local_rank: Local rank of the worker.
+            scratch: Folder for error files that need not stay.
         """
         if _discards_output(self._command.output):
             return OutputDestination(WorkerStream(), WorkerStream(), "")
@@ -196,7 +214,7 @@ class Logs:
             local_rank: Local rank of the worker.
             folder: Folder of the worker's files; None if there is none.
             shared: Parent of ``folder``, for the files that all local ranks share.
-            error_file: Path of the worker's error file.
+            error_file: Path of the worker's error file; empty if there is none.
         """
         output = self._command.output
         prefix = output.line_prefix(self._command.role, a.rank_offset + local_rank, local_rank)
@@ -234,6 +252,11 @@ class Logs:
         Their folder is ``<dir>/<node>/<incarnation>/<round>/<rank>``. The files that the flags ask
         for are kept as well. Streams without a prefix are not shown any more. If the folder cannot
         be made, its files are left out.
+
+        Args:
+            a: The assignment of the round.
+            local_rank: Local rank of the worker.
+            d: Destination of the worker's output so far.
         """
         assert self._command.log_dir is not None
         subfolder = Path(
@@ -399,6 +422,9 @@ class StreamPump:
             files: Writer for the log files.
             terminal: Whether the agent's own stream is a terminal. If the worker's stream is shown
                 unchanged, the worker then gets a pseudoterminal.
+
+        Raises:
+            OSError: There are no more file descriptors.
         """
         self._stream, self._console = stream, console if stream.shown else None
         self._fd, self.end = (terminal and stream.plain and _open_terminal()) or os.pipe()
@@ -448,8 +474,9 @@ class StreamPump:
     def _waits_for_console(self) -> bool:
         """Whether the worker waits for the console; not if a file has all of its output.
 
-        Then the worker goes on, as with torchrun. Above ``BackgroundWriter.MAX_BYTES`` bytes, the
-        oldest lines are missing on the console, and one log line says how many.
+        With such a file the worker goes on, as with torchrun. If more than
+        ``BackgroundWriter.MAX_BYTES`` bytes wait, the oldest lines are missing on the console. A
+        warning says how many only if the console hangs at the agent's end.
         """
         return self._console is not None and not self._files and self._console.slow
 
@@ -487,7 +514,11 @@ class StreamPump:
         self._resume_timer = None
 
     def _read(self) -> bytes | None:
-        """Return the next data: None if there is none now, empty at the end of the stream."""
+        """Return the next data: None if there is none now, empty at the end of the stream.
+
+        Raises:
+            OSError: The stream cannot be read.
+        """
         try:
             return os.read(self._fd, 65536)
         except BlockingIOError:

@@ -1,9 +1,11 @@
 """Detection of another launcher below the workers, which their command line does not show.
 
-If the workers' command is a shell script that runs ``torchrun``, each worker becomes a world of
-its own. The job then succeeds with many trainings of one worker. Processes that such a launcher
-starts have another world in their environment than the worker that started the launcher. A
-dedicated thread looks for them, because a read of ``/proc/PID/environ`` may hang with the process.
+A launcher is a program such as ``torchrun`` that starts workers. A world is the set of workers that
+train together. If the workers' command is a shell script that runs ``torchrun``, each worker
+becomes a world of its own. The job then succeeds with many trainings of one worker. Processes that
+such a launcher starts have another world in their environment than the worker that started the
+launcher. A dedicated thread looks for them, because a read of ``/proc/PID/environ`` may hang with
+the process.
 """
 
 import asyncio

@@ -64,7 +64,8 @@ class CpuAffinity:
             allowed: CPUs to choose from; None for those that this process may use.
 
         Raises:
-            ConfigError: If a worker has no GPU, or there is no CPU for it near its GPU.
+            ConfigError: A worker has no GPU, or there is no CPU for it near its GPU. Or the files
+                of the driver or the kernel cannot be read, or only CUDA knows the GPUs' order.
         """
         machine = _Machine(root, frozenset(os.sched_getaffinity(0) if allowed is None else allowed))
         gpus = _gpus(root)
@@ -86,10 +87,16 @@ class _Machine:
     allowed: frozenset[int]
 
     def share(self, mode: NumaMode, nodes: list[int], gpu: int) -> frozenset[int]:
-        """Return the CPUs for the worker of a GPU; ``nodes`` has the NUMA node of each GPU.
+        """Return the CPUs for the worker of a GPU.
+
+        Args:
+            mode: The rule that chooses the CPUs.
+            nodes: NUMA node of each visible GPU.
+            gpu: Index of the worker's GPU in ``nodes``.
 
         Raises:
-            ConfigError: This process may use no CPU there, or there are fewer cores than GPUs.
+            ConfigError: This process may use no CPU there, there are fewer cores than GPUs, or the
+                kernel's files cannot be read.
         """
         node = nodes[gpu]
         cpus = self._cpus(node)
@@ -131,7 +138,11 @@ class _Machine:
         return _numbers(self._cpu(cpu) / "topology/thread_siblings_list")
 
     def _complex(self, cpu: int) -> frozenset[int]:
-        """Return the CPUs that share the last-level cache of a CPU."""
+        """Return the CPUs that share the last-level cache of a CPU.
+
+        Raises:
+            ConfigError: The kernel shows no cache of the CPU, or a file cannot be read.
+        """
         caches = {
             int(_read(path / "level")): path
             for path in self._cpu(cpu).glob("cache/index[0-9]*")

@@ -109,7 +109,18 @@ def _stream(
     filtered: str,
     err: int = 0,
 ) -> WorkerStream:
-    """Convert one stream of torch's LogsDest. An empty file name means the console."""
+    """Convert one stream of torch's LogsDest. An empty file name means the console.
+
+    Args:
+        output: The output flags.
+        role: Role of the workers, for the prefix of their lines.
+        local_rank: Local rank of the worker.
+        env: Environment of the worker.
+        files: File of the stream by local rank.
+        tees: File by local rank of the streams that are also shown on the console.
+        filtered: File for lines that contain one of the filters' words.
+        err: 1 for standard error, 0 for standard output.
+    """
     file, tee = files.get(local_rank, ""), local_rank in tees
     filters = (output.stderr_filters if err else output.stdout_filters) if tee else ()
     return WorkerStream(
@@ -152,8 +163,8 @@ class ElasticEvents:
     def started(self, assignment: Assignment, pids: Sequence[int], waited_s: float) -> None:
         """Queue the events of a node that has joined a round and started its workers.
 
-        It returns immediately: the handler runs in a thread, and if it hangs, the oldest events are
-        dropped. Without a handler (``null``) nothing happens.
+        The call returns immediately: the handler runs in a thread, and if it hangs, the oldest
+        events are dropped. Without a handler (``null``) nothing happens.
 
         Args:
             assignment: The node's place in the round.
@@ -166,6 +177,10 @@ class ElasticEvents:
         """Queue an event for the end of each worker of the round.
 
         Without a handler (``null``), and before the first round has started, nothing happens.
+
+        Args:
+            failures: Failures of workers. A worker without one was stopped, unless all succeeded.
+            succeeded: Whether all workers of the round have succeeded.
         """
         self._post(lambda: self._ended(failures, succeeded=succeeded))
 
@@ -174,6 +189,9 @@ class ElasticEvents:
 
         After ``LAST_EVENTS_S`` the rest is given up with a warning. Without a handler nothing
         happens.
+
+        Args:
+            failed: Why the agent failed; empty if it succeeded.
         """
         self._post(lambda: self._record("FAILED" if failed else "SUCCEEDED", error=failed or None))
         if not self._enabled:
@@ -220,6 +238,13 @@ class ElasticEvents:
         """Send an event of a worker, or of the agent if ``local_rank`` is None.
 
         An error of the handler is logged, and the event is lost.
+
+        Args:
+            state: State of the worker or agent in torch's words, such as ``SUCCEEDED``.
+            local_rank: Local rank of the worker; None for the agent.
+            failure: Failure of the worker; None if it has none.
+            duration_ms: Milliseconds that the event took; None if they are not known.
+            error: Why the agent failed; None for a worker, or if it has not failed.
         """
         a = self._assignment
         more: dict[str, object] = {

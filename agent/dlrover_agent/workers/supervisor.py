@@ -5,6 +5,9 @@ reaped only when its session is empty: until then, the kernel gives its process 
 process. A round is over when its sessions are empty, because a DataLoader child that outlives its
 worker could hold memory that the next round needs. Standard output and error go through pipes, so
 that a full disk costs log lines and not the training.
+
+A warm start forks the workers from the zygote, a process that has already imported their modules. A
+cold start runs a new program for each worker.
 """
 
 import asyncio
@@ -97,7 +100,9 @@ class WorkerSupervisor:
         observer: RoundObserver,
         stuck_after_s: float = STUCK_AFTER_S,
     ) -> None:
-        """Create the supervisor, and make this process a subreaper. It starts no worker yet.
+        """Create the supervisor, and make this process a subreaper; no worker starts yet.
+
+        A subreaper is the process that the kernel makes the parent of its descendants' orphans.
 
         Args:
             command: Command of each worker.
@@ -171,7 +176,8 @@ class WorkerSupervisor:
         """Show the last lines, and end the processes that were kept for the next round.
 
         These are the zygote and the round's store. Workers are not ended here: they must be gone,
-        or their start is given up.
+        or their start is given up. The event loop is blocked while the last lines are written: a
+        second at most without progress of a destination.
         """
         self._after_start = lambda: None
         under_way = [t for t in (self._starting, *self._cold_restarts) if t is not None]
@@ -315,7 +321,11 @@ class WorkerSupervisor:
             self._on_all_ended()
 
     def kill(self) -> None:
-        """Send SIGKILL to all workers, and return at once. The end is as that of :meth:`stop`."""
+        """Begin to kill all workers, and return at once.
+
+        The workers get SIGKILL. A start that is under way is canceled first. The observer gets the
+        same events as after :meth:`stop`.
+        """
         if self._cancel_starts(self.kill):
             return
         self._signal(signal.SIGKILL, self._workers)
@@ -326,7 +336,7 @@ class WorkerSupervisor:
         self._timers.append(loop.call_later(self._stuck_after_s, self._report_survivors))
 
     def _report_survivors(self) -> None:
-        """Post the workers that have survived SIGKILL, if there are any."""
+        """Post :class:`WorkersStuck` for the workers that have survived SIGKILL, if any have."""
         if pids := tuple(w.pid for w in self._workers if not w.ended):
             self._observer.post(WorkersStuck(self._round, pids))
 
@@ -421,7 +431,8 @@ class WorkerSupervisor:
         """Let the forked processes run as the workers of the round.
 
         Raises:
-            _NotStartedError: A process has ended. The ones after it end too.
+            _NotStartedError: A process has ended, or there are no more file descriptors. The
+                processes after this one end too.
         """
         for worker, child in zip(self._workers, children, strict=True):
             try:
@@ -468,9 +479,10 @@ class WorkerSupervisor:
         )
 
     def _replace_by_cold_start(self, worker: Worker) -> None:
-        """Begin to start a worker cold if its fork has ended before it reached the user's code.
+        """Begin to start a worker cold, because its fork ended before it reached the user's code.
 
-        The start runs in a task. If it fails, the worker's end is reported as a failure.
+        The start runs in a task, and its imports are not recorded. If it fails, the worker's end is
+        reported as a failure. If a stop cancels it, the end is reported without a failure.
         """
         log.warning("warm_start_failed", extra={"rank": worker.rank, "then": "cold start"})
         self._reap(worker)
@@ -549,13 +561,20 @@ class WorkerSupervisor:
     async def _explain(
         self, worker: Worker, describer: Callable[..., WorkerFailure], *, stopped: bool
     ) -> None:
-        """Report the end of a worker that has failed or was stopped."""
+        """Report the end of a worker that has failed or was stopped, once its cause is found.
+
+        Args:
+            worker: The worker.
+            describer: Function that describes the death; see :meth:`DeathRecords.facts`.
+            stopped: Whether the agent has stopped the worker.
+        """
         self._report_end(worker, await self._deaths.explain(worker, describer, stopped=stopped))
 
     def _report_end(self, worker: Worker, failure: WorkerFailure | None) -> None:
-        """Post a worker's end, and begin to clear the round after the last worker.
+        """Post a worker's end, and begin to clear the round if no other worker is left.
 
-        After another worker, a timer for the reaping of empty sessions starts.
+        While others are left, a timer starts instead, unless it runs: it reaps the ended workers
+        whose sessions are empty.
         """
         worker.over = True
         self._observer.post(WorkerEnded(self._round, worker.local_rank, failure))
@@ -610,8 +629,9 @@ class WorkerSupervisor:
     async def _clear_sessions(self) -> None:
         """Kill the processes that are left in the workers' sessions, and wait for their end.
 
-        Then :class:`WorkersGone` is posted, or :class:`WorkersStuck` if processes are left after
-        ``stuck_after_s``.
+        Then :class:`WorkersGone` is posted. It is :class:`WorkersStuck` if processes are left after
+        ``stuck_after_s``, or if the processes could not be listed; it may then name none. Starts
+        that were given up get as much time before that.
         """
         held = [w for w in self._workers if w.session is not None]
         sessions = [w.session for w in held if w.session is not None]
@@ -621,7 +641,7 @@ class WorkerSupervisor:
         left: list[ProcessId] | None = None  # not known
         while left != [] and time.monotonic() < deadline:
             try:
-                left = self._remaining_processes(sessions)
+                left = remaining_processes(sessions, self._children.non_worker_pids)
                 await asyncio.gather(*(_kill(process, deadline) for process in left))
                 reap_orphans(self._children.non_worker_pids | self.unreaped)
             except OSError as error:  # no more file descriptors; some may become free
@@ -636,24 +656,25 @@ class WorkerSupervisor:
         else:
             self._observer.post(WorkersGone(self._round))
 
-    def _remaining_processes(self, sessions: list[ProcessId]) -> list[ProcessId]:
-        """Return the processes that are left of the round.
 
-        These are the members of its sessions, and processes that moved to another session and lost
-        their parent. The agent is a subreaper, so it is now the parent of those.
+def remaining_processes(sessions: list[ProcessId], own: set[int]) -> list[ProcessId]:
+    """Return the processes that are left of a round.
 
-        Raises:
-            OSError: There are no more file descriptors.
-        """
-        others = [
-            child
-            for child in children(os.getpid())
-            if child.pid not in self._children.non_worker_pids
-        ]
-        # The agent's own processes, just forked, are left alone.
-        own_forks = forked_by_other_threads() if others else set()
-        strays = [child for child in others if child.pid not in own_forks]
-        return [*(process.id for process in members(sessions)), *strays]
+    These are the members of its sessions, and processes that moved to another session and lost
+    their parent. The agent is a subreaper, so it is now the parent of those.
+
+    Args:
+        sessions: The workers' processes, which lead the sessions.
+        own: Process ids of the agent's children that are no workers.
+
+    Raises:
+        OSError: There are no more file descriptors.
+    """
+    others = [child for child in children(os.getpid()) if child.pid not in own]
+    # The agent's own processes, just forked, are left alone.
+    own_forks = forked_by_other_threads() if others else set()
+    strays = [child for child in others if child.pid not in own_forks]
+    return [*(process.id for process in members(sessions)), *strays]
 
 
 async def _kill(process: ProcessId, deadline: float) -> None:
@@ -691,7 +712,14 @@ class _NotStartedError(Exception):
 
 
 def _start_failure(local_rank: int, rank: int, what: str, error: BaseException) -> WorkerFailure:
-    """Describe the failure of a worker that could not be started."""
+    """Describe the failure of a worker that could not be started.
+
+    Args:
+        local_rank: Local rank of the worker.
+        rank: Global rank of the worker.
+        what: What could not be started or opened, such as the path of the program.
+        error: Why it could not.
+    """
     number, why = None, str(error)
     if isinstance(error, OverdueError):
         why = f"{why}; expected its file system to return the program"

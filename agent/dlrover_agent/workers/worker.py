@@ -140,7 +140,8 @@ class WorkerFactory:
     async def begin_round(self, assignment: Assignment) -> None:
         """Find the environments and the output's destinations of a round's workers.
 
-        It makes the folders for log files, and waits for a slow disk for ``FOLDERS_S`` at most.
+        The method makes the folders for log files, and waits for a slow disk for ``FOLDERS_S`` at
+        most. After that the workers have no log files and no error files in this round.
         """
         ranks = range(self._command.nproc)
         envs = [{**self._env, **self._environment(assignment, i)} for i in ranks]
@@ -217,8 +218,8 @@ class WorkerFactory:
     def _argv(self, assignment: Assignment, local_rank: int) -> list[str]:
         """Return a worker's command line. As in torchrun, ``$local_rank`` is replaced.
 
-        The rules are those of torch/distributed/elastic/utils/api.py:macros. In a check, it is the
-        command of the check instead of the user's.
+        The rules are those of torch/distributed/elastic/utils/api.py:macros. In a check, the result
+        is the command of the check instead of the user's.
         """
         if assignment.directive is Directive.CHECK:
             return [*CHECK, str(self._command.precheck), str(assignment.check)]
@@ -237,7 +238,7 @@ class WorkerFactory:
     def close(self) -> None:
         """Write the last lines of the workers' output, as long as there is progress.
 
-        The call blocks. It goes on after ``CONSOLE_STALL_S`` without progress of a destination.
+        The call blocks. It gives a destination up after ``CONSOLE_STALL_S`` without progress.
         """
         for writer in (self._stdout, self._stderr, self._files):
             writer.finish(CONSOLE_STALL_S)

@@ -84,10 +84,11 @@ class Admission:
         return changed
 
     def checks_first(self) -> bool:
-        """Return whether the first round waits for checks.
+        """Return whether the first round waits for checks of nodes that have no verdict yet.
 
-        It does not if no node is unchecked. It does not wait either for a new node that comes after
-        others have passed.
+        The result is False if each node has a verdict. It is True while checks run, if no node has
+        a verdict, or if a node is to be checked once more. A new node that comes after others have
+        been judged is not waited for.
         """
         health = self.live.health
         if not health.open:
@@ -96,10 +97,11 @@ class Admission:
         return health.runs or not passed or any(health.node_records[n].tried for n in health.open)
 
     def end_checks(self) -> None:
-        """Assign the next task to nodes that have passed.
+        """Assign the next task to nodes that have passed, and have acknowledged their check.
 
-        Nothing happens while a step of checks runs. Other nodes keep their assignment until they
-        are checked again, because an agent makes a new offer only when it begins a check.
+        Nothing happens while a step of checks runs, or if the job has ended. Other nodes keep their
+        assignment until they are checked again. An agent offers another address and port only when
+        it begins a check.
         """
         if self.live.health.runs or self.state.phase.ended:
             return
@@ -188,8 +190,8 @@ class Admission:
     def _found(self, findings: Sequence[Finding]) -> None:
         """Act on the findings of checks, and record them as events.
 
-        Good nodes may train, nodes in doubt stay out of rounds, and bad or slow nodes are excluded.
-        Nothing happens without findings.
+        Good nodes may train, nodes in doubt stay out of rounds, and bad or slow nodes are excluded,
+        which may end the job. Nothing happens without findings.
         """
         good = [f for f in findings if f.verdict is Verdict.GOOD]
         if findings:
@@ -221,8 +223,9 @@ class Admission:
     def _exclude(self, node: Node, finding: Finding) -> None:
         """Dismiss a node that is unfit to train; it is replaced where the platform creates nodes.
 
-        If too few nodes would be left, a slow node stays in the job as a good one. For a bad node
-        the job fails instead.
+        There the node's host gets a strike, and the loss is charged to its place. If too few nodes
+        would be left, a slow node stays in the job as a good one. For a bad node the job fails
+        instead.
         """
         worker = self.live.spec.worker
         left = self.live.nodes.present - 1

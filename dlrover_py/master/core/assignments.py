@@ -26,8 +26,9 @@ class Assignments:
     def send(self, node: Node) -> None:
         """Assign a node what it has to do in the present state: stop, run, check or wait.
 
-        Nothing is sent if that is equal to its newest assignment, or if it has not reported to this
-        master.
+        Nothing is sent if that is equal to its newest assignment, or if the node has not reported
+        to this master. A member of the current round runs while the round does. Another node is
+        checked if it belongs to a check, and waits otherwise.
         """
         phase, world = self.state.phase, self.state.world
         if phase.ended:
@@ -96,8 +97,8 @@ class Assignments:
 
         Nothing happens if the node has not reported to this master: it gets its assignment when it
         does. Nothing happens either if its newest assignment is equal but for the version, and for
-        the reason to run. If the assignment concerns its workers, the node must acknowledge it
-        before it is ready.
+        the reason to run. If the assignment changes what its workers do, the node must acknowledge
+        it before it is ready for another round.
 
         Args:
             node: The node.
@@ -168,8 +169,9 @@ class Assignments:
     def _is_due(self, node: Node) -> bool:
         """Return whether this is rank 0's node, and it has not begun the round that is over.
 
-        Its offered address and port are used up, because other nodes may have got them. An agent
-        makes a new offer only when it begins the round.
+        The address and port that it offered for the round are used up, because other nodes may have
+        got them. An agent makes a new offer only when it begins the round. The node therefore still
+        has to begin it.
         """
         world = self.state.world
         assert world is not None
@@ -178,9 +180,9 @@ class Assignments:
         return node.report is None or node.report.follows < world.round
 
     def _last_step_s(self) -> float:
-        """Return the seconds for the last common step.
+        """Return the seconds that workers have to end the same last step of a round.
 
-        Nodes that leave limit it: without them no step can end.
+        The grace of nodes that leave limits this time: without them no step can end.
         """
         leaving = [node.grace_s - BEFORE_KILL_S for node in self.live.nodes.leaving.values()]
         return max(0.0, min([self.live.grace_s, *leaving]))

@@ -45,10 +45,10 @@ class Capacity:
     def plan_nodes(self) -> None:
         """Request missing nodes, and dismiss surplus nodes.
 
-        Surplus nodes are dismissed ``settle_s`` after a new spec. Nothing happens in a job that has
-        ended or is suspended, or where nodes come by themselves. Nothing happens either before the
-        first list of nodes, if the journal was lost. A lost node is replaced once the delay of its
-        slot is over.
+        Surplus nodes are dismissed ``settle_s`` after a new spec; members of the current round
+        stay. A lost node is replaced once the delay of its slot is over. Nothing happens in a job
+        that has ended or is suspended, or where nodes come by themselves. Nothing happens either
+        before the first list of nodes, if the journal was lost.
 
         The job fails if abandoned places leave fewer nodes than the minimum, unless workers of the
         current round have succeeded already.
@@ -183,8 +183,8 @@ class Capacity:
     def replace_stuck(self, node: Node, cause: int | None) -> None:
         """Dismiss a node that cannot start, and have one created from the changed template.
 
-        Without an image or a place it would otherwise stay as it is indefinitely. Nothing is
-        charged.
+        Without an image or a place the node would otherwise stay as it is indefinitely. Nothing is
+        charged, and an event is recorded. Its cause is the event with the id ``cause``, if given.
         """
         message = (
             f"node {node.id} could not start ({node.message}); a new node is created, because the "
@@ -205,7 +205,7 @@ class Capacity:
         )
 
     def ban_host(self, node: Node) -> None:
-        """Count a strike against the node's host, which may be at fault; this bans it for a while.
+        """Count a strike against the node's host, which may be at fault, and ban it for a while.
 
         Nothing happens if its host is not known, or no living node is on another host. The same
         holds where nodes come by themselves, or the platform cannot keep nodes off hosts.

@@ -22,7 +22,8 @@ class Checkpointing:
         """Update the checkpoint policy for agents from the spec.
 
         Nothing is sent: the policy is a part of each later assignment. It is empty if the spec has
-        no checkpoint settings and no node has used checkpoints.
+        no checkpoint settings and no node has used checkpoints. A directory in the spec means that
+        checkpoints can be stored.
         """
         spec = self.live.spec.spec.checkpoint
         policy = spec.model_dump(mode="json", by_alias=True, exclude_none=True) if spec else {}
@@ -53,8 +54,9 @@ class Checkpointing:
         """Request that the newest checkpoint in memory is stored before its nodes go.
 
         The write begins in a later :meth:`decide`, when the workers of the round have ended or half
-        of the time is over. Nodes that have to end stay until it is done. The request is ignored if
-        the job has ended, there is no round, no storage is known, or memory has no checkpoint.
+        of the time is over. Nodes that have to end stay until the write is done. The request is
+        ignored if the job has ended, there is no round, no storage is known, or memory has no
+        checkpoint. A second request for the same round only extends the first one.
 
         Args:
             why: The reason, in words.

@@ -188,7 +188,8 @@ class Checkpoints:
     def take(self, node: NodeId, report: AgentReport) -> None:
         """Take in a report of a node; parts that are equal to its last report are skipped.
 
-        A new agent process of a node cancels the attempt to store that this node has not finished.
+        The report may finish, fail or cancel the running attempt to store a checkpoint. A new agent
+        process of a node cancels an attempt of which this node has not written its part.
         """
         self._not_reported.discard(node)
         known = self.memory.nodes.get(node)
@@ -222,7 +223,7 @@ class Checkpoints:
     def drop(self, node: NodeId) -> None:
         """Drop a node that is gone, with all that it held; an unknown node is ignored.
 
-        The attempt to store that it has not finished is canceled.
+        An attempt to store a checkpoint is canceled if this node has not written its part of it.
         """
         self._not_reported.discard(node)
         known = self.memory.nodes.pop(node, None)
@@ -273,9 +274,9 @@ class Checkpoints:
     ) -> None:
         """Request to store the newest complete checkpoint once the round's workers have ended.
 
-        If they have not ended after half of the time, it begins anyway. The request is ignored if
-        no storage is known or memory has no checkpoint. A second request for the same round only
-        extends the first one, and a request for another round replaces it.
+        If they have not ended after half of the time, the write begins anyway. The request is
+        ignored if no storage is known or memory has no checkpoint. A second request for the same
+        round only extends the first one, and a request for another round replaces it.
 
         Args:
             why: The reason, in words.
@@ -283,7 +284,7 @@ class Checkpoints:
             round_number: Number of the round.
             now: Monotonic time.
             until: Monotonic time at which the request ends without success.
-            stay: Whether nodes that have to end wait for it.
+            stay: Whether nodes that have to end wait for the write.
         """
         if not (self.storable and self.memory.checkpoints):
             return
@@ -337,10 +338,10 @@ class Checkpoints:
     # --- Parts of a node's assignment ---
 
     def peer(self, node: NodeId) -> ReplicationPeer | None:
-        """Return the peer whose memory the node replicates.
+        """Return the peer whose memory the node replicates, with its address.
 
         Returns:
-            None if it replicates none, or its peer has reported no transfer server.
+            None if the node replicates none, or its peer has reported no transfer server.
         """
         source = self._source.get(node)
         known = self.memory.nodes.get(source) if source is not None else None
@@ -373,8 +374,8 @@ class Checkpoints:
     def holds(self, node: NodeId) -> bool:
         """Return whether a node that has to end should stay, because its memory is being stored.
 
-        It should also stay while a request to store what may be lost is open, and it has a
-        checkpoint.
+        A node should also stay while it has a checkpoint in memory and a request is open to store
+        what may be lost. That applies only to requests for which nodes stay.
         """
         run = self._run
         if run is not None and node in run.ranks and node not in run.done:
@@ -387,7 +388,8 @@ class Checkpoints:
     def newest(self, wall: float) -> NewestCheckpoint | None:
         """Return the checkpoint that would be restored if the job started again now, or None.
 
-        A checkpoint in memory counts only if it is complete, and newer than the one in storage.
+        A checkpoint in memory counts only if it is complete, and newer than the one in storage. The
+        result is None if none is known.
 
         Args:
             wall: Unix time. It is noted as the time of a checkpoint in memory that was not seen to
@@ -406,7 +408,8 @@ class Checkpoints:
         """Return the newest step in memory, if nothing is in storage and nothing can be stored.
 
         Returns:
-            0 if storage has a checkpoint, a directory is known, or nothing is in memory.
+            0 if a checkpoint is in storage or being written, a storage is known, or nothing is in
+            memory.
         """
         if self.stored is not None or self.storable or self._run is not None:
             return 0
@@ -468,9 +471,9 @@ class Checkpoints:
     def _due(self, question: _RestoreQuery, now: float) -> bool:
         """Return whether a question is to be answered now.
 
-        It waits until all members of its round, and all nodes of an earlier term, have listed their
-        memory. It also waits for a commit that is granted. Its time limit, or a newer round, ends
-        the wait.
+        The answer waits until all members of the question's round, and all nodes of an earlier
+        term, have listed their memory. It also waits for a commit that is granted. The time limit
+        of the question, or a newer round, ends the wait.
         """
         known = question.round <= self._round and not (self._not_confirmed or self._not_reported)
         # A checkpoint whose commit is granted will be in storage, where the node looks next.
@@ -481,8 +484,11 @@ class Checkpoints:
         """Record the checkpoint that the round continues from: the best of all known.
 
         A newer checkpoint from before the round may turn up later. It is not part of the round's
-        history. In storage it would be taken for a part of it, so it must never be stored. A
+        history, but in storage it would be taken for a part. It must therefore never be stored. A
         running attempt to store it is canceled, unless its commit is granted.
+
+        Args:
+            found: What can be restored from memory, best first.
         """
         known = [c.id for c in found[:1]]
         if self.stored is not None:
@@ -507,7 +513,8 @@ class Checkpoints:
     def _note_stored(self, stored: StoredCheckpoint) -> None:
         """Take in a checkpoint that a node has seen in storage.
 
-        The journal keeps it only if its number is higher than that of the known one.
+        The journal keeps the checkpoint only if its number is higher than that of the known one. In
+        any case a storage is known from now on.
         """
         self.in_use = self.storable = True
         if self.stored is None or stored.number > self.stored.number:
@@ -518,8 +525,9 @@ class Checkpoints:
     def _progressed(self, node: NodeId, report: AgentReport) -> None:
         """Take in a node's progress with the checkpoint that is being written.
 
-        News of other attempts is ignored. The first node that fails ends the attempt. When the
-        coordinator is ready, its commit is granted.
+        News of other attempts is ignored. The first node that fails ends the attempt. The
+        coordinator is the node that commits the checkpoint. When it reports that all shards are
+        there, the commit is granted. When it reports the commit, the attempt has succeeded.
         """
         run, news = self._run, report.persisting
         assert run is not None
@@ -574,7 +582,7 @@ class Checkpoints:
         self._close(run)
 
     def _close(self, run: _PersistRun) -> None:
-        """Count an attempt that has ended."""
+        """Clear and count an attempt that has ended; another one may then begin."""
         self._run = None
         self._needs_decision = True
         if (one := self.memory.checkpoints.get(run.id)) is not None:
@@ -616,9 +624,20 @@ class Checkpoints:
     def _decide(self, now: float, wall: float, term: Term, persist_s: float) -> None:
         """Begin to store a checkpoint, if one should be stored now.
 
-        A request for what may be lost comes first; then the newest complete checkpoint that workers
-        want stored. Checkpoints that are stored already, were skipped by a round, or have failed
-        before are left out. A request replaces a running attempt that is older.
+        A request to store what may be lost comes first. Its write begins once no worker is waited
+        for. It takes the newest complete checkpoint in memory that no round has skipped. The
+        request ends if that is in storage already, or was tried twice. An attempt that the request
+        has not begun is canceled for it if its checkpoint is older.
+
+        Otherwise, and while no attempt runs, the newest complete checkpoint that workers want
+        stored is written. Checkpoints that are stored already, were skipped by a round, or were
+        tried before are left out.
+
+        Args:
+            now: Monotonic time.
+            wall: Unix time.
+            term: Term of this master.
+            persist_s: Seconds after which an attempt without such a request has failed.
         """
         flush = self._flush
         if flush is not None and (not flush.waits or now >= flush.settle_at):
@@ -657,7 +676,14 @@ class Checkpoints:
     def _write(self, key: CheckpointId, now: float, term: Term, until: float) -> str:
         """Begin an attempt to store a checkpoint; its writers are to be reassigned.
 
-        Each rank's slot is written by one node that has it, preferably the rank's own node.
+        Each rank's slot is written by one node that has it, preferably the rank's own node. The
+        writer of the lowest rank commits the checkpoint.
+
+        Args:
+            key: The checkpoint, which must be complete.
+            now: Monotonic time.
+            term: Term of this master.
+            until: Monotonic time at which the attempt has failed.
 
         Returns:
             Id of the attempt.

@@ -47,8 +47,9 @@ class Departures:
         """Take in the state of a node that exists on the platform.
 
         If the node is not known or was given up, its deletion is requested where the platform
-        creates nodes; elsewhere it is ignored. A node that the platform ends begins to leave. A
-        node that cannot start, and was made from an older template, is replaced.
+        creates nodes; elsewhere it is ignored. A known node that has to end, as the platform says,
+        begins to leave. A node that cannot start, and was made from another template than the
+        present one, is replaced without a charge.
         """
         node = self.live.nodes.get(seen.node)
         if node is None or node.phase is NodePhase.GONE:
@@ -81,9 +82,13 @@ class Departures:
     def nodes_listed(self, listed: frozenset[NodeId], *, free: bool) -> None:
         """Give up nodes that the platform's list lacks, or request them again if they are new.
 
-        A missing node is given up if the platform or an earlier master has seen it before. A node
-        that has reported to this master only is left alone. If the journal was lost, the first list
-        allows requests for new nodes.
+        A missing node is given up if the platform or an earlier master has seen it before.
+        Otherwise it is requested again, unless it has reported, is leaving, or the job has ended.
+        If the journal was lost, the first list allows requests for new nodes.
+
+        Args:
+            listed: All nodes that exist on the platform.
+            free: Whether the loss of a missing node counts against no budget.
         """
         if self._capacity.unlisted:
             self._capacity.unlisted = False
@@ -104,8 +109,9 @@ class Departures:
     def node_leaving(self, node: Node, why: str) -> None:
         """Mark a node as leaving with notice, and have its place filled without a charge.
 
-        An agent that has reported gets an order to stop. If the node trains, its newest checkpoint
-        is requested to be stored. If the current round still needs it, a next round is declared.
+        An event is recorded, and an agent that has reported gets an order to stop. If the node
+        trains, the newest checkpoint in memory is requested to be stored. If the current round
+        still needs the node, a next round is declared.
         """
         self.live.nodes.leave(node, why)
         self.live.leave_checks(node.id)
@@ -126,9 +132,12 @@ class Departures:
     def node_ended(self, ended: NodeEnded) -> None:
         """Take in the end of a node, as the platform reports it.
 
-        For a node that is unknown or was given up before, only an out-of-memory kill is noted.
-        Otherwise the node is given up. The job fails if the node ended with a usage error before
-        the first round. A host that refused the node gets a strike.
+        An unknown node is ignored, and of a node that was given up only an out-of-memory kill is
+        noted. Any other node is given up, and a host that refused it gets a strike. The job fails
+        before the first round in two cases: the node never reported and ended with a usage error,
+        or with exit code 0. In a later round, the place of a node that ended with code 0 without a
+        report is abandoned. An end that counts against no budget has none of these consequences. A
+        stop by a SIGTERM that the platform did not order is charged.
         """
         node = self.live.nodes.get(ended.node)
         if node is not None and ended.out_of_memory:
@@ -161,12 +170,15 @@ class Departures:
             )
 
     def node_lost(self, node: Node, why: str, *, free: bool, exited_ok: bool = False) -> None:
-        """Give up a node that is gone, and drop its checks and what it held.
+        """Give up a node that is gone, and drop its checks and its checkpoints in memory.
 
         If the job has ended, nothing more follows. If the node was leaving, or the job is
-        suspended, this is only recorded, and a last step that cannot end is no longer awaited.
-        Otherwise its deletion is requested, and its place is filled again or abandoned. A next
-        round is declared if the current one still needs the node.
+        suspended, an event says that it has left, and no round is declared. Workers then no longer
+        wait for a last common step that cannot end, unless the agent exited with code 0. Any other
+        loss is recorded as one, and a next round is declared if the current one needs the node.
+
+        Where the platform creates nodes, the deletion of a node that was not leaving is requested.
+        The place of a lost node is filled again, or abandoned if its budget is used up.
 
         Args:
             node: The node.
@@ -206,7 +218,10 @@ class Departures:
         self._transitions.node_unavailable(node, "loss", f"node {node.id} was lost: {why}", event)
 
     def expire(self) -> None:
-        """Give up the nodes whose lease or grace has run out; their hosts may get a strike."""
+        """Give up the nodes that were silent for too long; their hosts may get a strike.
+
+        Their lease has run out, or they did not come back in time after their connection closed.
+        """
         for lost in self.live.nodes.expire(self.live.now):
             if not lost.free:
                 self._capacity.ban_host(lost.node)
@@ -228,11 +243,12 @@ class Departures:
     def _count_unordered_stop(self, node: Node, ended: NodeEnded) -> None:
         """Charge the loss of a node that was stopped by a SIGTERM which its platform did not order.
 
-        Its agent had reported the SIGTERM, so it passed for a notice, and its place was to be
-        filled again without a charge. That is corrected here. The charge goes to a replacement slot
-        with as many relaunches as this node. If there is none, it goes to a node with as many,
-        preferably one that has not joined yet. If the budget is used up, the slot is abandoned, or
-        that node is given up as lost. If there is neither, nothing is charged.
+        The agent had reported the SIGTERM, so it passed for a notice, and the node's place was to
+        be filled again without a charge. That is corrected here: the loss is recorded as an event
+        and charged. The charge goes to a replacement slot with as many relaunches as this node. If
+        there is none, it goes to a node with as many, preferably one that has not joined yet. If
+        the budget is used up, the slot is abandoned, or that node is given up as lost. If there is
+        neither, nothing is charged.
 
         Nothing happens if the job has ended or is suspended, or if the master creates no nodes.
         """
@@ -266,8 +282,9 @@ class Departures:
     def _never_joined(self, node: Node) -> None:
         """Handle a command that ended with code 0 and never joined the job.
 
-        A new node would do the same. Before the first round the job fails. Later the place is given
-        up, and the others go on. If the node was leaving, or the job rests, it counts as left.
+        A new node would do the same. Before the first round the job fails. Later the place is
+        abandoned, and the others go on. If the node was leaving, or the job has ended or is
+        suspended, the node counts as having left.
         """
         if node.leaving or self.state.phase.ended or self.state.phase is JobPhase.SUSPENDED:
             self.node_lost(node, NEVER_JOINED, free=True, exited_ok=True)
@@ -288,8 +305,8 @@ class Departures:
     def _remember_incarnation(self, node: Node) -> None:
         """Remember a node's incarnation, so that no later master uses it again.
 
-        If there are more than 128 nodes, the oldest are dropped. Unknown nodes then begin above the
-        highest incarnation that was dropped.
+        Where more than 128 nodes are remembered, the oldest are dropped. Nodes that are not
+        remembered then begin above the highest incarnation that was dropped.
         """
         self.state.last_incarnations.pop(node.id, None)
         self.state.last_incarnations[node.id] = node.incarnation
@@ -302,8 +319,9 @@ class Departures:
     def _ran_out_of_memory(self, node: Node, description: str) -> None:
         """Note that a node ran out of memory, as its platform reports.
 
-        Often the node was given up before, when its connection closed. Then an event reports this
-        once. It is ignored if the node was lost more than ``LATE_REASON_S`` ago.
+        The status of the job shows the kill until training is steady again. Often the node was
+        given up before, when its connection closed. An event then reports the kill once. The report
+        is ignored if the node was lost more than ``LATE_REASON_S`` ago, or its loss is not known.
         """
         if node.phase is NodePhase.GONE:
             at, cause = self._lost.pop(node.id, (-math.inf, 0))

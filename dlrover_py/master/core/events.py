@@ -1,7 +1,7 @@
 """Input and output of the master's core: events, effects, and the rules of decisions.
 
-Events are facts. Effects are requests to the shell. Each effect is idempotent: after a crash
-between the write of a decision and its effects, the effects are repeated.
+Events are facts. Effects are requests to the loop, which runs the core. Each effect is idempotent:
+after a crash between the write of a decision and its effects, the effects are repeated.
 """
 
 import math

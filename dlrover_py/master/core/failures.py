@@ -45,7 +45,8 @@ class Failures:
 
         A failure in a round that had ended already is a consequence: it is neither recorded nor
         charged. After a lost connection between workers, a next round is declared, and the charge
-        waits for ``cause_wait_s``. Any other failure is charged now.
+        waits for ``cause_wait_s``. Further lost connections are ignored meanwhile. Any other
+        failure is charged now, in place of the one that waits.
         """
         pending = self.state.pending_round
         if pending is not None and pending.kind in NON_DISRUPTIVE:
@@ -92,8 +93,9 @@ class Failures:
     def resolve_suspected_failure(self) -> None:
         """Charge the suspected failure if no other cause was reported in time.
 
-        Nothing happens if no failure is suspected or its time is not over. The time is longer by
-        one lease while another member is silent. If the suspected node is gone, nothing is charged.
+        The suspected failure is the lost connection for which a next round was declared. Nothing
+        happens if there is none, or its time is not over. The time is longer by one lease while
+        another member is silent. If the suspected node is gone, nothing is charged.
         """
         pending = self.state.pending_round
         if pending is None or pending.suspected is None or pending.hold_until is None:
@@ -114,8 +116,9 @@ class Failures:
     def reset_budgets(self) -> None:
         """Refill the budgets of all nodes and places after steady progress.
 
-        Progress is steady if a round has run for ``forgive_after_s`` and made a step, and no next
-        round is pending. If the script reports no steps, ten times as long is required. An event is
+        Progress is steady if a round has run for ``forgive_after_s`` and reached a new step, and no
+        next round is pending. If the script reports no steps, ten times as long is required, and no
+        step. The last exception and the last lack of memory are forgotten, too. An event is
         recorded only if something had been charged.
         """
         if (
@@ -161,9 +164,10 @@ class Failures:
     def _count_failure(self, node: Node, failure: WorkerFailure) -> None:
         """Charge a failure that is the root cause, and decide what follows.
 
-        An early death of a forked worker is not charged: the next round is started cold instead.
-        That is done at most ``MAX_SUSPECT_WARM_STARTS`` times. If the job asks for it, the newest
-        checkpoint is requested to be stored.
+        An event is recorded, and the status shows the failure. An early death of a forked worker is
+        not charged: the next round is started cold instead. That is done at most
+        ``MAX_SUSPECT_WARM_STARTS`` times in a job. If the spec or the node asks for it
+        (``save_at_breakpoint``), the newest checkpoint is requested to be stored.
         """
         self.state.last_failure = Failure(
             at=self.live.wall, node=node.id, round=self.state.round, worker=failure
@@ -218,8 +222,14 @@ class Failures:
     ) -> None:
         """Charge a failure to this node, and declare a next round or end the job.
 
-        ``kind`` says why the next round is needed; ``event`` is the id of the event of the failure.
         A node that is to be replaced is dismissed, and a slot for a new node is added.
+
+        Args:
+            node: The node.
+            decision: What follows from the failure.
+            kind: Why the next round is needed.
+            reason: The same in words.
+            event: Id of the event of the failure.
         """
         self.live.nodes.count_failures(node, restarts=1)
         if decision.action is FailureAction.STOP:
@@ -235,9 +245,13 @@ class Failures:
             self._capacity.dismiss(node, "its restarts are used up", ExitCode.FAILED)
 
     def _awaits_news(self, *, but: NodeId, since: float) -> bool:
-        """Return whether another member is suspect or has not reported since then.
+        """Return whether another member is suspect, or has not reported since a monotonic time.
 
         Such a member may be the cause of the failure.
+
+        Args:
+            but: The member whose failure is suspected; it is left out.
+            since: The time at which the next round became necessary.
         """
         members = self.state.world.members if self.state.world else ()
         found = (self.live.nodes.get(member.node) for member in members)

@@ -19,11 +19,11 @@ class Goodput:
         """Training steps per second in the last round that reported any."""
 
     def progressed(self, node: Node, progress: Progress) -> None:
-        """Take in the progress of a member, and record the first step of the round.
+        """Take in the progress of a member of the current round.
 
-        The time without training before that step is counted as lost. A report is ignored if a
-        member with a lower rank has reported progress in this round. The first step is not recorded
-        while a next round is pending.
+        The first progress in a round is recorded as an event, unless a next round is pending. The
+        time without training before that step, and the time to repeat steps, are counted as lost. A
+        report is ignored if a member with a lower rank has reported progress in this round.
         """
         assert self.state.world is not None
         rank = self.state.world.rank_of[node.id]
@@ -49,10 +49,16 @@ class Goodput:
         self.log.record(EventReason.TRAINING_RESUMED, message, cause=cause, since=since)
 
     def share(self, now: float) -> float | None:
-        """Return the share of time that was not lost, from 0 to 1.
+        """Return the share of the job's time that was not lost, from 0 to 1.
+
+        The time of a fault or start that is not over counts as lost. Time in suspension does not
+        count.
+
+        Args:
+            now: Monotonic time.
 
         Returns:
-            None until the script has reported its first step.
+            None until the script has reported its first step, and if no time has passed.
         """
         if not self.state.lost_s:
             return None

@@ -146,6 +146,7 @@ class Health:
             exclude_slow: Whether it may not train if it is slow.
 
         Returns:
+            True if the node now waits for a check, without the results of an earlier incarnation.
             False if this incarnation is registered already.
         """
         record = self.node_records.get(node)
@@ -165,9 +166,10 @@ class Health:
         self.withdraw(node)
 
     def withdraw(self, node: NodeId) -> None:
-        """Void the running check of a node that is needed elsewhere; its group is checked again.
+        """Void the running check of a node that is needed elsewhere, or leaves, with its group.
 
-        Nothing happens if the node is in no group of the running step.
+        The others of the group that have no verdict are checked again. Nothing happens if the node
+        is in no group of the running step.
         """
         if check_group := self._check_group_of.get(node):
             check_group.void = True
@@ -225,6 +227,8 @@ class Health:
     def judge(self) -> list[Finding]:
         """Evaluate the step once all its groups have ended; return what is new.
 
+        The step is then over. Results and verdicts are entered into the records of the nodes.
+
         Returns:
             Empty if no step runs, or some groups have not ended. Voided groups give no finding.
         """
@@ -269,10 +273,13 @@ class Health:
         return {nodes: median_low(known) for nodes, known in times.items()}
 
     def _find_bad_nodes(self, check_groups: Sequence[_CheckGroup]) -> list[Finding]:
-        """Find the bad nodes of failed groups; other open nodes of them are in doubt.
+        """Find the bad nodes of failed groups; other nodes without a verdict are in doubt.
 
         A node is bad if it has failed more than once, and all other nodes of its group are good.
         The failures that a bad node explains are removed from the records of the others.
+
+        Returns:
+            One finding for each group without a bad node, then one for each bad node.
         """
         bad, needs_recheck = [], []
         for check_group in check_groups:
@@ -295,7 +302,7 @@ class Health:
         return needs_recheck + bad
 
     def _others_are_good(self, nodes: Group, suspect: NodeId) -> bool:
-        """Return whether all other nodes of a group are good, and failed only with the accused."""
+        """Return whether all other nodes of a group are good, and failed only with the suspect."""
         others = [self.node_records[n] for n in nodes if n != suspect]
         return all(
             record.verdict is Verdict.GOOD and all(suspect in group for group in record.failed)
@@ -305,9 +312,16 @@ class Health:
     def _judge_passed(
         self, check_group: _CheckGroup, matmul: float, allreduce: dict[int, float]
     ) -> Iterator[Finding]:
-        """Judge the nodes of a group that passed; ``allreduce`` has the medians by group size.
+        """Judge the nodes of a group that passed, by their speed.
 
-        Nodes that have a verdict are left out. So are nodes that passed alone after a failure.
+        A slow node that is excluded if slow is in doubt at first, and slow the second time. All
+        other nodes are good. Nodes that have a verdict are left out. So are nodes that passed alone
+        after a failure. Each verdict is set when its finding is taken from the iterator.
+
+        Args:
+            check_group: The group.
+            matmul: Median of the matrix multiplications of all nodes, in seconds.
+            allreduce: Median of the all-reduces, in seconds, by size of the group.
         """
         alone = len(check_group.nodes) == 1
         for node in check_group.nodes:
@@ -341,8 +355,8 @@ class Health:
     def plan(self, able: Sequence[NodeId], helpers: Sequence[NodeId]) -> list[Finding]:
         """Start the next step of checks, if there is anything to check; no step may run.
 
-        Agents are informed by the caller. Without a new group, no step starts, and the number
-        stays.
+        Agents are informed by the caller. Without a group to check, no step starts, and the number
+        of the newest step stays.
 
         Args:
             able: Nodes without a verdict that can be checked now.
@@ -411,7 +425,11 @@ class Health:
         return [check_group.nodes for check_group in self._check_groups]
 
     def _partner(self, node: NodeId, among: Sequence[NodeId], *, tries: int = 1) -> NodeId | None:
-        """Return a node that it was checked with fewer than ``tries`` times, or None."""
+        """Return the first of ``among`` with which ``node`` was paired fewer than ``tries`` times.
+
+        Returns:
+            None if there is none.
+        """
         partners = [set(group) for group in self.node_records[node].tried]
         return next((n for n in among if n != node and partners.count({n, node}) < tries), None)
 

@@ -35,8 +35,8 @@ class EventLog:
     ) -> int:
         """Add an event to the state and return its id; the oldest events are dropped.
 
-        It is published and logged after the step. Nothing is sent here, and the journal gets the
-        event with the next change of other fields.
+        The event is published and logged after the step. Nothing is sent here, and the journal gets
+        the event with the next change of other fields. A master that ends before loses it.
 
         Args:
             reason: Reason of the event.
@@ -99,7 +99,7 @@ class CoreContext:
 
 
 def named(nodes: Iterable[NodeId]) -> str:
-    """Return the names of nodes for a sentence."""
+    """Return the names of nodes for a sentence: at most 16, then the number of the others."""
     ordered = sorted(nodes, key=id_key)
     more = len(ordered) - NAMED
     return ", ".join(ordered[:NAMED]) + (f" and {more} more" if more > 0 else "")

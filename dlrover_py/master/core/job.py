@@ -58,6 +58,8 @@ class Job:
     ) -> None:
         """Begin a job, or prepare to continue one; :meth:`resume` does the rest.
 
+        A job that begins records its first event.
+
         Args:
             spec: The desired state.
             rules: Times and limits.
@@ -111,7 +113,8 @@ class Job:
         """Continue from the durable state that a master of an earlier term has left.
 
         Nodes get assignments when they report. The deletion of nodes that had to end is requested
-        again with the first step.
+        again with the first step; in a job that has ended, these are all nodes. Event ids are
+        skipped, because the journal may lack the newest events.
 
         Args:
             spec: The desired state.
@@ -177,6 +180,10 @@ class Job:
             events: What has happened since the last step.
             now: Monotonic time.
             wall: Unix time.
+
+        Returns:
+            The effects to carry out, the journal if it has changed, and the time of the next step
+            if no event arrives before.
         """
         self.live.now, self.live.wall = now, wall
         for event in events:
@@ -212,7 +219,8 @@ class Job:
     def _take(self, event: Event) -> None:
         """Take in one event; decisions that need all events of the step follow later.
 
-        A request to stop a job that has ended is ignored.
+        A request to stop the job ends it as Failed if the request has a reason, otherwise as
+        Stopped. It is ignored if the job has ended.
         """
         live, state = self.live, self.state
         match event:

@@ -100,8 +100,8 @@ class MemoryIndex:
     def replace(self, node: NodeId, known: NodeHoldings, memory: list[MemoryCheckpoint]) -> None:
         """Replace the list of what a node holds in memory.
 
-        Nothing else happens for checkpoints whose entries are equal. A checkpoint that no node
-        holds any more is dropped.
+        Checkpoints whose entries are equal are skipped. A checkpoint that no node holds any more is
+        dropped.
 
         Args:
             node: Id of the node.
@@ -118,7 +118,9 @@ class MemoryIndex:
     def is_complete(self, key: CheckpointId) -> bool:
         """Return whether living nodes hold every shard group of a checkpoint that is in the index.
 
-        It is False while some rank's shard group is not known.
+        The result is False while some rank's shard group is not known. A shard group is held if a
+        node has all of it, and not only what is private to one rank. A rank without a report of
+        this step counts with its newest step of the same timeline.
         """
         one = self.checkpoints[key]
         if len(one.reported_ranks) >= one.world:
@@ -145,8 +147,9 @@ class MemoryIndex:
     def locations(self, key: CheckpointId) -> ReplicaLocations:
         """Return where each rank's slot of a checkpoint can be fetched from.
 
-        Ranks that no node with a transfer server holds are left out. The result is empty for an
-        unknown checkpoint.
+        Ranks that no node with a transfer server holds are left out. A complete slot is preferred
+        to one with private data only, and the rank's own node to a replica. The result is empty for
+        an unknown checkpoint.
         """
         one = self.checkpoints.get(key)
         if one is None:
@@ -199,7 +202,14 @@ class MemoryIndex:
         old: list[MemoryCheckpoint],
         new: list[MemoryCheckpoint],
     ) -> None:
-        """Replace what a node holds of one checkpoint; drop it if no node holds it then."""
+        """Replace what a node holds of one checkpoint; drop the latter if no node holds it then.
+
+        Args:
+            node: Id of the node.
+            key: The checkpoint; if it is new, it is added.
+            old: The entries of this checkpoint in the node's last report; may be empty.
+            new: The entries in its present report; may be empty if ``old`` is not.
+        """
         one = self.checkpoints.get(key)
         if one is None:
             one = self.checkpoints[key] = KnownCheckpoint(new[0].world)

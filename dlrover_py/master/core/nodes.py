@@ -331,11 +331,12 @@ class Nodes:
     ) -> Node:
         """Add a node that is requested, that came by itself, or that the journal names.
 
-        The request to create it is made by the caller.
+        The node counts as starting. Its record outlives the master from now on. The request to
+        create the node is made by the caller.
 
         Args:
-            node_id: Id of the node.
-            record: What is known about it.
+            node_id: Id of the node; a known node of this id is replaced.
+            record: What is known about it; None if nothing is.
             failed_before_report: Nodes in a row, in its place, that ended before their first
                 report.
         """
@@ -360,10 +361,10 @@ class Nodes:
     ) -> None:
         """Restore a node that reported to an earlier term, and give it time to report again.
 
-        Until then it counts as alive. While no node at all has reported, the master itself is
+        Until then the node counts as alive. While no node at all has reported, the master itself is
         probably unreachable. The node then has ``unreached_s``, or ``unrouted_s`` if its host
-        reports to the platform. A member must acknowledge its first assignment of this term before
-        it is ready.
+        reports to the platform. If the node is in the round, it must acknowledge its first
+        assignment of this term before it is ready.
 
         Args:
             node_id: Id of a node that was added with :meth:`plan`.
@@ -399,9 +400,10 @@ class Nodes:
     ) -> None:
         """Take in the platform's view of a node that is not gone.
 
-        A node that has not reported yet is NEAR or PENDING afterwards. A node of an earlier term
-        that has not reported to this master may become suspect, if its host was lost. The suspicion
-        ends when the host is back. Other nodes that have reported keep their phase.
+        A node that has never reported is in phase STARTING or PENDING afterwards, as ``near`` says.
+        A node is missing if it reported to an earlier term and not to this master. If the platform
+        has lost the hosts of exactly the missing nodes, these become suspect. A suspicion of this
+        kind ends when the host is back. Other nodes keep their phase.
 
         Args:
             node_id: Id of the node.
@@ -432,7 +434,8 @@ class Nodes:
     ) -> ReportOutcome:
         """Take in a report of a node that was added before.
 
-        An accepted report renews the node's lease and ends a suspicion against it.
+        An accepted report renews the node's lease and ends a suspicion against it. The first
+        accepted report to a new master shortens the wait for nodes that have not reported yet.
 
         Args:
             node_id: Id of the node.
@@ -441,9 +444,11 @@ class Nodes:
             term: The term of this master.
 
         Returns:
-            What became of the report. It is stale if it is not newer than the last one. It is
-            refused if the node was given up, another agent process has taken its place, or its
-            incarnation is not known. In these cases the node is unchanged.
+            NEW_INCARNATION for the first report of a new agent process, which takes the place of
+            the earlier one. ACCEPTED for a later report. STALE if the report is not newer than the
+            last one. REFUSED if the node was given up, or another agent process has taken this
+            one's place. REFUSED also if an unknown agent process claims an incarnation. STALE and
+            REFUSED reports leave the node unchanged.
         """
         node = self.by_id[node_id]
         if node.phase is NodePhase.GONE or report.boot_id in node.former_boots:
@@ -496,10 +501,10 @@ class Nodes:
                 self._suspect(node, now)
 
     def readmit(self, node_id: NodeId) -> None:
-        """Take a node that was given up back, as a new incarnation.
+        """Take a node that was given up back: its next report begins a new incarnation.
 
-        This is allowed only where no other node can replace it, such as one machine that was
-        paused.
+        The node counts as starting until that report, and is no longer leaving. This is allowed
+        only where no other node can replace it, such as one machine that was paused.
         """
         node = self.by_id[node_id]
         node.phase = NodePhase.STARTING
@@ -510,9 +515,9 @@ class Nodes:
     def stalled(self, now: float, stood_s: float) -> None:
         """Extend all leases after a standstill of the master itself.
 
-        A node may have closed its connection in that time, which the master notices only now. It
-        has as long as the standstill to come back, but at most one lease. After a short standstill
-        a closed connection thus means the same as always. No lease is shortened.
+        A node may have closed its connection in that time, which the master notices only now. Such
+        a node has as long as the standstill to come back, but at most one lease. It always has at
+        least ``suspect_s``, as without a standstill. No lease is shortened.
 
         Args:
             now: Monotonic time.
@@ -530,7 +535,8 @@ class Nodes:
     def disconnected(self, node_id: NodeId, boot_id: str, seq: int, now: float) -> bool:
         """Suspect a node whose newest report lost its connection before the answer was sent.
 
-        The node is given up by :meth:`expire` after ``suspect_s``, unless it reports before.
+        The node is given up by :meth:`expire` after ``suspect_s``, unless it reports before. After
+        a standstill of the master it has longer.
 
         Args:
             node_id: Id of the node.
@@ -619,10 +625,12 @@ class Nodes:
         self.members += 1
 
     def expire(self, now: float) -> list[LostNode]:
-        """Give up the nodes whose lease or grace has run out, and return them.
+        """Give up the nodes that were silent for too long, and return them with the reasons.
 
-        While no node has reported to a new master, nodes whose hosts report to the platform are
-        kept for up to ``unrouted_s``. The caller handles the consequences of each loss.
+        A node is given up when its lease has run out. If its connection closed, it is given up when
+        its time to come back is over. While no node has reported to a new master, nodes whose hosts
+        report to the platform are kept for up to ``unrouted_s``. Their loss is then nobody's fault
+        (:attr:`LostNode.free`). The caller handles the consequences of each loss.
         """
         lost = []
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -661,14 +669,16 @@ class Nodes:
 
     @property
     def wake_at(self) -> float:
-        """The earliest time at which :meth:`expire` may give up a node."""
+        """The earliest time at which :meth:`expire` may give up a node; infinite if none is set."""
         return self._deadlines[0][0] if self._deadlines else math.inf
 
     def _begin_incarnation(self, node: Node, boot_id: str) -> None:
         """Begin a new incarnation of the node, for this agent process if its id is known.
 
-        From now on, reports of its earlier agent process are refused, and it is no longer kept out
-        of rounds. Without an id, only the first report raises the number of the incarnation.
+        The node needs no acknowledgement any more, and is no longer kept out of rounds. With an id,
+        reports of the earlier agent process are refused from now on. An empty id means that any
+        process may follow, also the earlier one. Its first report then raises the number of the
+        incarnation.
         """
         if node.boot_id and boot_id:
             node.former_boots.add(node.boot_id)
@@ -681,7 +691,7 @@ class Nodes:
         self._changed()
 
     def _suspect(self, node: Node, now: float) -> None:
-        """Mark the node as suspect and set the timer that ends its grace."""
+        """Mark the node as suspect, and set the timer by which it must report again."""
         node.phase = NodePhase.SUSPECT
         node.suspect_until = max(now + self.suspect_s, self._back_until)
         self._set_timer(node, node.suspect_until)

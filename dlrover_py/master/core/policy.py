@@ -71,10 +71,14 @@ def after_worker_failure(
 
 
 def after_restart(message: str, **budgets: Unpack[Budgets]) -> FailureDecision:
-    """Decide by the budgets alone; ``message`` describes the failure.
+    """Decide what follows from a failure, by the budgets alone; nothing is counted here.
 
     The workers are restarted while the node has restarts left. Then the node is replaced, if the
     platform creates nodes and replacements are left. Otherwise the job is stopped.
+
+    Args:
+        message: The failure in words, for the reason of a stop.
+        budgets: What the node has used of its budgets, and the budgets themselves.
     """
     restarts, budget = budgets["restarts"], budgets["budget"]
     if restarts < budget:
@@ -142,9 +146,9 @@ def relaunch_delay(relaunches: int, failed_before_report: int = 0) -> float:
 
     Args:
         relaunches: Nodes that were lost in the same place, this one included.
-        failed_before_report: The number of the last of these nodes that never reported, whatever
-            the reason. A host that refuses each node immediately must not be asked a thousand
-            times.
+        failed_before_report: Nodes in a row, in the same place, that ended before their first
+            report, for any reason. A host that refuses each node immediately must not be asked a
+            thousand times.
     """
     tries = max(relaunches, failed_before_report)
     return 0.0 if tries <= 1 else min(60.0, 2.0 ** min(tries - 2, 6))  # 2**1024 is not a float

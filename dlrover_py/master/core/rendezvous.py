@@ -119,7 +119,8 @@ def verdict(
         counts: Number of nodes at each stage of readiness.
         opened_at: Time at which the next round became necessary.
         now: Time by the same clock.
-        wait_s: Seconds to wait for nodes that are near, once the minimum is there.
+        wait_s: Seconds after ``opened_at`` during which a round of at least the minimum waits for
+            nodes that are near.
 
     Returns:
         The size of the round, or why and until when to wait. Without a time, only news of a node
@@ -177,8 +178,9 @@ def arrange(
         previous: Node and topology of each member of the round before, in the order of ranks.
 
     Returns:
-        Members in the order of node ranks. Survivors keep their order. Each lost node is replaced
-        by the new node nearest to it. Further new nodes follow at the end, sorted by topology.
+        Members in the order of node ranks. Members of the round before keep their order. The place
+        of each lost one goes to the new node that shares most levels of the topology with it.
+        Further new nodes follow at the end, sorted by topology.
     """
     by_id = {c.node: c for c in candidates}
     survivors = [node for node, _ in previous if node in by_id][:size]

@@ -62,9 +62,15 @@ def _separate_pairs(
     topology: Mapping[NodeId, Topology],
     old: Mapping[NodeId, NodeId],
 ) -> None:
-    """Swap sources in ``pairs`` until no node replicates itself, and few pairs share a host.
+    """Swap sources in ``pairs``, so that no node replicates itself, and few pairs share a host.
 
-    Pairs stay on one host if more than half of the nodes are there.
+    If more than half of the nodes are on one host, some pairs stay on it.
+
+    Args:
+        pairs: The node whose memory is replicated, by the node that keeps the replica; changed in
+            place.
+        topology: Zone, rack and host of each node, as far as they are known.
+        old: The pairs so far; a pair that was there before is preferred.
     """
     hosts = Counter(place for place in topology.values() if place)
     # If a host has more than half of the nodes, some of them have no partner on another host.

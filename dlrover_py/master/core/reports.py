@@ -1,4 +1,4 @@
-"""Reports of agents: who may report, which incarnation it is, and what its workers do."""
+"""Reports of agents: which may report, as which incarnation, and what their workers do."""
 
 from collections import deque
 
@@ -38,7 +38,8 @@ class TrainingReports:
     def take(self, node: Node, report: AgentReport) -> None:
         """Take in a report about the current round from one of its members.
 
-        Of a failure, a cut-off and a success, only the first is acted on.
+        Progress is always taken in. Only one of three further facts is acted on. A failure of the
+        workers comes first, then a stop because the node was cut off, then a success.
         """
         if report.progress is not None:
             self._goodput.progressed(node, report.progress)
@@ -71,8 +72,9 @@ class TrainingReports:
     def _cut_off(self, node: Node, why: str) -> None:
         """Declare a next round, because a node that was cut off has stopped its workers.
 
-        Nothing is charged: the node could not know whether it had been given up. If a next round is
-        needed already after a known fault, no event is recorded.
+        The node had lost contact with the master and all other nodes. Nothing is charged: it could
+        not know whether it had been given up. If a next round is needed already for a known cause,
+        no event is recorded. A planned change is then disrupted.
         """
         pending = self.state.pending_round
         if pending is not None and pending.kind not in NON_DISRUPTIVE and pending.suspected is None:
@@ -112,8 +114,10 @@ class Reports:
         """Take in a report, or refuse it; a report that is older than the last one is ignored.
 
         Where nodes come by themselves, an unknown node is added, and a node that was given up may
-        return. Elsewhere both are refused. The node gets an assignment if it has none of this
-        master, or if its agent process is new.
+        return. Elsewhere, and in a job that has ended, both are refused. A known node is refused if
+        another agent process has taken the place of the sender. The node gets an assignment if it
+        has none of this master, or if its agent process is new. An agent that gives up ends the
+        job where no other node can replace it.
         """
         node = self.live.nodes.get(node_id)
         returns = False
@@ -174,9 +178,10 @@ class Reports:
     def _adopt_newer_term(self, report: AgentReport) -> None:
         """Skip to a higher term and round if an agent knows higher numbers than the journal held.
 
-        The journal was lost then. Only the master that holds the journal's lock gets here, so no
-        other master is overtaken. The round and all assignments are dropped, and all nodes get new
-        ones. Nothing happens if the agent's numbers are not higher.
+        The journal was lost or is old then. Only the master that holds the journal's lock gets
+        here, so no other master is overtaken. An event is recorded. The current round and all
+        assignments are dropped, and all nodes get new assignments. A higher number of checks only
+        drops the running checks. Nothing happens if no number is higher.
         """
         if report.checks > self.live.health.number:  # else the agent would not take up the next one
             self.live.health.adopt_number(report.checks)
@@ -202,9 +207,13 @@ class Reports:
     def _agent_restarted(self, node: Node, *, returns: bool) -> None:
         """Handle a new agent process of a node; the earlier one and its workers are gone.
 
-        The first process of a node only joins. Later ones are charged if they were in a check, or
-        in a round whose work they had not finished. If the node was given up before, its loss was
-        handled already, and nothing is charged.
+        The first process of a node only joins. For a later one an event is recorded. The node is
+        charged if it was in a check, or in a round of which it had not finished its part. If the
+        node was given up before, its loss was handled already, and nothing is charged.
+
+        Args:
+            node: The node, with its new incarnation.
+            returns: Whether the node was given up before.
         """
         if node.incarnation == node.last_incarnation + 1:
             self._joined.append(node.id)
@@ -233,10 +242,16 @@ class Reports:
             self._failures.agent_restarted(node, "loss", why, event)
 
     def _refuse(self, node_id: NodeId, node: Node | None, boot_id: str) -> None:
-        """Refuse the reports of an agent process: its node was given up, or is not known.
+        """Refuse a report of an agent process, with the reason.
 
-        Each report is answered. An event is recorded once for each process, and at most
+        Its node was given up or is not known, or another agent process has taken its place. Each
+        report is answered. An event is recorded once for each process, and at most
         ``REFUSAL_EVENTS_PER_MINUTE`` times a minute.
+
+        Args:
+            node_id: The id that the agent process reports for.
+            node: The node of this id; None if there is none.
+            boot_id: Id of the agent process.
         """
         why = "it was given up as lost" if node else "it is not a node of this job"
         if node is not None and node.alive and not self.live.rules.can_create:

@@ -1,4 +1,4 @@
-"""The next round: whether it is needed, how long it waits for nodes, and who is in it."""
+"""The next round: whether it is needed, how long it waits for nodes, and which are in it."""
 
 import math
 
@@ -55,8 +55,9 @@ class Rounds:
         """Form the next round if one is needed and every node that can come has come.
 
         A change of the desired or possible size makes a round necessary here. A pending change of
-        size is dropped if it no longer applies. While a round after a fault is awaited, workers are
-        stopped. If too few nodes come within ``join_timeout_s``, the job fails.
+        size is dropped if it no longer applies. While a round after a fault or a departure is
+        awaited, workers are stopped. If too few nodes come within ``join_timeout_s``, the job
+        fails.
 
         Returns:
             True if a round was formed. False if none is needed, the job has ended or is suspended,
@@ -124,6 +125,11 @@ class Rounds:
         Where nodes come by themselves, their number is not known in advance. Once there are enough,
         others get ``last_call_s`` seconds. There is no such wait where the platform creates nodes,
         for a later round, or at full size.
+
+        Args:
+            size: Bounds of the round.
+            ready: Number of nodes that are ready.
+            pending: The round that is needed.
         """
         if self.live.rules.can_create or pending.kind != "start" or not size.fit(ready):
             self._enough_since = None
@@ -208,7 +214,13 @@ class Rounds:
         """Declare a next round if the job has none yet, must shrink, or can grow.
 
         Nothing happens once workers of the round have succeeded. A round shrinks only ``settle_s``
-        after the change of the spec.
+        after the change of the spec. If no change of the spec or of the nodes is known as the
+        cause, an event is recorded as the cause.
+
+        Args:
+            size: Bounds of the round.
+            ready: Number of nodes that are ready.
+            current: Number of members of the current round.
         """
         following = Round(self.state.round + 1)
         if self.state.world is None:
@@ -242,8 +254,9 @@ class Rounds:
     def _new_round(self, size: int, pending: PendingRound) -> None:
         """Form the next round with this many ready nodes, and assign all ready nodes their task.
 
-        The counters of the round are reset, and an event is recorded. If the round shrinks, the
-        newest checkpoint of the previous one is requested to be stored.
+        The progress and the successes of the last round are reset, and an event is recorded. The
+        workers start cold if warm starts are in doubt. If the size of the job was reduced, the
+        newest checkpoint of the previous round is requested to be stored.
         """
         previous: list[tuple[NodeId, tuple[str, ...]]] = []
         if self.state.world is not None:

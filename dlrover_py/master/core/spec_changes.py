@@ -41,10 +41,11 @@ class SpecChanges:
     def take_spec(self, job: ElasticJob) -> None:
         """Take in a new spec; an older generation than the present one is ignored.
 
-        The policy for checkpoints and the pace of reports follow it. If the spec differs and the
-        job has not ended, an event is recorded, and abandoned places are filled again. Nodes and
-        rounds follow later in the same step, or after ``settle_s``. A change of ``suspend`` is
-        followed by :meth:`suspend_or_resume`.
+        The policy for checkpoints and the pace of reports follow the new spec. If it differs from
+        the old one and the job has not ended, the journal keeps it. If ``suspend`` has changed, the
+        rest is left to :meth:`suspend_or_resume`. Otherwise an event is recorded, and abandoned
+        places are filled again. Nodes that cannot start are replaced if the template has changed.
+        The number of nodes and rounds follow later in the same step, or after ``settle_s``.
         """
         if job.metadata.generation < self.live.spec.metadata.generation:
             return
@@ -79,14 +80,15 @@ class SpecChanges:
     def restart_nodes(self) -> bool:
         """Have nodes replaced that were created before ``spec.restart`` was written.
 
-        They are marked as leaving, and their deletion is requested. A rolling restart takes one
-        unit at a time, and continues once the job trains at full size again. A template that cannot
-        start thus costs one unit, and the job trains on.
+        These nodes are marked as leaving, and their deletion is requested. A rolling restart takes
+        one unit at a time, and continues once the job trains at full size again. A template that
+        cannot start thus costs one unit, and the job trains on.
 
         Returns:
-            False if no node was asked to leave now. That is so without ``spec.restart``, if the job
-            has ended or is suspended, where nodes come by themselves, or while a rolling restart
-            waits.
+            False if no node was asked to leave now. That is so without ``spec.restart``, after all
+            nodes were replaced, or while a rolling restart waits. It is also so if the job has
+            ended or is suspended, or where nodes come by themselves. After the journal was lost, it
+            is so before the first list of nodes.
         """
         restart = self.live.spec.spec.restart
         rests = self.state.phase.ended or self.state.phase is JobPhase.SUSPENDED
@@ -112,8 +114,9 @@ class SpecChanges:
     def suspend_or_resume(self) -> None:
         """Suspend or resume the job if ``spec.suspend`` differs from its phase.
 
-        Nothing happens if the job has ended. A job that resumes needs a first round; its nodes are
-        requested later in the same step.
+        A suspension requests that the newest checkpoint is stored, drops the round and dismisses
+        all nodes. A job that resumes needs a first round; its nodes are requested later in the same
+        step. Nothing happens if the job has ended.
         """
         suspend, now = self.live.spec.spec.suspend, self.live.steady_wall
         if self.state.phase.ended or suspend == (self.state.phase is JobPhase.SUSPENDED):

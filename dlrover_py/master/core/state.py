@@ -196,8 +196,8 @@ class DurableState:
     def trains(self, node_id: NodeId, incarnation: int) -> bool:
         """Return whether this incarnation of a node is a member of the current round.
 
-        It is False if the job is pending, suspended or has ended. The round counts as current until
-        the next one is formed.
+        The result is False if the job is pending, suspended or has ended. The round counts as
+        current until the next one is formed.
 
         Args:
             node_id: Id of the node.
@@ -218,12 +218,13 @@ class DurableState:
     def _check_consistency(self, info: ValidationInfo) -> Self:
         """Refuse a document that no master writes; the core relies on what is checked here.
 
-        Nothing is checked when a document is written.
+        Only a state that is read from JSON is checked, and not one that a master makes anew.
 
         Raises:
-            ValueError: Two parts contradict each other, or a number is too large to count on from.
+            ValueError: A number is too large to count on from, or a check names an unknown node.
+                Also if the members are those of another round, or a node is a member twice.
         """
-        if info.mode != "json":  # the document is being written, not read
+        if info.mode != "json":  # a master makes the state anew
             return self
         largest = max(self.term, self.round, self.health.number, self.next_node, self.next_event)
         largest = max([largest, *(record.incarnation for record in self.nodes.values())])
@@ -242,7 +243,8 @@ class DurableState:
     def accept(self, job: ElasticJob) -> None:
         """Keep the spec that is in use for the next master, unless it is too large.
 
-        A spec of more than ``ACCEPTED_BYTES`` is dropped, and the one before as well.
+        A spec whose JSON has more than ``ACCEPTED_BYTES`` characters is dropped, and the one before
+        as well: the next master then knows none.
         """
         text = job.model_dump_json(by_alias=True, exclude_unset=True)
         self.accepted = text if len(text) <= ACCEPTED_BYTES else ""
@@ -352,7 +354,8 @@ class TransientState:
     def end_step(self) -> Step:
         """Return the result of this step, and begin the next one.
 
-        A lost node may have got an assignment earlier in this step, which is removed.
+        A node that was lost in this step may have got an assignment before; that is removed. The
+        next step is requested for the deadline of the first node at the latest.
         """
         out, self.step = self.step, Step()
         if self.lost_now:
@@ -381,9 +384,10 @@ def make_transient(
 ) -> TransientState:
     """Make the transient part of the state of a job that begins, or of one that goes on.
 
-    The members of the round have a lease to report again, plus the time that all nodes need to
-    return at the same moment. Their workers run on meanwhile. In the durable part, the times of a
-    pending round and of replacement slots are set to ``now``, and a suspected failure is dropped.
+    Each node that reported to an earlier term has a lease to report again. To this are added the
+    time that all nodes need to return at the same moment, and ``routed_s``. Workers run on
+    meanwhile. In the durable part, the times of a pending round and of replacement slots are set to
+    ``now``, and a suspected failure is dropped.
 
     Args:
         state: The durable part; an earlier master may have left it.

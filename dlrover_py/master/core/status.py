@@ -35,7 +35,14 @@ class StatusReport:
         """Version of the set of nodes, and all nodes in the order of their ids."""
 
     def status(self, now: float, wall: float) -> JobStatus:
-        """Return the complete status of the job, and update the stored conditions."""
+        """Return the complete status of the job, and update the stored conditions.
+
+        Nodes that were given up stay in it until they are forgotten.
+
+        Args:
+            now: Monotonic time.
+            wall: Unix time; the time of the status, and of each condition that changes.
+        """
         members = self.state.world.rank_of if self.state.world is not None else {}
         worker = self.live.spec.worker
         ready = standby = 0
@@ -79,7 +86,11 @@ class StatusReport:
         )
 
     def _updated(self) -> int | None:
-        """Return the number of nodes that were created from the present template."""
+        """Return the number of present nodes that were created from the present template.
+
+        Returns:
+            None where nodes come by themselves, because they have no template.
+        """
         if not self.live.rules.can_create:
             return None
         present = (n for n in self.live.nodes if n.readiness is not Readiness.OUT)
@@ -101,7 +112,15 @@ class StatusReport:
         )
 
     def _node_status(self, node: Node, rank: int | None) -> NodeStatus:
-        """Return the status of a node, from the cache if nothing has changed."""
+        """Return the status of a node, from the cache if nothing has changed.
+
+        Process ids are left out while its last report is about the previous round. A node that has
+        never reported, or is gone, has neither rank nor role.
+
+        Args:
+            node: The node.
+            rank: Its node rank in the current round; None if it is no member.
+        """
         made_from = node.generation, rank, self.state.round
         kept = self._shown.get(node.id)
         if kept is not None and kept[0] == made_from:

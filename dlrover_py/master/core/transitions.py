@@ -23,9 +23,9 @@ class Transitions:
     def need_round(self, kind: Kind, reason: str, event: int) -> None:
         """Declare that a next round is needed; it is formed later by :class:`Rounds`.
 
-        Nothing happens if the job has ended or is suspended. The first cause is kept, and a further
-        fault only marks the round as disrupted. But a suspected cause, or a change of size, gives
-        way to the new cause.
+        Nothing happens if the job has ended or is suspended. If a next round is needed already, its
+        first cause is kept. A further fault then only notes that a planned change was disrupted.
+        But a suspected cause, or a change of size, gives way to the new cause.
 
         Args:
             kind: Why the round is needed.
@@ -78,11 +78,11 @@ class Transitions:
             self._assignments.send_all()
 
     def shorten_grace(self, node: Node) -> None:
-        """Stop waiting for a last common step that a node, which left by plan, has not ended.
+        """Stop waiting for the last common step of a round, because a leaving node is gone.
 
-        If it has not reported that its workers have ended, the workers of other nodes may wait for
-        them, in a last step that cannot end. Otherwise nothing happens. The node's own grace is not
-        changed.
+        If the node never reported that its workers had ended, workers of other nodes may wait for
+        them, in a step that cannot end. Nodes then get changed assignments. Nothing happens if the
+        node had reported this, or was no member of a round that ends by plan.
         """
         clean = node.report.memory_round if node.report is not None else 0
         world = self.state.world if self.state.pending_round is not None else None
@@ -109,8 +109,9 @@ class Transitions:
     ) -> None:
         """End the job in this phase: agents get an order to stop, and nodes are to be deleted.
 
-        Before that, the newest checkpoint is requested to be stored. The orders are effects of this
-        step. The caller must ensure that the job has not ended before.
+        Before that, the newest checkpoint is requested to be stored. A warning is recorded if
+        checkpoints were only in memory. The orders are effects of this step. Nodes that come by
+        themselves are not deleted. The caller must ensure that the job has not ended before.
 
         Args:
             phase: How it ends.

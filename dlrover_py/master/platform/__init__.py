@@ -45,14 +45,18 @@ class Platform(Protocol):
                 cannot be used.
 
         Raises:
-            TransientError: It is not possible now.
+            TransientError: The job cannot be read now, or cannot be used and none was accepted
+                before.
         """
 
     def watch(self) -> AsyncIterator[Sequence[Event]]:
         """Yield the complete state first (ending with ``NodesListed``), then each change.
 
-        An empty list means that a condition may have changed, and nothing else. The iteration ends,
-        or raises TransientError, when the view was lost. The caller then calls ``watch`` again.
+        An empty list means that a condition may have changed, and nothing else. When the view is
+        lost, the iteration ends or raises. The caller then calls ``watch`` again.
+
+        Raises:
+            TransientError: The view of the nodes was lost.
         """
 
     def silent_s(self) -> float:
@@ -74,10 +78,11 @@ class Platform(Protocol):
 
         Args:
             node: Id of the node.
-            avoid: Hosts that the node must not be placed on; empty without ``avoids_hosts``.
+            avoid: Hosts that the node must not be placed on. A platform without ``avoids_hosts``
+                ignores them.
 
         Raises:
-            TransientError: It is not possible now. The caller calls again.
+            TransientError: The platform cannot be reached, or refuses now. The caller calls again.
         """
 
     async def delete_node(self, node: NodeId, grace_s: float) -> None:
@@ -91,7 +96,7 @@ class Platform(Protocol):
             grace_s: Seconds that the node has to end before it is killed.
 
         Raises:
-            TransientError: It is not possible now. The caller calls again.
+            TransientError: The platform cannot be reached, or refuses now. The caller calls again.
         """
 
     async def publish(self, status: JobStatus) -> None:
@@ -102,5 +107,5 @@ class Platform(Protocol):
 
         Raises:
             SupersededError: Another master has begun a later term.
-            TransientError: It is not possible now.
+            TransientError: The platform cannot be reached, or refuses now.
         """

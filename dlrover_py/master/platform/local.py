@@ -40,8 +40,12 @@ class LocalPlatform:
     async def watch(self) -> AsyncIterator[Sequence[Event]]:
         """Yield the complete state in one list, then each change in a list of its own.
 
-        It ends when the cluster process closes the connection; before the end of the first list,
-        nothing is yielded.
+        The iteration ends when the cluster process closes the connection. Before the first list is
+        complete, nothing is yielded.
+
+        Raises:
+            UnreachableError: The connection could not be opened, or broke.
+            InvariantError: A line of the watch has no content that this master knows.
         """
         first: list[Event] | None = []
         async for line in self._client.lines("/v1/watch"):

@@ -103,8 +103,9 @@ class PodCreator:
     async def settle(self, node: NodeId) -> None:
         """Wait until no request to create the node's Pod is under way, and drop its last refusal.
 
-        The request is not canceled. A Pod may therefore exist afterwards. The caller must have
-        canceled :meth:`create_node` before, which would otherwise send another request.
+        The request is not canceled, and its failure is ignored. A Pod may therefore exist
+        afterwards. The caller must have canceled :meth:`create_node` before, which would otherwise
+        send another request.
         """
         self._table.refusals.pop(node, None)
         if (post := self._posts.get(node)) is not None:
@@ -125,6 +126,9 @@ class PodCreator:
 
         If a request for the node is under way, its result is awaited instead. A request continues
         when this task is canceled, because a deletion must know its outcome.
+
+        Raises:
+            TransientError: The attempt failed without a refusal of the Pod.
         """
         post = self._posts.get(node)
         if post is None:
@@ -141,8 +145,9 @@ class PodCreator:
     async def _post(self, node: NodeId, avoid: Sequence[str]) -> PodProblem | None:
         """Send one request to create the node's Pod; return why it was refused, otherwise None.
 
-        No Pod is requested if the ElasticJob was deleted, or if the template cannot be used. When
-        more than 32 ended Pods exist after a creation, the oldest are deleted in the background.
+        No Pod is requested if the ElasticJob was deleted, or if the template cannot be used; that
+        is returned as a problem. A Pod of this job that exists already counts as created. When more
+        than 32 ended Pods exist after a creation, the oldest are deleted in the background.
 
         Raises:
             TransientError: The API server does not answer, or a permission is missing that may come
@@ -186,8 +191,11 @@ class PodCreator:
         """Find out whether an existing Pod of this name belongs to the job; return None if it does.
 
         If that Pod has ended or has to end, the core gets the event that the node has ended. A Pod
-        that has disappeared in the meantime is reported as a problem, so that the caller tries
-        again.
+        of another owner is a problem. A Pod that has disappeared in the meantime is reported as a
+        problem, so that the caller tries again.
+
+        Raises:
+            TransientError: The API server does not answer, or refuses.
         """
         name = self._context.pod_of(node)
         with transient():  # a right to read Pods that is missing may come back
@@ -208,8 +216,8 @@ class PodCreator:
     async def _keep_newest(self) -> None:
         """Delete the oldest ended Pods, so that the newest 32 of them stay.
 
-        It runs in the background after the creation of a Pod. A refused deletion ends it; it starts
-        again after a later creation. Pods that exist at the end of the job stay.
+        The caller starts this in the background after the creation of a Pod. A refused deletion
+        ends it, and a later creation starts it again. Pods that exist at the end of the job stay.
         """
         try:
             ended = [p for p in self._table.pods.values() if p.done]

@@ -62,9 +62,10 @@ class PodEnder:
     async def _end(self, node: NodeId, uid: str) -> None:
         """Delete a Pod that does not end with its agent; repeat this until the Pod ends.
 
-        First it waits 2 s if other containers still run, otherwise 2 s and the Pod's own grace. The
-        other containers then get at most 30 s. Nothing is deleted if the ElasticJob was deleted
-        without its Pods.
+        Before each deletion is a wait of 2 s if other containers still run, otherwise of 2 s and
+        the Pod's own grace. The other containers then get at most 30 s. A failed deletion is tried
+        again, and a missing permission is reported as a condition. Nothing is deleted if the
+        ElasticJob was deleted without its Pods.
         """
 
         def left() -> PodView | None:

@@ -62,7 +62,10 @@ class EventRecorder:
     async def record_template(self, warnings: Sequence[str]) -> None:
         """Send the API server's warnings about the template as one event.
 
-        The same words are sent once. The event is not repeated after a refusal.
+        Equal warnings are sent once for a job. The event is not repeated after a refusal.
+
+        Raises:
+            KubeError: The API server refuses the event, or does not answer.
         """
         message = f"the API server warns about the Pod template: {'; '.join(warnings)}"
         mark = f"template-{hashlib.sha256(message.encode()).hexdigest()[:16]}"
@@ -72,8 +75,11 @@ class EventRecorder:
     async def _send(self) -> None:
         """Send warnings and new events as Kubernetes events at the limited rate until none is left.
 
-        It ends at the first refusal. The event that was refused stays for the next call of
-        :meth:`publish`.
+        Conditions that became True are sent before events of the job. The event that was refused
+        stays for the next call of :meth:`publish`.
+
+        Raises:
+            KubeError: The API server refuses an event, or does not answer; no more are sent.
         """
         try:
             while self._warnings or self._fresh():

@@ -62,8 +62,13 @@ class ElasticJobWatcher:
     async def watch(self) -> None:
         """Queue an event for each change of the ElasticJob that matters to the core, indefinitely.
 
-        Changes of the status alone cause no event, except a passed deadline. The deletion of a job
-        whose Pods are to stay causes none.
+        A new spec, a deletion and a passed deadline cause one; other changes of the status do not.
+        The deletion of a job whose Pods are to stay causes none. An ElasticJob that was replaced by
+        another one of its name counts as deleted.
+
+        Raises:
+            TransientError: The ElasticJob was deleted, and the API server does not tell whether its
+                Pods are to stay.
         """
         context = self._context
         changes = context.kube.watch(
@@ -94,7 +99,7 @@ class ElasticJobWatcher:
         """Take in a new version of the ElasticJob, and return its event for the core.
 
         A new spec is used from now on (:meth:`use`). An ElasticJob that is being deleted, or
-        another one of the same name, counts as deleted.
+        another one of the same name, counts as deleted. A passed deadline stops the job.
 
         Returns:
             None if the spec is not new, or cannot be used and none was accepted before. None also
@@ -127,6 +132,9 @@ class ElasticJobWatcher:
         The ElasticJob was deleted while this master did not watch. If its Pods were to stay, the
         garbage collector has removed their owner before (Kubernetes: finalizer ``orphan``). Without
         Pods of the job, nothing changes.
+
+        Raises:
+            TransientError: The Pods cannot be listed now.
         """
         context = self._context
         with transient():
@@ -143,9 +151,10 @@ class ElasticJobWatcher:
     def use(self, obj: Obj, accepted: ElasticJob | None) -> ElasticJob:
         """Use the spec of an ElasticJob from now on; return the desired state of the job.
 
-        The validation rules (CEL) do not see templates, and allow other roles to be added. If an
-        edit cannot be used, only its suspend and node counts are applied, and the reason is logged.
-        A trial of the template starts in the background.
+        The API server's validation does not see templates, and allows other roles to be added. An
+        edit that cannot be used is logged with the reason. Only its suspend and node counts are
+        then applied to the spec that was used before. A trial of the template starts in the
+        background.
 
         Args:
             obj: The ElasticJob.
@@ -191,8 +200,11 @@ class ElasticJobWatcher:
     async def _read_job(self) -> None:
         """Read the ElasticJob, take in its state, and queue the event of a change.
 
-        If it was deleted, :attr:`job` becomes None. The core gets no event if it no longer exists
-        at all, because the watch reports that.
+        If the ElasticJob was deleted, :attr:`job` becomes None. The core gets no event if it no
+        longer exists at all, because the watch reports that.
+
+        Raises:
+            TransientError: The ElasticJob cannot be read now.
         """
         context = self._context
         with transient(NotFoundError):

@@ -104,12 +104,13 @@ class KubernetesPlatform:
         """Yield the Pods first (ending with ``NodesListed``), then each change of Pods and job.
 
         A change of the job may also come before. Events that were queued before the call are
-        dropped, so there must be one watch at a time. It never ends by itself; the watches of the
-        API server are repeated after an error. The API server is queried when it is silent.
+        dropped, so there must be one watch at a time. The iteration never ends by itself; the
+        watches of the API server are repeated after an error. The API server is queried when it is
+        silent.
 
         Raises:
-            TransientError: It could not be found out whether a deleted ElasticJob has left its
-                Pods.
+            TransientError: The ElasticJob was deleted, and the API server does not tell whether its
+                Pods are to stay.
         """
         facts = self._context.facts
         facts.clear()
@@ -134,8 +135,8 @@ class KubernetesPlatform:
     async def _listen(self) -> None:
         """Query a silent API server: a watch notices a broken connection only after a minute.
 
-        It runs as long as :meth:`watch`. No query is made while answers or watch events arrive. A
-        failed query is ignored; :meth:`silent_s` then goes on growing.
+        The queries go on as long as :meth:`watch`. None is made while answers or watch events
+        arrive. A failed query is ignored; :meth:`silent_s` then goes on growing.
         """
         context = self._context
         least_s, most_s = context.timing.query_interval_s
@@ -152,7 +153,11 @@ class KubernetesPlatform:
         """Try to create the Pod until it exists or the task is canceled.
 
         Conditions of the job and the node's state show why the Pod does not exist. A Pod of this
-        job that exists already is kept.
+        job that exists already is kept. After the ElasticJob was deleted, no Pod is created.
+
+        Args:
+            node: Id of the node.
+            avoid: Hosts that the Pod must not be placed on.
 
         Raises:
             TransientError: An attempt failed without a refusal of the Pod. The caller calls again.
@@ -164,7 +169,12 @@ class KubernetesPlatform:
 
         A Pod that ends by itself stays for its log. The master orders the agent to stop; this
         method sends no signal before the deletion. It first waits for a running request to create
-        the Pod.
+        the Pod. If the node has no Pod, the core gets the event that the node has ended. Nothing is
+        deleted if the ElasticJob was deleted without its Pods.
+
+        Args:
+            node: Id of the node.
+            grace_s: Seconds that the agent has to end; with 0, the Pod is deleted after 2 s.
 
         Raises:
             TransientError: The API server does not answer, or refuses. The caller calls again.
@@ -176,7 +186,7 @@ class KubernetesPlatform:
         """Write the master's part of the status if it has changed, and the new events.
 
         A change of the progress alone is not written within ``progress_s`` seconds of the last
-        write.
+        write. Nothing is done for an ElasticJob that was deleted without its Pods.
 
         Raises:
             SupersededError: Another master has begun a later term.

@@ -148,8 +148,16 @@ def _extend_main_container(
     ``/dev/shm`` and ``/tmp``, are added only if the template has none. A volume for ``/tmp`` is
     added only for a read-only root file system.
 
+    Args:
+        spec: The Pod spec; it gets the volumes.
+        main: The agent's container in it; it gets the variables and mounts.
+        job: The job.
+        node: Id of the node.
+        pod_context: Values that all Pods of the job share.
+
     Raises:
-        ConfigError: The template uses the mount path or the volume name of the job's token.
+        ConfigError: The template uses the mount path or the volume name of the job's token. The
+            container's variables have been changed by then.
     """
     number = node.removeprefix("n")
     own_env: list[Obj] = [
@@ -306,7 +314,8 @@ def view(obj: Obj) -> PodView:
     """Return the needed fields of a Pod.
 
     A Pod that has ended has no problem and waits for nothing. A disruption comes before a deletion
-    as the reason why the Pod has to end.
+    as the reason why the Pod has to end. A disruption is what the condition ``DisruptionTarget``
+    reports, such as an eviction. The owner of a Pod without a controller is taken from its label.
     """
     meta, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
     conditions = {c.get("type"): c for c in status.get("conditions") or []}
@@ -361,9 +370,8 @@ def _host_not_ready(conditions: Mapping[str, Obj]) -> bool:
 def _prepared(status: Obj, conditions: Mapping[str, Obj]) -> bool:
     """Return whether the kubelet has prepared the Pod's volumes and network.
 
-    The condition is ``PodReadyToStartContainers`` (Kubernetes, enabled since 1.29). Until the
-    kubelet reports a container, or a phase after Pending, it has not begun, and the result is
-    False.
+    The result is False if the condition ``PodReadyToStartContainers`` is False (Kubernetes, enabled
+    since 1.29). It is also False until the kubelet reports a container, or a phase after Pending.
     """
     ready = (conditions.get("PodReadyToStartContainers") or {}).get("status")
     begun = status.get("initContainerStatuses") or status.get("containerStatuses")
@@ -389,8 +397,8 @@ def _waits_for(name: str, spec: Obj, status: Obj, conditions: Mapping[str, Obj])
 def _init_under_way(spec: Obj, status: Obj) -> str:
     """Return the first init container that is not finished; empty if there is none or none began.
 
-    A native sidecar counts as finished once it is started. While all wait for their first start,
-    none counts as begun.
+    A native sidecar is an init container that runs beside the others, and counts as finished once
+    it is started. While all init containers wait for their first start, none counts as begun.
     """
     statuses = {str(c.get("name")): c for c in status.get("initContainerStatuses") or []}
     if not any(
@@ -409,7 +417,8 @@ def _init_under_way(spec: Obj, status: Obj) -> str:
 def _all_ended(spec: Obj, status: Obj) -> bool:
     """Return whether all containers but native sidecars have ended; False without any container.
 
-    The kubelet ends native sidecars by itself, and then the Pod.
+    Native sidecars are init containers that run beside the others. The kubelet ends them by itself,
+    and then the Pod.
     """
     ended = [
         c for c in status.get("containerStatuses") or [] if "terminated" in (c.get("state") or {})

@@ -99,6 +99,9 @@ class StatusPublisher:
 
         If the ElasticJob was deleted, or another one has its name, a warning is logged instead. The
         caller treats the status as written.
+
+        Raises:
+            TransientError: The API server refuses the write for another reason, or does not answer.
         """
         context = self._context
         job = {
@@ -151,10 +154,10 @@ def status_body(
 
 
 def _reason_column(status: JobStatus, conditions: Sequence[Condition]) -> str:
-    """Return the reason column: what prevents nodes from running comes before their number.
+    """Return the reason of the job for the status: a problem of the platform, then the core's.
 
-    At most one problem of the platform is shown, and only while the job waits for nodes or has
-    fewer nodes than desired. Otherwise it is the core's reason.
+    At most one problem is shown, and only while the job waits for nodes or has fewer nodes than
+    desired. Otherwise the result is the core's reason alone.
     """
     short = status.phase is JobPhase.RUNNING and status.nodes_in_round < status.desired
     if not (short or status.phase in (JobPhase.PENDING, JobPhase.FORMING)):

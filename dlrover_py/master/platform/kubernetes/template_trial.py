@@ -57,11 +57,12 @@ class TemplateTrial:
             self._judge(None)
 
     async def _try(self, job: ElasticJob) -> None:
-        """Try the template until it is accepted or another one is tried.
+        """Try the template until it is accepted, another one is tried, or the job is gone.
 
         A refused template is tried again each minute. A quota or a missing permission counts as
-        accepted, because it is checked when a Pod is created. Warnings of the API server become an
-        event.
+        accepted, because it is checked when a Pod is created. A failure that may pass does not
+        change what is known. At the first attempt it ends the trial, as if the template were
+        accepted. Warnings of the API server become an event.
         """
         self.problem = None
         context = self._context

@@ -54,8 +54,9 @@ class PodWatcher:
     async def watch(self) -> None:
         """Queue an event for the core for each change of the job's Pods, indefinitely.
 
-        Pods that the ElasticJob does not own are ignored. So is the end of a Pod that another Pod
-        of the same name has replaced.
+        A list of all Pods becomes one batch that ends with ``NodesListed``. A Pod that is gone
+        counts as deleted, against no budget. Pods that the ElasticJob does not own are ignored. So
+        is the end of a Pod that another Pod of the same name has replaced.
         """
         context = self._context
         changes = context.kube.watch(
@@ -91,8 +92,8 @@ class PodWatcher:
         """Take in the state of a Pod, and return the event for the core.
 
         A task starts that deletes the Pod if it does not end with its agent. Other tasks later
-        report a Pod that still waits. If the agent has just failed without a termination message,
-        the end of its log is read first, which takes at most 3 s.
+        report a Pod that still waits. If the agent or an init container has just failed, and there
+        is no termination message, the end of the log is read first. This takes at most 3 s.
 
         Args:
             node: Id of its node.
@@ -126,8 +127,9 @@ class PodWatcher:
     async def _report_not_starting(self, node: NodeId, uid: str) -> None:
         """Report a Pod that is without volumes or network for 10 s.
 
-        Its kubelet writes the reason to events. Nothing is reported if the Pod is prepared, has
-        ended, has another problem, or is gone by then.
+        The report says where to look, because only the events of the Pod's kubelet have the reason.
+        Nothing is reported if the Pod is prepared, has ended, has another problem, or is gone by
+        then.
         """
         await asyncio.sleep(self._context.timing.unprepared_s)
         seen = self._table.pods.get(node)
@@ -142,6 +144,11 @@ class PodWatcher:
 
         Nothing is reported if the Pod waits for something else or is gone by then. If it has
         another problem, the report is tried again every 30 s.
+
+        Args:
+            node: Id of the node.
+            uid: UID of the Pod.
+            what: What the Pod waits for, as its ``waits_for`` says.
         """
         while True:
             await asyncio.sleep(self._context.timing.waiting_s)
