@@ -86,8 +86,8 @@ class ReaperClient:
         except BrokenPipeError:
             pass
 
-    def undo(self) -> None:
-        """Kill a reaper that started too late, and leave processes and folders alone."""
+    def abandon(self) -> None:
+        """Kill the reaper if it runs, and leave the agent's processes and folders alone."""
         self._process.kill()
         self._process.wait()
         os.close(self._pipe)
@@ -152,14 +152,13 @@ class ReaperSupervisor:
         """Start another reaper after the reaper was killed, and send it all sessions.
 
         A failed start is tried again every ``RESTART_PAUSE_S`` seconds, until the task is
-        cancelled. The reaper that was killed is dismissed afterwards: see
-        :meth:`ReaperClient.dismiss`.
+        cancelled.
         """
         log.warning("reaper_ended", extra={"then": "another one is started"})
         while True:
             try:
                 fresh = await self._starter.start(
-                    lambda: ReaperClient(*self._arguments), undo=ReaperClient.undo
+                    lambda: ReaperClient(*self._arguments), undo=ReaperClient.abandon
                 )
                 break
             except OSError as error:  # includes OverdueError
@@ -167,7 +166,7 @@ class ReaperSupervisor:
                 why = error.strerror or str(error)
                 log.warning("reaper_not_started", extra={"why": why, "then": then})
                 await asyncio.sleep(RESTART_PAUSE_S)
-        self._reaper.dismiss()  # does not wait, because this process has already ended
+        self._reaper.abandon()  # does not wait, because this process has already ended
         self._children.non_worker_pids.discard(self._reaper.pid)
         self._reaper = fresh
         self._children.non_worker_pids.add(fresh.pid)

@@ -457,15 +457,15 @@ class OwnMaster:
         listening socket stays open in this process.
 
         The pauses before the starts grow while the master dies soon. A start that the system
-        refuses is tried again without a limit. Each end is logged.
+        refuses, or whose token file cannot be written, is tried again without a limit. Each end is
+        logged.
 
         Args:
             non_worker_pids: Process ids of child processes that are not workers. The master is
                 added.
 
         Raises:
-            ConfigError: The master has refused its settings, or its token file was removed and
-                cannot be written again.
+            ConfigError: The master has refused its settings.
         """
         import asyncio
 
@@ -488,8 +488,8 @@ class OwnMaster:
                 try:
                     self._process = await starter.start(self._spawn, undo=kill_and_reap)
                     break
-                except OSError as error:  # includes OverdueError
-                    why = error.strerror or str(error)
+                except (OSError, ConfigError) as error:  # OverdueError; the token file
+                    why = getattr(error, "strerror", None) or str(error)
                     log.warning("master_not_started", extra={"why": why, "then": "tried again"})
                     pause_s = pause.next_s(0.0)
 

@@ -134,6 +134,10 @@ class _Connection:
         self._writer.close()
 
 
+class OtherProgramError(ConfigError):
+    """An answer with an error that is not from one of DLRover's programs."""
+
+
 class AnswerTooLargeError(ConnectionError):
     """A reply has more bytes than the caller takes."""
 
@@ -559,7 +563,7 @@ def _error(address: str, reply: HttpReply) -> Exception:
 
     Status 401 is UnauthorizedError. The code of the reply decides about SupersededError and
     TransientError; a status of 500 or more is a TransientError as well. Any other reply is a
-    ConfigError.
+    ConfigError; it is OtherProgramError if it has no code.
     """
     try:
         reply_error = ErrorReply.model_validate_json(reply.body)
@@ -577,7 +581,7 @@ def _error(address: str, reply: HttpReply) -> Exception:
         return TransientError(text)
     if reply_error.code:
         return ConfigError(reply_error.message)
-    return ConfigError(text)
+    return OtherProgramError(text)
 
 
 def _first_line(body: bytes) -> str:

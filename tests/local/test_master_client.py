@@ -6,7 +6,7 @@ import pytest
 
 from dlrover_agent.channels.master_client import MasterClient
 from dlrover_py.net.http_client import HttpClient
-from dlrover_py.protocol.agents import AgentReport, Assignment, ErrorReply, Offer
+from dlrover_py.protocol.agents import AgentReport, Assignment, Directive, ErrorReply, Offer
 from dlrover_py.protocol.errors import ConfigError, ErrorCode, ExitCode, FileLimitError
 from dlrover_py.protocol.versions import unknown_path
 from tests.slots import no_more_files
@@ -59,3 +59,40 @@ async def test_an_agent_that_a_master_of_another_version_refuses_ends_and_says_w
         http.close()
         await asyncio.sleep(0)  # its connection is closed in the next step of the loop
     assert refused.value.exit_code == ExitCode.USAGE
+
+
+async def test_an_agent_outlives_another_program_at_the_address_of_its_master() -> None:
+    """A proxy answers with 404 while the master is away. The agent ended, with its workers."""
+    lost = asyncio.Event()
+    assignment = Assignment(
+        term=1, version=1, incarnation=1, directive=Directive.WAIT, reason="", round=1
+    )
+    replies = [(b"200 OK", b""), (b"200 OK", assignment.model_dump_json().encode())]
+
+    class Trained(Node):
+        def assigned(self, assignment: Assignment) -> None:
+            pass
+
+        def master_unreachable(self, away_s: float, error: Exception) -> None:
+            assert "another program answers there" in str(error)
+            lost.set()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        status, body = replies.pop(0) if replies else (b"404 Not Found", b"<html>")
+        writer.write(b"HTTP/1.1 %s\r\nContent-Length: %d\r\n\r\n" % (status, len(body)) + body)
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        http = HttpClient(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        client = MasterClient(http, "n0", Trained(), connect_s=600.0)
+        running = asyncio.create_task(client.run(lambda _: None))
+        async with asyncio.timeout(60):
+            await lost.wait()
+        assert not running.done()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        http.close()
+        await asyncio.sleep(0)

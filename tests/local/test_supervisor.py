@@ -13,6 +13,7 @@ from dlrover_agent.warm.pool import ForkedProcess
 from dlrover_agent.workers.logs import Logs
 from dlrover_agent.workers.supervisor import WorkerSupervisor
 from dlrover_agent.workers.worker import Worker
+from dlrover_py.process.identity import children
 from dlrover_py.protocol.agents import Assignment, Directive, FailureKind
 from tests.slots import no_more_files
 
@@ -44,6 +45,14 @@ class Supervisor(WorkerSupervisor):
         worker = self._workers[0]
         worker.child = ForkedProcess(worker.pid, control)  # it does not reach the user's code
         os.kill(worker.pid, signal.SIGKILL)
+
+
+class OutOfFiles(WorkerSupervisor):
+    """A supervisor that has no file descriptor left once a worker's process runs."""
+
+    def _begin(self, worker: Worker, pid: int) -> None:
+        with no_more_files():
+            super()._begin(worker, pid)
 
 
 class Unkillable(WorkerSupervisor):
@@ -87,6 +96,33 @@ async def test_a_worker_that_cannot_be_started_again_has_ended() -> None:
     finally:
         here.close()
         there.close()
+        await workers.close()
+        scratch.close()
+
+
+async def test_a_process_that_cannot_be_watched_is_no_worker() -> None:
+    """It ran on, and the round never ended: a stop failed before it had set its timer."""
+    observer, scratch = Observer(), ScratchFolder()
+    command = Command(("sleep", "100"), 1, os.environ, cold="the test starts it")
+    workers = OutOfFiles(
+        command,
+        dict(os.environ),
+        scratch=scratch,
+        logs=Logs(command, run_id="none", node_id="n0"),
+        children=ChildRegistry(),
+        observer=observer,
+    )
+    try:
+        async with asyncio.timeout(60):
+            workers.start(ASSIGNMENT, None)
+            ended = await observer.events.get()
+            assert isinstance(ended, WorkerEnded)
+            assert ended.failure is not None
+            assert "could not be started: sleep: " in ended.failure.message
+            assert isinstance(await observer.events.get(), WorkersGone)
+            assert not children(os.getpid())
+            workers.stop(0.1, signal.SIGTERM)
+    finally:
         await workers.close()
         scratch.close()
 

@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -61,6 +63,23 @@ def test_master_and_workers_of_elastic_run_block_no_signal(place: Place) -> None
     process.communicate("go on\n", timeout=60)
     assert len(children) == 3, "master, worker and reaper"
     assert masks == {blocked_signals(os.getpid())}
+
+
+def test_a_killed_guardian_costs_the_training_nothing(place: Place) -> None:
+    """Its work was done at once, as if the agent had ended: the workers were killed."""
+    process, first = started(place)
+    os.kill(first, signal.SIGKILL)
+
+    def another() -> list[int]:
+        children = psutil.Process(process.pid).children()
+        reapers = [c for c in children if any("reaper.py" in a for a in c.cmdline())]
+        return [c.pid for c in reapers if c.pid != first and c.num_threads()]
+
+    (second,) = eventually(another, "another guardian")
+    ready = blocked_signals(os.getpid())
+    eventually(lambda: blocked_signals(second) == ready, "it is ready")
+    output, _ = process.communicate("go on\n", timeout=60)
+    assert process.returncode == 0, output
 
 
 @pytest.mark.parametrize("signalled", [False, True])
@@ -183,6 +202,28 @@ async def test_a_master_of_ours_that_is_stopped_is_replaced(
             while pid() == first:
                 await asyncio.sleep(0.02)
         assert not alive(first)
+        await health.call("GET", "/healthz", deadline_s=60)
+        health.close()
+
+
+async def test_a_master_whose_token_file_cannot_be_written_is_tried_again(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A cleaner has emptied /tmp, and the disk is full. The training ended."""
+    probes = ProbeTiming(stable_after_s=0.0)
+    async with master_of_elastic_run(place, probes) as (address, pid), asyncio.timeout(90):
+        health = HttpClient(address)
+        await health.call("GET", "/healthz", deadline_s=60)
+        (folder,) = Path(tempfile.gettempdir()).glob(f"dlrover-run-{os.getpid()}-*")
+        shutil.rmtree(folder)
+        folder.touch()  # nothing can be written into it
+        first = pid()
+        os.kill(first, signal.SIGKILL)
+        while "master_not_started" not in caplog.messages:
+            await asyncio.sleep(0.02)
+        folder.unlink()
+        while pid() == first:
+            await asyncio.sleep(0.02)
         await health.call("GET", "/healthz", deadline_s=60)
         health.close()
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from dlrover_agent.core import EXCHANGE_OVERDUE_S
 from dlrover_agent.settings import Settings
-from dlrover_py.net.http_client import MAX_SHORT_REPLY_BYTES, HttpClient
+from dlrover_py.net.http_client import MAX_SHORT_REPLY_BYTES, HttpClient, OtherProgramError
 from dlrover_py.pacing import Backoff
 from dlrover_py.protocol.agents import AgentReport, Assignment
 from dlrover_py.protocol.errors import (
@@ -119,8 +119,8 @@ class MasterClient:
         """Repeat the exchange until the task is canceled, or the master refuses this agent.
 
         A master that does not answer later is tried again indefinitely. The same holds for a master
-        that refuses the token then. After a refusal of this agent, the method calls the node's
-        ``refused`` and returns.
+        that refuses the token then, and for another program at its address. After a refusal of this
+        agent, the method calls the node's ``refused`` and returns.
 
         Args:
             take_recipe: Called with the stored recipe for warm starts, before the first report.
@@ -130,8 +130,9 @@ class MasterClient:
             UnreachableError: The master has not answered within the time for the first contact.
             UnauthorizedError: The master refused the token at the first contact.
             FileLimitError: This process may open no more files at the first contact.
-            ConfigError: At any time: the master refuses the request itself, or another program
-                answers at its address with an error. What the node's methods raise is raised, too.
+            OtherProgramError: Another program answered with an error at the first contact.
+            ConfigError: At any time: the master refuses the request itself. What the node's methods
+                raise is raised, too.
         """
         self._take_recipe = take_recipe
         started, logged = time.monotonic(), False
@@ -161,9 +162,9 @@ class MasterClient:
             except SupersededError as error:
                 self._node.refused(str(error))
                 return
-            except (TransientError, UnauthorizedError) as error:
+            except (TransientError, UnauthorizedError, OtherProgramError) as error:
                 if not self._answered:
-                    if isinstance(error, (UnauthorizedError, FileLimitError)):
+                    if isinstance(error, (UnauthorizedError, FileLimitError, OtherProgramError)):
                         raise
                     waited = time.monotonic() - started
                     if waited >= self._connect_s:

@@ -247,8 +247,7 @@ class WorkerSupervisor:
         took = round(time.monotonic() - began, 4)
         log.info("workers_started", extra={"warm": bool(children), "took_s": took})
         if children:
-            loop = asyncio.get_running_loop()
-            self._timers.append(loop.call_later(FORK_START_S, self._kill_unstarted))
+            self._call_later(FORK_START_S, self._kill_unstarted)
 
     def _on_start_end(self, start: "asyncio.Task[None]") -> None:
         """Handle the end of the round's start, and of the round if a stop was requested.
@@ -271,7 +270,7 @@ class WorkerSupervisor:
         self._stores.close_unused()
         if error is not None or start.cancelled():
             for worker in self._workers:
-                if not worker.pid:
+                if not worker.watched:
                     worker.ended = worker.over = True
                     worker.close_pumps()
         if not start.cancelled():
@@ -307,16 +306,14 @@ class WorkerSupervisor:
             delayed: Local ranks that get the signal only ``SIGNAL_BEFORE_KILL_S`` before SIGKILL.
                 Their scripts call ``should_stop()`` and were asked to end by it. None: no rank.
         """
-        loop = asyncio.get_running_loop()
         if self._cancel_starts(functools.partial(self.stop, grace_s, number, delayed=delayed)):
             return
-        delayed = delayed or set()
-        self._signal(number, [w for w in self._workers if w.local_rank not in delayed])
-        if delayed:
-            delayed_workers = [w for w in self._workers if w.local_rank in delayed]
-            delay = max(0.0, grace_s - SIGNAL_BEFORE_KILL_S)
-            self._timers.append(loop.call_later(delay, self._signal, number, delayed_workers))
-        self._timers.append(loop.call_later(grace_s, self.kill))
+        late = [w for w in self._workers if w.local_rank in (delayed or ())]
+        self._signal(number, [w for w in self._workers if w not in late])
+        if late:
+            delay_s = max(0.0, grace_s - SIGNAL_BEFORE_KILL_S)
+            self._call_later(delay_s, self._signal, number, late)
+        self._call_later(grace_s, self.kill)
         if all(w.over for w in self._workers):
             self._on_all_ended()
 
@@ -332,8 +329,11 @@ class WorkerSupervisor:
         if all(w.over for w in self._workers):
             self._on_all_ended()
             return
-        loop = asyncio.get_running_loop()
-        self._timers.append(loop.call_later(self._stuck_after_s, self._report_survivors))
+        self._call_later(self._stuck_after_s, self._report_survivors)
+
+    def _call_later(self, delay_s: float, call: Callable[..., None], *args: object) -> None:
+        """Call a function after a delay, unless all workers have ended before."""
+        self._timers.append(asyncio.get_running_loop().call_later(delay_s, call, *args))
 
     def _report_survivors(self) -> None:
         """Post :class:`WorkersStuck` for the workers that have survived SIGKILL, if any have."""
@@ -460,12 +460,20 @@ class WorkerSupervisor:
     def _begin(self, worker: Worker, pid: int) -> None:
         """Watch a worker's new process, and have the reaper end its session with the agent.
 
+        A process that cannot be watched is killed, and reaped with the round.
+
         Raises:
             OSError: The process is gone, or there are no more file descriptors.
         """
-        worker.pid, worker.session = pid, ProcessId.of(pid)
-        self._children.add_session(worker.session)
-        worker.watch(self._on_exit)
+        worker.pid = pid
+        try:
+            worker.session = ProcessId.of(pid)
+            self._children.add_session(worker.session)
+            worker.watch(self._on_exit)
+        except OSError:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)  # it is not reaped, so its id belongs to no other
+            raise
 
     def _kill_unstarted(self) -> None:
         """Kill the forked workers that hang before the user's code.
@@ -498,7 +506,7 @@ class WorkerSupervisor:
         def on_start_end(start: "asyncio.Task[None]") -> None:
             self._cold_restarts.discard(start)
             prepared.close()
-            if fresh.pid:
+            if fresh.watched:
                 return
             fresh.ended = True
             fresh.close_pumps()
@@ -582,8 +590,7 @@ class WorkerSupervisor:
             self._on_all_ended()
         elif not self._reap_scheduled:
             self._reap_scheduled = True
-            loop = asyncio.get_running_loop()
-            self._timers.append(loop.call_later(REAP_DELAY_S, self._reap_empty_sessions))
+            self._call_later(REAP_DELAY_S, self._reap_empty_sessions)
 
     def _reap_empty_sessions(self) -> None:
         """Reap the ended workers whose sessions are empty, while others of the round run.
@@ -635,9 +642,9 @@ class WorkerSupervisor:
         """
         held = [w for w in self._workers if w.session is not None]
         sessions = [w.session for w in held if w.session is not None]
-        deadline = time.monotonic() + self._stuck_after_s
         await self._stores.forked()  # otherwise its process would be killed as a leftover
         starting_pids = await self._starter.idle(self._stuck_after_s)
+        deadline = time.monotonic() + self._stuck_after_s
         left: list[ProcessId] | None = None  # not known
         while left != [] and time.monotonic() < deadline:
             try:

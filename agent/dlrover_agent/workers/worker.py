@@ -66,6 +66,11 @@ class Worker:
     over: bool = False
     """Whether the end was reported, with its cause."""
 
+    @property
+    def watched(self) -> bool:
+        """Whether the process was started, and its end is or was observed."""
+        return self.pidfd >= 0
+
     def watch(self, exited: "Callable[[Worker], None]") -> None:
         """Call a function in the event loop once the process has ended.
 
@@ -82,7 +87,7 @@ class Worker:
 
         SIGTERM is sent as SIGKILL to a process that does not handle, block or ignore SIGTERM.
         """
-        if not self.ended and self.pid:
+        if not self.ended and self.watched:
             # If SIGTERM would only kill the process, send SIGKILL: it acts without waiting
             # until the process is scheduled.
             fatal = number == signal.SIGTERM and not may_survive(self.pid, number)
