@@ -108,13 +108,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise
             raise FileLimitError("Too many open files") from error
     except DLRoverError as error:
-        _finish_output()
+        finish_output()
         _print_error(f"elastic-run: {error}\n")
         _tell_parent(environ, str(error), ())
         code = int(error.exit_code)
     else:
         code = outcome.code
-        _finish_output()
+        finish_output()
         if code != ExitCode.OK:
             deaths: list[WorkerDeath] = []
             if outcome.deaths:
@@ -127,17 +127,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code if member else min(code, 1)  # only a platform knows the agent's exit codes
 
 
-def _finish_output() -> None:
+def finish_output() -> None:
     """Wait until the console has taken the workers' output; give up the rest if the console hangs.
 
-    A console hangs if it takes nothing for 30 s, or for 1 s after a signal. The lost lines are
-    then counted in a warning. There is no limit while the console takes output.
+    A console hangs if it takes nothing for 30 s, or for 1 s after a signal. There is no limit while
+    the console takes output. A warning has the number of the lines that are lost. It also counts
+    those that were dropped before, because too many waited for the console.
     """
     for fd, name in ((1, "output"), (2, "error")):
         out = shared_writer(fd)
         within_s = _last_output_s(fd)
-        if not out.finish(within_s) and (lines := out.give_up()):
+        taken = out.finish(within_s)
+        if lines := out.take_lost() if taken else out.give_up():
             why = f"the reader of standard {name} has taken nothing for {within_s:g} s"
+            if taken:
+                why = f"the reader of standard {name} has let {out.MAX_BYTES >> 20} MiB wait"
             log.warning("output_lost", extra={"lines": lines, "why": why})
 
 

@@ -81,7 +81,8 @@ class Settings:
         """Read the settings from an environment, by default that of this process.
 
         Only numbers are checked here; see :meth:`check` for the rest. The token file is not read. A
-        missing variable gives the default, and so does a time to connect of 0.
+        missing or empty variable gives the default, and so does a time to connect of 0. But an
+        empty POD_IP is kept, and refused later: no other node would reach the default.
 
         Raises:
             ConfigError: The lifeline's descriptor or the time to connect is not a number from 0.
@@ -98,7 +99,7 @@ class Settings:
             advertised_addr=environ.get(names.ENV_POD_IP, "127.0.0.1"),
             log_dir=Path(logs) if logs else None,
             lifeline_fd=_number(environ, names.ENV_LIFELINE_FD, int),
-            python=environ.get("PYTHON_EXEC", sys.executable),
+            python=environ.get("PYTHON_EXEC") or sys.executable,
             connect_s=_number(environ, names.ENV_CONNECT_S, float) or 60.0,
             shm_dir=Path(environ.get(names.ENV_SHM_DIR) or "/dev/shm"),
             job_uid=environ.get(names.ENV_JOB_UID, ""),

@@ -31,7 +31,15 @@ from dlrover_agent.settings import check_host
 from dlrover_py.process.children import end
 from dlrover_py.process.identity import shielded_child
 from dlrover_py.protocol.errors import ConfigError, ExitCode, UnreachableError
-from dlrover_py.protocol.names import API_VERSION, KIND, MAIN_CONTAINER, TOKEN_FILE
+from dlrover_py.protocol.names import (
+    API_VERSION,
+    ENV_AGENT_MARK,
+    ENV_NODE_MARK,
+    JOB_ENV,
+    KIND,
+    MAIN_CONTAINER,
+    TOKEN_FILE,
+)
 
 if TYPE_CHECKING:
     from dlrover_py.net.liveness import ProbeTiming
@@ -56,6 +64,11 @@ DEFAULTS: Mapping[str, str] = {
     "DLROVER_MASTER_LAST_CALL_S": "5",
 }
 """Environment of the master, unless the flags or the agent's environment set a variable."""
+OF_ANOTHER_JOB = tuple(name for name in JOB_ENV if name not in (ENV_NODE_MARK, ENV_AGENT_MARK))
+"""Variables of a job in whose node or worker this one runs; its own master does not get them.
+
+By the marks, the other job ends all processes of its node.
+"""
 DEFAULT_RUN_IDS = ("none", "torchrun none")
 """Ids of runs without ``--rdzv-id``: by ``elastic-run``, and by torchrun with its backend."""
 MAX_SETTING_S = 86400.0
@@ -213,10 +226,13 @@ class Endpoint:
     def check(self, ca_file: Path | None) -> None:
         """Refuse settings that a master at the endpoint cannot fulfill.
 
+        The master of a job on this machine alone has a port of the loopback device and needs none.
+        So a file that the platform of another job has set is ignored.
+
         Raises:
             ConfigError: A file with a certificate authority is set, which asks for TLS.
         """
-        if ca_file is not None:
+        if ca_file is not None and self.host:
             raise ConfigError(
                 f"DLROVER_CA_FILE is {ca_file}: a master that runs at the endpoint of its job does "
                 "not speak TLS; unset it, or run the job on a platform"
@@ -389,14 +405,14 @@ class OwnMaster:
 
         Args:
             endpoint: Rendezvous of the job, which says where the master listens.
-            token: Token of the job. If it is empty, a job on this machine alone gets a random
-                token, and another job gets the token of its endpoint.
+            token: Token of the job; if it is empty, the token of its endpoint is used. A job on
+                this machine alone always gets a random token.
             probes: Times by which the master is probed and restarted; None for the defaults.
         """
         self._endpoint, self._probes = endpoint, probes
         self._local_only = not endpoint.host
         self._has_secret = bool(token)
-        self.token = token or (secrets.token_urlsafe(24) if self._local_only else endpoint.token)
+        self.token = secrets.token_urlsafe(24) if self._local_only else token or endpoint.token
         self.address = ""
         """Address of the master (``host:port``) on this machine; empty before it is started."""
         self.name = f"elastic-run-{secrets.token_hex(4)}"
@@ -566,8 +582,9 @@ class OwnMaster:
         """Start the master in a session of its own, because Ctrl-C is handled by the agent.
 
         The token file is written first. Starts of :meth:`keep` run in a thread. The agent's
-        environment takes precedence over ``DEFAULTS``, and ``--rdzv-conf`` over both. In a job of
-        one node, the silence after which the node counts as lost is a day.
+        environment takes precedence over ``DEFAULTS``, and ``--rdzv-conf`` over both. Variables of
+        a job around this one are left out. In a job of one node, the silence after which the node
+        counts as lost is a day.
 
         Raises:
             ConfigError: The token file cannot be written.
@@ -579,7 +596,8 @@ class OwnMaster:
             # No other node could replace the only one. So its silence (Ctrl-Z) must not count as
             # a loss.
             defaults |= {"DLROVER_MASTER_LEASE_S": "86400", "DLROVER_MASTER_SUSPECT_S": "86400"}
-        environ = {**defaults, **os.environ, **self._endpoint.rules}  # noqa: TID251
+        inherited = {k: v for k, v in os.environ.items() if k not in OF_ANOTHER_JOB}  # noqa: TID251
+        environ = {**defaults, **inherited, **self._endpoint.rules}
         keep = [*(s.fileno() for s in self._sockets), self._read]
         with shielded_child():
             return subprocess.Popen(self._argv, pass_fds=keep, env=environ, start_new_session=True)

@@ -1,8 +1,18 @@
-"""The temporary folder of an agent, for its sockets and short-lived files."""
+"""The temporary folder of an agent, for its sockets and short-lived files.
+
+If a whole tree of processes is killed, nobody removes its folders. So each process that creates a
+folder also removes those of processes that are certainly gone. A process locks its folder as long
+as it lives, and the kernel releases the lock. Process ids are not used, since those of another
+container mean other processes.
+"""
 
 import contextlib
+import fcntl
 import os
+import re
+import shutil
 import tempfile
+import time
 from pathlib import Path
 
 from dlrover_py.process.ownership import open_own
@@ -14,6 +24,17 @@ LONGEST_NAME = "/slots.sock"
 """Longest name of a socket in the folder, with the slash before it."""
 ELSEWHERE = ("/tmp", "/var/tmp")
 """Parent folders to use if TMPDIR is not set or cannot be used."""
+KERNEL_FILE = "kernel"
+"""File in a folder that its creator has locked: the id of the kernel that knows of the lock."""
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""File with a random id of the running kernel, the same in all containers of a machine."""
+STALE_S = 600.0
+"""Seconds without a change in a folder after which it may be removed.
+
+A killed agent's reaper and master use the folder a little longer than the agent.
+"""
+_NAME = re.compile(r"dlrover-(run-)?[0-9]+-[a-z0-9_]{8}")
+"""Names of the folders of all agents."""
 
 
 def create(prefix: str) -> Path:
@@ -21,6 +42,9 @@ def create(prefix: str) -> Path:
 
     The first of them that can be used is taken. A TMPDIR that other users could change is tried
     last. A file is written to the folder and removed, as a test.
+
+    The folder stays locked until this process ends. Folders that were left beside it by processes
+    that were killed are removed: see :func:`remove_abandoned`.
 
     Args:
         prefix: Start of the folder's name. Random letters follow it.
@@ -43,6 +67,8 @@ def create(prefix: str) -> Path:
         except OSError as error:
             tried.append(f"{base}: {error.strerror}")
         else:
+            _lock(folder)
+            remove_abandoned(base, now=time.time())  # noqa: TID251 - as files have their age
             return folder
     raise ConfigError(
         f"no folder for temporary files ({'; '.join(tried)}): expected one that can be written, "
@@ -87,6 +113,63 @@ def _create_in(base: str, prefix: str) -> Path:
         folder.rmdir()
         raise
     return folder
+
+
+def _lock(folder: Path) -> None:
+    """Lock a folder until this process ends, and write the id of the kernel into it.
+
+    If one of them is not possible, the folder counts as in use for ever. This is so on NFS, and in
+    a sandbox without ``BOOT_ID``. A folder that is made again by :func:`recreate` counts so, too.
+    """
+    with contextlib.suppress(OSError):
+        held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(held)
+            raise
+        # Nothing closes the descriptor: only the end of this process may release the lock. So a
+        # folder that has the file is locked as long as it is used.
+        (folder / KERNEL_FILE).write_bytes(BOOT_ID.read_bytes())
+
+
+def remove_abandoned(base: str, *, now: float) -> None:
+    """Remove the folders of :func:`create` in ``base`` whose processes are gone; ignore errors.
+
+    Such a folder belongs to this user, was locked on this kernel and is not locked any more, and
+    was not changed for ``STALE_S``. No link is followed. All other folders stay, and so do all
+    where another user could replace a folder of this user.
+
+    Args:
+        base: Folder with the folders.
+        now: Wall time in seconds, on the clock of file times.
+    """
+    if not _is_ours_to_share(base):
+        return
+    with contextlib.suppress(OSError), os.scandir(base) as entries:
+        for entry in entries:
+            if _NAME.fullmatch(entry.name):
+                with contextlib.suppress(OSError, ConfigError):
+                    _remove_if_abandoned(entry.path, now)
+
+
+def _remove_if_abandoned(path: str, now: float) -> None:
+    """Remove one folder for :func:`remove_abandoned`, if its conditions hold.
+
+    Raises:
+        OSError: The folder is locked, has no ``KERNEL_FILE``, or cannot be read or removed.
+        NotOwnedError: It is a link, or another user can change it.
+    """
+    with contextlib.ExitStack() as stack:
+        folder = open_own(path, os.O_DIRECTORY)
+        stack.callback(os.close, folder)
+        if now - os.fstat(folder).st_mtime < STALE_S:
+            return
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        kernel = open_own(KERNEL_FILE, at=folder)
+        stack.callback(os.close, kernel)
+        if os.read(kernel, 100) == BOOT_ID.read_bytes():
+            shutil.rmtree(path)
 
 
 def recreate(folder: Path) -> None:

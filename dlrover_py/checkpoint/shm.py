@@ -596,7 +596,7 @@ class ShmPool:
 
         Raises:
             ConfigError: a living process holds the folder, or its owner file cannot be made.
-            NotOwnedError: another user can change the folder.
+            NotOwnedError: another user can change the folder or its owner file.
             OSError: the root cannot be written to.
         """
         self.path = root / f"{POOL_PREFIX}{job}-{node}"
@@ -607,7 +607,17 @@ class ShmPool:
             with contextlib.suppress(FileExistsError):
                 self.path.mkdir(mode=0o700)
             folder = open_own(self.path, os.O_DIRECTORY, hint=HINT)
-            lock = _lock_owner_file(folder)
+            try:
+                lock = _lock_owner_file(folder)
+            except OSError as error:
+                os.close(folder)
+                raise ConfigError(
+                    f"{self.path / OWNER_FILE}: {error.strerror}; DLROVER_SHM_DIR can name another "
+                    "folder of a tmpfs"
+                ) from error
+            except NotOwnedError as error:
+                os.close(folder)
+                raise NotOwnedError(f"{self.path}: {error}") from error
             if lock is not None:
                 if os.fstat(lock).st_nlink:
                     self._folder, self._lock = folder, lock
@@ -685,17 +695,25 @@ def _remove(folder: Path, opened: int) -> None:
 def _lock_owner_file(folder: int) -> int | None:
     """Take the owner lock of a pool, without waiting, and return the descriptor that holds it.
 
-    The result is None if another process or user holds it, or the file cannot be created.
+    The result is None if another process holds it, or has just removed the folder or the file.
+
+    Raises:
+        NotOwnedError: another user can change the owner file.
+        OSError: the file cannot be created, opened or locked.
     """
     try:
-        held = open_own(OWNER_FILE, os.O_RDWR | os.O_CREAT, at=folder)
-    except (OSError, NotOwnedError):
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(OWNER_FILE, os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder))
+        held = open_own(OWNER_FILE, os.O_RDWR, at=folder, hint=HINT)
+    except FileNotFoundError:
         return None
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except OSError as error:
         os.close(held)
-        return None
+        if isinstance(error, BlockingIOError):
+            return None
+        raise
     return held
 
 

@@ -12,6 +12,7 @@ find processes by the mark, so no process escapes through a new session or a new
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import functools
 import logging
@@ -48,7 +49,13 @@ from dlrover_py.process.identity import ended, marked, signal_all
 from dlrover_py.process.ownership import RUNTIME_HINT, STATE_HINT, is_own, open_own
 from dlrover_py.protocol import names
 from dlrover_py.protocol.agents import ErrorReply
-from dlrover_py.protocol.errors import ConfigError, ErrorCode, ExitCode
+from dlrover_py.protocol.errors import (
+    ConfigError,
+    DLRoverError,
+    ErrorCode,
+    ExitCode,
+    FileLimitError,
+)
 from dlrover_py.protocol.job import ElasticJob, explain
 from dlrover_py.protocol.local import (
     MAX_STATUS,
@@ -238,8 +245,8 @@ class LocalCluster:
     ) -> "LocalCluster":
         """Lock the job's name, and make its folders, token and sockets. No process is started yet.
 
-        After a ConfigError nothing stays but the run's state folder and the lock file beside the
-        runtime folder. Otherwise :meth:`close` must be called.
+        After an error nothing stays but the run's state folder and the lock file beside the runtime
+        folder. Otherwise :meth:`close` must be called.
 
         Args:
             job: the job.
@@ -250,9 +257,9 @@ class LocalCluster:
             timing: time limits; None for the defaults.
 
         Raises:
-            ConfigError: a job of this name runs already, other users have access to a folder, or
-                the API's socket or a folder cannot be made.
-            OSError: the sockets of the master or a pipe cannot be made.
+            ConfigError: a job of this name runs already, other users have access to a folder, or a
+                folder, a socket or a pipe cannot be made.
+            FileLimitError: the limit of open files leaves none for the sockets and the pipe.
         """
         try:
             lock = _lock(paths.runtime)
@@ -276,33 +283,17 @@ class LocalCluster:
             paths.logs.mkdir(exist_ok=True)
             paths.token.touch(mode=0o600)
             paths.token.write_text(secrets.token_urlsafe(24))
+            cluster._listener, cluster._sockets, cluster._lifeline = _endpoints(paths.socket)
         except OSError as error:
             cluster.close()
             hint = "DLROVER_RUNTIME_DIR and DLROVER_STATE_DIR can name other folders"
             raise ConfigError(
                 f"{error.filename or paths.state}: {error.strerror}; {hint}"
             ) from error
-        except ConfigError:
+        except DLRoverError:
             cluster.close()
             raise
         cluster.add_hosts(hosts)
-        cluster._sockets = (
-            socket.create_server(("127.0.0.1", 0), backlog=4096),
-            socket.create_server(("127.0.0.1", 0), backlog=4096),
-        )
-        cluster._lifeline = os.pipe()
-        cluster._listener = socket.socket(socket.AF_UNIX)
-        fresh = paths.socket.with_suffix(".fresh")
-        try:
-            cluster._listener.bind(str(fresh))
-            cluster._listener.listen(128)
-            fresh.rename(paths.socket)  # once the name exists, connections succeed
-        except OSError as error:
-            cluster.close()
-            raise ConfigError(
-                f"{paths.socket}: {error.strerror or error}; DLROVER_RUNTIME_DIR can name "
-                "another folder"
-            ) from error
         return cluster
 
     def listener(self) -> socket.socket:
@@ -331,6 +322,7 @@ class LocalCluster:
 
         Raises:
             ConfigError: the master refuses its configuration.
+            OSError: the process of a master cannot be started.
         """
         assert self._sockets is not None
         loop, pause = asyncio.get_running_loop(), RestartPause(self.timing.probes)
@@ -435,10 +427,12 @@ class LocalCluster:
         for sock in (self._listener, *(self._sockets or ())):
             if sock is not None:
                 sock.close()
-        shutil.rmtree(self.paths.runtime, ignore_errors=True)
-        for fd in (*self._lifeline, self._run_lock, self._job_lock):
+        for fd in (*self._lifeline, self._run_lock):  # first: the removal needs a free descriptor
             with contextlib.suppress(OSError):
                 os.close(fd)
+        shutil.rmtree(self.paths.runtime, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            os.close(self._job_lock)
 
     # --- Requests of the master ---
 
@@ -1022,6 +1016,41 @@ def _run_lock(folder: Path) -> int:
         folder / names.RUN_LOCK
     )  # a file with this name is locked as long as its run lasts
     return lock
+
+
+def _endpoints(
+    path: Path,
+) -> tuple[socket.socket, tuple[socket.socket, socket.socket], tuple[int, int]]:
+    """Open the listening socket of the API at a path, those of the master, and the lifeline.
+
+    After an error none of them is open.
+
+    Raises:
+        ConfigError: one of them cannot be made.
+        FileLimitError: the limit of open files leaves none for them.
+    """
+    what, hint = "the sockets of the master", ""
+    try:
+        with contextlib.ExitStack() as opened:
+            servers = [
+                opened.enter_context(socket.create_server(("127.0.0.1", 0), backlog=4096))
+                for _ in range(2)
+            ]
+            lifeline = os.pipe()
+            for fd in lifeline:
+                opened.callback(os.close, fd)
+            listener = opened.enter_context(socket.socket(socket.AF_UNIX))
+            what, hint = str(path), "; DLROVER_RUNTIME_DIR can name another folder"
+            fresh = path.with_suffix(".fresh")
+            listener.bind(str(fresh))
+            listener.listen(128)
+            fresh.rename(path)  # once the name exists, connections succeed
+            opened.pop_all()
+    except OSError as error:
+        if error.errno == errno.EMFILE:
+            raise FileLimitError(f"the sockets of the job: {error.strerror}") from error
+        raise ConfigError(f"{what}: {error.strerror or error}{hint}") from error
+    return listener, (servers[0], servers[1]), lifeline
 
 
 class NoProgramError(FileNotFoundError):

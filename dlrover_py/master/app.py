@@ -152,15 +152,27 @@ def collect_seldom() -> None:
 def listen(address: str) -> socket.socket:
     """Return a listening socket at ``host:port``.
 
+    Args:
+        address: The address. A host is a name, or an IPv4 address, or an IPv6 address in brackets.
+            For a name, this machine listens at its IPv4 address. An empty host means all addresses:
+            of IPv4, and of IPv6 where this machine has it. So does ``[::]``.
+
     Raises:
         ConfigError: The port is no number up to 65535, or this machine cannot listen at the
-            address. It must be an IPv4 address, or a name of one.
+            address.
     """
     host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    both = host in ("", "::") and socket.has_dualstack_ipv6()
     try:
         if not 0 <= int(port) < 65536:
             raise ValueError(port)
-        return socket.create_server((host.strip("[]"), int(port)), backlog=4096)
+        return socket.create_server(
+            ("::" if both else host, int(port)),
+            family=socket.AF_INET6 if both or ":" in host else socket.AF_INET,
+            backlog=4096,
+            dualstack_ipv6=both,
+        )
     except (OSError, ValueError) as error:
         why = (
             error.strerror if isinstance(error, OSError) else "the port is not a number up to 65535"

@@ -399,20 +399,22 @@ class SecretJournalStore:
                 await self._write(held, None, free=True)
 
     async def _after_conflict(self, data: str) -> None:
-        """Find out why the Secret has changed, and write it if this master still holds it.
+        """Read the Secret after a conflict; write the journal again if this master still may do so.
 
-        The last write of this master may have succeeded without an answer. Something else may have
-        changed the Secret, or it was deleted and created again. In these cases the journal is
-        written once more.
+        The journal is written if this process is still the holder. An earlier write may then have
+        succeeded without an answer, or something else has changed the Secret. The journal is also
+        written if the Secret has neither holder nor data: the operator has created it again.
 
         Args:
             data: The journal, compressed and in base64.
 
         Raises:
-            SupersededError: Another master holds the Secret, a master has released it, or it is
-                that of another job.
-            KubeError: The Secret does not exist, or has changed again.
-            TransientError: The API server refuses a call or does not answer within `SAVE_S`.
+            SupersededError: The Secret belongs to another job, another master holds it, or it has
+                data but no valid holder, as after a release.
+            NotFoundError: The Secret does not exist.
+            ConflictError: The Secret has changed again since it was read.
+            TransientError: The API server refuses one of the two calls for another reason, or
+                does not answer it within `SAVE_S`.
         """
         found = await self._read()
         if self._belongs_to_other_job(found):

@@ -101,7 +101,12 @@ class BackgroundThread:
         """Seconds since the present call began; 0 between calls."""
         return time.monotonic() - self._began if self._busy else 0.0
 
-    def post(self, make: Callable[[], object], size: int = 0) -> None:
+    def post(
+        self,
+        make: Callable[[], object],
+        size: int = 0,
+        dropped: Callable[[], object] | None = None,
+    ) -> None:
         """Have the thread make a call, without waiting for it; may be called in any thread.
 
         An exception of the call is passed to ``sys.excepthook``. A call with a size may be dropped.
@@ -109,9 +114,12 @@ class BackgroundThread:
         Args:
             make: The function to call.
             size: Size that counts against ``max_waiting``. A call of size 0 is never dropped.
+            dropped: Called if the call is dropped, in any thread that holds :attr:`lock`.
         """
+        call = _Call(make, size)
+        call.not_called = dropped
         with self._changed:
-            self._calls.append(_Call(make, size))
+            self._calls.append(call)
             self.waiting += size
             if self.waiting > self._max_waiting:
                 self._drop(self._max_waiting)
@@ -238,6 +246,8 @@ class BackgroundThread:
             if call.size:
                 self.waiting -= call.size
                 self.dropped += call.size
+                if call.not_called is not None:
+                    call.not_called()
             else:
                 kept.append(call)
         self._calls.extendleft(reversed(kept))
@@ -318,10 +328,8 @@ class BackgroundWriter:
         self._aside = BackgroundThread(f"write-{fd}", max_waiting=self.MAX_BYTES)
         self.waits_for_reader = True
         """Whether sources wait for a reader that takes nothing, however long that is."""
-        self._lines = 0
-        """Lines that were posted, less those that were written or given up."""
-        self._writing = 0
-        """Lines of the present write."""
+        self._lost = 0
+        """Lines that were dropped since :meth:`take_lost` was called last."""
 
     @property
     def slow(self) -> bool:
@@ -334,10 +342,8 @@ class BackgroundWriter:
 
         The method does not wait. An error of the file descriptor loses data without an error here.
         """
-        lines = data.count(b"\n")
-        with self._aside.lock:
-            self._lines += lines
-        self._aside.post(functools.partial(self._write, data, lines), len(data))
+        write = functools.partial(self._write, data)
+        self._aside.post(write, len(data), functools.partial(self._lose, data.count(b"\n")))
 
     def give_up(self) -> int:
         """Drop all data that is not being written; return the number of lines that are lost.
@@ -345,8 +351,12 @@ class BackgroundWriter:
         The number includes the lines that were dropped before.
         """
         self._aside.drop()
+        return self.take_lost()
+
+    def take_lost(self) -> int:
+        """Return the number of lines that were dropped. Each line counts in one call only."""
         with self._aside.lock:
-            lost, self._lines = self._lines - self._writing, self._writing
+            lost, self._lost = self._lost, 0
         return lost
 
     def finish(self, within_s: float) -> bool:
@@ -359,15 +369,14 @@ class BackgroundWriter:
         """
         return self._aside.finish(within_s)
 
-    def _write(self, data: bytes, lines: int) -> None:
+    def _lose(self, lines: int) -> None:
+        """Count lines that are dropped; the caller holds the lock of the thread."""
+        self._lost += lines
+
+    def _write(self, data: bytes) -> None:
         """Write data in the thread; an error of the descriptor loses the rest of it."""
-        with self._aside.lock:
-            self._writing = lines
         with contextlib.suppress(OSError):  # the reader has closed it, or the disk is full
             write_all(self._fd, data)
-        with self._aside.lock:
-            self._lines -= lines
-            self._writing = 0
 
 
 @functools.cache

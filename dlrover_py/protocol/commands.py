@@ -12,6 +12,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
 
@@ -24,6 +25,12 @@ ELASTIC_RUN: Final = "elastic-run"
 """The only launcher that joins a job."""
 _OURS: Final = (ELASTIC_RUN, "dlrover-run")
 """The programs that are ``elastic-run``."""
+ENV_STANDALONE: Final = "PET_STANDALONE"
+"""Environment variable that turns ``--standalone`` on."""
+ENV_NNODES: Final = "PET_NNODES"
+"""Environment variable that stands in for ``--nnodes``."""
+NO_ENV: Final[Mapping[str, str]] = MappingProxyType({})
+"""An environment without variables."""
 
 # Flags are spelled with dashes here. Each may be written with underscores, too.
 SWITCHES: Final = _words(
@@ -55,6 +62,7 @@ ELASTIC_RUN_VALUES: Final = frozenset(("--precheck", "--node-unit", "--accelerat
 
 LAUNCHERS: Final[Mapping[str, tuple[str, ...]]] = {
     "torchrun": ("torch.distributed.run", "torch.distributed.launch"),
+    "dlrover.trainer.torch": ("dlrover.trainer.torch.main", "dlrover.trainer.torch.elastic_run"),
     "accelerate launch": ("accelerate.commands.launch",),
     "deepspeed": ("deepspeed.launcher.runner", "deepspeed.launcher.launch"),
     "colossalai run": (),
@@ -64,6 +72,8 @@ LAUNCHERS: Final[Mapping[str, tuple[str, ...]]] = {
     "mpiexec": (),
 }
 """Other launchers, and the modules by which ``python -m`` starts them."""
+_SAME_FLAGS: Final = ("torchrun", "dlrover.trainer.torch")
+"""Those of them whose flags ``elastic-run`` has, too."""
 _ALSO: Final = {"accelerate-launch": "accelerate launch"}
 """Further programs that are one of these launchers."""
 _BY_MODULE: Final = {module: name for name, modules in LAUNCHERS.items() for module in modules} | {
@@ -74,6 +84,8 @@ _BY_MODULE: Final = {module: name for name, modules in LAUNCHERS.items() for mod
 _BY_FILE: Final = {
     "torch/distributed/run.py": "torchrun",
     "torch/distributed/launch.py": "torchrun",
+    "dlrover/trainer/torch/main.py": "dlrover.trainer.torch",
+    "dlrover/trainer/torch/elastic_run.py": "dlrover.trainer.torch",
 }
 """End of a script's path → the launcher that it is."""
 _TOOLS: Final = frozenset(("pip", "venv", "ensurepip", "compileall", "http.server", "site", "json"))
@@ -172,20 +184,21 @@ def split(words: Sequence[str], *, elastic_run: bool) -> Split:
     """Divide the words behind a launcher's name into its flags and its script.
 
     The script begins with the first word that is neither a flag nor a flag's value, or behind
-    ``--``. An unknown flag is treated as a flag without a value. Nothing is refused.
+    ``--``. As in torchrun, the first ``--`` of a command line is dropped if it is directly before
+    or behind the script. An unknown flag is treated as a flag without a value. Nothing is refused.
 
     Args:
         words: the words behind the program's name.
-        elastic_run: whether the launcher is ``elastic-run``, which has more flags than torchrun.
+        elastic_run: whether the launcher has the flags of ``elastic-run``, not only torchrun's.
     """
     switches = SWITCHES | ELASTIC_RUN_SWITCHES if elastic_run else SWITCHES
     values = VALUES | ELASTIC_RUN_VALUES if elastic_run else VALUES
     flags: list[str] = []
-    at = 0
+    at, dashes = 0, False
     while at < len(words):
         word = words[at]
         if word == "--":
-            at += 1
+            at, dashes = at + 1, True
             break
         if len(word) < 2 or word[0] != "-" or _NUMBER.fullmatch(word):
             break
@@ -206,7 +219,10 @@ def split(words: Sequence[str], *, elastic_run: bool) -> Split:
         if known in values and not equals and at < len(words):
             flags.append(words[at])
             at += 1
-    return Split(tuple(flags), tuple(words[at:]))
+    script = list(words[at:])
+    if script[1:2] == ["--"] and not dashes:
+        del script[1]
+    return Split(tuple(flags), tuple(script))
 
 
 def abbreviated(name: str) -> list[str]:
@@ -306,9 +322,10 @@ def script_calls(parts: Split, depth: int = _DEEPEST) -> Iterator[Call]:
 
 
 def _launcher(name: str, rest: list[str]) -> Call:
-    """Return another launcher. Only torchrun's command line is divided."""
-    parts = split(rest, elastic_run=False) if name == "torchrun" else Split((), tuple(rest))
-    return Call(name, parts)
+    """Return another launcher. Only the command lines of :data:`_SAME_FLAGS` are divided."""
+    if name not in _SAME_FLAGS:
+        return Call(name, Split((), tuple(rest)))
+    return Call(name, split(rest, elastic_run=name != "torchrun"))
 
 
 def _python(words: list[str], depth: int) -> Iterator[Call]:
@@ -449,39 +466,66 @@ def nested(found: Sequence[Call]) -> Call | None:
 def in_place_of(call: Call) -> str:
     """Return the command line of ``elastic-run`` that replaces that of a launcher or of Python.
 
-    For a launcher other than torchrun it is an example with ``train.py``. It is cut after 159
+    For a launcher with other flags it is an example with ``train.py``. It is cut after 159
     characters.
     """
     words = ["elastic-run"]
-    if call.program in ("torchrun", "python"):
-        own = (word for word in call.split.flags if _dashed(word) != "--use-env")
-        words += [*own, *call.split.script]
+    if call.program in (*_SAME_FLAGS, "python"):
+        own, script = call.split.flags, call.split.script
+        words += [word for word in own if _dashed(word) != "--use-env"]
+        # Otherwise `split` would take the script for a flag, or drop the dashes behind it.
+        words += ["--"] if script[1:2] == ("--",) or "".join(script[:1]).startswith("-") else []
+        words += script
     else:
         words.append("train.py")
     text = shlex.join(words)
     return text if len(text) <= 160 else text[:159] + "…"
 
 
-def remarks(words: Sequence[str]) -> str:
+def remarks(words: Sequence[str], environ: Mapping[str, str] = NO_ENV) -> str:
     """Return why nodes that run a command would not train together; empty if no reason is found.
 
-    A command that cannot be read gives no reason.
+    A command that cannot be read gives no reason. If the reason is :data:`ENV_STANDALONE`, the text
+    begins with this name.
 
     Args:
         words: command and arguments of the container ``main``.
+        environ: the container's environment variables, as far as they are known.
     """
     found = calls(words)
-    joining = next((call for call in found if call.program == ELASTIC_RUN), None)
-    if joining is None:
-        return _launcher_remark(found)
-    if joining.split.has("--standalone"):
-        return (
-            "elastic-run is given --standalone, so that each node trains alone and does not join "
-            "the job: leave the flag out"
-        )
-    scripts = (script_calls(call.split) for call in found if call.program == ELASTIC_RUN)
-    inner = nested([call for script in scripts for call in script])
+    ours = [call for call in found if call.program == ELASTIC_RUN]
+    if not joining(found, environ):
+        alone = _launcher_remark(found) if nested(found) or not ours else ""
+        return alone or _standalone_remark(environ, flag=bool(ours))
+    inner = nested([call for one in ours for call in script_calls(one.split)])
     return refusal(inner) if inner is not None else ""
+
+
+def _standalone_remark(environ: Mapping[str, str], *, flag: bool) -> str:
+    """Return why each node trains alone, by a variable or by the flag; empty if neither is so."""
+    alone = "each node trains alone and does not join the job: leave the"
+    if is_standalone(environ):
+        return f"{ENV_STANDALONE} is given to elastic-run, so that {alone} variable out"
+    return f"elastic-run is given --standalone, so that {alone} flag out" if flag else ""
+
+
+def joining(found: Sequence[Call], environ: Mapping[str, str]) -> list[Call]:
+    """Return the calls of ``elastic-run`` that join the job: those without ``--standalone``.
+
+    Args:
+        found: the programs that a command line starts.
+        environ: the environment variables of the command line, as far as they are known.
+    """
+    ours = () if is_standalone(environ) else found
+    return [c for c in ours if c.program == ELASTIC_RUN and not c.split.has("--standalone")]
+
+
+def is_standalone(environ: Mapping[str, str]) -> bool:
+    """Return whether :data:`ENV_STANDALONE` makes each ``elastic-run`` a job of its own."""
+    try:
+        return bool(int(environ.get(ENV_STANDALONE, "0")))
+    except ValueError:  # elastic-run refuses this value
+        return False
 
 
 def refusal(inner: Call) -> str:
@@ -498,7 +542,8 @@ def _launcher_remark(found: Sequence[Call]) -> str:
     It may if it is torchrun with DLRover's rendezvous, or a program that is not known to train.
     """
     launcher = nested(found)
-    if launcher is not None and launcher.split.value("--rdzv-backend") == "dlrover":
+    backend = launcher.split.value("--rdzv-backend") if launcher is not None else ""
+    if launcher is not None and (launcher.program, backend) == ("torchrun", "dlrover"):
         return ""
     call = launcher or next((one for one in found[::-1] if one.program not in _ASIDE), None)
     if call is None or not (call.launches or call.program == "python"):

@@ -29,7 +29,16 @@ from pydantic.alias_generators import to_camel
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from dlrover_py.protocol import names
-from dlrover_py.protocol.commands import ELASTIC_RUN, calls, remarks
+from dlrover_py.protocol.commands import (
+    ELASTIC_RUN,
+    ENV_NNODES,
+    ENV_STANDALONE,
+    LAUNCHERS,
+    calls,
+    is_standalone,
+    joining,
+    remarks,
+)
 from dlrover_py.protocol.errors import ConfigError, UnsupportedError, did_you_mean, shown
 from dlrover_py.protocol.names import API_VERSION, KIND, MAIN_CONTAINER
 from dlrover_py.protocol.template import (
@@ -284,17 +293,17 @@ class ReplicaSpec(Role):
         """Return why the command makes nodes of this template train alone; empty if it does not.
 
         It is also empty if the command cannot be read. A command in the image is not known. The
-        text begins with the path of the command, and nothing is printed.
+        text begins with the path of the command or of the environment, and nothing is printed.
         """
         try:
             index = self.main_container()
         except ConfigError:
             return ""  # reported elsewhere
         container = _mapping(_containers(self.template)[index])
-        command = [*_words(container.get("command")), *_words(container.get("args"))]
-        found = remarks(command)
+        found = remarks(_command_of(container), _environ_of(container))
         where = f"spec.replicaSpecs.worker.template.spec.containers[{index}]"
         part = "command" if container.get("command") else "args"
+        part = "env" if found.startswith(ENV_STANDALONE) else part
         return f"{where}.{part}: {found}" if found else ""
 
     @property
@@ -714,17 +723,23 @@ class ElasticJob(_Strict):
 def least_nodes(template: dict[str, Any]) -> int | None:
     """Return the minimum in ``elastic-run --nnodes MIN:MAX`` of a Pod template, if any.
 
-    The command may be a list of words or a line for a shell. A variable such as ``$NODE_NUM``,
-    whose value only the environment has, is no number. None: there is no number, or it is 0.
+    Only the main container counts, and only calls without ``--standalone``, which join the job. The
+    command may be a list of words or a line for a shell. The container's PET_NNODES stands in for
+    an absent flag. A variable such as ``$NODE_NUM``, whose value only the environment has, is no
+    number. None: there is no number, or it is 0.
     """
-    for container in _containers(template):
-        if not isinstance(container, dict):
-            continue
-        command = [*_words(container.get("command")), *_words(container.get("args"))]
-        for call in calls(command) if any("-run" in word for word in command) else ():
-            found = re.match(r"0*(\d{1,9})(?!\d)", call.split.value("--nnodes"), re.ASCII)
-            if call.program == ELASTIC_RUN and found and int(found[0]):
-                return int(found[0])
+    _, container = _main_of(template)
+    environ, command = _environ_of(container), _command_of(container)
+    default = environ.get(ENV_NNODES, "")
+    found = calls(command) if default or any("-run" in word for word in command) else []
+    texts = [call.split.value("--nnodes") or default for call in joining(found, environ)]
+    programs = {call.program for call in found}
+    if not is_standalone(environ) and programs.isdisjoint((ELASTIC_RUN, *LAUNCHERS)):
+        texts.append(default)  # a script that cannot be read may start elastic-run
+    for text in texts:
+        number = re.match(r"0*(\d{1,9})(?!\d)", text, re.ASCII)
+        if number and int(number[0]):
+            return int(number[0])
     return None
 
 
@@ -732,7 +747,23 @@ def _instead_of(kind: str) -> str:
     """Return what to do with an object of another kind."""
     if kind in KUBEFLOW:
         return f"docs/migrating-from-pytorchjob.md says what each field of a {kind} becomes"
+    if kind == "ScalePlan":
+        return (
+            "there is no ScalePlan here: replicas of the ElasticJob is the only desired size; "
+            "change it with dlrover job scale, kubectl scale or an edit"
+        )
     return f"{kind} objects are for kubectl apply"
+
+
+def _command_of(container: dict[str, Any]) -> list[str]:
+    """Return the command and arguments of a container, as far as they are strings."""
+    return [*_words(container.get("command")), *_words(container.get("args"))]
+
+
+def _environ_of(container: dict[str, Any]) -> dict[str, str]:
+    """Return the environment variables of a container whose values are in the template."""
+    pairs = [(v.get("name"), v.get("value")) for v in map(_mapping, _items(container.get("env")))]
+    return {k: v for k, v in pairs if isinstance(k, str) and isinstance(v, str)}
 
 
 def _unused_of_worker(wanted: dict[str, Any]) -> Iterator[str]:

@@ -52,15 +52,23 @@ def listen(address: str) -> socket.socket:
     """Return a listening socket. The caller must accept its connections and close it.
 
     Args:
-        address: ``host:port``; an empty host means all IPv4 addresses.
+        address: ``host:port``. A host is a name, or an IPv4 address, or an IPv6 address in
+            brackets. For a name, this machine listens at its IPv4 address. An empty host means all
+            addresses: of IPv4, and of IPv6 where this machine has it. So does ``[::]``.
 
     Raises:
         ConfigError: the port is not a number up to 65535, or this machine cannot listen at the
-            address. It must be an IPv4 address, or a name of one.
+            address.
     """
     host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    both = host in ("", "::") and socket.has_dualstack_ipv6()
     try:
-        return socket.create_server((host or "0.0.0.0", int(port)))
+        return socket.create_server(
+            ("::" if both else host, int(port)),
+            family=socket.AF_INET6 if both or ":" in host else socket.AF_INET,
+            dualstack_ipv6=both,
+        )
     except (OSError, OverflowError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "the port is not a number"
         raise ConfigError(f"--health {address}: {why}; expected a free host:port") from error

@@ -307,8 +307,9 @@ def _container(job: ElasticJob, cluster_ip: str, options: Options, jobs: int, ma
         "command": [
             "dlrover-master",
             *("--kubernetes", f"{meta.namespace}/{meta.name}"),
-            *("--listen", f"0.0.0.0:{names.MASTER_PORT}"),
-            *("--health", f"0.0.0.0:{names.HEALTH_PORT}"),
+            # At all addresses: a Pod may have one of IPv4, one of IPv6, or both.
+            *("--listen", f":{names.MASTER_PORT}"),
+            *("--health", f":{names.HEALTH_PORT}"),
             *("--token-file", f"{names.TOKEN_MOUNT}/{names.SECRET_TOKEN}"),
             *("--tls-cert", f"{names.TLS_MOUNT}/{names.SECRET_CERT}"),
             *("--tls-key", f"{names.TLS_MOUNT}/{names.SECRET_KEY}"),

@@ -100,9 +100,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     p.add_argument(
         "--health",
-        default="0.0.0.0:8080",
+        default=":8080",
         metavar="HOST:PORT",
-        help="address of health and metrics",
+        help="address of health and metrics (default: port 8080 at all addresses)",
     )
     p.add_argument(
         "--image-pull-policy",

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from dlrover_py.checkpoint.directory import CheckpointDirectory
-from tests.process.harness import Place, alive, carrying, eventually, free_port
+from dlrover_py.process.identity import children
+from tests.process.harness import Place, alive, carrying, document, eventually, free_port
 from tests.programs import PROGRAMS
 
 pytestmark = pytest.mark.process
@@ -568,6 +569,66 @@ def test_a_killed_agent_leaves_no_folder(place: Place) -> None:
     run.kill()
     run.communicate(timeout=20)
     eventually(lambda: not left(), "its folders are gone")
+
+
+def test_folders_of_a_tree_that_was_killed_are_removed_by_the_next_run(place: Place) -> None:
+    """As by ``kill -9 -1``, or by a batch system: neither the reaper nor the master was left."""
+    temporary, memory = place.folder / "tmp", place.folder / "shm"
+    temporary.mkdir()
+    memory.mkdir()
+    env = {"TMPDIR": str(temporary), "DLROVER_SHM_DIR": str(memory)}
+    script = place.script(HANDLER)
+    run = place.popen("elastic-run", str(script), stdout=subprocess.PIPE, env=env)
+    assert run.stdout is not None
+    assert run.stdout.readline() == "ready\n"
+    tree = {*carrying(place.mark), *(child.pid for child in children(run.pid))}  # and the reaper
+    for number in (signal.SIGSTOP, signal.SIGKILL):  # at the same time, as far as they can tell
+        for pid in tree:
+            os.kill(pid, number)
+    run.communicate(timeout=20)
+    left = list(temporary.glob("dlrover-*"))
+    assert len(left) == 2, left
+    place.script("print('trained')")
+    again = place.call("elastic-run", "train.py", env=env)
+    assert (again.stdout, len(list(temporary.iterdir()))) == ("trained\n", 2), "too young"
+    for folder in left:
+        os.utime(folder, (1.0, 1.0))
+    assert place.call("elastic-run", "train.py", env=env).stdout == "trained\n"
+    assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.parametrize("how", ["flag", "environment"])
+def test_standalone_ignores_the_job_around_it(place: Place, how: str) -> None:
+    """Here one on Kubernetes whose master is not there."""
+    place.script("import os; print(os.environ['WORLD_SIZE'])")
+    (place.folder / "token").write_text("x" * 43)
+    env = {"DLROVER_MASTER_ADDR": f"127.0.0.1:{free_port()}", "DLROVER_NODE_ID": "n7"}
+    env |= {"DLROVER_TOKEN_FILE": "token", "DLROVER_CA_FILE": "ca.crt", "POD_IP": "192.0.2.1"}
+    env |= {"ELASTIC_JOB_NAME": "other", "JOB_UID": "u", "DLROVER_LOG_DIR": "logs"}
+    env |= {"DLROVER_CHECKPOINT": "{", "DLROVER_SHM_POOL": "no-pool"}
+    env |= {"DLROVER_AGENT_SOCKET": "no-socket", "DLROVER_ROUND": "9"}
+    env |= {"PET_STANDALONE": "1"} if how == "environment" else {}
+    flags = ["--standalone"] if how == "flag" else []
+    done = place.call("elastic-run", *flags, "train.py", env=env)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
+
+
+def test_standalone_works_in_a_node_and_in_a_worker_of_a_job(place: Place) -> None:
+    """To prepare on each node, and to evaluate. Its master refused the address of the job's."""
+    place.script(PROGRAMS / "evaluate_alone.py")
+    line = "elastic-run --standalone train.py prepare && elastic-run train.py train"
+    job = document(["bash", "-c", line], replicas=2)
+    (place.folder / "job.yaml").write_text(json.dumps(job))
+    done = place.call("dlrover", "job", "run", "job.yaml", "--plain")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "standalone" not in done.stderr
+    said = {path.name: path.read_text() for path in place.folder.glob("said-*")}
+    assert {name: size for name, size in said.items() if "train" not in name} == {
+        **{f"said-prepare-n{node}-0": "1" for node in range(2)},
+        **{f"said-evaluate-n{node}-{rank}": "2" for node in range(2) for rank in range(2)},
+    }
+    assert sorted(name[-1] for name in said if "train" in name) == ["0", "1"]
+    assert {size for name, size in said.items() if "train" in name} == {"2"}
 
 
 @pytest.mark.parametrize("program", ["elastic-run", "python"])

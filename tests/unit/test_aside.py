@@ -154,6 +154,29 @@ async def test_a_worker_waits_for_a_slow_console_and_loses_nothing() -> None:
         assert await taken == b"".join(b"> " + line for line in lines)
 
 
+def test_lines_that_a_late_reader_has_missed_are_counted_once() -> None:
+    read, write = full_pipe()
+    console = BackgroundWriter(write)
+    lines = 3 * BackgroundWriter.MAX_BYTES // 10_000
+    for _ in range(lines):
+        console.write(b"x" * 9999 + b"\n")
+    taken: list[bytes] = []
+
+    def takes() -> None:
+        with open(read, "rb") as reader:
+            taken.append(reader.read())
+
+    reader = threading.Thread(target=takes)
+    reader.start()
+    assert console.finish(60)
+    os.close(write)
+    reader.join()
+    lost = console.take_lost()
+    assert lost > 0
+    assert taken[0].count(b"\n") + lost == lines
+    assert console.take_lost() == console.give_up() == 0
+
+
 async def test_after_a_signal_a_console_that_is_not_read_is_given_up() -> None:
     read, write = full_pipe()
     console = BackgroundWriter(write, hung_after_s=0.0)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from dlrover_py.protocol.commands import calls, remarks, split
 
 RUN = ["python", "-m", "torch.distributed.run"]
+DLROVER = ["python", "-m", "dlrover.trainer.torch.main"]
 ALONE = [
     (["torchrun", "--nproc_per_node", "2", "t.py", "--x"], "torchrun"),
     ([*RUN, "--rdzv_backend=c10d", "t.py"], "torchrun"),
@@ -39,6 +40,10 @@ ALONE = [
     (["sh", "-c", "python $(which torchrun) --nnodes 2 t.py"], "torchrun"),
     (["sh", "-c", "`command -v deepspeed` t.py"], "deepspeed"),
     (["busybox", "sh", "-c", "eval torchrun t.py"], "torchrun"),
+    (["sh", "-c", "elastic-run --standalone prepare.py && torchrun t.py"], "torchrun"),
+    (["python", "-m", "dlrover.trainer.torch.elastic_run", "t.py"], "dlrover.trainer.torch"),
+    (["python", "/x/dlrover/trainer/torch/main.py", "t.py"], "dlrover.trainer.torch"),
+    ([*DLROVER, "--rdzv-backend=dlrover", "t.py"], "dlrover.trainer.torch"),
 ]
 MAY_JOIN = [
     ["elastic-run", "t.py"],
@@ -57,6 +62,9 @@ MAY_JOIN = [
     ["bash", "-c", "torchrun 'without an end"],
     ["bash", "-c", "if [ $A = 1 ]; then torchrun t.py; else elastic-run t.py; fi"],
     ["bash", "-c", "elastic-run t.py && torchrun evaluate.py"],
+    ["bash", "-c", "elastic-run --standalone --nnodes=1 prepare.py && elastic-run t.py"],
+    ["bash", "-c", "elastic-run t.py; elastic-run --stand evaluate.py"],
+    ["elastic-run", "--no-python", "bash", "-c", "elastic-run --standalone evaluate.py"],
     ["bash", "-c", "cat > run.sh <<E\ntorchrun t.py\nE\necho done"],
     ["bash", "-c", "echo 'a # b'; elastic-run t.py"],
     ["bash", "-o", "pipefail", "run.sh", "-c", "torchrun t.py"],
@@ -80,6 +88,7 @@ NESTED = [
     (["sh", "-c", "exec elastic-run --no-python deepspeed t.py"], "deepspeed"),
     (["elastic-run", "--no-python", "bash", "-eo", "pipefail", "-c", "torchrun t.py"], "torchrun"),
     (["elastic-run", "-m", "deepspeed.launcher.launch", "t.py"], "deepspeed"),
+    (["elastic-run", "-m", "dlrover.trainer.torch.main", "t.py"], "dlrover.trainer.torch"),
 ]
 
 
@@ -114,8 +123,49 @@ def test_what_to_write_keeps_flags_and_arguments() -> None:
     assert remarks(["python", "-m", "a.b", "--c"]).endswith("write: elastic-run -m a.b --c")
 
 
-def test_standalone_is_told() -> None:
-    assert "leave the flag out" in remarks(["elastic-run", "--standalone", "t.py"])
+@pytest.mark.parametrize("module", ["main", "elastic_run"])
+def test_dlrovers_own_launcher_is_replaced_with_its_flags(module: str) -> None:
+    """The advice was to run DLRover's launcher in each worker."""
+    words = ["python", "-m", f"dlrover.trainer.torch.{module}", "--nnodes=2:4", "--network-check"]
+    said = remarks([*words, "--precheck", "1", "t.py", "--lr", "1"])
+    flags = "--nnodes=2:4 --network-check --precheck 1"
+    assert said.endswith(f"write: elastic-run {flags} t.py --lr 1")
+
+
+@pytest.mark.parametrize(
+    ("words", "args"),
+    [
+        (["torchrun", "t.py", "--", "--lr"], ("t.py", "--lr")),
+        (["torchrun", "--", "t.py", "--", "--lr"], ("t.py", "--", "--lr")),
+        (["torchrun", "--", "-t.py"], ("-t.py",)),
+        (["python", "t.py", "--", "--lr"], ("t.py", "--", "--lr")),
+    ],
+)
+def test_dashes_mean_the_same_in_what_to_write(words: list[str], args: tuple[str, ...]) -> None:
+    written = remarks(words).rpartition("write: elastic-run ")[2].split()
+    assert split(written, elastic_run=True).script == args
+
+
+STANDALONE = [
+    ["elastic-run", "--standalone", "t.py"],
+    ["bash", "-c", "elastic-run --standalone a.py && elastic-run --stand t.py"],
+    ["bash", "-c", "elastic-run --standalone a.py && python t.py"],
+]
+
+
+@pytest.mark.parametrize("words", STANDALONE)
+def test_standalone_is_told(words: list[str]) -> None:
+    assert remarks(words).startswith("elastic-run is given --standalone")
+    assert "leave the flag out" in remarks(words)
+
+
+@pytest.mark.parametrize("words", [["elastic-run", "t.py"], ["bash", "run.sh"], [], STANDALONE[0]])
+def test_standalone_by_the_environment_is_told(words: list[str]) -> None:
+    said = remarks(words, {"PET_STANDALONE": "1"})
+    assert said.startswith("PET_STANDALONE is given to elastic-run, so that each node trains alone")
+    for off in ("0", "yes", ""):  # elastic-run refuses the last two
+        assert remarks(words, {"PET_STANDALONE": off}) == remarks(words)
+    assert remarks(["torchrun", "t.py"], {"PET_STANDALONE": "1"}).startswith("torchrun does not")
 
 
 FRAGMENTS = "sh -c python -m elastic-run --no-python torchrun -- - -=x env A=b accelerate launch"
@@ -137,7 +187,10 @@ def test_what_follows_a_script_changes_nothing_before_it(head: list[str], tail: 
     after = split([*head, "t.py", *tail], elastic_run=True)
     if before.script:
         assert after.flags == before.flags
-        assert after.script == (*before.script, *tail)
+        # As in torchrun, the first dashes are dropped, even behind the script.
+        behind = tail[:1] == ["--"] and len(before.script) == 1
+        skipped = {behind, behind and "--" not in head}  # the head's may be the value of a flag
+        assert after.script in {(*before.script, *tail[n:]) for n in skipped}
 
 
 def test_flags_are_found_whatever_the_shell_is_told() -> None:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 from dlrover_operator import health as operators
 from dlrover_operator.loop import Operator
 from dlrover_operator.manifests import Options
-from dlrover_py.master.app import inherited
+from dlrover_py.master.app import inherited, listen
 from dlrover_py.master.core.events import Rules
 from dlrover_py.master.loop import Loop
 from dlrover_py.master.platform.static import StaticPlatform
@@ -117,3 +117,53 @@ def test_a_descriptor_that_does_not_listen_is_refused_and_stays_open() -> None:
     door = socket.create_server(("127.0.0.1", 0))
     with door, inherited(os.dup(door.fileno())) as taken:
         assert taken.getsockname() == door.getsockname()
+
+
+LISTENS = pytest.mark.parametrize("opened", [listen, operators.listen], ids=["master", "operator"])
+
+
+def has_ipv6() -> bool:
+    """Whether this machine has IPv6's address of itself."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+def is_reached(door: socket.socket, host: str) -> bool:
+    try:
+        socket.create_connection((host, door.getsockname()[1])).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+@LISTENS
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+def test_one_address_of_ipv6_is_listened_at_alone(opened: Callable[[str], socket.socket]) -> None:
+    with opened("[::1]:0") as door:
+        assert door.getsockname()[0] == "::1"
+        assert is_reached(door, "::1")
+        assert not is_reached(door, "127.0.0.1")
+
+
+@LISTENS
+@pytest.mark.parametrize("address", [":0", "[::]:0"])
+def test_all_addresses_are_those_of_both_kinds(
+    opened: Callable[[str], socket.socket], address: str
+) -> None:
+    if address != ":0" and not has_ipv6():
+        pytest.skip("this machine has no IPv6")
+    with opened(address) as door:
+        assert is_reached(door, "127.0.0.1")
+        assert is_reached(door, "::1") or not has_ipv6()
+
+
+@LISTENS
+def test_an_address_of_ipv4_is_listened_at_alone(opened: Callable[[str], socket.socket]) -> None:
+    for address in ("127.0.0.1:0", "localhost:0"):
+        with opened(address) as door:
+            assert door.getsockname()[0] == "127.0.0.1"
+    with opened("0.0.0.0:0") as door:
+        assert door.family is socket.AF_INET

@@ -9,10 +9,11 @@ from pydantic import ValidationError
 
 from dlrover_py.master.core.events import Rules
 from dlrover_py.master.core.job import Job
-from dlrover_py.master.core.state import WRITTEN_LATER, DurableState
+from dlrover_py.master.core.state import ACCEPTED_BYTES, WRITTEN_LATER, DurableState
+from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import Term
 from dlrover_py.protocol.status import JobPhase
-from tests.builders import WALL, dumped, elastic_job, running
+from tests.builders import WALL, dumped, elastic_job, job_file, running
 from tests.schemas import documents
 
 OWN = {"accepted", "events", "generation", "job", "next_event", "pending_round", "term"}
@@ -67,3 +68,20 @@ def test_an_assignment_raises_the_generation_unless_it_may_be_written_later() ->
     state.changed()
     assert state.generation == 2
     assert "generation" not in json.loads(state.to_json())
+
+
+@pytest.mark.parametrize("letter", ["x", "€"])
+def test_a_spec_is_kept_only_if_its_bytes_are_few(letter: str) -> None:
+    """A Secret, in which the journal is, has room for bytes, whatever the letters."""
+    size = len(letter.encode())
+
+    def kept(number: int) -> bool:
+        main = {"name": "main", "command": ["elastic-run", "t.py", letter * number]}
+        job = ElasticJob.parse(job_file(1, template={"spec": {"containers": [main]}}))
+        state = DurableState(job="x", term=Term(1))
+        state.accept(job)
+        assert state.accepted == "" or state.read_accepted() == job
+        return bool(state.accepted)
+
+    assert kept(ACCEPTED_BYTES // size - 2000)
+    assert not kept(ACCEPTED_BYTES // size)

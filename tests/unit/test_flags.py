@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 from contextlib import redirect_stderr
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from hypothesis import strategies as st
 
 from dlrover_agent import flags
 from dlrover_agent.cli import count_gpus, main
+from dlrover_agent.settings import Settings
 from dlrover_agent.standalone import Endpoint, OwnMaster
-from dlrover_py.protocol import commands
+from dlrover_py.protocol import commands, names
 from dlrover_py.protocol.errors import ConfigError, UnreachableError
 
 
@@ -104,8 +106,11 @@ def test_what_dlrover_has_and_we_do_not_is_refused_with_a_reason(flag: str) -> N
     [
         ["--save", "/ckpt"],
         ["--no", "--nnodes=9", "-m", "-r", "--help"],
-        ["--", "--x"],
+        ["--", "--lr", "1"],
+        ["--", "--", "-h"],
+        ["--"],
         ["a", "--", "b"],
+        ["--save", "--", "/ckpt"],
         ["-h"],
     ],
 )
@@ -114,8 +119,10 @@ def test_what_stands_behind_the_script_is_the_scripts(head: list[str], words: li
     from torch.distributed.run import get_args_parser
 
     found = parse(*head, "train", *words)
-    assert (found.training_script, found.training_script_args) == ("train", words)
-    if "--no" not in words and "--" not in [*head, *words]:  # torch refuses some, by its Python
+    dropped = words[0] == "--" and "--" not in head
+    expected = words[1:] if dropped else words
+    assert (found.training_script, found.training_script_args) == ("train", expected)
+    if "--no" not in words or "--" in head:  # torch refuses it, by its Python
         theirs = vars(get_args_parser().parse_args([*head, "train", *words]))
         assert {k: vars(found)[k] for k in theirs} == theirs
 
@@ -384,6 +391,17 @@ def test_endpoint_that_is_this_machine() -> None:
     assert not here("x" * 80)
 
 
+def test_a_job_on_this_machine_alone_uses_nothing_of_a_job_around_it() -> None:
+    """Its master did not start inside a node of another job, and refused the CA of its platform."""
+    alone = Endpoint.of(parse("--standalone", "t"))
+    alone.check(Path("/var/run/dlrover/ca.crt"))
+    assert OwnMaster(alone, "the other job's token").token != "the other job's token"
+    c10d = Endpoint.of(parse("--rdzv-backend=c10d", "t"))
+    with pytest.raises(ConfigError, match="does not speak TLS"):
+        c10d.check(Path("ca.crt"))
+    assert OwnMaster(c10d, "its token").token == "its token"
+
+
 def test_address_of_a_node_is_the_one_that_the_endpoint_sees() -> None:
     def at(host: str, **more: Any) -> str:
         return Endpoint(run_id="x", host=host, **more).advertised_addr(lambda _: None)
@@ -402,3 +420,14 @@ def test_address_of_a_node_is_the_one_that_the_endpoint_sees() -> None:
 )
 def test_visible_gpus_are_counted_as_cuda_reads_them(visible: str, count: int) -> None:
     assert count_gpus(visible) == count
+
+
+def test_an_empty_variable_counts_as_one_that_is_not_set() -> None:
+    read = (
+        *("PYTHON_EXEC", "DLROVER_LOG_LEVEL", names.ENV_MASTER_ADDR, names.ENV_TOKEN_FILE),
+        *(names.ENV_CA_FILE, names.ENV_NODE_ID, names.ENV_JOB_NAME, names.ENV_LOG_DIR),
+        *(names.ENV_LIFELINE_FD, names.ENV_CONNECT_S, names.ENV_SHM_DIR, names.ENV_JOB_UID),
+    )
+    empty = Settings.from_environment(dict.fromkeys(read, ""))
+    assert replace(empty, environ={}) == Settings.from_environment({})
+    assert empty.python == sys.executable

@@ -1452,6 +1452,23 @@ def test_two_agents_with_one_name_are_told_of_each_other() -> None:
     assert "do two nodes have the same --node-rank?" in refusal.message
 
 
+def test_an_agent_that_was_given_up_does_not_displace_the_newer_one_of_its_name() -> None:
+    """It lost its connection before it learned its incarnation, so it claims none."""
+    bench = Bench(elastic_job(1), Rules(can_create=False))
+    older, newer = SimAgent(N1), SimAgent(N1)
+    bench.step(Reported(N1, older.report()))
+    bench.step(Disconnected(N1, older.boot, older.seq))
+    bench.pass_time(5.0)
+    bench.step(Reported(N1, newer.report()))
+    out = bench.step(Reported(N1, older.report()))
+    assert [e.boot_id for e in out.effects if isinstance(e, Refuse)] == [older.boot]
+    assert bench.job.live.nodes[N1].boot_id == newer.boot
+    bench.step(Disconnected(N1, newer.boot, newer.seq))
+    bench.pass_time(5.0)
+    out = bench.step(Reported(N1, older.report()))
+    assert [e.boot_id for e in out.effects if isinstance(e, Refuse)] == [older.boot], "nor later"
+
+
 def test_a_node_that_comes_by_itself_can_give_up_for_all() -> None:
     bench = by_themselves("a", "b", "c", replicas=3)
     bench.kill(NodeId("c"))
@@ -1505,6 +1522,7 @@ def test_a_node_that_left_with_notice_may_come_back_where_nobody_replaces_it() -
     come(bench, "n1")
     assert bench.members == ["n0", "n1"]
     bench.check_running()
+    assert bench.job.state.replacement_slots == [], "nobody would ever fill them"
 
 
 # --- hosts, absence, goodput ---

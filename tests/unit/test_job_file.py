@@ -402,6 +402,55 @@ def test_the_least_number_of_nodes_in_a_command(command: object, least: int | No
     assert least_nodes({"spec": {"containers": [{"name": "main", "command": command}]}}) == least
 
 
+PREPARED = "elastic-run --standalone --nnodes=1 prepare.py && elastic-run --nnodes=4 t.py"
+AGAIN = "elastic-run --nnodes=3:4 t.py && elastic-run --standalone --nnodes=1 evaluate.py"
+ALONE = ["elastic-run", "--standalone", "--nnodes=1", "t.py"]
+
+
+@pytest.mark.parametrize(
+    ("command", "env", "least"),
+    [
+        (["elastic-run", "t.py"], {}, None),
+        (["sh", "-c", PREPARED], {}, 4),
+        (["sh", "-c", AGAIN], {}, 3),
+        (ALONE, {}, None),
+        (["elastic-run", "t.py"], {"PET_NNODES": "1:2"}, 1),
+        (["elastic-run", "--nnodes=2:4", "t.py"], {"PET_NNODES": "1:2"}, 2),
+        (["sh", "-c", "elastic-run --nnodes=$NODE_NUM t.py"], {"PET_NNODES": "1:2"}, None),
+        (["sh", "run.sh"], {"PET_NNODES": "2"}, 2),
+        (["torchrun", "t.py"], {"PET_NNODES": "1:2"}, None),
+        (ALONE, {"PET_NNODES": "2"}, None),
+        (["elastic-run", "--nnodes=2", "t.py"], {"PET_STANDALONE": "1"}, None),
+        (["elastic-run", "t.py"], {"PET_NNODES": "$(NODE_NUM)"}, None),
+    ],
+)
+def test_only_what_joins_the_job_says_the_least_number_of_nodes(
+    command: list[str], env: dict[str, str], least: int | None
+) -> None:
+    """A second container, or a preparation on each node alone, set the minimum of the job to 1."""
+    variables: list[object] = [{"name": name, "value": value} for name, value in env.items()]
+    variables += [{"name": "PET_NNODES", "valueFrom": {}}, "no mapping"]
+    main = {"name": "main", "command": command, "env": variables}
+    other = {"name": "other", "command": ["elastic-run", "--nnodes=1", "x.py"]}
+    for containers in ([main], [main, other], [other, main]):
+        assert least_nodes({"spec": {"containers": containers}}) == least
+
+
+def test_standalone_in_the_environment_is_remarked_at_its_place() -> None:
+    main: dict[str, Any] = {"name": "main", "image": "x", "command": ["elastic-run", "t.py"]}
+    main |= {"env": [{"name": "PET_STANDALONE", "value": "1"}]}
+    job = ElasticJob.parse(job_file(2, template={"spec": {"containers": [main]}}))
+    where = "spec.replicaSpecs.worker.template.spec.containers[0].env: PET_STANDALONE is given"
+    assert job.worker.command_remarks().startswith(where)
+
+
+def test_dlrovers_scale_plans_have_a_counterpart() -> None:
+    """The advice was "kubectl apply", but there is no such kind."""
+    with pytest.raises(ConfigError, match=r"no ScalePlan here: .+ dlrover job scale") as e:
+        ElasticJob.parse(job_file() | {"kind": "ScalePlan"})
+    assert "apply" not in str(e.value)
+
+
 def test_the_minimum_is_the_specs_then_the_commands_then_all() -> None:
     template = {"spec": {"containers": [{"name": "main", "args": ["elastic-run", "--nnodes=3:9"]}]}}
     job = ElasticJob.parse(job_file(6, template=template))

@@ -344,6 +344,34 @@ async def test_a_trial_of_a_refused_template_goes_on_after_a_conflict(scene: Sce
     await scene.until(lambda: platform.template_problem is None)
 
 
+async def test_a_template_that_could_not_be_checked_is_tried_again(scene: Scene) -> None:
+    scene.cluster.fail(409, "Conflict", "quota was modified", method="POST", path="/pods")
+    words = "no such account"
+    refusal = scene.cluster.fail(403, "Forbidden", words, method="POST", path="/pods", times=1000)
+    site, timing = PodContext(scene.uid, "a:1"), PlatformTiming(template_retry_s=0.01)
+    platform = OpenPlatform(scene.kube, "default", "x", site, timing=timing)
+    await platform.get_job()
+    await scene.until(lambda: platform.template_problem)
+    refusal.times = 0
+    await scene.until(lambda: platform.template_problem is None)
+
+
+async def test_an_edit_that_could_not_be_checked_does_not_hide_the_fault(scene: Scene) -> None:
+    obj = scene.job()
+    del obj["spec"]["replicaSpecs"]["worker"]["template"]["spec"]["containers"][0]["image"]
+    scene.cluster.put(ELASTICJOBS, obj)
+    await scene.until(lambda: scene.platform.template_problem)
+    fault = scene.cluster.fail(409, "Conflict", "quota was modified", method="POST", path="/pods")
+    obj = scene.job()
+    obj["spec"]["replicaSpecs"]["worker"]["replicas"] = 3
+    obj["metadata"]["generation"] = 3
+    scene.cluster.put(ELASTICJOBS, obj)
+    await scene.hears(of_generation(3))
+    await scene.until(lambda: not fault.times)
+    await scene.platform.publish(status(generation=3))
+    assert scene.conditions()["InvalidTemplate"]["status"] == "True"
+
+
 async def test_a_right_that_a_starting_server_does_not_know_of_yet_is_no_condition(
     scene: Scene,
 ) -> None:

@@ -77,6 +77,24 @@ def test_who_is_gone_stays_gone(nodes: Nodes) -> None:
     assert nodes.present == 0
 
 
+def test_who_was_taken_back_supersedes_who_spoke_before(nodes: Nodes) -> None:
+    hear(nodes, report(9))
+    nodes.give_up(nodes[N])
+    nodes.readmit(N, "boot-b--")
+    assert hear(nodes, report(1, boot="boot-b")) is ReportOutcome.NEW_INCARNATION
+    assert hear(nodes, report(10)) is ReportOutcome.REFUSED
+    assert nodes[N].boot_id == "boot-b--"
+
+
+def test_who_is_taken_back_itself_may_go_on(nodes: Nodes) -> None:
+    hear(nodes, report(9))
+    nodes.give_up(nodes[N])
+    nodes.readmit(N, "boot-a--")
+    assert hear(nodes, report(10)) is ReportOutcome.NEW_INCARNATION
+    assert hear(nodes, report(11)) is ReportOutcome.ACCEPTED
+    assert nodes[N].incarnation == 2
+
+
 def test_a_node_that_is_gone_does_not_count_as_warm(nodes: Nodes) -> None:
     """Otherwise the next round would begin without the cold nodes that start."""
     hear(nodes, report(1).model_copy(update={"warm": True}))
@@ -308,7 +326,7 @@ def test_counts_follow_every_change(nodes: Nodes) -> None:
         lambda: nodes.require_version(node, 1),
         lambda: nodes.disconnected(N, "boot-a--", 1, 0.0),
         lambda: nodes.expire(2.0),
-        lambda: nodes.readmit(N),
+        lambda: nodes.readmit(N, "boot-a--"),
         lambda: hear(nodes, report(5), now=3.0),
         lambda: nodes.leave(node, "x"),
         lambda: nodes.forget(node),

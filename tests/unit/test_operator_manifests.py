@@ -89,6 +89,15 @@ def test_the_master_gets_what_it_is_promised() -> None:
     assert told == "[fd00::1]:50001"
 
 
+def test_the_master_listens_at_all_addresses_of_its_pod() -> None:
+    """Those of a Pod in an IPv6-only cluster are none of IPv4."""
+    (container,) = pod_of(job())["containers"]
+    given = dict(zip(container["command"][1::2], container["command"][2::2], strict=True))
+    assert given["--listen"] == ":50001"
+    assert given["--health"] == ":8080"
+    assert Settings.parse(["--master-image=m"]).health == ":8080"
+
+
 def test_the_template_schedules_the_master_and_does_not_say_what_it_runs() -> None:
     template = {
         "metadata": {"labels": {"team": "a", names.LABEL_JOB: "y"}, "annotations": {"k": "v"}},

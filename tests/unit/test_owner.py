@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shutil
 import socket
 import stat
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from dlrover_py.process.ownership import NotOwnedError, is_own, is_own_socket, o
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.names import Term
 from dlrover_py.protocol.status import JobPhase
+from tests.limits import open_files, room_for
 
 ROOT = Path(__file__).parents[2]
 STRANGER = 65534
@@ -192,6 +194,33 @@ def test_something_else_under_the_name_is_told(tmp_path: Path, kind: str) -> Non
         ShmPool(tmp_path, "u1", "n0", now=NOW)
 
 
+@pytest.mark.parametrize("kind", ["folder", "link", "writable"])
+def test_an_owner_file_that_others_may_have_made_is_told(tmp_path: Path, kind: str) -> None:
+    pool = tmp_path / f"{shm.POOL_PREFIX}u1-n0"
+    pool.mkdir(mode=0o700)
+    owner = pool / shm.OWNER_FILE
+    if kind == "folder":
+        owner.mkdir()
+    elif kind == "link":
+        owner.symlink_to(tmp_path / "nowhere")
+    else:
+        owner.touch()
+        owner.chmod(0o666)
+    before = open_files()
+    with pytest.raises(NotOwnedError, match=r"u1-n0: owner: .+ set DLROVER_SHM_DIR"):
+        ShmPool(tmp_path, "u1", "n0", now=NOW)
+    assert open_files() == before
+    assert os.path.lexists(owner)
+
+
+def test_an_owner_file_that_cannot_be_made_is_told_with_the_reason(tmp_path: Path) -> None:
+    before = open_files()
+    with room_for(1), pytest.raises(ConfigError, match=r"u1-n0/owner: Too many open files; DLROVE"):
+        ShmPool(tmp_path, "u1", "n0", now=NOW)
+    assert open_files() == before
+    ShmPool(tmp_path, "u1", "n0", now=NOW).remove()
+
+
 # --- a master's journal ---
 
 JOURNAL = DurableState(job="x", term=Term(1), next_node=1, next_event=1, phase=JobPhase.PENDING)
@@ -239,7 +268,7 @@ def test_sockets_are_not_put_where_others_can_put_theirs_in_their_place(
     try:
         assert (folder.parent == asked) is used
     finally:
-        folder.rmdir()
+        shutil.rmtree(folder)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can act as a second user")
@@ -252,7 +281,7 @@ def test_the_owner_of_tmpdir_is_trusted_if_it_is_this_user_or_root(
     asked.chmod(0o1777)
     monkeypatch.setenv("TMPDIR", str(asked))
     folder = temporary_folder.create("dlrover-test-")
-    folder.rmdir()
+    shutil.rmtree(folder)
     assert folder.parent != asked
 
 

@@ -277,11 +277,14 @@ class MasterClient:
         self._node.assigned(assignment)
 
     def _on_superseded_end(self, task: asyncio.Task[None]) -> None:
-        """Handle the end of an exchange in whose place an urgent report was sent.
+        """Handle the end of an exchange that was under way when an urgent report was sent.
 
-        Connection errors and a refused token are ignored, because the newest exchange meets them
-        too. A refusal of this agent for good is passed on to the node. Any other error is raised,
-        and the event loop logs it.
+        The node is told if the master refuses this agent for good. A :class:`TransientError` and a
+        refused token are ignored: if the cause lasts, the newest exchange fails too. Any other
+        error is raised to the event loop, which only logs it.
+
+        Args:
+            task: The task of the exchange. It may also have succeeded or been canceled.
         """
         self._superseded.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:

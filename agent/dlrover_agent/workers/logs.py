@@ -476,7 +476,7 @@ class StreamPump:
 
         With such a file the worker goes on, as with torchrun. If more than
         ``BackgroundWriter.MAX_BYTES`` bytes wait, the oldest lines are missing on the console. A
-        warning says how many only if the console hangs at the agent's end.
+        warning at the agent's end says how many.
         """
         return self._console is not None and not self._files and self._console.slow
 

@@ -760,6 +760,9 @@ def reap_orphans(known: set[int]) -> None:
 
     Args:
         known: Process ids of children that other code reaps.
+
+    Raises:
+        OSError: There are no more file descriptors.
     """
     ended = [child for child in children(os.getpid(), ended=True) if child.pid not in known]
     own_forks = forked_by_other_threads() if ended else set()

@@ -567,9 +567,17 @@ class Checkpoints:
             self._end_flush()
 
     def _failed(self, why: str) -> None:
-        """Close an attempt that has failed, and count it; an event and the status say why.
+        """End the running attempt to store a checkpoint, which has failed, and count the failure.
 
-        Only a request to store what may be lost tries the same checkpoint again.
+        The next outcome has a warning that says why, and :attr:`last_error` says it too. The
+        writers are reassigned, so that their assignments no longer have the request to write. The
+        count and the reason are not in the record, so they are lost with the master.
+
+        The same checkpoint is tried again only for a request to store what may be lost, until
+        `TRIES` attempts at it have failed.
+
+        Args:
+            why: The reason in words.
         """
         run = self._run
         assert run is not None

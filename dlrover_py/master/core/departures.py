@@ -109,9 +109,10 @@ class Departures:
     def node_leaving(self, node: Node, why: str) -> None:
         """Mark a node as leaving with notice, and have its place filled without a charge.
 
-        An event is recorded, and an agent that has reported gets an order to stop. If the node
-        trains, the newest checkpoint in memory is requested to be stored. If the current round
-        still needs the node, a next round is declared.
+        Where nodes come by themselves, only a node that comes fills the place. An event is
+        recorded, and an agent that has reported gets an order to stop. If the node trains, the
+        newest checkpoint in memory is requested to be stored. If the current round still needs the
+        node, a next round is declared.
         """
         self.live.nodes.leave(node, why)
         self.live.leave_checks(node.id)
@@ -120,9 +121,10 @@ class Departures:
         event = self.log.record(
             EventReason.NODE_LEAVING, f"node {node.id} is leaving: {why}", node=node.id
         )
-        slot = self._capacity.new_slot(0, node.failed_before_report + (node.incarnation == 0))
-        slot.relaunches = node.relaunches
-        self.state.replacement_slots.append(slot)
+        if self.live.rules.can_create:
+            slot = self._capacity.new_slot(0, node.failed_before_report + (node.incarnation == 0))
+            slot.relaunches = node.relaunches
+            self.state.replacement_slots.append(slot)
         if node.incarnation:
             self._assignments.send(node)
         self._transitions.node_unavailable(

@@ -500,13 +500,20 @@ class Nodes:
             if node.phase is NodePhase.LIVE:
                 self._suspect(node, now)
 
-    def readmit(self, node_id: NodeId) -> None:
+    def readmit(self, node_id: NodeId, boot_id: str) -> None:
         """Take a node that was given up back: its next report begins a new incarnation.
 
-        The node counts as starting until that report, and is no longer leaving. This is allowed
+        The node counts as starting until that report, and is no longer leaving. If another agent
+        process spoke for it before, reports of that one are refused from now on. This is allowed
         only where no other node can replace it, such as one machine that was paused.
+
+        Args:
+            node_id: Id of the node.
+            boot_id: Id of the agent process whose report follows.
         """
         node = self.by_id[node_id]
+        if node.boot_id not in ("", boot_id):
+            node.former_boots.add(node.boot_id)
         node.phase = NodePhase.STARTING
         node.record.leaving = ""
         self._records[node_id] = node.record
@@ -676,9 +683,8 @@ class Nodes:
         """Begin a new incarnation of the node, for this agent process if its id is known.
 
         The node needs no acknowledgement any more, and is no longer kept out of rounds. With an id,
-        reports of the earlier agent process are refused from now on. An empty id means that any
-        process may follow, also the earlier one. Its first report then raises the number of the
-        incarnation.
+        reports of the earlier agent process are refused from now on. An empty id means that the
+        same process may follow. Its first report then raises the number of the incarnation.
         """
         if node.boot_id and boot_id:
             node.former_boots.add(node.boot_id)

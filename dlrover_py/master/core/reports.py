@@ -115,9 +115,9 @@ class Reports:
 
         Where nodes come by themselves, an unknown node is added, and a node that was given up may
         return. Elsewhere, and in a job that has ended, both are refused. A known node is refused if
-        another agent process has taken the place of the sender. The node gets an assignment if it
-        has none of this master, or if its agent process is new. An agent that gives up ends the
-        job where no other node can replace it.
+        another agent process has taken the place of the sender, even if that one was given up
+        since. The node gets an assignment if it has none of this master, or if its agent process is
+        new. An agent that gives up ends the job where no other node can replace it.
         """
         node = self.live.nodes.get(node_id)
         returns = False
@@ -130,9 +130,11 @@ class Reports:
                 )
                 report = report.model_copy(update={"incarnation": 0})
             elif again and (
-                report.seq > node.seq if report.boot_id == node.boot_id else not report.incarnation
+                report.seq > node.seq
+                if report.boot_id == node.boot_id
+                else not (report.incarnation or report.boot_id in node.former_boots)
             ):
-                self.live.nodes.readmit(node_id)
+                self.live.nodes.readmit(node_id, report.boot_id)
                 returns = True
                 report = report.model_copy(update={"incarnation": 0})
         outcome = (

@@ -193,11 +193,14 @@ class Rounds:
         self.state.changed()  # the event is worth a write of its own
 
     def _expected_nodes(self, pending: PendingRound) -> int:
-        """Return the number of nodes that will probably be ready soon, and are waited for.
+        """Return the number of nodes that are not ready yet, but are worth waiting for.
 
-        For the first round this includes nodes that are warmed or checked. Later, nodes whose
-        process does not run yet do not count. Nodes that never reported do not count if any node
-        can start its workers warm.
+        The kind ``start`` means that no worker runs. All nodes that are `Readiness.NEAR` count
+        then, and living nodes that are being warmed or checked.
+
+        Only nodes that are `Readiness.NEAR` count for other kinds. A node that never reported
+        does not count if a living node can start its workers warm. If none can, such a node counts
+        unless the platform says that its process does not run yet.
         """
         near = self.live.nodes.count(Readiness.NEAR)
         if pending.kind == "start":  # no worker runs: one start is better than many

@@ -243,11 +243,11 @@ class DurableState:
     def accept(self, job: ElasticJob) -> None:
         """Keep the spec that is in use for the next master, unless it is too large.
 
-        A spec whose JSON has more than ``ACCEPTED_BYTES`` characters is dropped, and the one before
+        A spec whose JSON has more than ``ACCEPTED_BYTES`` bytes is dropped, and the one before
         as well: the next master then knows none.
         """
         text = job.model_dump_json(by_alias=True, exclude_unset=True)
-        self.accepted = text if len(text) <= ACCEPTED_BYTES else ""
+        self.accepted = text if len(text.encode()) <= ACCEPTED_BYTES else ""
         self.changed()
 
     def read_accepted(self) -> ElasticJob | None:

@@ -47,15 +47,17 @@ class Transitions:
         self.log.begin(event, since)
 
     def node_unavailable(self, node: Node, kind: Kind, reason: str, event: int) -> None:
-        """Declare a next round if the current one needs this node, which is leaving or gone.
+        """Declare a next round if the current one needs a node that is leaving or gone.
 
-        Nothing happens if it is no member, or has done its part of the round.
+        Nothing happens without a current round, or if this incarnation of the node is not a member
+        of it. The same is true if the node's workers have all exited with code 0, and no next round
+        is pending. :meth:`need_round` is called in all other cases.
 
         Args:
             node: The node.
-            kind: Why the next round is needed, if one is.
+            kind: Why a next round would be needed.
             reason: The same in words.
-            event: Id of the event about the node.
+            event: Id of the event that the node is leaving or gone.
         """
         world = self.state.world
         if world is None or not world.has(node.id, node.incarnation):

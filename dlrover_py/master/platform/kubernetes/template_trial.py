@@ -31,7 +31,10 @@ class TemplateTrial:
         self._context, self._recorder = context, recorder
         self._job: ElasticJob | None = None
         self.problem: PodProblem | None = None
-        """The fault in the template of the newest spec, whether or not a Pod is needed."""
+        """The fault in the template of the newest spec, whether or not a Pod is needed.
+
+        Until the API server has checked this template, it is the fault in the one before.
+        """
 
     def start(self, job: ElasticJob) -> None:
         """Try the template of a new spec in the background, in place of the earlier one.
@@ -59,16 +62,15 @@ class TemplateTrial:
     async def _try(self, job: ElasticJob) -> None:
         """Try the template until it is accepted, another one is tried, or the job is gone.
 
-        A refused template is tried again each minute. A quota or a missing permission counts as
-        accepted, because it is checked when a Pod is created. A failure that may pass does not
-        change what is known. At the first attempt it ends the trial, as if the template were
-        accepted. Warnings of the API server become an event.
+        A refused template is tried again each minute, and so is one that could not be checked. A
+        quota or a missing permission counts as accepted, because it is checked when a Pod is
+        created. A failure that may pass does not change what is known. Warnings of the API server
+        become an event.
         """
-        self.problem = None
         context = self._context
         retry_s = context.timing.template_retry_s
         while True:
-            problem = None
+            problem, checked = None, True
             warnings: list[str] = []
             try:
                 pod = pods.pod(job, TRIAL, context.pod_context)
@@ -82,13 +84,13 @@ class TemplateTrial:
                 if found.type in (ConditionType.INVALID_TEMPLATE, ConditionType.PODS_FORBIDDEN):
                     problem = found
             except TransientError:
-                problem = self.problem
+                problem, checked = self.problem, False
             if self._job is not job:
                 return  # the task of the later edit tries that
             if warnings:
                 context.tasks.start(self._recorder.record_template(warnings))
             self._judge(problem)
-            if problem is None:
+            if checked and problem is None:
                 return
             await asyncio.sleep(random_delay_s(0.8 * retry_s, retry_s))
 

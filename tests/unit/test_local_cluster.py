@@ -1,0 +1,41 @@
+"""The job on this machine, before a process of it is started."""
+
+from pathlib import Path
+
+import pytest
+
+from dlrover_py.localcluster.cluster import JobPaths, LocalCluster
+from dlrover_py.protocol.errors import ConfigError, DLRoverError, FileLimitError
+from tests.builders import elastic_job
+from tests.limits import open_files, room_for
+
+
+def prepared(folder: Path, name: str = "job") -> LocalCluster:
+    paths = JobPaths(folder / "run" / name, folder / "state" / name)
+    return LocalCluster.prepare(elastic_job(1), hosts=1, paths=paths, workdir=folder, environ={})
+
+
+def test_a_job_that_may_open_too_few_files_leaves_nothing_behind(tmp_path: Path) -> None:
+    prepared(tmp_path, "earlier").close()  # it makes what a process makes once only
+    errors: list[DLRoverError] = []
+    before = open_files()
+    for files in range(20):
+        state = f"job-{files}"
+        try:
+            with room_for(files):
+                cluster = prepared(tmp_path, state)
+        except DLRoverError as error:
+            errors.append(error)
+        else:
+            cluster.close()
+            break
+        assert not (tmp_path / "run" / state).exists(), files
+        assert open_files() == before, files
+    assert [type(error) for error in errors[-4:]] == [FileLimitError] * 4
+    assert "the sockets of the job: Too many open files" in str(errors[-1])
+
+
+def test_a_socket_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="DLROVER_RUNTIME_DIR can name another folder"):
+        prepared(tmp_path, "x" * 120)
+    assert not (tmp_path / "run" / ("x" * 120)).exists()
