@@ -4,8 +4,6 @@ import io
 import sys
 from collections.abc import Sequence
 
-from dlrover_py.telemetry import open_streams
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``dlrover``; return its exit code, which is 130 after Ctrl-C.
@@ -13,6 +11,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Closed standard streams are opened, and characters that standard output lacks become ``?``.
     """
     try:
+        from dlrover_py.telemetry import open_streams  # Ctrl-C is handled during its imports, too
+
         open_streams()
         if isinstance(sys.stdout, io.TextIOWrapper):  # the locale may lack characters of the output
             sys.stdout.reconfigure(errors="replace")

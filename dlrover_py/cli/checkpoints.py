@@ -6,6 +6,7 @@ manifest says where the raw bytes are.
 
 import contextlib
 import json
+import logging
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ import click
 import xxhash
 
 from dlrover_py.checkpoint.directory import CheckpointDirectory, FolderBackend, retained
+from dlrover_py.checkpoint.directory import log as directory_log
 from dlrover_py.cli import view
 from dlrover_py.cli.numbers import Real
 from dlrover_py.protocol.errors import CheckpointError, ConfigError
@@ -39,6 +41,10 @@ SAFETENSORS = {
     "float8_e8m0fnu": "F8_E8M0", "complex64": "C64",
 }  # fmt: skip
 """Names of torch's types in the safetensors format (safetensors/tensor.rs)."""
+_NO_LOG = logging.NullHandler()
+"""A handler for the log of the store. Without one, Python prints its warnings on standard error,
+where these commands name damaged manifests themselves.
+"""
 
 
 @click.group()
@@ -84,6 +90,7 @@ def _open_directory(directory: str) -> tuple[CheckpointDirectory, list[Manifest]
         ConfigError: the address is not valid, or there is no such folder.
         CheckpointError: the store does not answer, or its manifests cannot be read.
     """
+    directory_log.addHandler(_NO_LOG)
     store = CheckpointDirectory(directory)
     if isinstance(store.place, FolderBackend) and store.place.path.is_file():
         raise ConfigError(f"{store.place.path}: this is a file; expected a folder of checkpoints")

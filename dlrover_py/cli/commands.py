@@ -25,10 +25,10 @@ from dlrover_py.cli import (
 from dlrover_py.cli.checkpoints import ckpt
 from dlrover_py.cli.logs import LogQuery
 from dlrover_py.cli.numbers import Real
-from dlrover_py.cli.progress import Style
+from dlrover_py.cli.progress import OutputError, Style, whole_output
 from dlrover_py.cli.settings import Settings, Target
 from dlrover_py.protocol import json_text
-from dlrover_py.protocol.errors import ConfigError, DLRoverError, UnreachableError
+from dlrover_py.protocol.errors import ConfigError, DLRoverError, ExitCode, UnreachableError
 from dlrover_py.protocol.job import CLUSTER_ONLY, INERT, ElasticJob
 from dlrover_py.protocol.names import NODE_ID
 from dlrover_py.protocol.reasons import EventReason
@@ -48,9 +48,19 @@ class _OrderedGroup(click.Group):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``dlrover``; return its exit code, which is 130 after Ctrl-C or a refused confirmation.
 
-    Errors of DLRover-Py and of the command line are printed on standard error. Other exceptions are
-    raised.
+    Errors of DLRover-Py, of the command line and of standard output are printed on standard error.
+    Other exceptions are raised.
     """
+    try:
+        with whole_output():
+            return _run(argv)
+    except OutputError as error:
+        _print_remarks([f"standard output: {error.strerror}"])
+        return int(ExitCode.USAGE)
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    """Run ``dlrover`` as :func:`main` does. Errors of standard output are raised."""
     try:
         code = root.main(args=argv, standalone_mode=False)
     except click.ClickException as error:
@@ -306,7 +316,7 @@ def _print_command_warning(job: ElasticJob) -> None:
 def list_jobs(show_all: bool, as_json: bool) -> None:
     """List the running and the past jobs of this machine.
 
-    A run that was killed before it had a status is left out; `dlrover job rm` still removes it.
+    A run whose `dlrover job run` was killed has the phase Killed, and nothing else is known of it.
     """
     settings = Settings.from_environment()
     found: list[tuple[str, str, JobStatus | None]] = []
@@ -319,16 +329,17 @@ def list_jobs(show_all: bool, as_json: bool) -> None:
         except ConfigError as error:  # its cluster process is of another release
             _print_remarks([str(error)])
         found.append((name, "running", status))
-    past = [run for run in runs.ended(settings.state_folder) if run.status or run.damage]
+    past = runs.ended(settings.state_folder)
     shown = past if show_all else past[:10]
     _print_remarks([run.damage for run in shown if run.damage])
-    found += [(run.name, "damaged" if run.damage else "ended", run.status) for run in shown]
+    found += [(run.name, run.state, run.status) for run in shown]
     if as_json:
         click.echo(
             json.dumps([{"name": n, "state": s, "status": view.dump(st)} for n, s, st in found])
         )
         return
-    rows = [_local_row(n, st, "Damaged" if s == "damaged" else "Pending") for n, s, st in found]
+    phases = {"damaged": "Damaged", "killed": local_jobs.KILLED}
+    rows = [_local_row(n, st, phases.get(s, "Pending")) for n, s, st in found]
     _print_table(rows, local=True)
     if not found:
         click.echo("no jobs; start one with `dlrover job run job.yaml`", err=True)
@@ -464,7 +475,7 @@ def _print_local_jobs(
         click.echo(json.dumps([dict(zip(fields, v, strict=True)) for v in values]))
         return
     click.echo(jobs[0].where if len(jobs) == 1 else "on this machine", err=True)
-    _print_table([_local_row(name, p.status) for name, p in found], local=False)
+    _print_table([_local_row(name, p.status, p.phase) for name, p in found], local=False)
 
 
 @job.command()
@@ -513,8 +524,7 @@ def events(name: str | None, as_json: bool, target: Target) -> None:
     """
     with selected_job(target, name, quiet=as_json) as job:
         job_view = job.load_view()
-        for note in job_view.notes:
-            click.echo(view.plain(f"dlrover: {note}"), err=True)
+        _print_remarks(job_view.notes)
         for event in job_view.events:
             click.echo(event.model_dump_json() if as_json else view.event_line(event))
 
@@ -544,6 +554,7 @@ def why(name: str | None, round_number: int | None, as_json: bool, target: Targe
     """
     with selected_job(target, name, quiet=as_json) as job:
         job_view = job.load_view()
+    _print_remarks(job_view.notes)
     chain = view.causal_chain([e for e in job_view.events if e.id > 0], round_number)
     newest = job_view.status.round if job_view.status is not None else 0
     if round_number is not None and not chain:

@@ -13,10 +13,10 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from dlrover_py.cli import local_jobs
+from dlrover_py.cli import local_jobs, runs
 from dlrover_py.cli.settings import Settings, Target
 from dlrover_py.protocol.errors import DLRoverError
-from dlrover_py.protocol.status import JobStatus, NodePhase
+from dlrover_py.protocol.status import NodePhase
 
 TIMEOUT_S = 2.0
 """Seconds that the API server gets to answer. A user who presses Tab waits no longer."""
@@ -43,8 +43,8 @@ def jobs(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[Comple
     if not (target is not None and target.given) and ctx.command.name not in CLUSTER_ONLY:
         for name in _running():
             found[name] = "runs on this machine"
-        for status in _past(ctx):
-            found.setdefault(status.name, "has ended on this machine")
+        for run in _past(ctx):
+            found.setdefault(run.name, "has ended on this machine")
     if target is not None:
         for obj in _in_cluster(target):
             meta = obj["metadata"]
@@ -86,7 +86,7 @@ def _nodes(ctx: click.Context) -> Iterator[str]:
             return
         for past in _past(ctx):
             if past.name == name:
-                yield from (n.id for n in past.nodes)
+                yield from (n.id for n in past.status.nodes) if past.status is not None else ()
                 return
     if target is not None and name is not None:
         for obj in _in_cluster(target, f"metadata.name={name}"):
@@ -94,12 +94,12 @@ def _nodes(ctx: click.Context) -> Iterator[str]:
             yield from (str(n["id"]) for n in reported if isinstance(n, dict) and "id" in n)
 
 
-def _past(ctx: click.Context) -> list[JobStatus]:
-    """Return the ended jobs of this machine for a command that reads; none if they are unknown."""
+def _past(ctx: click.Context) -> list[runs.Run]:
+    """Return the ended runs of this machine for a command that reads; none if they are unknown."""
     if ctx.command.name not in READ_COMMANDS:
         return []
     with contextlib.suppress(DLRoverError, OSError):
-        return local_jobs.past(Settings.from_environment())
+        return runs.ended(Settings.from_environment().state_folder)
     return []
 
 

@@ -29,6 +29,8 @@ CALL_S = 10.0
 """Deadline of a call to a job's cluster process, in seconds."""
 STOP_S = 60.0
 """Seconds that ``dlrover job stop`` waits for the end of a job."""
+KILLED = "Killed"
+"""Phase of a run that was killed, as the commands show it. No status has it."""
 
 
 class JobNotFoundError(ConfigError):
@@ -57,7 +59,7 @@ def find_to_read(settings: Settings, name: str | None) -> "RunningJob | EndedJob
     present = running(settings)
     if name in present or (name is None and present):
         return _select(present, name)
-    if folder := _last_run(settings, name):
+    if folder := runs.newest(settings.state_folder, name):
         return EndedJob(folder)
     if name is None:
         raise JobNotFoundError(
@@ -135,17 +137,6 @@ def _listens(path: Path) -> bool:
         except OSError:
             return True  # it is busy, or a later call shows the error
     return True
-
-
-def past(settings: Settings) -> list[JobStatus]:
-    """Return the last status of each run that has ended, the newest first.
-
-    Runs without a status, or with a damaged one, are left out.
-
-    Raises:
-        ConfigError: another user could have made the state folder's content.
-    """
-    return [run.status for run in runs.ended(settings.state_folder) if run.status is not None]
 
 
 class RunningJob:
@@ -296,15 +287,37 @@ class EndedJob:
             raise ConfigError(f"{error.filename}: the file does not exist any more") from error
 
     @property
+    def _killed(self) -> bool:
+        """Whether the run was killed, so that it has no last status."""
+        with contextlib.suppress(OSError):
+            return runs.was_killed(self._folder)
+        return False
+
+    @property
     def where(self) -> str:  # noqa: D102
+        if self._killed:
+            return "on this machine, killed"
         ended = None
         with contextlib.suppress(ConfigError):  # a damaged status does not hide the logs
             ended = self._status().ended_at
         return "on this machine, ended" + (f" {view.age(ended)} ago" if ended is not None else "")
 
     def load_view(self, *, with_pods: bool = False) -> view.JobView:  # noqa: D102
-        status = self._status()
         logs = self._folder / "logs"
+        if self._killed:
+            reason = "its `dlrover job run` was killed"
+            return view.JobView(
+                name=self.name,
+                header_lines=[f"{self.name} was killed; its logs are in {logs}"],
+                phase=KILLED,
+                reason=reason,
+                status=None,
+                conditions=[],
+                events=[],
+                document={"status": None, "phase": KILLED, "reason": reason},
+                notes=["the run was killed before it had a last status: no events are known"],
+            )
+        status = self._status()
         return view.JobView(
             name=self.name,
             header_lines=[f"{self.name} has ended; its logs are in {logs}"],
@@ -333,19 +346,3 @@ class EndedJob:
         """
         if not print_logs(self._folder / "logs", None, query):
             raise ConfigError(missing_log_message(self._folder / "logs", query))
-
-
-def _last_run(settings: Settings, name: str | None) -> Path | None:
-    """Return the state folder of the newest run that has ended; None if there is none.
-
-    Without a name it may be of any job. A run without a last status is left out. The newest run is
-    that which began last.
-
-    Raises:
-        ConfigError: another user could have made the folder.
-    """
-    root = settings.state_folder
-    if root is None or not is_own(root, shared=True, hint=STATE_HINT):
-        return None
-    found = (p.parent for p in root.glob(f"{name or '*'}@*/{names.STATUS_FILE}"))
-    return max(found, key=lambda p: p.name.rpartition("@")[2], default=None)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import sys
 import threading
 from collections import deque
@@ -12,6 +13,7 @@ from typing import BinaryIO
 
 from dlrover_py.process.blocking import open_regular
 from dlrover_py.protocol.status import JobStatus
+from dlrover_py.protocol.words import plain
 
 POLL_S = 0.2
 """Seconds between two looks at the files. Files appear in folders that appear. Looking again is
@@ -42,6 +44,10 @@ class LogQuery:
     """In a cluster: include Pods that have ended."""
 
 
+_COLOURS = re.compile(r"(\x1b\[[0-9;]*m)")
+"""Escape sequences that set the color of text. They are harmless on a terminal."""
+_NO_COLOURS = "\x1b[0m"
+"""The escape sequence that ends all colors."""
 READ_BYTES = 1 << 18
 """Bytes that are read of a file at a time. A live display shows only the newest of them; the
 rest is in ``dlrover job logs``.
@@ -164,9 +170,23 @@ def _as_displayed(line: bytes) -> str:
     return (parts[-1] if parts else b"").decode("utf-8", "replace")
 
 
+def for_terminal(origin: str, line: bytes) -> bytes:
+    """Return a line of a log with its origin, such that a terminal shows it and does not obey it.
+
+    Control characters are escaped, except for sequences that set colors. The colors end with the
+    line.
+    """
+    text = _as_displayed(line)
+    parts = _COLOURS.split(text)
+    parts[::2] = map(plain, parts[::2])
+    end = _NO_COLOURS if len(parts) > 1 else ""
+    return f"{plain(origin)}{''.join(parts)}{end}".encode(sys.stdout.encoding or "utf-8", "replace")
+
+
 def print_logs(folder: Path, while_exists: Path | None, query: LogQuery) -> bool:
     """Print the logs below a folder, each line with its origin; return whether there are any.
 
+    On a terminal, control characters are escaped. A pipe or a file gets the bytes of the logs.
     Ctrl-C, and a pipe that has no reader any more, end it without an error, with True.
 
     Args:
@@ -202,6 +222,7 @@ def _print_selected(folder: Path, while_exists: Path | None, query: LogQuery) ->
     is gone. A file that cannot be opened is reported once on standard error.
     """
     pause = threading.Event()
+    terminal = sys.stdout.isatty()
     open_files: dict[Path, tuple[BinaryIO, bytes]] = {}
     refused: set[Path] = set()
     while True:
@@ -228,7 +249,9 @@ def _print_selected(folder: Path, while_exists: Path | None, query: LogQuery) ->
                         and line.startswith(AGENT_LINE_START)
                     ):
                         continue
-                    sys.stdout.buffer.write(f"[{origin}] ".encode() + line + b"\n")
+                    prefix = f"[{origin}] "
+                    text = for_terminal(prefix, line) if terminal else prefix.encode() + line
+                    sys.stdout.buffer.write(text + b"\n")
             open_files[path] = (stream, rest)
         sys.stdout.buffer.flush()
         if last:

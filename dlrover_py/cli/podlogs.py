@@ -7,7 +7,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from dlrover_py.cli.logs import LogQuery
+from dlrover_py.cli.logs import LogQuery, for_terminal
 from dlrover_py.kubernetes.client import KubeClient
 from dlrover_py.kubernetes.errors import InvalidError, KubeError, NotFoundError
 from dlrover_py.kubernetes.kinds import PODS, Obj
@@ -93,6 +93,7 @@ class PodLogs:
         self._left_out: set[str] = set()
         self._following: dict[str, asyncio.Task[None]] = {}
         self._prefixed = only_node is None
+        self._terminal = sys.stdout.isatty()
 
     async def print_all(self, *, ended: bool) -> None:
         """Print the present logs, Pod by Pod.
@@ -260,8 +261,9 @@ class PodLogs:
         """
         if pod.label != "master" and self._query.agents != bool(_AGENT.match(line)):
             return
-        origin = f"[{pod.label}] ".encode() if self._prefixed else b""
-        sys.stdout.buffer.write(origin + line + b"\n")
+        origin = f"[{pod.label}] " if self._prefixed else ""
+        text = for_terminal(origin, line) if self._terminal else origin.encode() + line
+        sys.stdout.buffer.write(text + b"\n")
         if self._query.follow:
             sys.stdout.buffer.flush()
 

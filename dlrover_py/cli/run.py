@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import io
 import json
 import math
 import os
@@ -13,7 +12,7 @@ from dataclasses import asdict
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TextIO
+from typing import Literal
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -22,19 +21,16 @@ from rich.text import Text
 from dlrover_py.checkpoint.directory import address
 from dlrover_py.cli import view
 from dlrover_py.cli.logs import PrintedLine, WorkerOutput
-from dlrover_py.cli.progress import ProgressPrinter, Style, line
+from dlrover_py.cli.progress import ProgressPrinter, Style, line, unbuffered
 from dlrover_py.cli.settings import Settings
 from dlrover_py.localcluster.cluster import JobPaths, LocalCluster, api
 from dlrover_py.net import http_server
-from dlrover_py.process.blocking import BackgroundThread, write_all
+from dlrover_py.process.blocking import BackgroundThread
 from dlrover_py.process.identity import ignores_signal
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.local import Snapshot
 from dlrover_py.protocol.status import JobPhase, JobStatus
 from dlrover_py.telemetry import setup
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that stop the job."""
@@ -93,60 +89,12 @@ def run_job(
         )
         try:
             _log_of(cluster)
-            with contextlib.redirect_stdout(_unbuffered(sys.stdout)):
+            with contextlib.redirect_stdout(unbuffered(sys.stdout)):
                 return asyncio.run(_run(cluster, grace_s, style, show))
         finally:
             cluster.close()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-class _WholeWrites(io.RawIOBase):
-    """A file descriptor for writing, without a buffer.
-
-    At the end of the program, Python waits for the lock of a buffer that a thread still writes. A
-    thread that waits for the reader of a full pipe would keep the program from its end.
-    """
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-
-    def fileno(self) -> int:
-        """Return the file descriptor."""
-        return self._fd
-
-    def isatty(self) -> bool:
-        """Return whether the descriptor is a terminal."""
-        return os.isatty(self._fd)
-
-    def writable(self) -> bool:
-        """Return True."""
-        return True
-
-    def write(self, data: "ReadableBuffer") -> int:
-        """Write all data.
-
-        Raises:
-            OSError: the data cannot be written.
-        """
-        whole = bytes(data)
-        write_all(self._fd, whole)
-        return len(whole)
-
-
-def _unbuffered(stdout: TextIO) -> TextIO:
-    """Return a stream without a buffer for the same file.
-
-    A stream that has no file is returned itself.
-    """
-    try:
-        raw = _WholeWrites(stdout.fileno())
-    except OSError:
-        return stdout
-    stdout.flush()
-    return io.TextIOWrapper(  # type: ignore[type-var]
-        raw, encoding=stdout.encoding, errors=stdout.errors, write_through=True
-    )
 
 
 class LiveDisplay:

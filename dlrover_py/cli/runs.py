@@ -42,6 +42,11 @@ class Run:
     damage: str = ""
     """Why the last status cannot be read; empty if it can, or if there is none."""
 
+    @property
+    def state(self) -> str:
+        """How the run has ended: ``ended``, ``damaged`` or ``killed``."""
+        return "damaged" if self.damage else "ended" if self.status is not None else "killed"
+
 
 def read_document(path: Path, kind: type[D]) -> D:
     """Return a document from the folder of a run.
@@ -79,15 +84,54 @@ def ended(state_root: Path | None) -> list[Run]:
     found: list[Run] = []
     if state_root is None or not is_own(state_root, shared=True, hint=STATE_HINT):
         return found
+    for folder, name in _folders(state_root):
+        with contextlib.suppress(OSError):
+            if (run := _ended_run(folder, name)) is not None:
+                found.append(run)
+    return sorted(found, key=lambda run: run.ended_at, reverse=True)
+
+
+def _folders(state_root: Path) -> list[tuple[Path, str]]:
+    """Return the folder of each run with the name of its job; none if they cannot be listed."""
+    found = []
     with contextlib.suppress(OSError):
         for folder in state_root.iterdir():
             name, at, _ = folder.name.rpartition("@")
-            if not at or name.startswith(".") or folder.is_symlink():
-                continue
-            with contextlib.suppress(OSError):
-                if (run := _ended_run(folder, name)) is not None:
-                    found.append(run)
-    return sorted(found, key=lambda run: run.ended_at, reverse=True)
+            if at and not name.startswith(".") and not folder.is_symlink():
+                found.append((folder, name))
+    return found
+
+
+def newest(state_root: Path | None, name: str | None) -> Path | None:
+    """Return the folder of the run that began last, of those that have ended; None if none has.
+
+    A run that was killed before it had a last status has ended, too.
+
+    Args:
+        state_root: folder of all runs; None if it is not known.
+        name: name of the job; None for any job.
+
+    Raises:
+        ConfigError: another user could have made the folders.
+    """
+    if state_root is None or not is_own(state_root, shared=True, hint=STATE_HINT):
+        return None
+    of_job = [folder for folder, job in _folders(state_root) if name in (None, job)]
+    for folder in sorted(of_job, key=lambda path: path.name.rpartition("@")[2], reverse=True):
+        with contextlib.suppress(OSError):
+            if (folder / names.STATUS_FILE).exists() or was_killed(folder):
+                return folder
+    return None
+
+
+def was_killed(folder: Path) -> bool:
+    """Return whether the process of a run has ended without leaving a last status.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    with _locked(folder, fcntl.LOCK_SH) as locked:  # first: it may end in the meantime
+        return locked and not (folder / names.STATUS_FILE).exists()
 
 
 def _ended_run(folder: Path, name: str) -> Run | None:
@@ -104,26 +148,31 @@ def _ended_run(folder: Path, name: str) -> Run | None:
         OSError: the folder cannot be read.
     """
     status, damage = None, ""
+    with _locked(folder, fcntl.LOCK_SH) as locked:  # first: it may end in the meantime
+        if not locked:
+            return None
     try:
         status = read_document(folder / names.STATUS_FILE, JobStatus)
     except FileNotFoundError:
         pass
     except ConfigError as error:
         damage = str(error)
-    with _locked(folder) as locked:
-        if not locked:
-            return None
     if status is not None and status.ended_at is not None:
         return Run(folder, name, status.ended_at, status)
     return Run(folder, name, folder.stat().st_mtime, status, damage)
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
+def _locked(folder: Path, kind: int) -> Iterator[bool]:
     """Lock the folder of a run for the block, without waiting; yield whether the run has ended.
 
     The run counts as going on if another process holds the lock. A folder without a lock file
     belongs to an ended run if it has a last status; such a folder is not locked.
+
+    Args:
+        folder: state folder of the run.
+        kind: ``fcntl.LOCK_SH`` to look at it, as several commands can at the same time, or
+            ``fcntl.LOCK_EX``.
 
     Raises:
         OSError: the lock file cannot be opened.
@@ -134,7 +183,7 @@ def _locked(folder: Path) -> Iterator[bool]:
         yield (folder / names.STATUS_FILE).exists()
         return
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, kind | fcntl.LOCK_NB)
     except OSError:
         yield False
     else:
@@ -175,7 +224,7 @@ def remove(run: Run) -> bool:
         ConfigError: the folder cannot be removed.
     """
     try:
-        with _locked(run.folder) as locked:
+        with _locked(run.folder, fcntl.LOCK_EX) as locked:
             if not locked:
                 return False
             renamed = run.folder.with_name(REMOVED_PREFIX + run.folder.name)

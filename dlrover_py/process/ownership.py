@@ -16,13 +16,14 @@ _NONE = (errno.ENOENT, errno.EEXIST)
 """Errors of open(2) that do not depend on the owner or kind of the file at the path."""
 
 
+# The user may have named a folder that has more than the files of DLRover-Py, such as /tmp: the
+# hints never advise to remove it.
 RUNTIME_HINT = (
-    "remove it without using its content (sockets and tokens of jobs), or set DLROVER_RUNTIME_DIR "
-    "to another folder"
+    "set DLROVER_RUNTIME_DIR to another folder, or use `chmod go-w` if this one is for you alone"
 )
 """What a user can do about a runtime folder that is refused: the end of the error message."""
 STATE_HINT = (
-    "remove it (it has the logs and states of jobs), or set DLROVER_STATE_DIR to another folder"
+    "set DLROVER_STATE_DIR to another folder, or use `chmod go-w` if this one is for you alone"
 )
 """What a user can do about a state folder that is refused: the end of the error message."""
 

@@ -353,6 +353,16 @@ def test_rm_of_what_is_damaged(store: str, capsys: pytest.CaptureFixture[str]) -
     assert (code, list(Path(store).glob("step-*"))) == (0, [])
 
 
+@pytest.mark.parametrize("verb", ["ls", "show", "verify"])
+def test_a_damaged_manifest_is_named_once(store: str, verb: str) -> None:
+    Path(store, "step-6.c6.json").write_bytes(b"torn")
+    program = Path(sys.executable).with_name("dlrover")
+    done = subprocess.run([program, "ckpt", verb, store], capture_output=True, text=True)
+    assert done.returncode == (verb == "verify")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"dlrover: {store}/step-6.c6.json is damaged: ")
+
+
 def test_looking_does_without_torch(written: Path, tmp_path: Path) -> None:
     """It is not installed where an administrator looks; and it takes seconds to import."""
     out = tmp_path / "o.safetensors"

@@ -278,6 +278,9 @@ def test_past_runs_are_removed_and_one_that_goes_on_is_not(place: Place) -> None
         run.running(1)
         os.kill(run.process.pid, signal.SIGKILL)
         run.wait()
+    listed = place.call("dlrover", "job", "list").stdout.splitlines()
+    assert [line.split() for line in listed[1:]] == [["job", "Killed"]]
+    assert place.call("dlrover", "job", "logs", "--agents", "job").returncode == 0
     done = place.call("dlrover", "job", "scale", "2", "--job", "job")
     assert "job job does not run on this machine; no job runs" in done.stderr  # its socket is there
     assert place.call("dlrover", "job", "rm", "job", "-y").stdout == "removed 1 run\n"

@@ -9,13 +9,16 @@ import pytest
 from click.shell_completion import ShellComplete
 
 from dlrover_py.cli.commands import root
-from dlrover_py.protocol.names import CLUSTER_SOCKET, STATUS_FILE
+from dlrover_py.protocol.names import CLUSTER_SOCKET, RUN_LOCK, STATUS_FILE
 from tests.builders import elastic_job, running
 
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Jobs alpha and beta run here, killed has left its socket, old has ended; no cluster."""
+    """Jobs alpha and beta run here, killed has left its socket, old has ended; no cluster.
+
+    The process of ghost was killed.
+    """
     monkeypatch.setenv("DLROVER_RUNTIME_DIR", str(tmp_path / "run"))
     monkeypatch.setenv("DLROVER_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
@@ -37,6 +40,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     folder.mkdir(parents=True, mode=0o700)
     (tmp_path / "state").chmod(0o700)
     (folder / STATUS_FILE).write_text(status.model_dump_json())
+    (tmp_path / "state" / "ghost@2").mkdir()
+    (tmp_path / "state" / "ghost@2" / RUN_LOCK).touch()
     with running_jobs:
         yield
 
@@ -51,7 +56,7 @@ def offered(*words: str) -> list[str]:
 @pytest.mark.parametrize(
     ("line", "names"),
     [
-        (["job", "describe", ""], ["alpha", "beta", "old"]),
+        (["job", "describe", ""], ["alpha", "beta", "ghost", "old"]),
         (["job", "logs", "-f", "al"], ["alpha"]),
         (["job", "suspend", ""], ["alpha", "beta"]),
         (["job", "stop", "b"], ["beta"]),
@@ -60,6 +65,7 @@ def offered(*words: str) -> list[str]:
         (["job", "describe", "-n", "ml", ""], []),
         (["job", "logs", "old", "--node", ""], ["n0", "n1"]),
         (["job", "logs", "old", "--node", "n1"], ["n1"]),
+        (["job", "logs", "ghost", "--node", ""], []),
         (["node", "kill", "--job", "gone", ""], []),
         (["node", "kill", ""], []),
     ],

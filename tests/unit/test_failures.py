@@ -172,6 +172,15 @@ def test_long_words_are_cut() -> None:
     assert death(stderr_tail=deep).fingerprint.endswith("/train.py:12")
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r", "\x0b", "\u2028"])
+def test_a_traceback_is_reported_once_whatever_ends_the_lines_of_the_text(end: str) -> None:
+    """Of "\r\n" in the text, the first letters of the exception appeared twice."""
+    frames = PLAIN.partition("\n")[2].rpartition("ValueError: ")[0]
+    failure = death(error_file=recorded(f"{frames}ValueError: bad{end}more{end}"))
+    assert failure.traceback == f"{frames}ValueError: bad\nmore"
+    assert failure.message == "raised ValueError: bad more"
+
+
 @given(st.text(), st.text(), st.integers(-200, 255).filter(bool))
 @settings(max_examples=200, deadline=None)
 def test_whatever_a_worker_leaves_there_is_a_report(file: str, words: str, code: int) -> None:

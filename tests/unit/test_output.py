@@ -1,9 +1,18 @@
-"""What ``dlrover job run`` shows of what workers print: a bounded part of files each time."""
+"""What ``dlrover job run`` and ``logs`` show of what workers print: bounded parts of files."""
 
+import contextlib
+import os
+import tty
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any, cast
+
+import pytest
 
 from dlrover_py.cli import logs
 from dlrover_py.cli.logs import LogQuery, WorkerOutput
+from dlrover_py.cli.podlogs import PodLogs
+from dlrover_py.kubernetes.client import KubeClient
 from dlrover_py.protocol.status import JobPhase, JobStatus, NodePhase, NodeRole, NodeStatus
 
 
@@ -113,3 +122,79 @@ def test_logs_that_are_not_there_any_more_cost_nothing(tmp_path: Path) -> None:
     (tmp_path / "n0/1/1/0/stdout.log").mkdir()
     assert output.new_lines(status()) == []
     assert output.last_lines == ["one"]
+
+
+HOSTILE = b"\x1b]0;mine\x07\x1b[2J\x1b[31mred\x1b[0m caf\xc3\xa9 \xff\x9b\r\n10%\r20%\nplain\n"
+"""It sets the title of a terminal, clears the screen, and prints in red; then a progress bar."""
+SHOWN = [
+    "\\x1b]0;mine\\x07\\x1b[2J\x1b[31mred\x1b[0m café \ufffd\ufffd\x1b[0m",
+    "20%",
+    "plain",
+]
+
+
+@contextlib.contextmanager
+def terminal() -> Iterator[bytearray]:
+    """Make a terminal the standard output of the block; yield what it has got once that ends."""
+    reading, writing = os.openpty()
+    tty.setraw(writing)
+    screen = bytearray()
+    try:
+        with open(writing, "w", encoding="utf-8") as out, contextlib.redirect_stdout(out):
+            yield screen
+        with contextlib.suppress(OSError):  # EIO: all is read, and nobody can write any more
+            while part := os.read(reading, 4096):
+                screen += part
+    finally:
+        os.close(reading)
+
+
+def test_a_terminal_shows_a_log_and_does_not_obey_it(
+    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    write(tmp_path, HOSTILE)
+    with terminal() as screen:
+        assert logs.print_logs(tmp_path, None, LogQuery())
+    assert screen.decode().splitlines() == [f"[n0 round 1 rank 0] {line}" for line in SHOWN]
+    assert logs.print_logs(tmp_path, None, LogQuery())
+    kept = [b"[n0 round 1 rank 0] " + line for line in HOSTILE.splitlines(keepends=True)]
+    raw = capfdbinary.readouterr().out
+    assert raw.replace(b"[n0 round 1 rank 0] ", b"") == HOSTILE
+    assert raw.startswith(kept[0])
+
+
+class TwoPods:
+    """An API server with the Pods of two nodes, whose logs are the same."""
+
+    async def list(self, kind: object, namespace: str, *, labels: str) -> list[dict[str, Any]]:
+        owner = {"uid": "u", "kind": "ElasticJob", "controller": True}
+        return [
+            {
+                "metadata": {"name": f"demo-n{i}", "uid": str(i), "ownerReferences": [owner]},
+                "spec": {"containers": [{"name": "main"}]},
+                "status": {"phase": "Running"},
+            }
+            for i in range(2)
+        ]
+
+    async def log_lines(
+        self, pod: str, *_: object, **__: object
+    ) -> AsyncIterator[tuple[str, bytes]]:
+        for line in HOSTILE.split(b"\n")[:-1]:
+            yield "2026-11-26T01:02:03Z", line
+
+
+async def test_a_terminal_does_not_obey_the_log_of_a_pod(
+    capfdbinary: pytest.CaptureFixture[bytes],
+) -> None:
+    job = {"metadata": {"name": "demo", "namespace": "ml", "uid": "u"}}
+
+    def printer() -> PodLogs:
+        return PodLogs(cast("KubeClient", TwoPods()), job, LogQuery(), None)
+
+    with terminal() as screen:
+        await printer().print_all(ended=True)
+    assert screen.decode().splitlines() == [f"[n{i}] {line}" for i in range(2) for line in SHOWN]
+    await printer().print_all(ended=True)
+    raw = capfdbinary.readouterr().out
+    assert raw.replace(b"[n0] ", b"").replace(b"[n1] ", b"") == HOSTILE * 2

@@ -1,6 +1,7 @@
 """Past runs of this machine: which have ended, and which are removed."""
 
 import fcntl
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -127,6 +128,79 @@ def test_a_log_is_shown_in_parts(tmp_path: Path, capfdbinary: pytest.CaptureFixt
     assert lines[-1] == b"last"
     assert b"".join(lines[2:-1]) == long
     assert max(map(len, lines)) <= logs.LONGEST_LINE + logs.READ_BYTES
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder for runs of this machine, which the commands use."""
+    monkeypatch.setenv("DLROVER_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("DLROVER_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    (tmp_path / "state").mkdir()
+    return tmp_path / "state"
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_a_run_that_was_killed_is_shown_and_not_an_older_one(
+    here: Path, capsys: pytest.CaptureFixture[str], older: bool
+) -> None:
+    if older:
+        made(here, "ghost@1")
+    folder = made(here, "ghost@2", last=False)
+    out = folder / "logs" / "n0" / "1" / "1" / "0" / "stdout.log"
+    out.parent.mkdir(parents=True)
+    out.write_bytes(b"step 1\n")
+
+    def call(*argv: str) -> str:
+        assert main(["job", *argv]) == 0, argv
+        return "".join(capsys.readouterr())
+
+    listed = call("list").splitlines()
+    assert [line.split()[1] for line in listed[1:]] == ["Killed", "Running"][: 1 + older]
+    assert json.loads(call("list", "--json"))[0]["state"] == "killed"
+    for name in (["ghost"], []):
+        assert "step 1" in call("logs", *name)
+        for command in ("describe", "why", "report", "get"):
+            if name or command != "get":
+                said = call(command, *name)
+                assert "Killed" in said, command
+                assert "Running" not in said.rpartition("</style>")[2], command
+        for argv in (["events"], ["events", "--json"], ["why", "--json"]):
+            assert "the run was killed before it had a last status" in call(*argv, *name)
+        assert json.loads(call("describe", "--json", *name))["phase"] == "Killed"
+    assert str(folder / "logs") in call("describe", "ghost")
+    assert json.loads(call("get", "--json", "ghost"))[0]["phase"] == "Killed"
+
+
+def test_a_run_is_there_while_another_command_looks_at_it(here: Path) -> None:
+    folder = made(here, "ghost@2", last=False)
+    with (folder / names.RUN_LOCK).open("r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        assert [run.state for run in ended(here)] == ["killed"]
+        assert runs.newest(here, "ghost") == folder
+    with (folder / names.RUN_LOCK).open("r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # its process is there
+        assert runs.newest(here, "ghost") is None
+
+
+@pytest.mark.parametrize("variable", ["DLROVER_STATE_DIR", "DLROVER_RUNTIME_DIR"])
+def test_nobody_is_told_to_remove_a_folder_that_a_variable_names(
+    here: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    variable: str,
+) -> None:
+    """The advice about ``DLROVER_STATE_DIR=/tmp`` was to remove ``/tmp``."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    monkeypatch.setenv(variable, str(shared))
+    assert main(["job", "list"]) == 2
+    said = capsys.readouterr().err
+    assert f"dlrover: {shared}: others can write to it" in said
+    assert f"set {variable} to another folder" in said
+    assert "remove" not in said.partition("; expected ")[2]
 
 
 DAMAGES = {

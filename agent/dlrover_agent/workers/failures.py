@@ -197,7 +197,7 @@ def describe(
     trace = _from_error_file(error_file) or _traceback_in(stderr)
     kind, message, fingerprint = FailureKind.EXIT, f"exited with code {exit_code}", ""
     if trace:
-        raised = _RAISED.match(_raised_line(trace))
+        raised = _RAISED.match(_split(trace)[1])
         error_type = raised["type"] if raised else "Exception"
         text = ((raised["text"] or "") if raised else "")[:_MAX_TEXT]
         frames = list(_FRAME.finditer(trace))
@@ -301,21 +301,23 @@ def _plain(text: str) -> str:
     return _MARGIN.sub("", text) if _GROUP in text else text
 
 
-def _raised_line(trace: str) -> str:
-    """Return the line that names the exception, with the rest of the exception's text."""
-    lines = trace.rstrip().splitlines()
+def _split(trace: str) -> tuple[str, str]:
+    """Split a traceback into its frames and the exception: its name, and all lines of its text.
+
+    The lines of the exception end with a newline, whatever ended them before.
+    """
+    lines = trace.rstrip().splitlines(keepends=True)
+    first = max(0, len(lines) - 1)  # if all lines could belong to the exception, only the last does
     for i in range(len(lines) - 1, -1, -1):
-        line = lines[i]
-        if line[:1].isspace() or line == _TRACEBACK_HEAD:
-            return "\n".join(lines[i + 1 :])
-    return lines[-1] if lines else ""
+        if lines[i][:1].isspace() or lines[i].splitlines() == [_TRACEBACK_HEAD]:
+            first = i + 1
+            break
+    return "".join(lines[:first]), "\n".join("".join(lines[first:]).splitlines())
 
 
 def _shorten_traceback(trace: str) -> str:
     """Shorten a traceback for the report, such that a long exception text hides no frames."""
-    raised = _raised_line(trace)
-    frames = trace.rstrip()
-    frames = frames[: len(frames) - len(raised)]
+    frames, raised = _split(trace)
     return frames[-_TRACE:] + _truncate(raised, _TRACE_END)
 
 
