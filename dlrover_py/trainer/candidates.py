@@ -12,7 +12,7 @@ from typing import Any
 
 from dlrover_py.checkpoint import shm, transfer
 from dlrover_py.checkpoint.directory import CheckpointDirectory
-from dlrover_py.protocol.errors import CheckpointError, TransientError
+from dlrover_py.protocol.errors import CheckpointError, TransientError, UnreachableError
 from dlrover_py.protocol.manifest import Manifest
 from dlrover_py.trainer.sources import READ_ERRORS, OpenCandidate, RestoreSource
 
@@ -33,17 +33,24 @@ class SearchTiming:
 
 
 @contextmanager
-def local_agent(transfer_socket: str) -> Iterator[transfer.TransferConnection | None]:
+def local_agent(
+    transfer_socket: str,
+) -> Iterator[transfer.TransferConnection | UnreachableError | None]:
     """Connect to this node's transfer server; None if the path of its socket is empty.
 
-    Raises:
-        UnreachableError: the agent does not listen, or the socket belongs to another user.
+    If the agent does not listen, or the socket belongs to another user, the error is not raised but
+    returned. The other ranks of a load must learn of it, too.
     """
-    agent = transfer.TransferConnection.local(transfer_socket) if transfer_socket else None
+    agent: transfer.TransferConnection | UnreachableError | None = None
+    try:
+        if transfer_socket:
+            agent = transfer.TransferConnection.local(transfer_socket)
+    except UnreachableError as error:
+        agent = error
     try:
         yield agent
     finally:
-        if agent is not None:
+        if isinstance(agent, transfer.TransferConnection):
             agent.close()
 
 

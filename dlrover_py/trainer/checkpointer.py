@@ -235,7 +235,8 @@ class Checkpointer:
                 a process group that is not initialized, missing shared memory, and another open
                 Checkpointer of this worker.
             OSError: at the first call, the slots in shared memory cannot be opened.
-            UnreachableError: the transfer server of this node's agent does not answer.
+            UnreachableError: the transfer server of this node's agent does not answer. Ranks of
+                other nodes raise CheckpointError.
             RuntimeError: another rank is gone.
         """
         _check_mapping(state)
@@ -282,9 +283,9 @@ class Checkpointer:
         Returns:
             True once that is reached; if nothing was saved; and in a forked child. False if the
             time is over; in the handler of a signal as for ``save``; or if the checkpoint is not in
-            storage, and the log or the condition of the job says why. After :meth:`close` the
-            answer comes immediately: with ``persisted``, False may then mean that the outcome is
-            not known yet.
+            storage, and the log or the condition of the job says why. After :meth:`close`, a call
+            with ``persisted`` only looks for the checkpoint, and waits as long as nodes write it.
+            False may then mean that its write has not begun: the next call looks again.
 
         Raises:
             CallsDifferError: with ``persisted``, some ranks make another call.
@@ -293,7 +294,8 @@ class Checkpointer:
         if context is None or not self._claim.mine:
             return True
         if self._claim.closed:
-            return not persisted or self._storage.result(context, self._clock())
+            end = None if timeout_s is None else self._clock() + timeout_s
+            return not persisted or self._storage.result(context, end, may_be_written=True)
         if self._interrupts("wait()"):
             return False
         with self._calls.inside("wait()"):

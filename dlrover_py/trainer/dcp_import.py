@@ -8,9 +8,10 @@ import logging
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from dlrover_py.checkpoint.directory import BLOCK_BYTES, open_backend
 from dlrover_py.protocol.documents import LARGEST
@@ -19,10 +20,14 @@ from dlrover_py.protocol.names import Round, Step, Timeline
 from dlrover_py.protocol.slots import TensorChunk
 from dlrover_py.trainer.collectives import Ranks
 from dlrover_py.trainer.key_differences import format_keys
+from dlrover_py.trainer.object_codec import first_line
 from dlrover_py.trainer.restore import agree, fill
 from dlrover_py.trainer.restore_targets import RestorePlan, plan_restore, targets
 from dlrover_py.trainer.sources import READ_ERRORS, Catalog, RestoreSource, TensorLocation
 from dlrover_py.trainer.torch_compat import read_metadata
+
+ObjectPath = tuple[str | int, ...]
+"""The names and indexes that lead to an object in a nested state."""
 
 
 class _DcpFolder:
@@ -36,27 +41,29 @@ class _DcpFolder:
         self.where = self._place.url
         self.lengths: dict[tuple[str, int], int] = {}
 
-    def place(self, info: Any) -> TensorLocation:
+    def place(self, key: str, info: object) -> TensorLocation:
         """Return the location of an entry, from the information in ``.metadata``.
 
         The length of the entry is recorded for `entry`. The file itself is not read.
 
         Args:
-            info: the entry's value in ``storage_data`` of the metadata.
+            key: the key of the entry, for messages.
+            info: the entry's value in ``storage_data`` of the metadata; None if there is none.
 
         Raises:
             CheckpointError: the location is missing or invalid, its file is not directly in the
                 folder, or the entry is compressed.
         """
-        file = info.relative_path
-        if not (isinstance(file, str) and _count(info.offset) and _count(info.length)):
-            raise CheckpointError(f"{self.where}: an entry of its .metadata has no valid location")
+        parts = ("relative_path", "offset", "length")
+        file, offset, length = [cast(Any, getattr(info, part, None)) for part in parts]
+        if not (isinstance(file, str) and _is_count(offset) and _is_count(length)):
+            raise CheckpointError(f"{self.where}: {key} has no valid location in its .metadata")
         if getattr(info, "transform_descriptors", None):
             raise CheckpointError(f"{self.where}/{file} is compressed: expected uncompressed data")
         if "/" in file or file.startswith("."):
             raise CheckpointError(f"{self.where}: {file!r} is no file of a checkpoint")
-        self.lengths[file, info.offset] = info.length
-        return TensorLocation(self, file, info.offset, None)
+        self.lengths[file, offset] = length
+        return TensorLocation(self, file, offset, None)
 
     def entry(self, file: str, position: int) -> bytes:
         """Return the bytes of an entry, for which `place` was called before.
@@ -143,26 +150,64 @@ def _foreign(url: str) -> Catalog:
     """
     source = _DcpFolder(url)
     metadata = read_metadata(source.metadata())
+    try:
+        return _cataloged(source, metadata)
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        raise CheckpointError(f"its .metadata is malformed: {first_line(error)}") from error
+
+
+def _cataloged(source: _DcpFolder, metadata: Metadata) -> Catalog:
+    """Return the catalog of a folder with these metadata.
+
+    Malformed metadata may also lead to a TypeError and the like, which `_foreign` converts.
+
+    Args:
+        source: the folder.
+        metadata: what its ``.metadata`` says.
+
+    Raises:
+        CheckpointError: an object has no location; or a key, a location or a tensor chunk is not
+            valid.
+    """
     catalog = Catalog()
     catalog.foreign = True
-    paths: dict[str, tuple[str | int, ...]] = {}
+    paths: dict[str, ObjectPath] = {}
     for key, saved in metadata.state_dict_metadata.items():
+        if not isinstance(key, str):
+            raise CheckpointError(f"{source.where}: {key!r} in its .metadata is no key")
         if not isinstance(saved, TensorStorageMetadata):
-            location = source.place(metadata.storage_data[MetadataIndex(key)])
+            location = source.place(key, metadata.storage_data.get(MetadataIndex(key)))
             catalog.add_object(key, partial(source.entry, location.file, location.position))
-            paths[key] = tuple((metadata.planner_data or {}).get(key, key.split(".")))
+            paths[key] = _path_of(key, metadata.planner_data)
             continue
         dtype = str(saved.properties.dtype).removeprefix("torch.")
         for box in saved.chunks:
             chunk = TensorChunk(key, dtype, tuple(box.sizes), tuple(saved.size), tuple(box.offsets))
+            if not _is_possible(chunk):
+                raise CheckpointError(f"{source.where}: {key} has no valid chunk in its .metadata")
             info = metadata.storage_data.get(MetadataIndex(key, box.offsets))
-            catalog.add(chunk, source.place(info) if info is not None else None)
+            catalog.add(chunk, source.place(key, info) if info is not None else None)
     catalog.rebuild = partial(_rebuild, catalog, paths)
     return catalog
 
 
+def _path_of(key: str, planner_data: object) -> ObjectPath:
+    """Return the names and indexes of which the key of an object is composed.
+
+    torch's own planner notes them. Without such a note, the key is split at its dots.
+
+    Args:
+        key: the key.
+        planner_data: what the planner that wrote the checkpoint has noted.
+    """
+    noted = planner_data.get(key) if isinstance(planner_data, Mapping) else None
+    path: ObjectPath = tuple(noted) if isinstance(noted, tuple | list) else ()
+    known = all(isinstance(name, str | int) for name in path) and ".".join(map(str, path)) == key
+    return path if known else tuple(key.split("."))
+
+
 def _rebuild(
-    catalog: Catalog, paths: Mapping[str, tuple[str | int, ...]], key: str
+    catalog: Catalog, paths: Mapping[str, ObjectPath], key: str
 ) -> tuple[object, list[str]] | None:
     """Rebuild an object that DCP has split: ``optim.param_groups.0`` from ``….0.lr`` etc.
 
@@ -174,22 +219,30 @@ def _rebuild(
         key: the key of the object that was split.
 
     Returns:
-        The object and the keys that it was rebuilt from; None if there are no such keys.
+        The object and the keys that it was rebuilt from. None if there are no such keys, or if they
+        do not say how the object is nested.
     """
-    keys = [other for other in paths if other.startswith(f"{key}.")]
-    if not keys:
+    parts: dict[ObjectPath, dict[ObjectPath, str]] = {}
+    for other in paths:
+        if other.startswith(f"{key}."):
+            path = paths[other]
+            for depth in range(1, len(path)):  # none fits if a name has a dot: "x" and "a.b"
+                if ".".join(map(str, path[:depth])) == key:
+                    parts.setdefault(path[:depth], {})[path[depth:]] = other
+    if not parts:
+        return None
+    keys = next(iter(parts.values()))  # {"x.a": …} and {"x": {"a": …}} are two objects
+    inner_paths = {path[:depth] for path in keys for depth in range(1, len(path))}
+    if not inner_paths.isdisjoint(keys):  # a part would be within another one
         return None
     root: dict[str | int, Any] = {}
-    depth = next(
-        n for n in range(len(paths[keys[0]]) + 1) if ".".join(map(str, paths[keys[0]][:n])) == key
-    )
-    for other in keys:
+    for path, other in keys.items():
         holder = root
-        *inner, last = paths[other][depth:]
+        *inner, last = path
         for name in inner:
             holder = holder.setdefault(name, {})
         holder[last] = catalog.value(other)
-    return _listed(root), keys
+    return _listed(root), list(keys.values())
 
 
 def _listed(value: Any) -> Any:
@@ -202,6 +255,15 @@ def _listed(value: Any) -> Any:
     return items
 
 
-def _count(value: object) -> bool:
+def _is_count(value: object) -> bool:
     """Return whether a value is a plausible number of bytes."""
     return type(value) is int and 0 <= value < LARGEST
+
+
+def _is_possible(chunk: TensorChunk) -> bool:
+    """Return whether a chunk has a type of torch, and plausible bounds."""
+    return (
+        isinstance(getattr(torch, chunk.dtype, None), torch.dtype)
+        and len(chunk.shape) == len(chunk.whole) == len(chunk.at)
+        and all(map(_is_count, (*chunk.shape, *chunk.whole, *chunk.at)))
+    )

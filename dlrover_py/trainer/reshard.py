@@ -21,7 +21,7 @@ import xxhash
 from dlrover_py.checkpoint.shm import CACHED_COPY_BYTES, DamagedDataError
 from dlrover_py.protocol.errors import CheckpointError
 from dlrover_py.protocol.slots import TensorChunk
-from dlrover_py.trainer.object_codec import decode_object
+from dlrover_py.trainer.object_codec import decode_object, unreadable
 from dlrover_py.trainer.sources import READ_ERRORS, Catalog, PeerSource, TensorLocation
 from dlrover_py.trainer.state_dict import StateLeaf
 from dlrover_py.trainer.torch_compat import cuts
@@ -161,12 +161,8 @@ def _read_task(task: _CopyTask) -> None:
     task.why = ""
     try:
         if isinstance(location.source, TorchFileSource):
-            found = decode_object(location.source.entry(location.file, location.position))
-            if not isinstance(found, torch.Tensor) or tuple(found.shape) != task.chunk.shape:
-                raise DamagedDataError(
-                    f"{location.source.where}/{location.file}: {task.chunk.key} is not there"
-                )
-            _copy_region(found, task)
+            data = location.source.entry(location.file, location.position)
+            _copy_region(_decode_chunk(data, task.chunk, location), task)
         elif (start := task.run()) is not None and (
             task.is_direct() or location.source.kind == "memory"  # others: one request per part
         ):
@@ -177,6 +173,29 @@ def _read_task(task: _CopyTask) -> None:
             _copy_region(scratch, task)
     except READ_ERRORS as error:
         task.why = str(error) or type(error).__name__
+
+
+def _decode_chunk(data: bytes, chunk: TensorChunk, location: TensorLocation) -> torch.Tensor:
+    """Return a tensor chunk from the bytes of a file of ``torch.save``.
+
+    Args:
+        data: the bytes.
+        chunk: the chunk that they must have.
+        location: where they were read, for messages.
+
+    Raises:
+        DamagedDataError: the bytes are not those of a tensor of this shape.
+    """
+    where = f"{location.source.where}/{location.file}"
+    try:
+        found = decode_object(data)
+    except Exception as error:  # torch.load raises what a damaged file leads to
+        raise DamagedDataError(
+            f"{where}: {chunk.key} cannot be read: {unreadable(error)}"
+        ) from error
+    if not isinstance(found, torch.Tensor) or tuple(found.shape) != chunk.shape:
+        raise DamagedDataError(f"{where}: {chunk.key} is not there")
+    return found
 
 
 def _copy_region(chunk: torch.Tensor, task: _CopyTask) -> None:
@@ -268,7 +287,7 @@ def _read_from_peer(tasks: list[_CopyTask]) -> None:
                 job.why = "" if intact else "the bytes are not those that were saved"
     except READ_ERRORS as error:
         for job in tasks:
-            job.why = job.why and str(error)
+            job.why = job.why and (str(error) or type(error).__name__)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

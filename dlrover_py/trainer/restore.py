@@ -21,7 +21,7 @@ from pathlib import Path
 from dlrover_py.checkpoint import transfer
 from dlrover_py.checkpoint.directory import CheckpointDirectory
 from dlrover_py.protocol.checkpoint_id import CheckpointId
-from dlrover_py.protocol.errors import CheckpointError
+from dlrover_py.protocol.errors import CheckpointError, UnreachableError
 from dlrover_py.protocol.names import Round, Step, Timeline
 from dlrover_py.trainer.candidates import CandidateList, CandidateSearch, SearchTiming
 from dlrover_py.trainer.collectives import Ranks
@@ -81,7 +81,7 @@ def load(
     rank: int,
     world: int,
     arena: Path | None,
-    agent: transfer.TransferConnection | None,
+    agent: transfer.TransferConnection | UnreachableError | None,
     store: CheckpointDirectory | None,
     strict: bool = True,
     log: logging.Logger,
@@ -97,7 +97,7 @@ def load(
         world: the number of processes that load.
         arena: the directory of this node's shared-memory pool, which has the slots.
         agent: the connection to this node's transfer server. Without one, only the slots in
-            ``arena`` count as memory.
+            ``arena`` count as memory. If the server does not answer: the error, which is raised.
         store: the directory of checkpoints in storage.
         strict: keys that only one side has are an error.
         log: receives a warning about each checkpoint or source that is not used, and about
@@ -112,6 +112,8 @@ def load(
 
     Raises:
         ConfigError: this rank's state cannot be loaded; the other ranks raise CheckpointError.
+        UnreachableError: this node's transfer server does not answer; the other ranks raise
+            CheckpointError.
         KeysDifferError: the newest checkpoint that can be had belongs to a different state; nothing
             was changed.
         CheckpointError: there are checkpoints and none could be read, or none is known and memory
@@ -120,11 +122,14 @@ def load(
             candidate has no value for it. Also if several processes load without a process group.
     """
     ranks = Ranks(rank, world)
-    search = CandidateSearch(arena, agent, store, log, timing)
+    connection = None if isinstance(agent, UnreachableError) else agent
+    search = CandidateSearch(arena, connection, store, log, timing)
     known = CandidateList()
     refused: Exception | None = None
     try:
         targets(state, rank=rank)  # a state that cannot be loaded is refused before all else
+        if isinstance(agent, UnreachableError):
+            raise agent
         if rank == 0:
             known = search.candidates(round, job)
     except READ_ERRORS as error:
@@ -133,7 +138,7 @@ def load(
     lists = ranks.all((known, _message(refused)))
     if refused is not None:
         raise refused
-    ranks.refuse([f"the state cannot be loaded: {why}" if why else "" for _, why in lists])
+    ranks.refuse([f"nothing can be loaded: {why}" if why else "" for _, why in lists])
     known = lists[0][0]
     if not known.found and known.incomplete_reason:
         raise CheckpointError(

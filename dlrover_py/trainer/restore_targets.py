@@ -417,14 +417,15 @@ class OptimizerTarget:
         global_shape: tuple[int, ...],
         filled: MemoryRanges,
     ) -> torch.Tensor:
-        """Return a tensor for an entry of a parameter's state: the existing one, if it fits.
+        """Return the tensor that the load fills with one entry of the optimizer's state.
 
-        An existing tensor does not fit if the load fills its memory for another key. The tensor
-        becomes part of the state that replaces the current one at the end. The values of a new one
-        are not set yet.
+        The tensor of the current state is used if it has the saved type and shape, and shares no
+        memory with ``filled``. A new tensor is made otherwise, and its values are not loaded yet.
+        Either one becomes part of ``fresh``, the state that replaces the current one in
+        :meth:`finish`. The caller adds its memory to ``filled``.
 
         Args:
-            name: the name of the parameter.
+            name: the name of the parameter, or a key in ``owners``.
             entry: the name of the entry.
             dtype: the type that was saved.
             global_shape: the global shape that was saved.

@@ -166,7 +166,8 @@ class StandalonePersister:
         """
         self._on_reply, self._argv, self._wake_interval_s = on_reply, argv, wake_interval_s
         self._process: subprocess.Popen[bytes] | None = None
-        self._open_attempts: set[str] = set()
+        self._open_attempts: dict[str, subprocess.Popen[bytes]] = {}
+        """Attempt without its last reply → the process to which it was sent."""
         self._sent_at = 0.0
         self._next: WriteRequest | None = None
         self._changed = threading.Condition()
@@ -205,13 +206,13 @@ class StandalonePersister:
 
         If this fails, nothing is raised: the reply ``failed`` is passed to ``on_reply``.
         """
-        self._open_attempts.add(request.attempt)
         self._sent_at = time.monotonic()
         try:
             if self._process is None or self._process.poll() is not None:
                 self._start()
             assert self._process is not None
             assert self._process.stdin is not None
+            self._open_attempts[request.attempt] = self._process
             self._process.stdin.write(request.encode())
             self._process.stdin.flush()
         except OSError as error:
@@ -262,6 +263,7 @@ class StandalonePersister:
         Raises:
             OSError: it cannot be started.
         """
+        before = self._process
         with shielded_child():
             self._process = subprocess.Popen(
                 self._argv,
@@ -269,15 +271,18 @@ class StandalonePersister:
                 stdout=subprocess.PIPE,
                 start_new_session=True,
             )
+        if before is not None and before.stdin is not None:  # its thread closes the other pipe
+            with contextlib.suppress(OSError):  # a request that it has not read may be left
+                before.stdin.close()
         threading.Thread(
             target=self._read_replies, args=(self._process,), name="dlrover-persister", daemon=True
         ).start()
 
     def _read_replies(self, process: "subprocess.Popen[bytes]") -> None:
-        """Read replies until the process ends. Every request that is still open has failed then.
+        """Read replies until the process ends. Its requests that are still open have failed then.
 
-        Open requests are left alone if another process was started by then: they fail when that one
-        ends. Lines that are no valid reply are ignored. This is the body of a thread.
+        Another process may have been started by then: the requests to that one are left alone.
+        Lines that are no valid reply are ignored. This is the body of a thread.
         """
         stdout = process.stdout
         assert stdout is not None
@@ -291,7 +296,7 @@ class StandalonePersister:
                     self._handle_reply(message)
         code = process.wait()
         with self._changed:
-            left = list(self._open_attempts) if process is self._process else []
+            left = [one for one, sent_to in self._open_attempts.items() if sent_to is process]
         for attempt in left:
             self._handle_reply(
                 WriteReply(
@@ -308,7 +313,7 @@ class StandalonePersister:
         finally:
             if answer.phase in (PersistPhase.DONE, PersistPhase.FAILED):
                 with self._changed:
-                    self._open_attempts.discard(answer.attempt)
+                    self._open_attempts.pop(answer.attempt, None)
                     if self._next is not None and not self._open_attempts:
                         request, self._next = self._next, None
                         self._begin(request)

@@ -633,13 +633,24 @@ class StateWalk:
         Raises:
             ConfigError: another object has the same key.
         """
-        if key in self.flat.objects:
-            raise ConfigError(f"checkpoint: two values of the state have the key {key}")
-        self.flat.objects[key] = value
+        self._note_object(key, value)
         if self.load:
             self.put[key] = partial(holder.__setitem__, name)
             if self._subtree is not None:
                 self._subtree.keys.add(key)
+
+    def _note_object(self, key: str, value: object) -> None:
+        """Add a value that is saved as one object, without a setter.
+
+        Raises:
+            ConfigError: another object has the same key.
+        """
+        if key in self.flat.objects:
+            raise ConfigError(
+                f"checkpoint: two values of the state have the key {key}: expected keys that "
+                "differ once they are joined by dots"
+            )
+        self.flat.objects[key] = value
 
     def _visit_stateful(self, key: str, value: Any, found: list[tuple[str, Optimizer]]) -> None:
         """Visit an object that has ``state_dict`` and ``load_state_dict``.
@@ -655,7 +666,7 @@ class StateWalk:
         """
         state = value.state_dict()
         if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
-            self.flat.objects[key] = state
+            self._note_object(key, state)
             if self.load:
                 self.put[key] = value.load_state_dict
             return
@@ -753,7 +764,7 @@ class StateWalk:
         for number, group in enumerate(optimizer.param_groups):
             values: dict[str, object] = {k: v for k, v in group.items() if k != "params"}
             values["params"] = [names[id(p)] for p in group["params"]]
-            self.flat.objects[f"{key}.param_groups.{number}"] = values
+            self._note_object(f"{key}.param_groups.{number}", values)
         if self.load:
             return
         sharded, owners = set[str](), set[str]()
@@ -780,7 +791,7 @@ class StateWalk:
                 )
             prefix = f"{key}.state.{names.get(number, owner)}."
             if not isinstance(entries, Mapping):
-                self.flat.objects[prefix.removesuffix(".")] = entries
+                self._note_object(prefix.removesuffix("."), entries)
                 continue
             defer = number in self._deferrable
             why = (
@@ -804,7 +815,7 @@ class StateWalk:
                 if not isinstance(value, torch.Tensor) or not self.tensor(
                     full, value, why, defer=defer and value.shape == shape
                 ):
-                    self.flat.objects[full] = value
+                    self._note_object(full, value)
         for number in range(len(optimizer.param_groups)):
             saved: Any = self.flat.objects[f"{key}.param_groups.{number}"]
             if sharded:

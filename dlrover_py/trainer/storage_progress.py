@@ -249,16 +249,19 @@ class StorageProgress:
             pause.wait(left)  # the agent's persister marks the slot when it is done
         return True
 
-    def result(self, context: WorkerContext, end: float | None) -> bool:
+    def result(
+        self, context: WorkerContext, end: float | None, *, may_be_written: bool = False
+    ) -> bool:
         """Return whether the last checkpoint that was to go to storage is there.
 
-        Call it only when :meth:`wait` has returned True: a write that still runs counts as failed,
-        and the answer is kept. True if there was none. False also if storage cannot be read, or has
-        not answered in time.
+        True if there was none. False also if storage cannot be read, or has not answered in time.
+        The answer is kept.
 
         Args:
             context: the context of this worker.
             end: the end of the time, by the clock; None: wait for ``CANCEL_AFTER_S``.
+            may_be_written: whether the write may begin later, because :meth:`wait` has not returned
+                True. The next call then looks for a checkpoint again that is not there.
         """
         if self.ordered is None:  # nothing was sent
             return True
@@ -266,9 +269,12 @@ class StorageProgress:
             self._stored = self._is_stored(context, self.ordered)
         left = CANCEL_AFTER_S if end is None else max(0.0, end - self._clock())
         try:
-            return self._stored.result(left)
+            found = self._stored.result(left)
         except TimeoutError:
             return False
+        if may_be_written and not found:
+            self._stored = None
+        return found
 
     def _is_stored(self, context: WorkerContext, one: CheckpointId) -> "Future[bool]":
         """Return a future of whether storage has a checkpoint that was to go there.
@@ -288,10 +294,18 @@ class StorageProgress:
         return found
 
     def _find_in_storage(self, context: WorkerContext, one: CheckpointId) -> bool:
-        """Look for a checkpoint in storage as long as other nodes still write their shards.
+        """Return whether storage has a complete checkpoint; wait while a node may still write it.
 
-        The limit is `CANCEL_AFTER_S`. False also means that storage cannot be read, which is
-        logged.
+        Storage is read every `STORAGE_POLL_S` seconds. The result is True once a valid manifest of
+        this checkpoint and job is there. It is False once no attempt at this step is under way.
+        Files in the folder `PARTS_FOLDER` of an attempt without a manifest show that it is.
+
+        The result is also False after `CANCEL_AFTER_S` seconds, or if storage cannot be read. The
+        latter is logged as a warning.
+
+        Args:
+            context: the context of this worker.
+            one: the checkpoint.
         """
         from dlrover_py.checkpoint.directory import PARTS_FOLDER, CheckpointDirectory
 

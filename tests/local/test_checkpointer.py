@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -11,7 +12,8 @@ import pytest
 
 from dlrover_py.checkpoint import shm as arena
 from dlrover_py.checkpoint.directory import CheckpointDirectory
-from dlrover_py.protocol.persister import WriteRequest
+from dlrover_py.protocol.agents import PersistPhase
+from dlrover_py.protocol.persister import WriteReply, WriteRequest
 from dlrover_py.trainer.standalone import REPLACED_BY_NEWER, StandalonePersister
 from tests.programs import PROGRAMS
 from tests.unit.test_checkpointer import DEADLINE_S
@@ -62,6 +64,51 @@ def test_of_orders_that_come_faster_than_they_are_written_each_begun_is_finished
         (tmp_path / attempt).touch()
     one.close()
     assert told == [("2", REPLACED_BY_NEWER), ("1", ""), ("3", "")]
+
+
+@pytest.mark.timeout(150)
+def test_an_order_of_a_persister_that_has_died_fails_while_the_next_one_lives(
+    tmp_path: Path,
+) -> None:
+    """The next one may be started before the end of the first one is read."""
+    told: list[tuple[str, str]] = []
+    pid, started, read, failed = tmp_path / "pid", *(threading.Event() for _ in range(3))
+
+    def on_reply(answer: WriteReply) -> None:
+        if answer.phase is PersistPhase.FAILED:
+            told.append((answer.attempt, answer.why))
+            failed.set()
+        elif answer.attempt == "1":
+            started.set()
+            assert read.wait(DEADLINE_S)
+
+    argv = ("/bin/sh", "-c", f'echo $$ > {pid}; exec "$@"', "sh", *PERSISTER, "echo")
+    one = StandalonePersister(on_reply, argv)
+    made = WriteRequest(
+        attempt="1",
+        step=7,
+        round=1,
+        world=1,
+        ranks=[0],
+        arena="/nowhere",
+        dir="/nowhere",
+        job="j",
+        node="n0",
+        writers=["n0"],
+        grant=0,
+    )
+    one.order(made)
+    assert started.wait(DEADLINE_S)
+    first = int(pid.read_text())
+    os.kill(first, signal.SIGKILL)
+    os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
+    one.order(made.model_copy(update={"attempt": "2"}))
+    read.set()
+    assert failed.wait(DEADLINE_S)
+    assert told == [("1", "the persister has ended with code -9")]
+    one.close(0.1)
+    assert one.wait(DEADLINE_S)
+    assert told[1:] == [("2", "the persister has ended with code -9")]
 
 
 def test_a_script_that_fails_does_not_wait_for_what_cannot_be_finished(tmp_path: Path) -> None:

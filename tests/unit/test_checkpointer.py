@@ -646,6 +646,28 @@ def test_whose_part_is_written_waits_for_those_of_other_nodes(
     assert said == [True]
 
 
+def test_after_close_storage_is_asked_until_it_has_what_was_to_go_there(
+    make: Callable[..., Checkpointer], tmp_path: Path
+) -> None:
+    checkpointer = make(tmp_path / "dir")
+    assert checkpointer.save(1, STATE, force=True)
+    checkpointer.close()
+    assert not checkpointer.wait(persisted=True), "its write has not begun"
+    done_with(tmp_path, 1)
+    assert checkpointer.wait(persisted=True, timeout_s=DEADLINE_S)
+    assert checkpointer.wait(persisted=True)
+
+
+def test_the_first_question_after_close_gets_the_answer_of_storage(
+    make: Callable[..., Checkpointer], tmp_path: Path
+) -> None:
+    checkpointer = make(tmp_path / "dir")
+    assert checkpointer.save(1, STATE, force=True)
+    checkpointer.close()
+    done_with(tmp_path, 1)
+    assert checkpointer.wait(persisted=True)
+
+
 HOUR = 3600.0
 
 

@@ -8,10 +8,13 @@ import logging
 import os
 import pickle
 import random
+import re
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from datetime import timedelta
 from itertools import pairwise, product
 from pathlib import Path
 from types import MappingProxyType
@@ -40,12 +43,12 @@ from dlrover_py.protocol.agents import (
     RestoreCandidates,
 )
 from dlrover_py.protocol.checkpoint_id import CheckpointId
-from dlrover_py.protocol.errors import CheckpointError
+from dlrover_py.protocol.errors import CheckpointError, DLRoverError, UnreachableError
 from dlrover_py.protocol.manifest import Manifest, WrittenChunk, WrittenObject
 from dlrover_py.protocol.names import Round, Step, Timeline
 from dlrover_py.protocol.slots import SlotHeader, TensorChunk
 from dlrover_py.trainer import reshard, restore
-from dlrover_py.trainer.candidates import SearchTiming, merge
+from dlrover_py.trainer.candidates import SearchTiming, local_agent, merge
 from dlrover_py.trainer.collectives import Ranks
 from dlrover_py.trainer.dcp_import import load_dcp
 from dlrover_py.trainer.key_differences import KeyDifferences
@@ -53,13 +56,14 @@ from dlrover_py.trainer.object_codec import encode_object
 from dlrover_py.trainer.reshard import copy_leaves
 from dlrover_py.trainer.restore import KeysDifferError, Loaded
 from dlrover_py.trainer.restore_targets import RestorePlan, targets
-from dlrover_py.trainer.sources import Catalog, RestoreSource, TensorLocation
+from dlrover_py.trainer.sources import Catalog, PeerSource, RestoreSource, TensorLocation
 from dlrover_py.trainer.state_dict import STRUCTURE, PerRank, RandomState, StateLeaf, flatten
 from tests import slots
 from tests.slots import Lookup
 from tests.staged import stage
 
 LOG = logging.getLogger("test")
+DEADLINE_S = 30.0
 alone = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
@@ -869,6 +873,34 @@ class Bytes:
         target[:] = self.data[position : position + len(target)]
 
 
+class Mute:
+    """A connection that breaks, and does not say why."""
+
+    where = "transfer server of n1"
+
+    def contents(self, name: str, fill: str) -> None:
+        """Say nothing of a slot."""
+
+    def read_all(self, *_: object, **__: object) -> Iterator[memoryview]:
+        raise EOFError
+
+
+def test_what_a_peer_did_not_send_without_a_word_is_read_elsewhere(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    value, found, catalog, there = torch.arange(4.0), torch.zeros(4), Catalog(), Bytes()
+    raw = value.numpy().tobytes()
+    chunk = TensorChunk("w", "float32", (4,), (4,), (0,))
+    mute: Any = Mute()
+    peer = PeerSource(mute, "0.0", "fill", threading.Lock())
+    catalog.add(chunk, TensorLocation(peer, "", 0, shm.digest(raw)))
+    catalog.add(chunk, TensorLocation(there, "", there.put(raw), shm.digest(raw)))
+    nbytes = copy_leaves(catalog, [StateLeaf(chunk, found, False)], LOG)
+    assert torch.equal(found, value)
+    assert nbytes == {"memory": 16}
+    assert "w in 0.0 of the transfer server of n1 is not used: EOFError" in caplog.text
+
+
 # --- which is the newest ---
 
 
@@ -929,6 +961,110 @@ def test_metadata_that_name_anything_else_are_refused(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps(os.kill))
     with pytest.raises(CheckpointError, match=r"names posix\.kill: expected torch's metadata"):
         load_dcp(fresh(1), tmp_path, rank=0, world=1, log=LOG)
+
+
+@alone
+def test_a_damaged_tensor_in_a_file_of_torchs_is_told(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(4)}, checkpoint_id=tmp_path, no_dist=True)
+    (file,) = tmp_path.glob("*.distcp")
+    file.write_bytes(bytes(file.stat().st_size))
+    state = {"w": torch.zeros(4)}
+    with pytest.raises(CheckpointError, match=r"w cannot be read: .*do not train on") as caught:
+        load_dcp(state, tmp_path, rank=0, world=1, log=LOG)
+    assert str(caught.value).isprintable()
+
+
+@alone
+@pytest.mark.parametrize(
+    ("saved", "flat", "state", "expected"),
+    [
+        ({"x": {"a.b": 5, "c": 6}}, False, {"x": {"a": 1, "c": 0}}, {"x": {"a": 1, "c": 6}}),
+        ({"x.a.b": 5, "x.a.b.c": 6, "y": 7}, True, {"x.a": 1, "y": 0}, {"x.a": 1, "y": 7}),
+        ({"x.a.b.c": 6, "x.a.b": 5, "y": 7}, True, {"x.a": 1, "y": 0}, {"x.a": 1, "y": 7}),
+        ({"x.a": {"b": 5}, "x": {"a": {"c": 6}}}, False, {"x.a": 0}, {"x.a": {"b": 5}}),
+        ({"x": {"a": {"c": [{"d": 1}, 6]}}}, False, {"x.a": 0}, {"x.a": {"c": [{"d": 1}, 6]}}),
+    ],
+)
+def test_of_keys_of_torchs_only_those_that_are_an_objects_own_make_one(
+    saved: dict[str, Any],
+    flat: bool,
+    state: dict[str, Any],
+    expected: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=not flat)
+    dcp.save(saved, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+    load_dcp(state, tmp_path, rank=0, world=1, strict=False, log=LOG)
+    assert state == expected
+
+
+def without_location(metadata: Any) -> None:
+    metadata.storage_data = {
+        index: info for index, info in metadata.storage_data.items() if index.fqn != "n"
+    }
+
+
+def with_odd_locations(metadata: Any) -> None:
+    metadata.storage_data = dict.fromkeys(metadata.storage_data, 7)
+
+
+def with_odd_bounds(metadata: Any) -> None:
+    metadata.state_dict_metadata["w"].chunks[0].offsets = ("a",)
+
+
+def without_properties(metadata: Any) -> None:
+    metadata.state_dict_metadata["w"].properties = None
+
+
+def with_a_type_that_is_none(metadata: Any) -> None:
+    metadata.state_dict_metadata["w"].properties.dtype = "os"
+
+
+def with_a_number_as_key(metadata: Any) -> None:
+    metadata.state_dict_metadata[3] = metadata.state_dict_metadata.pop("w")
+
+
+def without_chunks(metadata: Any) -> None:
+    del metadata.state_dict_metadata["w"].chunks
+
+
+@alone
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (without_location, "n has no valid location in its .metadata"),
+        (with_odd_locations, "has no valid location in its .metadata"),
+        (with_odd_bounds, "w has no valid chunk in its .metadata"),
+        (without_properties, "its .metadata is malformed: AttributeError: "),
+        (with_a_type_that_is_none, "w has no valid chunk in its .metadata"),
+        (with_a_number_as_key, "3 in its .metadata is no key"),
+        (without_chunks, "its .metadata is malformed: AttributeError: "),
+    ],
+)
+def test_malformed_metadata_are_refused(
+    damage: Callable[[Any], None], words: str, tmp_path: Path
+) -> None:
+    dcp.save({"w": torch.ones(4), "n": 5}, checkpoint_id=tmp_path, no_dist=True)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    damage(metadata)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    state = {"w": torch.zeros(4), "n": 0}
+    with pytest.raises(CheckpointError, match=re.escape(words)):
+        load_dcp(state, tmp_path, rank=0, world=1, log=LOG)
+    assert same(state, {"w": torch.zeros(4), "n": 0})
+
+
+@alone
+def test_what_another_planner_has_noted_is_no_matter(tmp_path: Path) -> None:
+    dcp.save({"x": {"a": 5}}, checkpoint_id=tmp_path, no_dist=True)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    odd: list[object] = [7, {"x.a": 7}, {"x.a": ()}, {"x.a": ("x", {})}, {"x.a": ("y", "a")}]
+    for noted in odd:
+        metadata.planner_data = noted
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+        state: dict[str, Any] = {"x": 0}
+        load_dcp(state, tmp_path, rank=0, world=1, log=LOG)
+        assert state == {"x": {"a": 5}}
 
 
 # --- from storage and from peers ---
@@ -1200,3 +1336,56 @@ def test_what_only_some_ranks_have_grown_makes_nothing_common(
     other.new_entries = ["a.x"]
     fit.keys.disjoint = other.disjoint = True
     assert restore.agree(ranks, "step 7", fit, None, strict=False) == ""
+
+
+# --- two ranks ---
+
+
+@pytest.fixture
+def two_ranks(tmp_path: Path) -> Iterator[Callable[[Callable[[int], None]], None]]:
+    """Two ranks, each a thread with a process group of its own."""
+    from torch._C._distributed_c10d import _set_thread_isolation_mode  # type: ignore[attr-defined]
+    from torch.testing._internal.distributed.multi_threaded_pg import (
+        _install_threaded_pg,
+        _uninstall_threaded_pg,
+    )
+
+    def run(act: Callable[[int], None]) -> None:
+        store, limit = dist.FileStore(str(tmp_path / "meet"), 2), timedelta(seconds=DEADLINE_S)
+
+        def rank(number: int) -> None:
+            dist.init_process_group("gloo", store=store, rank=number, world_size=2, timeout=limit)
+            try:
+                act(number)
+            finally:
+                dist.destroy_process_group()
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(rank, range(2)))
+
+    _set_thread_isolation_mode(True)
+    _install_threaded_pg()
+    yield run
+    _uninstall_threaded_pg()
+    _set_thread_isolation_mode(False)
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_load_fails_on_all_ranks_if_the_agent_of_one_does_not_answer(
+    two_ranks: Callable[[Callable[[int], None]], None], tmp_path: Path, silent: int
+) -> None:
+    """Its memory may have the newest checkpoint."""
+    said: dict[int, DLRoverError] = {}
+
+    def act(rank: int) -> None:
+        socket = str(tmp_path / "none.sock") if rank == silent else ""
+        try:
+            with local_agent(socket) as agent:
+                load({"w": torch.zeros(2)}, tmp_path, rank=rank, world=2, agent=agent)
+        except DLRoverError as error:
+            said[rank] = error
+
+    two_ranks(act)
+    assert type(said[silent]) is UnreachableError
+    assert type(said[1 - silent]) is CheckpointError
+    assert str(said[1 - silent]).startswith(f"rank {silent}: nothing can be loaded: the agent's ")

@@ -152,9 +152,35 @@ def test_what_belongs_to_one_rank_has_its_rank_in_the_key() -> None:
     assert all(leaf.chunk.private for leaf in flat.leaves)
 
 
+class SaysFive:
+    """An object whose state is a number."""
+
+    def state_dict(self) -> Any:
+        return 5
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take nothing."""
+
+
 def test_what_cannot_be_told_apart_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"two values .* key a\.b"):
         flatten({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, rank=0)
+    optimizer = torch.optim.SGD([p := nn.Parameter(torch.ones(2))])
+    optimizer.state[p] = {"n": 1, "t": torch.ones(2)}
+    for key in ("o.param_groups.0", "o.state.0.0.n"):
+        with pytest.raises(ConfigError, match=rf"two values .* key {key}: expected keys that"):
+            flatten({"o": optimizer, key: "mine"}, rank=0)
+    optimizer.state[p] = 5
+    with pytest.raises(ConfigError, match=r"two values .* key o\.state\.0\.0"):
+        flatten({"o": optimizer, "o.state.0.0": "mine"}, rank=0)
+    for state in (
+        {"a.b": "mine", "a": {"b": SaysFive()}},
+        {"a": {"b": SaysFive()}, "a.b": "mine"},
+        {"a": [SaysFive()], "a.0": SaysFive()},
+    ):
+        for act in (flatten, targets):
+            with pytest.raises(ConfigError, match=r"two values .* key a\.[b0]"):
+                act(state, rank=0)
     with pytest.raises(ConfigError, match="wrap the value in PerRank"):
         flatten({"rank/0/x": 1}, rank=0)
     with pytest.raises(ConfigError, match=r"m\.weight has no memory yet"):
