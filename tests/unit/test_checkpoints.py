@@ -481,6 +481,23 @@ def test_what_is_to_be_stored_is_not_called_off_for_each_step_of_the_next_round(
     assert not desk.core.holds(N1)
 
 
+def test_a_commit_that_is_granted_comes_before_a_newer_one_that_may_be_lost() -> None:
+    """All its bytes are in storage, and the next one may not be there in time."""
+    desk = sharded(5, persist=True)
+    desk.persisting(N0, PersistPhase.READY)
+    wish(desk, N0, N1)
+    for rank, node in enumerate((N0, N1)):
+        desk.say(node, memory=[held(5, rank), held(6, rank)], memory_round=2)
+    assert {o.step for o in desk.orders().values()} == {5}
+    desk.persisting(N0, PersistPhase.DONE)
+    assert {o.step for o in desk.orders().values()} == {6}, "the request is not met by step 5"
+    assert desk.core.holds(N1)
+    desk.persisting(N0, PersistPhase.READY)
+    desk.persisting(N0, PersistPhase.DONE)
+    assert desk.notes == ["CheckpointStored", "CheckpointRequested", "CheckpointStored"]
+    assert not desk.core.holds(N1)
+
+
 def test_who_never_looks_is_not_waited_for_for_long() -> None:
     desk = sharded(5)
     desk.say(N0, stores=True)

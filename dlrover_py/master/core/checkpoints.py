@@ -549,7 +549,10 @@ class Checkpoints:
             self._done(run)
 
     def _done(self, run: _PersistRun) -> None:
-        """Close an attempt that has succeeded; a request that waits for no worker ends too."""
+        """Close an attempt that has succeeded; the request that it was made for ends too.
+
+        Any other request goes on: memory may have a newer checkpoint than this one.
+        """
         self.commits += 1
         self.failing = ""
         self._close(run)
@@ -563,7 +566,7 @@ class Checkpoints:
         self._outcome.notes.append(CheckpointNote(EventReason.CHECKPOINT_STORED, message))
         self._outcome.reassign.update(run.ranks)
         flush = self._flush
-        if flush is not None and not flush.waits:
+        if flush is not None and flush.attempt == run.attempt:
             self._end_flush()
 
     def _failed(self, why: str) -> None:
@@ -635,7 +638,8 @@ class Checkpoints:
         A request to store what may be lost comes first. Its write begins once no worker is waited
         for. It takes the newest complete checkpoint in memory that no round has skipped. The
         request ends if that is in storage already, or was tried twice. An attempt that the request
-        has not begun is canceled for it if its checkpoint is older.
+        has not begun is canceled for it if its checkpoint is older. If the commit of that attempt
+        is granted, the request waits for its end instead.
 
         Otherwise, and while no attempt runs, the newest complete checkpoint that workers want
         stored is written. Checkpoints that are stored already, were skipped by a round, or were
@@ -655,8 +659,10 @@ class Checkpoints:
             key = next((k for k in complete if not self._is_skipped(k)), None)
             if key is None or self._is_stored(key) or self.memory.checkpoints[key].tried >= TRIES:
                 self._end_flush()
-            elif self._run is None or (self._run.id < key and self._run.attempt != flush.attempt):
-                if self._run is not None:
+            elif (run := self._run) is None or (
+                run.id < key and run.attempt != flush.attempt and not run.granted
+            ):
+                if run is not None:
                     self._cancel("a newer checkpoint is stored instead")
                 flush.attempt = self._write(key, now, term, flush.until)
                 message = f"the checkpoint of step {key.step} is being stored now: {flush.why}"
