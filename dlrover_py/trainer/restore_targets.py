@@ -30,6 +30,7 @@ from dlrover_py.trainer.memory_ranges import MemoryRanges
 from dlrover_py.trainer.object_codec import first_line
 from dlrover_py.trainer.sources import Catalog
 from dlrover_py.trainer.state_dict import (
+    NAMES,
     OWNERS,
     RNG,
     SHARDED,
@@ -81,7 +82,7 @@ class RestoreTargets:
         """Key of a DTensor in ``_destinations`` → key of its subtree."""
         self._templates: dict[tuple[str, tuple[int, ...]], DTensor | None] = {}
 
-    def add(self, key: str) -> ReplaceableSubtree | None:
+    def add(self, key: str, names: Mapping[str, object]) -> ReplaceableSubtree | None:
         """Add a subtree for a plain value at the top level that the state does not have yet.
 
         The value is put into the state at the end of the load, unless the subtree is removed
@@ -89,13 +90,16 @@ class RestoreTargets:
 
         Args:
             key: the key of the value in the checkpoint.
+            names: the saved names of values at the top level that are not plain strings, by their
+                text in keys.
 
         Returns:
             The subtree. None if the state cannot be changed, already has this name, or the name is
             reserved.
         """
         own = private_key(self.rank, "")
-        name = key.removeprefix(own)
+        text = key.removeprefix(own)
+        name = cast(Any, names.get(text, text))
         if not isinstance(self._state, MutableMapping) or name in self._state or name == RNG:
             return None
         container: dict[object, object] = {name: None}
@@ -105,7 +109,7 @@ class RestoreTargets:
         def finish() -> None:
             if region in self.subtrees:
                 value = container[name]
-                cast(Any, self._state)[name] = PerRank(value) if name != key else value
+                cast(Any, self._state)[name] = PerRank(value) if text != key else value
 
         self._finish.append((key, finish))
         return region
@@ -828,7 +832,9 @@ class _RestorePlanner:
         """
         target, tensors, objects = self._target, self._catalog.chunks, self._catalog.objects
         saved = tensors.keys() | objects.keys()
+        self._used.add(NAMES)  # it is no value of the state
         if not self._catalog.foreign:
+            names: Any = self._catalog.value(NAMES) if NAMES in objects else {}
             tops = {key.removesuffix(STRUCTURE) for key in objects if key.endswith(STRUCTURE)}
             tops |= {key for key in saved if "." not in key and not key.endswith(STRUCTURE)}
             tops = {top for top in tops if not any(region.has(top) for region in target.subtrees)}
@@ -836,7 +842,7 @@ class _RestorePlanner:
                 tops - target.put.keys() - {region.key for region in target.subtrees}
             ):
                 of_this_rank = not is_private(top) or top.startswith(private_key(target.rank, ""))
-                if of_this_rank and target.add(top) is not None and not is_private(top):
+                if of_this_rank and target.add(top, names) is not None and not is_private(top):
                     self._keys.new_values.append(top)
         for region in target.subtrees:
             key = region.key + STRUCTURE

@@ -151,6 +151,8 @@ OWNERS = "dlrover.owners"
 strings instead of parameters."""
 STRUCTURE = "/structure"
 """Suffix of an object's key: the key under which its :class:`StateStructure` is saved."""
+NAMES = "dlrover.names"
+"""Key of the state's own names that are not plain strings, by their text in the other keys."""
 RNG = "dlrover.rng"
 """Key of each rank's RNG state; no script uses it."""
 
@@ -380,7 +382,10 @@ class StateWalk:
                 key.
         """
         found: list[tuple[str, Optimizer]] = []
-        self._visit_mapping("", state, found)
+        tree = self._visit_mapping("", state, found)
+        texts = {f"{name}": _name("the state", name) for name in tree if type(name) is not str}
+        if texts and not self.load:
+            self._add_object(NAMES, texts, None, None)
         for key, module, entries in self.modules:
             names = _clean_names(module, entries)
             for raw, value in entries.items():

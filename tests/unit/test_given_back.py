@@ -8,6 +8,7 @@ import logging
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import nn
 from dlrover_py.protocol.errors import CheckpointError, ConfigError
 from dlrover_py.trainer import restore
 from dlrover_py.trainer.object_codec import encode_object
-from dlrover_py.trainer.state_dict import STRUCTURE, flatten
+from dlrover_py.trainer.state_dict import STRUCTURE, PerRank, flatten
 from tests import slots
 from tests.staged import stage
 
@@ -130,6 +131,29 @@ def test_plain_values_come_back_whatever_was_there(
         state.update({name: [one, {"a": one}] if nested else one for name in state})
     load(state, arena)
     assert equal(state, by_torch(saved)), state
+
+
+class Part(StrEnum):
+    BEST = "best"
+
+
+@pytest.mark.parametrize("kind", [lambda value: value, PerRank])
+def test_names_of_the_state_come_back_as_they_were(
+    kind: Callable[[object], object], tmp_path: Path
+) -> None:
+    saved: dict[Any, Any] = {7: kind([1]), (1, 2): kind(torch.ones(2))}
+    saved |= {Part.BEST: kind(0.5), "text": kind(None)}
+    stage(tmp_path / "0.0", saved)
+    state: dict[Any, Any] = {}
+    load(state, tmp_path)
+    state = {name: v.value if isinstance(v, PerRank) else v for name, v in state.items()}
+    assert equal(state, {7: [1], (1, 2): torch.ones(2), "best": 0.5, "text": None})
+    assert {type(name) for name in state} == {int, tuple, str}
+
+
+def test_a_name_of_the_state_that_could_not_be_read_back_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"the state has the key frozenset\(\), a frozenset: exp"):
+        flatten({frozenset(): 1}, rank=0)  # type: ignore[dict-item]
 
 
 # --- values that are one object here ---
