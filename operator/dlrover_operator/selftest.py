@@ -20,6 +20,8 @@ from dlrover_py.kubernetes.watch import Gone, Listed
 from dlrover_py.protocol import names
 from dlrover_py.protocol.errors import DLRoverError
 
+LABEL = "elasticjob.dlrover/self-test"
+"""Label of the job of a self-test. A job without it belongs to a user and is never deleted."""
 KEEP_S = 600
 """Seconds after its end at which the operator removes the job if this process was killed."""
 
@@ -53,7 +55,7 @@ def job(name: str, namespace: str, image: str, pull_secrets: Sequence[str] = ())
     if pull_secrets:
         pod["imagePullSecrets"] = [{"name": secret} for secret in pull_secrets]
     return {
-        "metadata": {"name": name, "namespace": namespace},
+        "metadata": {"name": name, "namespace": namespace, "labels": {LABEL: "true"}},
         "spec": {
             "distributionStrategy": "AllreduceStrategy",
             "ttlSecondsAfterFinished": KEEP_S,
@@ -67,8 +69,9 @@ def job(name: str, namespace: str, image: str, pull_secrets: Sequence[str] = ())
 async def check(api: KubeClient, wanted: Obj) -> str:
     """Run a job, delete it, and return the reason why it did not succeed.
 
-    First the API server must refuse an invalid job. A job of the same name that exists already is
-    then deleted. Progress is printed. There is no time limit: the caller sets one.
+    First the API server must refuse an invalid job. The job of an earlier self-test is then
+    deleted. A user's job of the same name stays, and is the reason why the test fails. Progress is
+    printed. There is no time limit: the caller sets one.
 
     Args:
         api: client of the API server.
@@ -93,7 +96,13 @@ async def check(api: KubeClient, wanted: Obj) -> str:
     except errors.InvalidError as error:
         _say(f"an invalid job was refused, as expected: {error}")
     await _remove(api, name, namespace)
-    made = await api.create(ELASTICJOBS, wanted)
+    try:
+        made = await api.create(ELASTICJOBS, wanted)
+    except errors.AlreadyExistsError as error:
+        return (
+            f"{error}: expected no job {name} in the namespace {namespace}, found one that is not "
+            f"of a self-test (it has no label {LABEL}); give it another name"
+        )
     try:
         return await _ended(api, made)
     finally:
@@ -126,16 +135,21 @@ async def _ended(api: KubeClient, made: Obj) -> str:
 
 
 async def _remove(api: KubeClient, name: str, namespace: str) -> None:
-    """Delete a job and wait until it no longer exists; do nothing if there is none.
+    """Delete the job of a self-test and wait until it no longer exists; nothing if there is none.
 
-    The deletion is repeated if a job of this name appears again. There is no time limit.
+    A user's job of this name stays. The deletion is repeated if another self-test's job appears.
+    There is no time limit.
 
     Raises:
         KubeError: The API server refuses the deletion, or does not answer.
     """
-    fields = f"metadata.name={name}"
-    while await api.delete(ELASTICJOBS, name, namespace, propagation="Background"):
-        async for change in api.watch(ELASTICJOBS, namespace, fields=fields, view=_same):
+    labels, fields = f"{LABEL}=true", f"metadata.name={name}"
+    while found := await api.list(ELASTICJOBS, namespace, labels=labels, fields=fields):
+        uid = found[0]["metadata"]["uid"]
+        await api.delete(ELASTICJOBS, name, namespace, uid=uid, propagation="Background")
+        async for change in api.watch(
+            ELASTICJOBS, namespace, labels=labels, fields=fields, view=_same
+        ):
             if isinstance(change, Gone) or (isinstance(change, Listed) and not change.items):
                 break
 
