@@ -817,7 +817,8 @@ def remove_runs(
 ) -> None:
     """Remove past runs of this machine, with their logs. Running jobs are never removed.
 
-    All given conditions must hold. If no past run matches, the command says so and succeeds.
+    All given conditions must hold. If no past run matches, the command says so and succeeds. What
+    an earlier call could not remove completely is removed in any case.
 
     \f
 
@@ -846,6 +847,7 @@ def remove_runs(
         )
     gone = runs.to_remove(known, jobs=jobs, older_than_s=limit, keep=keep, now=view.now())
     if not gone:
+        runs.finish_removals(settings.state_folder)
         click.echo("nothing to remove: no past run matches", err=True)
         return
     freed = sum(runs.size(run.folder) for run in gone)
@@ -862,6 +864,7 @@ def remove_runs(
         click.confirm(f"this removes {what}\ncontinue?", abort=True, err=True)
     removed = sum(map(runs.remove, gone))
     click.echo(f"removed {counted(removed, 'run')}")
+    runs.finish_removals(settings.state_folder)
 
 
 # --- Commands for nodes ---

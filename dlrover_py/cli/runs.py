@@ -218,7 +218,8 @@ def to_remove(
 def remove(run: Run) -> bool:
     """Remove the folder of a run; return False, and remove nothing, if it is in use or gone.
 
-    The folder is renamed first. If that is all that succeeds, its rest is no run any more.
+    The folder is renamed first. If that is all that succeeds, its rest is no run any more:
+    :func:`finish_removals` removes it.
 
     Raises:
         ConfigError: the folder cannot be removed.
@@ -235,6 +236,23 @@ def remove(run: Run) -> bool:
     except OSError as error:
         raise ConfigError(f"{error.filename or run.folder}: {error.strerror}") from error
     return True
+
+
+def finish_removals(state_root: Path | None) -> None:
+    """Remove what is left of runs whose removal has failed or was interrupted.
+
+    Args:
+        state_root: folder of the runs, which others cannot write to; None if it is not known.
+
+    Raises:
+        ConfigError: a folder cannot be removed.
+    """
+    try:
+        for rest in state_root.glob(f"{REMOVED_PREFIX}*") if state_root is not None else ():
+            with contextlib.suppress(FileNotFoundError):  # another command removes it
+                shutil.rmtree(rest)
+    except OSError as error:
+        raise ConfigError(f"{error.filename or state_root}: {error.strerror or error}") from error
 
 
 def size(folder: Path) -> int:

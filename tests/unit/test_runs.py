@@ -83,6 +83,18 @@ def test_a_run_that_goes_on_is_never_removed(tmp_path: Path) -> None:
     assert ended(tmp_path / "nowhere") == []
 
 
+@pytest.mark.parametrize("name", ["a@1", "b@1"])
+def test_what_a_failed_removal_has_left_is_removed_by_the_next_one(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(tmp_path, "b@1")
+    made(tmp_path, f"{runs.REMOVED_PREFIX}{name}", last=False)
+    monkeypatch.setenv("DLROVER_STATE_DIR", str(tmp_path))
+    for least_age in ("9999w", "1s"):
+        assert main(["job", "rm", "--yes", "--older-than", least_age]) == 0
+        assert [path.name for path in tmp_path.iterdir()] == (["b@1"] if least_age != "1s" else [])
+
+
 def test_times_have_a_unit() -> None:
     assert [runs.seconds(t) for t in ("90s", "30m", "12h", "7d", "2w")] == [
         90, 1800, 43200, 604800, 1209600,
