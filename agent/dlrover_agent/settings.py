@@ -15,14 +15,12 @@ from pathlib import Path
 from string import Template
 from typing import Self, TypeVar
 
-from dlrover_py.process.blocking import read_regular
+from dlrover_py.process.token_file import read_token
 from dlrover_py.protocol import names
 from dlrover_py.protocol.errors import ConfigError
 
 DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals by which an agent is asked to end."""
-MAX_TOKEN_BYTES = 1 << 16
-"""Bytes of the largest token file. A larger one is another file."""
 LINE_PREFIX = "[${role_name}${local_rank}]:"
 """Prefix of tee'd lines, unless TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE names another one."""
 _HOST = re.compile(r"[\w.:%-]{1,255}")
@@ -150,29 +148,15 @@ class Settings:
     def token(self) -> str:
         """Read the job's token from its file; the read blocks while the disk hangs.
 
+        Anyone may be able to read the file: the user of a Pod's image is not known to who mounts
+        the Secret.
+
         Raises:
             ConfigError: The file cannot be read, is larger than ``MAX_TOKEN_BYTES``, is empty, or
                 is not one line of printable ASCII characters.
         """
         assert self.token_file is not None
-        try:
-            token = read_regular(self.token_file, MAX_TOKEN_BYTES).decode().strip()
-        except OSError as error:
-            raise ConfigError(
-                f"token file {self.token_file}: {error.strerror}; expected a file with the job's "
-                f"token, of at most {MAX_TOKEN_BYTES} bytes"
-            ) from error
-        except UnicodeDecodeError:
-            token = "\0"
-        if not token:
-            raise ConfigError(
-                f"token file {self.token_file}: it is empty; expected the job's token"
-            )
-        if not (token.isascii() and token.isprintable()):
-            raise ConfigError(
-                f"token file {self.token_file}: expected one line of printable ASCII characters"
-            )
-        return token
+        return read_token(self.token_file, private=False)
 
 
 @dataclass(frozen=True, slots=True)

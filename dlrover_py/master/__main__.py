@@ -18,7 +18,6 @@ from dlrover_py.master.app import (
     listen,
     port_of,
     read_certificate,
-    read_token,
     serve,
 )
 from dlrover_py.master.journal_store import FileJournalStore, JournalStore, SecretJournalStore
@@ -30,6 +29,7 @@ from dlrover_py.master.platform.kubernetes.timing import PlatformTiming
 from dlrover_py.master.platform.local import LocalPlatform
 from dlrover_py.master.platform.static import StaticPlatform
 from dlrover_py.master.settings import Settings
+from dlrover_py.process.token_file import read_token
 from dlrover_py.protocol import json_text
 from dlrover_py.protocol.errors import ConfigError, DLRoverError
 from dlrover_py.protocol.job import ElasticJob
@@ -182,7 +182,7 @@ def main(argv: list[str] | None = None) -> int:
         settings = Settings.from_environment()
         hidden = BY_AGENT if args.temporary else ()
         setup("master", level=settings.log_level, elsewhere=hidden, aside=True)
-        token = read_token(args.token_file)
+        token = read_token(args.token_file, private=True)
         tls = read_certificate(args.tls_cert, args.tls_key)
         job = listen(args.listen) if args.listen_fd is None else inherited(args.listen_fd)
         health = listen(args.health) if args.health_fd is None else inherited(args.health_fd)

@@ -20,7 +20,6 @@ from dlrover_py.master.server import health_app, job_app, server
 from dlrover_py.master.settings import Settings
 from dlrover_py.net.http_client import enable_keepalive
 from dlrover_py.net.http_server import raise_file_limit
-from dlrover_py.process.blocking import open_regular
 from dlrover_py.process.identity import SENT_TO_ALL, signal_at_parents_end
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.names import MASTER_NAME
@@ -28,8 +27,6 @@ from dlrover_py.protocol.timing import END_NOTICE_S
 
 log = logging.getLogger("master")
 
-MAX_TOKEN_CHARS = 1 << 16
-"""Characters of the token file that are read. No token is that long."""
 PUBLISH_END_S = 1.0
 """Time to publish what the job's end has left unpublished, in seconds.
 
@@ -238,38 +235,6 @@ def read_certificate(cert: Path | None, key: Path | None) -> ssl.SSLContext | No
             f"certificate for {MASTER_NAME} and its key without a password, both as PEM"
         ) from error
     return context
-
-
-def read_token(path: Path) -> str:
-    """Return the job's token, without white space around it.
-
-    Raises:
-        ConfigError: The file is missing, has no valid token, can be read by others, can be written
-            by its group, or belongs to another user. A token has 16 or more printable ASCII
-            characters.
-    """
-    try:
-        with open(path, opener=lambda name, _: open_regular(name)) as file:
-            token = file.read(MAX_TOKEN_CHARS).strip()
-            found = os.fstat(file.fileno())
-    except OSError as error:
-        raise ConfigError(f"token file {path}: {error.strerror}") from error
-    except UnicodeDecodeError:
-        token = "\0"
-    if not (token.isascii() and (token.isprintable() or not token)):
-        raise ConfigError(f"token file {path}: expected one line of printable ASCII characters")
-    if len(token) < 16:
-        raise ConfigError(f"token file {path}: expected at least 16 characters")
-    if found.st_mode & 0o007:
-        raise ConfigError(f"token file {path}: others may read it; expected mode 0600")
-    if found.st_mode & 0o020:  # a mounted Secret has mode 0440 and belongs to root: it passes
-        raise ConfigError(f"token file {path}: its group may write to it; expected mode 0600")
-    if found.st_uid not in (os.getuid(), 0):
-        raise ConfigError(
-            f"token file {path}: it belongs to user {found.st_uid}; expected user {os.getuid()}, "
-            "as whom this runs, or root"
-        )
-    return token
 
 
 def port_of(sock: socket.socket) -> int:

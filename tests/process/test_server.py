@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from dlrover_py.master.app import listen, read_token
+from dlrover_py.master.app import listen
 from dlrover_py.master.core.events import Event, NodeSeen, Rules
 from dlrover_py.master.exchange import Exchanges
 from dlrover_py.master.journal_store import FileJournalStore
@@ -651,39 +651,6 @@ def cannot_start(place: Place, token: Path, change: dict[str, str]) -> "subproce
 def test_an_address_that_makes_no_sense(address: str) -> None:
     with pytest.raises(ConfigError, match=f"cannot listen on {address}: .+ expected a free host"):
         listen(address)
-
-
-@pytest.mark.parametrize(
-    ("text", "mode", "words"),
-    [
-        ("abc", 0o600, "expected at least 16 characters"),
-        (TOKEN, 0o644, "others may read it; expected mode 0600"),
-        (TOKEN, 0o602, "others may read it; expected mode 0600"),
-        (TOKEN, 0o660, "its group may write to it; expected mode 0600"),
-        (None, 0, "No such file"),
-    ],
-)
-def test_a_token_file_that_is_no_secret(
-    tmp_path: Path, text: str | None, mode: int, words: str
-) -> None:
-    path = tmp_path / "token"
-    if text is not None:
-        path.write_text(text)
-        path.chmod(mode)
-    with pytest.raises(ConfigError, match=words):
-        read_token(path)
-
-
-def test_a_token_file_of_another_user(tmp_path: Path) -> None:
-    if os.getuid() != 0:
-        pytest.skip("only root can give a file away")
-    path = tmp_path / "token"
-    path.write_text(TOKEN)
-    path.chmod(0o440)  # as a Secret is mounted
-    assert read_token(path) == TOKEN
-    os.chown(path, 54322, 0)
-    with pytest.raises(ConfigError, match="it belongs to user 54322; expected user 0, as whom"):
-        read_token(path)
 
 
 @pytest.mark.parametrize(
