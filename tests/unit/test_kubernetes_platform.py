@@ -444,6 +444,19 @@ async def test_a_flood_of_events_is_told_slowly(
     monkeypatch.setattr(platform.recorder, "_tokens", TokenBucket(0.0, 0.0, 0.0))
 
 
+@pytest.mark.parametrize("timing", [PlatformTiming(event_retry_s=0.01)])
+@pytest.mark.parametrize(("code", "missing"), [(503, []), (429, []), (422, ["x1"])])
+async def test_an_event_that_is_refused_does_not_stop_those_after_it(
+    scene: Scene, code: int, missing: list[str]
+) -> None:
+    scene.cluster.fail(code, path="/events", method="POST", retry_after=0)
+    events = [JobEvent(id=n, at=1e9, reason=f"x{n}", message="m") for n in (1, 2)]
+    await scene.platform.publish(status(events=events))
+    await scene.until(lambda: not scene.platform.unfinished)
+    told = {event["reason"] for event in scene.cluster.all(EVENTS)}
+    assert told == {"x1", "x2"}.difference(missing)
+
+
 async def test_what_pods_lack_is_a_condition(scene: Scene) -> None:
     await scene.platform.create_node(N0)
     waiting = {"waiting": {"reason": "ImagePullBackOff", "message": "Back-off pulling i"}}

@@ -3,16 +3,20 @@
 import asyncio
 import contextlib
 import hashlib
+import logging
 from collections.abc import Sequence
 
-from dlrover_py.kubernetes.errors import AlreadyExistsError
+from dlrover_py.kubernetes.errors import AlreadyExistsError, InvalidError
 from dlrover_py.kubernetes.kinds import EVENTS
 from dlrover_py.master.platform.kubernetes.context import JobContext
 from dlrover_py.master.platform.kubernetes.pods import Obj
-from dlrover_py.pacing import TokenBucket
+from dlrover_py.pacing import TokenBucket, random_delay_s
 from dlrover_py.protocol import names
+from dlrover_py.protocol.errors import TransientError
 from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.status import JobEvent, rfc3339
+
+log = logging.getLogger("master.kubernetes")
 
 EVENTS_AT_ONCE, EVENTS_PER_S = 100, 1.0
 """Limits of Kubernetes events: at the same time, and per second. More events wait, and the oldest
@@ -52,7 +56,7 @@ class EventRecorder:
         """Start to send those of the job's events that were not sent yet, in the background.
 
         If a sending task runs, it takes over the new list. Events that are no longer in the list
-        are never sent. After a refusal the rest waits for the next call.
+        are never sent. If the right to make events is missing, the rest waits for the next call.
         """
         self._events = events
         if not self._sending:
@@ -75,11 +79,13 @@ class EventRecorder:
     async def _send(self) -> None:
         """Send warnings and new events as Kubernetes events at the limited rate until none is left.
 
-        Conditions that became True are sent before events of the job. The event that was refused
-        stays for the next call of :meth:`publish`.
+        Conditions that became True are sent before events of the job. While the API server does not
+        answer, it tries again. An event whose content is refused is left out with a warning in the
+        log. Any other refusal ends the task, and the event stays for the next call of
+        :meth:`publish`.
 
         Raises:
-            KubeError: The API server refuses an event, or does not answer; no more are sent.
+            KubeError: The API server refuses an event for another reason than its content.
         """
         try:
             while self._warnings or self._fresh():
@@ -88,29 +94,42 @@ class EventRecorder:
                     await asyncio.sleep(wait_s)
                     continue  # the oldest may have been dropped meanwhile
                 self._tokens.take(1, now)
-                if self._warnings:
-                    kind, condition = next(iter(self._warnings.items()))
-                    await self._post(self._warning(condition))
-                    if self._warnings[kind] is condition:
-                        del self._warnings[kind]
-                else:
-                    event = self._fresh()[0]
-                    at = rfc3339(event.at)
-                    await self._post(
-                        self._event(str(event.id), event.type, event.reason, event.message, at)
-                    )
-                    self._newest = event.id
+                try:
+                    await self._send_next()
+                except TransientError:
+                    longest_s = self._context.timing.event_retry_s
+                    await asyncio.sleep(random_delay_s(longest_s / 2, longest_s))
         finally:
             self._sending = False
+
+    async def _send_next(self) -> None:
+        """Send the oldest warning, or else the oldest new event; it stays if it cannot be sent now.
+
+        Raises:
+            KubeError: The API server does not answer, or refuses any event.
+        """
+        if self._warnings:
+            kind, condition = next(iter(self._warnings.items()))
+            await self._post(self._warning(condition))
+            if self._warnings[kind] is condition:
+                del self._warnings[kind]
+            return
+        event = self._fresh()[0]
+        at = rfc3339(event.at)
+        await self._post(self._event(str(event.id), event.type, event.reason, event.message, at))
+        self._newest = event.id
 
     def _fresh(self) -> list[JobEvent]:
         """Return the job's events that were not sent yet."""
         return [e for e in self._events if e.id > self._newest]
 
     async def _post(self, event: Obj) -> None:
-        """Send an event, unless it exists already."""
-        with contextlib.suppress(AlreadyExistsError):
-            await self._context.kube.create(EVENTS, event)
+        """Send an event, unless it exists already; log it if its content is refused."""
+        try:
+            with contextlib.suppress(AlreadyExistsError):
+                await self._context.kube.create(EVENTS, event)
+        except InvalidError as error:  # the next one may be accepted
+            log.warning("event_refused", extra={"event": event["reason"], "why": str(error)})
 
     def _warning(self, condition: Obj) -> Obj:
         """Return the event for a condition that has become True."""

@@ -26,6 +26,8 @@ class PlatformTiming:
     template_retry_s: float = 60.0
     """Longest time between two tries of a refused template. A policy or an account may be corrected
     without a change of the job."""
+    event_retry_s: float = 10.0
+    """Longest time between two tries to send an event while the API server does not answer."""
     linger_s: float = 2.0
     """Time before the Pod of a lost node is deleted. If its agent died, the kubelet reports a
     moment later how, and the log is kept. A frozen node does no harm in that time."""
