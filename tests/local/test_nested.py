@@ -8,6 +8,7 @@ import pytest
 
 from dlrover_agent.workers.nested_launchers import ExpectedWorld, find_launcher
 from dlrover_py.process.identity import ProcessId
+from tests import slots
 
 WORLD = ExpectedWorld(3, 4, 29501, frozenset({"PMI_SIZE"}))
 OURS = {"DLROVER_ROUND": "3", "RANK": "1", "WORLD_SIZE": "4", "MASTER_PORT": "29501"}
@@ -49,3 +50,9 @@ def test_a_processs_descendants_are_looked_through(size: str) -> None:
         worker.stdin.close()
     assert found == "" if size == "4" else found.startswith("worker 1 has started process")
     assert find_launcher(WORLD, [name]) == "", "it has ended"
+
+
+def test_without_file_descriptors_a_look_finds_nothing_and_the_next_one_follows() -> None:
+    worker = ProcessId.of(os.getpid())
+    with slots.no_more_files():
+        assert find_launcher(WORLD, [worker]) == ""

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from dlrover_py.process.identity import ProcessId, all_processes, environment
@@ -127,16 +127,10 @@ def find_launcher(world: ExpectedWorld, workers: Sequence[ProcessId | None]) -> 
         workers: Workers by local rank; None for one that does not run.
 
     Returns:
-        The description; empty if there is no such process.
+        The description; empty if there is no such process, or if the agent can open no more files.
     """
-    children: dict[int, list[int]] = {}
-    for process in all_processes():
-        children.setdefault(process.parent, []).append(process.id.pid)
-    for local_rank, worker in enumerate(workers):
-        # A worker that has ended is skipped: its process id may belong to another program by now.
-        for pid in (
-            _descendants(worker.pid, children) if worker is not None and worker.alive else ()
-        ):
+    with contextlib.suppress(OSError):  # no more file descriptors: the next look may find it
+        for local_rank, pid in _below(workers):
             size = world.other(_environment(pid))
             if size:
                 return (
@@ -145,6 +139,22 @@ def find_launcher(world: ExpectedWorld, workers: Sequence[ProcessId | None]) -> 
                     "launcher in the script? elastic-run replaces it, so remove it"
                 )
     return ""
+
+
+def _below(workers: Sequence[ProcessId | None]) -> Iterator[tuple[int, int]]:
+    """Yield the local rank of each worker with the pids of its descendants, the nearest first.
+
+    Raises:
+        OSError: There are no more file descriptors.
+    """
+    children: dict[int, list[int]] = {}
+    for process in all_processes():
+        children.setdefault(process.parent, []).append(process.id.pid)
+    for local_rank, worker in enumerate(workers):
+        # A worker that has ended is skipped: its process id may belong to another program by now.
+        if worker is not None and worker.alive:
+            for pid in _descendants(worker.pid, children):
+                yield local_rank, pid
 
 
 def _descendants(pid: int, children: Mapping[int, list[int]]) -> Iterable[int]:
