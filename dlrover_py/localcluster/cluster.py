@@ -322,24 +322,22 @@ class LocalCluster:
 
         Raises:
             ConfigError: the master refuses its configuration.
-            OSError: the process of a master cannot be started.
+            OSError: the first master cannot be started.
         """
         assert self._sockets is not None
         loop, pause = asyncio.get_running_loop(), RestartPause(self.timing.probes)
-        argv = [sys.executable, "-P", "-m", "dlrover_py.master"]
-        argv += ["--cluster", str(self.paths.socket)]
-        argv += ["--state-dir", str(self.paths.state), "--token-file", str(self.paths.token)]
         keep = [s.fileno() for s in self._sockets] + [self._lifeline[0]]
-        argv += ["--listen-fd", str(keep[0]), "--health-fd", str(keep[1])]
-        argv += ["--lifeline-fd", str(keep[2])]
+        argv = _master_argv(self.paths, *keep)
         while not self.stopping:
             log_file = self.paths.logs / "master.log"
             start = functools.partial(_spawn, argv, self.environ, Path("/"), log_file, keep)
             try:
                 limit_s = self.timing.start_timeout_s
                 self.master = await self._starts.run(start, limit_s, discard=_kill)
-            except OverdueError as error:
-                log.warning("master_not_started", extra={"why": str(error)})
+            except OSError as error:
+                if self.master is None and not isinstance(error, OverdueError):
+                    raise
+                log.warning("master_not_started", extra={"why": error.strerror or str(error)})
                 pause_s = pause.next_s(0.0)
             else:
                 if self.stopping:  # it started too late to get the signal
@@ -1051,6 +1049,14 @@ def _endpoints(
             raise FileLimitError(f"the sockets of the job: {error.strerror}") from error
         raise ConfigError(f"{what}: {error.strerror or error}{hint}") from error
     return listener, (servers[0], servers[1]), lifeline
+
+
+def _master_argv(paths: JobPaths, listen_fd: int, health_fd: int, lifeline_fd: int) -> list[str]:
+    """Return the command line of a job's master, which inherits these file descriptors."""
+    argv = [sys.executable, "-P", "-m", "dlrover_py.master", "--cluster", str(paths.socket)]
+    argv += ["--state-dir", str(paths.state), "--token-file", str(paths.token)]
+    argv += ["--listen-fd", str(listen_fd), "--health-fd", str(health_fd)]
+    return [*argv, "--lifeline-fd", str(lifeline_fd)]
 
 
 class NoProgramError(FileNotFoundError):

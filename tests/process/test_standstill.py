@@ -228,6 +228,22 @@ async def test_a_master_whose_token_file_cannot_be_written_is_tried_again(
         health.close()
 
 
+async def test_a_master_of_job_run_that_cannot_be_started_for_a_while_is_started_later(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with master_of_job_run(place, ProbeTiming()) as (_, pid), asyncio.timeout(60):
+        while not (first := pid()):
+            await asyncio.sleep(0.02)
+        place.env["TOO_LONG"] = "x" * (1 << 18)  # for the system: no process starts with it
+        os.kill(first, signal.SIGKILL)
+        while "master_not_started" not in caplog.text:
+            await asyncio.sleep(0.02)
+        del place.env["TOO_LONG"]
+        while pid() == first:
+            await asyncio.sleep(0.02)
+        assert alive(pid())
+
+
 @pytest.mark.parametrize("ours", [master_of_elastic_run, master_of_job_run])
 async def test_the_pause_before_a_restart_is_short_again_after_a_master_that_lasted(
     place: Place, caplog: pytest.LogCaptureFixture, ours: RunningMaster
