@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 
 from dlrover_py.kubernetes.client import KubeClient
-from dlrover_py.kubernetes.errors import ThrottledError
+from dlrover_py.kubernetes.errors import (
+    ExpiredError,
+    ForbiddenError,
+    ServerDownError,
+    ThrottledError,
+    UnauthenticatedError,
+)
 from dlrover_py.kubernetes.kinds import ELASTICJOBS, EVENTS, PODS, Obj
 from dlrover_py.master.core.events import (
     Event,
@@ -30,6 +36,7 @@ from dlrover_py.master.platform.kubernetes.job_watcher import ElasticJobWatcher
 from dlrover_py.master.platform.kubernetes.platform import KubernetesPlatform
 from dlrover_py.master.platform.kubernetes.pod_table import ENDED_KEPT, PodTable
 from dlrover_py.master.platform.kubernetes.pods import PodContext
+from dlrover_py.master.platform.kubernetes.rights import Rights
 from dlrover_py.master.platform.kubernetes.timing import PlatformTiming
 from dlrover_py.pacing import TokenBucket
 from dlrover_py.protocol.agents import Progress
@@ -83,6 +90,10 @@ class OpenPlatform(KubernetesPlatform):
     @property
     def missing_rights(self) -> object:
         return self._rights._denials or self._rights._denied_since
+
+    @property
+    def rights(self) -> Rights:
+        return self._rights
 
     @property
     def recorder(self) -> object:
@@ -406,6 +417,23 @@ async def test_a_right_to_watch_that_stays_away_is_a_condition_though_nothing_ha
         async with working(Loop(platform, FileJournalStore(tmp_path / "journal"), Rules())):
             await scene.until(lambda: "PermissionDenied" in scene.conditions())
     assert scene.conditions()["PermissionDenied"]["message"] == f"Pods: {words}"
+
+
+@TRUSTED
+async def test_a_right_that_is_reported_stays_away_until_the_server_has_checked_it(
+    scene: Scene,
+) -> None:
+    rights, missing = scene.platform.rights, ["Events: no"]
+    rights.on_error("Events", ForbiddenError("no", status=403))
+    for error in (
+        ServerDownError("no answer"),
+        ThrottledError("busy", retry_after=1.0),
+        UnauthenticatedError("the token has expired", status=401),
+    ):
+        rights.on_error("Events", error)
+        assert rights.missing() == missing
+    rights.on_error("Events", ExpiredError("too old", status=410))
+    assert rights.missing() == []
 
 
 @TRUSTED

@@ -6,7 +6,10 @@ from collections.abc import Iterator
 
 from dlrover_py.kubernetes.errors import ForbiddenError, KubeError
 from dlrover_py.master.platform.kubernetes.context import JobContext
-from dlrover_py.protocol.errors import TransientError
+from dlrover_py.protocol.errors import TransientError, UnauthorizedError
+
+UNCHECKED = (TransientError, UnauthorizedError)
+"""Errors of requests whose permission the API server has not checked."""
 
 
 class Rights:
@@ -27,7 +30,9 @@ class Rights:
     def on_error(self, what: str, error: KubeError | None) -> None:
         """Note a missing permission, or that it is there again; the status is then published again.
 
-        Any error that is no ``ForbiddenError`` counts as if the permission were there.
+        An error that comes before the check of permissions (no answer, too many requests, refused
+        credentials) does not show that a permission is there that was reported as missing. Any
+        other error does, and any error does while the lack may be brief.
 
         Args:
             what: The permission, in words.
@@ -36,7 +41,7 @@ class Rights:
         if isinstance(error, ForbiddenError):
             self._denials[what] = str(error)
             self.may_be_temporary(what)
-        else:
+        elif not (isinstance(error, UNCHECKED) and self._is_reported(what)):
             self._denials.pop(what, None)
             self._denied_since.pop(what, None)
         self._facts.conditions_changed()
@@ -52,6 +57,10 @@ class Rights:
             self._denied_since[what] = loop.time()
             loop.call_later(self._start_s, self._facts.conditions_changed)
         return loop.time() < self._denied_since[what] + self._start_s
+
+    def _is_reported(self, what: str) -> bool:
+        """Return whether the permission is among those that :meth:`missing` describes."""
+        return what in self._denials and not self.may_be_temporary(what)
 
     def note_not_denied(self, what: str) -> None:
         """Note that a call with the permission was not refused for its lack.
