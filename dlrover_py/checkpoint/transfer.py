@@ -186,6 +186,8 @@ class TransferConnection:
         self._stream, self.where = stream, server
         self._buffer = b""
         """Bytes received after the last line that was read."""
+        self._local_path: str | Path | None = None
+        """Unix socket of the server, if it is that of this node's agent."""
         self.line_deadline: float | None = None
         """Time by time.monotonic() until which a line must be complete; None: no such limit."""
         self.set_timeout(quiet_s)
@@ -212,7 +214,22 @@ class TransferConnection:
         if not is_own_socket(path):
             stream.close()
             raise UnreachableError(f"{server}: it belongs to another user")
-        return cls(stream, server, quiet_s=quiet_s)
+        connection = cls(stream, server, quiet_s=quiet_s)
+        connection._local_path = path
+        return connection
+
+    def reconnect(self) -> None:
+        """Replace a broken connection to this node's agent, and all that it still brings.
+
+        After an error the present connection stays as it is.
+
+        Raises:
+            UnreachableError: the agent does not listen, or the socket belongs to another user.
+        """
+        assert self._local_path is not None
+        new = TransferConnection.local(self._local_path, quiet_s=self._quiet_s)
+        self._stream.close()
+        self._stream, self._buffer = new._stream, b""
 
     def set_timeout(self, quiet_s: float) -> None:
         """Set the seconds without any data after which a call fails with `UnreachableError`.

@@ -3,15 +3,15 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dlrover_py.checkpoint import shm, transfer
 from dlrover_py.checkpoint.directory import CheckpointDirectory
+from dlrover_py.protocol.agents import RestoreCandidate
 from dlrover_py.protocol.errors import CheckpointError, TransientError, UnreachableError
 from dlrover_py.protocol.manifest import Manifest
 from dlrover_py.trainer.sources import READ_ERRORS, OpenCandidate, RestoreSource
@@ -146,7 +146,7 @@ class CandidateSearch:
         agent = self._agent
         if agent is not None:
             try:
-                rows = _retry_transient(lambda: agent.candidates(round), self._timing)
+                rows = _ask_agent(agent, round, self._timing)
             except READ_ERRORS as error:
                 return [], False, f"the checkpoints in memory could not be listed: {error}"
             memory = [
@@ -301,16 +301,22 @@ def merge(
     return merged + rest
 
 
-def _retry_transient(ask: Callable[[], list[Any]], timing: SearchTiming) -> list[Any]:
-    """Repeat a request while it fails with a transient error, for ``timing.ask_timeout_s``.
+def _ask_agent(
+    agent: transfer.TransferConnection, round: int, timing: SearchTiming
+) -> list[RestoreCandidate]:
+    """Return what memory holds; ask again after a transient error, for ``timing.ask_timeout_s``.
 
-    Then the last error is raised. Any other error is raised immediately.
+    A broken connection to the agent is replaced before. If the agent does not listen any more,
+    there is nothing to wait for. Finally the last error is raised. An error that is not transient
+    is raised immediately.
     """
     deadline = time.monotonic() + timing.ask_timeout_s
     while True:
         try:
-            return ask()
-        except TransientError:
+            return agent.candidates(round)
+        except TransientError as error:
             if time.monotonic() > deadline:
                 raise
+            if isinstance(error, UnreachableError):
+                agent.reconnect()
         threading.Event().wait(timing.ask_interval_s)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import re
 import resource
@@ -44,6 +45,7 @@ from dlrover_py.protocol.errors import (
 )
 from dlrover_py.protocol.slots import PAGE, Layout, SlotHeader, TensorChunk, encode_objects
 from dlrover_py.protocol.transfer import NONCE, VERSION, TransferChallenge
+from dlrover_py.trainer.candidates import CandidateSearch, SearchTiming
 from tests.ids import checkpoint_id
 from tests.slots import Lookup
 
@@ -174,6 +176,25 @@ async def test_a_worker_asks_its_agent(depot: Running) -> None:
             assert link.candidates(4)[0].round == 4  # the connection is still good
 
     assert depot.path.stat().st_mode & 0o777 == 0o600
+    await doing(work)
+
+
+@pytest.mark.parametrize("gone", [False, True])
+async def test_a_load_that_has_lost_its_connection_makes_a_new_one(
+    depot: Running, gone: bool
+) -> None:
+    timing = SearchTiming(ask_timeout_s=1.0, ask_interval_s=0.01)
+
+    def work() -> None:
+        with TransferConnection.local(depot.path) as link:
+            link.abandon()
+            if gone:
+                depot.path.unlink()
+            search = CandidateSearch(None, link, None, logging.getLogger("test"), timing)
+            listed = search.candidates(3, "")
+            assert [one.step for one in listed.found] == ([] if gone else [7, 6])
+            assert ("No such file" in listed.incomplete_reason) is gone
+
     await doing(work)
 
 
