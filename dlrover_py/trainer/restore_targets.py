@@ -21,6 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from dlrover_py.protocol.errors import CheckpointError
@@ -306,8 +307,8 @@ class RestoreTargets:
             global_shape: its global shape.
 
         Returns:
-            The tensor. None if there can be none: there is no container for it. Or it is sharded
-            over ranks, and no DTensor of this shape shows how.
+            The tensor, which is a Parameter if the existing one is. None if there is no container
+            for it. None as well if it is sharded, and no DTensor of this shape shows how.
         """
         new = key not in self._tensor_containers
         destination = self._destination(key) if new else self._tensor_containers[key]
@@ -328,6 +329,9 @@ class RestoreTargets:
         else:
             device = old.device if isinstance(old, torch.Tensor) else "cpu"
             holder[name] = torch.zeros(global_shape, dtype=kind, device=device)
+        if isinstance(old, nn.Parameter):
+            trained = old.requires_grad and (kind.is_floating_point or kind.is_complex)
+            holder[name] = nn.Parameter(holder[name], requires_grad=trained)
         return leaf_of(key, holder[name])
 
     def tensor(self, key: str) -> torch.Tensor:

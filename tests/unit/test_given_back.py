@@ -272,6 +272,22 @@ def test_a_plain_tensor_that_is_trained_stays_the_tensor_that_it_is(tmp_path: Pa
     assert equal(list(state["optim"].state.values()), list(saved["optim"].state.values()))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_frozen_parameter_of_another_shape_or_type_comes_back_as_one(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    def build(size: int, dtype: torch.dtype) -> dict[str, Any]:
+        frozen = nn.Parameter(torch.ones(size, dtype=dtype), requires_grad=False)
+        return {"top": frozen, "inner": {"list": [by_torch(frozen)]}}
+
+    saved = build(3, dtype)
+    stage(tmp_path / "0.0", saved)
+    state = build(2, torch.float32)
+    load(state, tmp_path)
+    assert equal(state, saved), state
+    assert not state["top"].requires_grad
+
+
 def test_two_keys_of_one_trained_tensor_take_no_two_values(tmp_path: Path) -> None:
     saved = {"a": torch.ones(2, requires_grad=True), "b": torch.zeros(2, requires_grad=True)}
     stage(tmp_path / "0.0", saved)
