@@ -362,8 +362,8 @@ def _coded(texts: Mapping[str, str]) -> list[Row]:
 MEANINGS: Mapping[str, str] = {
     "OK": "The program did what it was asked. A job that was run or waited for has succeeded.",
     "FAILED": "The training failed, or a checkpoint is damaged.",
-    "USAGE": "The command line, a file or the environment cannot be used, or there is no such job. "
-    "Nothing was changed.",
+    "USAGE": "The command line, a file or the environment cannot be used, or there is no such job: "
+    "nothing was changed. Or standard output cannot be written.",
     "SUPERSEDED": "A newer master, round or life of the same node exists, so this program ended.",
     "UNREACHABLE": "The job's master, its cluster process or the API server did not answer in "
     "time, or it refused the token.",
