@@ -58,6 +58,8 @@ class OutOfFiles(WorkerSupervisor):
 class Unkillable(WorkerSupervisor):
     """A supervisor whose workers hang in the kernel, so that no signal has an effect."""
 
+    stuck_after_s = 0.1
+
     def _signal(self, number: int, workers: list[Worker]) -> None:
         pass
 
@@ -138,7 +140,6 @@ async def test_a_worker_that_survives_sigkill_is_stuck() -> None:
         logs=Logs(command, run_id="none", node_id="n0"),
         children=ChildRegistry(),
         observer=observer,
-        stuck_after_s=0.1,
     )
     try:
         async with asyncio.timeout(60):

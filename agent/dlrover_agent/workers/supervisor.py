@@ -49,11 +49,6 @@ log = logging.getLogger("agent.workers")
 
 SIGNAL_BEFORE_KILL_S = 1.0
 """Seconds before the end of the grace period at which a script with should_stop() is signaled."""
-STUCK_AFTER_S = 10.0
-"""Seconds after which a process that is left counts as stuck.
-
-They begin at SIGKILL for a worker, and at the last worker's end for another process of the round.
-"""
 FORK_START_S = 5.0
 """Seconds that a forked worker has to reach the user's code. Then it is killed and started cold."""
 REAP_DELAY_S = 1.0
@@ -89,6 +84,13 @@ class RoundObserver(Protocol):
 class WorkerSupervisor:
     """The supervisor of this node's worker processes, for one round at a time."""
 
+    stuck_after_s = 10.0
+    """Seconds after which a process that is left counts as stuck.
+
+    They begin at SIGKILL for a worker, and at the last worker's end for another process of the
+    round.
+    """
+
     def __init__(
         self,
         command: Command,
@@ -98,7 +100,6 @@ class WorkerSupervisor:
         logs: Logs,
         children: ChildRegistry,
         observer: RoundObserver,
-        stuck_after_s: float = STUCK_AFTER_S,
     ) -> None:
         """Create the supervisor, and make this process a subreaper; no worker starts yet.
 
@@ -112,9 +113,8 @@ class WorkerSupervisor:
             children: Registry of the agent's child processes. The supervisor adds the workers'
                 sessions.
             observer: Follows the rounds.
-            stuck_after_s: See ``STUCK_AFTER_S``.
         """
-        self._command, self._scratch, self._stuck_after_s = command, scratch, stuck_after_s
+        self._command, self._scratch = command, scratch
         self._children, self._observer = children, observer
         program = WorkerProgram(command.argv, env, per_rank(command))
         self.warm = WarmPool(
@@ -297,7 +297,7 @@ class WorkerSupervisor:
         that dies of a stop signal or SIGKILL is not added to ``deaths``.
 
         The observer gets :class:`WorkersGone` when no process of the round is left. It gets
-        :class:`WorkersStuck` instead if one survives SIGKILL, see ``STUCK_AFTER_S``, or if the
+        :class:`WorkersStuck` instead if one survives SIGKILL, see ``stuck_after_s``, or if the
         processes cannot be listed.
 
         Args:
@@ -329,7 +329,7 @@ class WorkerSupervisor:
         if all(w.over for w in self._workers):
             self._on_all_ended()
             return
-        self._call_later(self._stuck_after_s, self._report_survivors)
+        self._call_later(self.stuck_after_s, self._report_survivors)
 
     def _call_later(self, delay_s: float, call: Callable[..., None], *args: object) -> None:
         """Call a function after a delay, unless all workers have ended before."""
@@ -481,10 +481,8 @@ class WorkerSupervisor:
         This runs ``FORK_START_S`` after the start. When their ends are noticed, they are started
         cold.
         """
-        self._signal(
-            signal.SIGKILL,
-            [w for w in self._workers if w.child and not w.ended and not w.child.started()],
-        )
+        hung = [w for w in self._workers if w.child and not w.ended and not w.child.started()]
+        self._signal(signal.SIGKILL, hung)
 
     def _replace_by_cold_start(self, worker: Worker) -> None:
         """Begin to start a worker cold, because its fork ended before it reached the user's code.
@@ -643,8 +641,8 @@ class WorkerSupervisor:
         held = [w for w in self._workers if w.session is not None]
         sessions = [w.session for w in held if w.session is not None]
         await self._stores.forked()  # otherwise its process would be killed as a leftover
-        starting_pids = await self._starter.idle(self._stuck_after_s)
-        deadline = time.monotonic() + self._stuck_after_s
+        starting_pids = await self._starter.idle(self.stuck_after_s)
+        deadline = time.monotonic() + self.stuck_after_s
         left: list[ProcessId] | None = None  # not known
         while left != [] and time.monotonic() < deadline:
             try:
