@@ -86,24 +86,29 @@ def test_a_loader_continues_after_the_committed_step() -> None:
 
 
 def test_a_step_must_be_committed_before_the_next() -> None:
-    loader = iter(ElasticLoader(dataset(), global_batch=BATCH))
-    list(next(loader))
-    with pytest.raises(ConfigError, match=r"step 1 is not committed: call step\.commit\(\)"):
-        next(loader)
+    loader = ElasticLoader(dataset(), global_batch=BATCH)
+    steps = iter(loader)
+    list(next(steps))
+    with pytest.raises(ConfigError, match=r"step 1 is computed, but not committed: call step\.com"):
+        next(steps)
+    with pytest.raises(ConfigError, match=r"or step\.discard\(\)"):
+        next(iter(loader))
+    with pytest.raises(ConfigError, match="step 1 is not committed: compute its micro-batches"):
+        for _ in ElasticLoader(dataset(), global_batch=BATCH):
+            pass
 
 
-def test_a_state_is_not_saved_between_the_optimizer_and_the_commit() -> None:
-    loader = ElasticLoader(dataset(), global_batch=BATCH, micro_batch=5)
-    for step in loader:
-        start = loader.state_dict()
-        for number, _ in enumerate(step, 1):
-            if number < 3:
-                assert loader.state_dict() == start, "the step has not changed the model yet"
-        with pytest.raises(ConfigError, match=r"before step 1 is committed: call step\.commit"):
-            loader.state_dict()
+def test_a_step_that_is_discarded_comes_again() -> None:
+    loader = ElasticLoader(dataset(), global_batch=BATCH)
+    step = next(iter(loader))
+    first = [batch.tolist() for batch, _ in step]
+    step.discard()
+    with pytest.raises(ConfigError, match="committed or discarded already"):
         step.commit()
-        assert loader.state_dict()["steps"] == 1
-        break
+    again = next(iter(loader))
+    assert [batch.tolist() for batch, _ in again] == first
+    again.commit()
+    assert loader.steps == 1
 
 
 def test_a_step_is_committed_once_and_when_it_is_computed() -> None:
@@ -113,17 +118,85 @@ def test_a_step_is_committed_once_and_when_it_is_computed() -> None:
         step.commit()
     assert len(list(step)) == 3
     step.commit()
-    with pytest.raises(ConfigError, match="twice, or for an earlier step"):
+    with pytest.raises(ConfigError, match="committed or discarded already"):
         step.commit()
 
 
-def test_a_state_is_loaded_before_the_loop() -> None:
+def test_a_state_is_not_saved_between_the_optimizer_and_the_commit() -> None:
+    loader = ElasticLoader(dataset(), global_batch=BATCH, micro_batch=5)
+    steps = iter(loader)
+    step = next(steps)
+    for _ in step:
+        loader.state_dict()  # the step has not changed the model yet
+        if step.micro_batch.last:
+            break
+    with pytest.raises(ConfigError, match="a state was saved before step 1 was committed"):
+        step.commit()
+
+
+def test_a_script_may_go_back_in_the_middle_of_a_step() -> None:
+    """A load reads the present state first, as torch's DCP does."""
     loader = ElasticLoader(dataset(), global_batch=BATCH)
     steps = iter(loader)
-    list(next(steps))
-    loader.load_state_dict(loader.state_dict())
-    with pytest.raises(ConfigError, match="before the loop over the loader"):
+    step = next(steps)
+    first = [batch.tolist() for batch, _ in step]
+    saved = ElasticLoader(dataset(), global_batch=BATCH).state_dict()
+    assert loader.state_dict() == saved
+    loader.load_state_dict(saved)
+    with pytest.raises(ConfigError, match="or a state was loaded: begin the loop"):
         next(steps)
+    again = next(iter(loader))
+    assert [batch.tolist() for batch, _ in again] == first
+    again.commit()
+
+
+def test_a_step_that_cannot_be_read_is_not_trained() -> None:
+    class Torn(TensorDataset):
+        broken = True
+
+        def __getitem__(self, index: int) -> Any:
+            if self.broken:
+                raise OSError("the disk is gone")
+            return super().__getitem__(index)
+
+    data = Torn(*dataset().tensors)
+    loader = ElasticLoader(data, global_batch=BATCH)
+    step = next(iter(loader))
+    with pytest.raises(OSError, match="the disk is gone"):
+        list(step)
+    data.broken = False
+    with pytest.raises(ConfigError, match="could not be read: begin the loop"):
+        list(step)
+    with pytest.raises(ConfigError, match="with 1 micro-batches left"):
+        step.commit()
+    assert sum(len(batch) for step in whole(loader) for batch, _ in step) == N
+
+
+def whole(loader: ElasticLoader) -> Iterator[Any]:
+    """Yield the steps of an epoch, and commit each after the caller has read it."""
+    for step in loader:
+        yield step
+        step.commit()
+
+
+def test_workers_have_other_random_numbers_on_each_rank_and_in_each_epoch() -> None:
+    seen = []
+    for rank in range(2):
+        loader = ElasticLoader(dataset(), global_batch=BATCH)
+        loader.sampler.rank, loader.sampler.world = rank, 2
+        for _ in range(2):
+            seen.append(base_seed(loader))
+            for step in whole(loader):
+                list(step)
+    assert len(set(seen)) == 4
+
+
+def base_seed(loader: ElasticLoader) -> int:
+    """Return a number that the next loop of a loader draws for its workers."""
+    step = next(iter(loader))
+    step.discard()
+    generator = loader.loader.generator
+    return int(torch.randint(2**40, (), generator=generator))
 
 
 def test_only_the_last_micro_batch_exchanges_gradients() -> None:
@@ -183,6 +256,7 @@ class Stream(IterableDataset[int]):
         ([], {}, "a list, has no samples"),
         ([1, 2], {"drop_last": True}, "drop_last=True: expected global_batch and micro_batch"),
         ([1, 2], {"batch_size": 2}, "batch_size=2"),
+        ([1, 2], {"in_order": False}, "expected batches in order"),
         ([1, 2], {"global_batch": 0}, "global_batch is 0"),
     ],
 )
@@ -201,8 +275,27 @@ def test_a_reduction_that_is_not_known() -> None:
         step.weigh(torch.tensor(1.0), reduction="none")
 
 
-def test_the_sampler_is_a_batch_sampler_of_torch() -> None:
-    sampler = ElasticSampler(N, global_batch=BATCH, rank=0, world=1)
-    batches = torch.utils.data.DataLoader(dataset(), batch_sampler=sampler)
-    assert len(batches) == 5
-    assert sum(len(inputs) for inputs, _ in batches) == N
+@pytest.mark.parametrize("micro", [None, 2])
+@pytest.mark.parametrize("world", [1, 4, 16])
+def test_the_sampler_is_a_batch_sampler_of_torch(world: int, micro: int | None) -> None:
+    weights, samples = [0.0] * 5, 0
+    for rank in range(world):
+        sampler = ElasticSampler(N, global_batch=BATCH, micro_batch=micro, rank=rank, world=world)
+        batches = torch.utils.data.DataLoader(dataset(), batch_sampler=sampler)
+        assert len(batches) == len(sampler)
+        for (inputs, _), part in zip(batches, sampler.plan(), strict=True):
+            assert len(inputs) == max(part.samples, 1)
+            weights[sampler.steps] += part.weight(world) / world
+            samples += part.samples
+            if part.last:
+                sampler.commit()
+        assert sampler.epoch == 1
+    assert weights == pytest.approx([1.0] * 5)
+    assert samples == N
+
+
+def test_a_script_with_another_default_device() -> None:
+    with torch.device("meta"):
+        loader = ElasticLoader(list(range(N)), global_batch=BATCH, collate_fn=list)
+        found = [sample for step in whole(loader) for batch in step for sample in batch]
+    assert sorted(found) == list(range(N))

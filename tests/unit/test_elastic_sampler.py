@@ -109,6 +109,7 @@ def test_a_large_dataset_needs_no_table() -> None:
     [
         ({"length": 0}, "length is 0: expected a whole number from 1"),
         ({"length": 10.0}, "length is 10.0"),
+        ({"length": True}, "length is True"),
         ({"length": 2**60}, "expected a whole number from 1 to 2**53"),
         ({"global_batch": 0}, "global_batch is 0: expected a whole number from 1"),
         ({"micro_batch": 0}, "micro_batch is 0"),

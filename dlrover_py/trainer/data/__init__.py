@@ -19,8 +19,8 @@
             checkpointer.save(loader.steps, state)
 
 The order of the samples depends on the seed and the epoch, never on the world. The position in it
-is part of the checkpoint, so model and data go back together. ``ElasticLoader`` needs torch, and is
-imported when it is first accessed.
+is part of the checkpoint, so model and data go back together. The classes need torch, and are
+imported when they are first accessed.
 """
 
 from typing import TYPE_CHECKING, Any

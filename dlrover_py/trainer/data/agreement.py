@@ -4,6 +4,7 @@ import itertools
 import logging
 
 from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.trainer import session
 from dlrover_py.trainer.collectives import gather, rank_and_world
 from dlrover_py.trainer.data.sampler import ElasticSampler
 from dlrover_py.trainer.rollcall import RollCall, format_by_rank
@@ -11,7 +12,8 @@ from dlrover_py.trainer.torch_compat import store_of_default_group
 
 log = logging.getLogger(__name__)
 
-CALL = "the loop over the data loader"
+CALL = "iter(loader)"
+"""The call that all ranks must make together, for messages."""
 _numbers = itertools.count()
 """Numbers the loaders of this process that several ranks use together."""
 
@@ -25,18 +27,24 @@ class Agreement:
     def check(self, sampler: ElasticSampler) -> None:
         """Raise on every rank if the ranks would read other samples than they should.
 
-        This call is collective, and does nothing without a process group. If a rank does not make
-        it, the log names that rank after some seconds.
+        This call is collective. If a rank does not make it, the log names that rank after some
+        seconds. A single worker does nothing.
 
         Args:
             sampler: the sampler of this rank.
 
         Raises:
             ConfigError: the ranks have other positions or arguments; the sampler was made for
-                another world; or a rank does not begin the loop within 30 minutes.
+                another world; several workers have no process group; or a rank does not begin the
+                loop within 30 minutes.
         """
         group = rank_and_world()
         if group is None:
+            if (size := session.world().size) > 1:
+                raise ConfigError(
+                    f"data: the world has {size} workers, but there is no process group: call "
+                    "torch.distributed.init_process_group() before the loop over the loader"
+                )
             return
         if group != (sampler.rank, sampler.world):
             raise ConfigError(

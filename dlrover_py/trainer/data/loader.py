@@ -4,6 +4,7 @@ A step has the same samples for each world. Each rank computes its share of them
 and weighs the losses so that the gradient is the mean over all samples of the step.
 """
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
@@ -45,12 +46,12 @@ class ElasticLoader:
             global_batch: number of samples of an optimizer step, of all ranks together.
             micro_batch: greatest number of samples that a rank computes at once; None: its share
                 of the step.
-            seed: chooses the order of the samples, and the random numbers of ``seed_samples``.
+            seed: chooses the order of the samples, and the random numbers of the loader's workers.
             shuffle: False keeps the order of the dataset.
             block: number of neighbouring samples that stay together when they are shuffled.
             seed_samples: seed the random generators of torch, Python and NumPy before each sample
-                is read. Random transforms then depend on seed, epoch and sample alone, and neither
-                on the world nor on the loader's workers.
+                is read. Random transforms in ``__getitem__`` then depend on seed, epoch and sample
+                alone, and neither on the world nor on the loader's workers.
             options: further arguments of torch's ``DataLoader``, such as ``num_workers``.
 
         Raises:
@@ -72,7 +73,8 @@ class ElasticLoader:
             dataset, batches = SeededDataset(dataset, self.sampler.seed), SeededSampler(batches)
         # Without a generator of its own, each new iterator of a DataLoader draws a number from the
         # script's. The dropout after a restart would then differ.
-        options.setdefault("generator", torch.Generator().manual_seed(seed))
+        self._generator = None if "generator" in options else torch.Generator()
+        options.setdefault("generator", self._generator)
         self.loader = DataLoader(dataset, batch_sampler=batches, **options)
         self._agreement = Agreement()
         self._step: TrainingStep | None = None
@@ -96,49 +98,58 @@ class ElasticLoader:
         """Yield the steps that are left in this epoch. All ranks must begin the loop together.
 
         Raises:
-            ConfigError: the ranks have other positions or arguments, or the process group has
-                another world than the loader. Later: the script asks for the next step, but has
-                not committed the previous one, or has loaded a state.
+            ConfigError: the last step was computed, but neither committed nor discarded. Or the
+                ranks have other positions or arguments, or another world than the process group.
+                Later: another loop has begun, or a state was loaded.
         """
+        self._check_last_step()
+        self._step = None
         sampler = self.sampler
         self._agreement.check(sampler)
-        batches = iter(self.loader)
-        for micro_batches in list_by_step(sampler.plan()):
+        if self._generator is not None:
+            where = f"{sampler.seed}/{sampler.epoch}/{sampler.offset}/{sampler.rank}"
+            digest = hashlib.blake2b(where.encode(), digest_size=8).digest()
+            self._generator.manual_seed(int.from_bytes(digest, "little"))
+        with torch.device("cpu"):  # the script's default device does not have this generator
+            batches = iter(self.loader)
+        for micro_batches in _by_step(sampler.plan()):
             step = self._step = TrainingStep(self, sampler, micro_batches, batches)
             yield step
             if self._step is not step:
                 raise ConfigError(
-                    "data: the position was loaded while steps were read: expected "
-                    "load_state_dict() before the loop over the loader"
+                    "data: another loop over this loader has begun, or a state was loaded: begin "
+                    "the loop over the loader again"
                 )
+            self._check_last_step()
             if not step.committed:
                 raise ConfigError(
                     f"data: the loop asks for the next step, but step {sampler.steps + 1} is not "
-                    "committed: call step.commit() after optimizer.step()"
+                    "committed: compute its micro-batches, and call step.commit()"
                 )
 
     def state_dict(self) -> dict[str, int | bool]:
-        """Return the position; see :meth:`ElasticSampler.state_dict`.
-
-        Raises:
-            ConfigError: all micro-batches of the step are computed, but it is not committed. The
-                model may have learnt from samples that a resumed run would train again.
-        """
-        if self._step is not None and self._step.computed and not self._step.committed:
-            raise ConfigError(
-                f"data: the state is saved before step {self.steps + 1} is committed: call "
-                "step.commit() after optimizer.step(), and save then"
-            )
+        """Return the position; see :meth:`ElasticSampler.state_dict`."""
+        if self._step is not None and self._step.computed:
+            self._step.saved_early = not self._step.committed
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the position of a state. Call this before the loop over the loader.
+        """Continue from the position of a state. Begin a new loop over the loader afterwards.
 
         Raises:
             ConfigError: the state has another form, or belongs to another order. Nothing changes.
         """
         self.sampler.load_state_dict(state)
         self._step = None
+
+    def _check_last_step(self) -> None:
+        """Raise ConfigError if the last step was computed, and neither committed nor discarded."""
+        step = self._step
+        if step is not None and step.computed and not (step.committed or step.discarded):
+            raise ConfigError(
+                f"data: step {self.steps + 1} is computed, but not committed: call step.commit() "
+                "after optimizer.step(), or step.discard() if the model has not changed"
+            )
 
 
 class TrainingStep:
@@ -163,19 +174,35 @@ class TrainingStep:
         self._todo = list(reversed(micro_batches))
         self._batches = batches
         self._current: MicroBatch | None = None
+        self._failed = False
         self.epoch = sampler.epoch
         """The epoch of the step, from 0."""
         self.start = sampler.offset
         """The first position of the step in the order of the epoch."""
-        self.samples = sampler.next_stop - sampler.offset
+        self.samples = micro_batches[0].total
         """Number of samples of the step, of all ranks together."""
         self.committed = False
         """Whether :meth:`commit` was called."""
+        self.discarded = False
+        """Whether :meth:`discard` was called."""
+        self.saved_early = False
+        """Whether a state was taken after the last micro-batch and before the commit."""
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield what the loader has collated for each micro-batch. All ranks have equally many."""
+        """Yield what the loader has collated for each micro-batch. All ranks have equally many.
+
+        Raises:
+            ConfigError: an earlier micro-batch of the step could not be read.
+        """
         while self._todo:
+            if self._failed:
+                raise ConfigError(
+                    "data: a micro-batch of this step could not be read: begin the loop over the "
+                    "loader again, from the committed position"
+                )
+            self._failed = True
             batch = next(self._batches)
+            self._failed = False
             self._current = self._todo.pop()
             yield batch
 
@@ -196,7 +223,7 @@ class TrainingStep:
         return self._current
 
     def weigh(self, loss: Tensor, *, reduction: str = "mean") -> Tensor:
-        """Return the loss of the micro-batch, weighted for ``backward()``.
+        """Return the loss of the micro-batch that was yielded last, weighted for ``backward()``.
 
         The gradient that DDP or FSDP averages over the ranks is then the mean over all samples of
         the step. The weight of an empty micro-batch is 0.
@@ -208,11 +235,14 @@ class TrainingStep:
         Raises:
             ConfigError: the reduction is not one of these.
         """
-        if reduction not in ("mean", "sum"):
-            raise ConfigError(f"data: reduction is {reduction!r}: expected 'mean' or 'sum'")
-        samples = self.micro_batch.samples
-        count = samples if reduction == "mean" else min(samples, 1)
-        return loss * (count * self._sampler.world / self.samples)
+        part = self.micro_batch
+        weight = part.weight(self._sampler.world)
+        match reduction:
+            case "mean":
+                return loss * weight
+            case "sum":
+                return loss * (weight / max(part.samples, 1))
+        raise ConfigError(f"data: reduction is {reduction!r}: expected 'mean' or 'sum'")
 
     def sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context for ``forward`` and ``backward``.
@@ -234,21 +264,38 @@ class TrainingStep:
         A checkpoint that is saved afterwards continues with the next step.
 
         Raises:
-            ConfigError: the step has been committed, is not the current one, or has micro-batches
-                that were not computed.
+            ConfigError: the step has been committed or discarded, is not the current one, or has
+                micro-batches that were not computed. Or a state was taken after the last
+                micro-batch: it has a model that learnt from the step, with a position before it.
         """
-        if self.committed or self._loader._step is not self:
-            raise ConfigError("data: step.commit() was called twice, or for an earlier step")
+        if self.committed or self.discarded or self._loader._step is not self:
+            raise ConfigError(
+                "data: step.commit() of a step that is committed or discarded already, or of an "
+                "earlier loop"
+            )
         if not self.computed:
             raise ConfigError(
                 f"data: step.commit() with {len(self._todo)} micro-batches left: expected a loop "
                 "over all micro-batches of the step"
             )
+        if self.saved_early:
+            raise ConfigError(
+                f"data: a state was saved before step {self._sampler.steps + 1} was committed: "
+                "call step.commit() after optimizer.step(), and save then"
+            )
         self.committed = True
         self._sampler.commit()
 
+    def discard(self) -> None:
+        """Give the step up: its samples count as not trained. The model must not have changed.
 
-def list_by_step(plan: Iterator[MicroBatch]) -> Iterator[list[MicroBatch]]:
+        The gradients are the script's affair: call ``zero_grad()``. The next loop over the loader
+        yields the step again.
+        """
+        self.discarded = True
+
+
+def _by_step(plan: Iterator[MicroBatch]) -> Iterator[list[MicroBatch]]:
     """Yield the micro-batches of one rank step by step."""
     step: list[MicroBatch] = []
     for micro_batch in plan:
@@ -280,9 +327,14 @@ def _check_dataset(dataset: Any) -> None:
 
 def _check_options(options: Mapping[str, Any]) -> None:
     """Raise ConfigError for an argument of ``DataLoader`` that the loader decides itself."""
-    for name in ("batch_size", "sampler", "batch_sampler", "drop_last"):
-        if name in options:
+    for name, value in options.items():
+        if name in ("batch_size", "sampler", "batch_sampler") or (name == "drop_last" and value):
             raise ConfigError(
-                f"data: found {name}={options[name]!r}: expected global_batch and micro_batch "
-                "instead, since each sample is trained exactly once"
+                f"data: found {name}={value!r}: expected global_batch and micro_batch instead, "
+                "since each sample is trained exactly once"
+            )
+        if name == "in_order" and not value:
+            raise ConfigError(
+                "data: found in_order=False: expected batches in order, since each step has its "
+                "own samples"
             )

@@ -7,16 +7,19 @@ It is a batch sampler for torch's ``DataLoader``. Most scripts use it through
     loader = DataLoader(dataset, batch_sampler=sampler, num_workers=2)
     state = {"model": model, "optimizer": optimizer, "data": sampler}
     checkpointer.load(state)
-    for batch in loader:
-        ...
-        optimizer.step()
-        sampler.commit()
-        checkpointer.save(sampler.steps, state)
+    for batch, part in zip(loader, sampler.plan()):
+        (loss_of(ddp(batch)) * part.weight(sampler.world)).backward()
+        if part.last:
+            optimizer.step()
+            optimizer.zero_grad()
+            sampler.commit()
+            checkpointer.save(sampler.steps, state)
 
 Each step takes the next ``global_batch`` positions of the epoch's order, whatever the world is. So
 the position is one number for all ranks, and any world continues from it.
 """
 
+import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -101,7 +104,7 @@ class ElasticSampler:
         return min(self.offset + self.global_batch, self.length)
 
     def commit(self) -> None:
-        """Count the samples of the step as trained. Call this after ``optimizer.step()``.
+        """Count the samples of the step as trained. Call this once per ``optimizer.step()``.
 
         A checkpoint that is saved afterwards continues with the next step.
         """
@@ -217,17 +220,19 @@ def _batches(order: SampleOrder, plan: Iterator[MicroBatch]) -> Iterator[list[in
 
 def _samples(order: SampleOrder, ranges: list[range]) -> Iterator[list[int]]:
     """Yield the samples at each range of positions."""
-    positions = torch.cat([torch.arange(each.start, each.stop) for each in ranges])
+    positions = torch.cat([torch.arange(each.start, each.stop, device="cpu") for each in ranges])
     for part in order.at(positions).split([len(each) for each in ranges]):
         yield part.tolist()
 
 
 def _counted(what: str, value: object, *, least: int) -> int:
-    """Return a value if it is a whole number from ``least`` to 2**53.
+    """Return a value as an int if it is a whole number from ``least`` to 2**53.
 
     Raises:
         ConfigError: it is not.
     """
-    if type(value) is int and least <= value <= MAX_COUNT:
-        return value
+    if hasattr(value, "__index__") and not isinstance(value, bool):  # one of NumPy will do
+        number = operator.index(value)
+        if least <= number <= MAX_COUNT:
+            return number
     raise ConfigError(f"data: {what} is {value!r}: expected a whole number from {least} to 2**53")

@@ -49,6 +49,12 @@ class SeededDataset:
         """Return the number of samples."""
         return len(self._dataset)
 
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the dataset; a ``worker_init_fn`` may look for it."""
+        if name.startswith("__"):  # while a copy is made, there is no dataset yet
+            raise AttributeError(name)
+        return getattr(self.__dict__["_dataset"], name)
+
     def __getitem__(self, key: tuple[int, int]) -> Any:
         """Return a sample of the dataset, given its epoch and its number."""
         epoch, sample = key

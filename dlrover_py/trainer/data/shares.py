@@ -17,11 +17,23 @@ class MicroBatch:
     """One past the last position. It is ``start`` in an empty micro-batch."""
     last: bool
     """It is the last micro-batch of its step: gradients are exchanged after it."""
+    total: int
+    """Number of samples of the step, of all ranks together."""
 
     @property
     def samples(self) -> int:
         """Number of samples."""
         return self.stop - self.start
+
+    def weight(self, world: int) -> float:
+        """Return the factor of the mean loss of this micro-batch.
+
+        The mean of the weighted gradients over the ranks is the mean over the samples of the step.
+
+        Args:
+            world: number of workers, over which gradients are averaged.
+        """
+        return self.samples * world / self.total
 
     @property
     def positions(self) -> range:
@@ -71,5 +83,6 @@ def micro_batches(
     found = []
     for index in range(count):
         low, high = share(end - first, count, index)
-        found.append(MicroBatch(first + low, first + high, last=index == count - 1))
+        last = index == count - 1
+        found.append(MicroBatch(first + low, first + high, last, total=stop - start))
     return found
