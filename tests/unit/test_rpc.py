@@ -404,10 +404,10 @@ def said(code: str, message: str = "because") -> bytes:
         ("502 Bad Gateway", b"<html>\xff</html>", TransientError, "<html>"),
         ("422 Unprocessable Entity", said("invalid"), ConfigError, "because"),
         ("413 Content Too Large", said("too_large"), ConfigError, "because"),
-        ("404 Not Found", b'{"detail":"Not Found"}', ConfigError, "Not Found"),
-        ("404 Not Found", b"", ConfigError, "HTTP 404"),
-        ("204 No Content", b"", ConfigError, "HTTP 204"),
-        ("302 Found", b"", ConfigError, "HTTP 302"),
+        ("404 Not Found", b'{"detail":"Not Found"}', OtherProgramError, "Not Found"),
+        ("404 Not Found", b"", OtherProgramError, "HTTP 404"),
+        ("204 No Content", b"", OtherProgramError, "HTTP 204"),
+        ("302 Found", b"", OtherProgramError, "HTTP 302"),
     ],
 )
 async def test_each_error_has_its_exception(
