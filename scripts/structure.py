@@ -344,7 +344,7 @@ PATTERNS = [
 """What is counted by a pattern: a name, the pattern of a line, and the key of its limit."""
 
 LIMITS: dict[str, float] = {
-    "class": 473,
+    "class": 474,
     "large": 1,
     "attributes": 41,
     "constructor": 40,

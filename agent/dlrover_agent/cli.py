@@ -250,7 +250,8 @@ def _run_without_platform(flags: Flags, settings: Settings, command: Command) ->
     endpoint.check(settings.ca_file)
     if endpoint.node_rank is None and flags.node_rank:
         _warn_unused_flag("node_rank", "it is used only with --rdzv-backend=static")
-    secret = settings.token() if settings.token_file is not None else ""
+    # A job on this machine alone has a token of its own.
+    secret = settings.token() if endpoint.host and settings.token_file is not None else ""
     with hosted(endpoint, secret) as master:
         if master is not None:
             agent_settings = _settings(endpoint, settings, master.address, command)

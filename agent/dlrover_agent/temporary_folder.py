@@ -11,6 +11,7 @@ import fcntl
 import os
 import re
 import shutil
+import stat
 import tempfile
 import time
 from pathlib import Path
@@ -25,7 +26,7 @@ LONGEST_NAME = "/slots.sock"
 ELSEWHERE = ("/tmp", "/var/tmp")
 """Parent folders to use if TMPDIR is not set or cannot be used."""
 KERNEL_FILE = "kernel"
-"""File in a folder that its creator has locked: the id of the kernel that knows of the lock."""
+"""File in a folder that its creator has locked: the kernel and the mount that know of the lock."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 """File with a random id of the running kernel, the same in all containers of a machine."""
 STALE_S = 600.0
@@ -116,10 +117,10 @@ def _create_in(base: str, prefix: str) -> Path:
 
 
 def _lock(folder: Path) -> None:
-    """Lock a folder until this process ends, and write the id of the kernel into it.
+    """Lock a folder until this process ends, and write into it where the lock is known.
 
-    If one of them is not possible, the folder counts as in use for ever. This is so on NFS, and in
-    a sandbox without ``BOOT_ID``. A folder that is made again by :func:`recreate` counts so, too.
+    If one of them is not possible, the folder counts as in use for ever. This is so in a sandbox
+    without ``BOOT_ID``. A folder that is made again by :func:`recreate` counts so, too.
     """
     with contextlib.suppress(OSError):
         held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -130,15 +131,27 @@ def _lock(folder: Path) -> None:
             raise
         # Nothing closes the descriptor: only the end of this process may release the lock. So a
         # folder that has the file is locked as long as it is used.
-        (folder / KERNEL_FILE).write_bytes(BOOT_ID.read_bytes())
+        (folder / KERNEL_FILE).write_bytes(lock_domain(held))
+
+
+def lock_domain(folder: int) -> bytes:
+    """Return the id of the running kernel, and the device number of an open folder.
+
+    The kernel keeps a lock for each mounted file system. Two mounts of the same network storage
+    have different device numbers, and do not know of each other's locks.
+
+    Raises:
+        OSError: The id cannot be read.
+    """
+    return BOOT_ID.read_bytes() + str(os.fstat(folder).st_dev).encode()
 
 
 def remove_abandoned(base: str, *, now: float) -> None:
     """Remove the folders of :func:`create` in ``base`` whose processes are gone; ignore errors.
 
-    Such a folder belongs to this user, was locked on this kernel and is not locked any more, and
-    was not changed for ``STALE_S``. No link is followed. All other folders stay, and so do all
-    where another user could replace a folder of this user.
+    Such a folder belongs to this user, was locked through this mount on this kernel and is not
+    locked any more, and was not changed for ``STALE_S``. No link is followed. All other folders
+    stay, and so do all where another user could replace a folder of this user.
 
     Args:
         base: Folder with the folders.
@@ -147,6 +160,9 @@ def remove_abandoned(base: str, *, now: float) -> None:
     if not _is_ours_to_share(base):
         return
     with contextlib.suppress(OSError), os.scandir(base) as entries:
+        mode = os.stat(base).st_mode
+        if mode & stat.S_IWGRP and not mode & stat.S_ISVTX:
+            return  # the group can replace a folder, too
         for entry in entries:
             if _NAME.fullmatch(entry.name):
                 with contextlib.suppress(OSError, ConfigError):
@@ -168,7 +184,7 @@ def _remove_if_abandoned(path: str, now: float) -> None:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         kernel = open_own(KERNEL_FILE, at=folder)
         stack.callback(os.close, kernel)
-        if os.read(kernel, 100) == BOOT_ID.read_bytes():
+        if os.read(kernel, 100) == lock_domain(folder):
             shutil.rmtree(path)
 
 

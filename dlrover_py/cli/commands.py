@@ -847,7 +847,7 @@ def remove_runs(
         )
     gone = runs.to_remove(known, jobs=jobs, older_than_s=limit, keep=keep, now=view.now())
     if not gone:
-        runs.finish_removals(settings.state_folder)
+        _finish_removals(settings.state_folder)
         click.echo("nothing to remove: no past run matches", err=True)
         return
     freed = sum(runs.size(run.folder) for run in gone)
@@ -864,7 +864,13 @@ def remove_runs(
         click.confirm(f"this removes {what}\ncontinue?", abort=True, err=True)
     removed = sum(map(runs.remove, gone))
     click.echo(f"removed {counted(removed, 'run')}")
-    runs.finish_removals(settings.state_folder)
+    _finish_removals(settings.state_folder)
+
+
+def _finish_removals(state_root: Path | None) -> None:
+    """Remove what earlier removals have left, and print what still cannot be removed."""
+    for problem in runs.finish_removals(state_root):
+        click.echo(f"dlrover: left by an earlier removal: {problem}", err=True)
 
 
 # --- Commands for nodes ---

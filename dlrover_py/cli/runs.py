@@ -238,21 +238,24 @@ def remove(run: Run) -> bool:
     return True
 
 
-def finish_removals(state_root: Path | None) -> None:
+def finish_removals(state_root: Path | None) -> list[str]:
     """Remove what is left of runs whose removal has failed or was interrupted.
 
     Args:
         state_root: folder of the runs, which others cannot write to; None if it is not known.
 
-    Raises:
-        ConfigError: a folder cannot be removed.
+    Returns:
+        For each folder that cannot be removed, its path and the reason.
     """
-    try:
-        for rest in state_root.glob(f"{REMOVED_PREFIX}*") if state_root is not None else ():
-            with contextlib.suppress(FileNotFoundError):  # another command removes it
-                shutil.rmtree(rest)
-    except OSError as error:
-        raise ConfigError(f"{error.filename or state_root}: {error.strerror or error}") from error
+    problems = []
+    for rest in state_root.glob(f"{REMOVED_PREFIX}*") if state_root is not None else ():
+        try:
+            shutil.rmtree(rest)
+        except FileNotFoundError:
+            continue  # another command removes it
+        except OSError as error:
+            problems.append(f"{rest}: {error.strerror or error}")
+    return problems
 
 
 def size(folder: Path) -> int:

@@ -245,8 +245,8 @@ class LocalCluster:
     ) -> "LocalCluster":
         """Lock the job's name, and make its folders, token and sockets. No process is started yet.
 
-        After an error nothing stays but the run's state folder and the lock file beside the runtime
-        folder. Otherwise :meth:`close` must be called.
+        After an error nothing stays but the lock file beside the runtime folder. Otherwise
+        :meth:`close` must be called.
 
         Args:
             job: the job.
@@ -284,15 +284,16 @@ class LocalCluster:
             paths.token.touch(mode=0o600)
             paths.token.write_text(secrets.token_urlsafe(24))
             cluster._listener, cluster._sockets, cluster._lifeline = _endpoints(paths.socket)
-        except OSError as error:
+        except (OSError, DLRoverError) as error:
+            if cluster._run_lock >= 0:  # the folder is this user's
+                _remove_unused(paths)
             cluster.close()
+            if isinstance(error, DLRoverError):
+                raise
             hint = "DLROVER_RUNTIME_DIR and DLROVER_STATE_DIR can name other folders"
             raise ConfigError(
                 f"{error.filename or paths.state}: {error.strerror}; {hint}"
             ) from error
-        except DLRoverError:
-            cluster.close()
-            raise
         cluster.add_hosts(hosts)
         return cluster
 
@@ -1014,6 +1015,16 @@ def _run_lock(folder: Path) -> int:
         folder / names.RUN_LOCK
     )  # a file with this name is locked as long as its run lasts
     return lock
+
+
+def _remove_unused(paths: JobPaths) -> None:
+    """Remove the state folder of a run that did not start, as far as nothing else is in it."""
+    with contextlib.suppress(OSError):
+        (paths.state / names.RUN_LOCK).unlink(missing_ok=True)
+        (paths.state / names.RUNTIME_LINK).unlink(missing_ok=True)
+        if paths.logs.exists():
+            paths.logs.rmdir()
+        paths.state.rmdir()
 
 
 def _endpoints(

@@ -62,6 +62,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+LATE_ANSWER_S = 60.0
+"""Seconds that ``wait`` without a limit waits for storage, if it is called after ``close``."""
+
 
 class Checkpointer:
     """Saves and loads the state of a training. All ranks of a world must use it in the same way."""
@@ -285,6 +288,7 @@ class Checkpointer:
             time is over; in the handler of a signal as for ``save``; or if the checkpoint is not in
             storage, and the log or the condition of the job says why. After :meth:`close`, a call
             with ``persisted`` only looks for the checkpoint, and waits as long as nodes write it.
+            Without a time, it waits for ``LATE_ANSWER_S`` at most.
             False may then mean that its write has not begun: the next call looks again.
 
         Raises:
@@ -294,7 +298,7 @@ class Checkpointer:
         if context is None or not self._claim.mine:
             return True
         if self._claim.closed:
-            end = None if timeout_s is None else self._clock() + timeout_s
+            end = self._clock() + (LATE_ANSWER_S if timeout_s is None else timeout_s)
             return not persisted or self._storage.result(context, end, may_be_written=True)
         if self._interrupts("wait()"):
             return False

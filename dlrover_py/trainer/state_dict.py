@@ -383,7 +383,7 @@ class StateWalk:
         """
         found: list[tuple[str, Optimizer]] = []
         tree = self._visit_mapping("", state, found)
-        texts = {f"{name}": _name("the state", name) for name in tree if type(name) is not str}
+        texts = _names_by_text(tree)
         if texts and not self.load:
             self._add_object(NAMES, texts, None, None)
         for key, module, entries in self.modules:
@@ -1138,6 +1138,19 @@ def _name(prefix: str, name: Any) -> Any:
         f"checkpoint: {prefix.rstrip('.')} has the key {name!r}, a {kind.__qualname__}: expected "
         "a str or a number"
     )
+
+
+def _names_by_text(tree: Iterable[object]) -> dict[str, Any]:
+    """Return the names that are not plain strings, by their text in keys.
+
+    Those that ``torch.load`` would not read are left out: they come back as their text.
+    """
+    names = {}
+    for name in tree:
+        if type(name) is not str:
+            with suppress(ConfigError):
+                names[f"{name}"] = _name("the state", name)
+    return names
 
 
 def _has_tensors(value: object) -> bool:

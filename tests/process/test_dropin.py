@@ -601,7 +601,6 @@ def test_folders_of_a_tree_that_was_killed_are_removed_by_the_next_run(place: Pl
 def test_standalone_ignores_the_job_around_it(place: Place, how: str) -> None:
     """Here one on Kubernetes whose master is not there."""
     place.script("import os; print(os.environ['WORLD_SIZE'])")
-    (place.folder / "token").write_text("x" * 43)
     env = {"DLROVER_MASTER_ADDR": f"127.0.0.1:{free_port()}", "DLROVER_NODE_ID": "n7"}
     env |= {"DLROVER_TOKEN_FILE": "token", "DLROVER_CA_FILE": "ca.crt", "POD_IP": "192.0.2.1"}
     env |= {"ELASTIC_JOB_NAME": "other", "JOB_UID": "u", "DLROVER_LOG_DIR": "logs"}

@@ -39,3 +39,4 @@ def test_a_socket_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="DLROVER_RUNTIME_DIR can name another folder"):
         prepared(tmp_path, "x" * 120)
     assert not (tmp_path / "run" / ("x" * 120)).exists()
+    assert not (tmp_path / "state" / ("x" * 120)).exists(), "it would be listed as a killed run"

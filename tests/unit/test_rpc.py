@@ -8,7 +8,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from dlrover_py.net.http_client import HttpClient, check_address, enable_keepalive
+from dlrover_py.net.http_client import (
+    HttpClient,
+    OtherProgramError,
+    check_address,
+    enable_keepalive,
+)
 from dlrover_py.protocol import proof
 from dlrover_py.protocol.agents import ErrorReply
 from dlrover_py.protocol.errors import (

@@ -95,6 +95,19 @@ def test_what_a_failed_removal_has_left_is_removed_by_the_next_one(
         assert [path.name for path in tmp_path.iterdir()] == (["b@1"] if least_age != "1s" else [])
 
 
+def test_what_cannot_be_removed_is_told_with_its_path_and_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each later removal failed, and named the file without its folder."""
+    made(tmp_path, "b@1")
+    stuck = tmp_path / f"{runs.REMOVED_PREFIX}a@1"
+    stuck.write_text("a file is no folder, so it is not removed as one")
+    monkeypatch.setenv("DLROVER_STATE_DIR", str(tmp_path))
+    assert main(["job", "rm", "--yes", "--older-than", "1s"]) == 0
+    assert f"left by an earlier removal: {stuck}: " in capfd.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == [stuck.name]
+
+
 def test_times_have_a_unit() -> None:
     assert [runs.seconds(t) for t in ("90s", "30m", "12h", "7d", "2w")] == [
         90, 1800, 43200, 604800, 1209600,

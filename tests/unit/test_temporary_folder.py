@@ -18,11 +18,16 @@ def age(folder: Path) -> float:
     return folder.lstat().st_mtime + 2 * STALE_S
 
 
+def domain(folder: Path) -> bytes:
+    """Where a lock on the folder is known."""
+    return BOOT_ID.read_bytes() + str(folder.stat().st_dev).encode()
+
+
 def abandoned(base: Path, name: str = NAME) -> Path:
     """What a process leaves that was killed: the kernel has released its lock."""
     folder = base / name
     folder.mkdir(mode=0o700)
-    (folder / KERNEL_FILE).write_bytes(BOOT_ID.read_bytes())
+    (folder / KERNEL_FILE).write_bytes(domain(folder))
     (folder / KERNEL_FILE).chmod(0o600)
     (folder / "token").write_text("secret")
     return folder
@@ -47,7 +52,7 @@ def test_the_next_folder_takes_the_abandoned_ones_away(
     assert list(tmp_path.iterdir()) == [mine]
     remove_abandoned(str(tmp_path), now=age(mine))
     assert mine.exists(), "its process lives"
-    assert (mine / KERNEL_FILE).read_bytes() == BOOT_ID.read_bytes()
+    assert (mine / KERNEL_FILE).read_bytes() == domain(mine)
 
 
 def without_the_file(folder: Path) -> None:
@@ -55,7 +60,12 @@ def without_the_file(folder: Path) -> None:
 
 
 def of_another_kernel(folder: Path) -> None:
-    (folder / KERNEL_FILE).write_text("11111111-2222-3333-4444-555555555555\n")
+    device = folder.stat().st_dev
+    (folder / KERNEL_FILE).write_text(f"11111111-2222-3333-4444-555555555555\n{device}")
+
+
+def of_another_mount(folder: Path) -> None:
+    (folder / KERNEL_FILE).write_bytes(BOOT_ID.read_bytes() + b"1")
 
 
 def which_others_may_write(folder: Path) -> None:
@@ -83,7 +93,7 @@ def behind_a_link(folder: Path) -> None:
 
 
 CHANGES = [without_the_file, of_another_kernel, which_others_may_write, with_a_link_as_the_file]
-CHANGES += [of_another_name, of_another_user, behind_a_link]
+CHANGES += [of_another_name, of_another_user, behind_a_link, of_another_mount]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -123,9 +133,10 @@ def test_what_is_behind_a_link_inside_stays(tmp_path: Path) -> None:
 
 def test_nothing_is_removed_where_other_users_can_replace_a_folder(tmp_path: Path) -> None:
     folder = abandoned(tmp_path)
-    tmp_path.chmod(0o777)
-    remove_abandoned(str(tmp_path), now=age(folder))
-    assert folder.exists()
+    for mode in (0o777, 0o775):
+        tmp_path.chmod(mode)
+        remove_abandoned(str(tmp_path), now=age(folder))
+        assert folder.exists()
     tmp_path.chmod(0o1777)
     remove_abandoned(str(tmp_path), now=age(folder))
     assert not folder.exists()

@@ -187,14 +187,20 @@ class MasterClient:
             deadline_s: Seconds in which the master must answer.
 
         Raises:
-            ConfigError: The master refuses the request itself, or another program answers.
+            ConfigError: The master refuses the request itself.
         """
         try:
             body = self._node.report().model_dump_json().encode()
             await self._client.call(
                 "POST", self._path, body, deadline_s=deadline_s, max_bytes=MAX_ASSIGNMENT_BYTES
             )
-        except (TransientError, SupersededError, UnauthorizedError, RuntimeError) as error:
+        except (
+            TransientError,
+            SupersededError,
+            UnauthorizedError,
+            OtherProgramError,
+            RuntimeError,
+        ) as error:
             # RuntimeError: the interpreter is ending, and resolves no more host names.
             log.debug("last_report_lost", extra={"why": str(error)})
 
@@ -279,9 +285,9 @@ class MasterClient:
     def _on_superseded_end(self, task: asyncio.Task[None]) -> None:
         """Handle the end of an exchange that was under way when an urgent report was sent.
 
-        The node is told if the master refuses this agent for good. A :class:`TransientError` and a
-        refused token are ignored: if the cause lasts, the newest exchange fails too. Any other
-        error is raised to the event loop, which only logs it.
+        The node is told if the master refuses this agent for good. A :class:`TransientError`, a
+        refused token and an error of another program are ignored: if the cause lasts, the newest
+        exchange fails too. Any other error is raised to the event loop, which only logs it.
 
         Args:
             task: The task of the exchange. It may also have succeeded or been canceled.
@@ -290,7 +296,7 @@ class MasterClient:
         if not task.cancelled() and (error := task.exception()) is not None:
             if isinstance(error, SupersededError):
                 self._node.refused(str(error))
-            elif not isinstance(error, (TransientError, UnauthorizedError)):
+            elif not isinstance(error, (TransientError, UnauthorizedError, OtherProgramError)):
                 raise error
 
     def _on_unreachable(self, error: Exception) -> None:

@@ -79,8 +79,13 @@ class Worker:
         Raises:
             OSError: The process has been reaped, or there are no more file descriptors.
         """
-        self.pidfd = os.pidfd_open(self.pid)
-        asyncio.get_running_loop().add_reader(self.pidfd, exited, self)
+        pidfd = os.pidfd_open(self.pid)
+        try:
+            asyncio.get_running_loop().add_reader(pidfd, exited, self)
+        except OSError:
+            os.close(pidfd)
+            raise
+        self.pidfd = pidfd
 
     def signal(self, number: int) -> None:
         """Signal the process if it has not ended; do nothing before its start.
