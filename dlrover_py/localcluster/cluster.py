@@ -131,8 +131,8 @@ class _NodeProcess:
     mark: str = ""
     """Value of an environment variable that all processes of the node carry."""
     ended: bool = False
-    why: str = ""
-    """Reason of the end, for a master that has missed the event."""
+    end: WatchEvent | None = None
+    """The event of the end, for a master that has missed it; None before the end."""
     frozen: bool = False
     memory: Path | None = None
     """Folder of the node's checkpoints in shared memory. It is deleted with the host."""
@@ -445,8 +445,8 @@ class LocalCluster:
             return
         old = self.nodes.get(node_id)
         if old is not None:
-            if old.ended:  # the master does not know yet
-                self._publish(WatchEvent(kind="ended", node=node_id, why=old.why, free=old.free))
+            if old.end is not None:  # the master does not know yet
+                self._publish(old.end)
             return
         self.nodes[node_id] = _NodeProcess(node_id)
         self._schedule()
@@ -763,20 +763,19 @@ class LocalCluster:
         """
         if node.ended:
             return
-        node.ended, node.why = True, why
+        node.ended = True
         if node.deadline is not None:
             node.deadline.cancel()
-        self._publish(
-            WatchEvent(
-                kind="ended",
-                node=node.id,
-                host=node.host,
-                why=why,
-                exit_code=code,
-                free=node.free,
-                output=output,
-            )
+        node.end = WatchEvent(
+            kind="ended",
+            node=node.id,
+            host=node.host,
+            why=why,
+            exit_code=code,
+            free=node.free,
+            output=output,
         )
+        self._publish(node.end)
         self._schedule()
 
     def _node_event(self, node: _NodeProcess) -> WatchEvent:

@@ -184,8 +184,7 @@ def split(words: Sequence[str], *, elastic_run: bool) -> Split:
     """Divide the words behind a launcher's name into its flags and its script.
 
     The script begins with the first word that is neither a flag nor a flag's value, or behind
-    ``--``. As in torchrun, the first ``--`` of a command line is dropped if it is directly before
-    or behind the script. An unknown flag is treated as a flag without a value. Nothing is refused.
+    ``--``. An unknown flag is treated as a flag without a value. Nothing is refused.
 
     Args:
         words: the words behind the program's name.
@@ -194,11 +193,11 @@ def split(words: Sequence[str], *, elastic_run: bool) -> Split:
     switches = SWITCHES | ELASTIC_RUN_SWITCHES if elastic_run else SWITCHES
     values = VALUES | ELASTIC_RUN_VALUES if elastic_run else VALUES
     flags: list[str] = []
-    at, dashes = 0, False
+    at = 0
     while at < len(words):
         word = words[at]
         if word == "--":
-            at, dashes = at + 1, True
+            at += 1
             break
         if len(word) < 2 or word[0] != "-" or _NUMBER.fullmatch(word):
             break
@@ -219,10 +218,7 @@ def split(words: Sequence[str], *, elastic_run: bool) -> Split:
         if known in values and not equals and at < len(words):
             flags.append(words[at])
             at += 1
-    script = list(words[at:])
-    if script[1:2] == ["--"] and not dashes:
-        del script[1]
-    return Split(tuple(flags), tuple(script))
+    return Split(tuple(flags), tuple(words[at:]))
 
 
 def abbreviated(name: str) -> list[str]:
@@ -473,8 +469,8 @@ def in_place_of(call: Call) -> str:
     if call.program in (*_SAME_FLAGS, "python"):
         own, script = call.split.flags, call.split.script
         words += [word for word in own if _dashed(word) != "--use-env"]
-        # Otherwise `split` would take the script for a flag, or drop the dashes behind it.
-        words += ["--"] if script[1:2] == ("--",) or "".join(script[:1]).startswith("-") else []
+        # Otherwise `split` would take the script for a flag.
+        words += ["--"] if "".join(script[:1]).startswith("-") else []
         words += script
     else:
         words.append("train.py")

@@ -23,7 +23,7 @@ from dlrover_py.master.journal_store import FileJournalStore
 from dlrover_py.master.loop import Loop, PassiveMasterError
 from dlrover_py.master.platform.static import StaticPlatform
 from dlrover_py.protocol.agents import AgentReport, Assignment
-from dlrover_py.protocol.errors import SupersededError
+from dlrover_py.protocol.errors import ExitCode, SupersededError
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.local import WatchEvent
 from dlrover_py.protocol.names import NodeId
@@ -256,6 +256,21 @@ async def test_a_node_whose_program_hangs_as_it_is_started_is_told_and_killed_la
         )
         hang.answers.set()
         await until(lambda: started and started[0].poll() is not None, "its end")
+
+
+async def test_a_request_for_a_node_that_has_ended_is_answered_with_its_whole_end(
+    place: Place,
+) -> None:
+    """A master that had missed the end got it without the exit code, and replaced the node."""
+    async with one_job(place, "no-such-program") as cluster:
+        cluster.create_node(N0)
+        await until(lambda: cluster.nodes[N0].ended, "its end")
+        told = asyncio.create_task(seen(cluster, "ended"))
+        await asyncio.sleep(0)
+        cluster.create_node(N0)
+        one = await told
+        assert one.exit_code == ExitCode.USAGE
+        assert one.why == "could not be started: no-such-program: no such program on the PATH"
 
 
 async def test_a_node_that_is_deleted_as_it_is_started_does_not_stay(

@@ -135,7 +135,7 @@ def test_dlrovers_own_launcher_is_replaced_with_its_flags(module: str) -> None:
 @pytest.mark.parametrize(
     ("words", "args"),
     [
-        (["torchrun", "t.py", "--", "--lr"], ("t.py", "--lr")),
+        (["torchrun", "t.py", "--", "--lr"], ("t.py", "--", "--lr")),
         (["torchrun", "--", "t.py", "--", "--lr"], ("t.py", "--", "--lr")),
         (["torchrun", "--", "-t.py"], ("-t.py",)),
         (["python", "t.py", "--", "--lr"], ("t.py", "--", "--lr")),
@@ -187,10 +187,7 @@ def test_what_follows_a_script_changes_nothing_before_it(head: list[str], tail: 
     after = split([*head, "t.py", *tail], elastic_run=True)
     if before.script:
         assert after.flags == before.flags
-        # As in torchrun, the first dashes are dropped, even behind the script.
-        behind = tail[:1] == ["--"] and len(before.script) == 1
-        skipped = {behind, behind and "--" not in head}  # the head's may be the value of a flag
-        assert after.script in {(*before.script, *tail[n:]) for n in skipped}
+        assert after.script == (*before.script, *tail)
 
 
 def test_flags_are_found_whatever_the_shell_is_told() -> None:
