@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.flash import OPEN, permit
 from tests.process.harness import CALM, Job, Place, job, members
 from tests.programs import PROGRAMS
 
@@ -57,6 +58,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def at_step(run: Job, step: int) -> None:
+    """Let the workers train up to a step, from which on they are slow."""
+    permit(run.place.folder, step)
     run.until(
         lambda s: s.progress is not None and s.progress.step >= step,
         f"step {step}",
@@ -64,10 +67,11 @@ def at_step(run: Job, step: int) -> None:
 
 
 def test_kills_resizes_and_a_drain_within_an_epoch(place: Place, reference: Path) -> None:
+    permit(place.folder, 0)
     with job(
         place,
         script=SCRIPT,
-        args=(str(place.folder), str(EPOCHS), "0.15"),
+        args=(str(place.folder), str(EPOCHS)),
         hosts=3,
         replicas=1,
         minReplicas=1,
@@ -95,6 +99,7 @@ def test_kills_resizes_and_a_drain_within_an_epoch(place: Place, reference: Path
         lost = run.running(2, round_after=two.round)
         at_step(run, STEPS + 3)
         run.cli("node", "drain", members(lost)[1].id)
+        permit(place.folder, OPEN)
         assert run.wait(within_s=250) == 0, "".join(run.output)
     check(place.folder, reference)
 
@@ -102,11 +107,12 @@ def test_kills_resizes_and_a_drain_within_an_epoch(place: Place, reference: Path
 def test_another_world_continues_from_a_folder(place: Place, reference: Path) -> None:
     """The first job is asked to end. Nothing of it is left but its folder of checkpoints."""
     spec = {"checkpoint": {"dir": str(place.folder / "store")}}
-    for first_round, world, delay_s in ((0, 2, "0.1"), (100, 1, "0")):
+    permit(place.folder, 0)
+    for first_round, world in ((0, 2), (100, 1)):
         with job(
             place,
             script=SCRIPT,
-            args=(str(place.folder), str(EPOCHS), delay_s, str(first_round)),
+            args=(str(place.folder), str(EPOCHS), str(first_round)),
             name=f"job-{world}",
             replicas=world,
             spec=spec,
@@ -116,5 +122,6 @@ def test_another_world_continues_from_a_folder(place: Place, reference: Path) ->
                 at_step(run, 15)
                 run.stop()
             else:
+                permit(place.folder, OPEN)
                 assert run.wait() == 0, "".join(run.output)
     check(place.folder, reference)

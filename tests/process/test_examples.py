@@ -119,7 +119,7 @@ def test_02_gpt_ends_with_the_same_bytes_after_a_killed_worker(place: Place) -> 
 
 
 def test_03_elastic_data_ends_alike_after_a_resize_and_a_kill(place: Place) -> None:
-    with example(place, "03-elastic-data", 3, "--epochs=6", "--step-delay=0.2") as run:
+    with example(place, "03-elastic-data", 3, "--epochs=6", "--step-delay=0.4") as run:
         run.until(lambda s: s.progress is not None and s.progress.step >= 10, "step 10")
         two = run.running(2)
         run.cli("job", "scale", "3")

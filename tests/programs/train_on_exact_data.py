@@ -1,10 +1,10 @@
 """Trains a small network, and writes down which samples each step was computed from.
 
-python train_on_exact_data.py FOLDER EPOCHS [DELAY_S [FIRST_ROUND]]
+python train_on_exact_data.py FOLDER EPOCHS [FIRST_ROUND]
 
 Each rank adds the lines ``STEP EPOCH SAMPLE …`` to FOLDER/ROUND-RANK.txt before the step is saved.
 FIRST_ROUND is added to the number of the round, where several jobs follow each other. Rank 0 writes
-the weights to FOLDER/weights.json at the end.
+the weights to FOLDER/weights.json at the end. Steps beyond the number in FOLDER/gate are slow.
 """
 
 import json
@@ -41,7 +41,7 @@ class Points(torch.utils.data.Dataset):  # type: ignore[misc]
 
 def main() -> None:
     folder, epochs = Path(sys.argv[1]), int(sys.argv[2])
-    delay_s, first_round = (float(text) for text in (*sys.argv[3:], "0", "0")[:2])
+    first_round = int(sys.argv[3]) if len(sys.argv) > 3 else 0
     place = session.world()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -61,7 +61,8 @@ def main() -> None:
     state = {"model": model, "optimizer": optimizer, "data": loader}
     checkpointer = Checkpointer()
     checkpointer.load(state)
-    number = int(first_round) + session.round()
+    gate = folder / "gate"
+    number = first_round + session.round()
     ledger = (folder / f"{number}-{place.rank}.txt").open("a", buffering=1)
     while loader.epoch < epochs and not checkpointer.should_stop:
         for step in loader:
@@ -78,7 +79,8 @@ def main() -> None:
             checkpointer.save(loader.steps, state)
             if checkpointer.should_stop:
                 break
-            threading.Event().wait(delay_s)
+            if gate.exists() and loader.steps >= int(gate.read_text()):
+                threading.Event().wait(1.0)
     checkpointer.close()
     if place.rank == 0 and loader.epoch == epochs:
         weights = [value for p in model.parameters() for value in p.flatten().tolist()]
