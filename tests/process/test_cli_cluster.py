@@ -552,5 +552,7 @@ async def test_the_shell_completes_names(
     put_job(terminal.cluster, "z", "ml")
     words = {"COMP_WORDS": " ".join(["dlrover", *line]), "COMP_CWORD": str(len(line))}
     terminal.env |= {"_DLROVER_COMPLETE": "bash_complete"} | words
-    said = await terminal.call()
+    said = ""
+    for _ in range(10):  # on a busy machine, the cluster may not answer in time: press Tab again
+        said = said.strip() or await terminal.call()
     assert said.splitlines() == [f"plain,{name}" for name in names]
