@@ -4,6 +4,9 @@ import asyncio
 import os
 import signal
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TypeVar
 
 from dlrover_agent.child_processes import ChildRegistry
 from dlrover_agent.core import Event, WorkerEnded, WorkersGone, WorkersStuck
@@ -69,11 +72,15 @@ ASSIGNMENT = Assignment(
 )
 
 
-async def test_a_worker_that_cannot_be_started_again_has_ended() -> None:
-    """Its fork fails while the agent has no more file descriptors for the pipes of a cold start."""
+Kind = TypeVar("Kind", bound=WorkerSupervisor)
+
+
+@asynccontextmanager
+async def started(kind: type[Kind]) -> AsyncIterator[tuple[Kind, Observer]]:
+    """A supervisor that begins to start one worker, and what it reports; for a minute at most."""
     observer, scratch = Observer(), ScratchFolder()
     command = Command(("sleep", "100"), 1, os.environ, cold="the test starts it")
-    workers = Supervisor(
+    workers = kind(
         command,
         dict(os.environ),
         scratch=scratch,
@@ -81,10 +88,20 @@ async def test_a_worker_that_cannot_be_started_again_has_ended() -> None:
         children=ChildRegistry(),
         observer=observer,
     )
-    here, there = socket.socketpair()
     try:
         async with asyncio.timeout(60):
             workers.start(ASSIGNMENT, None)
+            yield workers, observer
+    finally:
+        await workers.close()
+        scratch.close()
+
+
+async def test_a_worker_that_cannot_be_started_again_has_ended() -> None:
+    """Its fork fails while the agent has no more file descriptors for the pipes of a cold start."""
+    here, there = socket.socketpair()
+    with here, there:
+        async with started(Supervisor) as (workers, observer):
             await observer.started.wait()
             workers.fail_fork(here)
             with no_more_files():
@@ -95,62 +112,27 @@ async def test_a_worker_that_cannot_be_started_again_has_ended() -> None:
             assert "its output: Too many open files" in ended.failure.message
             assert workers.alive == set()
             assert isinstance(await observer.events.get(), WorkersGone)
-    finally:
-        here.close()
-        there.close()
-        await workers.close()
-        scratch.close()
 
 
 async def test_a_process_that_cannot_be_watched_is_no_worker() -> None:
     """It ran on, and the round never ended: a stop failed before it had set its timer."""
-    observer, scratch = Observer(), ScratchFolder()
-    command = Command(("sleep", "100"), 1, os.environ, cold="the test starts it")
-    workers = OutOfFiles(
-        command,
-        dict(os.environ),
-        scratch=scratch,
-        logs=Logs(command, run_id="none", node_id="n0"),
-        children=ChildRegistry(),
-        observer=observer,
-    )
-    try:
-        async with asyncio.timeout(60):
-            workers.start(ASSIGNMENT, None)
-            ended = await observer.events.get()
-            assert isinstance(ended, WorkerEnded)
-            assert ended.failure is not None
-            assert "could not be started: sleep: " in ended.failure.message
-            assert isinstance(await observer.events.get(), WorkersGone)
-            assert not children(os.getpid())
-            workers.stop(0.1, signal.SIGTERM)
-    finally:
-        await workers.close()
-        scratch.close()
+    async with started(OutOfFiles) as (workers, observer):
+        ended = await observer.events.get()
+        assert isinstance(ended, WorkerEnded)
+        assert ended.failure is not None
+        assert "could not be started: sleep: " in ended.failure.message
+        assert isinstance(await observer.events.get(), WorkersGone)
+        assert not children(os.getpid())
+        workers.stop(0.1, signal.SIGTERM)
 
 
 async def test_a_worker_that_survives_sigkill_is_stuck() -> None:
     """A hung driver or file system keeps a process for ever. The agent waited for its end."""
-    observer, scratch = Observer(), ScratchFolder()
-    command = Command(("sleep", "100"), 1, os.environ, cold="the test starts it")
-    workers = Unkillable(
-        command,
-        dict(os.environ),
-        scratch=scratch,
-        logs=Logs(command, run_id="none", node_id="n0"),
-        children=ChildRegistry(),
-        observer=observer,
-    )
-    try:
-        async with asyncio.timeout(60):
-            workers.start(ASSIGNMENT, None)
-            await observer.started.wait()
-            (pid,) = workers.pids
-            workers.stop(0.1, signal.SIGTERM)
-            assert await observer.events.get() == WorkersStuck(1, (pid,))
-            os.kill(pid, signal.SIGKILL)
-            assert isinstance(await observer.events.get(), WorkerEnded)
-            assert isinstance(await observer.events.get(), WorkersGone)
-    finally:
-        await workers.close()
-        scratch.close()
+    async with started(Unkillable) as (workers, observer):
+        await observer.started.wait()
+        (pid,) = workers.pids
+        workers.stop(0.1, signal.SIGTERM)
+        assert await observer.events.get() == WorkersStuck(1, (pid,))
+        os.kill(pid, signal.SIGKILL)
+        assert isinstance(await observer.events.get(), WorkerEnded)
+        assert isinstance(await observer.events.get(), WorkersGone)
