@@ -28,6 +28,28 @@ def gather(value: Any, world: int) -> list[Any]:
     return values
 
 
+def total(values: Sequence[float], world: int) -> list[float]:
+    """Return the sum of each value over all ranks. This is collective.
+
+    Args:
+        values: the numbers of this rank; equally many on all ranks.
+        world: number of ranks of the default group; a single rank does not communicate.
+    """
+    if world == 1:
+        return list(values)
+    numbers = torch.tensor(values, dtype=torch.float64, device=_device_of_group())
+    dist.all_reduce(numbers)
+    found: list[float] = numbers.tolist()
+    return found
+
+
+def _device_of_group() -> torch.device:
+    """Return where the backend of the default group needs its tensors."""
+    backend = str(dist.get_backend())
+    on_host = any(name in backend for name in ("gloo", "mpi", "ucc"))
+    return torch.device("cpu") if on_host else torch.device(torch.accelerator.current_accelerator())
+
+
 _recent_works: deque[Any] = deque(maxlen=64)
 """The last collectives. The thread of Gloo must not be the last that drops a reference to one: it
 would then wait for the GIL. The thread that destroys the process group (DDP, at the end of a
@@ -38,10 +60,8 @@ class AsyncAllReduce:
     """An asynchronous all-reduce of a few numbers in the default group, on the group's device."""
 
     def __init__(self) -> None:
-        backend = str(dist.get_backend())
-        on_host = any(name in backend for name in ("gloo", "mpi", "ucc"))
-        self._device = torch.device("cpu" if on_host else torch.accelerator.current_accelerator())
-        self._stream: Any = None if on_host else torch.cuda.Stream()
+        self._device = _device_of_group()
+        self._stream: Any = None if self._device.type == "cpu" else torch.cuda.Stream()
 
     def launch(self, vote: Sequence[int]) -> Callable[[float | None], list[int]]:
         """Start the all-reduce and return without waiting for it.

@@ -27,11 +27,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dlrover_py.trainer.data.loader import ElasticLoader, TrainingStep
-    from dlrover_py.trainer.data.sampler import ElasticSampler
+    from dlrover_py.trainer.data.sampler import ElasticSampler, PerWorker
+    from dlrover_py.trainer.data.scaling import BatchScaling
 
-__all__ = ["ElasticLoader", "ElasticSampler", "TrainingStep"]
+__all__ = ["BatchScaling", "ElasticLoader", "ElasticSampler", "PerWorker", "TrainingStep"]
 
-_HOMES = {"ElasticLoader": "loader", "ElasticSampler": "sampler", "TrainingStep": "loader"}
+_HOMES = {
+    "BatchScaling": "scaling",
+    "ElasticLoader": "loader",
+    "ElasticSampler": "sampler",
+    "PerWorker": "sampler",
+    "TrainingStep": "loader",
+}
 """Module of each name that is imported when it is first accessed."""
 
 

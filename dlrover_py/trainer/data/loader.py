@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.trainer.data.agreement import Agreement
-from dlrover_py.trainer.data.sampler import ElasticSampler
+from dlrover_py.trainer.data.sampler import ElasticSampler, PerWorker
 from dlrover_py.trainer.data.seeds import SeededDataset, SeededSampler
 from dlrover_py.trainer.data.shares import MicroBatch
 
@@ -31,7 +31,7 @@ class ElasticLoader:
         self,
         dataset: Any,
         *,
-        global_batch: int,
+        global_batch: int | PerWorker,
         micro_batch: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
@@ -43,7 +43,9 @@ class ElasticLoader:
 
         Args:
             dataset: a map-style dataset: it has ``__len__`` and ``__getitem__``.
-            global_batch: number of samples of an optimizer step, of all ranks together.
+            global_batch: number of samples of an optimizer step, of all ranks together; or
+                ``PerWorker(n)``, with which it is resized together with the world (see
+                :class:`dlrover_py.trainer.data.BatchScaling`).
             micro_batch: greatest number of samples that a rank computes at once; None: its share
                 of the step.
             seed: chooses the order of the samples, and the random numbers of the loader's workers.
@@ -89,6 +91,16 @@ class ElasticLoader:
     def steps(self) -> int:
         """Number of committed steps since the start of the training."""
         return self.sampler.steps
+
+    @property
+    def samples(self) -> int:
+        """Number of samples in committed steps since the start of the training."""
+        return self.sampler.samples
+
+    @property
+    def current(self) -> "TrainingStep | None":
+        """The step that the script computes now; None before the first one and after a load."""
+        return self._step
 
     def __len__(self) -> int:
         """Return the number of steps from the committed position to the end of the epoch."""

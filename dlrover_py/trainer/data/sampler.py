@@ -21,6 +21,7 @@ the position is one number for all ranks, and any world continues from it.
 
 import operator
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,6 +39,14 @@ _AHEAD = 8192
 """Samples whose place in the order is computed at once. It costs the same for few as for many."""
 
 
+@dataclass(frozen=True)
+class PerWorker:
+    """A global batch that is resized together with the world."""
+
+    samples: int
+    """Number of samples of an optimizer step for each worker."""
+
+
 class ElasticSampler:
     """Yields the samples of this rank's micro-batches, from the committed position on.
 
@@ -49,7 +58,7 @@ class ElasticSampler:
         self,
         length: int,
         *,
-        global_batch: int,
+        global_batch: int | PerWorker,
         micro_batch: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
@@ -61,7 +70,8 @@ class ElasticSampler:
 
         Args:
             length: number of samples of the dataset.
-            global_batch: number of samples of an optimizer step, of all ranks together.
+            global_batch: number of samples of an optimizer step, of all ranks together; or
+                ``PerWorker(n)``, with which it is resized together with the world.
             micro_batch: greatest number of samples that a rank computes at once; None: its share
                 of the step.
             seed: chooses the order of the samples.
@@ -76,7 +86,6 @@ class ElasticSampler:
             ConfigError: an argument is not a whole number in its range.
         """
         self.length = _counted("length", length, least=1)
-        self.global_batch = _counted("global_batch", global_batch, least=1)
         if micro_batch is not None:
             micro_batch = _counted("micro_batch", micro_batch, least=1)
         self.micro_batch = micro_batch
@@ -89,6 +98,9 @@ class ElasticSampler:
         self.world = _counted("world", group[1] if world is None else world, least=1)
         if self.rank >= self.world:
             raise ConfigError(f"data: rank is {self.rank}: expected less than world, {self.world}")
+        if isinstance(global_batch, PerWorker):
+            global_batch = self.world * _counted("PerWorker", global_batch.samples, least=1)
+        self.global_batch = _counted("global_batch", global_batch, least=1)
         self.epoch = 0
         """The epoch of the next step, from 0."""
         self.offset = 0
@@ -97,6 +109,11 @@ class ElasticSampler:
         """Number of committed steps since the start of the training."""
 
     # --- The position ---
+
+    @property
+    def samples(self) -> int:
+        """Number of samples in committed steps since the start of the training."""
+        return self.epoch * self.length + self.offset
 
     @property
     def next_stop(self) -> int:
