@@ -41,6 +41,7 @@ from dlrover_py.net import http_client, http_server, liveness
 from dlrover_py.process import starter
 from dlrover_py.protocol import (
     agents,
+    data_ledger,
     errors,
     job,
     lease,
@@ -546,6 +547,17 @@ WIRES: tuple[Wire, ...] = (
         limits=f"At most {size(directory.MAX_LEASE)}. It is renewed every "
         f"{directory.RENEW_S:g} s, and expires {directory.LEASE_S:g} s after its last change.",
         module=lease,
+    ),
+    Wire(
+        title="Ledger of the data",
+        speakers="The workers of a training, and `dlrover data verify`.",
+        transport="A folder, with a file for each rank in each loop over the loader.",
+        framing="One line with a JSON document, and then "
+        f"{data_ledger.DIGEST_BYTES} bytes for each committed step.",
+        authentication="The rights of the folder.",
+        version=f"`format`: {data_ledger.FORMAT}. {FORMAT_RULE}",
+        limits=f"The line has at most {size(data_ledger.LONGEST_HEADER)}.",
+        module=data_ledger,
     ),
     Wire(
         title="Manifest of a checkpoint",

@@ -23,6 +23,7 @@ from dlrover_py.cli import (
     view,
 )
 from dlrover_py.cli.checkpoints import ckpt
+from dlrover_py.cli.data import data
 from dlrover_py.cli.logs import LogQuery
 from dlrover_py.cli.numbers import Real
 from dlrover_py.cli.progress import OutputError, Style, whole_output
@@ -102,6 +103,7 @@ def node() -> None:
 
 
 root.add_command(ckpt)
+root.add_command(data)
 
 job_name = click.argument("name", required=False, shell_complete=complete.jobs)
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")

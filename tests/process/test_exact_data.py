@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from dlrover_py.trainer.data.verify import verify
 from tests import exact_runs
 from tests.exact_runs import at_step
 from tests.flash import OPEN, permit
@@ -27,6 +28,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_kills_resizes_and_a_drain_within_an_epoch(place: Place, reference: Path) -> None:
     exact_runs.run_with_faults(place, SCRIPT, epochs=EPOCHS)
     exact_runs.check(place.folder, reference, epochs=EPOCHS, tolerance=EXACT)
+    report = verify(place.folder)
+    assert (report.exact, report.steps, report.problems) == (True, 82, [])
 
 
 def test_another_world_continues_from_a_folder(place: Place, reference: Path) -> None:

@@ -129,6 +129,11 @@ def test_03_elastic_data_ends_alike_after_a_resize_and_a_kill(place: Place) -> N
         assert run.wait(within_s=200) == 0
         (accuracy,) = lines(run, "n*", r"^accuracy ")
         resumed = lines(run, "n*", r"^resumed after step ")
+    store = str(place.folder / "03-elastic-data" / "ckpt")
+    proof = place.call("dlrover", "data", "verify", store)
+    words = [f"epoch {epoch}: finished: all 1437 samples once" for epoch in range(10)]
+    assert proof.stdout.splitlines() == words
+    assert place.call("dlrover", "ckpt", "verify", store).returncode == 0
     alone = place.call(
         "elastic-run",
         "--standalone",

@@ -24,7 +24,7 @@ class Agreement:
     def __init__(self) -> None:
         self._rollcall: RollCall | None = None
 
-    def check(self, sampler: ElasticSampler) -> None:
+    def check(self, sampler: ElasticSampler, note: int = 0) -> int:
         """Raise on every rank if the ranks would read other samples than they should.
 
         This call is collective. If a rank does not make it, the log names that rank after some
@@ -32,6 +32,10 @@ class Agreement:
 
         Args:
             sampler: the sampler of this rank.
+            note: a number for the other ranks.
+
+        Returns:
+            The note of rank 0.
 
         Raises:
             ConfigError: the ranks have other positions or arguments; the sampler was made for
@@ -45,7 +49,7 @@ class Agreement:
                     f"data: the world has {size} workers, but there is no process group: call "
                     "torch.distributed.init_process_group() before the loop over the loader"
                 )
-            return
+            return note
         if group != (sampler.rank, sampler.world):
             raise ConfigError(
                 f"data: the sampler was made for rank {sampler.rank} of {sampler.world}, but the "
@@ -53,7 +57,7 @@ class Agreement:
                 "init_process_group()"
             )
         if group[1] == 1:
-            return
+            return note
         if self._rollcall is None:
             self._rollcall = RollCall(
                 *group,
@@ -67,11 +71,12 @@ class Agreement:
             "global_batch": sampler.global_batch,
             "micro_batch": sampler.micro_batch,
         }
-        everyone = gather(own, group[1])
+        everyone = gather((note, own), group[1])
         for name in own:
-            values = {rank: f"{name}={each[name]}" for rank, each in enumerate(everyone)}
+            values = {rank: f"{name}={each[name]}" for rank, (_, each) in enumerate(everyone)}
             if len(set(values.values())) > 1:
                 raise ConfigError(
                     f"data: the ranks differ: {format_by_rank(values)}: create the loader with the "
                     "same arguments, and load the same checkpoint, on every rank"
                 )
+        return int(everyone[0][0])

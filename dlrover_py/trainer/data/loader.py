@@ -5,6 +5,7 @@ and weighs the losses so that the gradient is the mean over all samples of the s
 """
 
 import hashlib
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.trainer.data.agreement import Agreement
+from dlrover_py.trainer.data.ledger import DigestedDataset, DigestingCollate, Ledger
 from dlrover_py.trainer.data.sampler import ElasticSampler, PerWorker
 from dlrover_py.trainer.data.seeds import SeededDataset, SeededSampler
 from dlrover_py.trainer.data.shares import MicroBatch
@@ -37,6 +39,7 @@ class ElasticLoader:
         shuffle: bool = True,
         block: int = 1,
         seed_samples: bool = False,
+        ledger: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> None:
         """Create the loader at the start of epoch 0.
@@ -54,6 +57,9 @@ class ElasticLoader:
             seed_samples: seed the random generators of torch, Python and NumPy before each sample
                 is read. Random transforms in ``__getitem__`` then depend on seed, epoch and sample
                 alone, and neither on the world nor on the loader's workers.
+            ledger: folder, which all nodes share, for a record of the samples that each step was
+                trained on: 8 bytes for each step of each rank. ``dlrover data verify`` reads it.
+                None: there is no record.
             options: further arguments of torch's ``DataLoader``, such as ``num_workers``.
 
         Raises:
@@ -73,6 +79,10 @@ class ElasticLoader:
         batches: Any = self.sampler
         if seed_samples:
             dataset, batches = SeededDataset(dataset, self.sampler.seed), SeededSampler(batches)
+        self._ledger = None if ledger is None else Ledger(ledger)
+        if self._ledger is not None:
+            dataset = DigestedDataset(dataset)
+            options["collate_fn"] = DigestingCollate(options.get("collate_fn"))
         # Without a generator of its own, each new iterator of a DataLoader draws a number from the
         # script's. The dropout after a restart would then differ.
         self._generator = None if "generator" in options else torch.Generator()
@@ -117,7 +127,15 @@ class ElasticLoader:
         self._check_last_step()
         self._step = None
         sampler = self.sampler
-        self._agreement.check(sampler)
+        ledger = self._ledger
+        segment = self._agreement.check(sampler, 0 if ledger is None else ledger.reserve(sampler))
+        if ledger is not None:
+            if not segment:
+                raise ConfigError(
+                    "data: rank 0 cannot write the ledger (see its log): expected a folder that "
+                    "it can write; mend it, or leave ledger= out"
+                )
+            ledger.begin(segment, sampler)
         if self._generator is not None:
             where = f"{sampler.seed}/{sampler.epoch}/{sampler.offset}/{sampler.rank}"
             digest = hashlib.blake2b(where.encode(), digest_size=8).digest()
@@ -125,7 +143,7 @@ class ElasticLoader:
         with torch.device("cpu"):  # the script's default device does not have this generator
             batches = iter(self.loader)
         for micro_batches in _by_step(sampler.plan()):
-            step = self._step = TrainingStep(self, sampler, micro_batches, batches)
+            step = self._step = TrainingStep(self, ledger, micro_batches, batches)
             yield step
             if self._step is not step:
                 raise ConfigError(
@@ -138,6 +156,8 @@ class ElasticLoader:
                     f"data: the loop asks for the next step, but step {sampler.steps + 1} is not "
                     "committed: compute its micro-batches, and call step.commit()"
                 )
+        if ledger is not None:
+            ledger.end()
 
     def state_dict(self) -> dict[str, int | bool]:
         """Return the position; see :meth:`ElasticSampler.state_dict`."""
@@ -170,7 +190,7 @@ class TrainingStep:
     def __init__(
         self,
         loader: ElasticLoader,
-        sampler: ElasticSampler,
+        ledger: Ledger | None,
         micro_batches: list[MicroBatch],
         batches: Iterator[Any],
     ) -> None:
@@ -178,18 +198,20 @@ class TrainingStep:
 
         Args:
             loader: the loader that yields the step.
-            sampler: gets the commit.
+            ledger: gets the digest of this rank's samples.
             micro_batches: this rank's micro-batches.
             batches: yields what the dataset has for each micro-batch.
         """
-        self._loader, self._sampler = loader, sampler
+        self._loader, self._ledger, self._sampler = loader, ledger, loader.sampler
         self._todo = list(reversed(micro_batches))
         self._batches = batches
         self._current: MicroBatch | None = None
         self._failed = False
-        self.epoch = sampler.epoch
+        self._digest = 0
+        """Sum of the digests of this rank's samples so far, if there is a ledger."""
+        self.epoch = loader.epoch
         """The epoch of the step, from 0."""
-        self.start = sampler.offset
+        self.start = loader.sampler.offset
         """The first position of the step in the order of the epoch."""
         self.samples = micro_batches[0].total
         """Number of samples of the step, of all ranks together."""
@@ -215,7 +237,13 @@ class TrainingStep:
             self._failed = True
             batch = next(self._batches)
             self._failed = False
-            self._current = self._todo.pop()
+            part = self._current = self._todo.pop()
+            if self._ledger is not None:
+                if part.samples:
+                    self._digest += batch.digest
+                if part.last:
+                    self._ledger.add(self._digest)
+                batch = batch.batch
             yield batch
 
     @property

@@ -108,6 +108,16 @@ class _Permutation:
         return high * self._low_base + low
 
 
+def hash_samples(samples: Tensor) -> Tensor:
+    """Return a hash of 64 bits of each sample; both are int64 tensors of one dimension.
+
+    The hashes of samples may be added up (modulo 2**64), so that their order does not matter.
+    """
+    low, high = samples & _LOW_32, samples >> 32
+    first = _hash(_hash(low) ^ high)
+    return (first << 32) + _hash(first ^ low)
+
+
 def _hash(values: Tensor) -> Tensor:
     """Return a hash of 32 bits of each value of 32 bits.
 

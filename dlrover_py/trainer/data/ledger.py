@@ -1,0 +1,190 @@
+"""Writing the ledger: which samples this rank has really trained in which step.
+
+The loader's processes put a digest of the samples beside each batch that they have read. A step
+adds up the digests of its micro-batches. So the ledger says what was read and trained, and not what
+should have been. :mod:`dlrover_py.trainer.data.verify` compares the two.
+
+A rank writes before the gradients of a step are exchanged. If another rank has a checkpoint of the
+step, then this rank has its record, even if it was killed in the step.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from dlrover_py.protocol.data_ledger import DIGEST_BYTES, END, LedgerHeader, file_name, parse_name
+from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.trainer.data.order import hash_samples
+from dlrover_py.trainer.data.sampler import ElasticSampler
+
+log = logging.getLogger(__name__)
+
+
+class Ledger:
+    """This rank's files in a ledger. A segment is a loop over the loader."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        """Name the folder. It is created when the first segment is.
+
+        Args:
+            folder: a folder that all nodes share. It may have been used before.
+
+        Raises:
+            ConfigError: the path is an address such as ``s3://…``: only folders can be appended to.
+        """
+        if "://" in os.fspath(folder):
+            raise ConfigError(
+                f"data: ledger is {os.fspath(folder)!r}: expected a folder, since it grows with "
+                "each step"
+            )
+        self._folder = Path(folder)
+        self._file: int | None = None
+        """Descriptor of the file of the present segment."""
+        self._segment = 0
+        self._waiting = bytearray()
+        """What is still to be written."""
+        self._failed = False
+        """The last write has failed, and that is in the log."""
+
+    def reserve(self, sampler: ElasticSampler) -> int:
+        """Create the file of rank 0 for a new segment, and return the number of the segment.
+
+        Other ranks return 0, as rank 0 does if the folder cannot be written; the log says why.
+        """
+        if sampler.rank:
+            return 0
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            found = (parse_name(path.name) for path in self._folder.iterdir())
+            segment = max((name[0] for name in found if name is not None), default=0) + 1
+            self.begin(segment, sampler)
+        except OSError as error:
+            log.error("data: the ledger in %s cannot be written: %s", self._folder, error)
+            return 0
+        return segment
+
+    def begin(self, segment: int, sampler: ElasticSampler) -> None:
+        """Create this rank's file of a segment, if that was not done yet.
+
+        Args:
+            segment: number of the segment, which rank 0 has reserved.
+            sampler: its position is that of the first step.
+
+        Raises:
+            OSError: the file cannot be created, or exists.
+        """
+        if self._file is not None:
+            if self._segment == segment:
+                return
+            self._write()
+            os.close(self._file)
+            self._file = None
+        self._segment = segment
+        path = self._folder / file_name(segment, sampler.rank)
+        self._file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+        header = LedgerHeader(
+            segment=segment,
+            rank=sampler.rank,
+            world=sampler.world,
+            epoch=sampler.epoch,
+            offset=sampler.offset,
+            steps=sampler.steps,
+            length=sampler.length,
+            global_batch=sampler.global_batch,
+            seed=sampler.seed,
+            shuffle=sampler.shuffle,
+            block=sampler.block,
+        )
+        self._waiting = bytearray(header.encode() + b"\n")
+        self._write()
+
+    def add(self, digest: int) -> None:
+        """Write the digest of a step. It outlives this process then.
+
+        What cannot be written costs a line in the log, and is tried again with the next step.
+        """
+        self._waiting += (digest % (1 << 64)).to_bytes(DIGEST_BYTES, "little")
+        self._write()
+
+    def end(self) -> None:
+        """Note that the loop has reached the end of the epoch, and all steps are committed."""
+        self._waiting += END
+        self._write()
+
+    def _write(self) -> None:
+        """Hand what is waiting to the system, as far as it takes it."""
+        if self._file is None:
+            return
+        try:
+            while self._waiting:
+                del self._waiting[: os.write(self._file, self._waiting)]
+        except OSError as error:
+            if not self._failed:
+                log.warning(
+                    "data: the ledger in %s cannot be written now, and is tried again: %s",
+                    self._folder,
+                    error,
+                )
+            self._failed = True
+        else:
+            self._failed = False
+
+
+class DigestedBatch(NamedTuple):
+    """What the loader's processes return for a micro-batch."""
+
+    digest: int
+    """Sum of the hashes of its samples."""
+    batch: Any
+    """What ``collate_fn`` has made of its items."""
+
+
+class DigestedDataset:
+    """A map-style dataset whose items have their numbers beside them."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self._dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the dataset; a ``worker_init_fn`` may look for it."""
+        if name.startswith("__"):  # while a copy is made, there is no dataset yet
+            raise AttributeError(name)
+        return getattr(self.__dict__["_dataset"], name)
+
+    def __getitems__(self, keys: Sequence[Any]) -> list[tuple[int, Any]]:
+        """Return the items of a micro-batch, each behind the number of its sample.
+
+        Args:
+            keys: numbers of samples, or pairs of epoch and number.
+        """
+        at_once = getattr(self._dataset, "__getitems__", None)
+        items = [self._dataset[key] for key in keys] if at_once is None else at_once(keys)
+        samples = [key[1] if isinstance(key, tuple) else key for key in keys]
+        return list(zip(samples, items, strict=True))
+
+
+class DigestingCollate:
+    """Collates the items of a :class:`DigestedDataset`."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any] | None) -> None:
+        self._collate = default_collate if collate is None else collate
+
+    def __call__(self, items: list[tuple[int, Any]]) -> DigestedBatch:
+        """Return the batch and the digest of its samples."""
+        samples, values = zip(*items, strict=True)
+        return DigestedBatch(digest_of(torch.tensor(samples)), self._collate(list(values)))
+
+
+def digest_of(samples: Tensor) -> int:
+    """Return the digest of some samples, an int64 tensor: the sum of their hashes, mod 2**64."""
+    return int(hash_samples(samples).sum())

@@ -1,0 +1,313 @@
+"""``dlrover data verify``: was each sample of each finished epoch trained once?
+
+The ledger has the history of all workers, also of steps that were lost and trained again. Each
+segment says after which step it has begun. So of the segments before it only the steps up to that
+one have survived. For these, the digests of what each rank has trained are compared with the order
+of the samples, and the steps must cover the epoch without gaps and overlaps.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dlrover_py.protocol.data_ledger import (
+    DIGEST_BYTES,
+    END,
+    LONGEST_HEADER,
+    LedgerHeader,
+    parse_name,
+)
+from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.trainer.data.order import SampleOrder, hash_samples
+
+CHUNK = 1 << 20
+"""Samples that are looked up at once."""
+_NO_DIGESTS = torch.zeros(0, dtype=torch.int64)
+NAMED = 10
+"""Number of samples that a report names for each fault."""
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """What one rank has written in one segment."""
+
+    header: LedgerHeader
+    digests: Tensor
+    """int64 tensor with one digest per step."""
+    ended: bool
+    """All of these steps are committed; else the last one may have failed."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Neighbouring steps of one segment that have survived."""
+
+    ranks: dict[int, RankFile]
+    """The files of the segment, by rank; some may be missing."""
+    steps: int
+    """How many steps of the segment have survived, from its first one on."""
+
+    @property
+    def start(self) -> LedgerHeader:
+        """The beginning of the segment."""
+        return next(iter(self.ranks.values())).header
+
+    @property
+    def order(self) -> SampleOrder:
+        """The order of the samples in the epoch of the segment."""
+        start = self.start
+        return SampleOrder(start.length, start.seed, start.epoch, start.shuffle, start.block)
+
+
+@dataclass
+class EpochReport:
+    """What is known of one epoch. A sample may be in several of the lists."""
+
+    epoch: int
+    samples: int
+    """Number of samples of the dataset."""
+    finished: bool
+    """The training has gone on to the next epoch, or has ended with this one."""
+    missing: int = 0
+    """Number of samples of which the ledger has no surviving step."""
+    repeated: int = 0
+    """Number of samples of which the ledger has several surviving steps."""
+    unproven: int = 0
+    """Number of samples of steps whose record is missing or has other samples."""
+    named: dict[str, list[int]] = field(default_factory=dict)
+    """The first samples of each kind."""
+
+    @property
+    def exact(self) -> bool:
+        """Each sample was trained once, as far as the epoch has come."""
+        return not (self.missing or self.repeated or self.unproven)
+
+
+@dataclass
+class LedgerReport:
+    """The result of the check of a ledger."""
+
+    epochs: list[EpochReport]
+    steps: int
+    """Number of steps in the surviving history. The last step is not counted before the end of its
+    epoch, because it may have failed."""
+    problems: list[str]
+    """What was found beside the samples, in words."""
+
+    @property
+    def exact(self) -> bool:
+        """Each sample of each finished epoch was trained once."""
+        return all(each.exact for each in self.epochs)
+
+
+# --- Reading ---
+
+
+def read_ledger(folder: Path) -> tuple[dict[int, dict[int, RankFile]], list[str]]:
+    """Return the files of a ledger by segment and rank, and what could not be read, in words.
+
+    Args:
+        folder: the ledger, or a folder with the ledger in its folder ``ledger``.
+
+    Raises:
+        ConfigError: there is no ledger, or one of a newer version.
+    """
+    place = folder / "ledger" if (folder / "ledger").is_dir() else folder
+    try:
+        names = sorted(path.name for path in place.iterdir())
+    except OSError as error:
+        raise ConfigError(f"{place}: expected the folder of a ledger: {error.strerror}") from error
+    segments: dict[int, dict[int, RankFile]] = {}
+    problems = []
+    for name in names:
+        if (parsed := parse_name(name)) is None:
+            continue
+        try:
+            found = _read_file(place / name)
+        except (OSError, ValueError) as error:
+            problems.append(f"{name}: {error}")
+            continue
+        if (found.header.segment, found.header.rank) != parsed:
+            problems.append(f"{name}: its header is that of another file")
+            continue
+        segments.setdefault(parsed[0], {})[parsed[1]] = found
+    if not segments:
+        raise ConfigError(
+            f"{place}: found no ledger: expected the folder that ElasticLoader(ledger=…) has, "
+            "or one with it in its folder 'ledger'"
+        )
+    return segments, problems
+
+
+def _read_file(path: Path) -> RankFile:
+    """Return the contents of a file; what was cut off at its end is ignored.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it has no valid header.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        header = file.readline(LONGEST_HEADER)
+        if not header.endswith(b"\n"):
+            raise ValueError("the header is cut off")
+        rest = bytearray(file.read())
+    whole = len(rest) // DIGEST_BYTES
+    digests = torch.frombuffer(rest, dtype=torch.int64, count=whole) if whole else _NO_DIGESTS
+    return RankFile(LedgerHeader.decode(header), digests, rest[whole * DIGEST_BYTES :] == END)
+
+
+# --- The surviving history ---
+
+
+def surviving(segments: dict[int, dict[int, RankFile]]) -> list[Stretch]:
+    """Return the steps that have survived, from the first to the last. Pure.
+
+    The last stretch is that of the newest segment, which may have no steps yet.
+
+    A later segment that begins after step ``s`` has thrown away what earlier ones had after ``s``.
+    """
+    found: list[Stretch] = []
+    limit: int | None = None
+    for number in sorted(segments, reverse=True):
+        ranks = segments[number]
+        first = next(iter(ranks.values())).header.steps
+        longest = max(len(file.digests) for file in ranks.values())
+        if limit is None:
+            ended = any(file.ended for file in ranks.values())
+            # The ranks of a running training write one after the other.
+            count = longest if ended else min(len(f.digests) for f in ranks.values()) - 1
+        else:
+            count = min(longest, limit - first)
+        if count > 0 or limit is None:
+            found.append(Stretch(ranks, max(count, 0)))
+        limit = first if limit is None else min(limit, first)
+    return found[::-1]
+
+
+# --- The proof ---
+
+Interval = tuple[int, int]
+"""Positions of an epoch: the first, and one past the last."""
+
+
+def prove(stretch: Stretch, problems: list[str]) -> Iterator[tuple[Interval, bool]]:
+    """Yield the positions of neighbouring steps, and whether the digests prove them.
+
+    Args:
+        stretch: the steps.
+        problems: gets a line for each kind of fault.
+    """
+    start = stretch.start
+    absent = [
+        str(rank)
+        for rank in range(start.world)
+        if rank not in stretch.ranks or len(stretch.ranks[rank].digests) < stretch.steps
+    ]
+    if absent:
+        problems.append(
+            f"segment {start.segment}: the record of rank {', '.join(absent[:NAMED])} is missing "
+            "or ends early"
+        )
+    at_once = max(1, CHUNK // start.global_batch)
+    for first in range(0, stretch.steps, at_once):
+        count = min(at_once, stretch.steps - first)
+        starts = start.offset + (first + torch.arange(count)) * start.global_batch
+        stops = (starts + start.global_batch).clamp(max=start.length)
+        if bool((starts >= start.length).any()):
+            problems.append(f"segment {start.segment}: it has more steps than the epoch")
+            return
+        base = int(starts[0])
+        samples = stretch.order.at(torch.arange(base, int(stops[-1])))
+        sums = torch.cat([torch.zeros(1, dtype=torch.int64), hash_samples(samples).cumsum(0)])
+        proven = torch.ones(count, dtype=torch.bool)
+        small, larger = (stops - starts) // start.world, (stops - starts) % start.world
+        for rank in range(start.world):
+            low = starts - base + rank * small + larger.clamp(max=rank)
+            high = low + small + (larger > rank)
+            recorded = _NO_DIGESTS
+            if rank in stretch.ranks:
+                recorded = stretch.ranks[rank].digests[first : first + count]
+            same = (sums[high] - sums[low])[: len(recorded)] == recorded
+            if not bool(same.all()):
+                step = start.steps + first + int((~same).nonzero()[0]) + 1
+                problems.append(
+                    f"step {step}: rank {rank} has trained other samples than the order says"
+                )
+            proven[: len(recorded)] &= same
+            proven[len(recorded) :] = False
+        edges = [0, *((proven[1:] != proven[:-1]).nonzero().flatten() + 1).tolist(), count]
+        for low_edge, high_edge in pairwise(edges):
+            interval = int(starts[low_edge]), int(stops[high_edge - 1])
+            yield interval, bool(proven[low_edge])
+
+
+def verify(folder: Path) -> LedgerReport:
+    """Check the ledger of a training, which may be running.
+
+    Args:
+        folder: the ledger, or a folder with the ledger in its folder ``ledger``.
+
+    Raises:
+        ConfigError: there is no ledger.
+    """
+    segments, problems = read_ledger(folder)
+    history = surviving(segments)
+    intervals: dict[int, list[tuple[Interval, bool]]] = {}
+    orders: dict[int, SampleOrder] = {}
+    for stretch in history:
+        order = stretch.order
+        if orders and replace(next(iter(orders.values())), epoch=order.epoch) != order:
+            problems.append(
+                f"segment {stretch.start.segment}: it has another dataset, seed or order than the "
+                "ones before"
+            )
+        orders[order.epoch] = order
+        intervals.setdefault(order.epoch, []).extend(prove(stretch, problems))
+    newest = history[-1].order
+    epochs = [
+        _report(
+            orders.get(epoch, replace(newest, epoch=epoch)),
+            intervals.get(epoch, []),
+            finished=epoch < newest.epoch,
+        )
+        for epoch in range(newest.epoch + 1)
+    ]
+    steps = history[-1].start.steps + history[-1].steps
+    return LedgerReport(epochs, steps, problems)
+
+
+def _report(
+    order: SampleOrder, intervals: list[tuple[Interval, bool]], *, finished: bool
+) -> EpochReport:
+    """Return what the steps of one epoch cover.
+
+    Args:
+        order: the order of the samples in the epoch.
+        intervals: the positions of neighbouring steps, and whether they are proven.
+        finished: a later epoch has begun.
+    """
+    covered = 0
+    faults: dict[str, list[Interval]] = {"missing": [], "repeated": [], "unproven": []}
+    for (start, stop), proven in sorted(intervals):
+        if start > covered:
+            faults["missing"].append((covered, start))
+        if start < covered:
+            faults["repeated"].append((start, min(stop, covered)))
+        if not proven:
+            faults["unproven"].append((start, stop))
+        covered = max(covered, stop)
+    finished = finished or covered == order.length
+    if finished and covered < order.length:
+        faults["missing"].append((covered, order.length))
+    report = EpochReport(order.epoch, order.length, finished)
+    for kind, found in faults.items():
+        setattr(report, kind, sum(stop - start for start, stop in found))
+        if found:
+            first = torch.arange(found[0][0], min(found[0][1], found[0][0] + NAMED))
+            report.named[kind] = order.at(first).tolist()
+    return report

@@ -1,0 +1,241 @@
+"""The ledger proves which samples were trained, and names those that were not."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dlrover_py.cli.commands import root
+from dlrover_py.protocol.data_ledger import file_name
+from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.trainer.data import ElasticLoader
+from dlrover_py.trainer.data.agreement import Agreement
+from dlrover_py.trainer.data.verify import verify
+
+N, BATCH = 53, 12
+
+
+class Alone(Agreement):
+    """The agreement of a rank of a world that exists only in this process."""
+
+    def __init__(self, segment: int) -> None:
+        super().__init__()
+        self.segment = segment
+
+    def check(self, sampler: Any, note: int = 0) -> int:
+        return note or self.segment
+
+
+class World:
+    """The loaders of some ranks; all of them train the same steps."""
+
+    def __init__(self, size: int, folder: Path, length: int = N, **options: Any) -> None:
+        options = {"global_batch": BATCH, "micro_batch": 3, "seed": 2, **options}
+        data = torch.arange(length).tolist()
+        self.loaders = [ElasticLoader(data, ledger=folder, **options) for _ in range(size)]
+        for rank, loader in enumerate(self.loaders):
+            loader.sampler.rank, loader.sampler.world = rank, size
+
+    def train(self, steps: int) -> dict[str, Any]:
+        """Train some steps, and return the state after them. All ranks keep to the same step."""
+        while steps:
+            running = []
+            for loader in self.loaders:
+                first = self.loaders[0]._ledger
+                assert first is not None
+                loader._agreement = Alone(first._segment)
+                steps_of = iter(loader)
+                running.append((loader, steps_of, next(steps_of)))
+            while True:
+                for _, _, step in running:
+                    for _ in step:
+                        pass
+                    step.commit()
+                steps -= 1
+                following = [(a, b, next(b, None)) for a, b, _ in running]
+                if following[0][2] is None or not steps:
+                    break
+                running = following  # type: ignore[assignment]
+        states = [dict(loader.state_dict()) for loader in self.loaders]
+        return states[0]
+
+    def load(self, state: dict[str, Any]) -> "World":
+        for loader in self.loaders:
+            loader.load_state_dict(state)
+        return self
+
+
+@pytest.mark.parametrize("options", [{}, {"seed_samples": True}, {"shuffle": False}, {"block": 4}])
+def test_an_undisturbed_training_is_exact(tmp_path: Path, options: dict[str, Any]) -> None:
+    World(2, tmp_path / "a" / "ledger", **options).train(2 * 5 + 2)
+    report = verify(tmp_path / "a")
+    assert report.exact
+    assert report.steps == 11  # the last one may have failed
+    assert [(each.finished, each.samples) for each in report.epochs] == [
+        (True, N),
+        (True, N),
+        (False, N),
+    ]
+    assert not report.problems
+
+
+@settings(
+    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 4), st.integers(1, 9), st.booleans(), st.integers(3, 15)),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_resizes_and_lost_steps_are_exact(
+    tmp_path_factory: pytest.TempPathFactory, plan: list[tuple[int, int, bool, int]]
+) -> None:
+    folder = tmp_path_factory.mktemp("ledger")
+    saved: dict[str, Any] | None = None
+    for size, steps, saves, batch in plan:
+        world = World(size, folder, global_batch=batch)
+        if saved is not None:
+            world.load(saved)
+        state = world.train(steps)
+        last = state["steps"] - (state["offset"] > 0)  # the last step may have failed
+        if saves or saved is None:
+            saved = state
+    report = verify(folder)
+    assert (report.exact, report.steps, report.problems) == (True, last, [])
+
+
+def test_samples_that_were_trained_twice_or_never_are_named(tmp_path: Path) -> None:
+    """The position of a training was not in its checkpoints: it went back, and then too far."""
+    world = World(1, tmp_path)
+    state = world.train(3)
+    World(1, tmp_path).load({**state, "offset": 24}).train(1)
+    World(1, tmp_path).load({**state, "offset": 48, "steps": 4}).train(3)
+    report = verify(tmp_path)
+    (first, second) = report.epochs
+    assert (first.missing, first.repeated, first.exact) == (12, 12, False)
+    assert not report.exact
+    assert second.exact
+
+
+def test_another_sample_than_the_order_has_is_found(tmp_path: Path) -> None:
+    """A loader of the script's own has read other samples."""
+    world = World(2, tmp_path)
+    world.loaders[1].loader.batch_sampler.seed = 9
+    world.train(5)
+    report = verify(tmp_path)
+    assert report.epochs[0].unproven == N
+    assert report.problems == ["step 1: rank 1 has trained other samples than the order says"]
+
+
+def test_one_wrong_step_is_named(tmp_path: Path) -> None:
+    World(2, tmp_path).train(5)
+    path = tmp_path / file_name(1, 1)
+    content = bytearray(path.read_bytes())
+    content[-10] ^= 1  # in the fourth step
+    path.write_bytes(content)
+    report = verify(tmp_path)
+    assert report.problems == ["step 4: rank 1 has trained other samples than the order says"]
+    assert report.epochs[0].unproven == BATCH
+    assert len(report.epochs[0].named["unproven"]) == 10
+
+
+@pytest.mark.parametrize("what", ["a rank", "its end", "a header", "another name"])
+def test_a_record_that_is_missing_or_damaged_proves_nothing(tmp_path: Path, what: str) -> None:
+    World(2, tmp_path).train(6)
+    path = tmp_path / file_name(1, 1)
+    content = path.read_bytes()
+    match what:
+        case "a rank":
+            path.unlink()
+        case "its end":
+            path.write_bytes(content[:-11])
+        case "a header":
+            path.write_bytes(content[1:])
+        case "another name":
+            path.rename(tmp_path / file_name(1, 2))
+    report = verify(tmp_path)
+    assert not report.exact
+    assert report.problems
+    assert report.epochs[0].unproven == (17 if what == "its end" else N)
+    assert report.epochs[1].exact
+
+
+def test_a_ledger_that_begins_late_proves_the_rest(tmp_path: Path) -> None:
+    state = World(1, tmp_path / "other").train(2)
+    World(1, tmp_path / "ledger").load(state).train(4)
+    report = verify(tmp_path)
+    assert [each.missing for each in report.epochs] == [24, 0]
+    assert not report.exact
+
+
+def test_a_step_that_is_discarded_counts_when_it_is_trained(tmp_path: Path) -> None:
+    loader = ElasticLoader(list(range(N)), global_batch=BATCH, ledger=tmp_path)
+    for step in loader:
+        assert list(step)
+        step.discard()
+        break
+    assert [each.finished for each in verify(tmp_path).epochs] == [False]
+    for step in loader:
+        assert list(step)
+        step.commit()
+    report = verify(tmp_path)
+    assert (report.exact, report.steps, report.epochs[0].finished) == (True, 5, True)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    World(1, tmp_path).train(7)
+    run = CliRunner().invoke(root, ["data", "verify", str(tmp_path)], standalone_mode=False)
+    assert (
+        run.output == "epoch 0: finished: all 53 samples once\nepoch 1: in progress: exact so far\n"
+    )
+    assert run.return_value == 0
+    (tmp_path / file_name(1, 0)).unlink()
+    run = CliRunner().invoke(root, ["data", "verify", str(tmp_path)], standalone_mode=False)
+    assert "53 samples not in the ledger: " in run.output
+    assert run.return_value == 1
+    run = CliRunner().invoke(
+        root, ["data", "verify", "--json", str(tmp_path)], standalone_mode=False
+    )
+    assert json.loads(run.output)["epochs"][0]["missing"] == N
+
+
+def test_a_folder_without_a_ledger(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "none"):
+        with pytest.raises(ConfigError, match="expected"):
+            verify(folder)
+    with pytest.raises(ConfigError, match="expected a folder"):
+        ElasticLoader([1], global_batch=1, ledger="s3://bucket/ledger")
+
+
+def test_a_ledger_that_cannot_be_written_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    loader = ElasticLoader([1], global_batch=1, ledger=tmp_path / "file")
+    with pytest.raises(ConfigError, match="cannot write the ledger"):
+        next(iter(loader))
+
+
+def test_a_full_disk_costs_a_line_in_the_log_and_nothing_is_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(1, tmp_path)
+    world.train(1)
+    ledger = world.loaders[0]._ledger
+    assert ledger is not None
+    assert ledger._file is not None
+    good = ledger._file
+    full = ledger._file = os.open("/dev/full", os.O_WRONLY)
+    ledger.add(5)
+    ledger.add(6)
+    os.close(full)
+    assert [record.message.partition(":")[0] for record in caplog.records] == ["data"]
+    ledger._file = good
+    ledger.add(7)
+    assert [*(tmp_path / file_name(1, 0)).read_bytes()[-24::8]] == [5, 6, 7]
