@@ -1,7 +1,7 @@
 """The ledger proves which samples were trained, and names those that were not."""
 
 import json
-import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +14,24 @@ from hypothesis import strategies as st
 from dlrover_py.cli.commands import root
 from dlrover_py.protocol.data_ledger import file_name
 from dlrover_py.protocol.errors import ConfigError
-from dlrover_py.trainer.data import ElasticLoader
+from dlrover_py.trainer.data import ElasticLoader, ElasticSampler
 from dlrover_py.trainer.data.agreement import Agreement
+from dlrover_py.trainer.data.ledger import Ledger
 from dlrover_py.trainer.data.verify import verify
 
 N, BATCH = 53, 12
 
 
-class Alone(Agreement):
-    """The agreement of a rank of a world that exists only in this process."""
+@pytest.fixture(autouse=True)
+def ranks_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the ranks of a world that exists only in this process agree. Rank 0 comes first."""
+    notes = [0]
 
-    def __init__(self, segment: int) -> None:
-        super().__init__()
-        self.segment = segment
+    def check(_: Agreement, sampler: ElasticSampler, note: int = 0) -> int:
+        notes[0] = note if sampler.rank == 0 else notes[0]
+        return notes[0]
 
-    def check(self, sampler: Any, note: int = 0) -> int:
-        return note or self.segment
+    monkeypatch.setattr(Agreement, "check", check)
 
 
 class World:
@@ -47,9 +49,6 @@ class World:
         while steps:
             running = []
             for loader in self.loaders:
-                first = self.loaders[0]._ledger
-                assert first is not None
-                loader._agreement = Alone(first._segment)
                 steps_of = iter(loader)
                 running.append((loader, steps_of, next(steps_of)))
             while True:
@@ -225,17 +224,16 @@ def test_a_ledger_that_cannot_be_written_is_refused_before_the_first_step(tmp_pa
 def test_a_full_disk_costs_a_line_in_the_log_and_nothing_is_lost(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    world = World(1, tmp_path)
-    world.train(1)
-    ledger = world.loaders[0]._ledger
-    assert ledger is not None
-    assert ledger._file is not None
-    good = ledger._file
-    full = ledger._file = os.open("/dev/full", os.O_WRONLY)
-    ledger.add(5)
-    ledger.add(6)
-    os.close(full)
+    ledger = Ledger(tmp_path)
+    ledger.reserve(ElasticSampler(N, global_batch=BATCH))
+    path = tmp_path / file_name(1, 0)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 4, before[1]))
+    try:
+        ledger.add(5)
+        ledger.add(6)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [record.message.partition(":")[0] for record in caplog.records] == ["data"]
-    ledger._file = good
     ledger.add(7)
-    assert [*(tmp_path / file_name(1, 0)).read_bytes()[-24::8]] == [5, 6, 7]
+    assert [*path.read_bytes()[-24::8]] == [5, 6, 7]
