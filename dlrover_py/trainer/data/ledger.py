@@ -146,7 +146,7 @@ class DigestedBatch(NamedTuple):
 
 
 class DigestedDataset:
-    """A map-style dataset whose items have their numbers beside them."""
+    """A map-style dataset that yields the numbers of the samples beside the items."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -161,28 +161,28 @@ class DigestedDataset:
             raise AttributeError(name)
         return getattr(self.__dict__["_dataset"], name)
 
-    def __getitems__(self, keys: Sequence[Any]) -> list[tuple[int, Any]]:
-        """Return the items of a micro-batch, each behind the number of its sample.
+    def __getitems__(self, keys: Sequence[Any]) -> tuple[list[int], Sequence[Any]]:
+        """Return the samples of a micro-batch, and their items.
 
         Args:
             keys: numbers of samples, or pairs of epoch and number.
         """
-        at_once = getattr(self._dataset, "__getitems__", None)
-        items = [self._dataset[key] for key in keys] if at_once is None else at_once(keys)
-        samples = [key[1] if isinstance(key, tuple) else key for key in keys]
-        return list(zip(samples, items, strict=True))
+        dataset = self._dataset
+        at_once = getattr(dataset, "__getitems__", None)
+        items = [dataset[key] for key in keys] if at_once is None else at_once(keys)
+        return [key[1] if isinstance(key, tuple) else key for key in keys], items
 
 
 class DigestingCollate:
-    """Collates the items of a :class:`DigestedDataset`."""
+    """Collates what a :class:`DigestedDataset` yields for a micro-batch."""
 
-    def __init__(self, collate: Callable[[list[Any]], Any] | None) -> None:
+    def __init__(self, collate: Callable[[Any], Any] | None) -> None:
         self._collate = default_collate if collate is None else collate
 
-    def __call__(self, items: list[tuple[int, Any]]) -> DigestedBatch:
+    def __call__(self, found: tuple[list[int], Sequence[Any]]) -> DigestedBatch:
         """Return the batch and the digest of its samples."""
-        samples, values = zip(*items, strict=True)
-        return DigestedBatch(digest_of(torch.tensor(samples)), self._collate(list(values)))
+        samples, items = found
+        return DigestedBatch(digest_of(torch.tensor(samples)), self._collate(items))
 
 
 def digest_of(samples: Tensor) -> int:

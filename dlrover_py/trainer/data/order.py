@@ -113,9 +113,10 @@ def hash_samples(samples: Tensor) -> Tensor:
 
     The hashes of samples may be added up (modulo 2**64), so that their order does not matter.
     """
-    low, high = samples & _LOW_32, samples >> 32
-    first = _hash(_hash(low) ^ high)
-    return (first << 32) + _hash(first ^ low)
+    # Products are modulo 2**64. The multipliers are odd, and have their bits from 2**64 / φ.
+    values = samples * -0x61C8864680B583EB
+    values = (values ^ (values >> 32)) * -0x61C8864680B583EB
+    return values ^ (values >> 29)
 
 
 def _hash(values: Tensor) -> Tensor:

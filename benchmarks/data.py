@@ -1,0 +1,440 @@
+"""Measures exact data beside what torch's own samplers do.
+
+    python benchmarks/data.py --quick
+
+* *samples*: 1,000 samples and two resizes within an epoch. The peer is what most trainers do:
+  ``DistributedSampler`` with a fixed batch per worker, and a resume that skips as many batches as
+  were trained. Ours also runs 1,000 random plans of resizes, kills and checkpoints that are loaded
+  again.
+* *weights*: the difference from one process, for worlds that do not divide the batch. The ranks are
+  computed one after the other in this process, and their gradients averaged, as
+  ``DistributedDataParallel`` does.
+* *overhead*: the time to read an epoch, divided by that of a plain ``DataLoader``: processor time
+  without loader processes, and else time by the clock. Both take turns, and the median of the
+  pairs' ratios is reported.
+* *start*: the time until 10⁹ samples yield the first batch, and the bytes of the state.
+* *ledger*: the samples per second that ``dlrover data verify`` proves.
+
+``--json`` prints only a list of rows on standard output; ``--write`` puts the table into
+docs/benchmarks.md.
+"""
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from dlrover_py.protocol.data_ledger import LedgerHeader, file_name
+from dlrover_py.trainer.data import ElasticLoader, ElasticSampler
+from dlrover_py.trainer.data.order import SampleOrder, hash_samples
+from dlrover_py.trainer.data.verify import verify
+
+DOCS = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
+BEGIN, END = "<!-- data: begin -->", "<!-- data: end -->"
+N = 1000
+Row = dict[str, Any]
+
+
+def row(
+    what: str, target: str, ours: str, peers: str, met: bool | None, n: int, note: str = ""
+) -> Row:
+    """Return one line of the table.
+
+    Args:
+        what: what was measured.
+        target: what is aimed at; empty if nothing is.
+        ours: our figure.
+        peers: figures of others in the same run.
+        met: whether the target is met; None without a target.
+        n: how often it was measured.
+        note: what else a reader should know.
+    """
+    values = (what, target, ours, peers, met, n, note)
+    return dict(zip(("what", "target", "ours", "peers", "met", "n", "note"), values, strict=True))
+
+
+# --- Samples that are lost or doubled ---
+
+
+def lost_and_doubled(trained: Counter[int], length: int) -> tuple[int, int]:
+    """Return how many samples were not trained, and how many were trained too often."""
+    return length - len(trained), sum(count - 1 for count in trained.values())
+
+
+def with_distributed_sampler(worlds: list[int], batch: int, steps: int) -> tuple[int, int]:
+    """Train an epoch where each resize skips as many batches as were trained.
+
+    Args:
+        worlds: number of workers, before and after each resize.
+        batch: samples of one worker in a step.
+        steps: steps between two resizes.
+    """
+    trained: Counter[int] = Counter()
+    done = 0
+    for index, world in enumerate(worlds):
+        longest = done
+        for rank in range(world):
+            sampler = DistributedSampler(range(N), world, rank, shuffle=True, seed=1)
+            batches = list(DataLoader(range(N), batch, sampler=sampler))[done:]
+            if index < len(worlds) - 1:
+                batches = batches[:steps]
+            longest = max(longest, done + len(batches))
+            trained.update(int(sample) for each in batches for sample in each)
+        done = longest
+    return lost_and_doubled(trained, N)
+
+
+def ranks_of(world: int, length: int, batch: int) -> list[ElasticSampler]:
+    """Return the samplers of all ranks of a world."""
+    return [
+        ElasticSampler(length, global_batch=batch, seed=1, rank=rank, world=world)
+        for rank in range(world)
+    ]
+
+
+def steps_of(samplers: list[ElasticSampler]) -> Iterator[list[int]]:
+    """Yield the samples of each step of all ranks, and commit it."""
+    iterators = [zip(sampler.plan(), sampler, strict=True) for sampler in samplers]
+    for parts in zip(*iterators, strict=True):
+        found = [sample for part, samples in parts for sample in samples[: part.samples]]
+        for sampler in samplers:
+            sampler.commit()
+        yield found
+
+
+def random_plans(count: int) -> tuple[int, int]:
+    """Train an epoch in each of many random plans; return the samples lost and doubled in all."""
+    chance = random.Random(0)
+    lost = doubled = 0
+    for _ in range(count):
+        length, batch = chance.randint(1, N), chance.randint(1, 64)
+        trained: list[int] = []
+        samplers = ranks_of(1, length, batch)
+        saved = samplers[0].state_dict(), 0
+        while samplers[0].epoch == 0:
+            stop = chance.randint(1, 20)
+            for number, samples in enumerate(steps_of(samplers)):
+                trained += samples
+                if chance.random() < 0.2:  # a checkpoint
+                    saved = samplers[0].state_dict(), len(trained)
+                if samplers[0].epoch or number == stop:
+                    break
+            if samplers[0].epoch:
+                break
+            if chance.random() < 0.5:  # a planned change: the newest step is saved
+                saved = samplers[0].state_dict(), len(trained)
+            del trained[saved[1] :]
+            samplers = ranks_of(chance.randint(1, 9), length, batch)
+            for sampler in samplers:
+                sampler.load_state_dict(saved[0])
+        missing, more = lost_and_doubled(Counter(trained), length)
+        lost, doubled = lost + missing, doubled + more
+    return lost, doubled
+
+
+def samples(quick: bool) -> Iterator[Row]:
+    """Measure what resizes lose."""
+    for worlds in ([2, 1, 2], [1, 2, 1]):
+        trained: Counter[int] = Counter()
+        state = ranks_of(1, N, 16)[0].state_dict()
+        for index, world in enumerate(worlds):
+            mine = ranks_of(world, N, 16)
+            for sampler in mine:
+                sampler.load_state_dict(state)
+            for number, step in enumerate(steps_of(mine), start=1):
+                trained.update(step)
+                if number == 20 and index < 2:
+                    break
+            state = mine[0].state_dict()
+        lost, doubled = lost_and_doubled(trained, N)
+        theirs = with_distributed_sampler(worlds, 16, 10)
+        yield row(
+            f"samples lost / doubled of {N:,}, worlds {worlds[0]}→{worlds[1]}→{worlds[2]}",
+            "0 / 0",
+            f"{lost} / {doubled}",
+            f"DistributedSampler, batches skipped: {theirs[0]} / {theirs[1]}",
+            not (lost or doubled),
+            1,
+        )
+    plans = 200 if quick else 1000
+    lost, doubled = random_plans(plans)
+    yield row(
+        f"the same in {plans:,} random plans of resizes, kills and rollbacks",
+        "0 / 0",
+        f"{lost} / {doubled}",
+        "–",
+        not (lost or doubled),
+        plans,
+    )
+
+
+# --- Weights ---
+
+
+def task() -> tuple[TensorDataset, nn.Module, torch.optim.Optimizer]:
+    """Return a small problem in 64 bits, the same at each call."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(407, 6, generator=generator, dtype=torch.float64)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True).sin()), model, optimizer
+
+
+def weights_of(model: nn.Module) -> torch.Tensor:
+    """Return all weights as one tensor."""
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def with_elastic_loader(world: int) -> torch.Tensor:
+    """Return the weights after two epochs; each rank adds its part of the mean gradient."""
+    dataset, model, optimizer = task()
+    loaders = [ElasticLoader(dataset, global_batch=10, micro_batch=3) for _ in range(world)]
+    for rank, loader in enumerate(loaders):
+        loader.sampler.rank, loader.sampler.world = rank, world
+    for _ in range(2):
+        for steps in zip(*loaders, strict=True):
+            for step in steps:
+                for inputs, targets in step:
+                    loss = nn.functional.mse_loss(model(inputs), targets)
+                    (step.weigh(loss) / world).backward()
+                step.commit()
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights_of(model)
+
+
+def with_means_of_means(world: int) -> torch.Tensor:
+    """Return the weights where each rank takes the mean over its own share of the same batch."""
+    dataset, model, optimizer = task()
+    for epoch in range(2):
+        order = ElasticSampler(len(dataset), global_batch=10, rank=0, world=1)
+        order.epoch = epoch
+        for batch in order:
+            for rank in range(world):
+                mine = batch[rank::world]
+                if mine:
+                    inputs, targets = dataset[mine]
+                    loss = nn.functional.mse_loss(model(inputs), targets)
+                    (loss / world).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights_of(model)
+
+
+def weights(_: bool) -> Iterator[Row]:
+    """Measure how the weights depend on the world."""
+    alone = with_elastic_loader(1)
+
+    def error(other: torch.Tensor) -> float:
+        return float((other - alone).norm() / alone.norm())
+
+    for world in (2, 3, 7):
+        ours = error(with_elastic_loader(world))
+        yield row(
+            f"weights after 2 epochs, batch of 10 on {world} workers: relative error",
+            "≤ 1e-12",
+            f"{ours:.1e}",
+            f"mean of the workers' means: {error(with_means_of_means(world)):.1e}",
+            ours <= 1e-12,
+            1,
+        )
+
+
+# --- Speed ---
+
+
+class Pictures(torch.utils.data.Dataset):  # type: ignore[misc]
+    """Samples of 3 × 64 × 64 numbers, which are normalized when they are read."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.data = torch.randint(0, 255, (64, 3, 64, 64), dtype=torch.uint8)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.data[index % 64].float().div_(255).sub_(0.5)
+
+
+def seconds_of_plain(loader: DataLoader[Any], clock: Callable[[], float]) -> float:
+    """Return how long torch's loader takes to read an epoch."""
+    began = clock()
+    for _ in loader:
+        pass
+    return clock() - began
+
+
+def seconds_of_elastic(loader: ElasticLoader, clock: Callable[[], float]) -> float:
+    """Return how long our loader takes to read an epoch."""
+    began = clock()
+    for step in loader:
+        for _ in step:
+            pass
+        step.commit()
+    return clock() - began
+
+
+def overhead(quick: bool) -> Iterator[Row]:
+    """Measure the time to read an epoch, as a multiple of the plain loader's."""
+    turns = 7 if quick else 25
+    for workers in (0, 1):
+        clock = time.perf_counter if workers else time.process_time
+        dataset = Pictures(16_384)
+        plain = DataLoader(dataset, 64, shuffle=True, num_workers=workers)
+        with tempfile.TemporaryDirectory() as folder:
+            options: dict[str, Any] = {"global_batch": 64, "num_workers": workers}
+            loaders = {
+                "": ElasticLoader(dataset, **options),
+                ", with a ledger": ElasticLoader(dataset, ledger=folder, **options),
+            }
+            ratios: dict[str, list[float]] = {name: [] for name in loaders}
+            before = seconds_of_plain(plain, clock)
+            for turn in range(turns + 1):
+                for name, loader in loaders.items():
+                    taken = seconds_of_elastic(loader, clock)
+                    after = seconds_of_plain(plain, clock)
+                    if turn:  # the first turn warms up
+                        ratios[name].append(2 * taken / (before + after))
+                    before = after
+        for name, found in ratios.items():
+            middle = statistics.median(found)
+            yield row(
+                f"an epoch of 16,384 pictures, {workers} loader processes{name}",
+                "≤ 1.02 of DataLoader",
+                f"{middle:.3f} ({min(found):.3f} … {max(found):.3f})",
+                "DataLoader: 1",
+                middle <= 1.02,
+                turns,
+            )
+
+
+def start(_: bool) -> Iterator[Row]:
+    """Measure the first batch of a very large dataset."""
+    code = (
+        "import time, json, resource, torch\n"
+        "from dlrover_py.trainer.data import ElasticSampler\n"
+        "began = time.perf_counter()\n"
+        "sampler = ElasticSampler(10**9, global_batch=4096, rank=0, world=1)\n"
+        "next(iter(sampler))\n"
+        "ours = time.perf_counter() - began\n"
+        "size = len(json.dumps(sampler.state_dict()))\n"
+        "began = time.perf_counter(); torch.randperm(10**8)\n"
+        "print(json.dumps([ours, size, time.perf_counter() - began]))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    ours, size, theirs = json.loads(out.stdout)
+    yield row(
+        "10⁹ samples: time to the first batch, size of the state",
+        "< 1 s, < 1 KB",
+        f"{ours:.3f} s, {size} bytes",
+        f"torch.randperm of a tenth of it: {theirs:.1f} s, 800 MB",
+        ours < 1 and size < 1000,
+        1,
+    )
+
+
+def ledger(quick: bool) -> Iterator[Row]:
+    """Measure how fast a ledger is proven."""
+    length, batch, world = (2_000_000 if quick else 20_000_000), 4096, 8
+    order = SampleOrder(length, 1, 0)
+    sums = torch.zeros(length + 1, dtype=torch.int64)
+    for low in range(0, length, 1 << 20):
+        high = min(low + (1 << 20), length)
+        sums[low + 1 : high + 1] = hash_samples(order.at(torch.arange(low, high)))
+    sums = sums.cumsum(0)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for rank in range(world):
+            header = LedgerHeader(
+                1, rank, world, 0, 0, 0, length, batch, seed=1, shuffle=True, block=1
+            )
+            content = bytearray(header.encode() + b"\n")
+            sampler = ElasticSampler(length, global_batch=batch, rank=rank, world=world)
+            for part in sampler.plan():
+                digest = int(sums[part.stop] - sums[part.start]) % (1 << 64)
+                content += digest.to_bytes(8, "little")
+            (folder / file_name(1, rank)).write_bytes(content + b"\n")
+        began = time.perf_counter()
+        report = verify(folder)
+        taken = time.perf_counter() - began
+        size = sum(path.stat().st_size for path in folder.iterdir())
+    assert report.exact, report.problems
+    yield row(
+        f"dlrover data verify of {length / 1e6:.0f} million samples",
+        "",
+        f"{length / taken / 1e6:.1f} million samples/s; {size / length:.3f} bytes a sample",
+        "–",
+        None,
+        1,
+        f"steps of {batch} samples on {world} ranks",
+    )
+
+
+PARTS: dict[str, Callable[[bool], Iterator[Row]]] = {
+    "samples": samples,
+    "weights": weights,
+    "overhead": overhead,
+    "start": start,
+    "ledger": ledger,
+}
+
+
+def table(rows: list[Row]) -> list[str]:
+    """Return the rows as a table of Markdown."""
+    lines = ["| what | target | ours | peers, same run | n |", "|---|---|---|---|---|"]
+    for each in rows:
+        target = each["target"] + {True: ", met", False: ", **missed**", None: ""}[each["met"]]
+        what = f"{each['what']} ({each['note']})" if each["note"] else each["what"]
+        lines.append(f"| {what} | {target} | {each['ours']} | {each['peers']} | {each['n']} |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions: about 2 minutes")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--json", action="store_true", help="print only a list of rows")
+    parser.add_argument("--write", action="store_true", help="put the table into docs")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    load, rows = os.getloadavg()[0], []
+    for name in args.only:
+        for each in PARTS[name](args.quick):
+            rows.append(each)
+            print(table([each])[-1], file=sys.stderr, flush=True)
+    if args.json:
+        print(json.dumps(rows))
+    if args.write:
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+        )
+        head = (
+            f"`python benchmarks/data.py {' '.join(sys.argv[1:])}` at {commit.stdout.strip()}  \n"
+            f"{os.cpu_count()} cores shared with other work (load average {load:.1f} before); "
+            f"Linux {platform.release()}, Python {platform.python_version()}, torch "
+            f"{torch.__version__}, {datetime.now(UTC):%Y-%m-%d}."
+        )
+        text = "\n".join([head, "", *table(rows)])
+        before, _, rest = DOCS.read_text().partition(BEGIN)
+        DOCS.write_text(f"{before}{BEGIN}\n{text}\n\n{END}{rest.partition(END)[2]}")
+
+
+if __name__ == "__main__":
+    main()
