@@ -277,6 +277,20 @@ def test_holders_are_those_that_can_be_reached() -> None:
     assert desk.core.memory.locations(checkpoint_id(6)).locations == []
 
 
+def test_a_checkpoint_of_which_a_part_is_gone_has_no_holders() -> None:
+    """It was a candidate a moment ago. What only the lost rank had would seem never to have been."""
+    desk = sharded(5)
+    assert len(desk.core.memory.locations(checkpoint_id(5)).locations) == 2
+    desk.core.drop(N1)
+    assert desk.core.memory.locations(checkpoint_id(5)).locations == []
+
+
+def test_a_part_that_no_transfer_server_has_is_not_passed_over() -> None:
+    desk = sharded(5)
+    desk.say(N1, transfer_port=0)
+    assert desk.core.memory.locations(checkpoint_id(5)).locations == []
+
+
 def test_the_newest_in_memory_alone_is_the_one_that_was_saved_last() -> None:
     desk = Desk(N0, N1)
     desk.say(N0, memory=[held(9, 0), held(3, 0, timeline=1)])

@@ -148,11 +148,12 @@ class MemoryIndex:
         """Return where each rank's slot of a checkpoint can be fetched from.
 
         Ranks that no node with a transfer server holds are left out. A complete slot is preferred
-        to one with private data only, and the rank's own node to a replica. The result is empty for
-        an unknown checkpoint.
+        to one with private data only, and the rank's own node to a replica. The result is empty
+        unless it names each shard group. A reader could not see that a group is missing, if all
+        its keys are: each rank of a sharded optimizer has the state of other parameters.
         """
         one = self.checkpoints.get(key)
-        if one is None:
+        if one is None or not self.is_complete(key):
             return ReplicaLocations()
         best: dict[int, tuple[tuple[bool, bool], NodeId, str]] = {}
         for node in sorted(one.nodes, key=id_key):
@@ -163,6 +164,8 @@ class MemoryIndex:
                     worth = (rank in held.private_only, held.replica)
                     if rank not in best or worth < best[rank][0]:
                         best[rank] = worth, node, part
+        if not one.full.keys() <= {part for _, _, part in best.values()}:
+            return ReplicaLocations()
         addresses = {node: dict(self.address(node)) for _, node, _ in best.values()}
         return ReplicaLocations(
             locations=[
