@@ -118,12 +118,14 @@ def test_02_gpt_ends_with_the_same_bytes_after_a_killed_worker(place: Place) -> 
     assert results[0]["world_size"] == 2
 
 
-def test_03_elastic_data_ends_alike_after_a_resize_and_a_kill(place: Place) -> None:
-    with example(place, "03-elastic-data", 3, "--epochs=10", "--step-delay=0.5") as run:
+@pytest.mark.parametrize("name", ["03-elastic-data", "06-deepspeed"])
+def test_elastic_data_ends_alike_after_a_resize_and_a_kill(place: Place, name: str) -> None:
+    with example(place, name, 3, "--epochs=10", "--step-delay=0.5") as run:
         run.until(lambda s: s.progress is not None and s.progress.step >= 10, "step 10")
         two = run.running(2)
         run.cli("job", "scale", "3")
         three = run.running(3, round_after=two.round)
+        run.until(lambda s: s.progress is not None, "a step of the three, which have loaded")
         os.kill(members(three)[1].pids[0], signal.SIGKILL)
         run.running(3, round_after=three.round)
         assert run.wait(within_s=200) == 0
@@ -137,7 +139,7 @@ def test_03_elastic_data_ends_alike_after_a_resize_and_a_kill(place: Place) -> N
     alone = place.call(
         "elastic-run",
         "--standalone",
-        str(EXAMPLES / "03-elastic-data" / "train.py"),
+        str(EXAMPLES / name / "train.py"),
         "--epochs=10",
         timeout=200,
     )
