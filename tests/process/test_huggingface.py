@@ -1,0 +1,23 @@
+"""Accelerate and Hugging Face's ``Trainer`` train each sample once, whatever happens."""
+
+from pathlib import Path
+
+import pytest
+
+from tests import exact_runs
+from tests.process.harness import Place
+from tests.programs import PROGRAMS
+
+EPOCHS = 2
+EXACT = 1e-12
+"""Tolerance of weights of 64 bits, whose additions have another order."""
+
+
+@pytest.mark.parametrize("name", ["train_with_accelerate.py"])
+def test_kills_resizes_and_a_drain_within_an_epoch(
+    place: Place, tmp_path_factory: pytest.TempPathFactory, name: str
+) -> None:
+    reference = tmp_path_factory.mktemp("reference")
+    exact_runs.run_alone(PROGRAMS / name, reference, epochs=EPOCHS)
+    exact_runs.run_with_faults(place, PROGRAMS / name, epochs=EPOCHS)
+    exact_runs.check(place.folder, reference, epochs=EPOCHS, tolerance=EXACT)
