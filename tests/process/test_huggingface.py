@@ -13,7 +13,7 @@ EXACT = 1e-12
 """Tolerance of weights of 64 bits, whose additions have another order."""
 
 
-@pytest.mark.parametrize("name", ["train_with_accelerate.py"])
+@pytest.mark.parametrize("name", ["train_with_accelerate.py", "train_with_hf_trainer.py"])
 def test_kills_resizes_and_a_drain_within_an_epoch(
     place: Place, tmp_path_factory: pytest.TempPathFactory, name: str
 ) -> None:

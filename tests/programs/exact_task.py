@@ -6,6 +6,7 @@ A job of a test has a copy of this module beside its program.
 import json
 import sys
 import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -42,7 +43,14 @@ def network() -> nn.Module:
 class Record:
     """Writes down what this rank trains; see :mod:`tests.exact_runs`."""
 
-    def __init__(self) -> None:
+    def __init__(self, pause_s: float = 1.0) -> None:
+        """Open the file of this rank.
+
+        Args:
+            pause_s: seconds to wait after each step that the test has not permitted. A program
+                with slow imports waits longer, lest it ends before other nodes have joined.
+        """
+        self.pause_s = pause_s
         self.folder, self.epochs = Path(sys.argv[1]), int(sys.argv[2])
         first_round = int(sys.argv[3]) if len(sys.argv) > 3 else 0
         self.rank = session.world().rank
@@ -59,9 +67,12 @@ class Record:
         """
         print(step, epoch, *samples, file=self._lines)
         session.report_step(step)
-        gate = self.folder / "gate"
-        if gate.exists() and step >= int(gate.read_text()):
-            threading.Event().wait(1.0)
+        gate, pause = self.folder / "gate", threading.Event()
+        end = time.monotonic() + self.pause_s
+        while gate.exists() and step >= int(gate.read_text()) and time.monotonic() < end:
+            if session.should_stop():
+                break
+            pause.wait(0.1)
 
     def finished(self, model: nn.Module) -> None:
         """Write the weights at the end of the last epoch."""

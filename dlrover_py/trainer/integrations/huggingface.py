@@ -1,0 +1,565 @@
+"""``ElasticTrainer`` is transformers' ``Trainer`` with exact data and memory checkpoints.
+
+::
+
+    from dlrover_py.trainer.integrations.huggingface import ElasticTrainer
+
+    args = TrainingArguments("output", per_device_train_batch_size=16, num_train_epochs=3)
+    trainer = ElasticTrainer(model, args, train_dataset=dataset, global_batch=256)
+    trainer.train()
+    if not trainer.should_stop:
+        trainer.save_model()
+
+Each optimizer step has the same ``global_batch`` samples for any number of workers. A worker
+computes at most ``per_device_train_batch_size`` of them at once. ``Trainer`` sees one batch per
+step, which is a list of micro-batches, so its counts of steps and epochs do not depend on the world
+size either.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType
+from torch import Tensor
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.trainer import Checkpointer, session
+from dlrover_py.trainer.collectives import gather
+from dlrover_py.trainer.data import ElasticLoader
+from dlrover_py.trainer.data.loader import TrainingStep
+from dlrover_py.trainer.data.shares import MicroBatch
+
+_KINDS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+"""Distributed types of Accelerate in which each worker has the whole model."""
+_PROGRESS = (
+    "global_step",
+    "epoch",
+    "total_flos",
+    "best_metric",
+    "best_global_step",
+    "best_model_checkpoint",
+)
+"""Fields of ``TrainerState`` that are saved as they are. The others follow from the arguments."""
+_UNCOUNTED = -100
+"""Label that the losses of transformers leave out."""
+
+StepInputs = list[tuple[MicroBatch, Any]]
+"""The micro-batches of this rank in an optimizer step, each with what the collator has made."""
+
+
+class ElasticTrainer(Trainer):
+    """A ``Trainer`` whose training survives failures and resizes.
+
+    ``train`` continues from the newest checkpoint in memory or storage, if there is one. It ends
+    early if the process is asked to end; :attr:`should_stop` is then true.
+
+    A subclass may override ``compute_loss``. ``training_step`` gets :data:`StepInputs` here.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: TrainingArguments | None = None,
+        *positional: Any,
+        global_batch: int,
+        checkpointer: Checkpointer | None = None,
+        block: int = 1,
+        seed_samples: bool = False,
+        **options: Any,
+    ) -> None:
+        """Create the trainer.
+
+        Args:
+            model: as in ``Trainer``.
+            args: as in ``Trainer``. ``per_device_train_batch_size`` is the greatest number of
+                samples that a worker computes at once.
+            positional: further arguments of ``Trainer``.
+            global_batch: number of samples of an optimizer step, of all workers together.
+            checkpointer: saves the training; None: ``Checkpointer()``.
+            block: see :class:`~dlrover_py.trainer.data.ElasticLoader`.
+            seed_samples: see :class:`~dlrover_py.trainer.data.ElasticLoader`.
+            options: further arguments of ``Trainer``.
+
+        Raises:
+            ConfigError: an argument contradicts that each sample is trained exactly once, or is
+                not supported.
+        """
+        _check_arguments(TrainingArguments("tmp_trainer") if args is None else args)
+        super().__init__(model, args, *positional, **options)
+        if (
+            self.accelerator.distributed_type not in _KINDS
+            or self.is_model_parallel
+            or self.is_distributed_loading_by_transformers
+            or self.args.n_gpu > 1
+        ):
+            raise ConfigError(
+                f"huggingface: found the distributed type "
+                f"{self.accelerator.distributed_type.value} with {self.args.n_gpu} devices in "
+                "this process, or a model on several devices: expected that each worker has the "
+                "whole model on one device (DDP): start one worker per device"
+            )
+        self.checkpointer = Checkpointer() if checkpointer is None else checkpointer
+        self._global_batch = global_batch
+        self._loader_options = {"block": block, "seed_samples": seed_samples}
+        self._loader: ElasticLoader | None = None
+        self._step: TrainingStep | None = None
+        """The step that is computed now."""
+        self._unsaved = False
+        """A step is committed, but not saved."""
+        self._stopped_early = False
+        """A callback has ended the training before its last step."""
+        self._drained = False
+        """The training has ended because the process was asked to end."""
+        self._divides: bool | None = None
+        """Whether the loss is a sum that is divided by ``num_items_in_batch``; None: unknown."""
+        self.add_callback(_StepEnd(self))
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether ``train`` has ended because this process was asked to end."""
+        return self._drained
+
+    # --- The data ---
+
+    def get_train_dataloader(self) -> Any:
+        """Return the optimizer steps of an epoch. The dataset must be a map-style one.
+
+        Raises:
+            ConfigError: the dataset or an argument of the data loader cannot be used.
+        """
+        return ElasticSteps(self._data())
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """Return the number of samples of an optimizer step, of all workers together."""
+        return self._global_batch
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[TrainingStep], num_batches: int, device: torch.device
+    ) -> tuple[list[StepInputs], Tensor | int | None]:
+        """Save the last step, and read the micro-batches of the next one.
+
+        Args:
+            epoch_iterator: yields the steps of the epoch.
+            num_batches: 1, since a step is one batch for ``Trainer``.
+            device: where the number of items is put.
+
+        Returns:
+            The batches of the step: one, or none if the epoch or the training ends here. And the
+            number of labels in the step, of all workers together; None if they cannot be counted.
+        """
+        self._save()
+        if self.checkpointer.should_stop:
+            self._save(force=True)
+            self._drained = self.control.should_training_stop = True
+            return [], None
+        step = next(epoch_iterator, None)
+        if step is None:
+            return [], None
+        self._step = step
+        inputs = [(step.micro_batch, batch) for batch in step]
+        counted = [batch if part.samples else _without_labels(batch) for part, batch in inputs]
+        return [inputs], self._get_num_items_in_batch(counted, device)
+
+    def floating_point_ops(self, inputs: StepInputs) -> int:
+        """Return the number of floating-point operations of this worker's share of a step."""
+        return sum(super(ElasticTrainer, self).floating_point_ops(batch) for _, batch in inputs)
+
+    def _data(self) -> ElasticLoader:
+        """Return the loader of the training; create it on the first call.
+
+        Raises:
+            ConfigError: the dataset or an argument of the data loader cannot be used.
+        """
+        if self._loader is None:
+            if not hasattr(self.train_dataset, "__getitem__"):
+                raise ConfigError(
+                    f"huggingface: train_dataset is a {type(self.train_dataset).__name__}: "
+                    "expected a map-style dataset, with __len__ and __getitem__"
+                )
+            prepared = super().get_train_dataloader()
+            args = self.args
+            self._loader = ElasticLoader(
+                prepared.dataset,
+                global_batch=self._global_batch,
+                micro_batch=args.per_device_train_batch_size,
+                seed=args.seed if args.data_seed is None else args.data_seed,
+                shuffle=args.train_sampling_strategy == "random",
+                **self._loader_options,
+                **{name: getattr(prepared, name) for name in _LOADER_OPTIONS},
+            )
+        return self._loader
+
+    # --- A step ---
+
+    def training_step(
+        self,
+        model: Any,
+        inputs: StepInputs,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor:
+        """Compute the gradients of an optimizer step. They are exchanged after its last part.
+
+        Args:
+            model: the model, in ``DistributedDataParallel`` if there are several workers.
+            inputs: the micro-batches of this worker.
+            num_items_in_batch: number of labels in the step, of all workers together; None if
+                the loss is the mean over the samples.
+
+        Returns:
+            The loss. Its mean over the workers is that of the whole step.
+
+        Raises:
+            ConfigError: it is not clear how the loss depends on the number of labels.
+        """
+        if not self._is_sum(model, inputs[0][1], num_items_in_batch):
+            num_items_in_batch = None
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        total = torch.zeros((), device=self.args.device)
+        for part, batch in inputs:
+            if num_items_in_batch is None:
+                weight = part.weight(self._data().sampler.world)
+            else:
+                weight = float(part.samples > 0)
+            with nullcontext() if part.last else self.accelerator.no_sync(model):
+                prepared = self._prepare_inputs(batch)
+                with self.compute_loss_context_manager():
+                    loss = self.compute_loss(
+                        model, prepared, num_items_in_batch=num_items_in_batch
+                    )
+                loss = loss * weight
+                self.accelerator.backward(loss)
+            total = total + loss.detach()
+        return total
+
+    def _is_sum(self, model: Any, batch: Any, items: Tensor | int | None) -> bool:
+        """Return whether the loss is a sum over labels, divided by their number in the step.
+
+        ``Trainer`` assumes so if the model takes further arguments, but some losses ignore the
+        number. So the loss of one batch is compared with the one for twice the number. The first
+        call with a number is collective.
+
+        Args:
+            model: the model.
+            batch: a batch of this worker.
+            items: number of labels in the step; None if they are not counted.
+
+        Raises:
+            ConfigError: the loss depends on the number in another way, or the workers differ.
+        """
+        if items is None or self.loss_is_scaled_for_ga is not None:
+            return items is not None and bool(self.loss_is_scaled_for_ga)
+        if self._divides is None:
+            model.eval()
+            losses = []
+            for factor in (1, 2):
+                with torch.no_grad(), torch.random.fork_rng(), self.compute_loss_context_manager():
+                    loss = self.compute_loss(
+                        model, self._prepare_inputs(batch), num_items_in_batch=items * factor
+                    )
+                losses.append(float(loss))
+            found = gather(_dependence(*losses), self._data().sampler.world)
+            kinds = {one for one in found if one is not None}
+            if len(kinds) > 1 or "other" in kinds:
+                raise ConfigError(
+                    "huggingface: the loss is neither independent of num_items_in_batch nor "
+                    f"divided by it: it is {losses[0]:.6g}, and {losses[1]:.6g} for twice the "
+                    "number: set trainer.loss_is_scaled_for_ga to True if it is divided by the "
+                    "number, or to False if it is the mean over the samples of a batch"
+                )
+            if not kinds:  # no worker has a label: the loss is 0 either way
+                return True
+            self._divides = "divided" in kinds
+        return self._divides
+
+    def _end_step(self) -> None:
+        """Commit the step whose optimizer has just made its step."""
+        assert self._step is not None  # Trainer has computed one
+        self._step.commit()
+        self._unsaved = True
+        self.state.epoch = self._epoch()
+        session.report_step(self.state.global_step, self.state.max_steps)
+
+    def _epoch(self) -> float:
+        """Return how many epochs are committed, as ``Trainer`` counts them."""
+        sampler = self._data().sampler
+        size = sampler.global_batch
+        return sampler.epoch + -(-sampler.offset // size) / -(-sampler.length // size)
+
+    # --- The state ---
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, **options: Any
+    ) -> Any:
+        """Train, from the newest checkpoint on.
+
+        Args:
+            resume_from_checkpoint: as in ``Trainer``: where to begin if no checkpoint is in memory
+                or in the directory of the checkpointer.
+            trial: None, since a search of hyperparameters is not supported.
+            options: further arguments of ``Trainer.train``.
+
+        Returns:
+            What ``Trainer.train`` returns.
+
+        Raises:
+            CheckpointError: as in ``Checkpointer.load``.
+            ConfigError: ``train`` was called before, or for a search; or as in
+                ``Checkpointer.load`` and ``Checkpointer.save``.
+            OSError: as in ``Checkpointer.load``.
+            RuntimeError: another worker is gone.
+        """
+        if trial is not None:
+            raise ConfigError(
+                "huggingface: found a search of hyperparameters: expected train() without a trial"
+            )
+        if self._loader is not None and self._loader.steps:
+            raise ConfigError(
+                "huggingface: train() was called before: expected one call, since a second one "
+                "would continue from the checkpoint at the end of the first"
+            )
+        return super().train(resume_from_checkpoint, trial, **options)
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> Any:
+        """Wrap the model, make optimizer and scheduler, and restore the training.
+
+        Args:
+            max_steps: number of optimizer steps of the training.
+            train_dataloader: the steps of an epoch.
+            resume_from_checkpoint: a checkpoint of ``Trainer``; None for none.
+        """
+        prepared = super()._prepare_for_training(
+            max_steps, train_dataloader, resume_from_checkpoint
+        )
+        if self.checkpointer.load(self._parts()) is None and resume_from_checkpoint is not None:
+            loader, step = self._data(), self.state.global_step
+            per_epoch = len(train_dataloader)
+            loader.load_state_dict(
+                {
+                    **loader.state_dict(),
+                    "epoch": step // per_epoch,
+                    "offset": step % per_epoch * self._global_batch,
+                    "steps": step,
+                }
+            )
+            self._load_rng_state(resume_from_checkpoint)
+        return prepared
+
+    def _run_epoch(self, *, epoch: int, **options: Any) -> None:
+        """Train up to the end of an epoch, from where the restored training is.
+
+        Args:
+            epoch: the epoch, from 0.
+            options: further arguments of ``Trainer``.
+        """
+        options["resume_from_checkpoint"] = None  # the loader has the position
+        loader, control = self._data(), self.control
+        while loader.epoch <= epoch:
+            if self._stopped_early or self.state.global_step >= self.state.max_steps:
+                self.control.should_training_stop = True  # what was restored has ended
+                return
+            super()._run_epoch(epoch=loader.epoch, **options)
+            if self.control.should_training_stop:
+                break
+        control = self.control
+        if not self._drained:
+            ends = control.should_training_stop or loader.epoch >= self.state.num_train_epochs
+            self._stopped_early = ends and self.state.global_step < self.state.max_steps
+            self._save(force=ends)
+
+    def _save(self, force: bool = False) -> None:
+        """Save the last step, if it is not saved yet or is to go to storage."""
+        if self._unsaved or force:
+            self._unsaved = False
+            self.checkpointer.save(self._data().steps, self._parts(), force=force)
+
+    def _parts(self) -> dict[str, Any]:
+        """Return what is saved: torch's objects, not Accelerate's wrappers."""
+        parts = {
+            "model": self.model,
+            "optimizer": getattr(self.optimizer, "optimizer", self.optimizer),
+            "scheduler": self.lr_scheduler,
+            "data": self._data(),
+            "trainer": _Progress(self),
+        }
+        scaler = self.accelerator.scaler
+        return parts if scaler is None else {**parts, "scaler": scaler}
+
+
+class ElasticSteps:
+    """The optimizer steps of an epoch, as ``Trainer`` expects a data loader."""
+
+    def __init__(self, loader: ElasticLoader) -> None:
+        self._loader = loader
+        self.dataset = loader.loader.dataset
+
+    def __len__(self) -> int:
+        """Return the number of steps of a whole epoch."""
+        return -(-self._loader.sampler.length // self._loader.sampler.global_batch)
+
+    def __iter__(self) -> Iterator[TrainingStep]:
+        """Yield the steps that are left in the epoch."""
+        return iter(self._loader)
+
+
+class _StepEnd(TrainerCallback):  # type: ignore[misc]
+    """Commits each step, and ends an epoch that is not complete without an evaluation."""
+
+    def __init__(self, trainer: ElasticTrainer) -> None:
+        self._trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Commit the step."""
+        self._trainer._end_step()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Do nothing at a stop within an epoch: the next process does it at the epoch's end."""
+        if self._trainer.should_stop:
+            control.should_log = control.should_evaluate = control.should_save = False
+
+
+class _Progress:
+    """The part of a training that only ``Trainer`` has, for a checkpoint."""
+
+    def __init__(self, trainer: ElasticTrainer) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return counts, the log, and the state of callbacks."""
+        trainer = self._trainer
+        return {
+            **{name: getattr(trainer.state, name) for name in _PROGRESS},
+            "stopped_early": trainer._stopped_early,
+            # As one text: a checkpoint has an entry of its own for each number of a list.
+            "log_history": json.dumps(trainer.state.log_history, default=str),
+            "callbacks": json.dumps(
+                [one.state()["attributes"] for one in self._callbacks()], default=str
+            ),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the state of another process."""
+        trainer = self._trainer
+        for name in _PROGRESS:
+            setattr(trainer.state, name, state[name])
+        trainer._stopped_early = state["stopped_early"]
+        trainer.state.log_history = json.loads(state["log_history"])
+        found = json.loads(state["callbacks"])
+        for one, attributes in zip(self._callbacks(), found, strict=False):
+            for name, value in attributes.items():
+                setattr(one, name, value)
+
+    def _callbacks(self) -> list[Any]:
+        """Return the callbacks that have a state."""
+        every = self._trainer.callback_handler.callbacks
+        return [one for one in every if isinstance(one, ExportableState)]
+
+
+_LOADER_OPTIONS = (
+    "collate_fn",
+    "num_workers",
+    "pin_memory",
+    "persistent_workers",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "worker_init_fn",
+)
+"""Options of a ``DataLoader`` that the trainer's arguments decide."""
+
+
+def _check_arguments(args: TrainingArguments) -> None:
+    """Raise ConfigError for an argument that contradicts exact data, or is not supported."""
+    exact = "since each sample is trained exactly once"
+    whole = "since each worker needs the whole model (DDP)"
+    refused = {
+        "gradient_accumulation_steps": (
+            args.gradient_accumulation_steps == 1,
+            "expected 1: the number of micro-batches follows from global_batch and "
+            "per_device_train_batch_size",
+        ),
+        "dataloader_drop_last": (not args.dataloader_drop_last, f"expected False, {exact}"),
+        "dataloader_in_order": (
+            args.dataloader_in_order,
+            "expected True, since each step has its own samples",
+        ),
+        "train_sampling_strategy": (
+            args.train_sampling_strategy in ("random", "sequential"),
+            "expected 'random' or 'sequential', whose order does not depend on the world size",
+        ),
+        "auto_find_batch_size": (
+            not args.auto_find_batch_size,
+            "expected False: choose per_device_train_batch_size",
+        ),
+        "average_tokens_across_devices": (
+            args.average_tokens_across_devices,
+            "expected True, else the gradient depends on the world size",
+        ),
+        "include_num_input_tokens_seen": (
+            args.include_num_input_tokens_seen == "no",
+            "expected 'no': it is not supported yet",
+        ),
+        "torch_empty_cache_steps": (
+            args.torch_empty_cache_steps is None,
+            "expected None: it is not supported yet",
+        ),
+        "enable_jit_checkpoint": (
+            not args.enable_jit_checkpoint,
+            "expected False: the checkpointer saves each step",
+        ),
+        "ddp_static_graph": (
+            not args.ddp_static_graph,
+            "expected False, since gradients are exchanged in the last micro-batch only",
+        ),
+        "optim": (
+            not any(word in str(args.optim.value) for word in ("lomo", "layerwise")),
+            "expected an optimizer that makes its step after the last micro-batch",
+        ),
+        "deepspeed": (not args.deepspeed, f"expected none, {whole}"),
+        "fsdp": (not args.fsdp, f"expected none, {whole}"),
+        "parallelism_config": (args.parallelism_config is None, f"expected none, {whole}"),
+        "accelerator_config.gradient_accumulation_kwargs": (
+            not args.accelerator_config.gradient_accumulation_kwargs,
+            "expected none: gradients are exchanged in the last micro-batch",
+        ),
+    }
+    for name, (fits, what) in refused.items():
+        if not fits:
+            found: Any = args
+            for part in name.split("."):
+                found = getattr(found, part)
+            raise ConfigError(f"huggingface: found {name}={found!r}: {what}")
+
+
+def _without_labels(batch: Any) -> Any:
+    """Return a batch whose labels are not counted: its samples have weight 0."""
+    if not isinstance(batch, Mapping):
+        return batch
+    return {
+        name: torch.full_like(value, _UNCOUNTED)
+        if name in ("labels", "shift_labels") and isinstance(value, Tensor)
+        else value
+        for name, value in batch.items()
+    }
+
+
+def _dependence(loss: float, for_twice: float) -> str | None:
+    """Return how a loss depends on the number of labels; None if it does not show.
+
+    Args:
+        loss: the loss for the number.
+        for_twice: the loss for twice the number.
+    """
+    if not loss or loss != loss:
+        return None
+    ratio = for_twice / loss
+    if abs(ratio - 0.5) < 0.01:
+        return "divided"
+    return "independent" if abs(ratio - 1) < 0.01 else "other"
