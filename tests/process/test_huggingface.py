@@ -1,7 +1,5 @@
 """Accelerate and Hugging Face's ``Trainer`` train each sample once, whatever happens."""
 
-from pathlib import Path
-
 import pytest
 
 from tests import exact_runs

@@ -24,13 +24,14 @@ from typing import Any
 import torch
 from accelerate.utils import DistributedType
 from torch import Tensor
+from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.trainer import Checkpointer, session
 from dlrover_py.trainer.collectives import gather
-from dlrover_py.trainer.data import ElasticLoader
+from dlrover_py.trainer.data import ElasticLoader, PerWorker
 from dlrover_py.trainer.data.loader import TrainingStep
 from dlrover_py.trainer.data.shares import MicroBatch
 
@@ -89,7 +90,13 @@ class ElasticTrainer(Trainer):
             ConfigError: an argument contradicts that each sample is trained exactly once, or is
                 not supported.
         """
-        _check_arguments(TrainingArguments("tmp_trainer") if args is None else args)
+        if isinstance(global_batch, PerWorker):
+            raise ConfigError(
+                f"huggingface: found global_batch={global_batch!r}: expected a number of samples, "
+                "since Trainer counts epochs in steps of one size"
+            )
+        args = TrainingArguments("tmp_trainer") if args is None else args
+        _check_arguments(args)
         super().__init__(model, args, *positional, **options)
         if (
             self.accelerator.distributed_type not in _KINDS
@@ -105,7 +112,7 @@ class ElasticTrainer(Trainer):
             )
         self.checkpointer = Checkpointer() if checkpointer is None else checkpointer
         self._global_batch = global_batch
-        self._loader_options = {"block": block, "seed_samples": seed_samples}
+        self._loader_options: dict[str, Any] = {"block": block, "seed_samples": seed_samples}
         self._loader: ElasticLoader | None = None
         self._step: TrainingStep | None = None
         """The step that is computed now."""
@@ -152,9 +159,9 @@ class ElasticTrainer(Trainer):
             The batches of the step: one, or none if the epoch or the training ends here. And the
             number of labels in the step, of all workers together; None if they cannot be counted.
         """
-        self._save()
+        self._save_step()
         if self.checkpointer.should_stop:
-            self._save(force=True)
+            self._save_step(force=True)
             self._drained = self.control.should_training_stop = True
             return [], None
         step = next(epoch_iterator, None)
@@ -176,7 +183,10 @@ class ElasticTrainer(Trainer):
             ConfigError: the dataset or an argument of the data loader cannot be used.
         """
         if self._loader is None:
-            if not hasattr(self.train_dataset, "__getitem__"):
+            if isinstance(self.train_dataset, IterableDataset) or not (
+                hasattr(self.train_dataset, "__len__")
+                and hasattr(self.train_dataset, "__getitem__")
+            ):
                 raise ConfigError(
                     f"huggingface: train_dataset is a {type(self.train_dataset).__name__}: "
                     "expected a map-style dataset, with __len__ and __getitem__"
@@ -230,9 +240,7 @@ class ElasticTrainer(Trainer):
             with nullcontext() if part.last else self.accelerator.no_sync(model):
                 prepared = self._prepare_inputs(batch)
                 with self.compute_loss_context_manager():
-                    loss = self.compute_loss(
-                        model, prepared, num_items_in_batch=num_items_in_batch
-                    )
+                    loss = self.compute_loss(model, prepared, num_items_in_batch=num_items_in_batch)
                 loss = loss * weight
                 self.accelerator.backward(loss)
             total = total + loss.detach()
@@ -361,7 +369,7 @@ class ElasticTrainer(Trainer):
             options: further arguments of ``Trainer``.
         """
         options["resume_from_checkpoint"] = None  # the loader has the position
-        loader, control = self._data(), self.control
+        loader = self._data()
         while loader.epoch <= epoch:
             if self._stopped_early or self.state.global_step >= self.state.max_steps:
                 self.control.should_training_stop = True  # what was restored has ended
@@ -369,13 +377,12 @@ class ElasticTrainer(Trainer):
             super()._run_epoch(epoch=loader.epoch, **options)
             if self.control.should_training_stop:
                 break
-        control = self.control
         if not self._drained:
-            ends = control.should_training_stop or loader.epoch >= self.state.num_train_epochs
+            ends = self.control.should_training_stop or loader.epoch >= self.state.num_train_epochs
             self._stopped_early = ends and self.state.global_step < self.state.max_steps
-            self._save(force=ends)
+            self._save_step(force=ends)
 
-    def _save(self, force: bool = False) -> None:
+    def _save_step(self, force: bool = False) -> None:
         """Save the last step, if it is not saved yet or is to go to storage."""
         if self._unsaved or force:
             self._unsaved = False
@@ -410,7 +417,7 @@ class ElasticSteps:
         return iter(self._loader)
 
 
-class _StepEnd(TrainerCallback):  # type: ignore[misc]
+class _StepEnd(TrainerCallback):
     """Commits each step, and ends an epoch that is not complete without an evaluation."""
 
     def __init__(self, trainer: ElasticTrainer) -> None:

@@ -1,0 +1,240 @@
+"""The trainer: what cannot be exact is refused; sums over labels and means over samples are."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
+
+from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.trainer.data import PerWorker
+from dlrover_py.trainer.integrations.huggingface import ElasticTrainer
+
+N, BATCH, STEPS = 53, 12, 5
+
+
+class Points(Dataset[Any]):
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.inputs = torch.randn(N, 5, generator=generator, dtype=torch.float64)
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"inputs": self.inputs[index], "labels": self.inputs[index].sum()[None].sin()}
+
+
+class Mean(nn.Module):
+    """Its loss is the mean over the samples of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.network = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+    def forward(self, inputs: Any, labels: Any) -> dict[str, Any]:
+        errors = (self.network(inputs) - labels) ** 2
+        return {"loss": errors.mean(), "logits": errors}
+
+
+class Careless(Mean):
+    """It takes the number of labels, and ignores it."""
+
+    def forward(self, inputs: Any, labels: Any, **_: Any) -> dict[str, Any]:
+        return super().forward(inputs, labels)
+
+
+class Sum(Mean):
+    """Its loss is a sum that is divided by the number of labels."""
+
+    def forward(
+        self, inputs: Any, labels: Any, num_items_in_batch: Any = None, **_: Any
+    ) -> dict[str, Any]:
+        found = super().forward(inputs, labels)
+        items = len(labels) if num_items_in_batch is None else num_items_in_batch
+        return {"loss": found["logits"].sum() / items, "logits": found["logits"]}
+
+
+class Odd(Mean):
+    """Its loss depends on the number in a way of its own."""
+
+    def forward(self, inputs: Any, labels: Any, num_items_in_batch: Any, **_: Any) -> Any:
+        found = super().forward(inputs, labels)
+        return {"loss": found["loss"] / num_items_in_batch**2}
+
+
+@contextmanager
+def trainer(
+    folder: Path, model: nn.Module, micro_batch: int = BATCH, **options: Any
+) -> Iterator[ElasticTrainer]:
+    """Provide a trainer that trains two epochs, and release its memory."""
+    callbacks = options.pop("callbacks", None)
+    arguments: dict[str, Any] = {
+        "use_cpu": True,
+        "num_train_epochs": 2,
+        "per_device_train_batch_size": micro_batch,
+        "learning_rate": 0.1,
+        "optim": "sgd",
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        "logging_steps": 1,
+        **options,
+    }
+    found = ElasticTrainer(
+        model,
+        TrainingArguments(str(folder), **arguments),
+        train_dataset=Points(),
+        eval_dataset=Points(),
+        global_batch=BATCH,
+        callbacks=callbacks,
+    )
+    try:
+        yield found
+    finally:
+        found.checkpointer.close()
+
+
+def weights(model: nn.Module) -> list[float]:
+    return [value for p in model.parameters() for value in p.flatten().tolist()]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Weights after two epochs of whole batches."""
+    with trainer(tmp_path_factory.mktemp("expected"), Mean()) as one:
+        one.train()
+        assert (one.state.global_step, one.state.epoch) == (2 * STEPS, 2.0)
+        assert len(one.state.log_history) == 2 * STEPS + 1
+        return weights(one.model)
+
+
+@pytest.mark.parametrize("kind", [Mean, Careless, Sum])
+def test_micro_batches_do_not_change_the_steps(
+    tmp_path: Path, expected: list[float], kind: type[Mean]
+) -> None:
+    with trainer(tmp_path, kind(), micro_batch=5) as one:
+        one.train()
+        assert weights(one.model) == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_logged_loss_is_that_of_the_step(tmp_path: Path) -> None:
+    logs = []
+    for micro_batch in (BATCH, 5):
+        with trainer(tmp_path, Sum(), micro_batch) as one:
+            one.train()
+            logs.append([entry["loss"] for entry in one.state.log_history if "loss" in entry])
+    assert logs[0] == pytest.approx(logs[1], rel=1e-6)
+
+
+def test_a_loss_that_depends_otherwise_on_the_number_of_labels(tmp_path: Path) -> None:
+    with trainer(tmp_path, Odd()) as one:
+        with pytest.raises(ConfigError, match="neither independent of num_items_in_batch"):
+            one.train()
+        one.loss_is_scaled_for_ga = True
+
+
+class StopAt(TrainerCallback):
+    """Ends the training after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step >= self.step
+
+
+def test_a_checkpoint_of_the_trainer_is_continued(tmp_path: Path, expected: list[float]) -> None:
+    with trainer(
+        tmp_path, Mean(), save_strategy="steps", save_steps=7, callbacks=[StopAt(8)]
+    ) as one:
+        one.train()
+        assert one.state.global_step == 8
+    with trainer(tmp_path, Mean(), micro_batch=4) as one:
+        one.train(resume_from_checkpoint=True)
+        assert one.state.global_step == 2 * STEPS
+        assert weights(one.model) == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_state_of_the_trainer_is_part_of_the_checkpoint(tmp_path: Path) -> None:
+    """Counts, the log, the best metric and callbacks go on; the end is an end again."""
+    options = {
+        "eval_strategy": "epoch",
+        "metric_for_best_model": "loss",
+        "save_strategy": "epoch",
+        "load_best_model_at_end": True,
+    }
+    patience = EarlyStoppingCallback(early_stopping_patience=3)
+    with trainer(tmp_path, Mean(), callbacks=[StopAt(8), patience], **options) as one:
+        one.train()
+        patience.early_stopping_patience_counter = 2
+        saved = one._parts()["trainer"].state_dict()
+    other = EarlyStoppingCallback(early_stopping_patience=3)
+    with trainer(tmp_path, Mean(), callbacks=[StopAt(8), other], **options) as again:
+        again._parts()["trainer"].load_state_dict(saved)
+        assert again.state.global_step == 8
+        assert again.state.epoch == pytest.approx(1.6)
+        assert again.state.log_history == one.state.log_history
+        assert again.state.best_metric == one.state.best_metric is not None
+        assert again._parts()["trainer"].state_dict() == saved
+        assert other.early_stopping_patience_counter == 2
+
+
+def test_the_trainer_trains_once(tmp_path: Path) -> None:
+    with trainer(tmp_path, Mean(), max_steps=2) as one:
+        one.train()
+        with pytest.raises(ConfigError, match=r"train\(\) was called before"):
+            one.train()
+        with pytest.raises(ConfigError, match="search of hyperparameters"):
+            one.train(trial=object())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2: expected 1"),
+        ({"dataloader_drop_last": True}, "dataloader_drop_last=True: expected False, since each"),
+        ({"train_sampling_strategy": "group_by_length"}, "expected 'random' or 'sequential'"),
+        ({"auto_find_batch_size": True}, "choose per_device_train_batch_size"),
+        ({"average_tokens_across_devices": False}, "the gradient depends on the world size"),
+        ({"include_num_input_tokens_seen": True}, "not supported yet"),
+        ({"torch_empty_cache_steps": 5}, "not supported yet"),
+        ({"enable_jit_checkpoint": True}, "the checkpointer saves each step"),
+        ({"ddp_static_graph": True}, "in the last micro-batch only"),
+        ({"optim": "lomo"}, "makes its step after the last micro-batch"),
+        (
+            {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}},
+            "accelerator_config.gradient_accumulation_kwargs={'sync_each_batch': True}",
+        ),
+    ],
+)
+def test_arguments_that_cannot_be_exact(
+    tmp_path: Path, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError) as error, trainer(tmp_path, Mean(), **options):
+        pass
+    assert words in str(error.value)
+
+
+def test_a_batch_that_is_resized_with_the_world(tmp_path: Path) -> None:
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    with pytest.raises(ConfigError, match="counts epochs in steps of one size"):
+        ElasticTrainer(Mean(), arguments, global_batch=PerWorker(4))  # type: ignore[arg-type]
+
+
+def test_an_iterable_dataset(tmp_path: Path) -> None:
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(10))
+
+    with trainer(tmp_path, Mean(), max_steps=2) as one:
+        one.train_dataset = Stream()
+        with pytest.raises(ConfigError, match="is a Stream: expected a map-style dataset"):
+            one.train()
