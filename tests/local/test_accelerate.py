@@ -133,12 +133,12 @@ def test_one_loader_is_trained() -> None:
 
 
 def test_a_micro_batch_is_computed_in_its_block() -> None:
-    with training() as one:
-        with (
-            pytest.raises(ConfigError, match=r"accumulate\(\) without a batch"),
-            one.accelerator.accumulate(one.model),
-        ):
-            pass
+    with (
+        training() as one,
+        pytest.raises(ConfigError, match=r"accumulate\(\) without a batch"),
+        one.accelerator.accumulate(one.model),
+    ):
+        pass
 
 
 def test_micro_batches_are_not_read_without_their_block() -> None:

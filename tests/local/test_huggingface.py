@@ -13,7 +13,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArgumen
 
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.trainer.data import PerWorker
-from dlrover_py.trainer.integrations.huggingface import ElasticTrainer
+from dlrover_py.trainer.integrations.huggingface import ElasticTrainer, TrainerProgress
 
 N, BATCH, STEPS = 53, 12, 5
 
@@ -64,7 +64,7 @@ class Sum(Mean):
 class Odd(Mean):
     """Its loss depends on the number in a way of its own."""
 
-    def forward(self, inputs: Any, labels: Any, num_items_in_batch: Any, **_: Any) -> Any:
+    def forward(self, inputs: Any, labels: Any, num_items_in_batch: Any = 1, **_: Any) -> Any:
         found = super().forward(inputs, labels)
         return {"loss": found["loss"] / num_items_in_batch**2}
 
@@ -165,7 +165,7 @@ def test_a_checkpoint_of_the_trainer_is_continued(tmp_path: Path, expected: list
 
 def test_the_state_of_the_trainer_is_part_of_the_checkpoint(tmp_path: Path) -> None:
     """Counts, the log, the best metric and callbacks go on; the end is an end again."""
-    options = {
+    options: dict[str, Any] = {
         "eval_strategy": "epoch",
         "metric_for_best_model": "loss",
         "save_strategy": "epoch",
@@ -175,15 +175,15 @@ def test_the_state_of_the_trainer_is_part_of_the_checkpoint(tmp_path: Path) -> N
     with trainer(tmp_path, Mean(), callbacks=[StopAt(8), patience], **options) as one:
         one.train()
         patience.early_stopping_patience_counter = 2
-        saved = one._parts()["trainer"].state_dict()
+        saved = TrainerProgress(one).state_dict()
     other = EarlyStoppingCallback(early_stopping_patience=3)
     with trainer(tmp_path, Mean(), callbacks=[StopAt(8), other], **options) as again:
-        again._parts()["trainer"].load_state_dict(saved)
+        TrainerProgress(again).load_state_dict(saved)
         assert again.state.global_step == 8
         assert again.state.epoch == pytest.approx(1.6)
         assert again.state.log_history == one.state.log_history
         assert again.state.best_metric == one.state.best_metric is not None
-        assert again._parts()["trainer"].state_dict() == saved
+        assert TrainerProgress(again).state_dict() == saved
         assert other.early_stopping_patience_counter == 2
 
 

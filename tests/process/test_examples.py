@@ -147,3 +147,27 @@ def test_elastic_data_ends_alike_after_a_resize_and_a_kill(place: Place, name: s
     assert accuracy == alone.stdout.splitlines()[-1]
     assert accuracy.endswith(" after 10 epochs")
     assert len(resumed) >= 2
+
+
+def test_05_huggingface_ends_alike_after_a_resize_and_a_kill(place: Place) -> None:
+    with example(place, "05-huggingface", 3, "--epochs=8", "--step-delay=0.7") as run:
+        run.until(lambda s: s.progress is not None and s.progress.step >= 5, "step 5")
+        two = run.running(2)
+        run.cli("job", "scale", "3")
+        three = run.running(3, round_after=two.round)
+        os.kill(members(three)[1].pids[0], signal.SIGKILL)
+        run.running(3, round_after=three.round)
+        assert run.wait(within_s=300) == 0
+        (accuracy,) = lines(run, "n*", r"^accuracy ")
+        resumed = lines(run, "n*", r"^resumed after step ")
+    alone = place.call(
+        "elastic-run",
+        "--standalone",
+        str(EXAMPLES / "05-huggingface" / "train.py"),
+        "--epochs=8",
+        timeout=200,
+    )
+    assert alone.returncode == 0, alone.stderr
+    assert accuracy == alone.stdout.splitlines()[-1]
+    assert accuracy.endswith(" after 8 epochs")
+    assert len(resumed) >= 2

@@ -39,8 +39,7 @@ class Recorder(ElasticTrainer):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         loss = super().training_step(model, inputs, num_items_in_batch)
         seen = [n for part, b in inputs for n in b["number"].tolist()[: part.samples]]
-        assert self._step is not None
-        self.record.trained(self.state.global_step + 1, self._step.epoch, seen)
+        self.record.trained(self.state.global_step + 1, int(self.state.epoch or 0), seen)
         return loss
 
 

@@ -98,18 +98,7 @@ class ElasticTrainer(Trainer):
         args = TrainingArguments("tmp_trainer") if args is None else args
         _check_arguments(args)
         super().__init__(model, args, *positional, **options)
-        if (
-            self.accelerator.distributed_type not in _KINDS
-            or self.is_model_parallel
-            or self.is_distributed_loading_by_transformers
-            or self.args.n_gpu > 1
-        ):
-            raise ConfigError(
-                f"huggingface: found the distributed type "
-                f"{self.accelerator.distributed_type.value} with {self.args.n_gpu} devices in "
-                "this process, or a model on several devices: expected that each worker has the "
-                "whole model on one device (DDP): start one worker per device"
-            )
+        _check_placement(self)
         self.checkpointer = Checkpointer() if checkpointer is None else checkpointer
         self._global_batch = global_batch
         self._loader_options: dict[str, Any] = {"block": block, "seed_samples": seed_samples}
@@ -395,7 +384,7 @@ class ElasticTrainer(Trainer):
             "optimizer": getattr(self.optimizer, "optimizer", self.optimizer),
             "scheduler": self.lr_scheduler,
             "data": self._data(),
-            "trainer": _Progress(self),
+            "trainer": TrainerProgress(self),
         }
         scaler = self.accelerator.scaler
         return parts if scaler is None else {**parts, "scaler": scaler}
@@ -433,7 +422,7 @@ class _StepEnd(TrainerCallback):
             control.should_log = control.should_evaluate = control.should_save = False
 
 
-class _Progress:
+class TrainerProgress:
     """The part of a training that only ``Trainer`` has, for a checkpoint."""
 
     def __init__(self, trainer: ElasticTrainer) -> None:
@@ -543,6 +532,18 @@ def _check_arguments(args: TrainingArguments) -> None:
             for part in name.split("."):
                 found = getattr(found, part)
             raise ConfigError(f"huggingface: found {name}={found!r}: {what}")
+
+
+def _check_placement(trainer: ElasticTrainer) -> None:
+    """Raise ConfigError if a worker does not have the whole model on one device."""
+    kind, devices = trainer.accelerator.distributed_type, trainer.args.n_gpu
+    parts = trainer.is_model_parallel or trainer.is_distributed_loading_by_transformers
+    if kind not in _KINDS or parts or devices > 1:
+        raise ConfigError(
+            f"huggingface: found the distributed type {kind.value} with {devices} devices in this "
+            f"process{' and a model on several devices' if parts else ''}: expected that each "
+            "worker has the whole model on one device (DDP): start one worker per device"
+        )
 
 
 def _without_labels(batch: Any) -> Any:
