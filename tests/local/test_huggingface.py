@@ -141,6 +141,25 @@ def test_a_loss_that_depends_otherwise_on_the_number_of_labels(tmp_path: Path) -
         one.loss_is_scaled_for_ga = True
 
 
+def test_a_worker_without_a_sample_adds_nothing(tmp_path: Path) -> None:
+    """A step of 12 samples in a world of 16: four workers compute one without weight."""
+    items, gradients = 0, []
+    for rank in (0, 11, 12, 15):
+        with trainer(tmp_path, Sum()) as one:
+            one.loss_is_scaled_for_ga = True
+            one.create_optimizer()
+            steps = one.get_train_dataloader()
+            steps.loader.sampler.rank, steps.loader.sampler.world = rank, 16
+            (inputs,), count = one.get_batch_samples(iter(steps), 1, one.args.device)
+            items += int(count or 0)
+            loss = one.training_step(one.model, inputs, torch.tensor(BATCH))
+            gradients.append([p.grad.abs().sum().item() for p in one.model.parameters()])
+            assert (loss == 0) == (rank >= BATCH)
+    assert items == 2
+    assert all(gradients[0] + gradients[1])
+    assert not any(gradients[2] + gradients[3])
+
+
 class StopAt(TrainerCallback):
     """Ends the training after a step."""
 

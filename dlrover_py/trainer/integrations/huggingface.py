@@ -17,6 +17,8 @@ size either.
 """
 
 import json
+import logging
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -34,6 +36,8 @@ from dlrover_py.trainer.collectives import gather
 from dlrover_py.trainer.data import ElasticLoader, PerWorker
 from dlrover_py.trainer.data.loader import TrainingStep
 from dlrover_py.trainer.data.shares import MicroBatch
+
+log = logging.getLogger(__name__)
 
 _KINDS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 """Distributed types of Accelerate in which each worker has the whole model."""
@@ -394,16 +398,17 @@ class ElasticSteps:
     """The optimizer steps of an epoch, as ``Trainer`` expects a data loader."""
 
     def __init__(self, loader: ElasticLoader) -> None:
-        self._loader = loader
+        self.loader = loader
+        """Deals the samples of each step."""
         self.dataset = loader.loader.dataset
 
     def __len__(self) -> int:
         """Return the number of steps of a whole epoch."""
-        return -(-self._loader.sampler.length // self._loader.sampler.global_batch)
+        return -(-self.loader.sampler.length // self.loader.sampler.global_batch)
 
     def __iter__(self) -> Iterator[TrainingStep]:
         """Yield the steps that are left in the epoch."""
-        return iter(self._loader)
+        return iter(self.loader)
 
 
 class _StepEnd(TrainerCallback):
@@ -446,6 +451,10 @@ class TrainerProgress:
         trainer = self._trainer
         for name in _PROGRESS:
             setattr(trainer.state, name, state[name])
+        best = trainer.state.best_model_checkpoint
+        if best is not None and not os.path.isdir(best):  # Trainer does the same
+            log.warning("huggingface: the best checkpoint %s does not exist any more", best)
+            trainer.state.best_model_checkpoint = None
         trainer._stopped_early = state["stopped_early"]
         trainer.state.log_history = json.loads(state["log_history"])
         found = json.loads(state["callbacks"])
