@@ -18,4 +18,5 @@ def test_kills_resizes_and_a_drain_within_an_epoch(
     reference = tmp_path_factory.mktemp("reference")
     exact_runs.run_alone(PROGRAMS / name, reference, epochs=EPOCHS)
     exact_runs.run_with_faults(place, PROGRAMS / name, epochs=EPOCHS)
+    # no assert: check() asserts
     exact_runs.check(place.folder, reference, epochs=EPOCHS, tolerance=EXACT)
