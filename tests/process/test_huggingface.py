@@ -6,6 +6,8 @@ from tests import exact_runs
 from tests.process.harness import Place
 from tests.programs import PROGRAMS
 
+pytestmark = pytest.mark.timeout(600)  # a new node imports transformers
+
 EPOCHS = 2
 EXACT = 1e-12
 """Tolerance of weights of 64 bits, whose additions have another order."""
