@@ -2,6 +2,7 @@
 
 import pytest
 
+from dlrover_py.trainer.data.verify import verify
 from tests import exact_runs
 from tests.process.harness import Place
 from tests.programs import PROGRAMS
@@ -20,5 +21,6 @@ def test_kills_resizes_and_a_drain_within_an_epoch(
     reference = tmp_path_factory.mktemp("reference")
     exact_runs.run_alone(PROGRAMS / name, reference, epochs=EPOCHS)
     exact_runs.run_with_faults(place, PROGRAMS / name, epochs=EPOCHS)
-    # no assert: check() asserts
     exact_runs.check(place.folder, reference, epochs=EPOCHS, tolerance=EXACT)
+    report = verify(place.folder)
+    assert (report.exact, report.steps, report.problems) == (True, 82, [])

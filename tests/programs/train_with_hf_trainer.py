@@ -82,6 +82,7 @@ def main() -> None:
         Points(),
         global_batch=GLOBAL_BATCH,
         seed_samples=True,
+        ledger=record.folder / "ledger",
     )
     trainer.record = record
     trainer.train()

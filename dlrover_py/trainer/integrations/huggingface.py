@@ -75,6 +75,7 @@ class ElasticTrainer(Trainer):
         checkpointer: Checkpointer | None = None,
         block: int = 1,
         seed_samples: bool = False,
+        ledger: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> None:
         """Create the trainer.
@@ -88,6 +89,7 @@ class ElasticTrainer(Trainer):
             checkpointer: saves the training; None: ``Checkpointer()``.
             block: see :class:`~dlrover_py.trainer.data.ElasticLoader`.
             seed_samples: see :class:`~dlrover_py.trainer.data.ElasticLoader`.
+            ledger: see :class:`~dlrover_py.trainer.data.ElasticLoader`.
             options: further arguments of ``Trainer``.
 
         Raises:
@@ -105,10 +107,14 @@ class ElasticTrainer(Trainer):
         _check_placement(self)
         self.checkpointer = Checkpointer() if checkpointer is None else checkpointer
         self._global_batch = global_batch
-        self._loader_options: dict[str, Any] = {"block": block, "seed_samples": seed_samples}
+        self._loader_options: dict[str, Any] = {
+            "block": block,
+            "seed_samples": seed_samples,
+            "ledger": ledger,
+        }
         self._loader: ElasticLoader | None = None
-        self._step: TrainingStep | None = None
-        """The step that is computed now."""
+        self._steps: Iterator[TrainingStep] | None = None
+        """Yields the steps of the present epoch."""
         self._unsaved = False
         """A step is committed, but not saved."""
         self._stopped_early = False
@@ -160,7 +166,7 @@ class ElasticTrainer(Trainer):
         step = next(epoch_iterator, None)
         if step is None:
             return [], None
-        self._step = step
+        self._steps = epoch_iterator
         inputs = [(step.micro_batch, batch) for batch in step]
         counted = [batch if part.samples else _without_labels(batch) for part, batch in inputs]
         return [inputs], self._get_num_items_in_batch(counted, device)
@@ -281,8 +287,9 @@ class ElasticTrainer(Trainer):
 
     def _end_step(self) -> None:
         """Commit the step whose optimizer has just made its step."""
-        assert self._step is not None  # Trainer has computed one
-        self._step.commit()
+        step = self._data().current
+        assert step is not None  # Trainer has computed one
+        step.commit()
         self._unsaved = True
         self.state.epoch = self._epoch()
         session.report_step(self.state.global_step, self.state.max_steps)
@@ -367,7 +374,10 @@ class ElasticTrainer(Trainer):
             if self._stopped_early or self.state.global_step >= self.state.max_steps:
                 self.control.should_training_stop = True  # what was restored has ended
                 return
-            super()._run_epoch(epoch=loader.epoch, **options)
+            began = loader.epoch
+            super()._run_epoch(epoch=began, **options)
+            if loader.epoch > began and self._steps is not None:
+                next(self._steps, None)  # the loader notes the end of the epoch
             if self.control.should_training_stop:
                 break
         if not self._drained:
