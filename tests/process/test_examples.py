@@ -120,18 +120,25 @@ def test_02_gpt_ends_with_the_same_bytes_after_a_killed_worker(place: Place) -> 
 
 @pytest.mark.parametrize("name", ["03-elastic-data", "06-deepspeed"])
 def test_elastic_data_ends_alike_after_a_resize_and_a_kill(place: Place, name: str) -> None:
+RESUMED = "^resumed after step [1-9]|^training from step [1-9]"
+"""Line of a worker that goes on from a checkpoint."""
+
+
+@pytest.mark.parametrize("name", ["03-elastic-data", "04-lightning"])
+def test_exact_data_ends_alike_after_a_resize_and_a_kill(place: Place, name: str) -> None:
     with example(place, name, 3, "--epochs=10", "--step-delay=0.5") as run:
         run.until(lambda s: s.progress is not None and s.progress.step >= 10, "step 10")
         two = run.running(2)
         run.cli("job", "scale", "3")
         three = run.running(3, round_after=two.round)
         run.until(lambda s: s.progress is not None, "a step of the three, which have loaded")
+        eventually(lambda: lines(run, "n*", RESUMED), "a line of the round of three", within_s=120)
         os.kill(members(three)[1].pids[0], signal.SIGKILL)
         run.running(3, round_after=three.round)
         assert run.wait(within_s=200) == 0
         (accuracy,) = lines(run, "n*", r"^accuracy ")
-        resumed = lines(run, "n*", r"^resumed after step ")
-    store = str(place.folder / "03-elastic-data" / "ckpt")
+        resumed = lines(run, "n*", RESUMED)
+    store = str(place.folder / name / "ckpt")
     proof = place.call("dlrover", "data", "verify", store)
     words = [f"epoch {epoch}: finished: all 1437 samples once" for epoch in range(10)]
     assert proof.stdout.splitlines() == words

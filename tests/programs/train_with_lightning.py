@@ -41,6 +41,7 @@ def main() -> None:
         micro_batch=3,
         seed=3,
         seed_samples=True,
+        ledger=record.folder / "ledger",
         num_workers=2,
     )
     model = Task(record, loader)
