@@ -34,7 +34,9 @@ def main() -> None:
 
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-    loader = ElasticLoader(train, global_batch=args.global_batch, micro_batch=16, num_workers=1)
+    loader = ElasticLoader(
+        train, global_batch=args.global_batch, micro_batch=16, ledger=args.ledger, num_workers=1
+    )
     elastic = ElasticEngine(loader, model=model, config=CONFIG)  # not deepspeed.initialize(…)
     engine = elastic.engine
     checkpointer = Checkpointer(args.ckpt)
@@ -74,6 +76,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--global-batch", type=int, default=96, help="samples, of all workers")
     parser.add_argument("--ckpt", help="folder that all nodes share; without it only in memory")
+    parser.add_argument("--ledger", help="shared folder for a record of the samples of each step")
     parser.add_argument(
         "--step-delay", type=float, default=0.0, help="seconds, to have time to look"
     )
