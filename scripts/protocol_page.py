@@ -56,6 +56,7 @@ from dlrover_py.protocol import (
     recipe,
     refusals,
     sdk,
+    shards,
     shares,
     slots,
     status,
@@ -449,6 +450,22 @@ WIRES: tuple[Wire, ...] = (
         "its signal.",
         limits=f"{size(sdk.MAX_DATAGRAM)} for each datagram.",
         module=workers,
+    ),
+    Wire(
+        title="Dynamic shards",
+        speakers="A worker asks its agent, which passes the request on to the master. See [dynamic "
+        "shards](../dynamic-shards.md).",
+        transport=f"Unix socket (`{names.ENV_SHARDS_SOCKET}`), then "
+        "`POST /v1/nodes/{id}/shards` of the master. The master answers when its journal is "
+        "written. The agent repeats a request until then.",
+        framing="Worker and agent: one JSON document for each line. Agent and master: JSON bodies.",
+        authentication="The socket's file mode 0600, and the round in each request. Agent and "
+        "master: as above.",
+        version=f"`version`: {shards.VERSION}. Another one is refused in words. Unknown fields are "
+        "ignored.",
+        limits=f"A request has at most {size(shards.MAX_REQUEST)}. The agent waits "
+        f"{master_client.SHARDS_S:g} s for an answer before it asks again.",
+        module=shards,
     ),
     Wire(
         title="Environment of a worker",

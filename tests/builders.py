@@ -43,6 +43,7 @@ from dlrover_py.protocol.agents import (
 )
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import NodeId, Term
+from dlrover_py.protocol.shards import Level
 from dlrover_py.protocol.status import JobPhase, NodePhase, NodeRole
 
 WALL = 1_000_000.0
@@ -1055,6 +1056,8 @@ class Bench:
         """Check that the stored journal has all state that must outlive the master."""
         assert self.journal is not None
         late = OWN | {"events", "max_step", "next_event", "reason", "pending_round"}
+        if any(q.spec.level is Level.AT_LEAST_ONCE for q in self.job.state.shards.values()):
+            late |= {"shards"}
         now = dumped(self.job.state, late)
         then = dumped(self.journal, late)
         assert now == then, {k: (then[k], now[k]) for k in now if then[k] != now[k]}

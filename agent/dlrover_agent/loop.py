@@ -12,13 +12,13 @@ import secrets
 import signal
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from dlrover_agent import console
 from dlrover_agent.channels.master_client import MasterClient, http_client
 from dlrover_agent.channels.reserved_port import RoundPorts
 from dlrover_agent.channels.sdk_socket import SdkServer
+from dlrover_agent.channels.shard_relay import ShardRelay
 from dlrover_agent.checkpoint.saver import NodeContext, Saver
 from dlrover_agent.child_processes import ChildRegistry
 from dlrover_agent.core import (
@@ -68,6 +68,8 @@ log = logging.getLogger("agent")
 
 LAST_REPORT_S = 1.0
 """Seconds that the last report, and the wait for the final assignment, may take."""
+SDK_SOCKET, SHARDS_SOCKET = "sdk.sock", "shards.sock"
+"""Sockets for workers, in the agent's temporary folder."""
 REPORT_DELAY_S = 0.1
 """Seconds that a report waits for a start that is under way. Most take a few milliseconds."""
 
@@ -139,9 +141,9 @@ class Agent:
         self._scratch = ScratchFolder()
         self._saver = self._new_saver()
         self._reaper = self._new_reaper(mark)
-        sdk_socket = self._scratch.path / "sdk.sock"
-        self._sdk = SdkServer(sdk_socket, command.nproc, self._on_step, self._saver)
-        self._workers = self._new_workers(sdk_socket, logs)
+        self._sdk = self._new_sdk_server()
+        self._shards = self._new_relay()
+        self._workers = self._new_workers(logs)
         self._recipes = RecipeExchange(self._workers.warm, self._master, self._core)
         self._ports = RoundPorts(settings.advertised_addr, listen=self._workers.hosts_store)
 
@@ -170,10 +172,36 @@ class Agent:
             self._scratch.add(saver.server)
         return saver
 
-    def _new_workers(self, sdk_socket: Path, logs: Logs) -> WorkerSupervisor:
+    def _new_sdk_server(self) -> SdkServer:
+        """Create the server for reports of workers.
+
+        Raises:
+            OSError: Its socket cannot be bound.
+        """
+        path, nproc = self._scratch.path / SDK_SOCKET, self._command.nproc
+        server = SdkServer(path, nproc, self._on_step, self._saver)
+        self._scratch.add(server)
+        return server
+
+    def _new_relay(self) -> ShardRelay:
+        """Create the server for workers' requests about shards, which the master answers.
+
+        Raises:
+            OSError: Its socket cannot be bound.
+        """
+        path, nproc = self._scratch.path / SHARDS_SOCKET, self._command.nproc
+        relay = ShardRelay(
+            path, self._boot_id, nproc, self._master, term=lambda: self._core.have[0]
+        )
+        self._scratch.add(relay)
+        return relay
+
+    def _new_workers(self, logs: Logs) -> WorkerSupervisor:
         """Create the supervisor of the workers, which starts none yet."""
-        self._scratch.add(self._sdk)
-        env = base_environment(self._command, self._run_id, sdk_socket) | self._saver.environment()
+        folder = self._scratch.path
+        env = base_environment(self._command, self._run_id, folder / SDK_SOCKET)
+        env |= self._saver.environment()
+        env[names.ENV_SHARDS_SOCKET] = str(folder / SHARDS_SOCKET)
         return WorkerSupervisor(
             self._command,
             env,
@@ -404,6 +432,7 @@ class Agent:
             },
         )
         self._sdk.new_round(assignment.round)
+        self._shards.new_round(assignment.round)
         if assignment.directive is Directive.RUN:
             self._ports.open_probe(
                 assignment,
@@ -497,6 +526,7 @@ class Agent:
             memory_round=core.oldest_live_round,
             save_at_breakpoint=self._command.save_at_breakpoint,
             nested=self._nested_launcher,
+            leases=self._shards.leases(),
             **self._saver.facts(),
         )
 
@@ -559,6 +589,7 @@ class Agent:
         self._launchers.close()
         self._scratch.close()
         self._sdk.close()
+        await self._shards.close()
         await self._workers.close()
         await self._saver.close()
         self._ports.close()

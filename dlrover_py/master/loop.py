@@ -11,9 +11,9 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from dlrover_py.master.core.events import (
     Assign,
@@ -29,6 +29,8 @@ from dlrover_py.master.core.events import (
     RestoreAnswer,
     RestoreAsked,
     Rules,
+    ShardsAnswer,
+    ShardsAsked,
     Stalled,
 )
 from dlrover_py.master.core.job import Job
@@ -48,6 +50,7 @@ from dlrover_py.protocol.checkpoint_id import CheckpointId
 from dlrover_py.protocol.errors import SupersededError, TransientError
 from dlrover_py.protocol.names import NodeId, Term
 from dlrover_py.protocol.reasons import ConditionReason, ConditionType
+from dlrover_py.protocol.shards import NodeShardRequest, ShardAnswer
 from dlrover_py.protocol.status import Condition, JobPhase, JobStatus
 from dlrover_py.telemetry import bind
 
@@ -206,6 +209,31 @@ class PendingExchange:
         self._on_reply(outcome)
 
 
+class _Questions(Generic[T]):
+    """Questions to the core that wait for its answer, by their numbers."""
+
+    def __init__(self) -> None:
+        self._asked = 0
+        self._waiting: dict[int, asyncio.Future[T]] = {}
+
+    @contextlib.contextmanager
+    def ask(self) -> Iterator[tuple[int, asyncio.Future[T]]]:
+        """Return the number of a new question, and its answer; it is dropped at the end."""
+        self._asked += 1
+        number = self._asked
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            yield number, answer
+        finally:
+            del self._waiting[number]
+
+    def answer(self, number: int, answer: T) -> None:
+        """Answer a question; do nothing if its asker has left."""
+        waiting = self._waiting.get(number)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(answer)
+
+
 class Loop:
     """The loop of one job: :meth:`run` runs the job, the other methods serve the server."""
 
@@ -231,9 +259,8 @@ class Loop:
         self._dismissed_any = asyncio.Event()
         self._publishing = asyncio.Lock()
         self._mailboxes: dict[NodeId, _NodeMailbox] = {}
-        self._restore_queries: dict[int, asyncio.Future[RestoreCandidates]] = {}
-        """The questions what could be restored, by their number."""
-        self._queries = 0
+        self._restore_questions: _Questions[RestoreCandidates] = _Questions()
+        self._shard_questions: _Questions[ShardAnswer | None] = _Questions()
         self._node_tasks: dict[NodeId, asyncio.Task[None]] = {}
         """The background task that creates or deletes a node, by node."""
         self._tasks: asyncio.TaskGroup | None = None
@@ -377,17 +404,31 @@ class Loop:
             PassiveMasterError: This master does not run the job yet, or the platform has not listed
                 its nodes yet.
         """
-        if self._job is None or not self._listed:
-            raise PassiveMasterError("this master is not ready yet: it is taking over the job")
-        self._queries += 1
-        number = self._queries
-        answer: asyncio.Future[RestoreCandidates] = asyncio.get_running_loop().create_future()
-        self._restore_queries[number] = answer
-        try:
+        self._running_job()
+        with self._restore_questions.ask() as (number, answer):
             self.add_events([RestoreAsked(number, round_number)])
             return await answer
-        finally:
-            del self._restore_queries[number]
+
+    async def shards(self, node: NodeId, asked: NodeShardRequest) -> ShardAnswer:
+        """Return the answer to a worker's request about shards, once it can be given for good.
+
+        What the answer says is in the journal. While that cannot be written, the caller waits.
+
+        Args:
+            node: The node of the worker.
+            asked: The request, with the agent process that passes it on.
+
+        Raises:
+            PassiveMasterError: This master does not run the job yet, or it does not know yet which
+                leases the earlier master had given.
+        """
+        self._running_job()
+        with self._shard_questions.ask() as (number, answer):
+            self.add_events([ShardsAsked(number, node, asked.boot_id, asked.request)])
+            found = await answer
+        if found is None:
+            raise PassiveMasterError("this master waits for the reports of all nodes")
+        return found
 
     def locations(self, checkpoint: CheckpointId) -> ReplicaLocations:
         """Return the nodes that have a checkpoint in memory; empty if no node has it.
@@ -396,9 +437,18 @@ class Loop:
             PassiveMasterError: This master does not run the job yet, or the platform has not listed
                 its nodes yet.
         """
+        return self._running_job().live.checkpoints.memory.locations(checkpoint)
+
+    def _running_job(self) -> Job:
+        """Return the job.
+
+        Raises:
+            PassiveMasterError: This master does not run it yet, or the platform has not listed its
+                nodes yet.
+        """
         if self._job is None or not self._listed:
             raise PassiveMasterError("this master is not ready yet: it is taking over the job")
-        return self._job.live.checkpoints.memory.locations(checkpoint)
+        return self._job
 
     @property
     def _is_over(self) -> bool:
@@ -593,9 +643,9 @@ class Loop:
                 mailbox = news[node_id] = self._mailbox(node_id)
                 mailbox.refused[boot_id] = message
             case RestoreAnswer(number, candidates):
-                answer = self._restore_queries.get(number)
-                if answer is not None and not answer.done():
-                    answer.set_result(candidates)
+                self._restore_questions.answer(number, candidates)
+            case ShardsAnswer(number, leases):
+                self._shard_questions.answer(number, leases)
             case CreateNode(node_id, avoid):
                 self._run_task(node_id, lambda: self._platform.create_node(node_id, avoid))
             case DeleteNode(node_id, grace_s, _):

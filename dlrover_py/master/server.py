@@ -18,6 +18,7 @@ from fastapi import FastAPI, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -39,6 +40,7 @@ from dlrover_py.protocol.errors import ErrorCode
 from dlrover_py.protocol.job import in_words
 from dlrover_py.protocol.names import MAX_COUNT, NODE_ID, NodeId, Round, Step, Timeline
 from dlrover_py.protocol.reasons import ConditionType
+from dlrover_py.protocol.shards import NodeShardRequest, ShardAnswer
 from dlrover_py.protocol.status import JobStatus
 
 log = logging.getLogger("master.server")
@@ -130,6 +132,7 @@ NodePath = Annotated[str, Path(pattern=f"^{NODE_ID}$")]
 DEAD_S = 30.0
 """Seconds without a turn of the loop after which the master is unhealthy."""
 EXCHANGE = "/v1/nodes/{node_id}/exchange"
+SHARDS = "/v1/nodes/{node_id}/shards"
 OCTETS: dict[str, Any] = {"content": {"application/octet-stream": {}}}
 
 
@@ -224,6 +227,22 @@ def job_app(loop: Loop, exchanges: Exchanges, denied: Counter) -> ASGIApp:
             if not answer.done():
                 leave()
         return json_reply(*answer.result()) if answer.done() else Response(status_code=499)
+
+    @app.post(SHARDS, response_model=ShardAnswer, responses={**not_now, **late})
+    async def shards(node_id: NodePath, request: Request) -> Response:
+        """Lease shards of a dataset to a worker, and take in what it has trained."""
+        body = await whole_body(request)
+        if isinstance(body, Response):
+            return body
+        try:
+            asked = NodeShardRequest.model_validate_json(body)
+        except ValidationError as error:
+            return error_reply(422, ErrorCode.INVALID, in_words(error.errors()))
+        try:
+            answer = await loop.shards(NodeId(node_id), asked)
+        except PassiveMasterError as error:
+            return error_reply(503, ErrorCode.PASSIVE, str(error))
+        return json_reply(200, answer.model_dump_json().encode())
 
     @app.get("/v1/recipe", response_class=Response, responses={200: OCTETS})
     async def read_recipe() -> Response:

@@ -60,6 +60,13 @@ Counted = Annotated[int, Field(ge=0, le=2**48)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 """A TCP port; 0: there is none."""
 
+BootId = Annotated[str, StringConstraints(min_length=8, max_length=64)]
+"""Random text that an agent process draws once."""
+DatasetName = Annotated[
+    str, StringConstraints(pattern=r"^[A-Za-z0-9]([-A-Za-z0-9._]*[A-Za-z0-9])?$", max_length=64)
+]
+"""Name of a dataset in a job."""
+
 _NOT_KEPT: set[str] = set()
 
 
@@ -248,10 +255,34 @@ class StoredCheckpoint(CheckpointReference):
     """The round in which it was saved."""
 
 
+class HeldLease(Wire):
+    """A shard that a worker holds. Agents report those of their workers to a new master."""
+
+    token: Count
+    """The term of the lease: each lease of the dataset has a higher one."""
+    position: Count
+    """Position of the shard in the order of the epoch."""
+    epoch: Count
+    """The epoch of the shard."""
+
+
+class WorkerLeases(Wire):
+    """The leases of one worker of a node, in its agent's report."""
+
+    dataset: DatasetName
+    """Name of the dataset."""
+    local_rank: Annotated[int, Field(ge=0, le=1023)]
+    """Rank of the worker on its node."""
+    load: Counted
+    """The load of its history; the round is that of the report."""
+    leases: Annotated[list[HeldLease], Field(max_length=64)]
+    """Its leases."""
+
+
 class AgentReport(Wire):
     """The complete state of a node. Each report has all of it."""
 
-    boot_id: Annotated[str, StringConstraints(min_length=8, max_length=64)]
+    boot_id: BootId
     """Random text that each agent process draws once: it distinguishes a restarted agent from a
     retry."""
     incarnation: Counted = 0
@@ -323,6 +354,9 @@ class AgentReport(Wire):
     """Why this node ends the job for all nodes, where no platform could replace it; empty if it
     does not. As with torchrun, each agent counts its restarts itself. The first agent without
     restarts left closes the rendezvous."""
+    leases: list[WorkerLeases] = Field(default_factory=list, max_length=4096)
+    """The shards of datasets that the workers of round ``follows`` hold: a new master continues
+    their leases. Empty in a job without dynamic shards."""
     nested: Words = ""
     """What a second launcher below the workers has started as a world of its own; empty if there is
     none."""

@@ -107,6 +107,8 @@ ENV_SHM_POOL: Final = "DLROVER_SHM_POOL"
 """Directory of the node's shared-memory pool (:mod:`dlrover_py.checkpoint.shm`)."""
 ENV_TRANSFER_SOCKET: Final = "DLROVER_TRANSFER_SOCKET"
 """Unix socket at which the agent answers its workers' requests about checkpoints."""
+ENV_SHARDS_SOCKET: Final = "DLROVER_SHARDS_SOCKET"
+"""Unix socket at which the agent answers its workers' requests about shards of datasets."""
 ENV_CHECKPOINT: Final = "DLROVER_CHECKPOINT"
 """The job's ``checkpoint:`` as JSON."""
 ENV_SHM_DIR: Final = "DLROVER_SHM_DIR"
@@ -128,6 +130,7 @@ JOB_ENV: Final = (
     ENV_RESTART_REASON,
     ENV_SHM_POOL,
     ENV_TRANSFER_SOCKET,
+    ENV_SHARDS_SOCKET,
     ENV_CHECKPOINT,
 )
 """All variables that make a process a part of a job."""

@@ -110,6 +110,14 @@ class ConditionType(StrEnum):
     What to do: Raise ``resources.limits.memory``, or use less memory: smaller batches, fewer
     DataLoader workers, fewer checkpoints in ``/dev/shm`` (they count).
     """
+    SHARDS_QUARANTINED = "ShardsQuarantined"
+    """Shards of a dataset are not trained: workers failed with them again and again, or their files
+    are gone or were cut. The message names the dataset, the number of shards, and the last reason.
+    The condition is not shown while there is none.
+
+    What to do: Correct the data or the script. The shards are trained again in a new job, or under
+    another name of the dataset. See [dynamic shards](../dynamic-shards.md#quarantine).
+    """
     JOURNAL_WRITABLE = "JournalWritable"
     """The condition is never True.
 
@@ -297,6 +305,8 @@ class ConditionReason(StrEnum):
     """``CheckpointFailing``: The newest state cannot be stored, or kept in memory."""
     OUT_OF_MEMORY = "OutOfMemory"
     """``OutOfMemory``: Memory ran out."""
+    SHARDS_QUARANTINED = "ShardsQuarantined"
+    """``ShardsQuarantined``: Shards of a dataset are not trained."""
 
 
 class EventReason(StrEnum):
@@ -393,6 +403,9 @@ class EventReason(StrEnum):
 
     WORKER_FAILED = "WorkerFailed"
     """Warning: The first cause of a failure: node, rank, exit code or signal, exception."""
+    SHARDS_QUARANTINED = "ShardsQuarantined"
+    """Warning: A shard of a dataset is not trained any more. The message has its samples and the
+    reason."""
     PEER_LOST = "PeerLost"
     """Warning: A worker lost its connection to another worker. The master looks for the cause."""
     RESTARTS_EXHAUSTED = "RestartsExhausted"

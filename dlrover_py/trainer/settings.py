@@ -18,6 +18,7 @@ from dlrover_py.protocol.names import (
     ENV_LOCAL_RANK,
     ENV_RESTART_REASON,
     ENV_ROUND,
+    ENV_SHARDS_SOCKET,
     ENV_SHM_DIR,
     ENV_SHM_POOL,
     ENV_TRANSFER_SOCKET,
@@ -56,6 +57,8 @@ class Settings:
     """Folder of the agent's shared-memory pool; empty if no agent has one."""
     transfer_socket: str = ""
     """Path of the socket of the agent's transfer server, which serves checkpoints."""
+    shards_socket: str = ""
+    """Path of the agent's socket for requests about shards of datasets."""
     checkpoint: dict[str, Any] = field(default_factory=dict)
     """The ``checkpoint:`` section of the job."""
     shm_dir: str = "/dev/shm"
@@ -87,6 +90,7 @@ class Settings:
             job=environ.get(ENV_JOB_UID) or environ.get(ENV_JOB_NAME, ""),
             arena=environ.get(ENV_SHM_POOL, ""),
             transfer_socket=environ.get(ENV_TRANSFER_SOCKET, ""),
+            shards_socket=environ.get(ENV_SHARDS_SOCKET, ""),
             checkpoint=_document(environ, ENV_CHECKPOINT),
             shm_dir=environ.get(ENV_SHM_DIR) or "/dev/shm",
         )

@@ -36,6 +36,8 @@ MAX_ANSWER_BYTES = 1 << 26
 """Bytes of an answer that grows with the number of nodes: where checkpoints are."""
 RECIPE_S = 10.0
 """Seconds for a request that loads or stores the recipe."""
+SHARDS_S = 20.0
+"""Seconds for a request about shards. Its answer waits for the journal."""
 FIRST_ANSWER_S = 30.0
 """Seconds for the first exchange. Only its answer says how long the master may hold a report."""
 MAX_PAUSE_S = 12.8
@@ -99,6 +101,7 @@ class MasterClient:
             connect_s: Seconds within which the master must have answered for the first time.
         """
         self._client, self._path = client, f"/v1/nodes/{node_id}/exchange"
+        self._shards_path = f"/v1/nodes/{node_id}/shards"
         self._node, self._connect_s = node, connect_s
         self._take_recipe: Callable[[bytes], None] | None = None
         self._report_requested = asyncio.Event()
@@ -224,6 +227,18 @@ class MasterClient:
         """
         await self._client.call(
             "PUT", RECIPE_PATH, body, deadline_s=RECIPE_S, max_bytes=MAX_SHORT_REPLY_BYTES
+        )
+
+    async def ask_shards(self, body: bytes) -> bytes:
+        """Return the master's answer to a worker's request about shards.
+
+        The request is not repeated after an error.
+
+        Raises:
+            DLRoverError: The master does not answer within ``SHARDS_S``, or refuses the request.
+        """
+        return await self._client.call(
+            "POST", self._shards_path, body, deadline_s=SHARDS_S, max_bytes=MAX_ASSIGNMENT_BYTES
         )
 
     async def ask(self, path: str) -> bytes:

@@ -14,6 +14,7 @@ from dlrover_py.protocol.agents import AgentReport, Assignment, RestoreCandidate
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import NodeId
 from dlrover_py.protocol.reasons import EventReason
+from dlrover_py.protocol.shards import ShardAnswer, ShardRequest
 from dlrover_py.protocol.timing import Timing
 
 Kind = Literal["start", "failure", "loss", "drain", "scale", "join"]
@@ -145,8 +146,21 @@ class RestoreAsked:
     """Round of the node that asks."""
 
 
+@dataclass(frozen=True, slots=True)
+class ShardsAsked:
+    """A worker's request about the shards of a dataset."""
+
+    number: int
+    """Number of the question; :class:`ShardsAnswer` repeats it."""
+    node: NodeId
+    boot_id: str
+    """The agent process of the worker."""
+    request: ShardRequest
+
+
 Event = (
     RestoreAsked
+    | ShardsAsked
     | Reported
     | Disconnected
     | JobChanged
@@ -205,4 +219,14 @@ class RestoreAnswer:
     candidates: RestoreCandidates
 
 
-Effect = Assign | Refuse | CreateNode | DeleteNode | RestoreAnswer
+@dataclass(frozen=True, slots=True)
+class ShardsAnswer:
+    """Answer a :class:`ShardsAsked`."""
+
+    number: int
+    """Number of the question."""
+    answer: ShardAnswer | None
+    """The answer; None if the worker must ask again."""
+
+
+Effect = Assign | Refuse | CreateNode | DeleteNode | RestoreAnswer | ShardsAnswer

@@ -25,6 +25,7 @@ from dlrover_py.master.core.events import (
     Reported,
     RestoreAsked,
     Rules,
+    ShardsAsked,
     Stalled,
 )
 from dlrover_py.master.core.failures import Failures
@@ -32,6 +33,7 @@ from dlrover_py.master.core.goodput import Goodput
 from dlrover_py.master.core.history import EVENTS_KEPT, CoreContext, EventLog
 from dlrover_py.master.core.reports import Reports, TrainingReports
 from dlrover_py.master.core.rounds import Rounds
+from dlrover_py.master.core.sharding import Sharding
 from dlrover_py.master.core.spec_changes import SpecChanges
 from dlrover_py.master.core.state import DurableState, Step, desired_nodes, make_transient
 from dlrover_py.master.core.status import StatusReport
@@ -86,6 +88,7 @@ class Job:
         self._admission = admission = Admission(context, transitions, capacity, assignments)
         self._rounds = Rounds(context, transitions, assignments, checkpointing, admission)
         self._spec_changes = SpecChanges(context, transitions, capacity, departures, checkpointing)
+        self._sharding = Sharding(context)
         goodput = Goodput(context)
         training = TrainingReports(context, transitions, failures, goodput)
         self._reports = Reports(context, assignments, admission, departures, failures, training)
@@ -199,6 +202,7 @@ class Job:
             self._run_passes()
         self._admission.end_checks()
         self._checkpointing.decide()
+        self._sharding.decide()
         self._departures.prune_gone_nodes()
         out = self.live.end_step()
         if self._written != self.state.generation:
@@ -226,10 +230,13 @@ class Job:
         match event:
             case Reported(node_id, report):
                 self._reports.take(node_id, report)
+                self._sharding.take_report(node_id, report)
             case Disconnected(node_id, boot_id, seq):
                 live.nodes.disconnected(node_id, boot_id, seq, live.now)
             case RestoreAsked(number, round_number):
                 live.checkpoints.ask(number, round_number, live.now + live.rules.memory_wait_s)
+            case ShardsAsked():
+                self._sharding.ask(event)
             case JobChanged(job):
                 self._spec_changes.take_spec(job)
             case JobStopped(why, reason):
@@ -241,6 +248,7 @@ class Job:
                     )
             case Stalled(seconds):
                 live.nodes.stalled(live.now, seconds)
+                self._sharding.stalled(seconds)
                 pending = state.pending_round
                 if pending is not None and pending.hold_until is not None:
                     # What has arrived meanwhile may show the real cause.

@@ -34,6 +34,7 @@ from dlrover_py.protocol.names import NodeId, Round, Term
 from dlrover_py.protocol.status import Failure, JobEvent, JobPhase
 from dlrover_py.protocol.timing import POD_GRACE_S
 from dlrover_py.protocol.words import counted
+from dlrover_py.shards.queue import QueueRecord
 
 LARGEST_READ = 2**52
 """The largest number that a journal may contain where the next master counts on from it."""
@@ -153,6 +154,8 @@ class DurableState:
     """Whether the round has made a training step; its first step is recorded as an event."""
     checkpoints: CheckpointRecord = Field(default_factory=CheckpointRecord)
     """The newest checkpoint in storage, and those that rounds have skipped."""
+    shards: dict[str, QueueRecord] = Field(default_factory=dict)
+    """Lease queues of the datasets with dynamic shards, by name."""
     lost_s: dict[str, float] = Field(default_factory=dict)
     """Seconds of training time lost, by kind of round."""
     suspended_s: float = 0.0

@@ -182,6 +182,7 @@ class StatusReport:
                 wall,
             )
         self._update_out_of_memory(wall)
+        self._update_shards(wall)
         desired, running = self.live.spec.worker.replicas, self.state.phase is JobPhase.RUNNING
         if self.state.phase.ended:  # the number of nodes has no meaning for the job any more
             self._set(ConditionType.PODS_READY, False, ConditionReason.JOB_ENDED, ENDED, wall)
@@ -231,6 +232,27 @@ class StatusReport:
         elif ConditionType.OUT_OF_MEMORY in self._conditions:
             message = "training is steady again"
             self._set(ConditionType.OUT_OF_MEMORY, False, ConditionReason.RESOLVED, message, wall)
+
+    def _update_shards(self, wall: float) -> None:
+        """Set the condition about shards in quarantine; it is left out while there are none."""
+        texts = []
+        for name, record in self.state.shards.items():
+            if record.quarantined:
+                count = len(record.quarantined)
+                _, last = next(reversed(record.quarantined.items()))
+                shards = counted(count, "shard")
+                texts.append(
+                    f"dataset {name}: {shards} {are(count)} in quarantine, the last one "
+                    f"because of: {last.why}"
+                )
+        if texts:
+            self._set(
+                ConditionType.SHARDS_QUARANTINED,
+                True,
+                ConditionReason.SHARDS_QUARANTINED,
+                "; ".join(texts),
+                wall,
+            )
 
     def _set_ended(self) -> None:
         """Set the condition that says how the job has ended."""
