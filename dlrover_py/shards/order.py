@@ -5,8 +5,11 @@ outside of the range is permuted again until it is inside. A ledger holds positi
 a seed must not change between versions: ``tests/unit/test_shard_queue.py`` has some orders.
 """
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import accumulate
 
 ROUNDS = 4
 """Rounds of the network. Its round function is a cryptographic hash, so four are enough."""
@@ -46,3 +49,19 @@ class ShardOrder:
             digest = blake2b(text.encode(), digest_size=8).digest()
             left, right = right, left ^ (int.from_bytes(digest, "little") & mask)
         return left << self._bits | right
+
+
+class ShardTable:
+    """Where the shards of a dataset begin, and how large they are."""
+
+    def __init__(self, sizes: Sequence[tuple[int, int]]) -> None:
+        """Take the sizes as pairs: how many shards in a row have a size, and that size."""
+        self._sizes = sizes
+        self._first_shards = [0, *accumulate(count for count, _ in sizes)]
+        self._first_samples = [0, *accumulate(count * each for count, each in sizes)]
+
+    def place(self, shard: int) -> tuple[int, int]:
+        """Return the first sample of a shard, and its size."""
+        run = bisect_right(self._first_shards, shard) - 1
+        each = self._sizes[run][1]
+        return self._first_samples[run] + (shard - self._first_shards[run]) * each, each

@@ -11,16 +11,14 @@ while :attr:`ShardQueue.changed` is True, it must be stored before an answer is 
 
 import heapq
 import math
-from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 from pydantic import ConfigDict, Field
 from pydantic import dataclasses as records
 
 from dlrover_py.protocol.agents import Count, HeldLease
-from dlrover_py.protocol.runs import Run, Runs, add, first_missing, missing, size
+from dlrover_py.protocol.runs import Runs, add, first_missing, missing, size
 from dlrover_py.protocol.shards import (
     AnswerCode,
     DatasetSpec,
@@ -30,7 +28,7 @@ from dlrover_py.protocol.shards import (
     ShardLease,
     ShardRequest,
 )
-from dlrover_py.shards.order import ShardOrder
+from dlrover_py.shards.order import ShardOrder, ShardTable
 
 MAX_OPEN = 1024
 """Most shards that are leased or returned at the same time. It bounds the size of the record."""
@@ -145,8 +143,7 @@ class ShardQueue:
         self.notes: list[str] = []
         """Shards that went to quarantine, in words; the caller empties the list."""
         spec = record.spec
-        self._first_shards = [0, *accumulate(count for count, _ in spec.sizes)]
-        self._first_samples = [0, *accumulate(count * each for count, each in spec.sizes)]
+        self._table = ShardTable(spec.sizes)
         self._shards = spec.shards
         self._leases: dict[int, _Lease] = {}
         self._leased: dict[int, int] = {}
@@ -335,7 +332,7 @@ class ShardQueue:
             self._shards, self.record.spec.seed, ledger.epoch, self.record.spec.shuffle
         )
         for position, runs in partial.items():
-            _, each = self._place(order.at(position))
+            _, each = self._table.place(order.at(position))
             if first_missing(done, position) != position or not 0 < size(runs) < each:
                 return f"position {position} is finished, or has more than its {each} samples"
             if runs[-1][1] > each:
@@ -411,7 +408,7 @@ class ShardQueue:
     def _hold(self, name: str, worker: _Worker, token: int, position: int, now: float) -> None:
         """Note a lease."""
         shard = self._order.at(position)
-        _, shard_size = self._place(shard)
+        _, shard_size = self._table.place(shard)
         self._leases[token] = _Lease(name, position, shard, shard_size, now)
         self._leased[position] = token
         worker.tokens.append(token)
@@ -454,7 +451,7 @@ class ShardQueue:
         missed = missing(record.partial.get(lease.position, []), 0, lease.size)
         record.quarantined[lease.shard] = QuarantinedShard(record.epoch, found.why, missed)
         add(record.skipped, lease.position, lease.position + 1)
-        start, _ = self._place(lease.shard)
+        start, _ = self._table.place(lease.shard)
         self.notes.append(
             f"shard {lease.shard} (samples {start} to {start + lease.size - 1}) is in quarantine: "
             f"{size(missed)} of its samples are not trained in epoch {record.epoch}, and none in "
@@ -541,7 +538,7 @@ class ShardQueue:
         leases = []
         for token in worker.tokens:
             lease = self._leases[token]
-            start, _ = self._place(lease.shard)
+            start, _ = self._table.place(lease.shard)
             leases.append(
                 ShardLease(
                     token=token,
@@ -571,12 +568,6 @@ class ShardQueue:
         """Return an answer without leases."""
         epoch = self.record.epoch
         return ShardAnswer(code=code, why=why, seq=request.seq, epoch=epoch)
-
-    def _place(self, shard: int) -> Run:
-        """Return the first sample of a shard, and its size."""
-        run = bisect_right(self._first_shards, shard) - 1
-        each = self.record.spec.sizes[run][1]
-        return self._first_samples[run] + (shard - self._first_shards[run]) * each, each
 
 
 def different(name: str, known: DatasetSpec, found: DatasetSpec) -> str:

@@ -26,6 +26,7 @@ imported when they are first accessed.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dlrover_py.trainer.data.leases import ShardLoader
     from dlrover_py.trainer.data.loader import ElasticLoader, TrainingStep
     from dlrover_py.trainer.data.sampler import ElasticSampler, PerWorker
     from dlrover_py.trainer.data.scaling import BatchScaling
@@ -37,6 +38,36 @@ _HOMES = {
     "ElasticLoader": "loader",
     "ElasticSampler": "sampler",
     "PerWorker": "sampler",
+    from dlrover_py.trainer.data.sampler import ElasticSampler
+    from dlrover_py.trainer.data.shard_sources import (
+        LineSource,
+        MapSource,
+        ParquetSource,
+        ShardSource,
+        ShardUnreadableError,
+    )
+
+__all__ = [
+    "ElasticLoader",
+    "ElasticSampler",
+    "LineSource",
+    "MapSource",
+    "ParquetSource",
+    "ShardLoader",
+    "ShardSource",
+    "ShardUnreadableError",
+    "TrainingStep",
+]
+
+_HOMES = {
+    "ElasticLoader": "loader",
+    "ElasticSampler": "sampler",
+    "LineSource": "shard_sources",
+    "MapSource": "shard_sources",
+    "ParquetSource": "shard_sources",
+    "ShardLoader": "leases",
+    "ShardUnreadableError": "shard_sources",
+    "ShardSource": "shard_sources",
     "TrainingStep": "loader",
 }
 """Module of each name that is imported when it is first accessed."""

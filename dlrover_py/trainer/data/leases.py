@@ -1,0 +1,568 @@
+"""``ShardLoader`` reads the shards that the job's lease queue gives to this worker.
+
+::
+
+    loader = ShardLoader("train", LineSource(paths, parse=json.loads), epochs=3)
+    state = {"model": model, "data": loader}
+    checkpointer.load(state)
+    while not loader.over:
+        for records in loader.batches(32):
+            train(records)
+            optimizer.step()
+            loader.commit()
+
+A worker asks the queue when it has finished a shard, and at least every two seconds. It waits for
+the answer. In a script without an agent, the queue is in the same process.
+"""
+
+import logging
+import math
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+from pydantic import ValidationError
+
+from dlrover_py.protocol.documents import explain
+from dlrover_py.protocol.errors import ConfigError, SupersededError, UnreachableError
+from dlrover_py.protocol.runs import Run, add, missing
+from dlrover_py.protocol.shards import (
+    AnswerCode,
+    Credit,
+    DatasetSpec,
+    Ledger,
+    Level,
+    ShardAnswer,
+    ShardLease,
+    ShardRequest,
+    ShardReturn,
+    read_shard_answer,
+)
+from dlrover_py.shards.order import ShardOrder, ShardTable
+from dlrover_py.shards.queue import QueueRecord, ShardQueue
+from dlrover_py.trainer.data.shard_sources import ShardSource, ShardUnreadableError
+from dlrover_py.trainer.settings import Settings
+
+log = logging.getLogger(__name__)
+
+AGENT_AWAY_S = 60.0
+"""Seconds for which a connection to the agent is tried again."""
+RETRY_S = 0.2
+"""Seconds between two such tries."""
+REPORT_S = 2.0
+"""Seconds after which a commit is reported, although no shard is finished."""
+
+MAX_AHEAD = 32
+"""Most leases that a worker may hold before it reads them."""
+
+_NOTHING = object()
+"""In the place of a record, for a part of a shard in which none begins."""
+
+_names: "weakref.WeakValueDictionary[str, ShardLoader]" = weakref.WeakValueDictionary()
+"""The loaders of this process, by the name of their dataset."""
+
+
+class _Channel(Protocol):
+    """The way to the queue."""
+
+    def ask(self, request: ShardRequest) -> ShardAnswer:
+        """Return the answer to a request; it may take long.
+
+        Raises:
+            UnreachableError: the agent does not answer.
+        """
+
+
+class _AgentChannel:
+    """The connection to this node's agent, which asks the master."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._stream: Any = None
+
+    def ask(self, request: ShardRequest) -> ShardAnswer:
+        """Send a request until it is answered. See :class:`_Channel`."""
+        line = request.model_dump_json(exclude_defaults=True).encode() + b"\n"
+        deadline = time.monotonic() + AGENT_AWAY_S
+        while True:
+            try:
+                if self._stream is None:
+                    connection = socket.socket(socket.AF_UNIX)
+                    connection.connect(self._path)
+                    self._stream = connection.makefile("rwb")
+                    connection.close()  # the file keeps it open
+                self._stream.write(line)
+                self._stream.flush()
+                answer = read_shard_answer(self._stream.readline())
+                if answer.seq in (0, request.seq):
+                    return answer
+            except (OSError, ValueError) as error:
+                self._stream = None
+                if time.monotonic() > deadline:
+                    raise UnreachableError(f"the agent at {self._path}: {error}") from error
+                threading.Event().wait(RETRY_S)
+
+
+class _OwnQueue:
+    """The queue of a script without an agent."""
+
+    def __init__(self, spec: DatasetSpec) -> None:
+        self._queue = ShardQueue(QueueRecord(spec=spec))
+
+    def ask(self, request: ShardRequest) -> ShardAnswer:
+        """Ask the queue. See :class:`_Channel`."""
+        answer = self._queue.take("here", request, 0.0)
+        for note in self._queue.notes:
+            log.warning("dataset %s: %s", request.dataset, note)
+        self._queue.notes.clear()
+        return answer
+
+
+class ShardLoader:
+    """Yields batches of records from the shards that the queue leases to this worker.
+
+    It has ``state_dict`` and ``load_state_dict``, so it is a part of the checkpoint like a model.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        source: ShardSource,
+        *,
+        epochs: int | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        level: Level | str = Level.EXACTLY_ONCE_EFFECT,
+        ahead: int = 2,
+        lease_s: float = 60.0,
+    ) -> None:
+        """Describe the dataset. Nothing is leased before the first loop.
+
+        All workers must give the same arguments, except for ``ahead``.
+
+        Args:
+            name: name of the dataset in the job: letters, digits, dots, dashes, underscores.
+            source: its shards, and how they are read.
+            epochs: number of epochs; None: without an end.
+            seed: chooses the order of the shards.
+            shuffle: False keeps the order of the dataset.
+            level: the guarantee, see :class:`~dlrover_py.protocol.shards.Level`.
+            ahead: number of shards to hold at the same time.
+            lease_s: least seconds without progress after which a worker loses its shards.
+
+        Raises:
+            ConfigError: an argument cannot be used, another loader of this process has the same
+                name, or several workers have no agent.
+        """
+        self._settings = settings = Settings.from_environment()
+        if _names.get(name) is not None:
+            raise ConfigError(
+                f"dataset {name}: expected one ShardLoader of this name in a process, found "
+                "another: give each dataset its own name"
+            )
+        if settings.size > 1 and not settings.shards_socket:
+            raise ConfigError(
+                f"dataset {name}: {settings.size} workers need the lease queue of a master: start "
+                "the script with elastic-run"
+            )
+        if not 1 <= ahead <= MAX_AHEAD:
+            raise ConfigError(f"dataset {name}: ahead: expected 1 to {MAX_AHEAD}, found {ahead}")
+        options = {"epochs": epochs, "seed": seed, "shuffle": shuffle, "level": level}
+        self._spec, self._request = _described(
+            name, settings, {**options, "sizes": source.sizes, "lease_s": lease_s}
+        )
+        self.name = name
+        self._source, self._ahead = source, ahead
+        path = settings.shards_socket
+        self._channel: _Channel = _AgentChannel(path) if path else _OwnQueue(self._spec)
+        self._table = ShardTable(self._spec.sizes)
+        self._ledger: Ledger | None = None
+        """The loaded ledger, until other workers' credits are merged into it."""
+        self._loads = 0
+        self._answer = ShardAnswer()
+        self.refused = 0
+        """Samples, or other units of the source, that this worker has committed and that do not
+        count, because its lease had ended."""
+        self._begin()
+        _names[name] = self
+
+    def _begin(self) -> None:
+        """Begin a history: forget all that belongs to an earlier one."""
+        self._joined = False
+        self._seq = 0
+        self._waiting: dict[int, ShardLease] = {}
+        """Leases that are not begun, by token."""
+        self._open: dict[int, ShardLease] = {}
+        """Leases that are begun and not completely committed, by token."""
+        self._reading: tuple[ShardLease, Iterator[tuple[int, int, Any]]] | None = None
+        """The lease that is being read, and the records of it."""
+        self._batch: dict[int, list[Run]] = {}
+        """What the present batch has of each lease; empty once it is committed."""
+        self._credits: dict[int, list[Run]] = {}
+        """What is committed, and not reported to the queue yet."""
+        self._returns: list[ShardReturn] = []
+        self._own: dict[int, list[Run]] = {}
+        """What this worker has committed in this epoch since the last ledger, by position."""
+        self._asked_at = -math.inf
+        self._epoch = self._ledger.epoch if self._ledger is not None else 0
+        self.weight = 1.0
+        """Weight of the mean loss of the present batch, so that the gradient that DDP averages is
+        the mean over the records of all ranks."""
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch, from 0."""
+        return self._epoch
+
+    @property
+    def over(self) -> bool:
+        """Whether all epochs are complete. The first call asks the queue."""
+        if not self._joined:
+            self._ask(0)
+        return self._answer.over
+
+    @property
+    def quarantined(self) -> int:
+        """Number of shards in quarantine, as far as this worker knows."""
+        return self._answer.quarantined
+
+    def batches(self, size: int) -> Iterator[list[Any]]:
+        """Yield batches until the epoch is over; call :meth:`commit` after each of them.
+
+        A batch is shorter when no more shards are free for the moment. The ranks of a process group
+        run the loop in step: each of them gets a batch when one of them does, and it may be empty.
+
+        Args:
+            size: greatest number of records of a batch.
+
+        Raises:
+            ConfigError: the dataset is another one than before, a batch was not committed, or too
+                many shards are in quarantine.
+            SupersededError: another round or load has begun. With ``exactly_once_effect``, also if
+                shards of this worker were given to others.
+            UnreachableError: the agent does not answer.
+        """
+        if not self._joined:
+            self._ask(0)
+        if self._answer.epoch > self._epoch:
+            self._epoch, self._own = self._answer.epoch, {}  # the epoch before is complete
+        while True:
+            self._check_committed()
+            records = self._read(size)
+            counts: list[int] = self._gather(len(records))
+            if any(counts):
+                self.weight = len(records) * len(counts) / sum(counts)
+                yield records
+            elif self._all_past_epoch():
+                return
+            else:
+                threading.Event().wait(self._answer.retry_s)
+                self._ask(self._ahead)
+
+    def commit(self) -> None:
+        """Count the present batch as trained. Call it once, after ``optimizer.step()``.
+
+        The queue is asked when a shard is finished, and at least every ``REPORT_S`` seconds.
+
+        Raises:
+            DLRoverError: as for :meth:`batches`.
+        """
+        finished = False
+        for token, runs in self._batch.items():
+            lease = self._open[token]
+            credited = self._credits.setdefault(token, [])
+            own = self._own.setdefault(lease.position, [])
+            for start, stop in runs:
+                add(credited, start, stop)
+                add(own, start, stop)
+            if not any(missing(own, start, stop) for start, stop in lease.todo):
+                del self._open[token]
+                finished = True
+        self._batch = {}
+        if finished or time.monotonic() - self._asked_at >= REPORT_S:
+            self._ask(self._ahead)
+
+    def flush(self) -> None:
+        """Report all commits to the queue now, and wait until it has confirmed them.
+
+        Raises:
+            DLRoverError: as for :meth:`batches`.
+        """
+        if self._credits:
+            self._ask(self._ahead)
+
+    def state_dict(self) -> dict[str, str | int]:
+        """Return the credits of all workers. All ranks of a process group must call it together.
+
+        It waits until the queue has confirmed this worker's credits, so they count for good.
+
+        Raises:
+            ConfigError: the present batch is not committed.
+            DLRoverError: as for :meth:`batches`.
+        """
+        self._check_committed()
+        self.flush()
+        if self._settings.size > 1 and self._group() is None:
+            raise ConfigError(
+                f"dataset {self.name}: the state has the credits of all {self._settings.size} "
+                "workers: call torch.distributed.init_process_group() before"
+            )
+        told = [self._epoch, sorted(self._own.items())]
+        everyone = self._gather(told)
+        epoch = max(one[0] for one in everyone)
+        ledger = self._ledger
+        if ledger is None or ledger.epoch < epoch:  # it may already be that of the next epoch
+            ledger = Ledger(epoch=epoch)
+        self._ledger = self._merged(ledger, [one[1] for one in everyone if one[0] == ledger.epoch])
+        self._own = {}
+        return {
+            "dataset": self.name,
+            "samples": self._spec.samples,
+            "order": self._spec.order,
+            "ledger": self._ledger.model_dump_json(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go back to the credits of a state. Begin a new loop over the batches afterwards.
+
+        Only ``exactly_once_effect`` goes back; the other levels go on where the queue is. All
+        ranks must load the same state.
+
+        Raises:
+            ConfigError: the state has another form, or belongs to other data. Nothing changes.
+        """
+        try:
+            samples, order, text = state["samples"], state["order"], state["ledger"]
+            ledger = Ledger.model_validate_json(text)
+        except (KeyError, TypeError, ValidationError) as error:
+            raise ConfigError(
+                f"dataset {self.name}: expected the state of a ShardLoader, found {error}"
+            ) from error
+        if samples != self._spec.samples:
+            raise ConfigError(
+                f"dataset {self.name}: expected {samples} samples, as in the checkpoint, found "
+                f"{self._spec.samples}: restore the data, or begin without this state"
+            )
+        if order != self._spec.order:
+            raise ConfigError(
+                f"dataset {self.name}: expected the shards, seed and shuffle of the checkpoint, "
+                "found others"
+            )
+        self._ledger = ledger
+        self._loads += 1
+        self._begin()
+
+    # --- Reading ---
+
+    def _check_committed(self) -> None:
+        """Raise ConfigError if the present batch is not committed."""
+        if self._batch:
+            raise ConfigError(
+                f"dataset {self.name}: the last batch is not committed: call commit() after "
+                "optimizer.step()"
+            )
+
+    def _read(self, size: int) -> list[Any]:
+        """Read up to ``size`` records of leased shards; ask the queue if there is none."""
+        records: list[Any] = []
+        while len(records) < size:
+            if self._reading is None and not self._open_next(ask=not records):
+                break
+            assert self._reading is not None
+            lease, parts = self._reading
+            try:
+                start, stop, record = next(parts)
+            except StopIteration:
+                self._reading = None
+                continue
+            except ShardUnreadableError as error:
+                self._reading = None
+                self._give_back(lease, str(error))
+                continue
+            add(self._batch.setdefault(lease.token, []), start, stop)
+            if record is not _NOTHING:
+                records.append(record)
+        if not records and self._batch:
+            self.commit()  # the shards have no record
+        return records
+
+    def _open_next(self, *, ask: bool) -> bool:
+        """Begin the next lease; return False if there is none."""
+        if not self._waiting and ask and not self._past_epoch():
+            self._ask(self._ahead)
+        if not self._waiting:
+            return False
+        lease = self._waiting.pop(min(self._waiting))
+        self._open[lease.token] = lease
+        self._reading = lease, _parts(self._source, lease)
+        return True
+
+    def _give_back(self, lease: ShardLease, why: str) -> None:
+        """Report a shard that cannot be read; what was read of it still counts."""
+        log.warning("dataset %s: shard %d: %s", self.name, lease.shard, why)
+        self._returns.append(ShardReturn(token=lease.token, why=why, unreadable=True))
+
+    # --- The queue ---
+
+    def _past_epoch(self) -> bool:
+        """Return whether no shard of this epoch is left for this worker."""
+        return not self._waiting and (self._answer.over or self._answer.epoch > self._epoch)
+
+    def _ask(self, want: int) -> None:
+        """Report what was committed, and ask for leases.
+
+        Raises:
+            ConfigError: the queue refuses the request.
+            SupersededError: another round or load has begun, or leases were lost.
+            UnreachableError: the agent does not answer.
+        """
+        self._seq += 1
+        # A shard whose rest is in the present batch is given back after its commit.
+        returns = [one for one in self._returns if one.token not in self._batch]
+        begun = sum(1 for token in self._open if self._reading is None
+                    or token != self._reading[0].token)  # fmt: skip
+        request = self._request.model_copy(
+            update={
+                "seq": self._seq,
+                "load": self._loads,
+                "spec": None if self._joined else self._spec,
+                "ledger": None if self._joined else self._ledger,
+                "epoch": self._epoch,
+                "credits": [Credit(token=t, ranges=r) for t, r in self._credits.items()],
+                "returns": returns,
+                "progress": True,
+                "want": want and min(64, want + begun),
+            }
+        )
+        answer = self._channel.ask(request)
+        self._asked_at = time.monotonic()
+        for one in returns:
+            self._returns.remove(one)
+            self._open.pop(one.token, None)
+        self._take(request, answer)
+
+    def _take(self, request: ShardRequest, answer: ShardAnswer) -> None:
+        """Take in an answer.
+
+        Raises:
+            ConfigError: the queue refuses the request.
+            SupersededError: another round or load has begun, or leases were lost.
+        """
+        if answer.code is AnswerCode.REFUSED:
+            raise ConfigError(answer.why)
+        if answer.code is AnswerCode.SUPERSEDED:
+            raise SupersededError(f"dataset {self.name}: {answer.why}")
+        if answer.code is AnswerCode.UNKNOWN:
+            raise SupersededError(
+                f"dataset {self.name}: the master has lost its journal: the script must start again"
+            )
+        self._answer, self._joined, self._credits = answer, True, {}
+        held = {lease.token: lease for lease in answer.leases}
+        for credit in request.credits:
+            if credit.token in answer.refused:
+                self.refused += sum(stop - start for start, stop in credit.ranges)
+        lost = (self._open.keys() - held.keys()) | set(answer.refused)
+        self._waiting = {t: lease for t, lease in held.items() if t not in self._open}
+        if lost:
+            self._lose(lost)
+
+    def _lose(self, lost: set[int]) -> None:
+        """Handle leases that have ended too early.
+
+        Raises:
+            SupersededError: with ``exactly_once_effect``, the model has learnt from samples that
+                others train as well.
+        """
+        why = (
+            f"dataset {self.name}: {len(lost)} shards of this worker were given to others, because "
+            f"it made no progress for {self._answer.lease_s:.0f} s"
+        )
+        trained = self._batch.keys() & lost or set(self._answer.refused)
+        if self._spec.level is Level.EXACTLY_ONCE_EFFECT and trained:
+            raise SupersededError(f"{why}: the script must start again from its checkpoint")
+        log.warning("%s; samples that it has not reported in time do not count", why)
+        if self._reading is not None and self._reading[0].token in lost:
+            self._reading = None
+        for token in lost:
+            self._open.pop(token, None)
+            self._batch.pop(token, None)
+
+    # --- Ranks ---
+
+    def _gather(self, value: Any) -> list[Any]:
+        """Return the value of each rank of the process group; only the own one without a group."""
+        group = self._group()
+        if group is None:
+            return [value]
+        from dlrover_py.trainer.collectives import gather
+
+        return gather(value, group[1])
+
+    def _group(self) -> tuple[int, int] | None:
+        """Return rank and size in the process group; None without one, or for a single worker."""
+        if self._settings.size == 1 or "torch.distributed" not in sys.modules:
+            return None
+        from dlrover_py.trainer.collectives import rank_and_world
+
+        return rank_and_world()
+
+    def _all_past_epoch(self) -> bool:
+        """Return whether the epoch is over for all ranks."""
+        return all(self._gather(self._past_epoch()))
+
+    def _merged(self, ledger: Ledger, others: list[Any]) -> Ledger:
+        """Return a ledger with the commits of all ranks; each is a list of position and runs."""
+        done = list(ledger.done)
+        partial = {position: list(runs) for position, runs in ledger.partial.items()}
+        order = ShardOrder(self._spec.shards, self._spec.seed, ledger.epoch, self._spec.shuffle)
+        for items in others:
+            for position, runs in items:
+                known = partial.setdefault(position, [])
+                for start, stop in runs:
+                    add(known, start, stop)
+                if known == [(0, self._table.place(order.at(position))[1])]:
+                    del partial[position]
+                    add(done, position, position + 1)
+        if len(done) == 1 and done[0] == (0, self._spec.shards):  # nothing is left of the epoch
+            return Ledger(epoch=ledger.epoch + 1)
+        return ledger.model_copy(update={"done": done, "partial": partial})
+
+
+def _described(
+    name: str, settings: Settings, fields: Mapping[str, Any]
+) -> tuple[DatasetSpec, ShardRequest]:
+    """Return a dataset, and a request about it in which only the news are missing.
+
+    Args:
+        name: name of the dataset.
+        settings: the place of this worker.
+        fields: fields of the dataset.
+
+    Raises:
+        ConfigError: the name or a field cannot be used.
+    """
+    place = settings.local_rank if settings.place is None else settings.place
+    try:
+        spec = DatasetSpec(**fields)
+        request = ShardRequest(dataset=name, round=settings.round, local_rank=place, seq=1)
+    except ValidationError as error:
+        raise ConfigError(f"dataset {name}: {explain(error)}") from error
+    return spec, request
+
+
+def _parts(source: ShardSource, lease: ShardLease) -> Iterator[tuple[int, int, Any]]:
+    """Yield the parts of a lease that belong to its records: first unit, the one behind, record.
+
+    This is no method, because a loader must not refer to itself: its name is free once it is gone.
+    """
+    for start, stop in lease.todo:
+        at = start
+        for record, end in source.read(lease.shard, start, stop):
+            yield at, end, record
+            at = end
+        if at < stop:
+            yield at, stop, _NOTHING

@@ -1,0 +1,235 @@
+"""Sources of dynamic shards: datasets, files of lines, and Parquet files.
+
+A source cuts its data into shards, and reads a part of one. The parts of a shard are counted in
+units: samples of a dataset, rows of a Parquet file, bytes of a file of lines.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from dlrover_py.protocol.errors import ConfigError
+
+
+class ShardUnreadableError(Exception):
+    """A shard is gone, or was cut, since the dataset was first used."""
+
+
+class ShardSource(Protocol):
+    """What a :class:`~dlrover_py.trainer.data.leases.ShardLoader` reads. Yours needs these two."""
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """Sizes of all shards in units, as pairs: how many shards in a row have a size, and it."""
+
+    def read(self, shard: int, start: int, stop: int) -> Iterator[tuple[Any, int]]:
+        """Yield the records that begin in a part of a shard, each with the unit behind it.
+
+        Args:
+            shard: number of the shard.
+            start: first unit of the part, from the start of the shard.
+            stop: the unit after the last one.
+
+        Raises:
+            ShardUnreadableError: the shard is gone or was cut: it goes to quarantine.
+        """
+
+
+class MapSource:
+    """The shards of a map-style dataset. A unit is a sample."""
+
+    def __init__(self, dataset: Any, *, shard_size: int) -> None:
+        """Cut a dataset into shards.
+
+        Args:
+            dataset: it has ``__len__`` and ``__getitem__``.
+            shard_size: samples of a shard.
+
+        Raises:
+            ConfigError: the dataset has no samples or no length, or the size is less than 1.
+        """
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            kind = type(dataset).__name__
+            raise ConfigError(
+                f"data: expected a dataset with __len__ and __getitem__, found {kind}: write a "
+                "ShardSource of your own for it"
+            )
+        self._dataset, self._shard_size = dataset, shard_size
+        self._samples = len(dataset)
+        self.sizes = _cut(self._samples, shard_size, "the dataset")
+
+    def read(self, shard: int, start: int, stop: int) -> Iterator[tuple[Any, int]]:
+        """Yield the samples of a part of a shard. See :class:`ShardSource`.
+
+        Args:
+            shard: number of the shard.
+            start: first unit of the part, from the start of the shard.
+            stop: the unit after the last one.
+        """
+        first = shard * self._shard_size
+        for offset in range(start, stop):
+            yield self._dataset[first + offset], offset + 1
+
+
+class LineSource:
+    """The lines of files, such as text or JSONL. A unit is a byte.
+
+    A line belongs to the shard in which it begins. A file may grow: what comes behind its first
+    size is ignored.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str | os.PathLike[str]],
+        *,
+        shard_bytes: int = 1 << 20,
+        parse: Callable[[bytes], Any] = bytes.decode,
+    ) -> None:
+        """Look at the sizes of the files, and cut them into shards.
+
+        Args:
+            paths: the files, in an order that never changes.
+            shard_bytes: bytes of a shard.
+            parse: makes a record of a line without its line break, such as ``json.loads``.
+
+        Raises:
+            ConfigError: a file cannot be found, or all files are empty.
+        """
+        self._parse, self._shard_bytes = parse, shard_bytes
+        self._shards: list[tuple[str, int, int]] = []
+        """Path of the file, first byte and size of each shard."""
+        self.sizes: list[tuple[int, int]] = []
+        for path in [os.fspath(one) for one in paths]:
+            try:
+                length = os.stat(path).st_size
+            except OSError as error:
+                raise ConfigError(f"data: {path}: {error.strerror}: expected a file") from error
+            for count, size in _cut(length, shard_bytes, path) if length else ():
+                for _ in range(count):
+                    last = self._shards[-1] if self._shards else ("", 0, 0)
+                    begin = last[1] + last[2] if last[0] == path else 0
+                    self._shards.append((path, begin, size))
+                self.sizes.append((count, size))
+        if not self._shards:
+            raise ConfigError(f"data: expected lines, found {len(paths)} empty files")
+
+    def read(self, shard: int, start: int, stop: int) -> Iterator[tuple[Any, int]]:
+        """Yield the lines that begin in a part of a shard. See :class:`ShardSource`.
+
+        Args:
+            shard: number of the shard.
+            start: first unit of the part, from the start of the shard.
+            stop: the unit after the last one.
+
+        Raises:
+            ShardUnreadableError: the file is gone, or shorter than it was.
+        """
+        path, begin, size = self._shards[shard]
+        with _opened(path) as file:
+            found = os.fstat(file.fileno()).st_size
+            if found < begin + size:
+                raise ShardUnreadableError(
+                    f"{path}: expected at least {begin + size} bytes, found {found}"
+                )
+            at = begin + start
+            if at:
+                file.seek(at - 1)
+                at += len(file.readline()) - 1  # the rest of a line that begins before
+            while at < begin + stop:
+                line = file.readline()
+                if not line:
+                    raise ShardUnreadableError(f"{path}: it ends at byte {at}")
+                at += len(line)
+                yield self._parse(line.rstrip(b"\r\n")), min(at - begin, stop)
+
+
+class ParquetSource:
+    """The rows of Parquet files; a shard is a row group. A unit is a row. It needs pyarrow."""
+
+    def __init__(
+        self, paths: Sequence[str | os.PathLike[str]], *, columns: Sequence[str] | None = None
+    ) -> None:
+        """Read the metadata of the files.
+
+        Args:
+            paths: the files, in an order that never changes.
+            columns: names of the columns to read; None: all.
+
+        Raises:
+            ConfigError: pyarrow is not installed, a file cannot be read, or there are no rows.
+        """
+        try:
+            from pyarrow import ArrowException, parquet  # type: ignore[import-not-found]
+        except ImportError as error:
+            raise ConfigError("data: ParquetSource needs pyarrow: pip install pyarrow") from error
+        self._parquet, self._errors = parquet, (OSError, ArrowException)
+        self._columns = list(columns) if columns is not None else None
+        self._shards: list[tuple[str, int]] = []
+        """Path of the file and number of the row group of each shard."""
+        self.sizes: list[tuple[int, int]] = []
+        for path in [os.fspath(one) for one in paths]:
+            try:
+                metadata = parquet.read_metadata(path)
+            except self._errors as error:
+                raise ConfigError(f"data: {path}: expected a Parquet file: {error}") from error
+            for group in range(metadata.num_row_groups):
+                if rows := metadata.row_group(group).num_rows:
+                    self._shards.append((path, group))
+                    self.sizes.append((1, rows))
+        if not self._shards:
+            raise ConfigError(f"data: expected rows, found none in {len(paths)} Parquet files")
+
+    def read(self, shard: int, start: int, stop: int) -> Iterator[tuple[Any, int]]:
+        """Yield the rows of a part of a row group as dictionaries. See :class:`ShardSource`.
+
+        Args:
+            shard: number of the shard.
+            start: first unit of the part, from the start of the shard.
+            stop: the unit after the last one.
+
+        Raises:
+            ShardUnreadableError: the file is gone, or has other row groups.
+        """
+        path, group = self._shards[shard]
+        try:
+            with self._parquet.ParquetFile(path) as file:
+                table = file.read_row_group(group, columns=self._columns)
+        except self._errors as error:
+            raise ShardUnreadableError(f"{path}, row group {group}: {error}") from error
+        if table.num_rows < stop:
+            raise ShardUnreadableError(
+                f"{path}, row group {group}: expected {stop} rows, found {table.num_rows}"
+            )
+        for offset, row in enumerate(table.slice(start, stop - start).to_pylist(), start + 1):
+            yield row, offset
+
+
+def _cut(length: int, size: int, what: str) -> list[tuple[int, int]]:
+    """Return the sizes of shards of at most some units.
+
+    Args:
+        length: number of units.
+        size: greatest number of units of a shard.
+        what: what is cut, for the message.
+
+    Raises:
+        ConfigError: there are no units, or the size is less than 1.
+    """
+    if size < 1:
+        raise ConfigError(f"data: expected shards of at least 1, found {size}")
+    if not length:
+        raise ConfigError(f"data: expected samples in {what}, found none")
+    whole, rest = divmod(length, size)
+    return [*([(whole, size)] if whole else []), *([(1, rest)] if rest else [])]
+
+
+def _opened(path: str) -> Any:
+    """Return an open file.
+
+    Raises:
+        ShardUnreadableError: there is no such file.
+    """
+    try:
+        return open(path, "rb")
+    except FileNotFoundError as error:
+        raise ShardUnreadableError(f"{path}: the file is gone") from error

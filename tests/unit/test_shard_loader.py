@@ -1,0 +1,208 @@
+"""A loader of leased shards in a script without an agent: sources, commits and checkpoints."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.shards import Ledger
+from dlrover_py.trainer.data import LineSource, MapSource, ParquetSource, ShardLoader
+from dlrover_py.trainer.data.shard_sources import ShardSource
+
+
+def epoch_of(loader: ShardLoader, size: int = 3, most: int = 10**6) -> list[Any]:
+    """Return the records of the rest of an epoch, or of the first batches of it."""
+    found = []
+    for number, records in enumerate(loader.batches(size), start=1):
+        assert 0 < len(records) <= size
+        found += records
+        loader.commit()
+        if number == most:
+            break
+    return found
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 7), st.booleans())
+def test_each_sample_comes_once_in_each_epoch(
+    samples: int, shard_size: int, batch: int, shuffle: bool
+) -> None:
+    source = MapSource(range(samples), shard_size=shard_size)
+    loader = ShardLoader("train", source, epochs=2, shuffle=shuffle)
+    orders = []
+    while not loader.over:
+        orders.append(epoch_of(loader, batch))
+        assert sorted(orders[-1]) == list(range(samples))
+    assert len(orders) == 2
+    assert shuffle or orders == [list(range(samples))] * 2
+
+
+@given(st.integers(2, 40), st.integers(1, 9), st.integers(1, 20))
+def test_model_and_position_go_back_together(samples: int, shard_size: int, steps: int) -> None:
+    source = MapSource(range(samples), shard_size=shard_size)
+    loader = ShardLoader("train", source, epochs=2)
+    first = epoch_of(loader, 2, steps)
+    state = json.loads(json.dumps(loader.state_dict()))
+    epoch_of(loader, 3, 4)  # is lost
+    loader.load_state_dict(state)
+    if Counter(first) == Counter(range(samples)):
+        assert loader.epoch == 1
+        first = []
+    rest = epoch_of(loader)
+    assert sorted(first + rest) == list(range(samples))
+    del loader
+    fresh = ShardLoader("train", source, epochs=2)  # another process
+    fresh.load_state_dict(state)
+    assert sorted(first + epoch_of(fresh)) == list(range(samples))
+
+
+def test_a_state_at_the_end_of_an_epoch_stays_the_same() -> None:
+    source = MapSource(range(9), shard_size=2)
+    loader = ShardLoader("ends", source, epochs=2)
+    assert loader.state_dict() == loader.state_dict()
+    epoch_of(loader)
+    state = loader.state_dict()
+    assert loader.state_dict() == state
+    loader.load_state_dict(state)
+    assert loader.epoch == 1
+    assert sorted(epoch_of(loader)) == list(range(9))
+    assert loader.over
+
+
+LINES = st.lists(st.binary(max_size=9).map(lambda b: b.replace(b"\n", b"").replace(b"\r", b"")))
+
+
+@given(LINES.filter(bool), st.integers(1, 30), st.booleans())
+def test_each_line_comes_once_however_the_file_is_cut(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], shard_bytes: int, end: bool
+) -> None:
+    content = b"\n".join(lines) + (b"\n" if end else b"")
+    if not content:
+        return
+    path = tmp_path_factory.mktemp("lines") / "a.txt"
+    path.write_bytes(content)
+    expected = content.split(b"\n")
+    if expected[-1] == b"":
+        expected.pop()
+    loader = ShardLoader("lines", LineSource([path], shard_bytes=shard_bytes, parse=bytes))
+    first = epoch_of(loader, 1, 2)
+    state = loader.state_dict()
+    loader.load_state_dict(state)
+    if Ledger.model_validate_json(str(state["ledger"])).epoch == 0:
+        first += epoch_of(loader)
+    assert sorted(first) == sorted(expected)
+
+
+def test_several_files_and_empty_ones(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{number}.jsonl" for number in range(3)]
+    paths[0].write_text('{"a": 1}\n{"a": 2}\n')
+    paths[1].write_text("")
+    paths[2].write_text('{"a": 3}')
+    loader = ShardLoader("rows", LineSource(paths, shard_bytes=5, parse=json.loads), epochs=1)
+    assert sorted(row["a"] for row in epoch_of(loader)) == [1, 2, 3]
+    assert loader.over
+
+
+@pytest.mark.parametrize("fault", ["gone", "cut"])
+def test_a_shard_that_cannot_be_read_is_visible_and_never_done(
+    tmp_path: Path, fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    good, bad = tmp_path / "good.txt", tmp_path / "bad.txt"
+    good.write_text("a\nb\n")
+    bad.write_text("c\nd\n")
+    loader = ShardLoader("lines", LineSource([good, bad], shard_bytes=100), epochs=2)
+    if fault == "gone":
+        bad.unlink()
+    else:
+        bad.write_text("c\n")
+    assert sorted(epoch_of(loader)) == ["a", "b"]
+    assert loader.quarantined == 1
+    words = "the file is gone" if fault == "gone" else "expected at least 4 bytes, found 2"
+    assert any(words in record.getMessage() for record in caplog.records)
+    assert any("is in quarantine" in record.getMessage() for record in caplog.records)
+    assert sorted(epoch_of(loader)) == ["a", "b"], "the next epoch leaves it out as well"
+
+
+def test_rows_of_parquet_files(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    parquet.write_table(
+        pyarrow.table({"a": list(range(10)), "b": [0] * 10}), path, row_group_size=4
+    )
+    source = ParquetSource([path], columns=["a"])
+    assert source.sizes == [(1, 4), (1, 4), (1, 2)]
+    loader = ShardLoader("rows", source, epochs=1)
+    assert sorted(row["a"] for row in epoch_of(loader)) == list(range(10))
+    assert list(source.read(1, 1, 3)) == [({"a": 5}, 2), ({"a": 6}, 3)]
+    path.unlink()
+    again = ShardLoader("again", source, epochs=1)
+    with pytest.raises(ConfigError, match="3 of 3 shards are in quarantine"):
+        epoch_of(again)
+
+
+class Letters:
+    """A source of one's own."""
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        return [(2, 3)]
+
+    def read(self, shard: int, start: int, stop: int) -> Any:
+        for at in range(start, stop):
+            yield "abcdef"[3 * shard + at], at + 1
+
+
+def test_a_source_of_ones_own() -> None:
+    source: ShardSource = Letters()
+    loader = ShardLoader("letters", source, epochs=1)
+    assert sorted(epoch_of(loader)) == list("abcdef")
+
+
+def test_a_batch_must_be_committed() -> None:
+    loader = ShardLoader("uncommitted", MapSource(range(9), shard_size=3))
+    batches = loader.batches(2)
+    next(batches)
+    with pytest.raises(ConfigError, match="not committed"):
+        loader.state_dict()
+    with pytest.raises(ConfigError, match="not committed"):
+        next(batches)
+
+
+def test_mistakes_are_refused_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = MapSource(range(9), shard_size=3)
+    loader = ShardLoader("mistakes", source)
+    with pytest.raises(ConfigError, match="found another"):
+        ShardLoader("mistakes", source)
+    state = loader.state_dict()
+    other = ShardLoader("other", MapSource(range(10), shard_size=3))
+    with pytest.raises(ConfigError, match="expected 9 samples, as in the checkpoint, found 10"):
+        other.load_state_dict(state)
+    seeded = ShardLoader("seeded", source, seed=1)
+    with pytest.raises(ConfigError, match="found others"):
+        seeded.load_state_dict(state)
+    for bad in ({}, {"epoch": 0}, {**state, "ledger": "{}"}):
+        with pytest.raises(ConfigError, match="expected the state of a ShardLoader"):
+            loader.load_state_dict(bad)
+    with pytest.raises(ConfigError, match="dataset: String should match"):
+        ShardLoader("a name", source)
+    with pytest.raises(ConfigError, match="ahead: expected 1 to 32, found 0"):
+        ShardLoader("zero", source, ahead=0)
+    with pytest.raises(ConfigError, match="expected samples in the dataset, found none"):
+        MapSource([], shard_size=3)
+    with pytest.raises(ConfigError, match="found generator"):
+        MapSource((one for one in "a"), shard_size=3)
+    with pytest.raises(ConfigError, match="No such file"):
+        LineSource([tmp_path / "none.txt"])
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(ConfigError, match="found 1 empty files"):
+        LineSource([tmp_path / "empty.txt"])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="start the script with elastic-run"):
+        ShardLoader("world", source)
