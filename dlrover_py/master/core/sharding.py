@@ -76,7 +76,10 @@ class Sharding:
         if node is not None and (node.report is None or request.round > self.state.round):
             pass  # its report to this master is still on its way
         elif (
-            node is None or node.boot_id != event.boot_id or not self._in_round(node, request.round)
+            node is None
+            or not node.alive
+            or node.boot_id != event.boot_id
+            or not self._in_round(node, request.round)
         ):
             why = f"round {request.round} of node {event.node} is over"
             answer = ShardAnswer(code=AnswerCode.SUPERSEDED, why=why, seq=request.seq)
