@@ -144,12 +144,13 @@ def _described(app: FastAPI) -> dict[str, Any]:
     """
     made = FastAPI.openapi(app)
     parts = made["components"]
-    report = AgentReport.model_json_schema(ref_template="#/components/schemas/{model}")
-    parts["schemas"] |= report.pop("$defs") | {AgentReport.__name__: report}
-    report_schema = {"$ref": f"#/components/schemas/{AgentReport.__name__}"}
     paths = made["paths"]
-    body = {"content": {"application/json": {"schema": report_schema}}, "required": True}
-    paths[EXCHANGE]["post"]["requestBody"] = body
+    for path, model in ((EXCHANGE, AgentReport), (SHARDS, NodeShardRequest)):
+        schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+        parts["schemas"] |= schema.pop("$defs") | {model.__name__: schema}
+        found = {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}
+        body = {"content": {"application/json": found}, "required": True}
+        paths[path]["post"]["requestBody"] = body
     paths["/v1/recipe"]["put"]["requestBody"] = {**OCTETS, "required": True}
     parts["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
     made["security"] = [{"token": []}]
