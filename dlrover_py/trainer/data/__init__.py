@@ -30,15 +30,6 @@ if TYPE_CHECKING:
     from dlrover_py.trainer.data.loader import ElasticLoader, TrainingStep
     from dlrover_py.trainer.data.sampler import ElasticSampler, PerWorker
     from dlrover_py.trainer.data.scaling import BatchScaling
-
-__all__ = ["BatchScaling", "ElasticLoader", "ElasticSampler", "PerWorker", "TrainingStep"]
-
-_HOMES = {
-    "BatchScaling": "scaling",
-    "ElasticLoader": "loader",
-    "ElasticSampler": "sampler",
-    "PerWorker": "sampler",
-    from dlrover_py.trainer.data.sampler import ElasticSampler
     from dlrover_py.trainer.data.shard_sources import (
         LineSource,
         MapSource,
@@ -48,11 +39,13 @@ _HOMES = {
     )
 
 __all__ = [
+    "BatchScaling",
     "ElasticLoader",
     "ElasticSampler",
     "LineSource",
     "MapSource",
     "ParquetSource",
+    "PerWorker",
     "ShardLoader",
     "ShardSource",
     "ShardUnreadableError",
@@ -60,14 +53,16 @@ __all__ = [
 ]
 
 _HOMES = {
+    "BatchScaling": "scaling",
     "ElasticLoader": "loader",
     "ElasticSampler": "sampler",
     "LineSource": "shard_sources",
     "MapSource": "shard_sources",
     "ParquetSource": "shard_sources",
+    "PerWorker": "sampler",
     "ShardLoader": "leases",
-    "ShardUnreadableError": "shard_sources",
     "ShardSource": "shard_sources",
+    "ShardUnreadableError": "shard_sources",
     "TrainingStep": "loader",
 }
 """Module of each name that is imported when it is first accessed."""
