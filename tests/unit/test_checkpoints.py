@@ -278,7 +278,7 @@ def test_holders_are_those_that_can_be_reached() -> None:
 
 
 def test_a_checkpoint_of_which_a_part_is_gone_has_no_holders() -> None:
-    """It was a candidate a moment ago. What only the lost rank had would seem never to have been."""
+    """It was a candidate a moment ago. Keys of the lost rank would seem never to have been."""
     desk = sharded(5)
     assert len(desk.core.memory.locations(checkpoint_id(5)).locations) == 2
     desk.core.drop(N1)

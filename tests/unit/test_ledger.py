@@ -16,7 +16,7 @@ from dlrover_py.protocol.data_ledger import file_name
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.trainer.data import ElasticLoader, ElasticSampler
 from dlrover_py.trainer.data.agreement import Agreement
-from dlrover_py.trainer.data.ledger import Ledger
+from dlrover_py.trainer.data.ledger import LedgerWriter
 from dlrover_py.trainer.data.verify import verify
 
 N, BATCH = 53, 12
@@ -224,7 +224,7 @@ def test_a_ledger_that_cannot_be_written_is_refused_before_the_first_step(tmp_pa
 def test_a_full_disk_costs_a_line_in_the_log_and_nothing_is_lost(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ledger = Ledger(tmp_path)
+    ledger = LedgerWriter(tmp_path)
     ledger.reserve(ElasticSampler(N, global_batch=BATCH))
     path = tmp_path / file_name(1, 0)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

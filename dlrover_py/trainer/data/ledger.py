@@ -26,7 +26,7 @@ from dlrover_py.trainer.data.sampler import ElasticSampler
 log = logging.getLogger(__name__)
 
 
-class Ledger:
+class LedgerWriter:
     """This rank's files in a ledger. A segment is a loop over the loader."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:

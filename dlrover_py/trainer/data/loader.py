@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.trainer.data.agreement import Agreement
-from dlrover_py.trainer.data.ledger import DigestedDataset, DigestingCollate, Ledger
+from dlrover_py.trainer.data.ledger import DigestedDataset, DigestingCollate, LedgerWriter
 from dlrover_py.trainer.data.sampler import ElasticSampler, PerWorker
 from dlrover_py.trainer.data.seeds import SeededDataset, SeededSampler
 from dlrover_py.trainer.data.shares import MicroBatch
@@ -79,7 +79,7 @@ class ElasticLoader:
         batches: Any = self.sampler
         if seed_samples:
             dataset, batches = SeededDataset(dataset, self.sampler.seed), SeededSampler(batches)
-        self._ledger = None if ledger is None else Ledger(ledger)
+        self._ledger = None if ledger is None else LedgerWriter(ledger)
         if self._ledger is not None:
             dataset = DigestedDataset(dataset)
             options["collate_fn"] = DigestingCollate(options.get("collate_fn"))
@@ -190,7 +190,7 @@ class TrainingStep:
     def __init__(
         self,
         loader: ElasticLoader,
-        ledger: Ledger | None,
+        ledger: LedgerWriter | None,
         micro_batches: list[MicroBatch],
         batches: Iterator[Any],
     ) -> None:
