@@ -22,7 +22,7 @@ from dlrover_py.trainer.integrations.deepspeed import ElasticEngine
 
 
 def main() -> None:
-    record = Record()
+    record = Record(pause_s=10.0)
     torch.set_num_threads(1)
     # Without this, DeepSpeed compiles operations for CPUs when it starts, which takes a minute.
     deepspeed.ops.__compatible_ops__ = defaultdict(bool)

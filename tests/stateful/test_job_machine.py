@@ -438,3 +438,16 @@ def test_a_job_survives_everything() -> None:
             phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
         ),
     )
+
+
+def test_a_wake_up_that_became_idle_in_its_step_is_harmless() -> None:
+    """The surplus node is replaced by the rolling restart, before it could have been dismissed."""
+    bench = Bench(elastic_job(2, 1), RULES, capacity=6)
+    bench.step()
+    bench.settle()
+    bench.change(bench.spec.scaled(1))
+    bench.change(bench.spec.restarted("a", rolling=True))
+    for _ in range(3):
+        bench.settle()
+        bench.pass_time(20.0)
+    bench.check_running()
