@@ -464,8 +464,10 @@ class Agent:
             strangers = (
                 frozenset(nested_launchers.LAUNCHER_VARIABLES) & self._command.environ.keys()
             )
-            a = assignment
-            world = nested_launchers.ExpectedWorld(a.round, a.world_size, a.master_port, strangers)
+            a, socket = assignment, str(self._scratch.path / SDK_SOCKET)
+            world = nested_launchers.ExpectedWorld(
+                a.round, a.world_size, a.master_port, socket, strangers
+            )
             self._launchers.watch(world, self._workers.processes)
 
     def last_step(self, local_rank: int) -> int | None:

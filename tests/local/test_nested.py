@@ -10,8 +10,14 @@ from dlrover_agent.workers.nested_launchers import ExpectedWorld, find_launcher
 from dlrover_py.process.identity import ProcessId
 from tests import slots
 
-WORLD = ExpectedWorld(3, 4, 29501, frozenset({"PMI_SIZE"}))
-OURS = {"DLROVER_ROUND": "3", "RANK": "1", "WORLD_SIZE": "4", "MASTER_PORT": "29501"}
+WORLD = ExpectedWorld(3, 4, 29501, "/run/agent", frozenset({"PMI_SIZE"}))
+OURS = {
+    "DLROVER_AGENT_SOCKET": "/run/agent",
+    "DLROVER_ROUND": "3",
+    "RANK": "1",
+    "WORLD_SIZE": "4",
+    "MASTER_PORT": "29501",
+}
 
 
 @pytest.mark.parametrize(
@@ -23,6 +29,7 @@ OURS = {"DLROVER_ROUND": "3", "RANK": "1", "WORLD_SIZE": "4", "MASTER_PORT": "29
         (OURS | {"OMPI_COMM_WORLD_SIZE": "2"}, "2"),
         (OURS | {"PMI_SIZE": "2"}, ""),
         (OURS | {"WORLD_SIZE": "1", "DLROVER_ROUND": "2"}, ""),
+        (OURS | {"WORLD_SIZE": "1", "DLROVER_AGENT_SOCKET": "/run/its-own"}, ""),
         ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "1"}, ""),
         ({"DLROVER_ROUND": "3", "WORLD_SIZE": "1", "MASTER_PORT": "1"}, ""),
         ({}, ""),

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from dlrover_py.process.identity import ProcessId, all_processes, environment
-from dlrover_py.protocol.names import ENV_ROUND
+from dlrover_py.protocol.names import ENV_AGENT_SOCKET, ENV_ROUND
 
 LOOK_AFTER_S = (2.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
 """Seconds from the start of the first round to each look.
@@ -38,6 +38,8 @@ class ExpectedWorld:
     round: int
     size: int
     port: int
+    agent_socket: str
+    """Path of the socket on which the workers reach their agent."""
     inherited: frozenset[str] = frozenset()
     """Variables of other launchers in the environment of the agent itself."""
 
@@ -52,6 +54,8 @@ class ExpectedWorld:
         """
         if environ.get(ENV_ROUND) != str(self.round):
             return ""  # a forked process, or one of the previous round
+        if environ.get(ENV_AGENT_SOCKET) != self.agent_socket:
+            return ""  # a worker of an elastic-run --standalone, which may run within a worker
         for name in LAUNCHER_VARIABLES:
             if name in environ and name not in self.inherited:
                 return environ[name]
