@@ -58,6 +58,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from dlrover_py.protocol import json_text
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.trainer.data import ElasticLoader, TrainingStep
 
@@ -319,7 +320,7 @@ def _read_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str
     if isinstance(config, Mapping):
         return copy.deepcopy(dict(config))
     try:
-        read = json.loads(Path(config).read_text())
+        read = json_text.decoded(Path(config).read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"deepspeed: the config {os.fspath(config)} cannot be read: {error}: expected a file "

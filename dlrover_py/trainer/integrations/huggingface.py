@@ -30,6 +30,7 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from dlrover_py.protocol import json_text
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.trainer import Checkpointer, session
 from dlrover_py.trainer.collectives import gather
@@ -466,8 +467,8 @@ class TrainerProgress:
             log.warning("huggingface: the best checkpoint %s does not exist any more", best)
             trainer.state.best_model_checkpoint = None
         trainer._stopped_early = state["stopped_early"]
-        trainer.state.log_history = json.loads(state["log_history"])
-        found = json.loads(state["callbacks"])
+        trainer.state.log_history = json_text.decoded(state["log_history"])
+        found = json_text.decoded(state["callbacks"])
         for one, attributes in zip(self._callbacks(), found, strict=False):
             for name, value in attributes.items():
                 setattr(one, name, value)
