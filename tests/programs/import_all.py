@@ -5,7 +5,7 @@ import pkgutil
 
 for name in ("dlrover_py", "dlrover_agent", "dlrover_operator"):
     package = importlib.import_module(name)
-    print(package.__file__)
+    print("package", package.__file__)
     for module in pkgutil.walk_packages(package.__path__, f"{name}."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
