@@ -18,6 +18,7 @@ import pytest
 from dlrover_agent.checkpoint.saver import memory_checkpoints
 from dlrover_py.checkpoint.directory import CheckpointDirectory
 from dlrover_py.checkpoint.shm import POOL_PREFIX
+from dlrover_py.protocol.manifest import Manifest
 from dlrover_py.protocol.status import JobStatus
 from tests.process.harness import (
     CALM,
@@ -59,11 +60,9 @@ def training(
 
 
 def stored(place: Place) -> list[int]:
-    """Steps that exist in storage."""
-    found = (
-        re.fullmatch(r"step-(\d+)\.\w+\.json", p.name) for p in (place.folder / "store").glob("*")
-    )
-    return sorted(int(match[1]) for match in found if match)
+    """Steps that exist in storage. An attempt that a new round has canceled does not count."""
+    found = [Manifest.decode(p.read_bytes()) for p in (place.folder / "store").glob("step-*.json")]
+    return sorted(manifest.step for manifest in found if not manifest.void)
 
 
 def condition(status: JobStatus) -> tuple[str, str]:
