@@ -56,9 +56,9 @@ def test_the_wheel_is_whole_and_trains(tmp_path: Path) -> None:
     assert "0.1.0" in called(venv / "bin/dlrover", "--version", cwd=tmp_path, **clean)
     for program in ("dlrover-run", "dlrover-master", "dlrover-operator"):
         assert "usage" in called(venv / f"bin/{program}", "--help", cwd=tmp_path, **clean).lower()
-    said = called(python, PROGRAMS / "import_all.py", cwd=tmp_path, **clean).splitlines()
+    lines = called(python, PROGRAMS / "import_all.py", cwd=tmp_path, **clean).splitlines()
     # DeepSpeed prints lines of its own when it is imported.
-    found = [line.removeprefix("package ") for line in said if line.startswith("package ")]
+    found = [line.removeprefix("package ") for line in lines if line.startswith("package ")]
     assert all(Path(file).is_relative_to(venv) for file in found), found
     assert len(found) == len(SOURCES)
 
