@@ -414,7 +414,9 @@ class Lab:
         for node in self.nodes.values():
             for daemon in node.daemons:
                 if not daemon.pid:
-                    raise LabError(f"{daemon.record.stem} of {node.name} ended: {tail(daemon.log)}")
+                    said = tail(daemon.log)
+                    if not node.start_again(daemon, said):
+                        raise LabError(f"{daemon.record.stem} of {node.name} ended: {said}")
         return self._are_ready(len(self.nodes), f"!{FAKE}")
 
     def _are_ready(self, number: int, labels: str) -> bool:

@@ -59,6 +59,22 @@ class Node:
             daemon.start(self._command(daemon.record.stem), netns=self.unique)
         self.load(images[1:])
 
+    def start_again(self, daemon: Daemon, said: str) -> bool:
+        """Start a kubelet again that another one's start has ended; return False for other causes.
+
+        All kubelets have one folder for the sockets of device plugins, whose path cannot be set.
+        One that starts removes what is there, and binds its own. Two at once may get in each
+        other's way.
+
+        Args:
+            daemon: the program of this node that has ended.
+            said: the end of its log.
+        """
+        if "device-plugins/kubelet.sock: bind: address already in use" not in said:
+            return False
+        daemon.start(self._command(daemon.record.stem), netns=self.unique)
+        return True
+
     def kill(self) -> None:
         """Kill all processes of the node, as when the power fails."""
         for daemon in reversed(self.daemons):
