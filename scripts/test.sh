@@ -9,7 +9,8 @@
 set -uo pipefail
 pytest=("$1/bin/pytest" -rfEs -p no:cacheprovider --durations=40 --durations-min=5)
 # The files that take longest come first.
-queue=(tests/process/test_{flash,membership,operator,replicas,conformance,reshard,dropin,persist}.py
+queue=(tests/process/test_{flash,examples,membership,huggingface,deepspeed,sharded_data}.py
+    tests/process/test_{operator,replicas,conformance,reshard,dropin,persist}.py
     tests/contracts tests/process/test_*.py)
 said=$(mktemp -d)
 trap 'rm -rf "$said"' EXIT
