@@ -305,7 +305,8 @@ def test_an_agent_that_may_open_no_file_for_a_while_still_ends_the_round(place: 
 
     If its exchange with the master needs a new connection meanwhile, it ends and says why.
     """
-    place.script("import os, signal; print(os.getpid(), flush=True); signal.pause()")
+    # In one piece: two workers share a pipe.
+    place.script("import os, signal; os.write(1, b'%d\\n' % os.getpid()); signal.pause()")
     process = place.popen(
         *("elastic-run", "--standalone", "--nproc-per-node=2", "--max-restarts=3", "train.py"),
         stdout=subprocess.PIPE,
