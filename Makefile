@@ -8,7 +8,7 @@ PYTHON := $(VENV)/bin/python
 USER_STAMP := $(VENV)/.installed-user
 DEV_STAMP := $(VENV)/.installed
 
-.PHONY: help setup setup-dev dist demo test check unit local coverage matrix lower-bounds process cluster cluster-down cluster-test \
+.PHONY: help setup setup-dev dist demo test check unit local coverage matrix lower-bounds browser process cluster cluster-down cluster-test \
 	chaos bench docs docs-serve docs-reference clean
 
 help: ## Show this list
@@ -35,6 +35,7 @@ demo: setup ## Train a small GPT on three local nodes, and break them on purpose
 
 test: setup-dev ## Everything that CI runs: checks and all tests
 	@$(MAKE) --no-print-directory check
+	@bash scripts/browser.sh
 	@$(PYTHON) -m tests.cluster.lab prepare
 	@bash scripts/test.sh $(VENV)
 
@@ -71,6 +72,10 @@ lower-bounds: setup-dev ## The unit tests with the oldest libraries that pyproje
 
 local: setup-dev ## The tests that start one process, or use this machine's file system
 	@$(VENV)/bin/pytest tests/local
+
+browser: setup-dev ## The tests with a real browser (the first time installs Chromium)
+	@bash scripts/browser.sh
+	@$(VENV)/bin/pytest tests/browser
 
 process: setup-dev ## The tests with real masters, agents and workers
 	@$(VENV)/bin/pytest tests/process

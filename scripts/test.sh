@@ -11,7 +11,7 @@ pytest=("$1/bin/pytest" -rfEs -p no:cacheprovider --durations=40 --durations-min
 # The files that take longest come first.
 queue=(tests/process/test_{flash,examples,membership,huggingface,deepspeed,sharded_data}.py
     tests/process/test_{operator,replicas,conformance,reshard,dropin,persist}.py
-    tests/contracts tests/process/test_*.py)
+    tests/browser tests/contracts tests/process/test_*.py)
 said=$(mktemp -d)
 trap 'rm -rf "$said"' EXIT
 set -m # else the streams in the background would ignore an interrupt

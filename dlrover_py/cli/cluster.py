@@ -445,6 +445,10 @@ class ClusterJob:
         with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
             self._cluster.run(self._show_logs(query, only))
 
+    def log_tail(self, query: LogQuery) -> list[str]:  # noqa: D102
+        node = f" --node {query.node}" if query.node else ""
+        return [f"see `dlrover job logs {self.name}{node}`, with the flags of this command"]
+
     async def _show_logs(self, query: LogQuery, only: str | None) -> None:
         """Print the logs of the job's Pods, and follow them if the query says so."""
         logs = PodLogs(self._kube, self.obj, query, only)

@@ -341,26 +341,13 @@ def list_jobs(show_all: bool, as_json: bool) -> None:
         )
         return
     phases = {"damaged": "Damaged", "killed": local_jobs.KILLED}
-    rows = [_local_row(n, st, phases.get(s, "Pending")) for n, s, st in found]
+    rows = [view.JobRow.of_job(n, st, phases.get(s, "Pending")) for n, s, st in found]
     _print_table(rows, local=True)
     if not found:
         click.echo("no jobs; start one with `dlrover job run job.yaml`", err=True)
     if len(past) > 10 and not show_all:
         text = f"… and {len(past) - 10} more: list them with --all, or see `dlrover job rm`"
         click.echo(text, err=True)
-
-
-def _local_row(name: str, status: JobStatus | None, phase: str = "Pending") -> view.JobRow:
-    """Return the table row of a job of this machine.
-
-    Args:
-        name: name of the job.
-        status: status of the job; None if there is none.
-        phase: phase of a job without a status.
-    """
-    if status is None:
-        return view.JobRow("", name, phase, "", "", "", "", "", "", "")
-    return view.JobRow.of(status)
 
 
 def _print_table(rows: Sequence[view.JobRow], *, local: bool) -> None:
@@ -477,7 +464,7 @@ def _print_local_jobs(
         click.echo(json.dumps([dict(zip(fields, v, strict=True)) for v in values]))
         return
     click.echo(jobs[0].where if len(jobs) == 1 else "on this machine", err=True)
-    _print_table([_local_row(name, p.status, p.phase) for name, p in found], local=False)
+    _print_table([view.JobRow.of_job(name, p.status, p.phase) for name, p in found], local=False)
 
 
 @job.command()
@@ -595,7 +582,7 @@ def report(name: str | None, target: Target) -> None:
         ConfigError: there is no such job, or standard output is a terminal.
         DLRoverError: the job's cluster refuses a call, or does not answer.
     """
-    from dlrover_py.cli.report import page
+    from dlrover_py.dashboard.pages import report as page
 
     with selected_job(target, name) as job:
         if sys.stdout.isatty():
@@ -658,6 +645,36 @@ def logs(
     )
     with selected_job(target, name) as job:
         job.show_logs(query)
+
+
+@root.command()
+@job_name
+@click.option("--port", type=click.IntRange(1, 65535), help="Port [default: 8765, or a free one].")
+@target_options
+def dashboard(name: str | None, port: int | None, target: Target) -> None:
+    """Show jobs as pages in a browser, on this machine only, until it is interrupted.
+
+    Without a flag for a cluster, the pages show the jobs of this machine, past ones too. The
+    printed link has a token; without it nobody sees or changes anything.
+
+    \f
+
+    Args:
+        name: name of the job whose page the link opens; None for the list of jobs.
+        port: port on the loopback device; None for the default one.
+        target: cluster that the flags name.
+
+    Raises:
+        ConfigError: the port is taken, or there is no such job.
+        DLRoverError: the job's cluster does not answer.
+    """
+    from dlrover_py.cli import dashboard as pages
+
+    settings = Settings.from_environment()
+    if name is not None:
+        with locate.find_to_read(settings, target, name):
+            pass
+    pages.serve(settings, target, name, pages.listening_socket("127.0.0.1", port))
 
 
 # --- Commands that change jobs ---

@@ -13,7 +13,7 @@ import click
 from pydantic import BaseModel, ValidationError
 
 from dlrover_py.cli import runs, view
-from dlrover_py.cli.logs import LogQuery, missing_log_message, print_logs
+from dlrover_py.cli.logs import LogQuery, missing_log_message, print_logs, tail
 from dlrover_py.cli.settings import Settings
 from dlrover_py.net.http_client import HttpClient
 from dlrover_py.process.ownership import RUNTIME_HINT, STATE_HINT, NotOwnedError, is_own
@@ -181,6 +181,9 @@ class RunningJob:
                 f"dlrover: {missing_log_message(folder, query)}", err=True
             )  # no failure: a log may still appear
 
+    def log_tail(self, query: LogQuery) -> list[str]:  # noqa: D102
+        return tail(Path(self.snapshot().log_dir), query)
+
     def request(self, path: str) -> str:
         """Make a request to the cluster process; return its answer.
 
@@ -346,3 +349,6 @@ class EndedJob:
         """
         if not print_logs(self._folder / "logs", None, query):
             raise ConfigError(missing_log_message(self._folder / "logs", query))
+
+    def log_tail(self, query: LogQuery) -> list[str]:  # noqa: D102
+        return tail(self._folder / "logs", query)

@@ -52,6 +52,14 @@ class JobHandle(Protocol):
             DLRoverError: the job's cluster refuses a call, or does not answer.
         """
 
+    def log_tail(self, query: LogQuery) -> list[str]:
+        """Return the newest lines that the query selects; a hint instead for a cluster's job.
+
+        Raises:
+            ConfigError: the job's folder is damaged.
+            UnreachableError: the job does not answer.
+        """
+
 
 class LiveJobHandle(JobHandle, Protocol):
     """A job that can be changed."""

@@ -56,6 +56,8 @@ LONGEST_LINE = 1 << 24
 """Bytes of the longest line. A longer line is shown as several lines."""
 KEPT_LINES = 50
 """Number of lines of rank 0 that are kept for the live display."""
+TAIL_LINES, TAIL_BYTES = 200, 1 << 16
+"""Lines, and bytes of each file, that :func:`tail` reads at most."""
 LOGS_NAMED = 8
 """Number of existing logs that the message about a missing log names."""
 
@@ -198,6 +200,29 @@ def print_logs(folder: Path, while_exists: Path | None, query: LogQuery) -> bool
     with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
         return _print_selected(folder, while_exists, query)
     return True  # the reader has stopped, so there were lines
+
+
+def tail(folder: Path, query: LogQuery) -> list[str]:
+    """Return the last ``TAIL_LINES`` lines of the newest round that the query selects.
+
+    The lines of one file stay together, each with its origin. Files that cannot be read are left
+    out.
+    """
+    files = sorted(_selected_files(folder, query))
+
+    def number(path: Path) -> tuple[int, int]:
+        _, incarnation, in_round, *_ = (*path.relative_to(folder).parts, "0", "0")
+        return tuple(int(p) if p.isdigit() else 0 for p in (in_round, incarnation))  # type: ignore[return-value]
+
+    newest = max((number(path) for path, _ in files), default=(0, 0))
+    found = []
+    for path, origin in files:
+        if number(path) == newest:
+            with contextlib.suppress(OSError), os.fdopen(open_regular(path), "rb") as stream:
+                stream.seek(max(0, os.fstat(stream.fileno()).st_size - TAIL_BYTES))
+                lines = stream.read(TAIL_BYTES).splitlines()[-TAIL_LINES:]
+                found += [f"[{origin}] {_as_displayed(line)}" for line in lines]
+    return found[-TAIL_LINES:]
 
 
 def missing_log_message(folder: Path, query: LogQuery) -> str:

@@ -6,8 +6,7 @@ Text of scripts, workers and other programs is shown only after :func:`plain` ha
 import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import datetime
+from dataclasses import dataclass
 from typing import Literal
 
 from rich.cells import cell_len
@@ -18,11 +17,17 @@ from rich.text import Text
 
 from dlrover_py.protocol.agents import Progress
 from dlrover_py.protocol.job import ReplicaSpec
+from dlrover_py.protocol.job_view import JobView as JobView
+from dlrover_py.protocol.job_view import causal_chain as causal_chain
+from dlrover_py.protocol.job_view import outdated_nodes as outdated_nodes
+from dlrover_py.protocol.job_view import problem_line as problem_line
+from dlrover_py.protocol.job_view import problems as problems
+from dlrover_py.protocol.job_view import problems_without_event as problems_without_event
+from dlrover_py.protocol.job_view import progress_words as progress_words
 from dlrover_py.protocol.local import Snapshot
 from dlrover_py.protocol.names import NodeId, id_key
-from dlrover_py.protocol.reasons import ConditionReason, ConditionType, EventReason
+from dlrover_py.protocol.reasons import ConditionType
 from dlrover_py.protocol.status import (
-    Condition,
     JobEvent,
     JobPhase,
     JobStatus,
@@ -31,6 +36,8 @@ from dlrover_py.protocol.status import (
     summarize,
 )
 from dlrover_py.protocol.words import are, counted
+from dlrover_py.protocol.words import clock as clock
+from dlrover_py.protocol.words import duration as duration
 from dlrover_py.protocol.words import output_line as output_line
 from dlrover_py.protocol.words import plain as plain
 
@@ -43,55 +50,6 @@ _COLOUR = {
     JobPhase.FAILED: "bold red",
     JobPhase.STOPPED: "blue",
 }
-
-_GOOD_WHEN_TRUE = (
-    ConditionType.ACCEPTED,
-    ConditionType.MASTER_READY,
-    ConditionType.JOURNAL_WRITABLE,
-)
-"""Conditions that are good when they are true. Others are good when they are false."""
-_NEUTRAL = (
-    ConditionType.PODS_READY,
-    ConditionType.RUNNING,
-    ConditionType.SUCCEEDED,
-    ConditionType.SUSPENDED,
-    ConditionType.STOPPED,
-)
-"""Conditions that are neither good nor bad."""
-_NO_HELP_NEEDED = (
-    ConditionReason.FINISHED,
-    ConditionReason.SUSPENDED,
-    ConditionReason.WAITING,
-    ConditionReason.CREATING,
-)
-"""Reasons of a master that is not ready, though no help is needed."""
-
-
-@dataclass(frozen=True, slots=True)
-class JobView:
-    """What is known of a job, on this machine or in a cluster."""
-
-    name: str
-    header_lines: Sequence[str]
-    """Lines about the job's spec and the place where it runs."""
-    phase: str
-    reason: str
-    status: JobStatus | None
-    """The master's status; None if there is none yet."""
-    conditions: Sequence[Condition]
-    """The master's conditions, and in a cluster also the operator's."""
-    events: Sequence[JobEvent]
-    document: object
-    """Everything, for ``--json``."""
-    pods: Mapping[str, str] = field(default_factory=dict)
-    """In a cluster: a description of each node's Pod."""
-    notes: Sequence[str] = ()
-    """What could not be read, and why."""
-
-    @property
-    def problems(self) -> list[Condition]:
-        """The conditions that report a problem."""
-        return problems(self.conditions, self.status.round if self.status is not None else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +91,19 @@ class JobRow:
             took=short_age(status.started_at, status.ended_at),
             ended=f"{short_age(status.ended_at)} ago" if status.ended_at is not None else "",
         )
+
+    @classmethod
+    def of_job(cls, name: str, status: JobStatus | None, phase: str) -> "JobRow":
+        """Return the row of a job of this machine.
+
+        Args:
+            name: name of the job.
+            status: status of the job; None if there is none.
+            phase: phase of a job without a status.
+        """
+        if status is None:
+            return cls("", name, phase, "", "", "", "", "", "", "")
+        return cls.of(status)
 
 
 _WIDTHS = {
@@ -221,44 +192,10 @@ def _text(text: str, style: str = "") -> Text:
     return Text(plain(text), style=style)
 
 
-def clock(at: float) -> str:
-    """Return the local time of day."""
-    return datetime.fromtimestamp(at).astimezone().strftime("%H:%M:%S")
-
-
 def event_line(event: JobEvent) -> str:
     """Return one event as one line."""
     took = f" [{duration(event.took_s)}]" if event.took_s is not None else ""
     return plain(f"{clock(event.at)} {event.reason}: {event.message}{took}")
-
-
-def duration(seconds: float) -> str:
-    """Return a duration: ``43 ms``, ``2.1 s``, ``3 min 5 s``, ``2 h 40 min`` or ``3 d 4 h``.
-
-    Smaller units are cut off, not rounded, from a minute on.
-    """
-    if seconds < 1:
-        return f"{seconds * 1000:.0f} ms"
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    if seconds < 3600:
-        return f"{int(seconds // 60)} min {int(seconds % 60)} s"
-    if seconds < 48 * 3600:
-        return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60)} min"
-    return f"{int(seconds // 86400)} d {int(seconds % 86400 // 3600)} h"
-
-
-def progress_words(progress: Progress | None) -> str:
-    """Return step, speed and the script's own metrics as text; empty without progress.
-
-    A total or a speed of 0 is left out.
-    """
-    if progress is None:
-        return ""
-    of = f"/{progress.total}" if progress.total else ""
-    speed = f", {progress.steps_per_s:.1f} steps/s" if progress.steps_per_s else ""
-    metrics = "".join(f", {k} {v:.4g}" for k, v in progress.metrics.items())
-    return plain(f"step {progress.step}{of}{speed}{metrics}")
 
 
 def summary(status: JobStatus) -> str:
@@ -370,57 +307,6 @@ def desired_line(worker: ReplicaSpec) -> str:
         f"{worker.node_unit}, standby {worker.standby_replicas}), "
         f"{counted(worker.restart_count, 'restart')} per node"
     )
-
-
-def problems(conditions: Iterable[Condition], rounds: int = 0) -> list[Condition]:
-    """Return the conditions that report a problem, in their order.
-
-    Left out are conditions that are neither good nor bad, and those with a reason that needs no
-    help.
-
-    Args:
-        conditions: all conditions of a job.
-        rounds: number of rounds that the job has formed. After the first one its command has
-            joined.
-    """
-    found = []
-    for condition in conditions:
-        if condition.type in _NEUTRAL:
-            continue
-        if (
-            condition.reason == ConditionReason.DOES_NOT_JOIN
-            and condition.status == "True"
-            and not rounds
-        ):
-            found.append(condition)
-            continue
-        good = "True" if condition.type in _GOOD_WHEN_TRUE else "False"
-        if condition.status != good and condition.reason not in _NO_HELP_NEEDED:
-            found.append(condition)
-    return found
-
-
-def problems_without_event(conditions: Iterable[Condition]) -> list[Condition]:
-    """Return the problems that no event reports: a master that cannot write its journal."""
-    return [c for c in problems(conditions) if c.type == ConditionType.JOURNAL_WRITABLE]
-
-
-def problem_line(condition: Condition) -> str:
-    """Return a problem as one line: its name and the first line of its message."""
-    lines = condition.message.splitlines()
-    label = condition.type if condition.status == "True" else f"not {condition.type}"
-    label = condition.reason if condition.reason == ConditionReason.DOES_NOT_JOIN else label
-    return plain(f"{label}: {lines[0] if lines else condition.reason}")
-
-
-def outdated_nodes(status: JobStatus) -> int:
-    """Return the number of present nodes that were made from an older template.
-
-    It is 0 if that is not known, or if the job has ended.
-    """
-    if status.updated is None or status.phase.ended:
-        return 0
-    return max(0, status.ready - status.updated)
 
 
 def description(job_view: JobView, width: int | None = None) -> list[RenderableType]:
@@ -641,37 +527,6 @@ def _event(event: JobEvent, *, whole: bool) -> Text:
     style = "yellow" if event.type == "Warning" else ""
     overflow: Literal["fold", "ellipsis"] = "fold" if whole else "ellipsis"
     return Text(event_line(event), style=style, overflow=overflow, no_wrap=not whole)
-
-
-_FINAL_REASONS = (EventReason.JOB_SUCCEEDED, EventReason.SUSPENDED)
-"""Reasons of events that end a story without having a cause."""
-
-
-def causal_chain(events: Sequence[JobEvent], round_number: int | None = None) -> list[JobEvent]:
-    """Return the chain of causes that led to a round, or to the job's present state, oldest first.
-
-    Other events between its first and its last one are part of it. The list is empty if no event is
-    about the round, or none has a cause.
-    """
-    by_id = {e.id: e for e in events}
-    ends = [
-        e
-        for e in events
-        if e.reason in (EventReason.ROUND_FORMED, EventReason.TRAINING_RESUMED)
-        or (round_number is None and (e.cause is not None or e.reason in _FINAL_REASONS))
-    ]
-    if round_number is not None:
-        ends = [e for e in ends if e.round == round_number]
-    if not ends:
-        return []
-    chain: dict[int, JobEvent] = {}
-    last: JobEvent | None = ends[-1]
-    while last is not None and last.id not in chain:
-        chain[last.id] = last
-        last = by_id.get(last.cause or 0)
-    first = min(chain)
-    # Other events in between belong to the story.
-    return [e for e in events if first <= e.id <= ends[-1].id]
 
 
 def now() -> float:

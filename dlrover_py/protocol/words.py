@@ -1,6 +1,7 @@
 """Words for messages: English grammar, and text of other programs that is safe to show."""
 
 import re
+from datetime import datetime
 
 _CONTROLS = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
@@ -18,6 +19,27 @@ def counted(number: int, noun: str) -> str:
 def are(number: int) -> str:
     """Return the verb for a number of things: ``is`` or ``are``."""
     return "is" if number == 1 else "are"
+
+
+def clock(at: float) -> str:
+    """Return the local time of day."""
+    return datetime.fromtimestamp(at).astimezone().strftime("%H:%M:%S")
+
+
+def duration(seconds: float) -> str:
+    """Return a duration: ``43 ms``, ``2.1 s``, ``3 min 5 s``, ``2 h 40 min`` or ``3 d 4 h``.
+
+    Smaller units are cut off, not rounded, from a minute on.
+    """
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    if seconds < 3600:
+        return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+    if seconds < 48 * 3600:
+        return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60)} min"
+    return f"{int(seconds // 86400)} d {int(seconds % 86400 // 3600)} h"
 
 
 def plain(text: str) -> str:

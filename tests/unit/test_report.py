@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrover_py.cli.report import node_timelines, outages, page, samples, with_node_and_round
 from dlrover_py.cli.view import JobView
+from dlrover_py.dashboard.pages import report as page
+from dlrover_py.dashboard.timeline import node_timelines, outages, samples, with_node_and_round
 from dlrover_py.protocol.local import History, ProgressSample
 from dlrover_py.protocol.status import JobEvent, JobPhase, JobStatus
 from tests.unit.test_view import hostile, status
@@ -121,7 +122,7 @@ def test_the_page_tells_the_story() -> None:
         "new steps: 75.0%", "start: 20.0% (4.0 s)", "loss: 5.0% (1.0 s)", "master of term 2",
     ):  # fmt: skip
         assert words in found.text, words
-    assert found.tags.count("svg") == 3
+    assert found.attributes.count(("role", "img")) == 3
     (line,) = [value for name, value in found.attributes if name == "points"]
     assert line is not None
     places = [tuple(map(float, pair.split(","))) for pair in line.split()]

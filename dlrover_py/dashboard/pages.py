@@ -1,0 +1,261 @@
+"""The pages of the dashboard and the report, as HTML.
+
+All functions are pure: they turn what is known of a job into text. Templates escape every value,
+and control characters become visible, so a script, a user or a Pod cannot write markup.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from dlrover_py import __version__
+from dlrover_py.dashboard import pictures, timeline
+from dlrover_py.protocol.job_view import JobView, causal_chain, problem_line, progress_words
+from dlrover_py.protocol.local import History
+from dlrover_py.protocol.names import NodeId, id_key
+from dlrover_py.protocol.status import JobEvent, JobPhase, NodePhase, NodeStatus, rfc3339
+from dlrover_py.protocol.words import clock, counted, duration, plain
+
+FOLDER = Path(__file__).parent
+SECTIONS = (
+    "head",
+    "why",
+    "rounds",
+    "time",
+    "nodes",
+    "checkpoints",
+    "curves",
+    "conditions",
+    "events",
+)
+"""The sections of a job's page, in this order. Each is a template, and is replaced on its own."""
+PICTURES = ("rounds", "time", "curves")
+"""The sections that change with the clock and are large."""
+NODES_PER_PAGE = 100
+"""Largest number of nodes in the table on one page."""
+ROWS_SHOWN = 200
+"""Largest number of rows in the other tables."""
+TICKS = 240
+"""The pictures of a running job end at a multiple of 1/240 of its duration, so that they do not
+change at each look."""
+
+
+def _finalized(value: object) -> object:
+    """Return a value for a template: text without control characters, markup as it is."""
+    return plain(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+_TEMPLATES = Environment(
+    loader=FileSystemLoader(FOLDER / "templates"),
+    autoescape=True,
+    undefined=StrictUndefined,
+    finalize=_finalized,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_TEMPLATES.globals |= {
+    "version": __version__,
+    "clock": clock,
+    "duration": duration,
+    "counted": counted,
+    "problem_line": problem_line,
+    "progress_words": progress_words,
+    "rfc3339": rfc3339,
+    "rows_shown": ROWS_SHOWN,
+}
+
+
+def render(template: str, **values: Any) -> str:
+    """Return a template of the folder ``templates`` as text."""
+    return _TEMPLATES.get_template(template).render(**values)
+
+
+def style() -> Markup:
+    """Return the style sheet, for a page that has no other files."""
+    return Markup((FOLDER / "static" / "style.css").read_text())
+
+
+@dataclass(frozen=True)
+class JobPage:
+    """What the sections of a job's page show. Values are computed when a section asks for them."""
+
+    view: JobView
+    history: History
+    now: float
+    """Unix seconds."""
+    nodes_from: int = 0
+    """Index of the first node in the table of nodes."""
+    linked: bool = True
+    """The page has links to others. A report has none."""
+
+    @property
+    def phase_class(self) -> str:
+        """The phase as a CSS class, which has letters only."""
+        return "".join(c for c in self.view.phase if c.isascii() and c.isalpha())
+
+    @cached_property
+    def events(self) -> list[JobEvent]:
+        """The events, oldest first, with the nodes and rounds that their messages name."""
+        return timeline.with_node_and_round(self.view.events)
+
+    @cached_property
+    def outages(self) -> list[timeline.Outage]:
+        """What interrupted the training, oldest first."""
+        return timeline.outages(self.events)
+
+    @property
+    def outages_shown(self) -> Sequence[timeline.Outage]:
+        """The newest interruptions."""
+        return self.outages[-ROWS_SHOWN:]
+
+    @property
+    def since(self) -> float:
+        """Start of the pictures, in Unix seconds."""
+        status = self.view.status
+        assert status is not None
+        return min([status.started_at, *(e.at for e in self.events if e.at > 0)])
+
+    @property
+    def end(self) -> float:
+        """End of the job, or the present time, in Unix seconds."""
+        status = self.view.status
+        assert status is not None
+        return status.ended_at or max(self.now if self.view.document else 0.0, status.published_at)
+
+    @cached_property
+    def scale(self) -> pictures.Scale:
+        """The time axis of the pictures. For a running job, it ends a little later than now."""
+        status, since, end = self.view.status, self.since, self.end
+        assert status is not None
+        if status.ended_at is None:
+            unit = max(4.0, (end - since) / TICKS)
+            unit = 2.0 ** math.ceil(math.log2(unit))
+            end = since + unit * math.ceil((end - since) / unit)
+        return pictures.Scale(since, max(end, since + 1e-3))
+
+    @property
+    def time_line(self) -> Markup:
+        """The picture of nodes and rounds."""
+        status = self.view.status
+        assert status is not None
+        rows = timeline.node_timelines(status, self.events, self.scale.until)
+        return pictures.time_line(rows, self.events, self.outages, self.scale)
+
+    @property
+    def steps_curve(self) -> Markup:
+        """The picture of the steps over time; empty if fewer than two points are known."""
+        status = self.view.status
+        assert status is not None
+        points = timeline.samples(self.history, status, self.events)
+        if len(points) < 2:
+            return Markup("")
+        return pictures.steps_curve(points, self.outages, self.scale, status)
+
+    @property
+    def goodput_bar(self) -> Markup:
+        """The picture that shows where the time went; empty until a step is reported."""
+        status = self.view.status
+        if status is None or status.goodput is None:
+            return Markup("")
+        return pictures.goodput_bar(status)
+
+    @property
+    def causes(self) -> list[JobEvent]:
+        """The chain of causes that led to the present state, oldest first."""
+        return causal_chain(self.view.events)[-ROWS_SHOWN:]
+
+    @property
+    def newest_events(self) -> list[JobEvent]:
+        """The newest events, newest first."""
+        return list(self.view.events[: -ROWS_SHOWN - 1 : -1])
+
+    @cached_property
+    def nodes(self) -> list[NodeStatus]:
+        """The nodes: members by rank, then the others by name, then those that are gone."""
+
+        def key(node: NodeStatus) -> tuple[bool, bool, int, tuple[Any, ...]]:
+            rank = node.node_rank
+            gone = node.phase is NodePhase.GONE
+            return gone, rank is None, rank or 0, (id_key(NodeId(node.id)),)
+
+        return sorted(self.view.status.nodes, key=key) if self.view.status is not None else []
+
+    @property
+    def nodes_shown(self) -> list[NodeStatus]:
+        """The nodes of this page of the table."""
+        return self.nodes[self.nodes_from : self.nodes_from + NODES_PER_PAGE]
+
+    @property
+    def node_counts(self) -> str:
+        """The number of nodes in each phase, in words."""
+        counts = {phase: sum(n.phase is phase for n in self.nodes) for phase in NodePhase}
+        return ", ".join(f"{n} {phase.value}" for phase, n in counts.items() if n)
+
+    @property
+    def other_pages(self) -> list[tuple[int, str]]:
+        """For each other page of the table of nodes: its first index, and its number."""
+        starts = range(0, len(self.nodes), NODES_PER_PAGE)
+        return [(s, str(i + 1)) for i, s in enumerate(starts) if s != self.nodes_from]
+
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """The main numbers, each with its name. Unknown ones are left out."""
+        status = self.view.status
+        if status is None:
+            return []
+        progress = status.progress
+        if progress is not None and status.phase is not JobPhase.RUNNING:
+            progress = progress.model_copy(update={"steps_per_s": 0.0})
+        step = "" if progress is None else str(progress.step)
+        left = ""
+        if progress is not None and progress.total:
+            step += f" of {progress.total}"
+            if progress.steps_per_s:
+                left = duration(max(0, progress.total - progress.step) / progress.steps_per_s)
+        last = status.last_checkpoint
+        restarts = sum(status.restarts.get(cause, 0) for cause in ("failure", "loss"))
+        size = f"{status.present} of {status.desired} (at least {status.minimum})"
+        facts = [
+            ("nodes", "" if status.phase.ended else size),
+            ("workers", str(status.world_size)),
+            ("step", step),
+            ("time left", left),
+            ("goodput", "" if status.goodput is None else f"{100 * status.goodput:.1f}%"),
+            ("rounds", str(status.round)),
+            ("interruptions", str(restarts)),
+            ("newest checkpoint", "" if last is None else f"step {last.step}, in {last.where}"),
+            ("metrics", progress_words(progress).partition(", ")[2]),
+        ]
+        if status.ended_at is not None:
+            facts.insert(0, ("ran for", duration(max(0.0, status.ended_at - status.started_at))))
+        return [(name, value) for name, value in facts if value]
+
+
+def section(name: str, page: JobPage) -> str:
+    """Return one of the :data:`SECTIONS` of a job's page, or nothing where it has no content.
+
+    Raises:
+        KeyError: There is no such section.
+    """
+    if name not in SECTIONS:
+        raise KeyError(name)
+    return render(f"sections/{name}.html", page=page, status=page.view.status)
+
+
+def report(view: JobView, history: History, *, now: float) -> str:
+    """Return a page about a job that needs no other files.
+
+    Args:
+        view: What is known of the job.
+        history: History of the training; empty where it is not known.
+        now: Unix seconds.
+    """
+    page = JobPage(view, history, now, linked=False)
+    parts = [Markup(section(name, page)) for name in SECTIONS]
+    return render("report.html", page=page, sections=parts, style=style(), written=rfc3339(now))

@@ -1,0 +1,231 @@
+"""The pictures of a job as inline SVG: nodes and rounds, steps, and where the time went.
+
+All functions are pure and return markup. Every word passes through :func:`escaped`, so no text of a
+script, a user or a Pod is read as markup. Each shape has a title, and no picture needs its colors
+to be understood: shapes and legends say the same.
+"""
+
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from markupsafe import Markup
+
+from dlrover_py.dashboard.timeline import NodeTimeline, Outage
+from dlrover_py.protocol.local import ProgressSample
+from dlrover_py.protocol.reasons import EventReason
+from dlrover_py.protocol.status import JobEvent, JobStatus
+from dlrover_py.protocol.words import counted, duration, plain
+
+LEFT, RIGHT, WIDTH = 84, 16, 960
+"""Left margin, right margin and width of the pictures, in SVG units."""
+ROW_HEIGHT, CURVE_HEIGHT = 22, 220
+"""Height of a node's row, and height of the curve of steps, in SVG units."""
+NODES_SHOWN = 64
+"""Largest number of nodes in the picture."""
+
+_COLORS = {
+    "start": "#8a8fa3",
+    "failure": "#c4483e",
+    "loss": "#d9822b",
+    "drain": "#b7a13a",
+    "scale": "#7a6fb0",
+    "join": "#4f9da6",
+}
+
+
+class Scale:
+    """The time axis: converts times to positions from left to right."""
+
+    def __init__(self, since: float, until: float) -> None:
+        self.since, self.until = since, until
+
+    def x(self, at: float) -> float:
+        """Return the position of a time. Times outside the picture are moved to its edge."""
+        part = (min(max(at, self.since), self.until) - self.since) / (self.until - self.since)
+        return round(LEFT + part * (WIDTH - LEFT - RIGHT), 1)
+
+    def ticks(self) -> list[tuple[float, str]]:
+        """Return positions, each with the time since the start as text, about eight at most."""
+        span = self.until - self.since
+        sizes = (0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400)
+        size = next((s for s in sizes if span / s <= 8), 86400 * max(1, round(span / 86400 / 7)))
+        count = int(span / size)
+        return [(self.x(self.since + i * size), _since(i * size)) for i in range(count + 1)]
+
+
+def _since(seconds: float) -> str:
+    """Return the time since the start as the text of a tick."""
+    if seconds == 0:
+        return "0"
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size and seconds % size == 0:
+            return f"{seconds / size:g} {unit}"
+    if seconds < 60:
+        return f"{seconds:g} s"
+    return f"{seconds / 60:.1f} min"
+
+
+def _svg(height: float, parts: Sequence[str], label: str) -> str:
+    """Return an SVG picture of these parts."""
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escaped(label)}">'
+        f"{''.join(parts)}</svg>"
+    )
+
+
+def _grid(scale: Scale, top: float, bottom: float) -> Iterator[str]:
+    """Yield the vertical lines of the time axis."""
+    for x, text in scale.ticks():
+        yield f'<line x1="{x}" y1="{top}" x2="{x}" y2="{bottom}" stroke="var(--line)"/>'
+        yield f'<text x="{x}" y="{bottom + 16}" text-anchor="middle">{escaped(text)}</text>'
+
+
+def _bands(found: Sequence[Outage], scale: Scale, top: float, bottom: float) -> Iterator[str]:
+    """Yield the bands that last from the end of a round to the next step, at least a thin line."""
+    for outage in found:
+        until = outage.resumed.at if outage.resumed is not None else outage.cause.at
+        x = scale.x(outage.cause.at)
+        width = max(1.5, scale.x(until) - x)
+        yield (
+            f'<rect x="{x}" y="{top}" width="{width:g}" height="{bottom - top}" '
+            f'fill="var(--bad)" opacity="0.25"><title>{escaped(outage.cause.message)}</title>'
+            "</rect>"
+        )
+
+
+def time_line(
+    rows: Sequence[NodeTimeline], events: Sequence[JobEvent], found: Sequence[Outage], scale: Scale
+) -> Markup:
+    """Return the picture of nodes and rounds, with its legend.
+
+    Only the first ``NODES_SHOWN`` nodes are drawn; a sentence says how many more there are.
+    """
+    shown = rows[:NODES_SHOWN]
+    top, bottom = 26, 26 + ROW_HEIGHT * max(1, len(shown))
+    parts = [*_grid(scale, top, bottom), *_bands(found, scale, top, bottom)]
+    for i, row in enumerate(shown):
+        y = top + i * ROW_HEIGHT
+        x, width = scale.x(row.since), max(2.0, scale.x(row.until) - scale.x(row.since))
+        parts.append(
+            f'<text x="{LEFT - 10}" y="{y + 15}" text-anchor="end">'
+            f"{escaped(_shorten(row.node, 10))}</text>"
+            f'<rect x="{x}" y="{y + 4}" width="{width:g}" height="{ROW_HEIGHT - 8}" rx="3" '
+            f'fill="var(--lane)"><title>{escaped(row.node)}</title></rect>'
+        )
+        if row.lost:
+            end = scale.x(row.until)
+            parts.append(
+                f'<path d="M{end - 5} {y + 6}l10 10m0 -10l-10 10" stroke="var(--bad)" '
+                f'stroke-width="2.5"><title>{escaped(row.node)} is lost</title></path>'
+            )
+    places = {row.node: top + i * ROW_HEIGHT for i, row in enumerate(shown)}
+    parts += [
+        f'<circle cx="{scale.x(event.at)}" cy="{places[event.node] + ROW_HEIGHT / 2}" r="4.5" '
+        f'fill="var(--bad)"><title>{escaped(event.message)}</title></circle>'
+        for event in events
+        if event.reason == EventReason.WORKER_FAILED and event.node in places
+    ]
+    free = 0.0
+    for event in events:
+        if event.reason == EventReason.MASTER_STARTED:
+            x = scale.x(event.at)
+            parts.append(
+                f'<line x1="{x}" y1="{top}" x2="{x}" y2="{bottom}" stroke="var(--warn)" '
+                f'stroke-width="2"><title>{escaped(event.message)}</title></line>'
+            )
+        if event.reason != EventReason.ROUND_FORMED:
+            continue
+        x = scale.x(event.at)
+        parts.append(
+            f'<line x1="{x}" y1="{top - 6}" x2="{x}" y2="{bottom}" stroke="var(--calm)" '
+            f'stroke-dasharray="3 3"><title>{escaped(event.message)}</title></line>'
+        )
+        if x >= free:
+            text = f"round {event.round}"
+            parts.append(
+                f'<text x="{x}" y="{top - 11}" text-anchor="middle">{escaped(text)}</text>'
+            )
+            free = x + 56
+    drawn = _svg(bottom + 24, parts, "nodes and rounds over time")
+    more = len(rows) - len(shown)
+    legend = [
+        ("var(--lane)", "a node is present"),
+        ("var(--bad)", "● a worker failed, ✕ a node was lost; the band lasts to the next step"),
+        ("var(--calm)", "a round was formed"),
+        ("var(--warn)", "a new master took over"),
+    ]
+    rest = f"<p>… and {counted(more, 'more node')}</p>" if more else ""
+    return Markup(drawn + _legend(legend) + rest)
+
+
+def _legend(items: Sequence[tuple[str, str]]) -> str:
+    """Return the legend of a picture. Its colors need no style attribute, which a page's content
+    security policy forbids."""
+    rows = "".join(
+        f'<li><svg class="swatch" viewBox="0 0 11 11" aria-hidden="true"><rect width="11" '
+        f'height="11" rx="3" fill="{color}"/></svg>{escaped(text)}</li>'
+        for color, text in items
+    )
+    return f'<ul class="legend">{rows}</ul>'
+
+
+def steps_curve(
+    points: Sequence[ProgressSample], found: Sequence[Outage], scale: Scale, status: JobStatus
+) -> Markup:
+    """Return the picture of the steps over time."""
+    top, bottom = 10, 10 + CURVE_HEIGHT
+    total = status.progress.total if status.progress is not None else None
+    most = max(1, total or 0, *(p.step for p in points))
+
+    def y(step: int) -> float:
+        return round(bottom - step / most * CURVE_HEIGHT, 1)
+
+    parts = [*_grid(scale, top, bottom), *_bands(found, scale, top, bottom)]
+    for part in range(5):
+        step = round(most * part / 4)
+        parts.append(
+            f'<line x1="{LEFT}" y1="{y(step)}" x2="{WIDTH - RIGHT}" y2="{y(step)}" '
+            f'stroke="var(--line)"/><text x="{LEFT - 10}" y="{y(step) + 4}" '
+            f'text-anchor="end">{step}</text>'
+        )
+    line = " ".join(f"{scale.x(p.at)},{y(p.step)}" for p in points)
+    parts.append(
+        f'<polyline points="{line}" fill="none" stroke="var(--calm)" stroke-width="2" '
+        'stroke-linejoin="round"/>'
+    )
+    return Markup(_svg(bottom + 24, parts, "steps over time"))
+
+
+def goodput_bar(status: JobStatus) -> Markup:
+    """Return the bar that shows where the time went, with its legend.
+
+    The part that brought no new steps is divided by cause. If no cause is known, it stays empty.
+    """
+    good = status.goodput or 0.0
+    lost = {cause: seconds for cause, seconds in status.lost_s.items() if seconds > 0}
+    total = sum(lost.values())
+    shares = [("var(--good)", f"new steps: {100 * good:.1f}%", good)]
+    for cause, seconds in sorted(lost.items(), key=lambda item: -item[1]):
+        share = (1 - good) * seconds / total
+        text = f"{cause}: {100 * share:.1f}% ({duration(seconds)})"
+        shares.append((_COLORS.get(cause, "#8a8fa3"), text, share))
+    parts, x = [], 0.0
+    for color, text, share in shares:
+        width = round(share * WIDTH, 2)
+        parts.append(
+            f'<rect x="{x:g}" y="0" width="{width:g}" height="26" fill="{color}">'
+            f"<title>{escaped(text)}</title></rect>"
+        )
+        x += width
+    legend = _legend([(color, text) for color, text, _ in shares])
+    return Markup(_svg(26, parts, "goodput") + legend)
+
+
+def _shorten(text: str, most: int) -> str:
+    """Return a text shortened to ``most`` characters."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def escaped(text: str) -> str:
+    """Escape text for the page: control characters become visible, and no character is markup."""
+    return escape(plain(text), quote=True)

@@ -1,0 +1,335 @@
+"""The dashboard's HTTP server: pages, their changes as one event stream, and actions.
+
+Nobody sees a page without a session. The link that is printed at the start has a token. It is
+exchanged for a cookie that scripts cannot read and that other sites cannot send. An action is a
+POST with the session's second secret, which only our own pages have.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Protocol
+from urllib.parse import parse_qs, quote
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import HTMLResponse, RedirectResponse, StreamingResponse
+from fastapi.staticfiles import StaticFiles
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from dlrover_py.dashboard import pages
+from dlrover_py.protocol.errors import DLRoverError
+from dlrover_py.protocol.job_view import JobView
+from dlrover_py.protocol.local import History
+
+log = logging.getLogger("dashboard")
+
+COOKIE = "dlrover-session"
+MAX_FORM_BYTES = 4096
+ACTIONS = ("scale", "suspend", "resume", "restart", "drain")
+"""What a page can ask of a job."""
+HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'self'; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+"""Headers of every answer: nothing is loaded from elsewhere, framed, or kept."""
+PICTURES_S = 5.0
+"""Least seconds between two announcements of a picture, which is large."""
+PING_S = 20.0
+"""Seconds without a change after which the event stream sends a comment, so that it stays open."""
+
+
+class JobRow(Protocol):
+    """One job in the list."""
+
+    @property
+    def name(self) -> str:
+        """Name of the job."""
+
+    @property
+    def phase(self) -> str:
+        """Its phase."""
+
+
+class Jobs(Protocol):
+    """The jobs that are shown, and changed. All calls may block; each runs in a thread.
+
+    Every method may raise :class:`DLRoverError`, whose words the page shows.
+    """
+
+    @property
+    def where(self) -> str:
+        """The place of the jobs, such as ``on this machine``."""
+
+    def rows(self) -> Sequence[JobRow]:
+        """Return the jobs, running ones first."""
+
+    def load(self, name: str) -> tuple[JobView, History]:
+        """Return what is known of a job."""
+
+    def change(self, name: str, action: str, value: str) -> str:
+        """Do one of :data:`ACTIONS`; return a sentence about the new state."""
+
+    def log_tail(self, name: str, node: str) -> list[str]:
+        """Return the newest lines that a node's workers have printed."""
+
+
+class Session:
+    """The secrets of one dashboard, and the check of a request against them."""
+
+    def __init__(self) -> None:
+        """Draw the secrets."""
+        self.token = secrets.token_urlsafe(32)
+        self._cookie, self.csrf = (self._derived(use) for use in ("cookie", "csrf"))
+
+    def _derived(self, use: str) -> str:
+        """Return a secret that does not tell the token."""
+        return hmac.new(self.token.encode(), use.encode(), hashlib.sha256).hexdigest()
+
+    def enter(self, token: str, to: str, *, path: str, secure: bool) -> Response | None:
+        """Return the answer that sets the cookie, or None if the token is wrong.
+
+        Args:
+            token: What was sent.
+            to: Where the browser goes then.
+            path: Path of the cookie.
+            secure: Send the cookie over TLS only.
+        """
+        if not hmac.compare_digest(token.encode(), self.token.encode()):
+            return None
+        answer = RedirectResponse(to, status_code=303)
+        answer.set_cookie(
+            COOKIE, self._cookie, httponly=True, samesite="strict", path=path, secure=secure
+        )
+        return answer
+
+    def known(self, request: Request) -> bool:
+        """Return whether a request has the cookie."""
+        sent = request.cookies.get(COOKIE, "")
+        return hmac.compare_digest(sent.encode(), self._cookie.encode())
+
+    def confirmed(self, sent: str) -> bool:
+        """Return whether a form came from one of our own pages."""
+        return hmac.compare_digest(sent.encode(), self.csrf.encode())
+
+
+class _Watch:
+    """Looks at one job while somebody watches it, and tells which sections have changed."""
+
+    def __init__(self, load: Callable[[], Awaitable[pages.JobPage]], poll_s: float) -> None:
+        self._load, self._poll_s = load, poll_s
+        self._digests: dict[str, str] = {}
+        self._told_at: dict[str, float] = {}
+        self._queues: set[asyncio.Queue[list[str] | None]] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    async def changes(self) -> AsyncIterator[list[str]]:
+        """Yield the names of the sections that have changed; an empty list now and then.
+
+        It ends with :meth:`close`.
+        """
+        queue: asyncio.Queue[list[str] | None] = asyncio.Queue()
+        self._queues.add(queue)
+        if self._task is None:
+            self._task = asyncio.create_task(self._run())
+        try:
+            while True:
+                try:
+                    changed = await asyncio.wait_for(queue.get(), PING_S)
+                except TimeoutError:
+                    changed = []
+                if changed is None:
+                    return
+                yield changed
+        finally:
+            self._queues.discard(queue)
+            if not self._queues and self._task is not None:
+                self._task.cancel()
+                self._task = None
+
+    def close(self) -> None:
+        """End the streams of all viewers."""
+        for queue in self._queues:
+            queue.put_nowait(None)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                page = await self._load()
+            except DLRoverError as error:
+                news = {"head": str(error)}
+            else:
+                news = {name: pages.section(name, page) for name in pages.SECTIONS}
+            if changed := self._changed(news, asyncio.get_running_loop().time()):
+                for queue in self._queues:
+                    queue.put_nowait(changed)
+            await asyncio.sleep(self._poll_s)
+
+    def _changed(self, news: dict[str, str], now: float) -> list[str]:
+        """Return the names of the sections to announce: pictures not too often."""
+        changed = []
+        for name, text in news.items():
+            digest = hashlib.sha256(text.encode()).hexdigest()
+            early = name in pages.PICTURES and now - self._told_at.get(name, -1e9) < PICTURES_S
+            if self._digests.get(name) != digest and not early:
+                self._digests[name], self._told_at[name] = digest, now
+                changed.append(name)
+        return changed
+
+
+class Guard:
+    """Middleware before every page: refuses a request without a session, and sets the headers."""
+
+    def __init__(self, app: ASGIApp, session: Session) -> None:
+        self._app, self._session = app, session
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on if it has a session or asks for one; answer others with status 401."""
+        if scope["type"] != "http":
+            return
+
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if path == "/enter" or self._session.known(Request(scope)):
+            await self._app(scope, receive, with_headers)
+        else:
+            answer = HTMLResponse(pages.render("enter.html", root=""), 401)
+            await answer(scope, receive, with_headers)
+
+
+class Dashboard:
+    """The dashboard of some jobs as an ASGI application, and its end."""
+
+    def __init__(
+        self, jobs: Jobs, session: Session, now: Callable[[], float], *, poll_s: float = 1.0
+    ) -> None:
+        """Nothing is read before the first request.
+
+        Args:
+            jobs: The jobs.
+            session: The secrets.
+            now: Wall clock, in Unix seconds.
+            poll_s: Seconds between two looks at a job that somebody watches.
+        """
+        self._watches: dict[str, _Watch] = {}
+        routes = _routes(jobs, session, now, poll_s, self._watches)
+        self.asgi: ASGIApp = Guard(routes, session)
+
+    def close(self) -> None:
+        """End the event streams. Otherwise the server would wait for their viewers."""
+        for watch in self._watches.values():
+            watch.close()
+
+
+def _routes(
+    jobs: Jobs,
+    session: Session,
+    now: Callable[[], float],
+    poll_s: float,
+    watches: dict[str, _Watch],
+) -> FastAPI:
+    """Return the pages and actions. Their links are relative, so they work below any path.
+
+    Args:
+        jobs: The jobs.
+        session: The secrets.
+        now: Wall clock, in Unix seconds.
+        poll_s: Seconds between two looks at a job that somebody watches.
+        watches: Gets a watch for each job that somebody watches.
+    """
+    found = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+
+    def problem(message: str, status: int) -> Response:
+        return HTMLResponse(pages.render("error.html", message=message), status)
+
+    async def load(name: str, nodes_from: int = 0) -> pages.JobPage:
+        view, history = await asyncio.to_thread(jobs.load, name)
+        return pages.JobPage(view, history, now(), nodes_from)
+
+    @found.exception_handler(DLRoverError)
+    async def failed(request: Request, error: Exception) -> Response:
+        """Show the words of an error, with status 409."""
+        return problem(str(error), 409)
+
+    @found.get("/enter")
+    async def enter(request: Request, token: str = "", job: str = "") -> Response:
+        """Exchange the token of the printed link for a cookie, and go to the pages."""
+        path = request.scope.get("root_path", "") + "/"
+        to = f"./jobs/{quote(job, safe='')}/" if job else "./"
+        answer = session.enter(token, to, path=path, secure=request.url.scheme == "https")
+        return answer or HTMLResponse(pages.render("enter.html", root=""), 401)
+
+    @found.get("/")
+    async def index() -> Response:
+        """List the jobs."""
+        rows = await asyncio.to_thread(jobs.rows)
+        return HTMLResponse(pages.render("jobs.html", rows=rows, where=jobs.where, root=""))
+
+    @found.get("/jobs/{name}/")
+    async def job(name: str) -> Response:
+        """Show one job."""
+        page = await load(name)
+        parts = [(s, pages.section(s, page)) for s in pages.SECTIONS]
+        text = pages.render("job.html", page=page, sections=parts, csrf=session.csrf, root="../../")
+        return HTMLResponse(text)
+
+    @found.get("/jobs/{name}/sections/{section}")
+    async def one_section(name: str, section: str, start: int = 0) -> Response:
+        """Return one section of a job's page."""
+        if section not in pages.SECTIONS:
+            return HTMLResponse("", 404)
+        page = await load(name, max(0, start))
+        return HTMLResponse(pages.section(section, page))
+
+    @found.get("/jobs/{name}/changes")
+    async def changes(name: str) -> Response:
+        """Stream the names of the sections that change, as server-sent events."""
+        watch = watches.setdefault(name, _Watch(lambda: load(name), poll_s))
+
+        async def events() -> AsyncIterator[str]:
+            async for changed in watch.changes():
+                yield "".join(f"event: {s}\ndata:\n\n" for s in changed) or ": still here\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    @found.get("/jobs/{name}/nodes/{node}/")
+    async def node(name: str, node: str) -> Response:
+        """Show one node: its state, its events and the newest output of its workers."""
+        page = await load(name)
+        lines = await asyncio.to_thread(jobs.log_tail, name, node)
+        text = pages.render("node.html", page=page, node=node, lines=lines, root="../../../../")
+        return HTMLResponse(text)
+
+    @found.post("/jobs/{name}/actions/{action}")
+    async def act(name: str, action: str, request: Request) -> Response:
+        """Do what a form asks for, and say what was done."""
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_FORM_BYTES:
+                return HTMLResponse(
+                    pages.render("error.html", message="the form is too large"), 413
+                )
+        form = parse_qs(body.decode("utf-8", "replace"))
+        if not session.confirmed(form.get("csrf", [""])[0]):
+            return problem("the form is not of this page: load the page anew", 403)
+        if action not in ACTIONS:
+            return HTMLResponse("", 404)
+        value = form.get("value", [""])[0]
+        log.info("action", extra={"data": {"job": name, "action": action, "value": value}})
+        done = await asyncio.to_thread(jobs.change, name, action, value)
+        return HTMLResponse(pages.render("done.html", message=done))
+
+    found.mount("/static", StaticFiles(directory=pages.FOLDER / "static"))
+    return found

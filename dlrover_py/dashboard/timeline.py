@@ -1,0 +1,163 @@
+"""What a job's events say about its course: nodes, interruptions and steps over time.
+
+All functions are pure. Times are Unix seconds.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dlrover_py.protocol.local import History, ProgressSample
+from dlrover_py.protocol.names import NodeId, id_key
+from dlrover_py.protocol.reasons import EventReason
+from dlrover_py.protocol.status import JobEvent, JobStatus
+
+
+@dataclass(frozen=True, slots=True)
+class NodeTimeline:
+    """The life of one node, from the first to the last known time. Times are Unix seconds."""
+
+    node: str
+    since: float
+    until: float
+    lost: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """The event that ended a round, and the event that shows the cost."""
+
+    cause: JobEvent
+    round: int
+    """Number of the next round; 0 if none followed."""
+    resumed: JobEvent | None
+    """Event of the first step after it; None if there was none."""
+
+
+def node_timelines(status: JobStatus, events: Sequence[JobEvent], end: float) -> list[NodeTimeline]:
+    """Return a timeline for each node that the events or the status name.
+
+    A node whose start is not known began with the job. ``lost`` is also true for a node that left.
+
+    Args:
+        status: status of the job.
+        events: oldest first, completed by :func:`with_node_and_round`.
+        end: end of the picture, in Unix seconds. Present nodes last until then.
+    """
+    first: dict[str, float] = {}
+    last: dict[str, float] = {}
+    for event in events:
+        for node in _nodes_of(event):
+            first.setdefault(node, event.at)
+            if event.reason in (EventReason.NODE_LOST, EventReason.NODE_LEFT):
+                last[node] = event.at
+    for known in status.nodes:
+        first.setdefault(known.id, status.started_at)
+    if status.phase.ended and status.ended_at is not None:
+        end = min(end, status.ended_at)
+    order = sorted(map(NodeId, first), key=id_key)
+    return [
+        NodeTimeline(n, min(first[n], last.get(n, end)), max(first[n], last.get(n, end)), n in last)
+        for n in order
+    ]
+
+
+def _nodes_of(event: JobEvent) -> list[str]:
+    """Return the nodes that an event is about. One event may name several nodes that joined."""
+    if event.reason == EventReason.NODE_JOINED and event.node is None:
+        named = event.message.partition(": ")[2].partition(" and ")[0]
+        return [node for node in named.split(", ") if node]
+    return [event.node] if event.node is not None else []
+
+
+def with_node_and_round(events: Sequence[JobEvent]) -> list[JobEvent]:
+    """Return the events, completed with node and round from their messages where these have them.
+
+    Of older events Kubernetes keeps only the message. Other events are returned unchanged.
+    """
+    found = []
+    for event in events:
+        news: dict[str, str | int] = {}
+        node = re.match(
+            r"(?:node )?([a-z0-9][-a-z0-9.]*)(?: (?:joined|was lost|has left)\b|: worker )",
+            event.message,
+        )
+        number = re.match(r"(?:first step of )?round (\d+)\b", event.message)
+        if event.node is None and node:
+            news["node"] = node[1]
+        if event.round is None and number:
+            news["round"] = int(number[1])
+        found.append(event.model_copy(update=news) if news else event)
+    return found
+
+
+def outages(events: Sequence[JobEvent]) -> list[Outage]:
+    """Return what interrupted the training, oldest first, each cause once.
+
+    These are the causes of all rounds but the first, Warnings that caused another Warning, and the
+    starts of masters that events report.
+    """
+    by_id = {event.id: event for event in events}
+    resumed = {e.round or 0: e for e in events if e.reason == EventReason.TRAINING_RESUMED}
+    found = []
+    for event in events:
+        cause = by_id.get(event.cause or 0)
+        if (
+            event.reason == EventReason.ROUND_FORMED
+            and cause is not None
+            and (event.round or 0) > 1
+        ):
+            found.append(Outage(cause, event.round or 0, resumed.get(event.round or 0)))
+        elif cause is not None and event.type == cause.type == "Warning":
+            found.append(Outage(cause, 0, None))
+        elif event.reason == EventReason.MASTER_STARTED:
+            found.append(Outage(event, 0, None))
+    seen: set[int] = set()
+    once = []
+    for outage in sorted(
+        found, key=lambda o: -o.round
+    ):  # prefer the entry that names the round that followed
+        if outage.cause.id not in seen:
+            seen.add(outage.cause.id)
+            once.append(outage)
+    return sorted(once, key=lambda o: (o.cause.at, o.cause.id))
+
+
+def samples(
+    history: History, status: JobStatus, events: Sequence[JobEvent]
+) -> list[ProgressSample]:
+    """Return how far the training was at known times, oldest first; empty if nothing is known.
+
+    Without a history, the steps come from the messages of events.
+
+    Args:
+        history: samples that this machine has kept; it may be empty.
+        status: status of the job.
+        events: events of the job, which name some steps.
+    """
+    found = list(history.samples)
+    for event in events:
+        first = re.match(r"first step of round (\d+) is (\d+)", event.message)
+        stored = re.match(r"the checkpoint of step (\d+) was stored", event.message)
+        nodes = status.nodes_in_round
+        if event.reason == EventReason.TRAINING_RESUMED and first:
+            before = re.search(r"; step (\d+) had been reached", event.message)
+            if before and event.took_s is not None:
+                at, step = event.at - event.took_s, int(before[1])
+                found.append(ProgressSample(at=at, step=step, round=int(first[1]) - 1, nodes=nodes))
+            found.append(
+                ProgressSample(at=event.at, step=int(first[2]), round=int(first[1]), nodes=nodes)
+            )
+        elif stored and not history.samples:  # the step was reached a little earlier
+            number = event.round or status.round
+            found.append(
+                ProgressSample(at=event.at, step=int(stored[1]), round=number, nodes=nodes)
+            )
+    if status.progress is not None:
+        at = status.ended_at or status.published_at
+        found.append(
+            ProgressSample(
+                at=at, step=status.progress.step, round=status.round, nodes=status.nodes_in_round
+            )
+        )
+    return sorted(found, key=lambda sample: sample.at)

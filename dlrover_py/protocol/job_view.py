@@ -1,0 +1,156 @@
+"""What is known of a job, and what people are told first: problems, causes and progress.
+
+All functions are pure.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dlrover_py.protocol.agents import Progress
+from dlrover_py.protocol.reasons import ConditionReason, ConditionType, EventReason
+from dlrover_py.protocol.status import Condition, JobEvent, JobStatus
+from dlrover_py.protocol.words import plain
+
+_GOOD_WHEN_TRUE = (
+    ConditionType.ACCEPTED,
+    ConditionType.MASTER_READY,
+    ConditionType.JOURNAL_WRITABLE,
+)
+"""Conditions that are good when they are true. Others are good when they are false."""
+_NEUTRAL = (
+    ConditionType.PODS_READY,
+    ConditionType.RUNNING,
+    ConditionType.SUCCEEDED,
+    ConditionType.SUSPENDED,
+    ConditionType.STOPPED,
+)
+"""Conditions that are neither good nor bad."""
+_NO_HELP_NEEDED = (
+    ConditionReason.FINISHED,
+    ConditionReason.SUSPENDED,
+    ConditionReason.WAITING,
+    ConditionReason.CREATING,
+)
+"""Reasons of a master that is not ready, though no help is needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    """What is known of a job, on this machine or in a cluster."""
+
+    name: str
+    header_lines: Sequence[str]
+    """Lines about the job's spec and the place where it runs."""
+    phase: str
+    reason: str
+    status: JobStatus | None
+    """The master's status; None if there is none yet."""
+    conditions: Sequence[Condition]
+    """The master's conditions, and in a cluster also the operator's."""
+    events: Sequence[JobEvent]
+    document: object
+    """Everything, for ``--json``."""
+    pods: Mapping[str, str] = field(default_factory=dict)
+    """In a cluster: a description of each node's Pod."""
+    notes: Sequence[str] = ()
+    """What could not be read, and why."""
+
+    @property
+    def problems(self) -> list[Condition]:
+        """The conditions that report a problem."""
+        return problems(self.conditions, self.status.round if self.status is not None else 0)
+
+
+def problems(conditions: Iterable[Condition], rounds: int = 0) -> list[Condition]:
+    """Return the conditions that report a problem, in their order.
+
+    Left out are conditions that are neither good nor bad, and those with a reason that needs no
+    help.
+
+    Args:
+        conditions: all conditions of a job.
+        rounds: number of rounds that the job has formed. After the first one its command has
+            joined.
+    """
+    found = []
+    for condition in conditions:
+        if condition.type in _NEUTRAL:
+            continue
+        if (
+            condition.reason == ConditionReason.DOES_NOT_JOIN
+            and condition.status == "True"
+            and not rounds
+        ):
+            found.append(condition)
+            continue
+        good = "True" if condition.type in _GOOD_WHEN_TRUE else "False"
+        if condition.status != good and condition.reason not in _NO_HELP_NEEDED:
+            found.append(condition)
+    return found
+
+
+def problems_without_event(conditions: Iterable[Condition]) -> list[Condition]:
+    """Return the problems that no event reports: a master that cannot write its journal."""
+    return [c for c in problems(conditions) if c.type == ConditionType.JOURNAL_WRITABLE]
+
+
+def problem_line(condition: Condition) -> str:
+    """Return a problem as one line: its name and the first line of its message."""
+    lines = condition.message.splitlines()
+    label = condition.type if condition.status == "True" else f"not {condition.type}"
+    label = condition.reason if condition.reason == ConditionReason.DOES_NOT_JOIN else label
+    return plain(f"{label}: {lines[0] if lines else condition.reason}")
+
+
+def outdated_nodes(status: JobStatus) -> int:
+    """Return the number of present nodes that were made from an older template.
+
+    It is 0 if that is not known, or if the job has ended.
+    """
+    if status.updated is None or status.phase.ended:
+        return 0
+    return max(0, status.ready - status.updated)
+
+
+def progress_words(progress: Progress | None) -> str:
+    """Return step, speed and the script's own metrics as text; empty without progress.
+
+    A total or a speed of 0 is left out.
+    """
+    if progress is None:
+        return ""
+    of = f"/{progress.total}" if progress.total else ""
+    speed = f", {progress.steps_per_s:.1f} steps/s" if progress.steps_per_s else ""
+    metrics = "".join(f", {k} {v:.4g}" for k, v in progress.metrics.items())
+    return plain(f"step {progress.step}{of}{speed}{metrics}")
+
+
+_FINAL_REASONS = (EventReason.JOB_SUCCEEDED, EventReason.SUSPENDED)
+"""Reasons of events that end a story without having a cause."""
+
+
+def causal_chain(events: Sequence[JobEvent], round_number: int | None = None) -> list[JobEvent]:
+    """Return the chain of causes that led to a round, or to the job's present state, oldest first.
+
+    Other events between its first and its last one are part of it. The list is empty if no event is
+    about the round, or none has a cause.
+    """
+    by_id = {e.id: e for e in events}
+    ends = [
+        e
+        for e in events
+        if e.reason in (EventReason.ROUND_FORMED, EventReason.TRAINING_RESUMED)
+        or (round_number is None and (e.cause is not None or e.reason in _FINAL_REASONS))
+    ]
+    if round_number is not None:
+        ends = [e for e in ends if e.round == round_number]
+    if not ends:
+        return []
+    chain: dict[int, JobEvent] = {}
+    last: JobEvent | None = ends[-1]
+    while last is not None and last.id not in chain:
+        chain[last.id] = last
+        last = by_id.get(last.cause or 0)
+    first = min(chain)
+    # Other events in between belong to the story.
+    return [e for e in events if first <= e.id <= ends[-1].id]

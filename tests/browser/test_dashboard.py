@@ -1,0 +1,97 @@
+"""The dashboard in a real browser, of a real job."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TypeVar
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Page, expect
+
+from tests.process.harness import CALM, Place, job, members
+
+expect.set_options(timeout=60_000)  # for a busy machine
+pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+
+
+T = TypeVar("T")
+
+
+def in_thread(call: Callable[[], T]) -> T:
+    """Make a call that runs an event loop: Playwright's own runs in this thread."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
+
+
+@contextmanager
+def dashboard(place: Place, *argv: str) -> Iterator[str]:
+    """A running dashboard; the link that it has printed."""
+    process = place.popen("dlrover", "dashboard", *argv, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline().split()[-1]
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(30)
+        process.stdout.close()
+    assert process.returncode == 0
+
+
+def accessible(page: Page) -> None:
+    """Find no violation of WCAG's rules, in light and dark colors."""
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        found = Axe().run(page)
+        assert found.violations_count == 0, found.generate_report()
+
+
+def test_a_killed_worker_and_a_scaled_job_are_seen_as_they_happen(place: Place, page: Page) -> None:
+    with (
+        job(place, replicas=2, maxReplicas=3, hosts=3, settings=CALM) as run,
+        dashboard(place, run.name) as link,
+    ):
+        first = in_thread(lambda: run.running(2))
+        page.goto(link)
+        expect(page).to_have_title(f"{run.name}: Running")
+        assert "token" not in page.url
+        expect(page.locator("#head dt:text('rounds') + dd")).to_have_text("1")
+        os.kill(members(first)[1].pids[0], signal.SIGKILL)
+        expect(page.locator("#head dt:text('rounds') + dd")).to_have_text("2")
+        expect(page.locator("#events")).to_contain_text("was killed by SIGKILL")
+        expect(page.locator("#rounds svg[role=img]")).to_contain_text("round 2")
+        # Without a mouse: to the number of nodes, and Enter.
+        page.get_by_role("spinbutton", name="nodes").focus()
+        page.keyboard.press("Control+A")
+        page.keyboard.type("3")
+        page.keyboard.press("Enter")
+        expect(page.locator("#answer [role=status]")).to_contain_text("3")
+        expect(page.locator("#nodes tr")).to_have_count(4)
+        in_thread(lambda: run.running(3, round_after=first.round))
+        expect(page.locator("#head dt:text('nodes') + dd")).to_contain_text("3 of 3")
+        accessible(page)
+        page.get_by_role("link", name="n0", exact=True).click()
+        expect(page.get_by_role("heading", name="Node n0")).to_be_visible()
+        expect(page.locator("pre")).to_contain_text("start 0")
+        accessible(page)
+        address = page.url
+        page.goto("about:blank")
+        assert page.request.get(address).status == 200
+        page.context.clear_cookies()
+        assert page.request.get(address).status == 401
+
+
+def test_an_ended_job_can_still_be_seen(place: Place, page: Page) -> None:
+    with job(place, script="print('trained', flush=True)", replicas=1) as run:
+        assert run.wait() == 0
+    with dashboard(place) as link:
+        page.goto(link)
+        page.get_by_role("link", name=run.name, exact=True).click()
+        expect(page.locator("h1")).to_contain_text("Succeeded")
+        assert page.locator("#actions").count() == 0
+        page.get_by_role("link", name="n0", exact=True).click()
+        expect(page.locator("pre")).to_contain_text("trained")
+        page.goto("about:blank")

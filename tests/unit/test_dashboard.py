@@ -1,0 +1,229 @@
+"""The dashboard without a browser and without a job: who may see and change what, and its words."""
+
+import asyncio
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from urllib.parse import urlencode
+
+import pytest
+from starlette.types import Message
+
+from dlrover_py.cli.view import JobRow
+from dlrover_py.dashboard import pages, server
+from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.job_view import JobView
+from dlrover_py.protocol.local import History
+from dlrover_py.protocol.status import JobPhase, NodePhase
+from tests.unit.test_report import Page
+from tests.unit.test_view import hostile, status
+
+AT = 1_700_000_000.0
+WORDS = "</title><script>a</script><img src=x onx=a>\"'&{{ 7 * 7 }}\x1b[\x00"
+PAGES = ("/", "/jobs/demo/", "/jobs/demo/nodes/n0/", "/jobs/demo/sections/head")
+
+
+def running(*, nodes: int = 1) -> JobView:
+    """A job with so many nodes."""
+    shown = status(JobPhase.RUNNING)
+    node = shown.nodes[0].model_copy(update={"phase": NodePhase.LIVE})
+    many = [node.model_copy(update={"id": f"n{i}", "node_rank": i}) for i in range(nodes)]
+    shown = shown.model_copy(update={"nodes": many})
+    return JobView("demo", ["head"], "Running", "r", shown, [], [], {})
+
+
+@dataclass
+class OneJob:
+    """One job, and what was asked of it."""
+
+    view: JobView = field(default_factory=running)
+    asked: list[tuple[str, str, str]] = field(default_factory=list)
+    where: str = "on this machine"
+
+    def rows(self) -> Sequence[JobRow]:
+        return [JobRow.of_job(self.view.name, self.view.status, "")]
+
+    def load(self, name: str) -> tuple[JobView, History]:
+        if name != "demo":
+            raise ConfigError(f"job {name} is not known")
+        return self.view, History()
+
+    def change(self, name: str, action: str, value: str) -> str:
+        self.asked.append((name, action, value))
+        return f"done: {value}"
+
+    def log_tail(self, name: str, node: str) -> list[str]:
+        return [self.view.reason]
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: dict[str, str]
+    text: str
+
+
+@dataclass
+class Browser:
+    """Calls the application as a server would, and keeps a cookie."""
+
+    jobs: OneJob = field(default_factory=OneJob)
+    session: server.Session = field(default_factory=server.Session)
+    cookie: str = ""
+
+    def __post_init__(self) -> None:
+        self.app = server.Dashboard(self.jobs, self.session, lambda: AT).asgi
+
+    def call(self, method: str, path: str, body: bytes = b"") -> Answer:
+        path, _, query = path.partition("?")
+        headers = [(b"host", b"127.0.0.1")]
+        if self.cookie:
+            headers.append((b"cookie", self.cookie.encode()))
+        scope = {
+            "type": "http", "http_version": "1.1", "method": method, "path": path,
+            "raw_path": path.encode(), "root_path": "", "scheme": "http", "headers": headers,
+            "query_string": query.encode(), "server": ("127.0.0.1", 1), "client": ("127.0.0.1", 2),
+        }  # fmt: skip
+        sent: list[Message] = []
+        parts = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> Message:
+            return parts.pop() if parts else {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        async def answered() -> None:
+            await self.app(scope, receive, send)
+
+        asyncio.run(answered())
+        found = {k.decode(): v.decode() for k, v in sent[0]["headers"]}
+        text = b"".join(m.get("body", b"") for m in sent[1:]).decode()
+        return Answer(sent[0]["status"], found, text)
+
+    def enter(self) -> "Browser":
+        answer = self.call("GET", f"/enter?token={self.session.token}")
+        assert answer.status == 303
+        self.cookie = answer.headers["set-cookie"].partition(";")[0]
+        return self
+
+    def act(self, action: str, **form: str) -> Answer:
+        return self.call("POST", f"/jobs/demo/actions/{action}", urlencode(form).encode())
+
+
+@pytest.mark.parametrize("path", [*PAGES, "/jobs/demo/changes", "/static/style.css", "/nothing"])
+@pytest.mark.parametrize("cookie", ["", "dlrover-session=", "dlrover-session=ä"])
+def test_without_a_session_nothing_is_shown(path: str, cookie: str) -> None:
+    browser = Browser(cookie=cookie)
+    answer = browser.call("GET", path)
+    assert answer.status == 401
+    assert "demo" not in answer.text
+    assert browser.call("POST", "/jobs/demo/actions/suspend").status == 401
+    assert browser.jobs.asked == []
+
+
+@pytest.mark.parametrize("token", ["", "x", "ä", "0" * 100_000])
+def test_a_wrong_token_gets_no_cookie(token: str) -> None:
+    answer = Browser().call("GET", f"/enter?{urlencode({'token': token})}")
+    assert (answer.status, "set-cookie" in answer.headers) == (401, False)
+
+
+def test_the_cookie_is_for_our_pages_only() -> None:
+    browser = Browser()
+    answer = browser.call("GET", f"/enter?token={browser.session.token}&job=demo")
+    assert answer.headers["location"] == "./jobs/demo/"
+    assert {"HttpOnly", "SameSite=strict"} <= set(answer.headers["set-cookie"].split("; "))
+    assert browser.session.token not in answer.headers["set-cookie"]
+    elsewhere = browser.call("GET", f"/enter?token={browser.session.token}&job=//evil.example/")
+    assert elsewhere.headers["location"] == "./jobs/%2F%2Fevil.example%2F/"
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_every_answer_forbids_what_is_foreign(path: str) -> None:
+    browser = Browser().enter()
+    answer = browser.call("GET", path)
+    assert answer.status == 200
+    for one in (answer, browser.call("GET", "/nothing"), Browser().call("GET", path)):
+        assert one.headers["content-security-policy"].startswith("default-src 'self';")
+        assert one.headers["x-content-type-options"] == "nosniff"
+        assert one.headers["cache-control"] == "no-store"
+    page = Page(answer.text)
+    for name, value in page.attributes:
+        assert name != "style", "the policy forbids it"
+        if name in ("href", "src", "hx-get", "hx-post", "hx-sse:connect"):
+            assert value is not None
+            assert not re.match(r"[a-z]+:|//|/", value), "links work below any path"
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_no_word_of_a_script_a_user_or_a_pod_is_markup(path: str) -> None:
+    told = hostile(WORDS)
+    nodes = [told.status.nodes[0].model_copy(update={"id": "n0"})] if told.status else []
+    assert told.status is not None
+    said = told.status.model_copy(update={"nodes": nodes, "name": WORDS})
+    jobs = OneJob(JobView(**{f: getattr(told, f) for f in told.__slots__} | {"status": said}))
+    page = Page(Browser(jobs).enter().call("GET", path).text)
+    assert not {name for name, _ in page.attributes if name.startswith("on")}
+    assert "img" not in page.tags
+    assert page.tags.count("script") in (0, 2)
+    assert "49" not in page.text
+    assert "\x1b" not in page.text
+
+
+def test_an_action_needs_a_form_of_our_page() -> None:
+    browser = Browser().enter()
+    csrf = browser.session.csrf
+    assert csrf in browser.call("GET", "/jobs/demo/").text
+    for wrong in ({}, {"csrf": ""}, {"csrf": "x"}, {"csrf": browser.session.token}):
+        assert browser.act("scale", value="3", **wrong).status == 403
+    assert browser.act("explode", csrf=csrf).status == 404
+    assert browser.act("scale", csrf=csrf, value="3" * 5000).status == 413
+    assert browser.jobs.asked == []
+    answer = browser.act("scale", csrf=csrf, value="<b>3")
+    assert (answer.status, browser.jobs.asked) == (200, [("demo", "scale", "<b>3")])
+    assert "done: &lt;b&gt;3" in answer.text
+
+
+def test_an_error_is_shown_in_words() -> None:
+    answer = Browser().enter().call("GET", "/jobs/other/")
+    assert (answer.status, "job other is not known" in answer.text) == (409, True)
+
+
+def test_many_nodes_are_shown_in_pages() -> None:
+    browser = Browser(OneJob(running(nodes=12_500))).enter()
+    for start, first in ((0, "n0"), (12_400, "n12400"), (-5, "n0"), (10**9, None)):
+        text = browser.call("GET", f"/jobs/demo/sections/nodes?start={start}").text
+        assert "12500 live" in text
+        links = re.findall(r'href="nodes/(n\d+)/"', text)
+        assert links[:1] == ([first] if first else [])
+        assert len(links) <= pages.NODES_PER_PAGE
+
+
+def test_a_job_without_a_status_has_a_page() -> None:
+    jobs = OneJob(JobView("demo", [], "Pending", "no status yet", None, [], [], {}))
+    assert "no status yet" in Browser(jobs).enter().call("GET", "/jobs/demo/").text
+
+
+def test_only_what_has_changed_is_announced() -> None:
+    jobs = OneJob()
+    browser = Browser(jobs).enter()
+
+    async def watched() -> list[set[str]]:
+        async def load() -> pages.JobPage:
+            return pages.JobPage(jobs.view, History(), AT)
+
+        found = []
+        watch = server._Watch(load, 0.001)
+        async for changed in watch.changes():
+            found.append(set(changed))
+            if len(found) == 2:
+                return found
+            said = jobs.view.status
+            assert said is not None
+            jobs.view = JobView("demo", ["head"], "Running", "another", said, [], [], {})
+        raise AssertionError
+
+    first, second = asyncio.run(watched())
+    assert (first, second) == (set(pages.SECTIONS), {"head"})
+    assert browser.call("GET", "/jobs/demo/sections/why").status == 200
+    assert browser.call("GET", "/jobs/demo/sections/secrets").status == 404
