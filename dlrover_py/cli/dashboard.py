@@ -80,6 +80,11 @@ class LocalOrClusterJobs:
     def change(self, name: str, action: str, value: str) -> str:
         """Do what a page asks for; return a sentence about the new state.
 
+        Args:
+            name: name of the job.
+            action: one of :data:`server.ACTIONS`.
+            value: what the form says.
+
         Raises:
             ConfigError: there is no such job, or the value does not fit the action.
             DLRoverError: the job's cluster refuses the change, or does not answer.
@@ -140,13 +145,13 @@ def serve(settings: Settings, target: Target, name: str | None, listener: socket
         name: job whose page the link opens; None for the list of jobs.
         listener: the listening socket.
     """
-    session = server.Session()
+    access = server.Access()
     poll_s = CLUSTER_POLL_S if target.given else POLL_S
-    pages = server.Dashboard(LocalOrClusterJobs(settings, target), session, view.now, poll_s=poll_s)
+    pages = server.Dashboard(LocalOrClusterJobs(settings, target), access, view.now, poll_s=poll_s)
     host, port = listener.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
     then = f"&job={name}" if name is not None else ""
-    click.echo(f"the dashboard is at http://{host}:{port}/enter?token={session.token}{then}")
+    click.echo(f"the dashboard is at http://{host}:{port}/enter?token={access.token}{then}")
     click.echo("it shows the jobs for as long as this command runs; end it with Ctrl-C", err=True)
     asyncio.run(_until_interrupted(pages, listener))
 

@@ -99,6 +99,12 @@ def time_line(
     """Return the picture of nodes and rounds, with its legend.
 
     Only the first ``NODES_SHOWN`` nodes are drawn; a sentence says how many more there are.
+
+    Args:
+        rows: life of each node.
+        events: events of the job, with their nodes and rounds.
+        found: interruptions.
+        scale: time axis.
     """
     shown = rows[:NODES_SHOWN]
     top, bottom = 26, 26 + ROW_HEIGHT * max(1, len(shown))
@@ -172,7 +178,14 @@ def _legend(items: Sequence[tuple[str, str]]) -> str:
 def steps_curve(
     points: Sequence[ProgressSample], found: Sequence[Outage], scale: Scale, status: JobStatus
 ) -> Markup:
-    """Return the picture of the steps over time."""
+    """Return the picture of the steps over time.
+
+    Args:
+        points: known steps, oldest first; at least one.
+        found: interruptions.
+        scale: time axis.
+        status: status of the job, which may have the total number of steps.
+    """
     top, bottom = 10, 10 + CURVE_HEIGHT
     total = status.progress.total if status.progress is not None else None
     most = max(1, total or 0, *(p.step for p in points))

@@ -1,6 +1,6 @@
 """The dashboard's HTTP server: pages, their changes as one event stream, and actions.
 
-Nobody sees a page without a session. The link that is printed at the start has a token. It is
+Nobody sees a page without a access. The link that is printed at the start has a token. It is
 exchanged for a cookie that scripts cannot read and that other sites cannot send. An action is a
 POST with the session's second secret, which only our own pages have.
 """
@@ -46,7 +46,7 @@ PING_S = 20.0
 """Seconds without a change after which the event stream sends a comment, so that it stays open."""
 
 
-class JobRow(Protocol):
+class ListedJob(Protocol):
     """One job in the list."""
 
     @property
@@ -68,20 +68,26 @@ class Jobs(Protocol):
     def where(self) -> str:
         """The place of the jobs, such as ``on this machine``."""
 
-    def rows(self) -> Sequence[JobRow]:
+    def rows(self) -> Sequence[ListedJob]:
         """Return the jobs, running ones first."""
 
     def load(self, name: str) -> tuple[JobView, History]:
         """Return what is known of a job."""
 
     def change(self, name: str, action: str, value: str) -> str:
-        """Do one of :data:`ACTIONS`; return a sentence about the new state."""
+        """Do what a page asks for; return a sentence about the new state.
+
+        Args:
+            name: Name of the job.
+            action: One of :data:`ACTIONS`.
+            value: What the form says: a number of nodes, or a node; else empty.
+        """
 
     def log_tail(self, name: str, node: str) -> list[str]:
         """Return the newest lines that a node's workers have printed."""
 
 
-class Session:
+class Access:
     """The secrets of one dashboard, and the check of a request against them."""
 
     def __init__(self) -> None:
@@ -120,7 +126,7 @@ class Session:
         return hmac.compare_digest(sent.encode(), self.csrf.encode())
 
 
-class _Watch:
+class SectionWatch:
     """Looks at one job while somebody watches it, and tells which sections have changed."""
 
     def __init__(self, load: Callable[[], Awaitable[pages.JobPage]], poll_s: float) -> None:
@@ -187,8 +193,8 @@ class _Watch:
 class Guard:
     """Middleware before every page: refuses a request without a session, and sets the headers."""
 
-    def __init__(self, app: ASGIApp, session: Session) -> None:
-        self._app, self._session = app, session
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app, self._access = app, access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on if it has a session or asks for one; answer others with status 401."""
@@ -201,7 +207,7 @@ class Guard:
             await send(message)
 
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if path == "/enter" or self._session.known(Request(scope)):
+        if path == "/enter" or self._access.known(Request(scope)):
             await self._app(scope, receive, with_headers)
         else:
             answer = HTMLResponse(pages.render("enter.html", root=""), 401)
@@ -212,19 +218,19 @@ class Dashboard:
     """The dashboard of some jobs as an ASGI application, and its end."""
 
     def __init__(
-        self, jobs: Jobs, session: Session, now: Callable[[], float], *, poll_s: float = 1.0
+        self, jobs: Jobs, access: Access, now: Callable[[], float], *, poll_s: float = 1.0
     ) -> None:
         """Nothing is read before the first request.
 
         Args:
             jobs: The jobs.
-            session: The secrets.
+            access: The secrets.
             now: Wall clock, in Unix seconds.
             poll_s: Seconds between two looks at a job that somebody watches.
         """
-        self._watches: dict[str, _Watch] = {}
-        routes = _routes(jobs, session, now, poll_s, self._watches)
-        self.asgi: ASGIApp = Guard(routes, session)
+        self._watches: dict[str, SectionWatch] = {}
+        routes = _routes(jobs, access, now, poll_s, self._watches)
+        self.asgi: ASGIApp = Guard(routes, access)
 
     def close(self) -> None:
         """End the event streams. Otherwise the server would wait for their viewers."""
@@ -234,16 +240,16 @@ class Dashboard:
 
 def _routes(
     jobs: Jobs,
-    session: Session,
+    access: Access,
     now: Callable[[], float],
     poll_s: float,
-    watches: dict[str, _Watch],
+    watches: dict[str, SectionWatch],
 ) -> FastAPI:
     """Return the pages and actions. Their links are relative, so they work below any path.
 
     Args:
         jobs: The jobs.
-        session: The secrets.
+        access: The secrets.
         now: Wall clock, in Unix seconds.
         poll_s: Seconds between two looks at a job that somebody watches.
         watches: Gets a watch for each job that somebody watches.
@@ -267,7 +273,7 @@ def _routes(
         """Exchange the token of the printed link for a cookie, and go to the pages."""
         path = request.scope.get("root_path", "") + "/"
         to = f"./jobs/{quote(job, safe='')}/" if job else "./"
-        answer = session.enter(token, to, path=path, secure=request.url.scheme == "https")
+        answer = access.enter(token, to, path=path, secure=request.url.scheme == "https")
         return answer or HTMLResponse(pages.render("enter.html", root=""), 401)
 
     @found.get("/")
@@ -281,7 +287,7 @@ def _routes(
         """Show one job."""
         page = await load(name)
         parts = [(s, pages.section(s, page)) for s in pages.SECTIONS]
-        text = pages.render("job.html", page=page, sections=parts, csrf=session.csrf, root="../../")
+        text = pages.render("job.html", page=page, sections=parts, csrf=access.csrf, root="../../")
         return HTMLResponse(text)
 
     @found.get("/jobs/{name}/sections/{section}")
@@ -295,7 +301,7 @@ def _routes(
     @found.get("/jobs/{name}/changes")
     async def changes(name: str) -> Response:
         """Stream the names of the sections that change, as server-sent events."""
-        watch = watches.setdefault(name, _Watch(lambda: load(name), poll_s))
+        watch = watches.setdefault(name, SectionWatch(lambda: load(name), poll_s))
 
         async def events() -> AsyncIterator[str]:
             async for changed in watch.changes():
@@ -322,7 +328,7 @@ def _routes(
                     pages.render("error.html", message="the form is too large"), 413
                 )
         form = parse_qs(body.decode("utf-8", "replace"))
-        if not session.confirmed(form.get("csrf", [""])[0]):
+        if not access.confirmed(form.get("csrf", [""])[0]):
             return problem("the form is not of this page: load the page anew", 403)
         if action not in ACTIONS:
             return HTMLResponse("", 404)

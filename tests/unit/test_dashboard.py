@@ -68,11 +68,11 @@ class Browser:
     """Calls the application as a server would, and keeps a cookie."""
 
     jobs: OneJob = field(default_factory=OneJob)
-    session: server.Session = field(default_factory=server.Session)
+    access: server.Access = field(default_factory=server.Access)
     cookie: str = ""
 
     def __post_init__(self) -> None:
-        self.app = server.Dashboard(self.jobs, self.session, lambda: AT).asgi
+        self.app = server.Dashboard(self.jobs, self.access, lambda: AT).asgi
 
     def call(self, method: str, path: str, body: bytes = b"") -> Answer:
         path, _, query = path.partition("?")
@@ -102,7 +102,7 @@ class Browser:
         return Answer(sent[0]["status"], found, text)
 
     def enter(self) -> "Browser":
-        answer = self.call("GET", f"/enter?token={self.session.token}")
+        answer = self.call("GET", f"/enter?token={self.access.token}")
         assert answer.status == 303
         self.cookie = answer.headers["set-cookie"].partition(";")[0]
         return self
@@ -130,11 +130,11 @@ def test_a_wrong_token_gets_no_cookie(token: str) -> None:
 
 def test_the_cookie_is_for_our_pages_only() -> None:
     browser = Browser()
-    answer = browser.call("GET", f"/enter?token={browser.session.token}&job=demo")
+    answer = browser.call("GET", f"/enter?token={browser.access.token}&job=demo")
     assert answer.headers["location"] == "./jobs/demo/"
     assert {"HttpOnly", "SameSite=strict"} <= set(answer.headers["set-cookie"].split("; "))
-    assert browser.session.token not in answer.headers["set-cookie"]
-    elsewhere = browser.call("GET", f"/enter?token={browser.session.token}&job=//evil.example/")
+    assert browser.access.token not in answer.headers["set-cookie"]
+    elsewhere = browser.call("GET", f"/enter?token={browser.access.token}&job=//evil.example/")
     assert elsewhere.headers["location"] == "./jobs/%2F%2Fevil.example%2F/"
 
 
@@ -172,9 +172,9 @@ def test_no_word_of_a_script_a_user_or_a_pod_is_markup(path: str) -> None:
 
 def test_an_action_needs_a_form_of_our_page() -> None:
     browser = Browser().enter()
-    csrf = browser.session.csrf
+    csrf = browser.access.csrf
     assert csrf in browser.call("GET", "/jobs/demo/").text
-    for wrong in ({}, {"csrf": ""}, {"csrf": "x"}, {"csrf": browser.session.token}):
+    for wrong in ({}, {"csrf": ""}, {"csrf": "x"}, {"csrf": browser.access.token}):
         assert browser.act("scale", value="3", **wrong).status == 403
     assert browser.act("explode", csrf=csrf).status == 404
     assert browser.act("scale", csrf=csrf, value="3" * 5000).status == 413
@@ -213,7 +213,7 @@ def test_only_what_has_changed_is_announced() -> None:
             return pages.JobPage(jobs.view, History(), AT)
 
         found = []
-        watch = server._Watch(load, 0.001)
+        watch = server.SectionWatch(load, 0.001)
         async for changed in watch.changes():
             found.append(set(changed))
             if len(found) == 2:
