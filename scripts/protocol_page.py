@@ -773,6 +773,7 @@ NOT_SENT: Mapping[str, str] = {
     "Timing": "Settings of the master: see [Settings](settings.md#settings-of-the-master).",
     "ProgressFields": "`WorkerProgress` as a dictionary, for the SDK, which has no pydantic.",
     "TargetFields": "`CheckpointTarget` as a dictionary, for the SDK.",
+    "JobView": "What people are shown of a job, inside of one process.",
     "ExitCode": "See [Exit codes](exit-codes.md).",
 }
 """Classes of ``dlrover_py/protocol/`` that are not messages, with the reason."""
