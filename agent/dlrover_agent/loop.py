@@ -157,7 +157,8 @@ class Agent:
         node = NodeContext(
             root=settings.shm_dir,
             job=settings.job_uid or self._run_id,
-            name=self._run_id,
+            # It is written beside the checkpoints, and the id of an endpoint's job is its secret.
+            name="" if settings.asks_proof else self._run_id,
             node=settings.node_id,
             token=self._token,
             nproc=command.nproc,

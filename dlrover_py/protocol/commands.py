@@ -70,6 +70,7 @@ LAUNCHERS: Final[Mapping[str, tuple[str, ...]]] = {
     "horovodrun": (),
     "mpirun": (),
     "mpiexec": (),
+    "srun": (),
 }
 """Other launchers, and the modules by which ``python -m`` starts them."""
 _SAME_FLAGS: Final = ("torchrun", "dlrover.trainer.torch")
@@ -102,6 +103,7 @@ _WRAPPERS: Final = _words(
     env exec time command nohup timeout nice ionice chrt taskset numactl stdbuf setsid sudo gosu
     su-exec tini dumb-init catatonit setpriv runuser prlimit catchsegv xvfb-run busybox eval
     conda mamba micromamba uv uvx poetry pipenv pixi pdm hatch rye
+    apptainer singularity docker podman enroot
     nsys ncu strace py-spy ddtrace-run opentelemetry-instrument
     if then elif else do while until ! {
     """

@@ -668,3 +668,19 @@ def test_a_signal_to_all_processes_of_a_batch_job_stores_the_newest_step(
     complete = max([7, *(step for step in set(steps) if steps.count(step) == 2)]) - 1
     assert stored, out
     assert stored[-1].step >= complete, out
+
+
+def test_the_id_of_an_endpoints_job_is_in_no_file_beside_its_checkpoints(place: Place) -> None:
+    """It is the job's secret, and others may read the folder."""
+    place.script("""
+        import torch
+        from dlrover_py.trainer import Checkpointer
+        with Checkpointer("store", every=1, persist_every=1) as checkpointer:
+            checkpointer.save(1, {"w": torch.zeros(3)})
+    """)
+    common = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}"]
+    done = place.call("elastic-run", *common, "--rdzv-id=tell-nobody", "train.py")
+    assert done.returncode == 0, done.stderr
+    files = [path for path in (place.folder / "store").rglob("*") if path.is_file()]
+    assert "dlrover.json" in [path.name for path in files]
+    assert [path for path in files if b"tell-nobody" in path.read_bytes()] == []

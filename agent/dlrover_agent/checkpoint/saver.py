@@ -103,7 +103,7 @@ class NodeContext:
     job: str
     """Unique id of the job."""
     name: str
-    """Name of the job."""
+    """Name of the job for people who read its lease; empty if the name is a secret."""
     node: str
     """Id of the node."""
     token: str
