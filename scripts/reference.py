@@ -361,7 +361,7 @@ def _coded(texts: Mapping[str, str]) -> list[Row]:
 
 MEANINGS: Mapping[str, str] = {
     "OK": "The program did what it was asked. A job that was run or waited for has succeeded.",
-    "FAILED": "The training failed, or a checkpoint is damaged.",
+    "FAILED": "The training failed or was stopped before its end, or a checkpoint is damaged.",
     "USAGE": "The command line, a file or the environment cannot be used, or there is no such job: "
     "nothing was changed. Or standard output cannot be written.",
     "SUPERSEDED": "A newer master, round or life of the same node exists, so this program ended.",

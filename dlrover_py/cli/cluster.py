@@ -607,7 +607,7 @@ class ClusterJob:
             style: form in which progress is shown.
 
         Returns:
-            0 if the job succeeded or was stopped; 1 if it failed, or the operator refuses its spec.
+            0 if the job succeeded; 1 if it failed or was stopped, or the operator refuses its spec.
 
         Raises:
             ConfigError: the job was deleted.
@@ -659,7 +659,7 @@ class ClusterJob:
                         print(line, flush=True)
                     if not published:
                         print(view.plain(f"{self.name} is {seen.phase}: {seen.reason}"), flush=True)
-                return 0 if seen.phase in (JobPhase.SUCCEEDED, JobPhase.STOPPED) else 1
+                return 0 if seen.phase == JobPhase.SUCCEEDED else 1
         raise AssertionError("a watch never ends")
 
 

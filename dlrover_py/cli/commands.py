@@ -234,7 +234,7 @@ def submit(
     `-` is standard input. All jobs are checked before the first one is created. A job that exists
     already is refused, unless --apply is given. --apply replaces its spec with that of the file.
     `suspend` keeps its value if the file does not set it. Without --wait, the command returns
-    before the jobs run. With --wait, the exit code is 0 if all jobs succeeded or were stopped.
+    before the jobs run. With --wait, the exit code is 0 if all jobs succeeded.
     Ctrl-C during --wait leaves the job running.
 
     \f
@@ -849,8 +849,8 @@ def remove_runs(
         yes: do not ask for confirmation.
 
     Raises:
-        ConfigError: no condition is given, ``older_than`` has another form, no run of a named job
-            has ended, a folder cannot be removed, or there is no terminal for the question.
+        ConfigError: no condition is given, ``older_than`` has another form, a folder cannot be
+            removed, or there is no terminal for the question.
         Abort: the user does not confirm (click.Abort).
     """
     settings = Settings.from_environment()
@@ -858,12 +858,9 @@ def remove_runs(
         raise ConfigError("no runs selected: expected names of jobs, --older-than, --keep or --all")
     limit = None if older_than is None else runs.seconds(older_than)
     known = runs.ended(settings.state_folder)
-    unknown = set(jobs) - {run.name for run in known}
-    if unknown:
-        raise ConfigError(
-            f"no run of {', '.join(sorted(unknown))} has ended on this machine; see "
-            "`dlrover job list`"
-        )
+    if unknown := set(jobs) - {run.name for run in known}:
+        names = ", ".join(sorted(unknown))
+        click.echo(f"no run of {names} has ended on this machine; see `dlrover job list`", err=True)
     gone = runs.to_remove(known, jobs=jobs, older_than_s=limit, keep=keep, now=view.now())
     if not gone:
         _finish_removals(settings.state_folder)

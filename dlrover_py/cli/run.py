@@ -27,6 +27,7 @@ from dlrover_py.localcluster.cluster import JobPaths, LocalCluster, api
 from dlrover_py.net import http_server
 from dlrover_py.process.blocking import BackgroundThread
 from dlrover_py.process.identity import ignores_signal
+from dlrover_py.protocol.errors import ExitCode
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.local import Snapshot
 from dlrover_py.protocol.status import JobPhase, JobStatus
@@ -336,10 +337,10 @@ def _last_lines(cluster: LocalCluster, last_output: str) -> Iterator[str]:
 def _exit_code(cluster: LocalCluster, interrupts: list[int]) -> int:
     """Return the exit code of the command, after these signals.
 
-    It is 1 for a failed job, and 0 for any other end. After a signal it is 128 plus the number of
-    the first one, unless the job succeeded.
+    It is 0 only if the job succeeded: `dlrover job run job.yaml && publish` must not publish a
+    model whose training was stopped. After a signal it is 128 plus the number of the first one,
+    and 1 for any other end.
     """
-    phase = cluster.status.phase if cluster.status is not None else JobPhase.PENDING
-    if interrupts and phase is not JobPhase.SUCCEEDED:
-        return 128 + interrupts[0]
-    return 1 if phase is JobPhase.FAILED else 0
+    if cluster.status is not None and cluster.status.phase is JobPhase.SUCCEEDED:
+        return ExitCode.OK
+    return 128 + interrupts[0] if interrupts else ExitCode.FAILED

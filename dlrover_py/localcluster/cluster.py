@@ -56,7 +56,7 @@ from dlrover_py.protocol.errors import (
     ExitCode,
     FileLimitError,
 )
-from dlrover_py.protocol.job import ElasticJob, explain
+from dlrover_py.protocol.job import OWN_ENV, ElasticJob, explain
 from dlrover_py.protocol.local import (
     MAX_STATUS,
     CallDone,
@@ -728,8 +728,10 @@ class LocalCluster:
         # All nodes share this machine's cores; a Pod has its own.
         cores = len(os.sched_getaffinity(0)) // max(1, self.job.worker.replicas)
         env.setdefault("OMP_NUM_THREADS", str(max(1, cores)))
+        own = {*OWN_ENV, names.ENV_NODE_MARK, names.ENV_LIFELINE_FD}
         for variable in container.env:
-            env[variable.name] = expand(variable.value, env)
+            if variable.name not in own:  # as in a Pod
+                env[variable.name] = expand(variable.value, env)
         argv = [expand(part, env) for part in (*container.command, *container.args)]
         memory = env.get(names.ENV_SHM_DIR) or "/dev/shm"
         node.memory = Path(memory, f"{POOL_PREFIX}{self.uid}-{node.id}")

@@ -111,6 +111,12 @@ ELSEWHERE: Final = {
     "spec.pytorchReplicaSpecs": _KUBEFLOW_FIELD,
     "spec.nprocPerNode": _KUBEFLOW_FIELD,
     "metadata.generateName": "it is not supported: write metadata.name",
+} | {
+    f"metadata.{name}": "it belongs to an object in a cluster: leave it out"
+    for name in (
+        *("creationTimestamp", "deletionGracePeriodSeconds", "deletionTimestamp", "finalizers"),
+        *("managedFields", "ownerReferences", "resourceVersion", "selfLink"),
+    )
 }
 """Advice for fields of other kinds of objects, by their paths."""
 

@@ -672,3 +672,11 @@ def test_a_launcher_that_the_command_line_does_not_show_is_told(place: Place) ->
     (event, *_) = [e for e in status.events if e.reason == "NestedLauncher"]
     assert "worker 0 has started process" in event.message
     assert "in a world of 1 of its own, not in this round's of 2" in event.message
+
+
+def test_variables_of_dlrover_in_a_template_have_no_effect(place: Place) -> None:
+    """As in a Pod. One of them names the node's mark, by which its processes are found."""
+    theirs = {"DLROVER_MASTER_ADDR": "192.0.2.1:1", "DLROVER_TOKEN_FILE": "/none"}
+    marked = {"DLROVER_NODE_ID": "n77", "DLROVER_NODE_MARK": "x", "DLROVER_LIFELINE_FD": "2"}
+    with job(place, script="print('trained')", env=theirs | marked) as run:
+        assert run.wait() == 0

@@ -107,6 +107,7 @@ def test_an_interval_has_the_forms_of_the_checkpointers_arguments(
         ),
         ("spec.runPolicy", "this is a field of a PyTorchJob: docs/migrating-from-pytorchjob.md"),
         ("metadata.generateName", "it is not supported: write metadata.name"),
+        ("metadata.resourceVersion", "it belongs to an object in a cluster: leave it out"),
     ],
 )
 def test_a_field_of_another_kind_of_object_is_told_apart_from_a_misspelt_one(
