@@ -201,3 +201,13 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert there.is_relative_to(ROOT), f"{page.name}: {link} leads out of the repository"
         if anchor:
             assert anchor in anchors(there), f"{page.name}: {link}: no such heading"
+
+
+@pytest.mark.parametrize("name", ["dlrover", "horovod", "torchft"])
+def test_the_loop_of_a_migration_page_is_that_of_its_script(name: str) -> None:
+    page = (ROOT / "docs" / f"migrating-from-{name}.md").read_text()
+    script = (ROOT / "examples" / "ported" / f"from_{name}.py").read_text()
+    loop = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[-1]
+    rest = iter([line.strip() for line in script.splitlines()])
+    missing = [line for line in loop.splitlines() if line.strip() not in rest]
+    assert missing == [], "lines that the script does not have in this order"
