@@ -212,6 +212,12 @@ def test_arguments_and_states_that_cannot_be_used() -> None:
         Training(1, rule="cubic")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="base_batch=0"):
         BatchScaling(Training(1).optimizer, Training(1).loader, base_batch=0)
+    weighed, divided = Training(1), Training(1)
+    weighed.loader.weigh_by(len)
+    divided.loader.divide_among((0, 1))
+    for each in (weighed, divided):
+        with pytest.raises(ConfigError, match=r"a loader with divide_among\(\) or weigh_by"):
+            BatchScaling(each.optimizer, each.loader, base_batch=1, rule="adascale")
     training = Training(1)
     with pytest.raises(ConfigError, match="those of BatchScaling"):
         training.scaling.load_state_dict({"progress": 1})
@@ -224,3 +230,6 @@ def test_a_batch_per_worker_grows_with_the_world() -> None:
         sampler = ElasticSampler(100, global_batch=PerWorker(4), rank=0, world=world)
         assert sampler.global_batch == 4 * world
         assert len(next(iter(sampler))) == 4
+    loader = ElasticLoader(range(100), global_batch=PerWorker(4))
+    loader.divide_among((1, 3))
+    assert loader.sampler.global_batch == 12

@@ -195,3 +195,12 @@ def test_a_step_with_micro_batches_left_is_refused(alone: None) -> None:
         with pytest.raises(ConfigError, match="of each of them"):  # computed, but not gone back
             elastic.step(step)
         break
+
+
+def test_a_loader_for_a_part_of_the_ranks_is_refused() -> None:
+    loader = ElasticLoader(Numbers(), global_batch=4)
+    loader.divide_among((0, 1))
+    with pytest.raises(
+        ConfigError, match=r"the loader uses divide_among\(\): expected that it does"
+    ):
+        ElasticEngine(loader, config=config())

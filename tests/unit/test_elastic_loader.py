@@ -1,6 +1,7 @@
 """Steps of a loader: the gradient is the mean over the samples of the step, for each world."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.trainer.data import ElasticLoader, ElasticSampler
+from dlrover_py.trainer.data.verify import verify
 
 N, BATCH = 53, 12
 
@@ -25,7 +27,10 @@ class Rank:
 
     def __init__(self, rank: int, world: int, **options: Any) -> None:
         options = {"global_batch": BATCH, "seed": 2, **options}
+        count = options.pop("weigh_by", None)
         self.loader = ElasticLoader(dataset(), **options)
+        if count is not None:
+            self.loader.weigh_by(count)
         sampler = self.loader.sampler
         sampler.rank, sampler.world = rank, world
         torch.manual_seed(0)
@@ -299,3 +304,90 @@ def test_a_script_with_another_default_device() -> None:
         loader = ElasticLoader(list(range(N)), global_batch=BATCH, collate_fn=list)
         found = [sample for step in whole(loader) for batch in step for sample in batch]
     assert sorted(found) == list(range(N))
+
+
+def tokens(batch: Any) -> Any:
+    """A weight: how many of the first inputs are positive."""
+    return (batch[0][:, 0] > 0).sum()
+
+
+@pytest.mark.parametrize("micro", [None, 1, 5])
+def test_a_weight_replaces_the_number_of_samples(micro: int | None, tmp_path: Path) -> None:
+    """The mean loss of a micro-batch is that over its positive samples."""
+    one = Rank(0, 1, weigh_by=tokens, micro_batch=micro, ledger=tmp_path)
+    for step in one.loader:
+        one.model.zero_grad()
+        rows = []
+        for inputs, targets in step:
+            positive = inputs[:, 0] > 0
+            rows.append((inputs[positive], targets[positive]))
+            errors = (one.model(inputs) - targets).square()
+            step.weigh(errors[positive].sum() / max(int(positive.sum()), 1)).backward()
+        found = [p.grad.clone() for p in one.model.parameters()]
+        inputs, targets = (torch.cat(each) for each in zip(*rows, strict=True))
+        loss = (one.model(inputs) - targets).square().mean()
+        expected = torch.autograd.grad(loss, [*one.model.parameters()])
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+        step.commit()
+    report = verify(tmp_path)
+    assert (report.exact, report.problems) == (True, [])
+
+
+def test_a_step_without_weight_has_no_gradient() -> None:
+    one = Rank(0, 1, weigh_by=lambda _: 0)
+    step = next(iter(one.loader))
+    for inputs, _ in step:
+        for reduction in ("mean", "sum"):
+            assert step.weigh(one.model(inputs).sum(), reduction=reduction).item() == 0
+
+
+@pytest.mark.parametrize("wrong", [-1, float("nan"), float("inf")])
+def test_a_weight_that_is_no_number_from_0_is_refused(wrong: float) -> None:
+    step = next(iter(Rank(0, 1, weigh_by=lambda _: wrong).loader))
+    with pytest.raises(ConfigError, match=f"has returned {wrong}.*expected a finite number from 0"):
+        next(iter(step))
+
+
+class Mesh:
+    """What a loader needs of torch's ``DeviceMesh``; the real one needs a process group."""
+
+    def __init__(self, rank: int | None, *sizes: int) -> None:
+        self.rank, self.sizes, self.ndim = rank, sizes, len(sizes)
+
+    def get_coordinate(self) -> list[int] | None:
+        return None if self.rank is None else [self.rank]
+
+    def get_local_rank(self) -> int | None:
+        return self.rank
+
+    def size(self) -> int:
+        return self.sizes[0]
+
+
+def test_the_place_among_data_parallel_ranks_comes_from_a_mesh_or_from_numbers() -> None:
+    for place in (Mesh(1, 3), (1, 3)):
+        loader = ElasticLoader(dataset(), global_batch=BATCH)
+        loader.divide_among(place)
+        assert (loader.sampler.rank, loader.sampler.world) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        (Mesh(0, 2, 2), "a mesh with 2 dimensions: expected one"),
+        (Mesh(None, 2), "a mesh without this rank"),
+        ((2, 2), "rank is 2: expected less than world, 2"),
+        ((0, 0), "world is 0"),
+    ],
+)
+def test_a_place_that_does_not_exist_is_refused(place: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ElasticLoader(dataset(), global_batch=BATCH).divide_among(place)
+
+
+def test_a_place_among_several_without_a_process_group_is_refused() -> None:
+    loader = ElasticLoader(dataset(), global_batch=BATCH)
+    loader.divide_among((0, 2))
+    with pytest.raises(ConfigError, match="2 workers, but there is no process group"):
+        next(iter(loader))

@@ -27,9 +27,9 @@ def ranks_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the ranks of a world that exists only in this process agree. Rank 0 comes first."""
     notes = [0]
 
-    def check(_: Agreement, sampler: ElasticSampler, note: int = 0) -> int:
+    def check(_: Agreement, sampler: ElasticSampler, note: int = 0) -> tuple[int, bool]:
         notes[0] = note if sampler.rank == 0 else notes[0]
-        return notes[0]
+        return notes[0], True
 
     monkeypatch.setattr(Agreement, "check", check)
 

@@ -21,10 +21,17 @@ _numbers = itertools.count()
 class Agreement:
     """Compares the samplers of all ranks, at the start of each loop over a loader."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_shared: bool = False) -> None:
+        """Create it for one loader.
+
+        Args:
+            is_shared: several ranks may have the same place in their samplers, and then read the
+                same samples. Otherwise the place is that in the process group.
+        """
+        self.is_shared = is_shared
         self._rollcall: RollCall | None = None
 
-    def check(self, sampler: ElasticSampler, note: int = 0) -> int:
+    def check(self, sampler: ElasticSampler, note: int = 0) -> tuple[int, bool]:
         """Raise on every rank if the ranks would read other samples than they should.
 
         This call is collective. If a rank does not make it, the log names that rank after some
@@ -35,29 +42,29 @@ class Agreement:
             note: a number for the other ranks.
 
         Returns:
-            The note of rank 0.
+            The note of rank 0; and whether this rank is the first one with its samples.
 
         Raises:
             ConfigError: the ranks have other positions or arguments; the sampler was made for
-                another world; several workers have no process group; or a rank does not begin the
-                loop within 30 minutes.
+                another world; a part of the samples has fewer ranks than another one; several
+                workers have no process group; or a rank does not begin the loop within 30 minutes.
         """
         group = rank_and_world()
         if group is None:
-            if (size := session.world().size) > 1:
+            if (size := max(session.world().size, sampler.world * self.is_shared)) > 1:
                 raise ConfigError(
                     f"data: the world has {size} workers, but there is no process group: call "
                     "torch.distributed.init_process_group() before the loop over the loader"
                 )
-            return note
-        if group != (sampler.rank, sampler.world):
+            return note, True
+        if not self.is_shared and group != (sampler.rank, sampler.world):
             raise ConfigError(
                 f"data: the sampler was made for rank {sampler.rank} of {sampler.world}, but the "
                 f"process group has rank {group[0]} of {group[1]}: create the loader after "
                 "init_process_group()"
             )
-        if group[1] == 1:
-            return note
+        if group[1] == 1 and not self.is_shared:
+            return note, True
         if self._rollcall is None:
             self._rollcall = RollCall(
                 *group,
@@ -71,12 +78,23 @@ class Agreement:
             "global_batch": sampler.global_batch,
             "micro_batch": sampler.micro_batch,
         }
-        everyone = gather((note, own), group[1])
+        everyone = gather((note, sampler.rank, sampler.world, own), group[1])
+        places = [place for _, place, _, _ in everyone]
+        sizes = {size for _, _, size, _ in everyone}
+        counts = {places.count(place) for place in range(sampler.world)}
+        if len(sizes) > 1 or len(counts) > 1:
+            found = {
+                rank: f"{place} of {size}" for rank, (_, place, size, _) in enumerate(everyone)
+            }
+            raise ConfigError(
+                f"data: divide_among() got the places {format_by_rank(found)}: expected each "
+                "place from 0 on equally often, and one size"
+            )
         for name in own:
-            values = {rank: f"{name}={each[name]}" for rank, (_, each) in enumerate(everyone)}
+            values = {rank: f"{name}={each[name]}" for rank, (*_, each) in enumerate(everyone)}
             if len(set(values.values())) > 1:
                 raise ConfigError(
                     f"data: the ranks differ: {format_by_rank(values)}: create the loader with the "
                     "same arguments, and load the same checkpoint, on every rank"
                 )
-        return int(everyone[0][0])
+        return int(everyone[0][0]), places.index(sampler.rank) == group[0]

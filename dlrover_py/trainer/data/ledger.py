@@ -53,12 +53,10 @@ class LedgerWriter:
         """The last write has failed, and that is in the log."""
 
     def reserve(self, sampler: ElasticSampler) -> int:
-        """Create the file of rank 0 for a new segment, and return the number of the segment.
+        """Create this rank's file of a new segment, and return the number of the segment.
 
-        Other ranks return 0, as rank 0 does if the folder cannot be written; the log says why.
+        Only rank 0 does this. It returns 0 if the folder cannot be written; the log says why.
         """
-        if sampler.rank:
-            return 0
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             found = (parse_name(path.name) for path in self._folder.iterdir())

@@ -5,21 +5,32 @@ and weighs the losses so that the gradient is the mean over all samples of the s
 """
 
 import hashlib
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.trainer.collectives import rank_and_world, total
 from dlrover_py.trainer.data.agreement import Agreement
-from dlrover_py.trainer.data.ledger import DigestedDataset, DigestingCollate, LedgerWriter
+from dlrover_py.trainer.data.ledger import (
+    DigestedBatch,
+    DigestedDataset,
+    DigestingCollate,
+    LedgerWriter,
+)
 from dlrover_py.trainer.data.sampler import ElasticSampler, PerWorker
 from dlrover_py.trainer.data.seeds import SeededDataset, SeededSampler
 from dlrover_py.trainer.data.shares import MicroBatch
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class ElasticLoader:
@@ -88,9 +99,45 @@ class ElasticLoader:
         self._generator = None if "generator" in options else torch.Generator()
         options.setdefault("generator", self._generator)
         self.loader = DataLoader(dataset, batch_sampler=batches, **options)
+        self.weight: Callable[[Any], Any] | None = None
+        """Returns the weight of a batch; None: it is the number of samples."""
         self._agreement = Agreement()
         self._step: TrainingStep | None = None
         """The step that the script computes now; None before the first and after a load."""
+
+    def weigh_by(self, count: Callable[[Any], Any]) -> None:
+        """Let the gradient be the mean over something else than samples, such as tokens.
+
+        Call this right after the loader was created. All micro-batches of a step are then read
+        before the first one is computed, and the ranks add up their counts.
+
+        Args:
+            count: gets a batch as the ``DataLoader`` has collated it. It returns a number from 0,
+                such as that of the tokens that are not padding.
+        """
+        self.weight = count
+
+    def divide_among(self, data_parallel: "DeviceMesh | tuple[int, int]") -> None:
+        """Divide the samples among some ranks, and give the others the same ones as these.
+
+        Call this right after the loader was created, if several ranks compute one copy of the model
+        together (tensor, pipeline or context parallelism), and so need the same samples.
+
+        Args:
+            data_parallel: the ranks that have different samples: a ``DeviceMesh`` with one
+                dimension, or the place of this rank among them, from 0, and their number.
+
+        Raises:
+            ConfigError: the mesh has several dimensions, or is one of other ranks; or there is no
+                such place.
+        """
+        self.sampler.place(*_place_in(data_parallel))
+        self._agreement = Agreement(is_shared=True)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several ranks may have the same samples, as :meth:`divide_among` says."""
+        return self._agreement.is_shared
 
     @property
     def epoch(self) -> int:
@@ -128,14 +175,19 @@ class ElasticLoader:
         self._step = None
         sampler = self.sampler
         ledger = self._ledger
-        segment = self._agreement.check(sampler, 0 if ledger is None else ledger.reserve(sampler))
+        rank = (rank_and_world() or (sampler.rank, 0))[0]
+        note = 0 if ledger is None or rank else ledger.reserve(sampler)
+        segment, is_first = self._agreement.check(sampler, note)
         if ledger is not None:
             if not segment:
                 raise ConfigError(
                     "data: rank 0 cannot write the ledger (see its log): expected a folder that "
                     "it can write; mend it, or leave ledger= out"
                 )
-            ledger.begin(segment, sampler)
+            if is_first:
+                ledger.begin(segment, sampler)
+            else:
+                ledger = None  # another rank with the same samples keeps the record
         if self._generator is not None:
             where = f"{sampler.seed}/{sampler.epoch}/{sampler.offset}/{sampler.rank}"
             digest = hashlib.blake2b(where.encode(), digest_size=8).digest()
@@ -206,6 +258,12 @@ class TrainingStep:
         self._todo = list(reversed(micro_batches))
         self._batches = batches
         self._current: MicroBatch | None = None
+        self._ahead: deque[tuple[Any, float]] = deque()
+        """Batches that were read but not yielded, with their weights."""
+        self._weight = 0.0
+        """Weight of the present micro-batch: its samples, unless the loader has another weight."""
+        self._total = float(micro_batches[0].total)
+        """Weight of the step, of all ranks together."""
         self._failed = False
         self._digest = 0
         """Sum of the digests of this rank's samples so far, if there is a ledger."""
@@ -235,16 +293,55 @@ class TrainingStep:
                     "loader again, from the committed position"
                 )
             self._failed = True
-            batch = next(self._batches)
+            batch, self._weight = self._read()
             self._failed = False
             part = self._current = self._todo.pop()
-            if self._ledger is not None:
+            if isinstance(batch, DigestedBatch):
                 if part.samples:
                     self._digest += batch.digest
-                if part.last:
+                if part.last and self._ledger is not None:
                     self._ledger.add(self._digest)
                 batch = batch.batch
             yield batch
+
+    def _read(self) -> tuple[Any, float]:
+        """Return the next micro-batch and its weight.
+
+        If the loader has a weight, the first call reads all micro-batches of the step, and is
+        collective.
+
+        Raises:
+            ConfigError: the weight of a micro-batch, on any rank, is not a number from 0.
+        """
+        weight_of = self._loader.weight
+        if weight_of is None:
+            return next(self._batches), float(self._todo[-1].samples)
+        if not self._ahead:
+            for part in reversed(self._todo):
+                batch = next(self._batches)
+                plain = batch.batch if isinstance(batch, DigestedBatch) else batch
+                self._ahead.append((batch, float(weight_of(plain)) if part.samples else 0.0))
+            self._total = self._sum([weight for _, weight in self._ahead])
+        return self._ahead.popleft()
+
+    def _sum(self, weights: list[float]) -> float:
+        """Return the sum of the weights of all ranks that have different samples. Collective.
+
+        Raises:
+            ConfigError: one of them is not a number from 0. All ranks raise it.
+        """
+        wrong = [weight for weight in weights if not 0 <= weight < math.inf]
+        world = self._sampler.world
+        # Ranks with the same samples have the same weights, and all of them are in the sum.
+        ranks = (rank_and_world() or (0, world))[1] if self._loader.is_shared else world
+        whole = total([math.nan if wrong else sum(weights)], ranks)[0]
+        if math.isnan(whole):
+            raise ConfigError(
+                "data: the function of weigh_by() has returned "
+                f"{wrong[0] if wrong else 'a wrong number on another rank'}: expected a finite "
+                "number from 0"
+            )
+        return whole / (ranks // world)
 
     @property
     def computed(self) -> bool:
@@ -266,22 +363,23 @@ class TrainingStep:
         """Return the loss of the micro-batch that was yielded last, weighted for ``backward()``.
 
         The gradient that DDP or FSDP averages over the ranks is then the mean over all samples of
-        the step. The weight of an empty micro-batch is 0.
+        the step; or over all tokens, if :meth:`ElasticLoader.weigh_by` counts them. The weight of
+        an empty micro-batch is 0.
 
         Args:
             loss: a tensor with one element.
-            reduction: how the loss combines the samples: ``"mean"`` or ``"sum"``.
+            reduction: how the loss combines the samples (or tokens): ``"mean"`` or ``"sum"``.
 
         Raises:
             ConfigError: the reduction is not one of these.
         """
-        part = self.micro_batch
-        weight = part.weight(self._sampler.world)
+        part, world = self.micro_batch, self._sampler.world
+        weight_of_all = self._total or math.inf  # without any weight the gradient is 0
         match reduction:
             case "mean":
-                return loss * weight
+                return loss * (self._weight * world / weight_of_all)
             case "sum":
-                return loss * (weight / max(part.samples, 1))
+                return loss * (world / weight_of_all if part.samples else 0.0)
         raise ConfigError(f"data: reduction is {reduction!r}: expected 'mean' or 'sum'")
 
     def sync(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -350,6 +448,27 @@ def _exchange(model: Any, exchange: bool) -> Iterator[None]:
     """Set whether a module of ``fully_shard`` exchanges its gradients in ``backward``."""
     model.set_requires_gradient_sync(exchange)
     yield
+
+
+def _place_in(data_parallel: "DeviceMesh | tuple[int, int]") -> tuple[int, int]:
+    """Return the rank of this worker among those that divide the samples, and their number.
+
+    Raises:
+        ConfigError: the mesh has several dimensions, or is one of other ranks.
+    """
+    if isinstance(data_parallel, tuple):
+        rank, world = data_parallel
+        return rank, world
+    if data_parallel.ndim != 1:
+        raise ConfigError(
+            f"data: divide_among() got a mesh with {data_parallel.ndim} dimensions: expected one, "
+            'such as mesh["dp"]; flatten several: mesh["replicate", "shard"]._flatten()'
+        )
+    if data_parallel.get_coordinate() is None:
+        raise ConfigError(
+            "data: divide_among() got a mesh without this rank: expected a mesh of all ranks"
+        )
+    return data_parallel.get_local_rank(), data_parallel.size()
 
 
 def _check_dataset(dataset: Any) -> None:

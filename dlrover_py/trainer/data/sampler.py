@@ -92,21 +92,35 @@ class ElasticSampler:
         self.seed = _counted("seed", seed, least=0)
         self.shuffle = bool(shuffle)
         self.block = _counted("block", block, least=1)
+        self._batch = global_batch
         place = session.world()
         group = rank_and_world() or (place.rank, place.size)
-        self.rank = _counted("rank", group[0] if rank is None else rank, least=0)
-        self.world = _counted("world", group[1] if world is None else world, least=1)
-        if self.rank >= self.world:
-            raise ConfigError(f"data: rank is {self.rank}: expected less than world, {self.world}")
-        if isinstance(global_batch, PerWorker):
-            global_batch = self.world * _counted("PerWorker", global_batch.samples, least=1)
-        self.global_batch = _counted("global_batch", global_batch, least=1)
+        self.place(group[0] if rank is None else rank, group[1] if world is None else world)
         self.epoch = 0
         """The epoch of the next step, from 0."""
         self.offset = 0
         """Number of samples of the epoch that are in committed steps."""
         self.steps = 0
         """Number of committed steps since the start of the training."""
+
+    def place(self, rank: int, world: int) -> None:
+        """Set which part of each step is this rank's.
+
+        Args:
+            rank: the number of the part, from 0.
+            world: number of parts.
+
+        Raises:
+            ConfigError: an argument is not a whole number in its range.
+        """
+        self.rank = _counted("rank", rank, least=0)
+        self.world = _counted("world", world, least=1)
+        if self.rank >= self.world:
+            raise ConfigError(f"data: rank is {self.rank}: expected less than world, {self.world}")
+        batch = self._batch
+        if isinstance(batch, PerWorker):
+            batch = self.world * _counted("PerWorker", batch.samples, least=1)
+        self.global_batch = _counted("global_batch", batch, least=1)
 
     # --- The position ---
 

@@ -148,8 +148,8 @@ class BatchScaling:
 
         Raises:
             ConfigError: the rule is not known; a number is out of its range; or the rule is
-                ``"adascale"`` and the model is sharded by FSDP2, whose parts have no whole
-                gradient.
+                ``"adascale"`` and the model is sharded by FSDP2, so that no rank has a whole
+                gradient, or the loader uses ``divide_among`` or ``weigh_by``.
         """
         if rule not in get_args(Rule):
             raise ConfigError(
@@ -167,6 +167,11 @@ class BatchScaling:
         """Per parameter group, the values that are scaled during ``optimizer.step()``."""
         self._squares = _Squares(loader, loss_scale) if rule == "adascale" else None
         if self._squares is not None:
+            if loader.is_shared or loader.weight is not None:
+                raise ConfigError(
+                    'data: rule="adascale" and a loader with divide_among() or weigh_by(): '
+                    'expected neither; choose "linear" or "sqrt"'
+                )
             self._squares.watch(optimizer)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)

@@ -105,6 +105,11 @@ class ElasticEngine:
                     f"deepspeed: found {name}: expected the data in an ElasticLoader, the config "
                     "in config, and data parallelism only"
                 )
+        if loader.is_shared:
+            raise ConfigError(
+                "deepspeed: the loader uses divide_among(): expected that it does not, since "
+                "DeepSpeed averages gradients over all ranks"
+            )
         if isinstance(options.get("model"), deepspeed.PipelineModule):
             raise ConfigError(
                 "deepspeed: the model is a PipelineModule: expected a plain module, since pipeline "
