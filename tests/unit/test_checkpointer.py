@@ -212,11 +212,11 @@ def test_a_dict_that_another_thread_writes_to_is_saved(make: Callable[..., Check
     assert state["x"]["n"] == 0
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:TypedStorage is deprecated")
 def test_a_folder_that_is_a_checkpoint_by_itself_is_no_place_for_others(
     make: Callable[..., Checkpointer], tmp_path: Path
 ) -> None:
-    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "one", no_dist=True)
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "one")
     checkpointer = make(tmp_path / "one")
     with pytest.raises(ConfigError, match=r"one is itself a checkpoint .*init="):
         checkpointer.load({"w": torch.zeros(2)})
@@ -1024,13 +1024,13 @@ def test_a_larger_world_needs_its_process_group(make: Callable[..., Checkpointer
         one.save(1, STATE)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:TypedStorage is deprecated")
 def test_a_new_training_begins_with_what_torch_has_saved(
     make: Callable[..., Checkpointer], tmp_path: Path
 ) -> None:
     torch.manual_seed(1)
     theirs, ours = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
-    dcp.save({"model": theirs.state_dict()}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    dcp.save({"model": theirs.state_dict()}, checkpoint_id=str(tmp_path / "dcp"))
     checkpointer = make(tmp_path / "run")
     assert checkpointer.load({"model": ours}, init=tmp_path / "dcp") is None
     assert torch.equal(ours.weight, theirs.weight)

@@ -64,7 +64,9 @@ from tests.staged import stage
 
 LOG = logging.getLogger("test")
 DEADLINE_S = 30.0
-alone = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+alone = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is", "ignore:TypedStorage is deprecated"
+)
 
 
 def load(state: Any, arena: Path, **changes: Any) -> Loaded | None:
@@ -467,7 +469,7 @@ def test_what_an_object_has_is_its_own_until_it_takes_another(tmp_path: Path) ->
 @alone
 def test_where_nothing_says_how_keys_are_nested_they_are_refused(tmp_path: Path) -> None:
     saved = {"h": {"loss": {"train": torch.ones(2)}, "flat": torch.ones(1)}}
-    dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
+    dcp.save(saved, checkpoint_id=tmp_path)
     grows = Grows()
     with pytest.raises(
         KeysDifferError, match=r"how h\.loss\.train are nested is not in the checkpoint"
@@ -938,7 +940,6 @@ def test_what_dcp_save_wrote_is_loaded(tmp_path: Path) -> None:
     dcp.save(
         {k: v.state_dict() if hasattr(v, "state_dict") else v for k, v in saved.items()},
         checkpoint_id=tmp_path,
-        no_dist=True,
     )
     state = fresh(2)
     load_dcp(state, tmp_path, rank=0, world=1, log=LOG)
@@ -949,7 +950,7 @@ def test_what_dcp_save_wrote_is_loaded(tmp_path: Path) -> None:
 def test_what_get_state_dict_gives_is_loaded(tmp_path: Path) -> None:
     saved = trained(1)
     model, optimizer = get_state_dict(saved["model"], saved["optim"])
-    dcp.save({"model": model, "optim": optimizer}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.save({"model": model, "optim": optimizer}, checkpoint_id=tmp_path)
     state = fresh(2)
     del state["epoch"], state["sched"]
     load_dcp(state, tmp_path, rank=0, world=1, log=LOG)
@@ -965,7 +966,7 @@ def test_metadata_that_name_anything_else_are_refused(tmp_path: Path) -> None:
 
 @alone
 def test_a_damaged_tensor_in_a_file_of_torchs_is_told(tmp_path: Path) -> None:
-    dcp.save({"w": torch.ones(4)}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.save({"w": torch.ones(4)}, checkpoint_id=tmp_path)
     (file,) = tmp_path.glob("*.distcp")
     file.write_bytes(bytes(file.stat().st_size))
     state = {"w": torch.zeros(4)}
@@ -993,7 +994,7 @@ def test_of_keys_of_torchs_only_those_that_are_an_objects_own_make_one(
     tmp_path: Path,
 ) -> None:
     planner = dcp.DefaultSavePlanner(flatten_state_dict=not flat)
-    dcp.save(saved, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+    dcp.save(saved, checkpoint_id=tmp_path, planner=planner)
     load_dcp(state, tmp_path, rank=0, world=1, strict=False, log=LOG)
     assert state == expected
 
@@ -1044,7 +1045,7 @@ def without_chunks(metadata: Any) -> None:
 def test_malformed_metadata_are_refused(
     damage: Callable[[Any], None], words: str, tmp_path: Path
 ) -> None:
-    dcp.save({"w": torch.ones(4), "n": 5}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.save({"w": torch.ones(4), "n": 5}, checkpoint_id=tmp_path)
     metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
     damage(metadata)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -1056,7 +1057,7 @@ def test_malformed_metadata_are_refused(
 
 @alone
 def test_what_another_planner_has_noted_is_no_matter(tmp_path: Path) -> None:
-    dcp.save({"x": {"a": 5}}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.save({"x": {"a": 5}}, checkpoint_id=tmp_path)
     metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
     odd: list[object] = [7, {"x.a": 7}, {"x.a": ()}, {"x.a": ("x", {})}, {"x.a": ("y", "a")}]
     for noted in odd:
