@@ -27,7 +27,8 @@ from dlrover_py.protocol.shards import (
     ShardRequest,
     read_shard_request,
 )
-from dlrover_py.shards.queue import MAX_OPEN, QueueRecord, ShardQueue
+from dlrover_py.shards.queue import MAX_OPEN, ShardQueue
+from dlrover_py.shards.records import QueueRecord
 
 RECORD = TypeAdapter(QueueRecord)
 REQUESTS_PER_WRITE = 16

@@ -10,7 +10,7 @@ import hashlib
 from enum import StrEnum
 from typing import Annotated, Final, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, StringConstraints, ValidationError, model_validator
 
 from dlrover_py.protocol.agents import BootId, Count, Counted, DatasetName, HeldLease, Wire, Words
 from dlrover_py.protocol.documents import LARGEST, Size, explain
@@ -23,13 +23,21 @@ MAX_REQUEST: Final = 1 << 18
 
 ShardSizes = Annotated[
     list[tuple[Annotated[int, Field(ge=1, le=2**32)], Annotated[int, Field(ge=1, le=2**48)]]],
-    Field(min_length=1, max_length=8192),
+    Field(max_length=8192),
 ]
 """Sizes of shards, as pairs: how many shards in a row have a size, and that size."""
 SubRange = tuple[Size, Size]
 """A part of a shard: its first sample, and the one after its last, from the start of the shard."""
 MAX_TOKENS: Final = 4096
 """Most leases in a message."""
+MAX_PARTITIONS: Final = 1000
+"""Most partitions of a stream."""
+PartitionName = Annotated[
+    str, StringConstraints(min_length=1, max_length=100, pattern=r"^[^\x00-\x1f\x7f]+$")
+]
+"""Name of a partition of a stream, such as the name of a file."""
+Offset = Annotated[int, Field(ge=0, le=2**52)]
+"""A place in a partition, in units of the source such as bytes."""
 
 
 class Level(StrEnum):
@@ -48,8 +56,10 @@ class Level(StrEnum):
 class DatasetSpec(Wire):
     """A dataset, as all its workers must name it."""
 
-    sizes: ShardSizes
-    """The sizes of all shards, in the order of the dataset."""
+    sizes: ShardSizes = Field(default_factory=list)
+    """The sizes of all shards, in the order of the dataset; empty for a stream."""
+    range_size: Annotated[int, Field(ge=1, le=2**48)] | None = None
+    """For a stream, whose partitions grow: most units of a range that is leased."""
     seed: Annotated[int, Field(ge=0, le=2**53)] = 0
     """It chooses the order of the shards."""
     shuffle: bool = True
@@ -65,11 +75,14 @@ class DatasetSpec(Wire):
 
     @model_validator(mode="after")
     def _check_size(self) -> "DatasetSpec":
-        """Refuse a dataset with too many samples.
+        """Refuse a dataset with too many samples, or with none.
 
         Raises:
-            ValueError: It has more than 2**53 samples or 2**32 shards.
+            ValueError: It has more than 2**53 samples or 2**32 shards, or it must have either
+                shards or ranges of a stream.
         """
+        if bool(self.sizes) == (self.range_size is not None):
+            raise ValueError("expected either sizes of shards, or the range_size of a stream")
         samples = sum(count * size for count, size in self.sizes)
         if samples > 2**53 or sum(count for count, _ in self.sizes) > 2**32:
             raise ValueError("expected at most 2**53 samples in at most 2**32 shards")
@@ -87,7 +100,12 @@ class DatasetSpec(Wire):
 
     @property
     def order(self) -> str:
-        """Digest of all that decides which shard is at which position of an epoch."""
+        """Digest of all that decides which shard is at which position of an epoch.
+
+        The credits of a stream do not depend on its options, so its digest is always the same.
+        """
+        if self.range_size is not None:
+            return "stream"
         text = self.model_dump_json(include={"sizes", "seed", "shuffle"})
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -101,6 +119,8 @@ class Ledger(Wire):
     """The finished shards of the epoch, by their positions in its order."""
     partial: dict[Count, Runs] = Field(default_factory=dict, max_length=MAX_TOKENS)
     """The credited samples of shards that are begun, by position."""
+    parts: dict[PartitionName, Runs] = Field(default_factory=dict, max_length=MAX_PARTITIONS)
+    """For a stream: the credited units of each partition."""
 
 
 class Credit(Wire):
@@ -130,8 +150,11 @@ class ShardLease(HeldLease):
 
     shard: Count
     """Number of the shard in the dataset."""
+    partition: str = ""
+    """For a stream: the partition of the range."""
     start: Count
-    """The first sample of the shard in the dataset."""
+    """The first sample of the shard in the dataset; for a stream, the first unit in the
+    partition."""
     size: Annotated[int, Field(ge=1, le=LARGEST)]
     """Number of samples of the shard."""
     todo: Annotated[list[SubRange], Field(min_length=1)]
@@ -170,6 +193,11 @@ class ShardRequest(Wire):
     """True if the worker has read samples since its last request: this renews its leases."""
     want: Annotated[int, Field(ge=0, le=64)] = 0
     """How many leases it wants to hold after this request."""
+    ends: dict[PartitionName, Offset] = Field(default_factory=dict, max_length=MAX_PARTITIONS)
+    """For a stream: where each partition of the source ends now. A lower end than before is
+    ignored."""
+    ended: bool = False
+    """True if the stream has ended: no partition grows any more, and none is added."""
 
 
 class NodeShardRequest(Wire):
@@ -217,6 +245,9 @@ class ShardAnswer(Wire):
     """Seconds without progress after which the worker loses its leases; 0: no limit."""
     quarantined: Count = 0
     """Number of shards in quarantine."""
+    poll: bool = False
+    """True if the worker should ask the source of a stream for the ends of its partitions, and
+    report them in its next request. One worker at a time is told so."""
 
 
 def read_shard_request(body: bytes) -> ShardRequest:

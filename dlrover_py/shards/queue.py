@@ -13,12 +13,10 @@ import heapq
 import math
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from pydantic import ConfigDict, Field
-from pydantic import dataclasses as records
-
-from dlrover_py.protocol.agents import Count, HeldLease
-from dlrover_py.protocol.runs import Runs, add, first_missing, missing, size
+from dlrover_py.protocol.agents import HeldLease
+from dlrover_py.protocol.runs import Run, size
 from dlrover_py.protocol.shards import (
     AnswerCode,
     DatasetSpec,
@@ -28,7 +26,9 @@ from dlrover_py.protocol.shards import (
     ShardLease,
     ShardRequest,
 )
-from dlrover_py.shards.order import ShardOrder, ShardTable
+from dlrover_py.shards.epochs import EpochShards, Place
+from dlrover_py.shards.records import QuarantinedShard, QueueRecord, ShardFailures
+from dlrover_py.shards.streams import StreamRanges
 
 MAX_OPEN = 1024
 """Most shards that are leased or returned at the same time. It bounds the size of the record."""
@@ -45,55 +45,31 @@ DURATIONS = 200
 RETRY_S = 0.1
 """Seconds after which a worker without a lease asks again, for up to ``RETRY_WORKERS`` workers."""
 RETRY_WORKERS = 50
+POLL_S = 1.0
+"""Least seconds between two looks of workers at the source of a stream."""
 
 
-@records.dataclass(slots=True, config=ConfigDict(extra="ignore"))
-class ShardFailures:
-    """The failures of workers with one shard."""
+class _Supply(Protocol):
+    """What may be leased: positions, each of which stands for a shard or a range of a stream.
 
-    count: Count
-    why: str
-    """The newest one, in words."""
+    See :class:`~dlrover_py.shards.epochs.EpochShards` for what each method does.
+    """
 
-
-@records.dataclass(slots=True, config=ConfigDict(extra="ignore"))
-class QuarantinedShard:
-    """A shard that is not leased any more."""
-
-    epoch: Count
-    """The epoch in which that was decided."""
-    why: str
-    """The reason, in words."""
-    missed: Runs
-    """Its samples that were not credited in that epoch. Later epochs miss all its samples."""
-
-
-@records.dataclass(slots=True, kw_only=True, config=ConfigDict(extra="ignore"))
-class QueueRecord:
-    """All that must outlive the process of a queue. Positions are those in the epoch's order."""
-
-    spec: DatasetSpec
-    history: tuple[Count, Count] = (0, 0)
-    """The newest round and load of a worker."""
-    epoch: Count = 0
-    done: Runs = Field(default_factory=list)
-    """Positions of the finished shards."""
-    partial: dict[Count, Runs] = Field(default_factory=dict)
-    """Credited samples of shards that are not finished, by position."""
-    skipped: Runs = Field(default_factory=list)
-    """Positions of shards in quarantine that were reached in this epoch."""
-    quarantined: dict[Count, QuarantinedShard] = Field(default_factory=dict)
-    """The quarantine, by shard."""
-    failures: dict[Count, ShardFailures] = Field(default_factory=dict)
-    """Failures with shards that are not in quarantine, by shard."""
-    reserved: Count = 1
-    """The first token that no process has used."""
-    applied: dict[str, Count] = Field(default_factory=dict)
-    """Number of each worker's newest request whose credits and returns were taken in."""
-    refused: dict[str, list[Count]] = Field(default_factory=dict)
-    """Tokens that were refused in that request, where there are any."""
-    shard_s: float = 0.0
-    """99th percentile of the seconds that shards took; 0 before the first one."""
+    @property
+    def over(self) -> bool: ...
+    @property
+    def limit(self) -> int | None: ...
+    def begin(self, ledger: Ledger) -> None: ...
+    def fault(self, ledger: Ledger) -> str: ...
+    def end_if_complete(self) -> bool: ...
+    def take(self) -> int | None: ...
+    def left(self, most: int) -> int: ...
+    def place(self, position: int) -> Place: ...
+    def is_open(self, position: int) -> bool: ...
+    def todo(self, position: int, length: int) -> list[Run]: ...
+    def credit(self, position: int, start: int, stop: int) -> None: ...
+    def finish(self, position: int) -> None: ...
+    def skip(self, position: int) -> None: ...
 
 
 @dataclass(slots=True)
@@ -102,8 +78,7 @@ class _Lease:
 
     worker: str
     position: int
-    shard: int
-    size: int
+    place: Place
     since: float
     """When it was leased."""
 
@@ -142,9 +117,6 @@ class ShardQueue:
         """Whether the record has changed in a way whose loss does no harm for a few seconds."""
         self.notes: list[str] = []
         """Shards that went to quarantine, in words; the caller empties the list."""
-        spec = record.spec
-        self._table = ShardTable(spec.sizes)
-        self._shards = spec.shards
         self._leases: dict[int, _Lease] = {}
         self._leased: dict[int, int] = {}
         """Token of the lease of each position that has one."""
@@ -153,7 +125,13 @@ class ShardQueue:
         self._next_token = record.reserved
         self._look_at = math.inf
         """No deadline passes before this time."""
-        self._restart_order()
+        self._poll_at = -math.inf
+        """When a worker should look at the source of a stream again."""
+        self._returned: list[int] = []
+        """Positions that must be leased again, before others: a heap."""
+        streams = record.spec.range_size is not None
+        self._stream = StreamRanges(record, self._leased) if streams else None
+        self._supply: _Supply = self._stream or EpochShards(record, self._leased)
 
     # --- What the caller tells ---
 
@@ -172,7 +150,7 @@ class ShardQueue:
             why = f"load {load} of round {round_number} has replaced load {request.load} of round "
             return self._answer(request, AnswerCode.SUPERSEDED, f"{why}{request.round}")
         if history > record.history:
-            if request.ledger is not None and (fault := self._ledger_fault(request.ledger)):
+            if request.ledger is not None and (fault := self._supply.fault(request.ledger)):
                 why = f"dataset {request.dataset}: the loaded ledger cannot be used: {fault}"
                 return self._answer(request, AnswerCode.REFUSED, why)
             self._begin(history, request.ledger)
@@ -180,8 +158,10 @@ class ShardQueue:
             return self._answer(request, AnswerCode.REFUSED, refusal)
         known = self._workers.setdefault(worker, _Worker())
         if request.seq < known.seq:
-            return self._listed(worker, known, request)
+            return self._listed(worker, known, request, now)
         known.seq = request.seq
+        if self._stream is not None and (request.ends or request.ended):
+            self.changed |= self._stream.extend(request.ends, ended=request.ended)
         news = bool(request.credits or request.returns)
         if news and request.seq > record.applied.get(worker, 0):
             self._apply(worker, known, request, now)
@@ -194,7 +174,7 @@ class ShardQueue:
             self._renew(known, now)
         if request.epoch == record.epoch:
             self._lease(worker, known, request.want, now)
-        return self._listed(worker, known, request)
+        return self._listed(worker, known, request, now)
 
     def drop(self, worker: str, *, blame: str = "") -> None:
         """End the leases of a worker, which is gone or has lost them.
@@ -235,8 +215,7 @@ class ShardQueue:
             lease.epoch != self.record.epoch
             or lease.token in self._leases
             or lease.token >= self.record.reserved
-            or position >= self._shards
-            or first_missing(self.record.done, position) != position
+            or not self._supply.is_open(position)
         ):
             return
         other = self._leased.get(position)
@@ -244,8 +223,7 @@ class ShardQueue:
             if other > lease.token:
                 return
             self._release(self._workers[self._leases[other].worker], other)
-        shard = self._order.at(position)
-        if shard in self.record.quarantined:
+        if self._supply.place(position).shard in self.record.quarantined:
             return
         if position in self._returned:
             self._returned.remove(position)
@@ -289,9 +267,8 @@ class ShardQueue:
 
     @property
     def over(self) -> bool:
-        """Whether all epochs are complete."""
-        epochs = self.record.spec.epochs
-        return epochs is not None and self.record.epoch >= epochs
+        """Whether all epochs are complete; for a stream, whether all of it is, up to its end."""
+        return self._supply.over
 
     @property
     def workers(self) -> list[str]:
@@ -312,89 +289,32 @@ class ShardQueue:
         record.applied.clear()
         record.refused.clear()
         if record.spec.level is Level.EXACTLY_ONCE_EFFECT:
-            ledger = ledger or Ledger(epoch=0)
-            record.epoch = ledger.epoch
-            record.done = list(ledger.done)
-            record.partial = {position: list(runs) for position, runs in ledger.partial.items()}
-            record.skipped = []
-            self._restart_order()
+            self._returned = []
+            self._supply.begin(ledger or Ledger(epoch=0))
         self.changed = True
-
-    def _ledger_fault(self, ledger: Ledger) -> str:
-        """Return why a ledger is not one of this dataset, in words; empty if it is one."""
-        done, partial, epochs = ledger.done, ledger.partial, self.record.spec.epochs
-        if epochs is not None and ledger.epoch > epochs:
-            return f"expected an epoch up to {epochs}, found {ledger.epoch}"
-        last = max([0, *(stop for _, stop in done[-1:]), *(position + 1 for position in partial)])
-        if last > self._shards:
-            return f"expected {self._shards} shards, found {last}"
-        order = ShardOrder(
-            self._shards, self.record.spec.seed, ledger.epoch, self.record.spec.shuffle
-        )
-        for position, runs in partial.items():
-            _, each = self._table.place(order.at(position))
-            if first_missing(done, position) != position or not 0 < size(runs) < each:
-                return f"position {position} is finished, or has more than its {each} samples"
-            if runs[-1][1] > each:
-                return f"expected {each} samples at position {position}, found {runs[-1][1]}"
-        return ""
-
-    def _restart_order(self) -> None:
-        """Look for shards from the first position on; the gaps before others come first."""
-        spec = self.record.spec
-        self._order = ShardOrder(self._shards, spec.seed, self.record.epoch, spec.shuffle)
-        self._cursor = 0
-        self._returned: list[int] = []
-        """Positions before the cursor that must be leased again: a heap."""
 
     def _end_epoch_if_complete(self) -> None:
         """Begin the next epoch if each shard is finished or in quarantine."""
-        record = self.record
-        if self._leases or self._returned or self.over or self._next_position() is not None:
-            return
-        if size(record.skipped) == self._shards:
-            return  # no shard can be trained: the epochs must not rush by
-        record.epoch += 1
-        record.done, record.partial, record.skipped = [], {}, []
-        self._restart_order()
-        self.changed = True
+        if not self._leases and not self._returned:
+            self.changed |= self._supply.end_if_complete()
 
     # --- Leases ---
-
-    def _next_position(self) -> int | None:
-        """Return the next position from the cursor on that can be leased; None if there is none.
-
-        The cursor moves to it. Shards in quarantine are skipped.
-        """
-        record = self.record
-        while self._cursor < self._shards:
-            position = first_missing(record.skipped, first_missing(record.done, self._cursor))
-            if position != self._cursor:
-                self._cursor = position
-            elif position in self._leased:
-                self._cursor += 1
-            elif record.quarantined and self._order.at(position) in record.quarantined:
-                add(record.skipped, position, position + 1)
-            else:
-                return position
-        return None
 
     def _lease(self, worker: str, known: _Worker, want: int, now: float) -> None:
         """Lease shards to a worker until it holds as many as it wants, as far as there are any.
 
         Near the end of an epoch it gets one at a time: another worker may be faster.
         """
-        left = self._shards - self._cursor + len(self._returned)
-        if left <= 2 * len(self._workers):
+        enough = 2 * len(self._workers) + 1
+        if self._supply.left(enough) + len(self._returned) < enough:
             want = min(want, 1)
         while len(known.tokens) < want and not self.over:
             if self._returned:
                 position = heapq.heappop(self._returned)
-            elif len(self._leases) >= MAX_OPEN or (found := self._next_position()) is None:
+            elif len(self._leases) >= MAX_OPEN or (found := self._supply.take()) is None:
                 break
             else:
                 position = found
-                self._cursor += 1
             token = self._next_token
             self._next_token += 1
             if token >= self.record.reserved:
@@ -407,9 +327,7 @@ class ShardQueue:
 
     def _hold(self, name: str, worker: _Worker, token: int, position: int, now: float) -> None:
         """Note a lease."""
-        shard = self._order.at(position)
-        _, shard_size = self._table.place(shard)
-        self._leases[token] = _Lease(name, position, shard, shard_size, now)
+        self._leases[token] = _Lease(name, position, self._supply.place(position), now)
         self._leased[position] = token
         worker.tokens.append(token)
 
@@ -434,29 +352,35 @@ class ShardQueue:
         lease = self._release(worker, token)
         if blame:
             self._blame(lease, blame, unreadable=unreadable)
-        if lease.shard not in self.record.quarantined:
+        if lease.place.shard not in self.record.quarantined:
             heapq.heappush(self._returned, lease.position)
 
     def _blame(self, lease: _Lease, why: str, *, unreadable: bool) -> None:
         """Count a failure with a shard, and put it into quarantine if there were too many."""
-        record = self.record
+        record, place = self.record, lease.place
         self.changed = True
-        found = record.failures.pop(lease.shard, None) or ShardFailures(0, "")
+        found = record.failures.pop(place.shard, None) or ShardFailures(0, "")
         found.count, found.why = found.count + 1, why[:MAX_WHY]
         if not unreadable and found.count < record.spec.failures:
-            record.failures[lease.shard] = found
+            record.failures[place.shard] = found
             while len(record.failures) > MAX_FAILURES:
                 del record.failures[next(iter(record.failures))]
             return
-        missed = missing(record.partial.get(lease.position, []), 0, lease.size)
-        record.quarantined[lease.shard] = QuarantinedShard(record.epoch, found.why, missed)
-        add(record.skipped, lease.position, lease.position + 1)
-        start, _ = self._table.place(lease.shard)
-        self.notes.append(
-            f"shard {lease.shard} (samples {start} to {start + lease.size - 1}) is in quarantine: "
-            f"{size(missed)} of its samples are not trained in epoch {record.epoch}, and none in "
-            f"later ones: {found.why}"
-        )
+        missed = self._supply.todo(lease.position, place.size)
+        record.quarantined[place.shard] = QuarantinedShard(record.epoch, found.why, missed)
+        self._supply.skip(lease.position)
+        last = place.start + place.size - 1
+        if place.partition:
+            self.notes.append(
+                f"units {place.start} to {last} of partition {place.partition} are in quarantine, "
+                f"and {size(missed)} of them are not trained: {found.why}"
+            )
+        else:
+            self.notes.append(
+                f"shard {place.shard} (samples {place.start} to {last}) is in quarantine: "
+                f"{size(missed)} of its samples are not trained in epoch {record.epoch}, and none "
+                f"in later ones: {found.why}"
+            )
 
     # --- Requests ---
 
@@ -465,19 +389,23 @@ class ShardQueue:
         record = self.record
         if request.spec is not None and request.spec != record.spec:
             return different(request.dataset, record.spec, request.spec)
-        if len(record.quarantined) >= min(MAX_QUARANTINED, self._shards):
+        limit = self._supply.limit
+        if len(record.quarantined) >= min(MAX_QUARANTINED, limit or MAX_QUARANTINED):
             shard, found = next(reversed(record.quarantined.items()))
+            of = f"of {limit} shards" if limit is not None else "ranges"
             return (
-                f"dataset {request.dataset}: {len(record.quarantined)} of {self._shards} shards "
-                f"are in quarantine, the last one is shard {shard}: {found.why}"
+                f"dataset {request.dataset}: {len(record.quarantined)} {of} are in quarantine, the "
+                f"last one is shard {shard}: {found.why}"
             )
         for credit in request.credits:
             lease = self._leases.get(credit.token)
-            if lease is not None and not all(a < b <= lease.size for a, b in credit.ranges):
+            if lease is not None and not all(a < b <= lease.place.size for a, b in credit.ranges):
                 return (
-                    f"dataset {request.dataset}: expected samples 0 to {lease.size} of shard "
-                    f"{lease.shard}, found {credit.ranges[0]}"
+                    f"dataset {request.dataset}: expected samples 0 to {lease.place.size} of shard "
+                    f"{lease.place.shard}, found {credit.ranges[0]}"
                 )
+        if self._stream is not None and (fault := self._stream.refusal(request.ends)):
+            return f"dataset {request.dataset}: {fault}"
         return ""
 
     def _apply(self, name: str, worker: _Worker, request: ShardRequest, now: float) -> None:
@@ -489,10 +417,9 @@ class ShardQueue:
             if lease is None or lease.worker != name:
                 refused.append(credit.token)
                 continue
-            runs = record.partial.setdefault(lease.position, [])
             for start, stop in credit.ranges:
-                add(runs, start, stop)
-            if runs == [(0, lease.size)]:
+                self._supply.credit(lease.position, start, stop)
+            if not self._supply.todo(lease.position, lease.place.size):
                 self._finish(worker, credit.token, now)
         for one in request.returns:
             lease = self._leases.get(one.token)
@@ -516,9 +443,8 @@ class ShardQueue:
         """Note that all samples of a shard are credited."""
         lease = self._release(worker, token)
         record = self.record
-        del record.partial[lease.position]
-        record.failures.pop(lease.shard, None)
-        add(record.done, lease.position, lease.position + 1)
+        record.failures.pop(lease.place.shard, None)
+        self._supply.finish(lease.position)
         self._durations.append(now - max(lease.since, worker.finished_at))
         worker.finished_at = now
         if len(self._durations) <= 16 or not lease.position % 16:
@@ -532,24 +458,35 @@ class ShardQueue:
 
     # --- Answers ---
 
-    def _listed(self, name: str, worker: _Worker, request: ShardRequest) -> ShardAnswer:
-        """Return the answer with all leases of a worker."""
+    def _listed(self, name: str, worker: _Worker, request: ShardRequest, now: float) -> ShardAnswer:
+        """Return the answer with all leases of a worker.
+
+        Args:
+            name: Name of the worker.
+            worker: The worker.
+            request: Its request.
+            now: Monotonic time.
+        """
         record = self.record
         leases = []
         for token in worker.tokens:
             lease = self._leases[token]
-            start, _ = self._table.place(lease.shard)
+            place = lease.place
             leases.append(
                 ShardLease(
                     token=token,
                     position=lease.position,
                     epoch=record.epoch,
-                    shard=lease.shard,
-                    start=start,
-                    size=lease.size,
-                    todo=missing(record.partial.get(lease.position, []), 0, lease.size),
+                    shard=place.shard,
+                    partition=place.partition,
+                    start=place.start,
+                    size=place.size,
+                    todo=self._supply.todo(lease.position, place.size),
                 )
             )
+        poll = self._stream is not None and not record.stream.ended and now >= self._poll_at
+        if poll:
+            self._poll_at = now + POLL_S
         refused: list[int] = []
         if request.seq == record.applied.get(name):
             refused = record.refused.get(name, [])
@@ -562,6 +499,7 @@ class ShardQueue:
             retry_s=RETRY_S * max(1.0, len(self._workers) / RETRY_WORKERS),
             lease_s=self.lease_s,
             quarantined=len(record.quarantined),
+            poll=poll,
         )
 
     def _answer(self, request: ShardRequest, code: AnswerCode, why: str) -> ShardAnswer:

@@ -28,7 +28,8 @@ from dlrover_py.protocol.shards import (
     ShardReturn,
 )
 from dlrover_py.shards.order import ShardOrder
-from dlrover_py.shards.queue import QueueRecord, ShardQueue
+from dlrover_py.shards.queue import ShardQueue
+from dlrover_py.shards.records import QueueRecord
 
 RECORD = TypeAdapter(QueueRecord)
 WORKERS = ("a", "b", "c")

@@ -23,7 +23,8 @@ from dlrover_py.protocol.shards import (
     read_shard_request,
 )
 from dlrover_py.shards.order import ShardOrder
-from dlrover_py.shards.queue import MAX_OPEN, QueueRecord, ShardQueue
+from dlrover_py.shards.queue import MAX_OPEN, ShardQueue
+from dlrover_py.shards.records import QueueRecord
 
 RECORD = TypeAdapter(QueueRecord)
 

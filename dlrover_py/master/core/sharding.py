@@ -8,7 +8,8 @@ from dlrover_py.protocol.agents import AgentReport, FailureKind, WorkerPhase
 from dlrover_py.protocol.names import NodeId
 from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.shards import AnswerCode, ShardAnswer, ShardRequest
-from dlrover_py.shards.queue import QueueRecord, ShardQueue
+from dlrover_py.shards.queue import ShardQueue
+from dlrover_py.shards.records import QueueRecord
 
 MAX_DATASETS = 32
 """Most datasets of a job: each has a record in the journal."""

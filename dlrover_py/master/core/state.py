@@ -34,7 +34,7 @@ from dlrover_py.protocol.names import NodeId, Round, Term
 from dlrover_py.protocol.status import Failure, JobEvent, JobPhase
 from dlrover_py.protocol.timing import POD_GRACE_S
 from dlrover_py.protocol.words import counted
-from dlrover_py.shards.queue import QueueRecord
+from dlrover_py.shards.records import QueueRecord
 
 LARGEST_READ = 2**52
 """The largest number that a journal may contain where the next master counts on from it."""

@@ -43,7 +43,8 @@ from dlrover_py.protocol.shards import (
     read_shard_answer,
 )
 from dlrover_py.shards.order import ShardOrder, ShardTable
-from dlrover_py.shards.queue import QueueRecord, ShardQueue
+from dlrover_py.shards.queue import ShardQueue
+from dlrover_py.shards.records import QueueRecord
 from dlrover_py.trainer.data.shard_sources import ShardSource, ShardUnreadableError
 from dlrover_py.trainer.settings import Settings
 
