@@ -178,7 +178,7 @@ def test_ledgers_of_the_other_kind_are_refused() -> None:
     assert Client(plain).ask(spec=plain.record.spec, ledger=ledger).code is AnswerCode.REFUSED
     for wrong in ({}, {"sizes": [(1, 1)], "range_size": 4}):
         with pytest.raises(ValueError, match="either sizes of shards"):
-            DatasetSpec(**wrong)  # type: ignore[arg-type]
+            DatasetSpec(**wrong)
 
 
 def test_open_ranges_and_the_record_are_bounded() -> None:

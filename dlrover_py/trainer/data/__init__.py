@@ -37,18 +37,21 @@ if TYPE_CHECKING:
         ShardSource,
         ShardUnreadableError,
     )
+    from dlrover_py.trainer.data.streams import LineStream, StreamSource
 
 __all__ = [
     "BatchScaling",
     "ElasticLoader",
     "ElasticSampler",
     "LineSource",
+    "LineStream",
     "MapSource",
     "ParquetSource",
     "PerWorker",
     "ShardLoader",
     "ShardSource",
     "ShardUnreadableError",
+    "StreamSource",
     "TrainingStep",
 ]
 
@@ -57,12 +60,14 @@ _HOMES = {
     "ElasticLoader": "loader",
     "ElasticSampler": "sampler",
     "LineSource": "shard_sources",
+    "LineStream": "streams",
     "MapSource": "shard_sources",
     "ParquetSource": "shard_sources",
     "PerWorker": "sampler",
     "ShardLoader": "leases",
     "ShardSource": "shard_sources",
     "ShardUnreadableError": "shard_sources",
+    "StreamSource": "streams",
     "TrainingStep": "loader",
 }
 """Module of each name that is imported when it is first accessed."""

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from pydantic import ValidationError
@@ -46,6 +46,7 @@ from dlrover_py.shards.order import ShardOrder, ShardTable
 from dlrover_py.shards.queue import ShardQueue
 from dlrover_py.shards.records import QueueRecord
 from dlrover_py.trainer.data.shard_sources import ShardSource, ShardUnreadableError
+from dlrover_py.trainer.data.streams import StreamSource
 from dlrover_py.trainer.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -116,7 +117,7 @@ class _OwnQueue:
 
     def ask(self, request: ShardRequest) -> ShardAnswer:
         """Ask the queue. See :class:`_Channel`."""
-        answer = self._queue.take("here", request, 0.0)
+        answer = self._queue.take("here", request, time.monotonic())
         for note in self._queue.notes:
             log.warning("dataset %s: %s", request.dataset, note)
         self._queue.notes.clear()
@@ -132,7 +133,7 @@ class ShardLoader:
     def __init__(
         self,
         name: str,
-        source: ShardSource,
+        source: ShardSource | StreamSource,
         *,
         epochs: int | None = None,
         seed: int = 0,
@@ -147,9 +148,9 @@ class ShardLoader:
 
         Args:
             name: name of the dataset in the job: letters, digits, dots, dashes, underscores.
-            source: its shards, and how they are read.
-            epochs: number of epochs; None: without an end.
-            seed: chooses the order of the shards.
+            source: its shards, and how they are read; or a stream.
+            epochs: number of epochs; None: without an end. A stream has no epochs.
+            seed: chooses the order of the shards. A stream keeps its order.
             shuffle: False keeps the order of the dataset.
             level: the guarantee, see :class:`~dlrover_py.protocol.shards.Level`.
             ahead: number of shards to hold at the same time.
@@ -172,15 +173,13 @@ class ShardLoader:
             )
         if not 1 <= ahead <= MAX_AHEAD:
             raise ConfigError(f"dataset {name}: ahead: expected 1 to {MAX_AHEAD}, found {ahead}")
-        options = {"epochs": epochs, "seed": seed, "shuffle": shuffle, "level": level}
-        self._spec, self._request = _described(
-            name, settings, {**options, "sizes": source.sizes, "lease_s": lease_s}
-        )
+        options: dict[str, Any] = {"epochs": epochs, "seed": seed, "shuffle": shuffle}
+        options |= {"level": level, "lease_s": lease_s}
+        self._spec, self._request = _described(name, settings, source, options)
         self.name = name
         self._source, self._ahead = source, ahead
         path = settings.shards_socket
         self._channel: _Channel = _AgentChannel(path) if path else _OwnQueue(self._spec)
-        self._table = ShardTable(self._spec.sizes)
         self._ledger: Ledger | None = None
         """The loaded ledger, until other workers' credits are merged into it."""
         self._loads = 0
@@ -206,8 +205,9 @@ class ShardLoader:
         self._credits: dict[int, list[Run]] = {}
         """What is committed, and not reported to the queue yet."""
         self._returns: list[ShardReturn] = []
-        self._own: dict[int, list[Run]] = {}
-        """What this worker has committed in this epoch since the last ledger, by position."""
+        self._own: dict[int | str, list[Run]] = {}
+        """What this worker has committed in this epoch since the last ledger, by position; for a
+        stream, by partition."""
         self._asked_at = -math.inf
         self._epoch = self._ledger.epoch if self._ledger is not None else 0
         self.weight = 1.0
@@ -231,7 +231,9 @@ class ShardLoader:
         """Number of shards in quarantine, as far as this worker knows."""
         return self._answer.quarantined
 
-    def batches(self, size: int) -> Iterator[list[Any]]:
+    def batches(
+        self, size: int, *, stop: Callable[[], bool] = lambda: False
+    ) -> Iterator[list[Any]]:
         """Yield batches until the epoch is over; call :meth:`commit` after each of them.
 
         A batch is shorter when no more shards are free for the moment. The ranks of a process group
@@ -239,6 +241,8 @@ class ShardLoader:
 
         Args:
             size: greatest number of records of a batch.
+            stop: called while no rank has a record, as a stream without news; the loop ends on all
+                ranks when it returns True on one of them. Others are needed for its end in between.
 
         Raises:
             ConfigError: the dataset is another one than before, a batch was not committed, or too
@@ -254,11 +258,12 @@ class ShardLoader:
         while True:
             self._check_committed()
             records = self._read(size)
-            counts: list[int] = self._gather(len(records))
+            here = len(records), self._past_epoch(), not records and stop()
+            counts, past, stops = zip(*self._gather(here), strict=True)
             if any(counts):
                 self.weight = len(records) * len(counts) / sum(counts)
                 yield records
-            elif self._all_past_epoch():
+            elif all(past) or any(stops):
                 return
             else:
                 threading.Event().wait(self._answer.retry_s)
@@ -276,11 +281,12 @@ class ShardLoader:
         for token, runs in self._batch.items():
             lease = self._open[token]
             credited = self._credits.setdefault(token, [])
-            own = self._own.setdefault(lease.position, [])
+            own = self._own.setdefault(lease.partition or lease.position, [])
+            first = lease.start if lease.partition else 0
             for start, stop in runs:
                 add(credited, start, stop)
-                add(own, start, stop)
-            if not any(missing(own, start, stop) for start, stop in lease.todo):
+                add(own, first + start, first + stop)
+            if not any(missing(own, first + a, first + b) for a, b in lease.todo):
                 del self._open[token]
                 finished = True
         self._batch = {}
@@ -318,7 +324,8 @@ class ShardLoader:
         ledger = self._ledger
         if ledger is None or ledger.epoch < epoch:  # it may already be that of the next epoch
             ledger = Ledger(epoch=epoch)
-        self._ledger = self._merged(ledger, [one[1] for one in everyone if one[0] == ledger.epoch])
+        committed = [item for at, items in everyone if at == ledger.epoch for item in items]
+        self._ledger = _merged(self._spec, ledger, committed)
         self._own = {}
         return {
             "dataset": self.name,
@@ -437,6 +444,7 @@ class ShardLoader:
                 "returns": returns,
                 "progress": True,
                 "want": want and min(64, want + begun),
+                **(_ends(self._source) if self._answer.poll or not self._joined else {}),
             }
         )
         answer = self._channel.ask(request)
@@ -511,41 +519,66 @@ class ShardLoader:
 
         return rank_and_world()
 
-    def _all_past_epoch(self) -> bool:
-        """Return whether the epoch is over for all ranks."""
-        return all(self._gather(self._past_epoch()))
 
-    def _merged(self, ledger: Ledger, others: list[Any]) -> Ledger:
-        """Return a ledger with the commits of all ranks; each is a list of position and runs."""
-        done = list(ledger.done)
-        partial = {position: list(runs) for position, runs in ledger.partial.items()}
-        order = ShardOrder(self._spec.shards, self._spec.seed, ledger.epoch, self._spec.shuffle)
-        for items in others:
-            for position, runs in items:
-                known = partial.setdefault(position, [])
-                for start, stop in runs:
-                    add(known, start, stop)
-                if known == [(0, self._table.place(order.at(position))[1])]:
-                    del partial[position]
-                    add(done, position, position + 1)
-        if len(done) == 1 and done[0] == (0, self._spec.shards):  # nothing is left of the epoch
-            return Ledger(epoch=ledger.epoch + 1)
-        return ledger.model_copy(update={"done": done, "partial": partial})
+def _merged(spec: DatasetSpec, ledger: Ledger, committed: list[Any]) -> Ledger:
+    """Return a ledger with the commits of all ranks.
+
+    Args:
+        spec: the dataset.
+        ledger: the ledger before.
+        committed: pairs of a position and its runs; for a stream, of a partition and its runs.
+    """
+    done = list(ledger.done)
+    partial = {position: list(runs) for position, runs in ledger.partial.items()}
+    parts = {name: list(runs) for name, runs in ledger.parts.items()}
+    table = ShardTable(spec.sizes)
+    order = ShardOrder(spec.shards, spec.seed, ledger.epoch, spec.shuffle)
+    for key, runs in committed:
+        known = parts.setdefault(key, []) if isinstance(key, str) else partial.setdefault(key, [])
+        for start, stop in runs:
+            add(known, start, stop)
+        if isinstance(key, int) and known == [(0, table.place(order.at(key))[1])]:
+            del partial[key]
+            add(done, key, key + 1)
+    if done == [(0, spec.shards)]:  # nothing is left of the epoch
+        return Ledger(epoch=ledger.epoch + 1)
+    return ledger.model_copy(update={"done": done, "partial": partial, "parts": parts})
+
+
+def _ends(source: ShardSource | StreamSource) -> dict[str, Any]:
+    """Return the fields of a request that say where a stream ends now."""
+    if not isinstance(source, StreamSource):
+        return {}
+    found, ended = source.ends()
+    return {"ends": dict(found), "ended": ended}
 
 
 def _described(
-    name: str, settings: Settings, fields: Mapping[str, Any]
+    name: str,
+    settings: Settings,
+    source: ShardSource | StreamSource,
+    fields: Mapping[str, Any],
 ) -> tuple[DatasetSpec, ShardRequest]:
     """Return a dataset, and a request about it in which only the news are missing.
 
     Args:
         name: name of the dataset.
         settings: the place of this worker.
-        fields: fields of the dataset.
+        source: its source.
+        fields: the other fields of the dataset.
 
     Raises:
         ConfigError: the name or a field cannot be used.
     """
+    if isinstance(source, StreamSource):
+        if fields["epochs"] is not None:
+            raise ConfigError(
+                f"dataset {name}: expected no epochs, as a stream has none, found "
+                f"epochs={fields['epochs']}"
+            )
+        fields = {**fields, "seed": 0, "shuffle": False, "range_size": source.range_size}
+    else:
+        fields = {**fields, "sizes": source.sizes}
     place = settings.local_rank if settings.place is None else settings.place
     try:
         spec = DatasetSpec(**fields)
@@ -555,15 +588,18 @@ def _described(
     return spec, request
 
 
-def _parts(source: ShardSource, lease: ShardLease) -> Iterator[tuple[int, int, Any]]:
+def _parts(source: ShardSource | StreamSource, lease: ShardLease) -> Iterator[tuple[int, int, Any]]:
     """Yield the parts of a lease that belong to its records: first unit, the one behind, record.
 
     This is no method, because a loader must not refer to itself: its name is free once it is gone.
     """
+    stream = isinstance(source, StreamSource)
+    shift = lease.start if stream else 0
     for start, stop in lease.todo:
         at = start
-        for record, end in source.read(lease.shard, start, stop):
-            yield at, end, record
-            at = end
+        name = lease.partition if stream else lease.shard
+        for record, end in source.read(name, shift + start, shift + stop):  # type: ignore[arg-type]
+            yield at, end - shift, record
+            at = end - shift
         if at < stop:
             yield at, stop, _NOTHING

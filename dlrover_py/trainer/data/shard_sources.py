@@ -125,22 +125,9 @@ class LineSource:
             ShardUnreadableError: the file is gone, or shorter than it was.
         """
         path, begin, size = self._shards[shard]
-        with _opened(path) as file:
-            found = os.fstat(file.fileno()).st_size
-            if found < begin + size:
-                raise ShardUnreadableError(
-                    f"{path}: expected at least {begin + size} bytes, found {found}"
-                )
-            at = begin + start
-            if at:
-                file.seek(at - 1)
-                at += len(file.readline()) - 1  # the rest of a line that begins before
-            while at < begin + stop:
-                line = file.readline()
-                if not line:
-                    raise ShardUnreadableError(f"{path}: it ends at byte {at}")
-                at += len(line)
-                yield self._parse(line.rstrip(b"\r\n")), min(at - begin, stop)
+        lines = read_lines(path, begin + start, begin + stop, least=begin + size, parse=self._parse)
+        for record, end in lines:
+            yield record, end - begin
 
 
 class ParquetSource:
@@ -223,7 +210,45 @@ def _cut(length: int, size: int, what: str) -> list[tuple[int, int]]:
     return [*([(whole, size)] if whole else []), *([(1, rest)] if rest else [])]
 
 
-def _opened(path: str) -> Any:
+def read_lines(
+    path: str | os.PathLike[str],
+    start: int,
+    stop: int,
+    *,
+    least: int,
+    parse: Callable[[bytes], Any],
+) -> Iterator[tuple[Any, int]]:
+    """Yield the lines of a file that begin in a part of it, each with the byte behind it.
+
+    The byte behind a line is at most ``stop``, even if the line is longer.
+
+    Args:
+        path: the file.
+        start: first byte of the part.
+        stop: the byte after the last one.
+        least: bytes that the file had when it was first looked at.
+        parse: makes a record of a line without its line break.
+
+    Raises:
+        ShardUnreadableError: the file is gone, or shorter than it was.
+    """
+    with _opened(path) as file:
+        found = os.fstat(file.fileno()).st_size
+        if found < least:
+            raise ShardUnreadableError(f"{path}: expected at least {least} bytes, found {found}")
+        at = start
+        if at:
+            file.seek(at - 1)
+            at += len(file.readline()) - 1  # the rest of a line that begins before
+        while at < stop:
+            line = file.readline()
+            if not line:
+                raise ShardUnreadableError(f"{path}: it ends at byte {at}")
+            at += len(line)
+            yield parse(line.rstrip(b"\r\n")), min(at, stop)
+
+
+def _opened(path: str | os.PathLike[str]) -> Any:
     """Return an open file.
 
     Raises:
