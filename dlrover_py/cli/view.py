@@ -33,6 +33,7 @@ from dlrover_py.protocol.status import (
     JobStatus,
     NodePhase,
     NodeStatus,
+    StreamStatus,
     summarize,
 )
 from dlrover_py.protocol.words import are, counted
@@ -309,6 +310,16 @@ def desired_line(worker: ReplicaSpec) -> str:
     )
 
 
+def stream_line(stream: StreamStatus) -> str:
+    """Return how far a stream is trained as one line, with the partition that lags most."""
+    text = f"{stream.name}: watermark {stream.watermark} or more in "
+    text += f"{counted(stream.partition_count, 'partition')}, lag {stream.lag}"
+    if stream.partitions and stream.lag:
+        worst = stream.partitions[0]
+        text += f", most in {worst.name} ({worst.watermark} of {worst.end})"
+    return text + (", ended" if stream.ended else "")
+
+
 def description(job_view: JobView, width: int | None = None) -> list[RenderableType]:
     """Return all that is known of a job, with problems first, as parts for rich to print.
 
@@ -338,6 +349,8 @@ def description(job_view: JobView, width: int | None = None) -> list[RenderableT
         line = f"{counted(old, 'node')} {are(old)} from an older template"
         hint = "`dlrover job restart` replaces all nodes"
         parts.append(text(f"template  {line}: {hint}", 10, "yellow"))
+    streams = status.streams if status is not None else []
+    parts += [text(f"stream    {stream_line(stream)}", 10) for stream in streams]
     parts += [text(f"note      {note}", 10) for note in job_view.notes]
     nodes = status.nodes if status is not None else []
     parts += [Text(""), nodes_table(nodes, job_view.pods, width)] if nodes else []

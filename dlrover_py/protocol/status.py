@@ -247,6 +247,38 @@ class LastCheckpoint(_StatusModel):
     """Folder of the newest checkpoint in storage."""
 
 
+class PartitionStatus(_StatusModel):
+    """How far a partition of a stream is trained. Numbers are units, such as bytes."""
+
+    name: str
+    """Name of the partition."""
+    watermark: int
+    """All units below this one are credited, or in quarantine."""
+    end: int
+    """Where the partition ended when a worker last looked."""
+    lag: int
+    """Units from the watermark to the end."""
+    quarantined: int = 0
+    """Units in quarantine, which are not trained."""
+
+
+class StreamStatus(_StatusModel):
+    """How far a dataset is trained that is a stream (docs/dynamic-shards.md)."""
+
+    name: str
+    """Name of the dataset."""
+    watermark: int
+    """The least watermark of a partition."""
+    lag: int
+    """Units from the watermarks to the ends, of all partitions together."""
+    ended: bool
+    """True if the stream has ended: no partition grows any more."""
+    partition_count: int
+    """Number of its partitions."""
+    partitions: list[PartitionStatus] = Field(default_factory=list)
+    """Partitions, at most 100: those with the greatest lag first; on Kubernetes, at most 8."""
+
+
 class JobStatus(_StatusModel):
     """The state of a job at one moment."""
 
@@ -296,6 +328,8 @@ class JobStatus(_StatusModel):
     """Number of checkpoints that were stored at this master's request."""
     checkpoint_failures: int = 0
     """Number of checkpoints that could not be stored."""
+    streams: list[StreamStatus] = Field(default_factory=list)
+    """Progress of the datasets that are streams."""
     conditions: list[Condition] = Field(default_factory=list)
     """Conditions of the job."""
     nodes: list[NodeStatus] = Field(default_factory=list)
@@ -336,6 +370,8 @@ TRAINING_NODES = 64
 """Number of nodes that ``status.training`` has at most."""
 TRAINING_EVENTS = 30
 """Number of events that ``status.training`` has at most."""
+TRAINING_PARTITIONS = 8
+"""Number of partitions that ``status.training`` has of each stream at most."""
 TRAINING_BYTES = 50_000
 """Size of ``status.training`` at most. Each client that lists jobs reads the complete object, and
 etcd keeps each version."""
@@ -374,6 +410,10 @@ class Training(JobStatus):
         """
         fields = {name: getattr(status, name) for name in JobStatus.model_fields}
         fields |= {"conditions": [], "nodes": [], "events": []}
+        fields["streams"] = [
+            one.model_copy(update={"partitions": one.partitions[:TRAINING_PARTITIONS]})
+            for one in status.streams
+        ]
         bare = cls(**fields, summary=summarize(status), left_out=len(status.nodes))
         left = TRAINING_BYTES - _size(bare)
         events = _fitting(status.events[: -TRAINING_EVENTS - 1 : -1], left // 2)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from dlrover_py.cli.view import stream_line
 from dlrover_py.master.core.events import ShardsAnswer, ShardsAsked
 from dlrover_py.protocol.agents import FailureKind, HeldLease, WorkerLeases
 from dlrover_py.protocol.names import NodeId
@@ -217,3 +218,22 @@ def test_two_datasets_are_independent() -> None:
     second.ask()
     first.finish()
     assert (first.done(), second.done()) == ([(0, 1)], [])
+
+
+def test_the_status_has_the_watermarks_and_the_lag_of_a_stream() -> None:
+    bench = running(elastic_job(1, 1))
+    script = Script(bench, "n0")
+    spec = DatasetSpec(range_size=10, level=Level.EXACTLY_ONCE_ACCOUNTING)
+    script.ask(spec=spec, ends={"a": 15, "b": 30})
+    (lease,) = script.leases
+    script.ask(spec=spec, credits=[Credit(token=lease.token, ranges=lease.todo)])
+    (found,) = bench.job.status(bench.now, 0.0).streams
+    assert (found.name, found.watermark, found.lag, found.ended) == ("d", 0, 35, False)
+    shown = [(one.name, one.watermark, one.end, one.lag) for one in found.partitions]
+    assert shown == [("b", 0, 30, 30), ("a", 10, 15, 5)]
+    assert bench.journal is not None
+    assert bench.journal.shards["d"].stream.partitions["a"].credited == [(0, 10)]
+    bench.restart_master()
+    assert bench.job.status(bench.now, 0.0).streams == [found]
+    line = stream_line(found)
+    assert line == "d: watermark 0 or more in 2 partitions, lag 35, most in b (0 of 30)"

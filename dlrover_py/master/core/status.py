@@ -15,9 +15,15 @@ from dlrover_py.protocol.status import (
     LastCheckpoint,
     NodeRole,
     NodeStatus,
+    PartitionStatus,
+    StreamStatus,
 )
 from dlrover_py.protocol.words import are, counted
+from dlrover_py.shards.records import StreamRecord
+from dlrover_py.shards.streams import quarantined, watermark
 
+SHOWN_PARTITIONS = 100
+"""Most partitions of a stream that the status has."""
 ENDED = "the job has ended and needs no nodes"
 
 
@@ -77,6 +83,11 @@ class StatusReport:
             last_checkpoint=self._last_checkpoint(wall),
             checkpoints_stored=self.live.checkpoints.commits,
             checkpoint_failures=self.live.checkpoints.failures,
+            streams=[
+                _stream_status(name, record.stream)
+                for name, record in self.state.shards.items()
+                if record.spec.range_size is not None
+            ],
             conditions=list(self._conditions.values()),
             nodes=[self._node_status(n, members.get(n.id)) for n in self._ordered[1]],
             events=list(self.state.events),
@@ -284,3 +295,31 @@ def _preparation(node: Node) -> str:
     if node.report and node.report.warming:
         return "imports modules for its workers"
     return "is being checked before it trains" if node.held else ""
+
+
+def _stream_status(name: str, stream: StreamRecord) -> StreamStatus:
+    """Return how far a stream is trained.
+
+    Args:
+        name: Name of the dataset.
+        stream: Its partitions.
+    """
+    marks = {key: watermark(one) for key, one in stream.partitions.items()}
+    lags = {key: one.end - marks[key] for key, one in stream.partitions.items()}
+    return StreamStatus(
+        name=name,
+        watermark=min(marks.values(), default=0),
+        lag=sum(lags.values()),
+        ended=stream.ended,
+        partition_count=len(marks),
+        partitions=[
+            PartitionStatus(
+                name=key,
+                watermark=marks[key],
+                end=stream.partitions[key].end,
+                lag=lags[key],
+                quarantined=quarantined(stream.partitions[key]),
+            )
+            for key in sorted(lags, key=lambda key: (-lags[key], key))[:SHOWN_PARTITIONS]
+        ],
+    )

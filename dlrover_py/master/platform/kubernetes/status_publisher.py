@@ -196,7 +196,7 @@ def _condition(condition: Condition, times: Mapping[str, tuple[str, str]], gener
     }
 
 
-VOLATILE = ("progress", "goodput", "nodes", "summary")
+VOLATILE = ("progress", "goodput", "nodes", "streams", "summary")
 """Fields of the status whose change is not written immediately."""
 
 

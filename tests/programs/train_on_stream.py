@@ -1,0 +1,48 @@
+"""Workers train in step on a stream of numbers; the model counts how often it saw each of them.
+
+train_on_stream.py FOLDER MOST
+
+The stream is ``FOLDER/in``, where a line is a number below ``MOST``. When it has ended, the counts
+are written to ``FOLDER/counts``.
+"""
+
+import sys
+from pathlib import Path
+from threading import Event
+
+import torch
+import torch.distributed as dist
+
+from dlrover_py.trainer import Checkpointer, session
+from dlrover_py.trainer.data import LineStream, ShardLoader
+
+
+def main() -> None:
+    folder, most = Path(sys.argv[1]), int(sys.argv[2])
+    dist.init_process_group("gloo")
+    model = torch.zeros(most, dtype=torch.int64)
+    steps = torch.zeros(1, dtype=torch.int64)
+    loader = ShardLoader("train", LineStream(folder / "in", parse=int, range_bytes=16))
+    state = {"model": model, "steps": steps, "data": loader}
+    checkpointer = Checkpointer()
+    checkpointer.load(state)
+    pause = Event()
+    while not loader.over:
+        for batch in loader.batches(3):
+            update = torch.bincount(torch.tensor(batch, dtype=torch.int64), minlength=most)
+            dist.all_reduce(update)
+            model += update
+            steps += 1
+            loader.commit()
+            if int(steps) % 3 == 0:
+                checkpointer.save(int(steps), state)
+            session.report_step(int(steps))
+            pause.wait(0.03)
+    checkpointer.close()
+    if dist.get_rank() == 0:
+        (folder / "counts").write_text(" ".join(map(str, model.tolist())), encoding="ascii")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
