@@ -29,7 +29,7 @@ from dlrover_py.shards.records import QueueRecord
 from dlrover_py.shards.streams import watermark
 
 RECORD = TypeAdapter(QueueRecord)
-WORKERS = ("a", "b", "c")
+WORKERS = ("a", "b")
 PARTITIONS = ("left", "right")
 Unit = tuple[str, int]
 """A partition and one of its units."""
@@ -190,23 +190,31 @@ class StreamMachine(RuleBasedStateMachine):
             )  # fmt: skip
         self.deliver(name, worker.unanswered, fate)
 
-    @rule(name=st.sampled_from(WORKERS))
+    @rule(
+        name=st.sampled_from(WORKERS), want=st.integers(1, 3), part=st.sampled_from(["half", "all"])
+    )
+    def work(self, name: str, want: int, part: str) -> None:
+        """A worker trains a few ranges, and nothing fails."""
+        for look in (True, False, True):
+            self.ask(name, want, part, look, "arrives")
+
     def die(self, name: str) -> None:
         self.queue.drop(name)
         self.workers[name].leases.clear()
         self.live = {t: held for t, held in self.live.items() if held[0] != name}
 
-    @rule()
-    def expire(self) -> None:
-        """All workers stand still for longer than their leases."""
-        self.now += 1000.0
-        self.queue.expire(self.now)
-        assert not self.queue.workers
-        self.live.clear()
-
-    @rule()
-    def master_dies(self) -> None:
-        self.restart()
+    @rule(what=st.sampled_from(["master", "all stand still", *WORKERS]))
+    def fail(self, what: str) -> None:
+        """The master or a worker dies, or all workers stand still for longer than their leases."""
+        if what == "master":
+            self.restart()
+        elif what in WORKERS:
+            self.die(what)
+        else:
+            self.now += 1000.0
+            self.queue.expire(self.now)
+            assert not self.queue.workers
+            self.live.clear()
 
     @rule()
     def save(self) -> None:
