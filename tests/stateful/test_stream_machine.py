@@ -113,8 +113,8 @@ class StreamMachine(RuleBasedStateMachine):
             assert todo, "a lease of nothing"
             assert not todo & self.credited, "leased again after a credit"
             assert max(at for _, at in todo) < self.ends[lease.partition], "leased before it exists"
-            for other, (_, held) in self.live.items():
-                assert other == token or not todo & units(held, held.todo), "leased twice"
+            for other, (_, mine) in self.live.items():
+                assert other == token or not todo & units(mine, mine.todo), "leased twice"
             assert (
                 token in self.live
                 or token not in self.tokens

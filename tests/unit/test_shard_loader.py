@@ -60,6 +60,15 @@ def test_model_and_position_go_back_together(samples: int, shard_size: int, step
     assert sorted(first + epoch_of(fresh)) == list(range(samples))
 
 
+def test_a_save_within_a_shard_is_no_loss_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    loader = ShardLoader("saved", MapSource(range(12), shard_size=6), epochs=1)
+    for _ in loader.batches(2):
+        loader.commit()
+        loader.state_dict()
+    assert loader.over
+    assert not caplog.records
+
+
 def test_a_state_at_the_end_of_an_epoch_stays_the_same() -> None:
     source = MapSource(range(9), shard_size=2)
     loader = ShardLoader("ends", source, epochs=2)

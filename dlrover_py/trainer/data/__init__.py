@@ -26,8 +26,14 @@ imported when they are first accessed.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dlrover_py.trainer.data.framework_shards import (
+        ChunkSource,
+        IterableSource,
+        hugging_face_source,
+    )
     from dlrover_py.trainer.data.leases import ShardLoader
     from dlrover_py.trainer.data.loader import ElasticLoader, TrainingStep
+    from dlrover_py.trainer.data.rank_positions import RankPositions
     from dlrover_py.trainer.data.sampler import ElasticSampler, PerWorker
     from dlrover_py.trainer.data.scaling import BatchScaling
     from dlrover_py.trainer.data.shard_sources import (
@@ -41,34 +47,42 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BatchScaling",
+    "ChunkSource",
     "ElasticLoader",
     "ElasticSampler",
+    "IterableSource",
     "LineSource",
     "LineStream",
     "MapSource",
     "ParquetSource",
     "PerWorker",
+    "RankPositions",
     "ShardLoader",
     "ShardSource",
     "ShardUnreadableError",
     "StreamSource",
     "TrainingStep",
+    "hugging_face_source",
 ]
 
 _HOMES = {
     "BatchScaling": "scaling",
+    "ChunkSource": "framework_shards",
     "ElasticLoader": "loader",
     "ElasticSampler": "sampler",
+    "IterableSource": "framework_shards",
     "LineSource": "shard_sources",
     "LineStream": "streams",
     "MapSource": "shard_sources",
     "ParquetSource": "shard_sources",
     "PerWorker": "sampler",
+    "RankPositions": "rank_positions",
     "ShardLoader": "leases",
     "ShardSource": "shard_sources",
     "ShardUnreadableError": "shard_sources",
     "StreamSource": "streams",
     "TrainingStep": "loader",
+    "hugging_face_source": "framework_shards",
 }
 """Module of each name that is imported when it is first accessed."""
 

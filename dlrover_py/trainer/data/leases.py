@@ -23,13 +23,15 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pydantic import ValidationError
 
 from dlrover_py.protocol.documents import explain
 from dlrover_py.protocol.errors import ConfigError, SupersededError, UnreachableError
-from dlrover_py.protocol.runs import Run, add, missing
+from dlrover_py.protocol.runs import Run, add
+from dlrover_py.protocol.runs import size as size_of
 from dlrover_py.protocol.shards import (
     AnswerCode,
     Credit,
@@ -66,6 +68,15 @@ _NOTHING = object()
 
 _names: "weakref.WeakValueDictionary[str, ShardLoader]" = weakref.WeakValueDictionary()
 """The loaders of this process, by the name of their dataset."""
+
+
+@dataclass(slots=True)
+class _OpenLease:
+    """A lease that is begun."""
+
+    lease: ShardLease
+    left: int
+    """Units of it that are not committed."""
 
 
 class _Channel(Protocol):
@@ -196,7 +207,7 @@ class ShardLoader:
         self._seq = 0
         self._waiting: dict[int, ShardLease] = {}
         """Leases that are not begun, by token."""
-        self._open: dict[int, ShardLease] = {}
+        self._open: dict[int, _OpenLease] = {}
         """Leases that are begun and not completely committed, by token."""
         self._reading: tuple[ShardLease, Iterator[tuple[int, int, Any]]] | None = None
         """The lease that is being read, and the records of it."""
@@ -279,14 +290,16 @@ class ShardLoader:
         """
         finished = False
         for token, runs in self._batch.items():
-            lease = self._open[token]
+            begun = self._open[token]
+            lease = begun.lease
             credited = self._credits.setdefault(token, [])
             own = self._own.setdefault(lease.partition or lease.position, [])
             first = lease.start if lease.partition else 0
             for start, stop in runs:
                 add(credited, start, stop)
                 add(own, first + start, first + stop)
-            if not any(missing(own, first + a, first + b) for a, b in lease.todo):
+            begun.left -= size_of(runs)
+            if not begun.left:
                 del self._open[token]
                 finished = True
         self._batch = {}
@@ -405,7 +418,7 @@ class ShardLoader:
         if not self._waiting:
             return False
         lease = self._waiting.pop(min(self._waiting))
-        self._open[lease.token] = lease
+        self._open[lease.token] = _OpenLease(lease, size_of(lease.todo))
         self._reading = lease, _parts(self._source, lease)
         return True
 

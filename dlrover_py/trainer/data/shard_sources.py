@@ -146,9 +146,11 @@ class ParquetSource:
             ConfigError: pyarrow is not installed, a file cannot be read, or there are no rows.
         """
         try:
-            from pyarrow import ArrowException, parquet  # type: ignore[import-not-found]
+            from pyarrow import ArrowException, parquet
         except ImportError as error:
-            raise ConfigError("data: ParquetSource needs pyarrow: pip install pyarrow") from error
+            raise ConfigError(
+                "data: ParquetSource needs pyarrow: install DLRover-Py with its extra parquet"
+            ) from error
         self._parquet, self._errors = parquet, (OSError, ArrowException)
         self._columns = list(columns) if columns is not None else None
         self._shards: list[tuple[str, int]] = []
