@@ -21,9 +21,11 @@ VERSION: Final = 1
 MAX_REQUEST: Final = 1 << 18
 """Greatest size of a request or an answer in bytes."""
 
+MAX_SIZES: Final = 8192
+"""Most pairs of sizes in a message."""
 ShardSizes = Annotated[
     list[tuple[Annotated[int, Field(ge=1, le=2**32)], Annotated[int, Field(ge=1, le=2**48)]]],
-    Field(max_length=8192),
+    Field(max_length=MAX_SIZES),
 ]
 """Sizes of shards, as pairs: how many shards in a row have a size, and that size."""
 SubRange = tuple[Size, Size]

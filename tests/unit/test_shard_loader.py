@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.shards import Ledger
-from dlrover_py.trainer.data import LineSource, MapSource, ParquetSource, ShardLoader
+from dlrover_py.trainer.data import (
+    LineSource,
+    MapSource,
+    ParquetSource,
+    ShardLoader,
+    ShardUnreadableError,
+)
 from dlrover_py.trainer.data.shard_sources import ShardSource
 
 
@@ -152,6 +158,56 @@ def test_rows_of_parquet_files(tmp_path: Path) -> None:
     again = ShardLoader("again", source, epochs=1)
     with pytest.raises(ConfigError, match="3 of 3 shards are in quarantine"):
         epoch_of(again)
+
+
+def test_parquet_files_that_are_damaged_are_told_from_a_system_that_fails(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"a": list(range(1000))}), path, compression="zstd")
+    source = ParquetSource([path])
+    whole = path.read_bytes()
+    for damaged in (b"", b"PAR1", whole[:-1], b"x" * len(whole)):
+        path.write_bytes(damaged)
+        with pytest.raises(ShardUnreadableError):
+            list(source.read(0, 0, 1000))
+    path.unlink()
+    path.mkdir()  # any error of the system
+    with pytest.raises(IsADirectoryError):
+        list(source.read(0, 0, 1000))
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5, True, "3", None])
+def test_a_size_that_is_no_number_from_1_is_refused(size: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected a size of shards from 1"):
+        MapSource([1, 2], shard_size=size)
+    loader = ShardLoader("sizes", MapSource([1, 2], shard_size=1))
+    with pytest.raises(ConfigError, match="expected batches of a number of records from 1"):
+        next(loader.batches(size))
+
+
+def test_one_path_is_no_list_of_paths(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("a\n")
+    for one in (path, str(path)):
+        with pytest.raises(ConfigError, match=r"expected a list of paths, found .*a\.jsonl"):
+            LineSource(one)  # type: ignore[arg-type]
+
+
+class Uneven:
+    """Shards of these sizes, which nobody reads."""
+
+    def __init__(self, sizes: list[tuple[int, int]]) -> None:
+        self.sizes = sizes
+
+    def read(self, shard: int, start: int, stop: int) -> Any:
+        raise AssertionError
+
+
+def test_equal_neighbours_count_as_one_and_too_many_changes_are_told() -> None:
+    assert not ShardLoader("equal", Uneven([(1, 5)] * 20_000)).over
+    with pytest.raises(ConfigError, match="changes 20000 times from one to the next, expected at"):
+        ShardLoader("uneven", Uneven([(1, 1), (1, 2)] * 10_000)).over  # noqa: B018
 
 
 class Letters:

@@ -22,8 +22,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Protocol
 
 from pydantic import ValidationError
@@ -33,6 +34,7 @@ from dlrover_py.protocol.errors import ConfigError, SupersededError, Unreachable
 from dlrover_py.protocol.runs import Run, add
 from dlrover_py.protocol.runs import size as size_of
 from dlrover_py.protocol.shards import (
+    MAX_SIZES,
     AnswerCode,
     Credit,
     DatasetSpec,
@@ -256,12 +258,16 @@ class ShardLoader:
                 ranks when it returns True on one of them. Others are needed for its end in between.
 
         Raises:
-            ConfigError: the dataset is another one than before, a batch was not committed, or too
-                many shards are in quarantine.
+            ConfigError: ``size`` is no number from 1, the dataset is another one than before, a
+                batch was not committed, or too many shards are in quarantine.
             SupersededError: another round or load has begun. With ``exactly_once_effect``, also if
                 shards of this worker were given to others.
             UnreachableError: the agent does not answer.
         """
+        if not isinstance(size, Integral) or isinstance(size, bool) or size < 1:
+            raise ConfigError(
+                f"data: expected batches of a number of records from 1, found {size!r}"
+            )
         if not self._joined:
             self._ask(0)
         if self._answer.epoch > self._epoch:
@@ -591,7 +597,7 @@ def _described(
             )
         fields = {**fields, "seed": 0, "shuffle": False, "range_size": source.range_size}
     else:
-        fields = {**fields, "sizes": source.sizes}
+        fields = {**fields, "sizes": _run_lengths(source.sizes, name)}
     place = settings.local_rank if settings.place is None else settings.place
     try:
         spec = DatasetSpec(**fields)
@@ -599,6 +605,31 @@ def _described(
     except ValidationError as error:
         raise ConfigError(f"dataset {name}: {explain(error)}") from error
     return spec, request
+
+
+def _run_lengths(sizes: Sequence[tuple[int, int]], name: str) -> list[tuple[int, int]]:
+    """Return the sizes of shards, with equal neighbours as one pair.
+
+    Args:
+        sizes: pairs of a number of shards in a row and their size.
+        name: name of the dataset, for the message.
+
+    Raises:
+        ConfigError: there are too many pairs for a message to the master.
+    """
+    found: list[tuple[int, int]] = []
+    for count, size in sizes:
+        if found and found[-1][1] == size:
+            found[-1] = found[-1][0] + count, size
+        else:
+            found.append((count, size))
+    if len(found) > MAX_SIZES:
+        raise ConfigError(
+            f"dataset {name}: the size of its shards changes {len(found)} times from one to the "
+            f"next, expected at most {MAX_SIZES} times: write files or row groups of equal size, "
+            "cut them into shards that are larger than most of them, or use fewer"
+        )
+    return found
 
 
 def _parts(source: ShardSource | StreamSource, lease: ShardLease) -> Iterator[tuple[int, int, Any]]:

@@ -6,6 +6,7 @@ units: samples of a dataset, rows of a Parquet file, bytes of a file of lines.
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from numbers import Integral
 from typing import Any, Protocol
 
 from dlrover_py.protocol.errors import ConfigError
@@ -99,7 +100,7 @@ class LineSource:
         self._shards: list[tuple[str, int, int]] = []
         """Path of the file, first byte and size of each shard."""
         self.sizes: list[tuple[int, int]] = []
-        for path in [os.fspath(one) for one in paths]:
+        for path in listed(paths):
             try:
                 length = os.stat(path).st_size
             except OSError as error:
@@ -146,20 +147,20 @@ class ParquetSource:
             ConfigError: pyarrow is not installed, a file cannot be read, or there are no rows.
         """
         try:
-            from pyarrow import ArrowException, parquet
+            from pyarrow import ArrowException, ArrowMemoryError, parquet
         except ImportError as error:
             raise ConfigError(
                 "data: ParquetSource needs pyarrow: install DLRover-Py with its extra parquet"
             ) from error
-        self._parquet, self._errors = parquet, (OSError, ArrowException)
+        self._parquet, self._damage, self._no_memory = parquet, ArrowException, ArrowMemoryError
         self._columns = list(columns) if columns is not None else None
         self._shards: list[tuple[str, int]] = []
         """Path of the file and number of the row group of each shard."""
         self.sizes: list[tuple[int, int]] = []
-        for path in [os.fspath(one) for one in paths]:
+        for path in listed(paths):
             try:
                 metadata = parquet.read_metadata(path)
-            except self._errors as error:
+            except (OSError, ArrowException) as error:
                 raise ConfigError(f"data: {path}: expected a Parquet file: {error}") from error
             for group in range(metadata.num_row_groups):
                 if rows := metadata.row_group(group).num_rows:
@@ -177,13 +178,19 @@ class ParquetSource:
             stop: the unit after the last one.
 
         Raises:
-            ShardUnreadableError: the file is gone, or has other row groups.
+            ShardUnreadableError: the file is gone, damaged, or has other row groups.
+            OSError: it cannot be read for another reason, such as too many open files, which may
+                pass: the shard stays as it is.
         """
         path, group = self._shards[shard]
         try:
-            with self._parquet.ParquetFile(path) as file:
+            with opened(path) as stream, self._parquet.ParquetFile(stream) as file:
                 table = file.read_row_group(group, columns=self._columns)
-        except self._errors as error:
+        except self._no_memory:
+            raise
+        except (OSError, self._damage) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # the system's; pyarrow's own, of damaged files, have no number
             raise ShardUnreadableError(f"{path}, row group {group}: {error}") from error
         if table.num_rows < stop:
             raise ShardUnreadableError(
@@ -204,8 +211,9 @@ def _cut(length: int, size: int, what: str) -> list[tuple[int, int]]:
     Raises:
         ConfigError: there are no units, or the size is less than 1.
     """
-    if size < 1:
-        raise ConfigError(f"data: expected shards of at least 1, found {size}")
+    if not isinstance(size, Integral) or isinstance(size, bool) or size < 1:
+        raise ConfigError(f"data: expected a size of shards from 1, found {size!r}")
+    size = int(size)
     if not length:
         raise ConfigError(f"data: expected samples in {what}, found none")
     whole, rest = divmod(length, size)
@@ -234,7 +242,7 @@ def read_lines(
     Raises:
         ShardUnreadableError: the file is gone, or shorter than it was.
     """
-    with _opened(path) as file:
+    with opened(path) as file:
         found = os.fstat(file.fileno()).st_size
         if found < least:
             raise ShardUnreadableError(f"{path}: expected at least {least} bytes, found {found}")
@@ -250,7 +258,18 @@ def read_lines(
             yield parse(line.rstrip(b"\r\n")), min(at, stop)
 
 
-def _opened(path: str | os.PathLike[str]) -> Any:
+def listed(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
+    """Return the paths of files.
+
+    Raises:
+        ConfigError: it is one path instead of a list of them.
+    """
+    if isinstance(paths, str | bytes | os.PathLike):
+        raise ConfigError(f"data: expected a list of paths, found the path {os.fspath(paths)!r}")
+    return [os.fspath(one) for one in paths]
+
+
+def opened(path: str | os.PathLike[str]) -> Any:
     """Return an open file.
 
     Raises:

@@ -18,7 +18,7 @@ from webdataset.tariterators import group_by_keys, tar_file_expander
 
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.trainer.data.framework_shards import IterableSource
-from dlrover_py.trainer.data.shard_sources import ShardUnreadableError
+from dlrover_py.trainer.data.shard_sources import ShardUnreadableError, listed, opened
 
 
 class _Samples(webdataset.DataPipeline, webdataset.FluidInterface):
@@ -40,18 +40,18 @@ def tar_source(
     Raises:
         ConfigError: there is no such file, or no file at all.
     """
-    files = [os.fspath(path) for path in paths]
+    files = listed(paths)
     for file in files:
         if not Path(file).is_file():
             raise ConfigError(f"data: {file}: expected a tar file")
 
     def begin(shard: int, skip: int) -> Iterator[Any]:
-        try:
-            with open(files[shard], "rb") as file:
-                opened = ({"url": files[shard], "stream": file},)
-                samples = _Samples(lambda: opened, tar_file_expander, group_by_keys)
+        with opened(files[shard]) as file:
+            members = ({"url": files[shard], "stream": file},)
+            samples = _Samples(lambda: members, tar_file_expander, group_by_keys)
+            try:
                 yield from islice(pipeline(samples), skip, None)
-        except (FileNotFoundError, ReadError) as error:
-            raise ShardUnreadableError(f"{files[shard]}: {error}") from error
+            except ReadError as error:
+                raise ShardUnreadableError(f"{files[shard]}: {error}") from error
 
     return IterableSource(len(files), begin)
