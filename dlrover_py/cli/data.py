@@ -50,11 +50,14 @@ def verify(directory: Path, as_json: bool) -> int:
     if as_json:
         epochs = [asdict(each) | {"exact": each.exact} for each in report.epochs]
         document = {"exact": report.exact, "steps": report.steps, "epochs": epochs}
-        click.echo(json.dumps(document | {"problems": report.problems}))
+        found = {"problems": report.problems, "faults": report.faults}
+        click.echo(json.dumps(document | found))
     else:
         for epoch in report.epochs:
             for line in _lines(epoch):
                 click.echo(line)
+        for fault in report.faults:
+            click.echo(view.plain(f"NOT PROVEN: {fault}"))
         for problem in report.problems:
             click.echo(view.plain(f"note: {problem}"))
     return 0 if report.exact else 1

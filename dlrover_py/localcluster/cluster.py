@@ -120,6 +120,9 @@ def signal_marked(mark: str, number: int) -> None:
 
 # --- Nodes ---
 
+FIXED_ENV = {*OWN_ENV, names.ENV_NODE_MARK, names.ENV_LIFELINE_FD}
+"""Variables of a node that its template cannot set, as in a Pod."""
+
 
 @dataclass(slots=True)
 class _NodeProcess:
@@ -728,9 +731,8 @@ class LocalCluster:
         # All nodes share this machine's cores; a Pod has its own.
         cores = len(os.sched_getaffinity(0)) // max(1, self.job.worker.replicas)
         env.setdefault("OMP_NUM_THREADS", str(max(1, cores)))
-        own = {*OWN_ENV, names.ENV_NODE_MARK, names.ENV_LIFELINE_FD}
         for variable in container.env:
-            if variable.name not in own:  # as in a Pod
+            if variable.name not in FIXED_ENV:
                 env[variable.name] = expand(variable.value, env)
         argv = [expand(part, env) for part in (*container.command, *container.args)]
         memory = env.get(names.ENV_SHM_DIR) or "/dev/shm"

@@ -23,9 +23,13 @@ END: Final = b"\n"
 """Last byte of a file whose steps are all committed."""
 LONGEST_HEADER: Final = 4096
 """Bytes after which a reader gives up looking for the end of the header."""
+LARGEST_FILE: Final = 1 << 30
+"""Bytes after which a reader gives up: 134 million steps of an epoch."""
+LAST_SEGMENT: Final = 10**9 - 1
+"""Largest number of a segment."""
 Count = Annotated[int, Field(ge=1, le=2**53, strict=True)]
 """A number from 1."""
-_FILE_NAME = re.compile(r"([0-9]{6,15})-([0-9]{5,15})\.ledger")
+_FILE_NAME = re.compile(r"([0-9]{6,9})-([0-9]{5,7})\.ledger")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +40,7 @@ class LedgerHeader(Document):
     """Number of the loop in this folder; the same on all ranks, and it only grows."""
     rank: Number
     """Global rank of the worker."""
-    world: Count
+    world: Annotated[int, Field(ge=1, le=1 << 20, strict=True)]
     """Number of workers."""
     epoch: Number
     """Epoch of the loop, from 0."""
@@ -46,7 +50,7 @@ class LedgerHeader(Document):
     """Number of committed steps since the start of the training, at the beginning."""
     length: Count
     """Number of samples of the dataset."""
-    global_batch: Count
+    global_batch: Annotated[int, Field(ge=1, le=1 << 24, strict=True)]
     """Number of samples of a step, of all ranks together."""
     seed: Number
     """The seed of the order."""

@@ -1,6 +1,8 @@
 """The ledger proves which samples were trained, and names those that were not."""
 
+import contextlib
 import json
+import os
 import resource
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dlrover_py.cli.commands import root
-from dlrover_py.protocol.data_ledger import file_name
+from dlrover_py.protocol.data_ledger import END, LAST_SEGMENT, file_name
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.trainer.data import ElasticLoader, ElasticSampler
 from dlrover_py.trainer.data.agreement import Agreement
@@ -237,3 +239,83 @@ def test_a_full_disk_costs_a_line_in_the_log_and_nothing_is_lost(
     assert [record.message.partition(":")[0] for record in caplog.records] == ["data"]
     ledger.add(7)
     assert [*path.read_bytes()[-24::8]] == [5, 6, 7]
+
+
+@pytest.mark.parametrize("damage", ["all", "none", "more"])
+def test_a_loop_whose_files_are_damaged_makes_the_history_uncertain(
+    tmp_path: Path, damage: str
+) -> None:
+    """It may have thrown away steps before it, as a training does that loads no checkpoint."""
+    World(1, tmp_path).train(4)
+    World(1, tmp_path).train(2)
+    path = tmp_path / file_name(2, 0)
+    whole = path.read_bytes()
+    if damage == "all":
+        path.write_bytes(b"x" * 50)
+    elif damage == "none":
+        path.write_bytes(b"")  # killed before its first step
+    else:
+        path.write_bytes(whole.rstrip(END) + b"garbage!" * 3000)
+    report = verify(tmp_path)
+    assert report.exact == (damage == "none")
+    words = {"all": ["segment 2: none"], "none": [], "more": ["segment 2: it has more steps"]}
+    assert [fault[: len(w)] for fault, w in zip(report.faults, words[damage], strict=True)] == (
+        words[damage]
+    )
+
+
+def test_only_damaged_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / file_name(1, 0)).write_bytes(b"{}\n")
+    with pytest.raises(ConfigError, match=r"no ledger that can be read \(000001-00000.ledger: "):
+        verify(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"length": 2**53, "global_batch": 2**16},
+        {"length": 2**53, "offset": 2**52},
+        {"epoch": 2**53},
+        {"world": 2**20},
+        {"world": 2**53},
+        {"global_batch": 2**53, "length": 2**53},
+        {"block": 2**53},
+        {"steps": 2**53},
+        {"seed": 2**53},
+    ],
+    ids=str,
+)
+def test_a_hostile_header_costs_no_time_and_no_memory(
+    tmp_path: Path, change: dict[str, int]
+) -> None:
+    World(1, tmp_path).train(2)
+    path = tmp_path / file_name(1, 0)
+    first, rest = path.read_bytes().split(b"\n", 1)
+    path.write_bytes(json.dumps(json.loads(first) | change).encode() + b"\n" + rest)
+    with contextlib.suppress(ConfigError):
+        verify(tmp_path)
+
+
+def test_a_huge_sparse_file_is_refused_in_words(tmp_path: Path) -> None:
+    World(1, tmp_path).train(4)
+    os.truncate(tmp_path / file_name(1, 0), 1 << 40)
+    with pytest.raises(ConfigError, match="expected a file of at most"):
+        verify(tmp_path)
+
+
+def test_a_ledger_whose_last_number_is_taken_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / file_name(LAST_SEGMENT, 0)).write_bytes(b"")
+    assert LedgerWriter(tmp_path).reserve(ElasticSampler(N, global_batch=BATCH)) == 0
+    assert "999999999-00000.ledger has the last number" in caplog.text
+
+
+def test_a_loop_that_cannot_write_its_beginning_leaves_no_file(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+    try:
+        assert LedgerWriter(tmp_path).reserve(ElasticSampler(N, global_batch=BATCH)) == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []

@@ -8,6 +8,7 @@ A rank writes before the gradients of a step are exchanged. If another rank has 
 step, then this rank has its record, even if it was killed in the step.
 """
 
+import errno
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -18,7 +19,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from dlrover_py.protocol.data_ledger import DIGEST_BYTES, END, LedgerHeader, file_name, parse_name
+from dlrover_py.protocol.data_ledger import (
+    DIGEST_BYTES,
+    END,
+    LAST_SEGMENT,
+    LedgerHeader,
+    file_name,
+    parse_name,
+)
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.trainer.data.order import hash_samples
 from dlrover_py.trainer.data.sampler import ElasticSampler
@@ -61,6 +69,9 @@ class LedgerWriter:
             self._folder.mkdir(parents=True, exist_ok=True)
             found = (parse_name(path.name) for path in self._folder.iterdir())
             segment = max((name[0] for name in found if name is not None), default=0) + 1
+            if segment > LAST_SEGMENT:
+                last = file_name(LAST_SEGMENT, 0)
+                raise FileExistsError(f"{last} has the last number: expected no such file")
             self.begin(segment, sampler)
         except OSError as error:
             log.error("data: the ledger in %s cannot be written: %s", self._folder, error)
@@ -75,7 +86,8 @@ class LedgerWriter:
             sampler: its position is that of the first step.
 
         Raises:
-            OSError: the file cannot be created, or exists.
+            ConfigError: the dataset or the batch is too large for a ledger.
+            OSError: the file cannot be created and begun, or exists.
         """
         if self._file is not None:
             if self._segment == segment:
@@ -85,7 +97,6 @@ class LedgerWriter:
             self._file = None
         self._segment = segment
         path = self._folder / file_name(segment, sampler.rank)
-        self._file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
         header = LedgerHeader(
             segment=segment,
             rank=sampler.rank,
@@ -99,8 +110,17 @@ class LedgerWriter:
             shuffle=sampler.shuffle,
             block=sampler.block,
         )
-        self._waiting = bytearray(header.encode() + b"\n")
-        self._write()
+        line = header.encode() + b"\n"
+        file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+        # Without its beginning nobody could know which steps before it have survived.
+        try:
+            if os.write(file, line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            os.close(file)
+            path.unlink(missing_ok=True)
+            raise
+        self._file, self._waiting = file, bytearray()
 
     def add(self, digest: int) -> None:
         """Write the digest of a step. It outlives this process then.

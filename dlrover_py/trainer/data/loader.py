@@ -185,7 +185,13 @@ class ElasticLoader:
                     "it can write; mend it, or leave ledger= out"
                 )
             if is_first:
-                ledger.begin(segment, sampler)
+                try:
+                    ledger.begin(segment, sampler)
+                except OSError as error:
+                    raise ConfigError(
+                        f"data: rank {rank} cannot write the ledger: {error}: expected a folder "
+                        "that all ranks can write; mend it, or leave ledger= out"
+                    ) from error
             else:
                 ledger = None  # another rank with the same samples keeps the record
         if self._generator is not None:

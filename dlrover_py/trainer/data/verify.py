@@ -7,7 +7,8 @@ of the samples, and the steps must cover the epoch without gaps and overlaps.
 """
 
 import os
-from collections.abc import Iterator
+import stat
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor
 from dlrover_py.protocol.data_ledger import (
     DIGEST_BYTES,
     END,
+    LARGEST_FILE,
     LONGEST_HEADER,
     LedgerHeader,
     parse_name,
@@ -28,6 +30,8 @@ from dlrover_py.trainer.data.order import SampleOrder, hash_samples
 CHUNK = 1 << 20
 """Samples that are looked up at once."""
 _NO_DIGESTS = torch.zeros(0, dtype=torch.int64)
+MOST_EPOCHS = 100_000
+"""Largest epoch for which those without a record are listed, too."""
 NAMED = 10
 """Number of samples that a report names for each fault."""
 
@@ -98,50 +102,75 @@ class LedgerReport:
     epoch, because it may have failed."""
     problems: list[str]
     """What was found beside the samples, in words."""
+    faults: list[str]
+    """Why the surviving history itself is not certain, in words. Then nothing is proven."""
 
     @property
     def exact(self) -> bool:
         """Each sample of each finished epoch was trained once."""
-        return all(each.exact for each in self.epochs)
+        return not self.faults and all(each.exact for each in self.epochs)
+
+
+Segments = dict[int, dict[int, RankFile]]
+"""The files of a ledger, by segment and rank."""
 
 
 # --- Reading ---
 
 
-def read_ledger(folder: Path) -> tuple[dict[int, dict[int, RankFile]], list[str]]:
-    """Return the files of a ledger by segment and rank, and what could not be read, in words.
+def read_ledger(folder: Path) -> tuple[Segments, list[str], list[str]]:
+    """Return the files of a ledger, what could not be read, and what makes it uncertain, in words.
+
+    A segment whose files are all empty has no steps: its process was killed at its beginning.
 
     Args:
         folder: the ledger, or a folder with the ledger in its folder ``ledger``.
 
     Raises:
-        ConfigError: there is no ledger, or one of a newer version.
+        ConfigError: there is no ledger, none that can be read, or one of a newer version.
     """
     place = folder / "ledger" if (folder / "ledger").is_dir() else folder
     try:
         names = sorted(path.name for path in place.iterdir())
     except OSError as error:
         raise ConfigError(f"{place}: expected the folder of a ledger: {error.strerror}") from error
-    segments: dict[int, dict[int, RankFile]] = {}
+    segments: Segments = {}
     problems = []
+    damaged: set[int] = set()
     for name in names:
         if (parsed := parse_name(name)) is None:
             continue
         try:
             found = _read_file(place / name)
-        except (OSError, ValueError) as error:
+        except EOFError:
+            problems.append(f"{name}: it is empty")
+            continue
+        except (OSError, ValueError, MemoryError) as error:
+            damaged.add(parsed[0])
             problems.append(f"{name}: {error}")
             continue
         if (found.header.segment, found.header.rank) != parsed:
+            damaged.add(parsed[0])
             problems.append(f"{name}: its header is that of another file")
             continue
         segments.setdefault(parsed[0], {})[parsed[1]] = found
     if not segments:
+        why = f" that can be read ({'; '.join(problems[:NAMED])})" if problems else ""
         raise ConfigError(
-            f"{place}: found no ledger: expected the folder that ElasticLoader(ledger=…) has, "
+            f"{place}: found no ledger{why}: expected the folder that ElasticLoader(ledger=…) has, "
             "or one with it in its folder 'ledger'"
         )
-    return segments, problems
+    faults = [
+        f"segment {number}: none of its files can be read, so it is not known which steps before "
+        "it have survived"
+        for number in sorted(damaged - segments.keys())
+    ]
+    faults += [
+        f"segment {number}: its ranks disagree about where it begins"
+        for number, ranks in segments.items()
+        if len({replace(file.header, rank=0) for file in ranks.values()}) > 1
+    ]
+    return segments, problems, faults
 
 
 def _read_file(path: Path) -> RankFile:
@@ -149,13 +178,18 @@ def _read_file(path: Path) -> RankFile:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it has no valid header.
+        ValueError: it has no valid header, or is too large.
+        EOFError: it is empty.
     """
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         header = file.readline(LONGEST_HEADER)
+        if not header and stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise EOFError
         if not header.endswith(b"\n"):
             raise ValueError("the header is cut off")
-        rest = bytearray(file.read())
+        if os.fstat(file.fileno()).st_size > LARGEST_FILE:
+            raise ValueError(f"expected a file of at most {LARGEST_FILE} bytes")
+        rest = bytearray(file.read(LARGEST_FILE))
     whole = len(rest) // DIGEST_BYTES
     digests = torch.frombuffer(rest, dtype=torch.int64, count=whole) if whole else _NO_DIGESTS
     return RankFile(LedgerHeader.decode(header), digests, rest[whole * DIGEST_BYTES :] == END)
@@ -164,7 +198,7 @@ def _read_file(path: Path) -> RankFile:
 # --- The surviving history ---
 
 
-def surviving(segments: dict[int, dict[int, RankFile]]) -> list[Stretch]:
+def surviving(segments: Segments) -> list[Stretch]:
     """Return the steps that have survived, from the first to the last. Pure.
 
     The last stretch is that of the newest segment, which may have no steps yet.
@@ -195,51 +229,50 @@ Interval = tuple[int, int]
 """Positions of an epoch: the first, and one past the last."""
 
 
-def prove(stretch: Stretch, problems: list[str]) -> Iterator[tuple[Interval, bool]]:
+def prove(
+    stretch: Stretch, problems: list[str], faults: list[str]
+) -> Iterator[tuple[Interval, bool]]:
     """Yield the positions of neighbouring steps, and whether the digests prove them.
 
     Args:
         stretch: the steps.
-        problems: gets a line for each kind of fault.
+        problems: gets a line for each kind of problem with a record.
+        faults: gets a line if the steps cannot be those of the epoch.
     """
     start = stretch.start
-    absent = [
-        str(rank)
-        for rank in range(start.world)
-        if rank not in stretch.ranks or len(stretch.ranks[rank].digests) < stretch.steps
-    ]
+    recorded = {rank: len(file.digests) for rank, file in stretch.ranks.items()}
+    absent = [str(r) for r in range(start.world) if recorded.get(r, 0) < stretch.steps]
+    of_all = 0 if len(recorded) < start.world else min(recorded.values())
     if absent:
         problems.append(
             f"segment {start.segment}: the record of rank {', '.join(absent[:NAMED])} is missing "
             "or ends early"
         )
+    steps = min(stretch.steps, -(-max(0, start.length - start.offset) // start.global_batch))
+    if steps < stretch.steps:
+        faults.append(f"segment {start.segment}: it has more steps than the epoch")
     at_once = max(1, CHUNK // start.global_batch)
-    for first in range(0, stretch.steps, at_once):
-        count = min(at_once, stretch.steps - first)
+    for first in range(0, steps, at_once):
+        count = min(at_once, steps - first)
         starts = start.offset + (first + torch.arange(count)) * start.global_batch
         stops = (starts + start.global_batch).clamp(max=start.length)
-        if bool((starts >= start.length).any()):
-            problems.append(f"segment {start.segment}: it has more steps than the epoch")
-            return
         base = int(starts[0])
         samples = stretch.order.at(torch.arange(base, int(stops[-1])))
         sums = torch.cat([torch.zeros(1, dtype=torch.int64), hash_samples(samples).cumsum(0)])
         proven = torch.ones(count, dtype=torch.bool)
         small, larger = (stops - starts) // start.world, (stops - starts) % start.world
-        for rank in range(start.world):
+        for rank, file in sorted(stretch.ranks.items()):
             low = starts - base + rank * small + larger.clamp(max=rank)
             high = low + small + (larger > rank)
-            recorded = _NO_DIGESTS
-            if rank in stretch.ranks:
-                recorded = stretch.ranks[rank].digests[first : first + count]
-            same = (sums[high] - sums[low])[: len(recorded)] == recorded
+            digests = file.digests[first : first + count]
+            same = (sums[high] - sums[low])[: len(digests)] == digests
             if not bool(same.all()):
                 step = start.steps + first + int((~same).nonzero()[0]) + 1
                 problems.append(
                     f"step {step}: rank {rank} has trained other samples than the order says"
                 )
-            proven[: len(recorded)] &= same
-            proven[len(recorded) :] = False
+            proven[: len(digests)] &= same
+        proven[max(0, of_all - first) :] = False
         edges = [0, *((proven[1:] != proven[:-1]).nonzero().flatten() + 1).tolist(), count]
         for low_edge, high_edge in pairwise(edges):
             interval = int(starts[low_edge]), int(stops[high_edge - 1])
@@ -255,7 +288,7 @@ def verify(folder: Path) -> LedgerReport:
     Raises:
         ConfigError: there is no ledger.
     """
-    segments, problems = read_ledger(folder)
+    segments, problems, faults = read_ledger(folder)
     history = surviving(segments)
     intervals: dict[int, list[tuple[Interval, bool]]] = {}
     orders: dict[int, SampleOrder] = {}
@@ -267,18 +300,22 @@ def verify(folder: Path) -> LedgerReport:
                 "ones before"
             )
         orders[order.epoch] = order
-        intervals.setdefault(order.epoch, []).extend(prove(stretch, problems))
+        intervals.setdefault(order.epoch, []).extend(prove(stretch, problems, faults))
     newest = history[-1].order
+    listed: Iterable[int] = range(newest.epoch + 1)
+    if newest.epoch > MOST_EPOCHS:
+        faults.append(f"the epoch {newest.epoch} is too large: only those with a record are listed")
+        listed = sorted(orders)
     epochs = [
         _report(
             orders.get(epoch, replace(newest, epoch=epoch)),
             intervals.get(epoch, []),
             finished=epoch < newest.epoch,
         )
-        for epoch in range(newest.epoch + 1)
+        for epoch in listed
     ]
     steps = history[-1].start.steps + history[-1].steps
-    return LedgerReport(epochs, steps, problems)
+    return LedgerReport(epochs, steps, problems, faults)
 
 
 def _report(
