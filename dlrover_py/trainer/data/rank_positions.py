@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.json_text import decoded
 from dlrover_py.trainer.collectives import gather, rank_and_world
 
 
@@ -82,7 +83,7 @@ class RankPositions:
         """
         try:
             kind, any_world = state["kind"], state["any_world"]
-            positions: list[str] = json.loads(state["positions"])
+            positions: list[str] = decoded(state["positions"])
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"data: expected a state of RankPositions, found {error}") from error
         rank, world = rank_and_world() or (0, 1)
@@ -98,4 +99,4 @@ class RankPositions:
                 f"start {len(positions)} workers"
             )
         text = positions[0 if self._any_world else rank]
-        self._restore(text.encode() if kind == "bytes" else json.loads(text))
+        self._restore(text.encode() if kind == "bytes" else decoded(text))
