@@ -41,6 +41,7 @@ from dlrover_py.net import http_client, http_server, liveness
 from dlrover_py.process import starter
 from dlrover_py.protocol import (
     agents,
+    autoscale,
     data_ledger,
     errors,
     job,
@@ -757,6 +758,7 @@ WIRES: tuple[Wire, ...] = (
 """All channels between processes."""
 
 ELSEWHERE: Mapping[ModuleType, str] = {
+    autoscale: "[ElasticJob](elasticjob.md#what-you-write-spec)",
     job: "[ElasticJob](elasticjob.md#what-you-write-spec)",
     status: "[ElasticJob](elasticjob.md#what-is-reported-status)",
     reasons: "[Conditions](conditions.md), [Events](events.md)",

@@ -71,9 +71,11 @@ def elastic_job(
     standby: int = 0,
     restarts: int = 3,
     suspend: bool = False,
+    **worker: Any,
 ) -> ElasticJob:
     document = job_file(
         replicas,
+        **worker,
         minReplicas=minimum,
         nodeUnit=unit,
         standbyReplicas=standby,
@@ -504,7 +506,7 @@ class Bench:
             self.step(*(listing or self.listing()))
         members = self.job.state.world.rank_of if self.job.state.world else {}
         if steady and all(m in self.pods for m in members):
-            size = full_size(self.spec, len(members))
+            size = full_size(self.spec, len(members), self.desired)
             if size == len(members) and not self.spec.spec.suspend:
                 assert self.job.state.round == round_before, (
                     "a restart of the master changes no rank"
@@ -708,6 +710,14 @@ class Bench:
 
     # --- State ---
 
+    @property
+    def desired(self) -> int:
+        """The number of nodes that the job has chosen within its bounds, else the user's."""
+        worker, target = self.spec.worker, self.job.state.scaling.target
+        if worker.scaling is None or worker.scaling.mode != "auto" or target is None:
+            return worker.replicas
+        return target
+
     def empty(self, node: NodeId) -> bool:
         """Return whether no agent process runs on a node."""
         return all(agent.ended for agent in self.agents[node])
@@ -822,7 +832,7 @@ class Bench:
             self._created.add(effect.node)
             self._unseen.add(effect.node)
             self._wanted.add(effect.node)
-        wished = self.spec.worker.replicas + self.spec.worker.standby_replicas
+        wished = self.desired + self.spec.worker.standby_replicas
         if any(isinstance(e, CreateNode) for e in out.effects):
             assert len(self._wanted) <= wished, f"{self._wanted} are more than {wished}"
 
@@ -832,7 +842,7 @@ class Bench:
         assert world.round == job.state.round
         worker = self.spec.worker
         size = len(world.members)
-        assert worker.minimum <= size <= worker.replicas
+        assert worker.minimum <= size <= max(worker.replicas, worker.ceiling)
         assert size % worker.node_unit == 0
         assert out.journal is not None
         written = DurableState.from_json(out.journal.to_json())
@@ -889,7 +899,7 @@ class Bench:
             and not ((last := self._lives[n.id].report) and last.warming)
             and self._lives[n.id].acked >= (self._lives[n.id].owes if n.id not in nodes else 0)
         ]
-        full = full_size(self.spec, len(ready))
+        full = full_size(self.spec, len(ready), self.desired)
         # The round may take a node out of a check and so end it. The passed nodes come later.
         later = any(e.reason == "NodesChecked" and e.id > formed.id for e in job.state.events)
         assert size == full or (later and size < full), f"{size} of {ready}"
@@ -1098,14 +1108,11 @@ def dumped(state: DurableState, but: set[str] | None = None) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name not in (but or set())}
 
 
-def full_size(spec: ElasticJob, nodes: int) -> int:
-    """Return the size of a round for a number of available nodes."""
+def full_size(spec: ElasticJob, nodes: int, desired: int | None = None) -> int:
+    """Return the size of a round for a number of available nodes, and of desired ones."""
     worker = spec.worker
-    fits = [
-        n
-        for n in range(worker.minimum, min(nodes, worker.replicas) + 1)
-        if n % worker.node_unit == 0
-    ]
+    most = worker.replicas if desired is None else desired
+    fits = [n for n in range(worker.minimum, min(nodes, most) + 1) if n % worker.node_unit == 0]
     return max(fits, default=0)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,7 @@ def load(path: Path) -> JobDocument:
     with _with_line_numbers(name, root):
         job = ElasticJob.parse(document)
         _check_local(job)
+        _check_deadline(job)
     return JobDocument(document, job, _remarks(name, root, job))
 
 
@@ -69,6 +71,7 @@ def load_all(path: Path) -> list[JobDocument]:
             with _with_line_numbers(name, root):
                 job = ElasticJob.parse(document)
                 _check_images(job)
+                _check_deadline(job)
             found.append(JobDocument(document, job, _remarks(name, root, job)))
         except ConfigError as error:
             faults.append(str(error))
@@ -195,6 +198,17 @@ def _check_local(job: ElasticJob) -> None:
                 f"{where}.env: {variable.name} has valueFrom, which works on Kubernetes only: "
                 "expected a value"
             )
+
+
+def _check_deadline(job: ElasticJob) -> None:
+    """Raise ConfigError if the deadline of the job's size has passed; otherwise do nothing."""
+    scaling = job.worker.scaling
+    ends_at = scaling.ends_at if scaling is not None else None
+    if scaling is not None and ends_at is not None and ends_at <= time.time():  # noqa: TID251
+        raise ConfigError(
+            f"spec.replicaSpecs.worker.autoscale.deadline: found {scaling.deadline}, which has "
+            "passed: expected a time in the future"
+        )
 
 
 def _check_images(job: ElasticJob) -> None:

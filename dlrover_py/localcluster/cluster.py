@@ -25,7 +25,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -163,6 +163,27 @@ class _NodeProcess:
             return "pending"
         return "frozen" if self.frozen else "running"
 
+    def shown(self) -> LocalNode:
+        """Return the state of the node as users see it."""
+        pid = self.process.pid if self.process else 0
+        fields = {"id": self.id, "host": self.host, "pid": pid, "state": self.state}
+        return LocalNode.model_validate(fields | {"leaving": self.leaving})
+
+
+def _unassigned(
+    hosts: Iterable[str], nodes: Collection[_NodeProcess]
+) -> tuple[list[str], list[_NodeProcess]]:
+    """Return the hosts without a node, and the nodes without a host."""
+    busy = {n.host for n in nodes if n.host and not n.ended}
+    waiting = [n for n in nodes if not n.host and not n.ended]
+    return [host for host in hosts if host not in busy], waiting
+
+
+def _room(hosts: Iterable[str], nodes: Collection[_NodeProcess]) -> WatchEvent:
+    """Return the watch event with the number of hosts for which no node waits."""
+    free, waiting = _unassigned(hosts, nodes)
+    return WatchEvent(kind="room", hosts=max(0, len(free) - len(waiting)))
+
 
 @dataclass(frozen=True, slots=True)
 class JobPaths:
@@ -212,6 +233,8 @@ class LocalCluster:
     uid: str = field(default_factory=lambda: secrets.token_hex(6))
     """Random identifier of this run of the job."""
     _next_host: int = 0
+    _room: WatchEvent | None = None
+    """The number of free hosts that was published last."""
     _watchers: set["asyncio.Queue[WatchEvent]"] = field(default_factory=set)
     _listener: socket.socket | None = None
     """Listening socket of the API."""
@@ -544,6 +567,7 @@ class LocalCluster:
             node.killed = f"{node.host} was killed"
             with contextlib.suppress(ValueError):
                 self.hosts.remove(node.host)
+            self._publish_room()
             # The agent first: on a host that is gone, no agent reports the death of a worker.
             _signal(node.process, signal.SIGKILL)
             self._post_signal(node.mark, signal.SIGKILL)
@@ -569,6 +593,7 @@ class LocalCluster:
         node.free = True
         with contextlib.suppress(ValueError):
             self.hosts.remove(node.host)
+        self._publish_room()
         self._publish_node(node)  # before the signal, so that the end does not count as a loss
         self._ask_to_end(node)
         return f"{node.id} was asked to leave, and {node.host} takes no other node"
@@ -581,18 +606,7 @@ class LocalCluster:
         return Snapshot(
             job=self.job,
             status=self.status,
-            nodes=[
-                LocalNode.model_validate(
-                    {
-                        "id": n.id,
-                        "host": n.host,
-                        "pid": n.process.pid if n.process else 0,
-                        "state": n.state,
-                        "leaving": n.leaving,
-                    }
-                )
-                for n in self.nodes.values()
-            ],
+            nodes=[node.shown() for node in self.nodes.values()],
             hosts=self.hosts,
             cluster_pid=os.getpid(),
             master_pid=master.pid if (master := self._running_master()) else 0,
@@ -614,6 +628,7 @@ class LocalCluster:
             for node in list(self.nodes.values()):
                 if not node.ended:
                     yield self._node_event(node)
+            yield _room(self.hosts, self.nodes.values())
             present = [n.id for n in self.nodes.values() if not n.ended]
             yield WatchEvent(kind="listed", nodes=list(present))
             if self.ending:  # a master that starts now must not continue the job
@@ -666,14 +681,20 @@ class LocalCluster:
         """
         if self.ending:
             return
-        busy = {n.host for n in self.nodes.values() if n.host and not n.ended}
-        free = [h for h in self.hosts if h not in busy]
-        waiting = [n for n in self.nodes.values() if not n.host and not n.ended]
+        free, waiting = _unassigned(self.hosts, self.nodes.values())
         for node, host in zip(waiting, free, strict=False):
             node.host = host
             task = asyncio.create_task(self._run(node))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+        self._publish_room()
+
+    def _publish_room(self) -> None:
+        """Send the number of free hosts to the watchers, if it has changed."""
+        event = _room(self.hosts, self.nodes.values())
+        if event != self._room:
+            self._room = event
+            self._publish(event)
 
     async def _run(self, node: _NodeProcess) -> None:
         """Start the process of a node and attend to it until it ends.

@@ -29,6 +29,7 @@ from pydantic.alias_generators import to_camel
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from dlrover_py.protocol import names
+from dlrover_py.protocol.autoscale import AUTO, STRICT, AutoscaleSpec
 from dlrover_py.protocol.commands import (
     ELASTIC_RUN,
     ENV_NNODES,
@@ -133,13 +134,7 @@ _FRACTION = re.compile(r"[0-9]*\.?[0-9]+")
 class _Strict(BaseModel):
     """Base of the parts of a job: immutable, strict, with fields in camelCase."""
 
-    model_config = ConfigDict(
-        frozen=True,
-        strict=True,  # as for Kubernetes, "3" and true are no numbers
-        extra="forbid",
-        alias_generator=to_camel,
-        populate_by_name=True,
-    )
+    model_config = STRICT
 
 
 class EnvVar(_Strict):
@@ -204,6 +199,10 @@ class ReplicaSpec(Role):
     """The number of nodes in a round is a multiple of this."""
     standby_replicas: Annotated[int, Field(ge=0, le=10_000)] = 0
     """Number of nodes that run outside of the round, ready to take the rank of a lost node."""
+    auto_scale: bool | None = None
+    """DLRover's switch: ``true`` means ``autoscale: {mode: auto}``, unless ``autoscale`` is set."""
+    autoscale: AutoscaleSpec | None = None
+    """How the job chooses its number of nodes by itself. If absent, it has ``replicas`` nodes."""
     restart_count: Annotated[int, Field(ge=0, le=1_000_000)] = 3
     """Number of worker failures that a node may have, and of replacements that its rank may have.
     The counts start again at 0 once a round has run for 5 minutes and has reached new steps. A
@@ -226,7 +225,8 @@ class ReplicaSpec(Role):
     def problems(self) -> list[str]:
         """Return the relations between fields that do not hold, in words; empty if all hold.
 
-        These are ``minReplicas`` ≤ ``replicas`` ≤ ``maxReplicas``, and multiples of ``nodeUnit``.
+        These are ``minReplicas`` ≤ ``replicas`` ≤ ``maxReplicas``, multiples of ``nodeUnit``, and
+        those of ``autoscale``.
         """
         found = []
         minimum, maximum = self.minimum, self.max_replicas
@@ -253,7 +253,30 @@ class ReplicaSpec(Role):
                     f"expected a multiple of {self.node_unit} "
                     f"(such as {f'{lower} or ' if lower else ''}{lower + self.node_unit})"
                 )
+        if self.autoscale is not None:
+            found += self.autoscale.problems(
+                minimum=minimum, maximum=self.ceiling, unit=self.node_unit
+            )
+            if self.auto_scale is False and self.autoscale.mode == "auto":
+                found.append("autoScale is false and autoscale.mode is auto: expected one of them")
         return found
+
+    @property
+    def scaling(self) -> AutoscaleSpec | None:
+        """Return how the job scales by itself; None if it does not."""
+        found = self.autoscale or (AUTO if self.auto_scale else None)
+        return None if found is None or found.mode == "off" else found
+
+    @property
+    def ceiling(self) -> int:
+        """Return the greatest number of nodes to which the job may grow by itself."""
+        return self.replicas if self.max_replicas is None else self.max_replicas
+
+    @property
+    def allowed_sizes(self) -> tuple[int, ...]:
+        """Return the only sizes that a round may have, ascending; empty for all multiples."""
+        scaling = self.scaling
+        return tuple(sorted(set(scaling.sizes))) if scaling and scaling.sizes else ()
 
     @property
     def minimum(self) -> int:

@@ -18,6 +18,7 @@ _GOOD_WHEN_TRUE = (
 )
 """Conditions that are good when they are true. Others are good when they are false."""
 _NEUTRAL = (
+    ConditionType.SCALING_ACTIVE,
     ConditionType.PODS_READY,
     ConditionType.RUNNING,
     ConditionType.SUCCEEDED,
@@ -54,6 +55,14 @@ class JobView:
     """In a cluster: a description of each node's Pod."""
     notes: Sequence[str] = ()
     """What could not be read, and why."""
+
+    @property
+    def size_reason(self) -> str:
+        """Why the job has its number of nodes; empty if it does not scale by itself."""
+        for condition in self.conditions:
+            if condition.type == ConditionType.SCALING_ACTIVE:
+                return f"size: {condition.message}"
+        return ""
 
     @property
     def problems(self) -> list[Condition]:

@@ -66,9 +66,10 @@ class MasterPorts(_LocalModel):
 class WatchEvent(_LocalModel):
     """One line of the watch. Only the fields that belong to its kind are set."""
 
-    kind: Literal["job", "node", "ended", "listed", "stopped"]
+    kind: Literal["job", "node", "ended", "room", "listed", "stopped"]
     """``job``: the job or its spec changed; ``node``: the state of a node; ``ended``: a node has
-    ended; ``listed``: the complete state was sent; ``stopped``: the cluster stops."""
+    ended; ``room``: the number of free hosts; ``listed``: the complete state was sent;
+    ``stopped``: the cluster stops."""
     job: ElasticJob | None = None
     """The job, with kind ``job``."""
     node: str = ""
@@ -92,6 +93,8 @@ class WatchEvent(_LocalModel):
     """The last output of the node's process."""
     nodes: list[str] = Field(default_factory=list)
     """The ids of all nodes that have not ended, with kind ``listed``."""
+    hosts: int = 0
+    """The number of hosts for which no node waits, with kind ``room``."""
 
 
 class LocalNode(_LocalModel):

@@ -118,6 +118,14 @@ class ConditionType(StrEnum):
     What to do: Correct the data or the script. The shards are trained again in a new job, or under
     another name of the dataset. See [dynamic shards](../dynamic-shards.md#quarantine).
     """
+    SCALING_ACTIVE = "ScalingActive"
+    """The job chooses its number of nodes by itself ([autoscaling](../autoscaling.md)). The message
+    says why it has this size. The condition is not shown without ``autoscale``.
+
+    When False: The size is only advised (``SizeAdvised``), or it cannot be judged: ``NoProgress``.
+
+    What to do: For ``NoProgress``, call ``session.report_step`` in the script.
+    """
     JOURNAL_WRITABLE = "JournalWritable"
     """The condition is never True.
 
@@ -305,6 +313,17 @@ class ConditionReason(StrEnum):
     """``CheckpointFailing``: The newest state cannot be stored, or kept in memory."""
     OUT_OF_MEMORY = "OutOfMemory"
     """``OutOfMemory``: Memory ran out."""
+    MEASURING = "Measuring"
+    """``ScalingActive``: The speed with the present number of nodes is not known yet."""
+    NO_PROGRESS = "NoProgress"
+    """``ScalingActive``: The script reports no steps, so its speed cannot be measured."""
+    RESIZED = "Resized"
+    """``ScalingActive``: The size was changed just now."""
+    SIZE_ADVISED = "SizeAdvised"
+    """``ScalingActive``: Another size would be better, and ``autoscale.mode`` is ``advise``."""
+    SIZE_KEPT = "SizeKept"
+    """``ScalingActive``: No other size is worth the change, or the change waits: the message says
+    for what."""
     SHARDS_QUARANTINED = "ShardsQuarantined"
     """``ShardsQuarantined``: Shards of a dataset are not trained."""
 
@@ -366,6 +385,14 @@ class EventReason(StrEnum):
     RENDEZVOUS_TIMEOUT = "RendezvousTimeout"
     """Warning: There were too few nodes for ``DLROVER_MASTER_JOIN_TIMEOUT_S``. It is not set on
     Kubernetes, where ``pendingTimeoutSeconds`` has this purpose."""
+
+    SCALED_UP = "ScaledUp"
+    """The job has decided to have more nodes (``autoscale``). The message says what is gained."""
+    SCALED_DOWN = "ScaledDown"
+    """The job has decided to have fewer nodes (``autoscale``). The message says why."""
+    SIZE_ADVISED = "SizeAdvised"
+    """Another number of nodes would be better. Nothing changes, as ``autoscale.mode`` is
+    ``advise``."""
 
     # --- Nodes ---
 

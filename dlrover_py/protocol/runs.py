@@ -85,8 +85,10 @@ def from_lengths(found: Any) -> Any:
     Raises:
         ValueError: The list is not one that :func:`lengths` returns.
     """
-    if not isinstance(found, list) or not all(type(one) is int for one in found):
-        return found
+    if not isinstance(found, list) or any(isinstance(one, tuple) for one in found):
+        return found  # a set that is not read from JSON
+    if not all(type(one) is int for one in found):
+        raise ValueError("expected a list of whole numbers")
     if len(found) % 2 or any(one <= 0 for one in found[1:]) or (found and found[0] < 0):
         raise ValueError("expected lengths of gaps and runs in turns, each greater than 0")
     edges = [0]

@@ -301,7 +301,10 @@ class JobStatus(_StatusModel):
     nodes_in_round: int
     """Number of nodes in the round; once the job has ended, in its last round."""
     desired: int
-    """Desired number of nodes, without standbys."""
+    """Desired number of nodes, without standbys: ``targetReplicas`` if the job scales by itself."""
+    target_replicas: int | None = None
+    """Number of nodes that the job has chosen by itself (``autoscale.mode: auto``); absent if
+    ``replicas`` counts."""
     minimum: int
     """Least number of nodes that a round may have."""
     ready: int
@@ -508,6 +511,9 @@ class ElasticJobStatus(_StatusModel):
     replicas: int | None = None
     """Number of nodes that exist, without standbys. Written by the master, as the fields that
     follow."""
+    target_replicas: int | None = None
+    """Number of nodes that the job has chosen by itself, without standbys; absent if ``replicas``
+    counts."""
     selector: str | None = None
     """Label selector of the worker Pods, for ``/scale``."""
     training: Training | None = None

@@ -84,6 +84,8 @@ class Timing(BaseModel):
     last_call_s: Annotated[float, Field(ge=0, le=86400)] = 0.0
     """Where nodes come by themselves (elastic-run with an endpoint): once the minimum is there, the
     first round waits this long for more nodes."""
+    measure_s: Seconds = 10.0
+    """The speed of a job that scales by itself is measured in windows of at least this time."""
     check_s: Seconds = 300.0
     """A check before training (``--network-check``) that takes longer has failed. The imports of
     its workers are included."""

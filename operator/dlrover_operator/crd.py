@@ -189,6 +189,15 @@ def _of_worker() -> Iterator[Schema]:
         "!has(self.maxReplicas) || self.replicas <= self.maxReplicas",
         "replicas is larger than maxReplicas: expected replicas <= maxReplicas",
     )
+    yield _rule(
+        "!has(self.autoscale) || !has(self.autoscale.sizes) || !has(self.autoscale.nodeUnit)",
+        "autoscale has sizes and nodeUnit: expected one of them",
+    )
+    yield _rule(
+        "!has(self.autoscale) || self.autoscale.objective != 'deadline' || "
+        "has(self.autoscale.deadline)",
+        "autoscale.objective is deadline and autoscale.deadline is absent: expected a time",
+    )
     for field in ("replicas", "minReplicas", "maxReplicas"):
         absent = "" if field == "replicas" else f"!has(self.{field}) || "
         yield _rule(

@@ -5,6 +5,7 @@ once the faults stop. More examples: ``HYPOTHESIS_PROFILE=nightly``.
 """
 
 import os
+from typing import Any
 
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -22,6 +23,7 @@ from dlrover_py.master.core.events import (
     JobStopped,
     Reported,
     RestoreAsked,
+    RoomSeen,
     Rules,
     Stalled,
 )
@@ -30,7 +32,7 @@ from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.status import JobPhase
 from tests.builders import Bench, SimAgent, crash, elastic_job, full_size, user_error
 
-RULES = Rules(forgive_after_s=30.0, check_s=30.0)
+RULES = Rules(forgive_after_s=30.0, check_s=30.0, measure_s=1.0)
 QUARTERS = st.integers(1, 8).map(lambda n: n / 4)
 PICK = st.integers(0, 1000)
 FAULTS = st.sampled_from(["device", "link", "slow", "hang"])
@@ -49,6 +51,7 @@ class JobMachine(RuleBasedStateMachine):
         early_list=st.booleans(),
         precheck=st.sampled_from([0, 0, 1, 2]),
         bad=st.dictionaries(st.integers(0, 6), FAULTS, max_size=3),
+        mode=st.sampled_from(["off", "off", "advise", "auto", "auto"]),
     )
     def start(
         self,
@@ -61,11 +64,15 @@ class JobMachine(RuleBasedStateMachine):
         early_list: bool,
         precheck: int,
         bad: dict[int, str],
+        mode: str,
     ) -> None:
         replicas, minimum = size
         if replicas % unit or (minimum or 0) % unit:
             unit = 1
-        spec = elastic_job(replicas, minimum, unit=unit, standby=standby, restarts=restarts)
+        autoscale: dict[str, Any] = {"mode": mode, "scaleUpDelaySeconds": 1}
+        autoscale["waitForSpareSeconds"] = 2 if standby else None
+        more: dict[str, Any] = {} if mode == "off" else {"maxReplicas": 8, "autoscale": autoscale}
+        spec = elastic_job(replicas, minimum, unit=unit, standby=standby, restarts=restarts, **more)
         self.bench = Bench(spec, RULES, capacity=max(capacity, 6 if warm else 0))
         self.bench.precheck = precheck
         self.bench.faults.update((f"n{number}", fault) for number, fault in bad.items())
@@ -204,6 +211,17 @@ class JobMachine(RuleBasedStateMachine):
     def trains(self, more: int) -> None:
         self.all_train(more)
         self.bench.exchange()
+
+    @precondition(lambda self: self.of_phase(WorkerPhase.RUNNING))
+    @rule(speed=st.integers(6, 30))
+    def trains_at_a_steady_speed(self, speed: int) -> None:
+        for _ in range(8):
+            self.all_train(speed)
+            self.bench.pass_time(1.0)
+
+    @rule(hosts=st.integers(0, 3))
+    def platform_has_room(self, hosts: int) -> None:
+        self.bench.step(RoomSeen(hosts))
 
     # --- checkpoints ---
 
@@ -391,6 +409,9 @@ class JobMachine(RuleBasedStateMachine):
             bench.settle()
             self.all_train()  # a rolling restart waits for a step of each round
             bench.pass_time(20.0)
+        for _ in range(2):  # the last change of size takes a moment
+            bench.settle()
+            bench.pass_time(2.0)
         bench.settle()
         if bench.job.state.phase.ended:
             assert not any(a.running for a in bench.living())
@@ -399,8 +420,8 @@ class JobMachine(RuleBasedStateMachine):
         assert bench.job.state.world is not None
         if not bench.job.state.succeeded:
             worker = bench.spec.worker
-            nodes = worker.replicas + worker.standby_replicas - bench.job.state.abandoned_slots
-            assert len(bench.members) == full_size(bench.spec, nodes)
+            nodes = bench.desired + worker.standby_replicas - bench.job.state.abandoned_slots
+            assert len(bench.members) == full_size(bench.spec, nodes, bench.desired)
             assert len(bench.pods) == nodes, "neither too many nodes nor too few"
             restart = bench.spec.spec.restart
             if restart is not None:

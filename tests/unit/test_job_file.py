@@ -242,7 +242,6 @@ def test_dlrovers_manifest_is_read_as_it_stands_and_told_what_has_no_effect() ->
     assert job.worker.priority_class == "high"
     assert job.without_effect() == [
         "spec.replicaSpecs.worker.restartPolicy",
-        "spec.replicaSpecs.worker.autoScale",
         "spec.replicaSpecs.worker.restartTimeout",
         "spec.replicaSpecs.worker.BatchScheduler",
         "spec.replicaSpecs.dlrover-master.replicas",

@@ -137,6 +137,13 @@ class NodesListed:
 
 
 @dataclass(frozen=True, slots=True)
+class RoomSeen:
+    """The number of further nodes for which the platform has room."""
+
+    nodes: int
+
+
+@dataclass(frozen=True, slots=True)
 class RestoreAsked:
     """A node's question which checkpoints could be restored from memory."""
 
@@ -169,6 +176,7 @@ Event = (
     | NodeSeen
     | NodeEnded
     | NodesListed
+    | RoomSeen
 )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from dlrover_py.master.core.admission import Admission
 from dlrover_py.master.core.assignments import Assignments
+from dlrover_py.master.core.autoscaler import Autoscaler
 from dlrover_py.master.core.capacity import Capacity
 from dlrover_py.master.core.checkpointing import Checkpointing
 from dlrover_py.master.core.departures import Departures
@@ -24,6 +25,7 @@ from dlrover_py.master.core.events import (
     NodesListed,
     Reported,
     RestoreAsked,
+    RoomSeen,
     Rules,
     ShardsAsked,
     Stalled,
@@ -86,9 +88,9 @@ class Job:
         )
         self._failures = failures = Failures(context, transitions, capacity, checkpointing)
         self._admission = admission = Admission(context, transitions, capacity, assignments)
-        self._rounds = Rounds(context, transitions, assignments, checkpointing, admission)
+        self._sharding, self._autoscaler = Sharding(context), (scaler := Autoscaler(context))
+        self._rounds = Rounds(context, transitions, assignments, checkpointing, admission, scaler)
         self._spec_changes = SpecChanges(context, transitions, capacity, departures, checkpointing)
-        self._sharding = Sharding(context)
         goodput = Goodput(context)
         training = TrainingReports(context, transitions, failures, goodput)
         self._reports = Reports(context, assignments, admission, departures, failures, training)
@@ -210,13 +212,15 @@ class Job:
         return out
 
     def _run_passes(self) -> None:
-        """Request and dismiss nodes, and form rounds, until nothing more follows."""
+        """Choose the size, request and dismiss nodes, and form rounds, until nothing follows."""
         self._capacity.lift_bans()
+        self._autoscaler.decide()
         self._capacity.plan_nodes()
         while True:
             if self._rounds.form():
                 self._capacity.plan_nodes()  # a node that was left out may be surplus now
-            if not self._spec_changes.restart_nodes():
+            leaving = self._spec_changes.restart_nodes()
+            if not self._autoscaler.decide() and not leaving:
                 return
             self._capacity.plan_nodes()
 
@@ -249,6 +253,7 @@ class Job:
             case Stalled(seconds):
                 live.nodes.stalled(live.now, seconds)
                 self._sharding.stalled(seconds)
+                self._autoscaler.stalled()
                 pending = state.pending_round
                 if pending is not None and pending.hold_until is not None:
                     # What has arrived meanwhile may show the real cause.
@@ -257,6 +262,8 @@ class Job:
                 self._departures.node_seen(event)
             case NodeEnded():
                 self._departures.node_ended(event)
+            case RoomSeen(nodes):
+                live.room = nodes
             case NodesListed(listed, free):
                 self._departures.nodes_listed(listed, free=free)
 

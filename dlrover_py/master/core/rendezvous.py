@@ -5,6 +5,7 @@ survivors keep their ranks, a new node takes the rank of a lost node, and furthe
 ranks at the end.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,10 +26,14 @@ class Size:
     minimum: int
     unit: int
     """The size of a round is a multiple of this number."""
+    sizes: tuple[int, ...] = ()
+    """The only allowed sizes, ascending; all multiples of the unit if empty."""
 
     def fit(self, nodes: int) -> int:
         """Return the largest allowed size for this many nodes; 0 if they are too few."""
         size = min(nodes, self.desired) // self.unit * self.unit
+        if self.sizes:
+            size = self.sizes[bisect_right(self.sizes, size) - 1] if self.sizes[0] <= size else 0
         return size if size >= self.minimum else 0
 
 

@@ -4,6 +4,7 @@ import math
 
 from dlrover_py.master.core.admission import Admission
 from dlrover_py.master.core.assignments import Assignments
+from dlrover_py.master.core.autoscaler import Autoscaler
 from dlrover_py.master.core.checkpointing import Checkpointing
 from dlrover_py.master.core.history import CoreContext, named
 from dlrover_py.master.core.nodes import Readiness
@@ -17,7 +18,7 @@ from dlrover_py.master.core.rendezvous import (
     arrange,
     verdict,
 )
-from dlrover_py.master.core.state import NON_DISRUPTIVE, PendingRound, desired_nodes
+from dlrover_py.master.core.state import NON_DISRUPTIVE, PendingRound
 from dlrover_py.master.core.transitions import Transitions
 from dlrover_py.protocol.names import NodeId, Round
 from dlrover_py.protocol.reasons import EventReason
@@ -40,12 +41,14 @@ class Rounds:
         assignments: Assignments,
         checkpointing: Checkpointing,
         admission: Admission,
+        autoscaler: Autoscaler,
     ) -> None:
         self.state, self.live, self.log = context.state, context.live, context.log
         self._transitions = transitions
         self._assignments = assignments
         self._checkpointing = checkpointing
         self._admission = admission
+        self._autoscaler = autoscaler
         self._enough_since: float | None = None
         """When enough nodes for the first round were there; None if there are not enough."""
         self._missed: tuple[float, float] = (-math.inf, MISSED_S)
@@ -91,10 +94,13 @@ class Rounds:
             return False
         if self._last_call(size, ready, pending):
             return False
-        counts = Counts(ready, self.live.nodes.count(Readiness.BUSY), self._expected_nodes(pending))
+        near = self._expected_nodes(pending)
         # Nodes that were near have been waited for before the check.
         waited = pending.kind == "start" and bool(self.live.health.node_records)
-        wait_s = 0.0 if waited else self.live.rules.replacement_wait_s
+        wait_s = 0.0 if waited or not near else self.live.rules.replacement_wait_s
+        spares, spare_wait_s = self._autoscaler.spare_wait(pending)
+        wait_s = max(wait_s, spare_wait_s)
+        counts = Counts(ready, self.live.nodes.count(Readiness.BUSY), max(near, spares))
         answer = verdict(size, counts, opened_at=pending.since, now=self.live.now, wait_s=wait_s)
         if isinstance(answer, Form):
             if pending.kind == "join" and answer.size <= current:
@@ -237,7 +243,7 @@ class Rounds:
                 self.live.wake(settled)
                 return
             if not event:  # the spec has changed while no master ran
-                message = f"the desired size is now {desired_nodes(self.live.spec)}"
+                message = f"the desired size is now {counted(size.desired, 'node')}"
                 event = self.log.record(EventReason.SPEC_CHANGED, message)
             message = f"the desired size is now {counted(size.desired, 'node')}"
             self._transitions.need_round("scale", message, event)

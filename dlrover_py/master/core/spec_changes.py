@@ -161,7 +161,7 @@ class SpecChanges:
         if not self.state.resumed and self.state.max_step is not None:
             return False  # the script reports its steps, and has made none in this round
         worker, size = self.live.spec.worker, self.live.size
-        desired = worker.replicas + worker.standby_replicas - self.state.abandoned_slots
+        desired = self.live.desired + worker.standby_replicas - self.state.abandoned_slots
         ready = self.live.nodes.count(Readiness.READY)
         full = size.fit(min(size.desired, ready))
         return ready >= desired and len(self.state.world.members) >= full

@@ -26,11 +26,13 @@ from dlrover_py.master.core.health import Health, JobHealthRecord
 from dlrover_py.master.core.hosts import Hosts, Strikes
 from dlrover_py.master.core.nodes import NodeRecord, Nodes, ReportPace, pace
 from dlrover_py.master.core.rendezvous import RoundMembers, Size
+from dlrover_py.master.core.scaling import ScalingRecord
 from dlrover_py.protocol import json_text
 from dlrover_py.protocol.agents import COUNT, Count, Progress, WorkerFailure
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import NodeId, Round, Term
+from dlrover_py.protocol.reasons import ConditionReason
 from dlrover_py.protocol.status import Failure, JobEvent, JobPhase
 from dlrover_py.protocol.timing import POD_GRACE_S
 from dlrover_py.protocol.words import counted
@@ -156,6 +158,8 @@ class DurableState:
     """The newest checkpoint in storage, and those that rounds have skipped."""
     shards: dict[str, QueueRecord] = Field(default_factory=dict)
     """Lease queues of the datasets with dynamic shards, by name."""
+    scaling: ScalingRecord = Field(default_factory=ScalingRecord)
+    """The size that the job has chosen, and what it was chosen from."""
     lost_s: dict[str, float] = Field(default_factory=dict)
     """Seconds of training time lost, by kind of round."""
     suspended_s: float = 0.0
@@ -320,6 +324,12 @@ class TransientState:
     """Monotonic time of the last change of the spec in a job that trains."""
     checking: dict[NodeId, RoundMembers] = field(default_factory=dict)
     """The group in which a node is checked, or was last checked."""
+    target: int | None = None
+    """The number of nodes that the job has chosen by itself; None if ``replicas`` counts."""
+    room: int | None = None
+    """Further nodes for which the platform has room; None if it has not said."""
+    scaling_reason: tuple[ConditionReason, str] | None = None
+    """Why the job has its size; None if it does not scale by itself."""
     checkpoint_policy: str = ""
     """The checkpoint policy for agents, as JSON; empty if there is none."""
 
@@ -332,10 +342,16 @@ class TransientState:
         return self.now + self.ahead
 
     @property
+    def desired(self) -> int:
+        """The desired number of nodes, without standbys."""
+        return self.spec.worker.replicas if self.target is None else self.target
+
+    @property
     def size(self) -> Size:
         """The bounds of a round."""
         worker = self.spec.worker
-        return Size(desired=worker.replicas, minimum=worker.minimum, unit=worker.node_unit)
+        sizes = () if self.target is None else worker.allowed_sizes
+        return Size(self.desired, worker.minimum, worker.node_unit, sizes)
 
     @property
     def grace_s(self) -> float:
@@ -378,7 +394,9 @@ def pace_of(spec: ElasticJob, rules: Rules) -> ReportPace:
 
     A pace by the number of existing nodes would change for all nodes whenever one comes or goes.
     """
-    desired = spec.worker.replicas + spec.worker.standby_replicas
+    worker = spec.worker
+    most = worker.replicas if worker.scaling is None else worker.ceiling
+    desired = most + worker.standby_replicas
     return pace(desired, exchange_s=rules.exchange_s, lease_s=rules.lease_s)
 
 
@@ -416,6 +434,8 @@ def make_transient(
         formed_at=now,
         baseline_step=state.max_step,
     )
+    if (scaling := spec.worker.scaling) is not None and scaling.mode == "auto":
+        live.target = state.scaling.target
     if (pending := state.pending_round) is not None:
         pending.since, pending.hold_until, pending.suspected = now, None, None
         live.outage = pending.kind, now

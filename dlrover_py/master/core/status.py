@@ -70,7 +70,8 @@ class StatusReport:
             round=self.state.round,
             world_size=self.state.world.world_size if self.state.world is not None else 0,
             nodes_in_round=len(members),
-            desired=worker.replicas,
+            desired=self.live.desired,
+            target_replicas=self.live.target,
             minimum=worker.minimum,
             ready=ready,
             standby=standby,
@@ -194,7 +195,8 @@ class StatusReport:
             )
         self._update_out_of_memory(wall)
         self._update_shards(wall)
-        desired, running = self.live.spec.worker.replicas, self.state.phase is JobPhase.RUNNING
+        self._update_scaling(wall)
+        desired, running = self.live.desired, self.state.phase is JobPhase.RUNNING
         if self.state.phase.ended:  # the number of nodes has no meaning for the job any more
             self._set(ConditionType.PODS_READY, False, ConditionReason.JOB_ENDED, ENDED, wall)
             self._set(ConditionType.RUNNING, False, self.state.phase.value, self.state.reason, wall)
@@ -208,9 +210,7 @@ class StatusReport:
         self._set(ConditionType.PODS_READY, ready >= desired, ConditionReason.READY, text, wall)
         self._set(ConditionType.RUNNING, running, self.state.phase.value, self.state.reason, wall)
         nodes = len(self.state.world.members) if self.state.world is not None else 0
-        degraded = running and nodes < desired // self.live.spec.worker.node_unit * (
-            self.live.spec.worker.node_unit
-        )
+        degraded = running and nodes < self.live.size.fit(desired)
         text = "no node trains"
         if running:
             text = f"{nodes} of {counted(desired, 'node')} {'trains' if nodes == 1 else 'train'}"
@@ -264,6 +264,17 @@ class StatusReport:
                 "; ".join(texts),
                 wall,
             )
+
+    def _update_scaling(self, wall: float) -> None:
+        """Set the condition about the job's own choice of its size; it is left out without one."""
+        if self.live.scaling_reason is None:
+            self._conditions.pop(ConditionType.SCALING_ACTIVE, None)
+            return
+        why, text = self.live.scaling_reason
+        scaling = self.live.spec.worker.scaling
+        acts = scaling is not None and scaling.mode == "auto"
+        active = acts and why is not ConditionReason.NO_PROGRESS
+        self._set(ConditionType.SCALING_ACTIVE, active, why, text, wall)
 
     def _set_ended(self) -> None:
         """Set the condition that says how the job has ended."""

@@ -9,6 +9,7 @@ from dlrover_py.master.core.events import (
     NodeEnded,
     NodeSeen,
     NodesListed,
+    RoomSeen,
 )
 from dlrover_py.master.platform import PriorMasterState
 from dlrover_py.net.http_client import HttpClient
@@ -91,6 +92,8 @@ def _event(seen: WatchEvent) -> Event:
             return NodeEnded(node, seen.why, seen.exit_code, seen.free, output=seen.output)
         case "stopped":
             return JobStopped()
+        case "room":
+            return RoomSeen(seen.hosts)
         case "listed":
             return NodesListed(frozenset(NodeId(n) for n in seen.nodes))
     raise InvariantError(f"a watch line of kind {seen.kind} has no content")

@@ -145,9 +145,11 @@ def status_body(
     training = Training.of(status).model_dump(mode="json", by_alias=True, exclude_none=True)
     for left_out in ("conditions", "publishedAt"):
         del training[left_out]
+    target = status.target_replicas
     return {
         "conditions": [_condition(c, times, status.generation) for c in conditions],
         "replicas": status.ready - status.standby,
+        **({} if target is None else {"targetReplicas": target}),
         "selector": selector,
         "training": _finite(training),
     }
