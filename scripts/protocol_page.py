@@ -21,6 +21,7 @@ from annotated_types import GroupedMetadata
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from dlrover_agent import snapshot
 from dlrover_agent.channels import master_client, peer_probe
 from dlrover_agent.checkpoint import saver
 from dlrover_agent.checkpoint import server as transfer_server
@@ -43,6 +44,7 @@ from dlrover_py.protocol import (
     agents,
     autoscale,
     data_ledger,
+    diagnosis,
     errors,
     job,
     lease,
@@ -168,6 +170,15 @@ PROCESSES: tuple[Process, ...] = (
         noticed="Its reaper, which kills what is left. The master, by the closed connection or "
         "at the latest by the lease. The platform, which reports the end.",
         starters=("dlrover_py/localcluster/cluster.py",),
+    ),
+    Process(
+        name="py-spy",
+        started="The agent: once for each worker that cannot say what it does, for a snapshot.",
+        ends="When it has written the stacks.",
+        killed=f"The agent, after {snapshot.PY_SPY_S:g} s.",
+        lost="The Python stack of one worker in one snapshot.",
+        noticed="The agent, by the end of the output.",
+        starters=("agent/dlrover_agent/snapshot.py",),
     ),
     Process(
         name="torchrun's agent",
@@ -467,6 +478,22 @@ WIRES: tuple[Wire, ...] = (
         limits=f"A request has at most {size(shards.MAX_REQUEST)}. The agent waits "
         f"{master_client.SHARDS_S:g} s for an answer before it asks again.",
         module=shards,
+    ),
+    Wire(
+        title="Snapshots",
+        speakers="An assignment asks for a snapshot. The agent asks the probe of each worker, a "
+        "thread that connects to the agent, and sends all answers to the master. See "
+        "[diagnosis](../diagnosis.md).",
+        transport=f"Unix socket (`{names.ENV_PROBE_SOCKET}`), then "
+        "`POST /v1/nodes/{id}/snapshot` of the master.",
+        framing="The worker sends its round and local rank in a line. Then each line of the agent "
+        "gets a line of JSON. Agent and master: JSON bodies.",
+        authentication="The socket's file mode 0600; the worker checks the user of the agent. "
+        "Agent and master: as above.",
+        version="None: the probe is a part of the agent's release. Unknown fields are ignored.",
+        limits=f"A worker has {snapshot.ANSWER_S:g} s to answer. A snapshot has at most "
+        f"{size(diagnosis.MAX_SNAPSHOT_BYTES)}: stacks are cut to fit.",
+        module=diagnosis,
     ),
     Wire(
         title="Environment of a worker",

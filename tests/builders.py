@@ -117,6 +117,7 @@ def _taken_up(told: Assignment) -> dict[str, Any]:
         "version",
         "reason",
         "checkpoint",
+        "snapshot",
         "peer",
         "persist",
         "stay_until_stored",

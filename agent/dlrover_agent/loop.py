@@ -47,6 +47,7 @@ from dlrover_agent.reaper_client import ReaperSupervisor
 from dlrover_agent.restart_log import RestartLog
 from dlrover_agent.scratch_folder import ScratchFolder
 from dlrover_agent.settings import Command, Settings
+from dlrover_agent.snapshot import SnapshotTaker
 from dlrover_agent.warm.recipe_exchange import RecipeExchange
 from dlrover_agent.workers import nested_launchers
 from dlrover_agent.workers.failures import WorkerDeath
@@ -68,7 +69,7 @@ log = logging.getLogger("agent")
 
 LAST_REPORT_S = 1.0
 """Seconds that the last report, and the wait for the final assignment, may take."""
-SDK_SOCKET, SHARDS_SOCKET = "sdk.sock", "shards.sock"
+SDK_SOCKET, SHARDS_SOCKET, PROBE_SOCKET = "sdk.sock", "shards.sock", "probe.sock"
 """Sockets for workers, in the agent's temporary folder."""
 REPORT_DELAY_S = 0.1
 """Seconds that a report waits for a start that is under way. Most take a few milliseconds."""
@@ -142,7 +143,7 @@ class Agent:
         self._saver = self._new_saver()
         self._reaper = self._new_reaper(mark)
         self._sdk = self._new_sdk_server()
-        self._shards = self._new_relay()
+        self._shards, self._snapshots = self._new_relay(), self._new_snapshots()
         self._workers = self._new_workers(logs)
         self._recipes = RecipeExchange(self._workers.warm, self._master, self._core)
         self._ports = RoundPorts(settings.advertised_addr, listen=self._workers.hosts_store)
@@ -197,12 +198,24 @@ class Agent:
         self._scratch.add(relay)
         return relay
 
+    def _new_snapshots(self) -> SnapshotTaker:
+        """Create what looks at the workers when the master asks.
+
+        Raises:
+            OSError: The socket for the probes of workers cannot be bound.
+        """
+        path = self._scratch.path / PROBE_SOCKET
+        taker = SnapshotTaker(path, self._boot_id, self._master, lambda: self._workers.processes)
+        self._scratch.add(taker.probes)
+        return taker
+
     def _new_workers(self, logs: Logs) -> WorkerSupervisor:
         """Create the supervisor of the workers, which starts none yet."""
         folder = self._scratch.path
         env = base_environment(self._command, self._run_id, folder / SDK_SOCKET)
         env |= self._saver.environment()
         env[names.ENV_SHARDS_SOCKET] = str(folder / SHARDS_SOCKET)
+        env[names.ENV_PROBE_SOCKET] = str(folder / PROBE_SOCKET)
         return WorkerSupervisor(
             self._command,
             env,
@@ -434,6 +447,7 @@ class Agent:
         )
         self._sdk.new_round(assignment.round)
         self._shards.new_round(assignment.round)
+        self._snapshots.probes.new_round(assignment.round)
         if assignment.directive is Directive.RUN:
             self._ports.open_probe(
                 assignment,
@@ -530,6 +544,7 @@ class Agent:
             save_at_breakpoint=self._command.save_at_breakpoint,
             nested=self._nested_launcher,
             leases=self._shards.leases(),
+            idle_s=self._snapshots.idle.seconds(self._workers.pids),
             **self._saver.facts(),
         )
 
@@ -538,6 +553,7 @@ class Agent:
         self._recipes.assigned(assignment.recipe)
         self._saver.assigned(assignment)
         self.post(Assigned(assignment))
+        self._snapshots.assigned(assignment)
         self._new_assignment.set()
 
     def refused(self, message: str) -> None:
@@ -592,6 +608,7 @@ class Agent:
         self._launchers.close()
         self._scratch.close()
         self._sdk.close()
+        await self._snapshots.close()
         await self._shards.close()
         await self._workers.close()
         await self._saver.close()

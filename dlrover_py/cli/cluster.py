@@ -42,6 +42,7 @@ from dlrover_py.protocol.local import History
 from dlrover_py.protocol.reasons import ConditionReason, ConditionType
 from dlrover_py.protocol.status import (
     Condition,
+    EvidenceManifest,
     JobEvent,
     JobPhase,
     JobStatus,
@@ -527,6 +528,39 @@ class ClusterJob:
         at = date_time(view.now())
         self._patch({"spec": {"restart": {"at": at, "rolling": rolling}}})
         return f"all nodes of {self.name} are being replaced"
+
+    def take_snapshot(self, at: str) -> str:
+        """Request a snapshot of all ranks; return a sentence about the request.
+
+        Args:
+            at: text that no earlier request had, such as the time.
+
+        Raises:
+            ConfigError: the job has ended.
+            DLRoverError: the API server refuses the change, or does not answer.
+        """
+        if _ended(self.obj):
+            raise ConfigError(f"{self.name} has ended: no rank runs any more")
+        self._patch({"spec": {"diagnosis": {"snapshot": at}}})
+        return f"all ranks of {self.name} are being looked at"
+
+    def evidence(self) -> list[EvidenceManifest]:
+        """Return the newest snapshot as a bundle; empty if none was taken."""
+        status = self.load_view().status
+        kept = None if status is None else status.diagnosis
+        if status is None or kept is None:
+            return []
+        return [
+            EvidenceManifest(
+                number=kept.number,
+                at=kept.at,
+                round=status.round,
+                reason=kept.reason,
+                verdict=kept.verdict,
+                lines=kept.lines,
+                folder=kept.folder,
+            )
+        ]
 
     def _patch(self, patch: Obj, subresource: str = "") -> None:
         """Change fields of the object on the server. ``self.obj`` stays as it was.

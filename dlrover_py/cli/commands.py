@@ -6,6 +6,8 @@ import json
 import re
 import shutil
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -33,8 +35,11 @@ from dlrover_py.protocol.errors import ConfigError, DLRoverError, ExitCode, Unre
 from dlrover_py.protocol.job import CLUSTER_ONLY, INERT, ElasticJob
 from dlrover_py.protocol.names import NODE_ID
 from dlrover_py.protocol.reasons import EventReason
-from dlrover_py.protocol.status import JobStatus
+from dlrover_py.protocol.status import JobPhase, JobStatus, date_time
 from dlrover_py.protocol.words import counted
+
+SNAPSHOT_S = 60.0
+"""Seconds that ``dlrover job stacks`` waits for the result."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -677,6 +682,90 @@ def dashboard(name: str | None, port: int | None, target: Target) -> None:
         with locate.find_to_read(settings, target, name):
             pass
     pages.serve(settings, target, name, pages.listening_socket("127.0.0.1", port))
+
+
+@job.command()
+@job_name
+@as_json
+@target_options
+def stacks(name: str | None, as_json: bool, target: Target) -> None:
+    """Look at all ranks of a running job, and show what each one does.
+
+    Ranks that do the same share a line, and the odd ones come first. The job is not stopped.
+
+    \f
+
+    Args:
+        name: name of the job; None for the only one.
+        as_json: print JSON instead of text.
+        target: cluster that the flags name.
+
+    Raises:
+        ConfigError: there is no such job, or it does not train now.
+        UnreachableError: the job has no result within `SNAPSHOT_S`.
+    """
+    at = date_time(view.now())
+    deadline = time.monotonic() + SNAPSHOT_S
+    pause = threading.Event()
+    with selected_live_job(target, name) as job:
+        phase = job.load_view().phase
+        if phase != JobPhase.RUNNING:
+            raise ConfigError(f"{job.name} is {phase}: expected a job whose ranks run")
+        job.take_snapshot(at)
+        name = job.name
+    # A job of a cluster is read anew each time: its handle has the object of the beginning.
+    while True:
+        with selected_job(target, name, quiet=True) as found:
+            status = found.load_view().status
+        taken = None if status is None else status.diagnosis
+        if taken is not None and taken.request == at:
+            break
+        if time.monotonic() > deadline:
+            raise UnreachableError(
+                f"{name}: no snapshot within {SNAPSHOT_S:g} s; see `dlrover job describe`"
+            )
+        pause.wait(0.2)
+    if as_json:
+        click.echo(taken.model_dump_json(by_alias=True))
+        return
+    for line in taken.lines:
+        click.echo(view.plain(line))
+    if taken.verdict is not None:
+        click.echo(view.plain(f"verdict: {taken.verdict.message}"))
+    if taken.folder:
+        click.echo(f"evidence: {taken.folder}", err=True)
+
+
+@job.command()
+@job_name
+@as_json
+@target_options
+def evidence(name: str | None, as_json: bool, target: Target) -> None:
+    """List the bundles of evidence that were kept: one for each snapshot of all ranks.
+
+    \f
+
+    Args:
+        name: name of the job; None for the only one.
+        as_json: print JSON instead of text.
+        target: cluster that the flags name.
+
+    Raises:
+        ConfigError: there is no such job.
+    """
+    with selected_job(target, name, quiet=as_json) as job:
+        bundles = job.evidence()
+    if as_json:
+        documents = [bundle.model_dump(mode="json", by_alias=True) for bundle in bundles]
+        click.echo(json.dumps(documents))
+        return
+    if not bundles:
+        click.echo("no evidence was kept: no snapshot was taken", err=True)
+    for bundle in bundles:
+        what = bundle.verdict.message if bundle.verdict is not None else bundle.reason
+        click.echo(view.plain(f"{view.clock(bundle.at)} round {bundle.round}: {what}"))
+        if bundle.folder:
+            click.echo(view.plain(f"  {bundle.folder}"))
 
 
 # --- Commands that change jobs ---

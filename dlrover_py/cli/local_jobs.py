@@ -21,7 +21,7 @@ from dlrover_py.protocol import names
 from dlrover_py.protocol.documents import explain
 from dlrover_py.protocol.errors import ConfigError, UnreachableError
 from dlrover_py.protocol.local import CallDone, History, Snapshot
-from dlrover_py.protocol.status import JobStatus, date_time
+from dlrover_py.protocol.status import EvidenceManifest, JobStatus, date_time
 
 D = TypeVar("D", bound=BaseModel)
 
@@ -174,6 +174,9 @@ class RunningJob:
     def history(self) -> History:  # noqa: D102
         return self._answer(History, "GET", "/v1/history")
 
+    def evidence(self) -> list[EvidenceManifest]:  # noqa: D102
+        return runs.bundles(Path(self.snapshot().log_dir).parent)
+
     def show_logs(self, query: LogQuery) -> None:  # noqa: D102
         folder = Path(self.snapshot().log_dir)
         if not print_logs(folder, self._socket if query.follow else None, query):
@@ -202,6 +205,9 @@ class RunningJob:
     def restart(self, *, rolling: bool) -> str:  # noqa: D102
         at = date_time(view.now())
         return self.request(f"/v1/restart?at={at}&rolling={'true' if rolling else 'false'}")
+
+    def take_snapshot(self, at: str) -> str:  # noqa: D102
+        return self.request(f"/v1/snapshot?at={at}")
 
     def stop(self, *, wait: bool) -> str:
         """Have the cluster process end the job; return a sentence about the new state.
@@ -340,6 +346,9 @@ class EndedJob:
         except ConfigError as error:
             click.echo(view.plain(f"dlrover: the history is left out: {error}"), err=True)
         return History()
+
+    def evidence(self) -> list[EvidenceManifest]:  # noqa: D102
+        return runs.bundles(self._folder)
 
     def show_logs(self, query: LogQuery) -> None:
         """Print the log lines of the run that the query selects.

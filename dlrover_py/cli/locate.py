@@ -13,6 +13,7 @@ from dlrover_py.cli.settings import Settings, Target
 from dlrover_py.cli.view import JobView
 from dlrover_py.protocol.errors import ConfigError, UnauthorizedError, UnreachableError
 from dlrover_py.protocol.local import History
+from dlrover_py.protocol.status import EvidenceManifest
 
 if TYPE_CHECKING:
     from dlrover_py.cli.cluster import ClusterJob
@@ -42,6 +43,16 @@ class JobHandle(Protocol):
 
         It is empty where none is kept, or if that of an ended job is damaged, which is then
         printed.
+        """
+
+    def evidence(self) -> list[EvidenceManifest]:
+        """Return the bundles of evidence, the oldest first.
+
+        In a cluster it is the newest snapshot only, as its master publishes it.
+
+        Raises:
+            ConfigError: the last status of an ended job is missing or damaged.
+            DLRoverError: the job's cluster refuses a call, or does not answer.
         """
 
     def show_logs(self, query: LogQuery) -> None:
@@ -88,6 +99,19 @@ class LiveJobHandle(JobHandle, Protocol):
         """Request the replacement of all nodes; return a sentence about the new state.
 
         It returns when the request is accepted. Nodes are replaced later.
+
+        Raises:
+            ConfigError: the job has ended.
+            DLRoverError: the job's cluster refuses the change, or does not answer.
+        """
+
+    def take_snapshot(self, at: str) -> str:
+        """Request a snapshot of all ranks; return a sentence about the request.
+
+        It returns when the request is accepted. The status then has the result.
+
+        Args:
+            at: text that no earlier request had, such as the time.
 
         Raises:
             ConfigError: the job has ended.

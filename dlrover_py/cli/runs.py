@@ -16,7 +16,7 @@ from dlrover_py.process.blocking import read_regular
 from dlrover_py.process.ownership import STATE_HINT, is_own
 from dlrover_py.protocol import names
 from dlrover_py.protocol.errors import ConfigError
-from dlrover_py.protocol.status import JobStatus
+from dlrover_py.protocol.status import EvidenceManifest, JobStatus
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 """Seconds in each unit of a duration."""
@@ -71,6 +71,19 @@ def read_document(path: Path, kind: type[D]) -> D:
         place = ".".join(str(part) for part in first["loc"])
         text = f"{place}: {first['msg']}" if place else first["msg"]
         raise ConfigError(f"{path}: it is damaged: {text}; {hint}") from error
+
+
+def bundles(folder: Path) -> list[EvidenceManifest]:
+    """Return the manifests of the bundles of evidence in the folder of a run, the oldest first.
+
+    A bundle without a manifest is left out, as it is still being written. So is a damaged one.
+    """
+    found = []
+    for path in sorted((folder / names.EVIDENCE_FOLDER).glob(f"*/{names.MANIFEST_FILE}")):
+        with contextlib.suppress(FileNotFoundError, ConfigError):
+            manifest = read_document(path, EvidenceManifest)
+            found.append(manifest.model_copy(update={"folder": str(path.parent)}))
+    return found
 
 
 def ended(state_root: Path | None) -> list[Run]:

@@ -914,6 +914,11 @@ def api(cluster: LocalCluster) -> FastAPI:
         cluster.replace_job(cluster.job.restarted(at, rolling=rolling))
         return done(f"all nodes of {cluster.job.metadata.name} are being replaced")
 
+    @app.post("/v1/snapshot")
+    async def snapshot(at: str) -> Response:
+        cluster.replace_job(cluster.job.with_snapshot(at))
+        return done(f"all ranks of {cluster.job.metadata.name} are being looked at")
+
     @app.post("/v1/stop")
     async def stop() -> Response:
         cluster.ended.set()

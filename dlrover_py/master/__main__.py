@@ -160,6 +160,7 @@ async def _run(
             clock=clock,
             tls=tls,
             lifeline=args.lifeline_fd,
+            evidence_dir=None if args.temporary else args.state_dir,
         )
 
 

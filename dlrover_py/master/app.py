@@ -12,6 +12,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter
 
+from dlrover_py.master.evidence import EvidenceStore
 from dlrover_py.master.exchange import Exchanges
 from dlrover_py.master.journal_store import JournalStore
 from dlrover_py.master.loop import Clock, Loop
@@ -52,6 +53,7 @@ async def serve(
     clock: Clock,
     tls: ssl.SSLContext | None = None,
     lifeline: int | None = None,
+    evidence_dir: Path | None = None,
 ) -> None:
     """Run the master of one job until SIGTERM or SIGINT, or until its lifeline is closed.
 
@@ -70,6 +72,7 @@ async def serve(
         tls: TLS settings for agents; None for plain HTTP.
         lifeline: Descriptor of a pipe. The master ends when the other end is closed. None if the
             master does not depend on another process.
+        evidence_dir: Folder for bundles of evidence; None keeps none.
 
     Raises:
         ConfigError: The journal cannot be used.
@@ -84,7 +87,14 @@ async def serve(
         avoids_hosts=platform.avoids_hosts,
         routed_s=platform.routed_s,
     )
-    loop = Loop(platform, store, rules, clock=clock, publish_s=settings.publish_s)
+    loop = Loop(
+        platform,
+        store,
+        rules,
+        clock=clock,
+        publish_s=settings.publish_s,
+        evidence=EvidenceStore(evidence_dir),
+    )
     registry = CollectorRegistry()
     denied = Counter(
         "dlrover_unauthorized_requests", "Requests without a valid token.", registry=registry

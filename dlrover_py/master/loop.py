@@ -23,6 +23,7 @@ from dlrover_py.master.core.events import (
     Effect,
     Event,
     JobStopped,
+    KeepEvidence,
     NodesListed,
     Refuse,
     Reported,
@@ -35,6 +36,7 @@ from dlrover_py.master.core.events import (
 )
 from dlrover_py.master.core.job import Job
 from dlrover_py.master.core.state import DurableState, Step
+from dlrover_py.master.evidence import EvidenceStore
 from dlrover_py.master.journal_store import JournalStore, JournalUnwritableError
 from dlrover_py.master.platform import Platform
 from dlrover_py.pacing import Backoff
@@ -245,9 +247,10 @@ class Loop:
         *,
         publish_s: float = 0.1,
         clock: Clock | None = None,
+        evidence: EvidenceStore | None = None,
     ) -> None:
         self._platform, self._store, self._rules = platform, store, rules
-        self._publish_s = publish_s
+        self._publish_s, self._evidence = publish_s, evidence or EvidenceStore(None)
         self._clock = clock or Clock()
         self._job: Job | None = None
         self._mail: dict[tuple[NodeId, str], AgentReport] = {}
@@ -556,7 +559,7 @@ class Loop:
             seen = job.state.next_event
             step = job.step(events, now, self._clock.wall())
             wake_at = step.wake_at
-            self._log(job, seen)
+            _log_events(job, seen)
             for (node_id, _), report in mail.items():
                 self._address(job, node_id, report)
             await self._carry_out(step)
@@ -646,6 +649,8 @@ class Loop:
                 self._restore_questions.answer(number, candidates)
             case ShardsAnswer(number, leases):
                 self._shard_questions.answer(number, leases)
+            case KeepEvidence():
+                self._evidence.keep(effect, lambda kept: self.add_events([kept]))
             case CreateNode(node_id, avoid):
                 self._run_task(node_id, lambda: self._platform.create_node(node_id, avoid))
             case DeleteNode(node_id, grace_s, _):
@@ -821,11 +826,12 @@ class Loop:
                 await asyncio.sleep(pause_s(tries, error))
                 tries += 1
 
-    def _log(self, job: Job, since: int) -> None:
-        """Log the job's events from this id on, as far as the job still keeps them."""
-        fresh = list(itertools.takewhile(lambda e: e.id >= since, reversed(job.state.events)))
-        for event in reversed(fresh):
-            fields = event.model_dump(exclude_none=True, exclude={"at", "type", "reason"})
-            fields["why"] = fields.pop("message")
-            level = logging.WARNING if event.type == "Warning" else logging.INFO
-            log.log(level, event.reason, extra=fields)
+
+def _log_events(job: Job, since: int) -> None:
+    """Log the job's events from this id on, as far as the job still keeps them."""
+    fresh = list(itertools.takewhile(lambda e: e.id >= since, reversed(job.state.events)))
+    for event in reversed(fresh):
+        fields = event.model_dump(exclude_none=True, exclude={"at", "type", "reason"})
+        fields["why"] = fields.pop("message")
+        level = logging.WARNING if event.type == "Warning" else logging.INFO
+        log.log(level, event.reason, extra=fields)

@@ -23,6 +23,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dlrover_py import __version__
+from dlrover_py.master.core.events import SnapshotArrived
 from dlrover_py.master.exchange import Exchanges, body_timeout, error_body
 from dlrover_py.master.loop import Loop, PassiveMasterError
 from dlrover_py.net import http_server
@@ -36,6 +37,7 @@ from dlrover_py.protocol.agents import (
     RestoreCandidates,
 )
 from dlrover_py.protocol.checkpoint_id import CheckpointId
+from dlrover_py.protocol.diagnosis import NodeSnapshot
 from dlrover_py.protocol.errors import ErrorCode
 from dlrover_py.protocol.job import in_words
 from dlrover_py.protocol.names import MAX_COUNT, NODE_ID, NodeId, Round, Step, Timeline
@@ -133,6 +135,7 @@ DEAD_S = 30.0
 """Seconds without a turn of the loop after which the master is unhealthy."""
 EXCHANGE = "/v1/nodes/{node_id}/exchange"
 SHARDS = "/v1/nodes/{node_id}/shards"
+SNAPSHOT = "/v1/nodes/{node_id}/snapshot"
 OCTETS: dict[str, Any] = {"content": {"application/octet-stream": {}}}
 
 
@@ -145,7 +148,11 @@ def _described(app: FastAPI) -> dict[str, Any]:
     made = FastAPI.openapi(app)
     parts = made["components"]
     paths = made["paths"]
-    for path, model in ((EXCHANGE, AgentReport), (SHARDS, NodeShardRequest)):
+    for path, model in (
+        (EXCHANGE, AgentReport),
+        (SHARDS, NodeShardRequest),
+        (SNAPSHOT, NodeSnapshot),
+    ):
         schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
         parts["schemas"] |= schema.pop("$defs") | {model.__name__: schema}
         found = {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}
@@ -244,6 +251,21 @@ def job_app(loop: Loop, exchanges: Exchanges, denied: Counter) -> ASGIApp:
         except PassiveMasterError as error:
             return error_reply(503, ErrorCode.PASSIVE, str(error))
         return json_reply(200, answer.model_dump_json().encode())
+
+    @app.post(SNAPSHOT, responses={**not_now, **late})
+    async def snapshot(node_id: NodePath, request: Request) -> Response:
+        """Take in what the workers of a node do, which an assignment has asked for."""
+        body = await whole_body(request)
+        if isinstance(body, Response):
+            return body
+        try:
+            taken = NodeSnapshot.model_validate_json(body)
+        except ValidationError as error:
+            return error_reply(422, ErrorCode.INVALID, in_words(error.errors()))
+        if not loop.ready:
+            return error_reply(503, ErrorCode.PASSIVE, "this master does not run the job yet")
+        loop.add_events([SnapshotArrived(NodeId(node_id), taken)])
+        return Response("{}", media_type="application/json")
 
     @app.get("/v1/recipe", response_class=Response, responses={200: OCTETS})
     async def read_recipe() -> Response:

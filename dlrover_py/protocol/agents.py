@@ -35,22 +35,22 @@ def sendable(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
-def _cut(most: int) -> BeforeValidator:
+def cut(most: int) -> BeforeValidator:
     """Return a validator that cuts text to a number of characters; the last one is then ``…``.
 
     It leaves other values to the checks that follow.
     """
 
-    def cut(value: Any) -> Any:
+    def shorten(value: Any) -> Any:
         if not isinstance(value, str):
             return value
         value = sendable(value)
         return value if len(value) <= most else value[: most - 1] + "…"
 
-    return BeforeValidator(cut)
+    return BeforeValidator(shorten)
 
 
-Words = Annotated[str, StringConstraints(max_length=1024), _cut(1024)]
+Words = Annotated[str, StringConstraints(max_length=1024), cut(1024)]
 """Text for people, which may contain text of the user: it is cut, and never refused."""
 COUNT = Field(ge=0, le=MAX_COUNT)
 """A number that only grows, or a size."""
@@ -100,6 +100,7 @@ class FailureKind(StrEnum):
     SIGNAL = "signal"  # killed: segmentation fault, out of memory, kill -9
     EXIT = "exit"  # another exit code than 0, without an exception
     START = "start"  # could not be started at all
+    HANG = "hang"  # stood still, by a verdict of the master; it was ended for that
 
 
 class StatusMessage(Wire):
@@ -121,11 +122,11 @@ class WorkerFailure(StatusMessage):
     """Its process id on its host."""
     exit_code: int
     """Its exit code, or the negative number of the signal that killed it."""
-    message: Annotated[str, StringConstraints(max_length=2048), _cut(2048)]
+    message: Annotated[str, StringConstraints(max_length=2048), cut(2048)]
     """Why it died, in words."""
-    traceback: Annotated[str, StringConstraints(max_length=8192), _cut(8192)] = ""
+    traceback: Annotated[str, StringConstraints(max_length=8192), cut(8192)] = ""
     """Its Python traceback, cut; empty if there was none."""
-    fingerprint: Annotated[str, StringConstraints(max_length=512), _cut(512)] = ""
+    fingerprint: Annotated[str, StringConstraints(max_length=512), cut(512)] = ""
     """The same text for the same exception at the same place; empty if there was no exception."""
     step: Count | None = None
     """The last step that was reported before."""
@@ -357,6 +358,8 @@ class AgentReport(Wire):
     leases: list[WorkerLeases] = Field(default_factory=list, max_length=4096)
     """The shards of datasets that the workers of round ``follows`` hold: a new master continues
     their leases. Empty in a job without dynamic shards."""
+    idle_s: Annotated[float, Field(ge=0)] = 0.0
+    """Seconds for which the workers of round ``follows`` have used no CPU time worth mentioning."""
     nested: Words = ""
     """What a second launcher below the workers has started as a world of its own; empty if there is
     none."""
@@ -446,7 +449,7 @@ class Assignment(Wire):
     """The incarnation that the node has."""
     directive: Directive
     """The action that the node must take."""
-    reason: Annotated[str, _cut(8192)]
+    reason: Annotated[str, cut(8192)]
     """Why the node must take it, in words."""
     round: Count = 0
     """The round that the node must run; 0 if there is none."""
@@ -492,6 +495,9 @@ class Assignment(Wire):
     """The node of whose memory this node must keep a replica; None if there is none."""
     persist: PersistRequest | None = None
     """The checkpoint that this node must write to storage; None if there is none."""
+    snapshot: Count = 0
+    """The number of the newest snapshot of all ranks that was requested; 0 if there was none. The
+    agent takes it and sends a ``NodeSnapshot``."""
     stay_until_stored: bool = False
     """With STOP: after its workers have ended, the agent stays until its memory is stored, but no
     longer than the grace period."""

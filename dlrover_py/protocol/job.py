@@ -480,6 +480,26 @@ class RestartSpec(_Strict):
     one trains. If false, all are replaced at the same time."""
 
 
+class DiagnosisSpec(_Strict):
+    """How a job that stands still is found, and what follows."""
+
+    hang: Literal["off", "tell", "act"] = "tell"
+    """``off``: no hang is looked for. ``tell``: it is reported. ``act``: the round is also
+    restarted once the cause is sure, which counts against ``restartCount``."""
+    hang_seconds: Annotated[int, Field(ge=1, le=86_400)] = 30
+    """Least seconds without a step after which a hang is suspected. The time is longer if the
+    steps of the job are long."""
+    first_step_seconds: Annotated[int, Field(ge=1, le=86_400)] = 600
+    """Seconds after which a hang is suspected while the usual time of a step is not known yet, or
+    after the last step."""
+    silent_seconds: Annotated[int, Field(ge=1, le=86_400)] | None = None
+    """For scripts that report no steps: seconds without CPU time of any worker after which a hang
+    is suspected. If absent, no hang is suspected there."""
+    snapshot: Annotated[str, StringConstraints(min_length=1, max_length=64)] | None = None
+    """Any text that was not here before, such as the time, requests a snapshot of all ranks:
+    ``dlrover job stacks`` sets it."""
+
+
 class JobSpec(_Strict):
     """``spec`` of an ElasticJob."""
 
@@ -494,6 +514,8 @@ class JobSpec(_Strict):
     """While this is true, all nodes are stopped and none is started."""
     restart: RestartSpec | None = None
     """Replaces all nodes by new ones: ``dlrover job restart`` sets it."""
+    diagnosis: DiagnosisSpec = Field(default_factory=DiagnosisSpec)
+    """How a job that stands still is found. If absent, a hang is reported only."""
     ttl_seconds_after_finished: Annotated[
         Annotated[int, Field(ge=0, le=2**31 - 1)] | None, CLUSTER_ONLY
     ] = None
@@ -708,6 +730,25 @@ class ElasticJob(_Strict):
         except ValidationError as error:
             raise ConfigError(explain(error, prefix="spec.restart")) from error
         return self.changed(self.spec.model_copy(update={"restart": restart}))
+
+    def with_snapshot(self, at: str) -> Self:
+        """Return this job with a request for a snapshot of all ranks, one generation later.
+
+        Raises:
+            ConfigError: ``at`` is empty, or longer than 64 characters.
+        """
+        try:
+            fields = self.spec.diagnosis.model_dump() | {"snapshot": at}
+            diagnosis = DiagnosisSpec.model_validate(fields)
+        except ValidationError as error:
+            raise ConfigError(explain(error, prefix="spec.diagnosis")) from error
+        return self.changed(self.spec.model_copy(update={"diagnosis": diagnosis}))
+
+    def with_snapshot_of(self, other: Self) -> JobSpec:
+        """Return the spec of this job with the request for a snapshot of another one."""
+        snapshot = {"snapshot": other.spec.diagnosis.snapshot}
+        diagnosis = self.spec.diagnosis.model_copy(update=snapshot)
+        return self.spec.model_copy(update={"diagnosis": diagnosis})
 
     def with_fields_of(self, obj: dict[str, Any]) -> Self:
         """Return this job under an edit that :meth:`read` refuses, with the generation of the edit.

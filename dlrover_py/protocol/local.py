@@ -17,6 +17,7 @@ DELETE    /v1/nodes/{id}?grace_s=      end the node
 POST      /v1/scale?replicas=          change the desired number of nodes
 POST      /v1/suspend?on=              set ``spec.suspend``
 POST      /v1/restart?at=&rolling=     set ``spec.restart``
+POST      /v1/snapshot?at=             set ``spec.diagnosis.snapshot``
 POST      /v1/stop                     end the job and the cluster
 POST      /v1/nodes/{id}/{verb}        kill, freeze, thaw or drain the node: faults that people
                                        and tests cause

@@ -109,6 +109,8 @@ ENV_TRANSFER_SOCKET: Final = "DLROVER_TRANSFER_SOCKET"
 """Unix socket at which the agent answers its workers' requests about checkpoints."""
 ENV_SHARDS_SOCKET: Final = "DLROVER_SHARDS_SOCKET"
 """Unix socket at which the agent answers its workers' requests about shards of datasets."""
+ENV_PROBE_SOCKET: Final = "DLROVER_PROBE_SOCKET"
+"""Unix socket at which a thread of each worker waits for the agent's question what it does."""
 ENV_CHECKPOINT: Final = "DLROVER_CHECKPOINT"
 """The job's ``checkpoint:`` as JSON."""
 ENV_SHM_DIR: Final = "DLROVER_SHM_DIR"
@@ -131,6 +133,7 @@ JOB_ENV: Final = (
     ENV_SHM_POOL,
     ENV_TRANSFER_SOCKET,
     ENV_SHARDS_SOCKET,
+    ENV_PROBE_SOCKET,
     ENV_CHECKPOINT,
 )
 """All variables that make a process a part of a job."""
@@ -271,6 +274,10 @@ JOB_FILE: Final = "job.json"
 """File with the job, in the directory of a run."""
 STATUS_FILE: Final = "status.json"
 """File with the newest status, in the directory of a run."""
+EVIDENCE_FOLDER: Final = "evidence"
+"""Folder of a run with its bundles of evidence (docs/diagnosis.md)."""
+MANIFEST_FILE: Final = "manifest.json"
+"""Manifest of a bundle of evidence."""
 HISTORY_FILE: Final = "history.json"
 """File with the history, in the directory of a run."""
 RUNTIME_LINK: Final = "runtime"

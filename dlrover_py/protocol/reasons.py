@@ -126,6 +126,14 @@ class ConditionType(StrEnum):
 
     What to do: For ``NoProgress``, call ``session.report_step`` in the script.
     """
+    HANGING = "Hanging"
+    """The job stands still. The message is the verdict: which rank the others wait for, and what it
+    does. The condition is not shown before the first verdict.
+
+    When False: Training went on, or the round was restarted.
+
+    What to do: See [diagnosis](../diagnosis.md#verdicts).
+    """
     JOURNAL_WRITABLE = "JournalWritable"
     """The condition is never True.
 
@@ -326,6 +334,8 @@ class ConditionReason(StrEnum):
     for what."""
     SHARDS_QUARANTINED = "ShardsQuarantined"
     """``ShardsQuarantined``: Shards of a dataset are not trained."""
+    HANG = "Hang"
+    """``Hanging``: The job stands still."""
 
 
 class EventReason(StrEnum):
@@ -433,6 +443,13 @@ class EventReason(StrEnum):
     SHARDS_QUARANTINED = "ShardsQuarantined"
     """Warning: A shard of a dataset is not trained any more. The message has its samples and the
     reason."""
+    HANG = "Hang"
+    """Warning: The job stands still. The message is the
+    [verdict](../diagnosis.md#verdicts): the rank that the others wait for, and what it does."""
+    HANG_OVER = "HangOver"
+    """Training has gone on after a hang."""
+    SNAPSHOT_TAKEN = "SnapshotTaken"
+    """All ranks were looked at, because a user asked (``dlrover job stacks``)."""
     PEER_LOST = "PeerLost"
     """Warning: A worker lost its connection to another worker. The master looks for the cause."""
     RESTARTS_EXHAUSTED = "RestartsExhausted"

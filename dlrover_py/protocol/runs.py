@@ -8,7 +8,7 @@ from bisect import bisect_left, bisect_right
 from itertools import pairwise
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, PlainSerializer
+from pydantic import AfterValidator, BeforeValidator, PlainSerializer
 
 Run = tuple[int, int]
 """The numbers from the first one to the one before the second."""
@@ -99,8 +99,25 @@ def from_lengths(found: Any) -> Any:
     return list(pairwise(edges[1:]))[::2]
 
 
+def _checked(runs: list[Run]) -> list[Run]:
+    """Return a set whose runs are in order and apart; JSON may also have pairs of numbers.
+
+    Raises:
+        ValueError: The runs are no set of numbers from 0 to ``LARGEST``.
+    """
+    last = -1
+    for start, stop in runs:
+        if not last < start < stop <= LARGEST:
+            raise ValueError(f"expected runs in order up to {LARGEST}, found {start} to {stop}")
+        last = stop
+    return runs
+
+
 Runs = Annotated[
-    list[Run], BeforeValidator(from_lengths), PlainSerializer(lengths, return_type=list[int])
+    list[Run],
+    BeforeValidator(from_lengths),
+    AfterValidator(_checked),
+    PlainSerializer(lengths, return_type=list[int]),
 ]
 """A set of whole numbers. In JSON it is a list of lengths."""
 

@@ -23,7 +23,8 @@ from pydantic import (
 )
 from pydantic.alias_generators import to_camel
 
-from dlrover_py.protocol.agents import Progress, WorkerFailure, WorkerPhase
+from dlrover_py.protocol.agents import Count, Progress, Words, WorkerFailure, WorkerPhase
+from dlrover_py.protocol.diagnosis import HangVerdict
 
 
 class _StatusModel(BaseModel):
@@ -279,6 +280,53 @@ class StreamStatus(_StatusModel):
     """Partitions, at most 100: those with the greatest lag first; on Kubernetes, at most 8."""
 
 
+class DiagnosisStatus(_StatusModel):
+    """The newest snapshot of a job, in its status."""
+
+    number: Count
+    """Number of the snapshot."""
+    at: WallTime
+    """When it was complete."""
+    reason: Words
+    """Why it was taken."""
+    request: Words = ""
+    """The text of ``spec.diagnosis.snapshot`` that it answers; empty if it was taken for another
+    reason."""
+    verdict: HangVerdict | None = None
+    """Why the job stands still; absent if it does not."""
+    lines: list[Words] = Field(default_factory=list, max_length=64)
+    """What each rank does, in words. Equal ranks have one line together."""
+    folder: Words = ""
+    """Folder of the evidence on the master's machine; empty if none was kept."""
+
+
+class EvidenceManifest(_StatusModel):
+    """``manifest.json`` of a bundle of evidence, which is the folder of one event."""
+
+    format: Count = 1
+    """Version of the bundle."""
+    number: Count
+    """Number of the snapshot."""
+    at: WallTime
+    """When it was complete."""
+    round: Count
+    """The round."""
+    step: Count | None = None
+    """Newest step that was reported."""
+    reason: Words
+    """Why the snapshot was taken."""
+    verdict: HangVerdict | None = None
+    """Why the job stands still; absent if it does not."""
+    nodes: list[Words] = Field(default_factory=list, max_length=65_536)
+    """Nodes of the snapshot, each with a file ``NODE.json``."""
+    missing: list[Words] = Field(default_factory=list, max_length=65_536)
+    """Nodes that have not answered in time."""
+    lines: list[Words] = Field(default_factory=list, max_length=64)
+    """What each rank does, in words."""
+    folder: Words = ""
+    """Name of the folder."""
+
+
 class JobStatus(_StatusModel):
     """The state of a job at one moment."""
 
@@ -333,6 +381,8 @@ class JobStatus(_StatusModel):
     """Number of checkpoints that could not be stored."""
     streams: list[StreamStatus] = Field(default_factory=list)
     """Progress of the datasets that are streams."""
+    diagnosis: DiagnosisStatus | None = None
+    """The newest snapshot of all ranks; absent if none was taken."""
     conditions: list[Condition] = Field(default_factory=list)
     """Conditions of the job."""
     nodes: list[NodeStatus] = Field(default_factory=list)

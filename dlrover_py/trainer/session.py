@@ -26,8 +26,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import SupportsFloat
+from typing import Any, SupportsFloat
 
+from dlrover_py.process import probe
 from dlrover_py.process.ownership import is_own_socket
 from dlrover_py.protocol.names import MAX_COUNT
 from dlrover_py.protocol.sdk import (
@@ -356,8 +357,16 @@ def _current() -> Session:
     global _session
     if _session is None:
         _session = Session(Settings.from_environment())
+        probe.start(_session.settings.probe, _collectives)
         atexit.register(_session.close)
     return _session
+
+
+def _collectives() -> list[dict[str, Any]]:
+    """Return the newest collectives of this process, for the probe."""
+    from dlrover_py.trainer import torch_compat  # the process has torch, as it has collectives
+
+    return torch_compat.flight_records()
 
 
 def active() -> bool:

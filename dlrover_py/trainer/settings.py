@@ -16,6 +16,7 @@ from dlrover_py.protocol.names import (
     ENV_JOB_NAME,
     ENV_JOB_UID,
     ENV_LOCAL_RANK,
+    ENV_PROBE_SOCKET,
     ENV_RESTART_REASON,
     ENV_ROUND,
     ENV_SHARDS_SOCKET,
@@ -59,6 +60,8 @@ class Settings:
     """Path of the socket of the agent's transfer server, which serves checkpoints."""
     shards_socket: str = ""
     """Path of the agent's socket for requests about shards of datasets."""
+    probe: dict[str, str] = field(default_factory=dict)
+    """Variables for the thread that tells the agent what this worker does."""
     checkpoint: dict[str, Any] = field(default_factory=dict)
     """The ``checkpoint:`` section of the job."""
     shm_dir: str = "/dev/shm"
@@ -91,6 +94,11 @@ class Settings:
             arena=environ.get(ENV_SHM_POOL, ""),
             transfer_socket=environ.get(ENV_TRANSFER_SOCKET, ""),
             shards_socket=environ.get(ENV_SHARDS_SOCKET, ""),
+            probe={
+                name: environ[name]
+                for name in (ENV_PROBE_SOCKET, ENV_LOCAL_RANK, ENV_ROUND)
+                if name in environ
+            },
             checkpoint=_document(environ, ENV_CHECKPOINT),
             shm_dir=environ.get(ENV_SHM_DIR) or "/dev/shm",
         )

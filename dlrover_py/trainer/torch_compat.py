@@ -33,6 +33,10 @@ name or behavior of torch                   what it is used for
 ``cudart().cudaHostRegister``,              copies from a GPU into shared memory without a detour
 ``cudart().cudaHostUnregister``,
 ``torch.cuda.check_error``
+``_C._distributed_c10d``,                   the collectives that this process has entered:
+``_dump_fr_trace_json``,                    :func:`flight_records`
+``_dump_nccl_trace_json``
+``distributed_c10d._world``                 the ranks and the names of its process groups
 ``checkpoint.planner_helpers``,             cuts chunks out of other chunks, as DCP does
 ``create_read_items_for_chunk_list``
 ``_StorageInfo``, ``_get_layout``,          what DCP's ``.metadata`` may contain
@@ -48,6 +52,7 @@ import pickle  # noqa: TID251  torch's own metadata are one
 import re
 import struct
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from enum import Enum
@@ -58,6 +63,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from dlrover_py.protocol import json_text
 from dlrover_py.protocol.errors import CheckpointError, DLRoverError
 
 if TYPE_CHECKING:
@@ -406,3 +412,64 @@ def read_metadata(document: bytes) -> "Metadata":
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise CheckpointError("its .metadata is not that of a checkpoint of torch's")
     return metadata
+
+
+# --- Collectives ---
+
+FLIGHT_RECORDS = 64
+"""Most collectives that :func:`flight_records` returns."""
+FLIGHT_RECORDS_OF_GROUP = 16
+"""Most collectives of one process group among them."""
+
+
+def flight_records() -> list[dict[str, Any]]:
+    """Return the newest collectives of this process, the oldest first.
+
+    They are read from the flight recorder of torch, which records gloo and NCCL. A collective that
+    hangs has not been *retired*; its ``state`` says nothing with gloo. Point-to-point operations
+    are left out. Each collective has the fields of a ``protocol.diagnosis.Collective``.
+
+    Raises:
+        AttributeError: This version of torch has no flight recorder.
+        ValueError: Its document is not understood.
+    """
+    source = torch._C._distributed_c10d
+    entries = json_text.decoded(source._dump_fr_trace_json()).get("entries", [])
+    if not entries and hasattr(source, "_dump_nccl_trace_json"):
+        entries = json_text.decoded(source._dump_nccl_trace_json()).get("entries", [])
+    members = _group_members()
+    now = time.time_ns()
+    found: list[dict[str, Any]] = []
+    counts: dict[str, int] = {}
+    for entry in reversed(entries):
+        name = str(entry["process_group"][0])
+        if entry.get("is_p2p") or len(found) >= FLIGHT_RECORDS:
+            continue
+        counts[name] = counts.get(name, 0) + 1
+        opened = not entry.get("retired", True)
+        if counts[name] > FLIGHT_RECORDS_OF_GROUP and not opened:
+            continue
+        sizes = "x".join(str(size) for size in entry.get("input_sizes") or [])
+        types = ", ".join(entry.get("input_dtypes") or [])
+        found.append(
+            {
+                "group": name,
+                "seq": int(entry["collective_seq_id"]),
+                "op": str(entry["profiling_name"]).rpartition(":")[2],
+                "shape": f"{types} {sizes}".strip(),
+                "open": opened,
+                "age_s": max(0.0, (now - int(entry["time_created_ns"])) / 1e9),
+                "ranks": members.get(name, []),
+            }
+        )
+    return found[::-1]
+
+
+def _group_members() -> dict[str, list[int]]:
+    """Return the global ranks of each process group by its name, without the group of all."""
+    world = dist.distributed_c10d._world
+    return {
+        str(world.pg_names[group]): sorted(ranks)
+        for group, ranks in world.pg_group_ranks.items()
+        if group in world.pg_names and len(ranks) < dist.get_world_size()
+    }

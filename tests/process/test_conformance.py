@@ -35,6 +35,7 @@ OURS = {
     *(
         "DLROVER_SHM_POOL",
         "DLROVER_TRANSFER_SOCKET",
+        "DLROVER_PROBE_SOCKET",
         "DLROVER_SHARDS_SOCKET",
         "DLROVER_CHECKPOINT",
         "JOB_UID",

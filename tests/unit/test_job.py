@@ -12,6 +12,7 @@ from dlrover_py.master.core.events import (
     Disconnected,
     JobChanged,
     JobStopped,
+    KeepEvidence,
     NodeEnded,
     NodeSeen,
     NodesListed,
@@ -1067,7 +1068,8 @@ def test_an_older_journal_is_gone_above() -> None:
             out = job.step([Reported(agent.node, agent.report())], bench.now, 0)
             for effect in out.effects:
                 if not isinstance(
-                    effect, CreateNode | DeleteNode | Refuse | RestoreAnswer | ShardsAnswer
+                    effect,
+                    CreateNode | DeleteNode | Refuse | RestoreAnswer | ShardsAnswer | KeepEvidence,
                 ):
                     bench.agent(effect.node).receive(effect.assignment)
     assert job.state.round == 3

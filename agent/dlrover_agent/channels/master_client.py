@@ -102,6 +102,7 @@ class MasterClient:
         """
         self._client, self._path = client, f"/v1/nodes/{node_id}/exchange"
         self._shards_path = f"/v1/nodes/{node_id}/shards"
+        self._snapshot_path = f"/v1/nodes/{node_id}/snapshot"
         self._node, self._connect_s = node, connect_s
         self._take_recipe: Callable[[bytes], None] | None = None
         self._report_requested = asyncio.Event()
@@ -239,6 +240,18 @@ class MasterClient:
         """
         return await self._client.call(
             "POST", self._shards_path, body, deadline_s=SHARDS_S, max_bytes=MAX_ASSIGNMENT_BYTES
+        )
+
+    async def send_snapshot(self, body: bytes) -> None:
+        """Send what the workers of this node do to the master.
+
+        The request is not repeated after an error.
+
+        Raises:
+            DLRoverError: The master does not answer within ``SHARDS_S``, or refuses it.
+        """
+        await self._client.call(
+            "POST", self._snapshot_path, body, deadline_s=SHARDS_S, max_bytes=MAX_ASSIGNMENT_BYTES
         )
 
     async def ask(self, path: str) -> bytes:

@@ -10,6 +10,8 @@ import os
 import sys
 from types import CodeType, ModuleType, TracebackType
 
+from dlrover_py.process import probe
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
@@ -36,7 +38,20 @@ def main() -> None:
     """Run ``python -u -c OBSERVED_START RECORD INSTALLED [-m] SCRIPT ARGS…`` as a cold start."""
     record, installed, *argv = sys.argv[1:]
     watch(record, tuple(installed.split(os.pathsep)))
+    start_probe()
     run_script([sys.executable, "-u", *argv])
+
+
+def start_probe() -> None:
+    """Start the thread that tells the agent what this worker does, also while it hangs."""
+    probe.start(os.environ, _collectives)  # noqa: TID251 - the variables of this worker
+
+
+def _collectives() -> "list[dict[str, Any]]":
+    """Return the newest collectives of this process, for the probe."""
+    from dlrover_py.trainer import torch_compat  # the process has torch, as it has collectives
+
+    return torch_compat.flight_records()
 
 
 def run_script(command: list[str]) -> None:

@@ -146,6 +146,7 @@ def main() -> None:
         serve_store(fork.request.store, fork.fds[1], fork.fds[0])
     argv = fork.request.argv
     del fork
+    script.start_probe()
     script.run_script(argv)
 
 

@@ -286,7 +286,8 @@ def base_environment(command: Command, run_id: str, sdk_socket: Path) -> dict[st
         env.setdefault("OMP_NUM_THREADS", "1")  # as in torchrun: do not use all cores nproc times
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     env["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(s.name for s in command.signals)
-    of_an_agent = (names.ENV_SHM_POOL, names.ENV_TRANSFER_SOCKET, names.ENV_SHARDS_SOCKET)
+    of_an_agent = [names.ENV_SHM_POOL, names.ENV_TRANSFER_SOCKET]
+    of_an_agent += [names.ENV_SHARDS_SOCKET, names.ENV_PROBE_SOCKET]
     for name in (*per_rank(command), *of_an_agent):
         env.pop(name, None)  # set if a worker of another job has started this agent
     return env | {"TORCHELASTIC_RUN_ID": run_id, names.ENV_AGENT_SOCKET: str(sdk_socket)}

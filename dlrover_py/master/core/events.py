@@ -11,10 +11,12 @@ from typing import Literal
 from pydantic import Field
 
 from dlrover_py.protocol.agents import AgentReport, Assignment, RestoreCandidates
+from dlrover_py.protocol.diagnosis import NodeSnapshot
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import NodeId
 from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.shards import ShardAnswer, ShardRequest
+from dlrover_py.protocol.status import EvidenceManifest
 from dlrover_py.protocol.timing import Timing
 
 Kind = Literal["start", "failure", "loss", "drain", "scale", "join"]
@@ -165,8 +167,28 @@ class ShardsAsked:
     request: ShardRequest
 
 
+@dataclass(frozen=True, slots=True)
+class SnapshotArrived:
+    """The arrival of a node's part of a snapshot of all ranks."""
+
+    node: NodeId
+    snapshot: NodeSnapshot
+
+
+@dataclass(frozen=True, slots=True)
+class EvidenceKept:
+    """The end of a :class:`KeepEvidence`: where the bundle is."""
+
+    number: int
+    """Number of the snapshot."""
+    folder: str
+    """Folder of the bundle; empty if it could not be kept."""
+
+
 Event = (
     RestoreAsked
+    | SnapshotArrived
+    | EvidenceKept
     | ShardsAsked
     | Reported
     | Disconnected
@@ -237,4 +259,12 @@ class ShardsAnswer:
     """The answer; None if the worker must ask again."""
 
 
-Effect = Assign | Refuse | CreateNode | DeleteNode | RestoreAnswer | ShardsAnswer
+@dataclass(frozen=True, slots=True)
+class KeepEvidence:
+    """Keep the evidence of a snapshot as a bundle; its loss costs no decision."""
+
+    manifest: EvidenceManifest
+    nodes: tuple[tuple[NodeId, NodeSnapshot], ...]
+
+
+Effect = Assign | Refuse | CreateNode | DeleteNode | RestoreAnswer | ShardsAnswer | KeepEvidence

@@ -14,10 +14,12 @@ from dlrover_py.master.core.autoscaler import Autoscaler
 from dlrover_py.master.core.capacity import Capacity
 from dlrover_py.master.core.checkpointing import Checkpointing
 from dlrover_py.master.core.departures import Departures
+from dlrover_py.master.core.diagnosis.watch import Diagnosis
 from dlrover_py.master.core.events import (
     DeleteNode,
     Disconnected,
     Event,
+    EvidenceKept,
     JobChanged,
     JobStopped,
     NodeEnded,
@@ -28,6 +30,7 @@ from dlrover_py.master.core.events import (
     RoomSeen,
     Rules,
     ShardsAsked,
+    SnapshotArrived,
     Stalled,
 )
 from dlrover_py.master.core.failures import Failures
@@ -91,7 +94,8 @@ class Job:
         self._sharding, self._autoscaler = Sharding(context), (scaler := Autoscaler(context))
         self._rounds = Rounds(context, transitions, assignments, checkpointing, admission, scaler)
         self._spec_changes = SpecChanges(context, transitions, capacity, departures, checkpointing)
-        goodput = Goodput(context)
+        watch, goodput = Diagnosis(context, assignments, failures), Goodput(context)
+        self._diagnosis = watch
         training = TrainingReports(context, transitions, failures, goodput)
         self._reports = Reports(context, assignments, admission, departures, failures, training)
         self._status = StatusReport(context, goodput)
@@ -196,6 +200,7 @@ class Job:
         self._reports.record_joined()
         self._departures.expire()
         self._spec_changes.suspend_or_resume()
+        self._diagnosis.decide()
         self._failures.resolve_suspected_failure()
         self._failures.reset_budgets()
         self._admission.check_nodes()
@@ -235,6 +240,11 @@ class Job:
             case Reported(node_id, report):
                 self._reports.take(node_id, report)
                 self._sharding.take_report(node_id, report)
+                self._diagnosis.take_report(node_id, report)
+            case SnapshotArrived():
+                self._diagnosis.take_snapshot(event)
+            case EvidenceKept(number, folder):
+                self._diagnosis.evidence_kept(number, folder)
             case Disconnected(node_id, boot_id, seq):
                 live.nodes.disconnected(node_id, boot_id, seq, live.now)
             case RestoreAsked(number, round_number):
@@ -254,6 +264,7 @@ class Job:
                 live.nodes.stalled(live.now, seconds)
                 self._sharding.stalled(seconds)
                 self._autoscaler.stalled()
+                self._diagnosis.stalled(seconds)
                 pending = state.pending_round
                 if pending is not None and pending.hold_until is not None:
                     # What has arrived meanwhile may show the real cause.

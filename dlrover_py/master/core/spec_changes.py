@@ -60,6 +60,8 @@ class SpecChanges:
         if job.spec == old.spec or self.state.phase.ended:
             return
         self.state.accept(job)
+        if job.with_snapshot_of(old) == old.spec:
+            return  # only a snapshot was requested
         if job.spec.suspend != old.spec.suspend:
             return  # handled in `suspend_or_resume`, as it may also have changed without a master
         self.state.abandoned_slots = 0  # a new spec is a new start for places that were given up

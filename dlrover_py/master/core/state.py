@@ -33,7 +33,7 @@ from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import NodeId, Round, Term
 from dlrover_py.protocol.reasons import ConditionReason
-from dlrover_py.protocol.status import Failure, JobEvent, JobPhase
+from dlrover_py.protocol.status import DiagnosisStatus, Failure, JobEvent, JobPhase
 from dlrover_py.protocol.timing import POD_GRACE_S
 from dlrover_py.protocol.words import counted
 from dlrover_py.shards.records import QueueRecord
@@ -160,6 +160,10 @@ class DurableState:
     """Lease queues of the datasets with dynamic shards, by name."""
     scaling: ScalingRecord = Field(default_factory=ScalingRecord)
     """The size that the job has chosen, and what it was chosen from."""
+    snapshots: Count = 0
+    """Number of the newest snapshot of all ranks."""
+    snapshot_request: str = ""
+    """The newest ``spec.diagnosis.snapshot`` that was followed."""
     lost_s: dict[str, float] = Field(default_factory=dict)
     """Seconds of training time lost, by kind of round."""
     suspended_s: float = 0.0
@@ -330,6 +334,12 @@ class TransientState:
     """Further nodes for which the platform has room; None if it has not said."""
     scaling_reason: tuple[ConditionReason, str] | None = None
     """Why the job has its size; None if it does not scale by itself."""
+    snapshot: int = 0
+    """Number of the newest snapshot that this master has requested; 0 if there was none."""
+    diagnosis: DiagnosisStatus | None = None
+    """The newest snapshot, for the status."""
+    hang: str | None = None
+    """Why the job stands still; empty if it does not any more, None if it never did."""
     checkpoint_policy: str = ""
     """The checkpoint policy for agents, as JSON; empty if there is none."""
 

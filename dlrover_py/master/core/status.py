@@ -89,6 +89,7 @@ class StatusReport:
                 for name, record in self.state.shards.items()
                 if record.spec.range_size is not None
             ],
+            diagnosis=self.live.diagnosis,
             conditions=list(self._conditions.values()),
             nodes=[self._node_status(n, members.get(n.id)) for n in self._ordered[1]],
             events=list(self.state.events),
@@ -196,6 +197,10 @@ class StatusReport:
         self._update_out_of_memory(wall)
         self._update_shards(wall)
         self._update_scaling(wall)
+        if self.live.hang is not None:
+            hang = self.live.hang if not self.state.phase.ended else ""
+            why = ConditionReason.HANG if hang else ConditionReason.RESOLVED
+            self._set(ConditionType.HANGING, bool(hang), why, hang or "training goes on", wall)
         desired, running = self.live.desired, self.state.phase is JobPhase.RUNNING
         if self.state.phase.ended:  # the number of nodes has no meaning for the job any more
             self._set(ConditionType.PODS_READY, False, ConditionReason.JOB_ENDED, ENDED, wall)

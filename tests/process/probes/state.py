@@ -42,7 +42,8 @@ AT_START = {
     "flags": repr(sys.flags),
     "xoptions": sys._xoptions,
     "warnoptions": sys.warnoptions,
-    "fds": sorted(int(fd) for fd in os.listdir("/proc/self/fd"))[:-1],
+    # Beyond 999 is the descriptor of the thread that speaks to the agent (process/probe.py).
+    "fds": sorted(int(fd) for fd in os.listdir("/proc/self/fd") if int(fd) < 1000)[:-1],
     "cmdline": COMMAND_LINE,
     "warm": "tkinter.constants" in sys.modules,
 }

@@ -1,0 +1,364 @@
+"""What the workers of this node do: taken when the master asks, without a wait for any of them.
+
+A worker's probe answers even while its script hangs. A worker that does not answer (a signal has
+stopped it, it keeps Python's lock, or it has no probe) is read from outside by ``py-spy``, which
+does not stop it. The kernel says the rest. Each part has a limit, and what is missing is named.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from pydantic import ValidationError
+
+from dlrover_agent.channels.probe_socket import ProbeServer
+from dlrover_py.pacing import Backoff
+from dlrover_py.process.blocking import BackgroundThread, OverdueError
+from dlrover_py.process.identity import ProcessId, children
+from dlrover_py.protocol import json_text
+from dlrover_py.protocol.agents import Assignment, Directive
+from dlrover_py.protocol.diagnosis import (
+    MAX_FRAMES,
+    MAX_THREADS,
+    NodeSnapshot,
+    ThreadStack,
+    WorkerSnapshot,
+)
+from dlrover_py.protocol.errors import DLRoverError, TransientError
+from dlrover_py.protocol.words import counted
+
+log = logging.getLogger("agent.snapshot")
+
+ANSWER_S = 2.0
+"""Seconds that a worker's probe has to answer."""
+SAMPLE_S = 1.0
+"""Seconds over which the CPU time of the workers is measured."""
+PY_SPY_S = 4.0
+"""Seconds for all calls of py-spy on this node."""
+FILES_S = 2.0
+"""Seconds for the files in /proc."""
+SEND_TRIES = 4
+"""Number of attempts to send a snapshot."""
+RETRY = Backoff(first_s=0.2, most_s=1.0)
+"""Pauses between them."""
+IDLE_CPU = 0.02
+"""The workers of a node are idle if they use fewer cores than this together."""
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+class SnapshotMaster(Protocol):
+    """The connection to the master, for snapshots."""
+
+    async def send_snapshot(self, body: bytes) -> None:
+        """Send a ``NodeSnapshot``.
+
+        Raises:
+            DLRoverError: The master does not answer, or refuses it.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessFacts:
+    """What the kernel says of a worker's process."""
+
+    state: str
+    """As in /proc/PID/stat."""
+    wchan: str
+    """Function of the kernel in which the main thread waits; empty if it is not known."""
+    kernel: list[str]
+    """Kernel stack; empty where it may not be read."""
+
+
+@dataclass(slots=True)
+class IdleClock:
+    """For how long the workers of this node have used no CPU time worth mentioning."""
+
+    _clock: Callable[[], float] = time.monotonic
+    _cpu_s: float = 0.0
+    _at: float = 0.0
+    _since: float = 0.0
+    _pids: tuple[int, ...] = ()
+
+    def seconds(self, pids: Sequence[int]) -> float:
+        """Return the seconds for which the workers are idle; reads one file for each worker.
+
+        Args:
+            pids: Process ids of the workers; 0 for one that has ended.
+        """
+        now = self._clock()
+        alive = tuple(pid for pid in pids if pid)
+        if not alive:
+            self._pids, self._since = (), now
+            return 0.0
+        if alive != self._pids or now - self._at >= 0.5:
+            cpu_s = sum(cpu_time(pid) for pid in alive)
+            if alive != self._pids or cpu_s - self._cpu_s > IDLE_CPU * (now - self._at):
+                self._since = now
+            self._cpu_s, self._at, self._pids = cpu_s, now, alive
+        return max(0.0, now - self._since)
+
+
+class SnapshotTaker:
+    """Takes the snapshots that assignments ask for, one at a time, in a task of its own."""
+
+    def __init__(
+        self,
+        path: Path,
+        boot_id: str,
+        master: SnapshotMaster,
+        processes: Callable[[], Sequence[ProcessId | None]],
+    ) -> None:
+        """Listen for the probes of workers; take no snapshot yet.
+
+        Args:
+            path: Path of the socket for the probes, of at most 107 bytes.
+            boot_id: Random text of this agent process.
+            master: Connection to the master.
+            processes: Returns the workers' processes by local rank; None for one that has ended.
+
+        Raises:
+            OSError: If the socket cannot be bound.
+        """
+        self.probes = ProbeServer(path)
+        """Knows the probes of the workers."""
+        self.idle = IdleClock()
+        """For how long the workers are idle."""
+        self._boot_id, self._master, self._processes = boot_id, master, processes
+        self._taken = 0
+        self._task: asyncio.Task[None] | None = None
+        self._thread = BackgroundThread("snapshot")
+
+    def assigned(self, assignment: Assignment) -> None:
+        """Begin the snapshot that an assignment asks for, unless it was taken already."""
+        asked = assignment.snapshot
+        if assignment.directive is not Directive.RUN or not asked or asked == self._taken:
+            return
+        self._taken = asked
+        if self._task is not None:
+            self._task.cancel()
+        self._task = asyncio.create_task(self._take(assignment))
+
+    async def close(self) -> None:
+        """Give up the snapshot that is under way, and stop listening."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self.probes.close()
+
+    async def _take(self, assignment: Assignment) -> None:
+        """Take a snapshot and send it. A failure is only logged."""
+        workers = await self.look(assignment.rank_offset)
+        snapshot = NodeSnapshot(
+            boot_id=self._boot_id,
+            number=assignment.snapshot,
+            round=assignment.round,
+            workers=workers,
+        )
+        body = snapshot.fitted().model_dump_json(exclude_defaults=True).encode()
+        for tries in range(SEND_TRIES):
+            try:
+                await self._master.send_snapshot(body)
+                return
+            except TransientError as error:
+                log.debug("snapshot_retry", extra={"why": str(error)})
+            except DLRoverError as error:
+                log.warning("snapshot_refused", extra={"why": str(error)})
+                return
+            await asyncio.sleep(RETRY.delay_s(tries))
+        log.warning("snapshot_not_sent", extra={"number": assignment.snapshot})
+
+    async def look(self, rank_offset: int) -> list[WorkerSnapshot]:
+        """Return what each worker does now; it takes ``SAMPLE_S`` and some seconds at most.
+
+        Args:
+            rank_offset: Global rank of the worker with local rank 0.
+        """
+        processes = list(self._processes())
+        pids = [process.pid for process in processes if process is not None]
+        before = await self._in_thread(lambda: _cpu_times(pids), FILES_S, {})
+        began = asyncio.get_running_loop().time()
+        answers, _ = await asyncio.gather(
+            asyncio.gather(
+                *(
+                    self._ask(local_rank) if process is not None else _nothing()
+                    for local_rank, process in enumerate(processes)
+                )
+            ),
+            asyncio.sleep(SAMPLE_S),
+        )
+        after = await self._in_thread(lambda: _cpu_times(pids), FILES_S, {})
+        elapsed = asyncio.get_running_loop().time() - began
+        facts = await self._in_thread(
+            lambda: {pid: process_facts(pid) for pid in pids}, FILES_S, {}
+        )
+        silent = [
+            process.pid
+            for process, answer in zip(processes, answers, strict=True)
+            if process is not None and not answer.get("stack")
+        ]
+        spied: Mapping[int, dict[str, Any]] = {}
+        if silent:
+            spied = await self._in_thread(
+                lambda: spy(silent), PY_SPY_S + 1, {pid: {} for pid in silent}
+            )
+        found = []
+        for local_rank, (process, answer) in enumerate(zip(processes, answers, strict=True)):
+            rank = rank_offset + local_rank
+            if process is None:
+                found.append(WorkerSnapshot(rank=rank, local_rank=local_rank, recorded=True))
+                continue
+            pid = process.pid
+            fields = {"recorded": False, **answer}
+            if not fields.get("stack"):
+                fields |= spied.get(pid, {})
+            used = max(0.0, after.get(pid, 0.0) - before.get(pid, after.get(pid, 0.0)))
+            seen = facts.get(pid)
+            fields |= {"rank": rank, "local_rank": local_rank, "pid": pid, "cpu": used / elapsed}
+            if seen is not None:
+                fields |= {"state": seen.state, "wchan": seen.wchan, "kernel": seen.kernel}
+            found.append(_checked(fields))
+        return found
+
+    async def _ask(self, local_rank: int) -> dict[str, Any]:
+        """Return the answer of a worker's probe; without one, a remark says so."""
+        line = await self.probes.ask(local_rank, ANSWER_S)
+        if line is None:
+            return {"remarks": ["its probe does not answer"]}
+        try:
+            answer = json_text.decoded(line)
+        except ValueError as error:
+            return {"remarks": [f"its probe's answer is not understood: {error}"]}
+        return answer if isinstance(answer, dict) else {}
+
+    async def _in_thread(self, call: Callable[[], Any], within_s: float, otherwise: Any) -> Any:
+        """Return the result of a call in the thread, or ``otherwise`` if it is late or fails."""
+        try:
+            return await self._thread.run(call, within_s)
+        except (OSError, OverdueError) as error:
+            log.debug("snapshot_incomplete", extra={"why": str(error)})
+            return otherwise
+
+
+async def _nothing() -> dict[str, Any]:
+    """Return no answer, for a worker that has ended."""
+    return {}
+
+
+def _checked(fields: dict[str, Any]) -> WorkerSnapshot:
+    """Return a worker's snapshot; what it has said is left out if it is malformed."""
+    try:
+        return WorkerSnapshot.model_validate(fields)
+    except ValidationError:
+        own = ("rank", "local_rank", "pid", "cpu", "state", "wchan", "kernel")
+        kept = {name: fields[name] for name in own if name in fields}
+        return WorkerSnapshot(**kept, remarks=["its probe's answer is malformed"])
+
+
+# --- /proc ---
+
+
+def cpu_time(pid: int) -> float:
+    """Return the CPU time of a process in seconds; 0 if it has ended."""
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            fields = stat.read().rpartition(b")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+    return 0.0
+
+
+def _cpu_times(pids: Iterable[int]) -> dict[int, float]:
+    """Return the CPU time of each worker together with its children, which load its data."""
+    return {
+        pid: cpu_time(pid) + sum(cpu_time(child.pid) for child in children(pid)) for pid in pids
+    }
+
+
+def process_facts(pid: int) -> ProcessFacts | None:
+    """Return what the kernel says of a process; None if it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            state = stat.read().rpartition(b")")[2].split()[0].decode()
+    except (OSError, IndexError):
+        return None
+    wchan, kernel = "", list[str]()
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/wchan") as file:
+        wchan = file.read().strip().strip("0")
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stack") as file:
+        kernel = [line.strip() for line in file][:32]
+    return ProcessFacts(state, wchan, kernel)
+
+
+# --- py-spy ---
+
+
+def spy(pids: Sequence[int]) -> dict[int, dict[str, Any]]:
+    """Return the Python stacks of processes, or a remark for each that cannot be read.
+
+    The call blocks for ``PY_SPY_S`` at most. The processes are not stopped.
+    """
+    program = py_spy()
+    if program is None:
+        return {pid: {"remarks": ["no Python stack: py-spy is not installed"]} for pid in pids}
+    found: dict[int, dict[str, Any]] = {}
+    each_s = max(0.5, PY_SPY_S / max(1, len(pids)))
+    for pid in pids:
+        command = [program, "dump", "--json", "--nonblocking", "--pid", str(pid)]
+        try:
+            # The code of its exit is not looked at: another part of the agent may reap it.
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, timeout=each_s, check=False
+            )
+            found[pid] = read_spied(done.stdout) or {"remarks": [_why(done.stderr)]}
+        except (OSError, subprocess.TimeoutExpired) as error:
+            found[pid] = {"remarks": [f"no Python stack: {error}"]}
+    return found
+
+
+def py_spy() -> str | None:
+    """Return the path of py-spy, beside this Python or on the PATH; None if there is none."""
+    own = Path(sys.executable).parent / "py-spy"
+    return str(own) if own.exists() else shutil.which("py-spy")
+
+
+def read_spied(document: bytes) -> dict[str, Any]:
+    """Return the stacks in a document of ``py-spy dump --json``; empty if it has none."""
+    try:
+        threads = json_text.decoded(document)
+    except ValueError:
+        return {}
+    if not isinstance(threads, list) or not threads:
+        return {}
+    stacks = [
+        ThreadStack(
+            name=str(thread.get("thread_name") or ""),
+            frames=[
+                {
+                    "function": str(frame.get("name", "")),
+                    "file": str(frame.get("filename", "")),
+                    "line": max(0, int(frame.get("line") or 0)),
+                }
+                for frame in (thread.get("frames") or [])[:MAX_FRAMES]
+            ],
+        )
+        for thread in threads
+        if isinstance(thread, dict)
+    ]
+    main = next((one for one in stacks if one.name == "MainThread"), stacks[-1])
+    others = [one.model_dump() for one in stacks if one is not main]
+    return {"stack": main.model_dump()["frames"], "threads": others[:MAX_THREADS]}
+
+
+def _why(errors: bytes) -> str:
+    """Return why py-spy has no stack, in one line."""
+    lines = [line for line in errors.decode("utf-8", "replace").splitlines() if line.strip()]
+    number = counted(len(lines), "line")
+    return f"no Python stack: py-spy: {lines[-1].strip() if lines else f'{number} of output'}"

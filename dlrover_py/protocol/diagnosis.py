@@ -1,0 +1,167 @@
+"""What is known of a job that stands still: snapshots of its workers, verdicts, and bundles.
+
+The master asks for a snapshot with the next assignment (``Assignment.snapshot``). Each agent of the
+round answers with one :class:`NodeSnapshot`. A verdict is made from all of them.
+"""
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field, StringConstraints
+
+from dlrover_py.protocol.agents import BootId, Count, Counted, StatusMessage, Wire, Words, cut
+
+MAX_FRAMES = 48
+"""Most frames of a stack, the innermost ones."""
+MAX_THREADS = 16
+"""Most threads of a worker beside its main thread."""
+MAX_COLLECTIVES = 64
+"""Most collectives of a worker, the newest ones of each group."""
+MAX_SNAPSHOT_BYTES = 200_000
+"""Greatest size of a node's snapshot, in bytes of JSON."""
+
+Short = Annotated[str, StringConstraints(max_length=256), cut(256)]
+"""Text of a worker, which is cut and never refused."""
+
+
+class Frame(Wire):
+    """One call on a Python stack."""
+
+    function: Short
+    """Name of the function."""
+    file: Short = ""
+    """Path of its file."""
+    line: Counted = 0
+    """Line that runs."""
+
+
+class ThreadStack(Wire):
+    """The Python stack of a thread beside the main thread."""
+
+    name: Short = ""
+    """Name of the thread."""
+    frames: list[Frame] = Field(default_factory=list, max_length=MAX_FRAMES)
+    """Its calls, the innermost first."""
+
+
+class Collective(Wire):
+    """A collective that a worker has entered, from the flight record of torch."""
+
+    group: Short
+    """Name of the process group."""
+    seq: Counted
+    """Number of the collective in its group: equal numbers belong together."""
+    op: Short
+    """Name of the operation, such as ``all_reduce``."""
+    shape: Short = ""
+    """Sizes and types of its input."""
+    open: bool = False
+    """Whether it has not ended."""
+    age_s: Annotated[float, Field(ge=0)] = 0.0
+    """Seconds since the worker entered it."""
+    ranks: list[Count] = Field(default_factory=list, max_length=65_536)
+    """Global ranks of the group; empty if they are all ranks, or are not known."""
+
+
+class WorkerSnapshot(Wire):
+    """One worker at the time of a snapshot."""
+
+    rank: Count
+    """Its rank in the round."""
+    local_rank: Count
+    """Its rank on its node."""
+    pid: Count = 0
+    """Its process id; 0 if it has ended."""
+    state: Annotated[str, StringConstraints(max_length=1)] = ""
+    """State of its process as in /proc/PID/stat: R runs, S sleeps, D waits for a device or a file
+    system, T was stopped by a signal. Empty if it has ended."""
+    wchan: Short = ""
+    """Function of the kernel in which its main thread waits; empty if it is not known."""
+    kernel: list[Short] = Field(default_factory=list, max_length=32)
+    """Its kernel stack, where this may be read."""
+    cpu: Annotated[float, Field(ge=0)] = 0.0
+    """CPU time of it and its child processes while the snapshot was taken, in cores."""
+    stack: list[Frame] = Field(default_factory=list, max_length=MAX_FRAMES)
+    """Python stack of its main thread, the innermost call first."""
+    threads: list[ThreadStack] = Field(default_factory=list, max_length=MAX_THREADS)
+    """Its other threads."""
+    collectives: list[Collective] = Field(default_factory=list, max_length=MAX_COLLECTIVES)
+    """Its newest collectives, the oldest first."""
+    recorded: bool = False
+    """Whether ``collectives`` could be read. If not, nothing is known of them."""
+    remarks: list[Short] = Field(default_factory=list, max_length=8)
+    """What could not be read, and why."""
+
+
+class NodeSnapshot(Wire):
+    """All workers of a node at the time of a snapshot, from its agent."""
+
+    boot_id: BootId
+    """The agent process."""
+    number: Count
+    """Number of the snapshot, from the assignment."""
+    round: Count
+    """The round of the workers."""
+    workers: list[WorkerSnapshot] = Field(default_factory=list, max_length=1024)
+    """The workers."""
+
+    def fitted(self, max_bytes: int = MAX_SNAPSHOT_BYTES) -> "NodeSnapshot":
+        """Return this snapshot within a size: other threads go first, then outer frames."""
+        found = self
+        for threads, frames, collectives in ((0, 24, 16), (0, 8, 4), (0, 3, 2), (0, 0, 1)):
+            if len(found.model_dump_json().encode()) <= max_bytes:
+                return found
+            workers = [
+                w.model_copy(
+                    update={
+                        "threads": w.threads[:threads],
+                        "stack": w.stack[:frames],
+                        "kernel": [],
+                        "collectives": w.collectives[-collectives:],
+                    }
+                )
+                for w in self.workers
+            ]
+            found = self.model_copy(update={"workers": workers})
+        return found
+
+
+class HangKind(StrEnum):
+    """Why a job stands still."""
+
+    FROZEN = "frozen"  # a process was stopped by a signal
+    ENDED = "ended"  # a worker has ended, and others wait for it
+    MISMATCH = "mismatch"  # ranks are in different collectives of the same number
+    NOT_ENTERED = "not-entered"  # a rank has not entered the collective in which others wait
+    GROUPS = "groups"  # ranks wait for each other in several process groups
+    NO_PROGRESS = "no-progress"  # all ranks have entered the collective, and it does not end
+    CODE = "code"  # no collective is open: the code itself stands still
+    UNKNOWN = "unknown"  # the evidence does not show it
+
+
+class Cause(StrEnum):
+    """What the guilty rank does, by its stack."""
+
+    DATA = "data"  # it waits for its data loader
+    STORAGE = "storage"  # it waits for a device or a file system, or saves a checkpoint
+    CODE = "code"  # it is in the user's code
+    PROCESS = "process"  # its process does not run
+    COLLECTIVE = "collective"  # it is in a collective
+    UNKNOWN = "unknown"
+
+
+class HangVerdict(StatusMessage):
+    """The result of a snapshot: why the job stands still."""
+
+    kind: HangKind
+    """Why."""
+    cause: Cause = Cause.UNKNOWN
+    """What the first of ``ranks`` does."""
+    ranks: list[Count] = Field(default_factory=list, max_length=64)
+    """The ranks that the others wait for; empty if no rank is singled out."""
+    sure: bool = False
+    """Whether the evidence leaves no other explanation, so that the round may be restarted."""
+    busy: bool = False
+    """Whether the guilty rank uses its CPU: it may only be slow."""
+    message: Words = ""
+    """The verdict in one line."""

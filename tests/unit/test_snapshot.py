@@ -1,0 +1,189 @@
+"""A node's snapshot: the probe in a worker, its agent, and the bundle on the master's disk."""
+
+import asyncio
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dlrover_agent.channels.probe_socket import ProbeServer
+from dlrover_agent.snapshot import IdleClock, SnapshotTaker, process_facts, read_spied
+from dlrover_py.cli.runs import bundles
+from dlrover_py.master.core.events import EvidenceKept, KeepEvidence
+from dlrover_py.master.evidence import MAX_BUNDLES, EvidenceStore
+from dlrover_py.process import probe
+from dlrover_py.process.identity import ProcessId
+from dlrover_py.protocol import names
+from dlrover_py.protocol.agents import Assignment, Directive
+from dlrover_py.protocol.diagnosis import NodeSnapshot
+from dlrover_py.protocol.errors import TransientError
+from dlrover_py.protocol.names import NodeId
+from dlrover_py.protocol.status import EvidenceManifest
+
+OWN = ProcessId.of(os.getpid())
+
+
+class Master:
+    """Takes snapshots; the first attempts fail."""
+
+    def __init__(self, failures: int = 0) -> None:
+        self.failures, self.taken = failures, list[NodeSnapshot]()
+        self.arrived = asyncio.Event()
+
+    async def send_snapshot(self, body: bytes) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise TransientError("not yet")
+        self.taken.append(NodeSnapshot.model_validate_json(body))
+        self.arrived.set()
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp())  # a unix socket's path may have 107 bytes
+    yield folder / "s"
+    shutil.rmtree(folder)
+
+
+def order(number: int) -> Assignment:
+    return Assignment(
+        term=1, version=number, incarnation=1, directive=Directive.RUN, reason="", round=3,
+        rank_offset=4, snapshot=number,
+    )  # fmt: skip
+
+
+def test_the_names_of_the_probe_are_those_of_the_protocol() -> None:
+    found = (probe.SOCKET, probe.LOCAL_RANK, probe.ROUND)
+    assert found == (names.ENV_PROBE_SOCKET, names.ENV_LOCAL_RANK, names.ENV_ROUND)
+
+
+async def test_a_worker_that_hangs_is_described_by_its_probe(path: Path) -> None:
+    """The worker is this process, whose main thread waits in the event loop."""
+    master = Master(failures=1)
+    taker = SnapshotTaker(path, "boot-0001", master, lambda: [OWN, None])
+    taker.probes.new_round(3)
+    record = {"group": "0", "seq": 7, "op": "all_reduce", "open": True}
+    environ = {probe.SOCKET: str(path), probe.LOCAL_RANK: "0", probe.ROUND: "3"}
+    probe.start(environ, lambda: [record])
+    probe.start(environ, lambda: [record])
+    assert await asyncio.wait_for(_connected(taker.probes), 30)
+    taker.assigned(order(5))
+    taker.assigned(order(5))
+    await asyncio.wait_for(master.arrived.wait(), 30)
+    (snapshot,) = master.taken
+    assert (snapshot.number, snapshot.round) == (5, 3)
+    alive, ended = snapshot.workers
+    assert (alive.rank, alive.pid, alive.state != "") == (4, os.getpid(), True)
+    assert "run_until_complete" in {frame.function.rpartition(".")[2] for frame in alive.stack}
+    assert alive.recorded
+    assert (ended.rank, ended.pid, ended.state) == (5, 0, "")
+    await taker.close()
+
+
+async def _connected(server: ProbeServer) -> bool:
+    while await server.ask(0, 1.0) is None:
+        await asyncio.sleep(0.01)
+    return True
+
+
+async def test_a_worker_without_an_answer_is_not_waited_for(path: Path) -> None:
+    server = ProbeServer(path)
+    server.new_round(3)
+    assert await server.ask(0, 0.01) is None
+    reader, writer = await asyncio.open_unix_connection(str(path))
+    writer.write(b"3 0\n")
+    await reader.readexactly(2) if await server.ask(0, 0.2) else None
+    assert await server.ask(0, 0.01) is None, "it has connected, and says nothing"
+    server.new_round(4)
+    assert await server.ask(0, 0.01) is None, "it is of another round"
+    writer.close()
+    await server.close()
+
+
+async def test_a_client_that_says_nonsense_is_dropped(path: Path) -> None:
+    server = ProbeServer(path)
+    reader, writer = await asyncio.open_unix_connection(str(path))
+    writer.write(b"what\n")
+    assert await reader.read() == b""
+    writer.close()
+    path.unlink()
+    fresh = server.rebind()
+    assert fresh is not None
+    server.use(fresh)
+    _, again = await asyncio.open_unix_connection(str(path))
+    again.close()
+    await server.close()
+
+
+def test_the_stack_of_a_lock_is_seen_from_its_thread() -> None:
+    go = threading.Event()
+    waiting = threading.Thread(target=go.wait, name="waiting")
+    waiting.start()
+    found = probe.observe(threading.main_thread().ident or 0, list)
+    go.set()
+    waiting.join()
+    assert found["stack"][1]["function"].startswith("test_the_stack_of_a_lock")
+    assert "waiting" in [thread["name"] for thread in found["threads"]]
+
+
+def test_the_documents_of_py_spy() -> None:
+    frame = b'{"name": "f", "filename": "/a.py", "line": 3, "module": null}'
+    main = b'{"thread_name": "MainThread", "frames": [' + frame + b"]}"
+    other = b'{"thread_name": null, "frames": null}'
+    found = read_spied(b"[" + other + b"," + main + b"]")
+    assert found["stack"] == [{"function": "f", "file": "/a.py", "line": 3}]
+    assert len(found["threads"]) == 1
+    assert read_spied(b"") == read_spied(b"[]") == read_spied(b"{}") == {}
+
+
+def test_a_process_that_uses_its_cpu_is_not_idle() -> None:
+    now = [100.0]
+    clock = IdleClock(lambda: now[0])
+    pids = [os.getpid(), 0]
+    assert clock.seconds(pids) == 0.0
+    now[0] += 1000.0
+    assert clock.seconds(pids) == 1000.0, "a little CPU in a long time"
+    until = sum(os.times()[:2]) + 0.3
+    while sum(os.times()[:2]) < until:
+        pass
+    now[0] += 1.0
+    assert clock.seconds(pids) == 0.0
+    assert clock.seconds([]) == 0.0
+
+
+def test_the_kernel_knows_the_state_of_a_process() -> None:
+    found = process_facts(os.getpid())
+    assert found is not None
+    assert found.state == "R"
+    assert process_facts(2**22 + 1) is None
+
+
+async def test_bundles_are_kept_up_to_a_number(tmp_path: Path) -> None:
+    store = EvidenceStore(tmp_path)
+    done: asyncio.Queue[EvidenceKept] = asyncio.Queue()
+    snapshot = NodeSnapshot(boot_id="boot-0001", number=1, round=1)
+    for number in range(1, MAX_BUNDLES + 4):
+        manifest = EvidenceManifest(number=number, at=1.0, round=1, reason="asked")
+        store.keep(KeepEvidence(manifest, ((NodeId("n0"), snapshot),)), done.put_nowait)
+        kept = await asyncio.wait_for(done.get(), 30)
+        assert Path(kept.folder, "n0.json").exists()
+    found = bundles(tmp_path)
+    assert [bundle.number for bundle in found] == list(range(4, MAX_BUNDLES + 4))
+    assert found[0].nodes == ["n0"]
+    EvidenceStore(None).keep(KeepEvidence(manifest, ()), done.put_nowait)
+    assert done.empty()
+
+
+async def test_a_disk_without_space_costs_the_bundle_only(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    store = EvidenceStore(blocked)
+    manifest = EvidenceManifest(number=1, at=1.0, round=1, reason="asked")
+    called: list[EvidenceKept] = []
+    store.keep(KeepEvidence(manifest, ()), called.append)
+    await asyncio.gather(*(t for t in asyncio.all_tasks() if t is not asyncio.current_task()))
+    assert not called

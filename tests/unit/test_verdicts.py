@@ -1,0 +1,247 @@
+"""Verdicts on a job that stands still: which rank the others wait for, and what it does."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlrover_py.master.core.diagnosis.stacks import doing, folded, ranks_in_words
+from dlrover_py.master.core.diagnosis.verdicts import Standstill, judge
+from dlrover_py.protocol.diagnosis import (
+    Cause,
+    Collective,
+    Frame,
+    HangKind,
+    HangVerdict,
+    NodeSnapshot,
+    ThreadStack,
+    WorkerSnapshot,
+)
+
+TORCH = "/venv/lib/python3.11/site-packages/torch/"
+ALL_REDUCE = [
+    Frame(function="all_reduce", file=TORCH + "distributed/distributed_c10d.py", line=3),
+    Frame(function="train", file="/job/train.py", line=97),
+]
+LOADER = [
+    Frame(function="wait", file="/usr/lib/python3.11/threading.py", line=320),
+    Frame(function="get", file="/usr/lib/python3.11/queue.py", line=10),
+    Frame(function="_BaseDataLoaderIter.__next__", file=TORCH + "utils/data/dataloader.py", line=7),
+    Frame(function="train", file="/job/train.py", line=88),
+]
+LOCK = [Frame(function="update", file="/job/model.py", line=12)]
+SAVE = [
+    Frame(function="save", file=TORCH + "serialization.py", line=1),
+    Frame(function="store", file="/job/train.py", line=5),
+]
+
+
+def worker(rank: int, seqs: str = "", **fields: Any) -> WorkerSnapshot:
+    """A worker whose collectives are like ``4 5*`` (5 is open) or ``5*@tp`` (of the group tp)."""
+    found = []
+    for word in seqs.split():
+        seq, _, group = word.partition("@")
+        number = seq.rstrip("*!")
+        op = "broadcast" if "!" in seq else "all_reduce"
+        ranks = {"a": [0, 1], "b": [1, 2], "tp": [0, 1]}.get(group, [])
+        found.append(
+            Collective(group=group or "0", seq=int(number), op=op, open="*" in seq, ranks=ranks)
+        )
+    given = {"pid": 100 + rank, "state": "S", "recorded": True, "stack": ALL_REDUCE, **fields}
+    return WorkerSnapshot(rank=rank, local_rank=0, collectives=found, **given)
+
+
+def known(size: int, **fields: Any) -> Standstill:
+    nodes = {rank: f"n{rank}" for rank in range(size)}
+    return Standstill(size, nodes, **{"step": 1203, "still_s": 41.2, **fields})
+
+
+def verdict(*workers: WorkerSnapshot, **fields: Any) -> HangVerdict:
+    found = judge(workers, known(max(w.rank for w in workers) + 1, **fields))
+    assert found is not None
+    return found
+
+
+def test_the_line_of_a_rank_that_waits_for_its_loader() -> None:
+    others = [worker(rank, "3 4*") for rank in range(8) if rank != 5]
+    found = verdict(*others, worker(5, "3", stack=LOADER))
+    assert found.message == (
+        "rank 5 (node n5) has not entered the all_reduce after step 1203 for 41 s; 7 others wait "
+        "in it; it is in DataLoader.__next__ (train.py:88): data"
+    )
+    assert (found.kind, found.cause) == (HangKind.NOT_ENTERED, Cause.DATA)
+    assert found.ranks == [5]
+    assert found.sure
+
+
+@pytest.mark.parametrize(
+    ("fields", "cause", "words"),
+    [
+        ({"stack": LOCK}, Cause.CODE, "it is in update (model.py:12): code"),
+        ({"stack": SAVE}, Cause.STORAGE, "it is in save (train.py:5): storage"),
+        (
+            {"stack": LOCK, "state": "D", "wchan": "fuse_wait"},
+            Cause.STORAGE,
+            "it waits for a device or a file system in fuse_wait (model.py:12): storage",
+        ),
+        ({"stack": []}, Cause.UNKNOWN, "it shows no Python stack"),
+    ],
+)
+def test_what_the_guilty_rank_does(fields: dict[str, Any], cause: Cause, words: str) -> None:
+    found = verdict(worker(0, "4*"), worker(1, "3", **fields))
+    assert found.cause is cause
+    assert found.message.endswith(words)
+
+
+def test_a_frozen_rank_is_named_though_it_says_nothing() -> None:
+    frozen = worker(1, state="T", recorded=False, stack=[])
+    found = verdict(worker(0, "4*"), frozen, worker(2, "4*"))
+    assert (found.kind, found.ranks, found.sure) == (HangKind.FROZEN, [1], True)
+    assert "2 others wait in the all_reduce after step 1203 for 41 s" in found.message
+
+
+def test_a_worker_that_has_ended_keeps_the_others_waiting() -> None:
+    found = verdict(worker(0, "4*"), WorkerSnapshot(rank=1, local_rank=0, recorded=True))
+    assert (found.kind, found.ranks) == (HangKind.ENDED, [1])
+    assert found.message.endswith("it has ended")
+
+
+def test_different_collectives_of_one_number_are_a_mismatch_of_the_few() -> None:
+    found = verdict(worker(0, "4*"), worker(1, "4*!"), worker(2, "4*"))
+    assert (found.kind, found.ranks, found.sure) == (HangKind.MISMATCH, [1], True)
+    assert "rank 1 (node n1) calls broadcast as collective 4" in found.message
+
+
+def test_two_ranks_in_different_collectives_name_neither() -> None:
+    found = verdict(worker(0, "4*"), worker(1, "4*!"))
+    assert (found.kind, found.ranks) == (HangKind.MISMATCH, [])
+
+
+def test_the_rank_at_the_end_of_a_chain_of_groups_is_guilty() -> None:
+    """Rank 0 waits for rank 1 in a, which waits for rank 2 in b: only rank 2 waits for nobody."""
+    found = verdict(worker(0, "9*@a"), worker(1, "3*@b"), worker(2, "2@b", stack=LOCK))
+    assert (found.kind, found.ranks) == (HangKind.NOT_ENTERED, [2])
+
+
+def test_groups_that_wait_for_each_other_are_a_deadlock_of_groups() -> None:
+    first = worker(0, "5*@tp 7").model_copy()
+    second = worker(1, "4@tp 8*")
+    found = verdict(first, second)
+    assert (found.kind, found.ranks) == (HangKind.GROUPS, [0, 1])
+    assert found.message.endswith("the order of the collectives differs between ranks: code")
+
+
+def test_a_collective_that_all_have_entered_is_the_network_and_never_sure() -> None:
+    found = verdict(worker(0, "4*"), worker(1, "4*"))
+    assert (found.kind, found.ranks, found.sure) == (HangKind.NO_PROGRESS, [], False)
+
+
+def test_a_rank_that_uses_its_cpu_may_only_be_slow() -> None:
+    found = verdict(worker(0, "4*"), worker(1, "3", stack=LOCK, cpu=0.9))
+    assert found.busy
+    assert not found.sure
+
+
+def test_a_missing_node_leaves_doubt() -> None:
+    found = verdict(worker(0, "4*"), worker(1, "3", stack=LOCK), missing=["n2"])
+    assert not found.sure
+    assert "node n2 sent no snapshot" in found.message
+
+
+def test_ranks_without_records_are_named_by_their_stacks() -> None:
+    found = verdict(worker(0, "4*"), worker(1, recorded=False, stack=LOADER))
+    assert (found.cause, found.ranks, found.sure) == (Cause.DATA, [1], False)
+
+
+def test_without_collectives_the_odd_rank_is_named() -> None:
+    found = verdict(
+        worker(0, stack=ALL_REDUCE, recorded=False),
+        worker(1, stack=LOCK, recorded=False),
+        worker(2, stack=ALL_REDUCE, recorded=False),
+    )
+    assert (found.kind, found.ranks) == (HangKind.CODE, [1])
+
+
+@given(st.integers(1, 12), st.floats(0.2, 8.0))
+def test_ranks_that_all_compute_do_not_stand_still(size: int, cpu: float) -> None:
+    workers = [worker(rank, "3 4", stack=LOCK, cpu=cpu) for rank in range(size)]
+    assert judge(workers, known(size)) is None
+
+
+@given(st.data())
+def test_the_ranks_that_have_not_entered_are_found_in_any_order(data: st.DataObject) -> None:
+    size = data.draw(st.integers(2, 16))
+    guilty = data.draw(st.sets(st.integers(0, size - 1), min_size=1, max_size=size - 1))
+    front = data.draw(st.integers(2, 1000))
+    workers = []
+    for rank in range(size):
+        behind = data.draw(st.integers(1, front - 1)) if rank in guilty else front
+        workers.append(worker(rank, f"{behind}" + ("" if rank in guilty else "*")))
+    workers = data.draw(st.permutations(workers))
+    found = judge(workers, known(size))
+    assert found is not None
+    assert found.ranks == sorted(guilty)
+    assert found.kind is HangKind.NOT_ENTERED
+
+
+@given(st.data())
+def test_a_verdict_never_fails(data: st.DataObject) -> None:
+    """Snapshots may have anything: workers run on while they are taken."""
+    size = data.draw(st.integers(1, 5))
+    words = st.builds(
+        lambda seq, mark, group: f"{seq}{mark}{group}",
+        st.integers(0, 4),
+        st.sampled_from(["", "*", "*!"]),
+        st.sampled_from(["", "@a", "@b"]),
+    )
+    workers = [
+        worker(
+            rank,
+            " ".join(data.draw(st.lists(words, max_size=5))),
+            state=data.draw(st.sampled_from(["S", "R", "D", "T", ""])),
+            pid=data.draw(st.sampled_from([0, 7])),
+            cpu=data.draw(st.sampled_from([0.0, 0.9])),
+            recorded=data.draw(st.booleans()),
+            stack=data.draw(st.sampled_from([ALL_REDUCE, LOADER, LOCK, []])),
+        )
+        for rank in range(size)
+        if data.draw(st.booleans())
+    ]
+    found = judge(workers, known(size, step=None))
+    folded(workers)
+    if found is not None:
+        assert found.message
+        assert set(found.ranks) <= {w.rank for w in workers}
+        assert not (found.sure and found.busy)
+
+
+def test_equal_ranks_have_one_line_and_the_odd_one_comes_first() -> None:
+    workers = [worker(rank, "4*") for rank in range(7)]
+    lines = folded([*workers, worker(7, "3", stack=LOADER, remarks=["no py-spy"])])
+    assert lines[0].startswith("rank 7: is in DataLoader.__next__ (train.py:88); CPU 0 %; ")
+    assert lines[0].endswith("[no py-spy]")
+    assert lines[1].startswith("ranks 0–6: is in all_reduce (train.py:97); waits in all_reduce 4")
+    assert len(folded([worker(r, stack=[Frame(function=f"f{r}")]) for r in range(99)])) == 40
+
+
+def test_ranks_in_words() -> None:
+    assert ranks_in_words([3]) == "rank 3"
+    assert ranks_in_words([3, 1, 2, 7]) == "ranks 1–3, 7"
+    assert ranks_in_words(range(0, 40, 2)).endswith("and 12 more ranges")
+
+
+def test_a_stack_without_code_of_the_user_names_its_innermost_call() -> None:
+    stack = [Frame(function="recv", file=TORCH + "x.py", line=4)]
+    assert doing(worker(0, stack=stack)) == ("is in recv (x.py:4)", Cause.CODE)
+
+
+def test_a_large_snapshot_is_cut_to_what_a_verdict_needs() -> None:
+    frames = [Frame(function="f" * 200, file="/x" * 100, line=n) for n in range(48)]
+    one = worker(0, " ".join(f"{n}" for n in range(60)) + " 61*", stack=frames)
+    one = one.model_copy(update={"threads": [ThreadStack(frames=frames)] * 16})
+    full = NodeSnapshot(boot_id="x" * 8, number=1, round=1, workers=[one] * 8)
+    small = full.fitted(60_000)
+    assert len(small.model_dump_json()) <= 60_000
+    assert all(w.collectives[-1].open and w.stack[0] == frames[0] for w in small.workers)
+    assert full.fitted(10**9) == full
