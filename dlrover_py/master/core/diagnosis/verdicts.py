@@ -13,8 +13,9 @@ from dlrover_py.master.core.diagnosis.stacks import doing, ranks_in_words
 from dlrover_py.protocol.diagnosis import Cause, Collective, HangKind, HangVerdict, WorkerSnapshot
 from dlrover_py.protocol.words import counted
 
-BUSY_CPU = 0.2
-"""A worker that uses this many cores is busy: it may be slow instead of hung."""
+BUSY_CPU = 0.05
+"""A worker that uses this many cores is busy: it may be slow instead of hung. On a machine with too
+many processes, a busy one gets a small part of a core only."""
 MOST_RANKS = 64
 """Most guilty ranks that a verdict lists."""
 
@@ -147,7 +148,7 @@ def _verdict(
         parts.append(_others(len(group.waiting)))
     else:
         parts.append(f"{subject} {'make' if many else 'makes'} no progress{_for(known)}")
-    busy = first.cpu >= BUSY_CPU and kind is HangKind.NOT_ENTERED
+    busy = _is_busy(first) and kind is HangKind.NOT_ENTERED
     own = f"rank {first.rank} {what}" if many else f"it {what}"
     parts.append(f"{own}{_suffix(cause)}" + (", and it uses its CPU" if busy else ""))
     if known.missing:
@@ -257,7 +258,7 @@ def _no_progress(
             kind=HangKind.NOT_ENTERED if guilty else HangKind.UNKNOWN,
             cause=cause,
             ranks=guilty[:MOST_RANKS],
-            busy=by_rank[unread[0]].cpu >= BUSY_CPU,
+            busy=_is_busy(by_rank[unread[0]]),
             message=message,
         )
     if known.missing:
@@ -278,7 +279,7 @@ def _without_collectives(
 ) -> HangVerdict | None:
     """Return the verdict where no rank waits in a collective; None if all of them are busy."""
     living = {rank: w for rank, w in sorted(by_rank.items()) if w.pid}
-    idle = [rank for rank, worker in living.items() if worker.cpu < BUSY_CPU]
+    idle = [rank for rank, worker in living.items() if not _is_busy(worker)]
     if not idle:
         return None
     # A rank that waits in a collective of which no record exists does not stand for the cause.
@@ -308,6 +309,11 @@ def _without_collectives(
         busy=len(idle) < len(living),
         message=message,
     )
+
+
+def _is_busy(worker: WorkerSnapshot) -> bool:
+    """Return whether a worker computes, or is ready to and waits for a core."""
+    return worker.cpu >= BUSY_CPU or worker.state == "R"
 
 
 # --- Parts of sentences ---
