@@ -32,6 +32,7 @@ from dlrover_py.protocol.agents import (
     CheckResult,
     Directive,
     FailureKind,
+    LoaderState,
     MemoryCheckpoint,
     Offer,
     PersistPhase,
@@ -161,6 +162,9 @@ class SimAgent:
     """The agent prepares warm starts, and cannot be in a round until it is ready."""
     precheck: int = 0
     exclude_straggler: bool = False
+    loader: LoaderState | None = None
+    """State of its script's data loader; None if it has none."""
+    auto_tune: bool = False
     checks: int = 0
     check: CheckResult | None = None
     fault: str = ""
@@ -211,6 +215,8 @@ class SimAgent:
             warming=self.warming,
             precheck=self.precheck,
             exclude_straggler=self.exclude_straggler,
+            loader=self.loader,
+            auto_tune=self.auto_tune,
             checks=self.checks,
             check=self.check,
             memory=self.memory,
@@ -999,6 +1005,9 @@ class Bench:
 
     def _check_events(self) -> None:
         fresh = [e for e in self.job.state.events if e.id > self._events_seen]
+        smaller = any(
+            e.reason == "TuningRequested" and "memory ran out" in e.message for e in fresh
+        )
         for event in fresh:
             assert event.id == self._events_seen + 1, (event, self._events_seen)
             self._events_seen = event.id
@@ -1012,7 +1021,7 @@ class Bench:
             if event.reason == "NodeRestarted":
                 assert event.node
                 self._reborn[event.node] += 1  # also charged, if it was a member
-            if event.reason == "WorkerFailed":
+            if event.reason == "WorkerFailed" and not smaller:  # a smaller micro-batch is free
                 assert event.node
                 self._charged[event.node] += 1
                 failed = self.job.state.last_failure

@@ -474,6 +474,7 @@ def _command(flags: Flags, settings: Settings, *, member: bool) -> Command:
         cpus=cpus,
         precheck=flags.precheck,
         save_at_breakpoint=flags.save_at_breakpoint,
+        auto_tune=bool(flags.auto_tunning),
         exclude_straggler=flags.exclude_straggler,
     )
 

@@ -269,6 +269,7 @@ def _dlrover(g: _FlagGroup) -> None:
     help = "after a failure of a worker, write the newest checkpoint in memory to storage"
     g.switch("--save-at-breakpoint", help)
     g.value("--node-unit", 1, "a round has a multiple of this number of nodes", type=int)
+    g.switch("--auto-tunning", "tune micro-batch and workers of ElasticLoader while it trains")
     g.switch("--auto-config", "nodes from NODE_NUM, workers from the GPUs, check from 4 nodes on")
     names, default = _names("--numa-affinity"), argparse.SUPPRESS
     bind: dict[str, Any] = {"const": "node", "default": default, "help": "as --numa-binding node"}
@@ -280,7 +281,6 @@ def _dlrover(g: _FlagGroup) -> None:
 
 
 REFUSED: Mapping[str, str] = {
-    "--auto-tunning": "the script's parameters are never changed; set them in the script",
     "--training-port": "the agents reserve a free port for each round",
     "--membind-policy": "with --numa-binding the kernel allocates memory near the CPUs of a worker",
     "--ucp-device-type": "universal checkpoints are not supported",

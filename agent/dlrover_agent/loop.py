@@ -542,6 +542,8 @@ class Agent:
             check=core.check,
             memory_round=core.oldest_live_round,
             save_at_breakpoint=self._command.save_at_breakpoint,
+            auto_tune=self._command.auto_tune,
+            loader=self._sdk.loader(core.follows),
             nested=self._nested_launcher,
             leases=self._shards.leases(),
             idle_s=self._snapshots.idle.seconds(self._workers.pids),
@@ -552,6 +554,7 @@ class Agent:
         """Follow an assignment of the master. See :class:`ReportingNode`."""
         self._recipes.assigned(assignment.recipe)
         self._saver.assigned(assignment)
+        self._sdk.tune(assignment.loader)
         self.post(Assigned(assignment))
         self._snapshots.assigned(assignment)
         self._new_assignment.set()

@@ -243,6 +243,8 @@ class Command:
     """Level of the check before training: 0 none, 1 a check, 2 also logs the network's speed."""
     save_at_breakpoint: bool = False
     """Whether the newest state is stored after a failure of a worker."""
+    auto_tune: bool = False
+    """Whether the job's auto-tuner chooses the settings of data loaders."""
     exclude_straggler: bool = False
     """Whether a node that the check finds slow is left out."""
 

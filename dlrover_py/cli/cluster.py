@@ -562,6 +562,33 @@ class ClusterJob:
             )
         ]
 
+    def tune(
+        self, *, micro_batch: int | None, loader_workers: int | None, auto: bool | None
+    ) -> str:
+        """Change the settings of data loaders; return a sentence about the new state.
+
+        Only ``spec.tuning`` is set; workers change later, between two steps. What is None stays as
+        it is. If all are None, ``spec.tuning`` is removed.
+
+        Args:
+            micro_batch: greatest number of samples that a worker computes at once.
+            loader_workers: number of processes that read data for each worker.
+            auto: whether the auto-tuner chooses what was never set.
+
+        Raises:
+            ConfigError: the job has ended, or its spec or a number cannot be used.
+            DLRoverError: the API server refuses the change, or does not answer.
+        """
+        if _ended(self.obj):
+            raise ConfigError(f"{self.name} has ended; it cannot be tuned. Submit it again")
+        job = ElasticJob.read(self.obj).tuned(
+            micro_batch=micro_batch, loader_workers=loader_workers, auto=auto
+        )
+        tuning = job.spec.tuning
+        fields = None if tuning is None else tuning.model_dump(by_alias=True, exclude_none=True)
+        self._patch({"spec": {"tuning": fields}})
+        return f"{self.name} is {job.tuning_in_words()}"
+
     def _patch(self, patch: Obj, subresource: str = "") -> None:
         """Change fields of the object on the server. ``self.obj`` stays as it was.
 

@@ -35,6 +35,7 @@ from dlrover_py.protocol.errors import ConfigError, DLRoverError, ExitCode, Unre
 from dlrover_py.protocol.job import CLUSTER_ONLY, INERT, ElasticJob
 from dlrover_py.protocol.names import NODE_ID
 from dlrover_py.protocol.reasons import EventReason
+from dlrover_py.protocol.sdk import MAX_LOADER_WORKERS, MAX_MICRO_BATCH
 from dlrover_py.protocol.status import JobPhase, JobStatus, date_time
 from dlrover_py.protocol.words import counted
 
@@ -840,6 +841,62 @@ def restart(name: str | None, rolling: bool, target: Target) -> None:
     """
     with selected_live_job(target, name) as job:
         click.echo(job.restart(rolling=rolling))
+
+
+@job.command()
+@job_name
+@click.option(
+    "--micro-batch",
+    type=click.IntRange(1, MAX_MICRO_BATCH),
+    metavar="N",
+    help="Greatest number of samples that a worker computes at once.",
+)
+@click.option(
+    "--loader-workers",
+    type=click.IntRange(0, MAX_LOADER_WORKERS),
+    metavar="N",
+    help="Number of processes that read data for each worker.",
+)
+@click.option(
+    "--auto/--no-auto", default=None, help="Whether the auto-tuner chooses what you have not set."
+)
+@click.option("--reset", is_flag=True, help="Use the settings of the script again.")
+@target_options
+def tune(
+    name: str | None,
+    micro_batch: int | None,
+    loader_workers: int | None,
+    auto: bool | None,
+    reset: bool,
+    target: Target,
+) -> None:
+    """Change the data loading of a training that runs.
+
+    All workers change at the same step. The samples of each step and its gradient stay the same.
+    The script must read its data with an ElasticLoader. The command returns when the request is
+    accepted; events show the step from which on it holds, or why it cannot be done.
+
+    \f
+
+    Args:
+        name: name of the job; None for the only one.
+        micro_batch: greatest number of samples that a worker computes at once; None to keep it.
+        loader_workers: number of processes that read data for each worker; None to keep it.
+        auto: whether the auto-tuner chooses what is not set; None to keep that.
+        reset: remove all settings.
+        target: cluster that the flags name.
+
+    Raises:
+        ConfigError: no flag is given, or ``--reset`` with another one; or as for the job.
+        DLRoverError: the job's cluster refuses the change, or does not answer.
+    """
+    given = (micro_batch, loader_workers, auto) != (None, None, None)
+    if given == reset:
+        raise ConfigError(
+            "expected --micro-batch, --loader-workers or --auto; or --reset without them"
+        )
+    with selected_live_job(target, name) as job:
+        click.echo(job.tune(micro_batch=micro_batch, loader_workers=loader_workers, auto=auto))
 
 
 @job.command()

@@ -209,6 +209,26 @@ class RunningJob:
     def take_snapshot(self, at: str) -> str:  # noqa: D102
         return self.request(f"/v1/snapshot?at={at}")
 
+    def tune(
+        self, *, micro_batch: int | None, loader_workers: int | None, auto: bool | None
+    ) -> str:
+        """Request other settings of data loaders; return a sentence about the new state.
+
+        Args:
+            micro_batch: greatest number of samples that a worker computes at once.
+            loader_workers: number of processes that read data for each worker.
+            auto: whether the auto-tuner chooses what was never set.
+
+        Raises:
+            ConfigError: a number is out of its range.
+            UnreachableError: the cluster process does not answer within `CALL_S`.
+        """
+        given = {"micro_batch": micro_batch, "loader_workers": loader_workers, "auto": auto}
+        query = "&".join(
+            f"{name}={str(value).lower()}" for name, value in given.items() if value is not None
+        )
+        return self.request(f"/v1/tune?{query}")
+
     def stop(self, *, wait: bool) -> str:
         """Have the cluster process end the job; return a sentence about the new state.
 

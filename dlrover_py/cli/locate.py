@@ -118,6 +118,24 @@ class LiveJobHandle(JobHandle, Protocol):
             DLRoverError: the job's cluster refuses the change, or does not answer.
         """
 
+    def tune(
+        self, *, micro_batch: int | None, loader_workers: int | None, auto: bool | None
+    ) -> str:
+        """Request other settings of data loaders; return a sentence about the new state.
+
+        It returns when the request is accepted. Workers change later, between two steps. What is
+        None stays as it is. If all are None, the settings of the script are used again.
+
+        Args:
+            micro_batch: greatest number of samples that a worker computes at once.
+            loader_workers: number of processes that read data for each worker.
+            auto: whether the auto-tuner chooses what was never set.
+
+        Raises:
+            ConfigError: a number is out of its range, or the job has ended.
+            DLRoverError: the job's cluster refuses the change, or does not answer.
+        """
+
     def stop(self, *, wait: bool) -> str:
         """End the job; with ``wait``, wait until it has ended. Return a sentence about its state.
 

@@ -919,6 +919,15 @@ def api(cluster: LocalCluster) -> FastAPI:
         cluster.replace_job(cluster.job.with_snapshot(at))
         return done(f"all ranks of {cluster.job.metadata.name} are being looked at")
 
+    @app.post("/v1/tune")
+    async def tune(
+        micro_batch: int | None = None, loader_workers: int | None = None, auto: bool | None = None
+    ) -> Response:
+        cluster.replace_job(
+            cluster.job.tuned(micro_batch=micro_batch, loader_workers=loader_workers, auto=auto)
+        )
+        return done(f"{cluster.job.metadata.name} is {cluster.job.tuning_in_words()}")
+
     @app.post("/v1/stop")
     async def stop() -> Response:
         cluster.ended.set()

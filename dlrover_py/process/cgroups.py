@@ -15,6 +15,8 @@ ROOT = Path("/sys/fs/cgroup")
 """Folder in which control groups are mounted."""
 OWN_GROUPS = Path("/proc/self/cgroup")
 """File that lists the control groups of this process."""
+MACHINE = Path("/proc/meminfo")
+"""File with the memory of the machine, in lines such as ``MemTotal:  16384 kB``."""
 UNLIMITED = 1 << 62
 """Bytes from which a limit means no limit: version 1 writes a number close to 2**63."""
 
@@ -93,6 +95,33 @@ def free_bytes(root: Path = ROOT, own_groups: Path = OWN_GROUPS) -> int | None:
     return free
 
 
+def memory_use(
+    root: Path = ROOT, own_groups: Path = OWN_GROUPS, machine: Path = MACHINE
+) -> float | None:
+    """Return the used share of the memory that this process's group may use.
+
+    Of the group and its ancestors, the one that is closest to its limit counts. Without a limit it
+    is the share of the machine's memory. Page cache that the kernel can reclaim immediately is not
+    in use. The result is None if the kernel's files cannot be read.
+
+    Args:
+        root: Folder in which control groups are mounted.
+        own_groups: File that lists the control groups of this process.
+        machine: File with the memory of the machine.
+    """
+    shares = []
+    for group, names in _groups(root, own_groups):
+        limit = _number(group / names.limit)
+        used = _number(group / names.used)
+        idle = _entry(group / "memory.stat", names.idle)
+        if limit and limit < UNLIMITED and used is not None and idle is not None:
+            shares.append((used - idle) / limit)
+    total, free = _entry(machine, "MemTotal:"), _entry(machine, "MemAvailable:")
+    if total and free is not None:
+        shares.append(1 - free / total)
+    return max(0.0, *shares) if shares else None
+
+
 def oom_kills(root: Path = ROOT, own_groups: Path = OWN_GROUPS) -> OomKills:
     """Return how often the kernel has killed a process of this process's group to free memory.
 
@@ -138,12 +167,12 @@ def _number(path: Path) -> int | None:
 
 
 def _entry(path: Path, name: str) -> int | None:
-    """Return the number after a name in a file of lines ``name number``; None if not found."""
+    """Return the number after a name in a file of lines ``name number …``; None if not found."""
     with contextlib.suppress(OSError, ValueError):
         for line in path.read_text().splitlines():
             key, _, value = line.partition(" ")
             if key == name:
-                return int(value)
+                return int(value.strip().partition(" ")[0])
     return None
 
 

@@ -6,14 +6,16 @@ report, and ``term``, ``version`` and ``round`` in an assignment. The paths of t
 version (:mod:`dlrover_py.protocol.versions`).
 """
 
+from collections.abc import Sequence
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 from pydantic.alias_generators import to_camel
 
 from dlrover_py.protocol.checkpoint_id import CheckpointId
 from dlrover_py.protocol.names import MAX_COUNT, Round, Step, Timeline
+from dlrover_py.protocol.sdk import MAX_LOADER_WORKERS, MAX_MICRO_BATCH, MAX_TUNING
 from dlrover_py.protocol.timing import Timing
 
 _TIMING = Timing()
@@ -280,6 +282,73 @@ class WorkerLeases(Wire):
     """Its leases."""
 
 
+class LoaderSettings(Wire):
+    """What the job wants of each ``ElasticLoader``. Settings with a higher number are newer."""
+
+    number: Annotated[int, Field(ge=0, le=MAX_TUNING)] = 0
+    """A number that grows with each change."""
+    micro_batch: Annotated[int, Field(ge=1, le=MAX_MICRO_BATCH)] | None = None
+    """The greatest number of samples that a worker computes at once; None: the script's own."""
+    loader_workers: Annotated[int, Field(ge=0, le=MAX_LOADER_WORKERS)] | None = None
+    """The number of processes that read data for a worker; None: the script's own."""
+
+
+class LoaderState(Wire):
+    """The settings of an ``ElasticLoader``, and what was measured with them.
+
+    A node reports the slowest of its workers.
+    """
+
+    number: Annotated[int, Field(ge=0, le=MAX_TUNING)] = 0
+    """The number of the newest settings that it has taken up or refused."""
+    refused: bool = False
+    """True if it has refused their number of workers, which is more than ``most_workers``."""
+    step: Count = 0
+    """The number of committed steps when it took them up."""
+    micro_batch: Annotated[int, Field(ge=1, le=MAX_MICRO_BATCH)]
+    """The greatest number of samples that it computes at once."""
+    share: Annotated[int, Field(ge=1, le=MAX_MICRO_BATCH)]
+    """The greatest number of samples that it has in a step; a larger micro-batch changes
+    nothing."""
+    loader_workers: Annotated[int, Field(ge=0, le=MAX_LOADER_WORKERS)] = 0
+    """The number of processes that read its data."""
+    most_workers: Annotated[int, Field(ge=0, le=MAX_LOADER_WORKERS)] = 1
+    """The greatest number of such processes that it accepts: the CPUs that it may use."""
+    measured: Count = 0
+    """The number of steps that were measured with these settings."""
+    samples_per_s: Annotated[float, Field(ge=0)] = 0.0
+    """Samples of all ranks per second, over the newest of those steps; 0 before the first."""
+    memory: Annotated[float, Field(ge=0)] = 0.0
+    """The greatest share of its memory that was in use, of the GPU's if it trains on one."""
+    memory_before: Annotated[float, Field(ge=0)] = 0.0
+    """The share that was in use before its first step."""
+    data_wait: Annotated[float, Field(ge=0)] = 0.0
+    """The share of the time in which it waited for data."""
+
+    @classmethod
+    def of_slowest(cls, states: Sequence[Self]) -> Self:
+        """Return one state for several workers: of each number, the one that limits them.
+
+        Args:
+            states: at least one.
+        """
+        oldest = min(states, key=lambda state: state.number)
+        return cls(
+            number=oldest.number,
+            refused=any(s.refused for s in states if s.number == oldest.number),
+            step=max(s.step for s in states),
+            micro_batch=max(s.micro_batch for s in states),
+            share=max(s.share for s in states),
+            loader_workers=max(s.loader_workers for s in states),
+            most_workers=min(s.most_workers for s in states),
+            measured=min(s.measured for s in states),
+            samples_per_s=min(s.samples_per_s for s in states),
+            memory=max(s.memory for s in states),
+            memory_before=min(s.memory_before for s in states),
+            data_wait=max(s.data_wait for s in states),
+        )
+
+
 class AgentReport(Wire):
     """The complete state of a node. Each report has all of it."""
 
@@ -360,6 +429,11 @@ class AgentReport(Wire):
     their leases. Empty in a job without dynamic shards."""
     idle_s: Annotated[float, Field(ge=0)] = 0.0
     """Seconds for which the workers of round ``follows`` have used no CPU time worth mentioning."""
+    auto_tune: bool = False
+    """True if ``--auto-tunning`` was given; the job's spec takes precedence."""
+    loader: LoaderState | None = None
+    """The state of the workers' ``ElasticLoader`` in round ``follows``; None if no script has
+    one."""
     nested: Words = ""
     """What a second launcher below the workers has started as a world of its own; empty if there is
     none."""
@@ -491,6 +565,8 @@ class Assignment(Wire):
     (``/v1/recipe``); empty if it has none."""
     checkpoint: Annotated[str, StringConstraints(max_length=16384)] = ""
     """The job's ``checkpoint:`` as JSON, for the workers; empty if it has none."""
+    loader: LoaderSettings | None = None
+    """The settings of the workers' data loaders; None if none were ever changed."""
     peer: ReplicationPeer | None = None
     """The node of whose memory this node must keep a replica; None if there is none."""
     persist: PersistRequest | None = None

@@ -42,6 +42,7 @@ from dlrover_py.protocol.commands import (
 )
 from dlrover_py.protocol.errors import ConfigError, UnsupportedError, did_you_mean, shown
 from dlrover_py.protocol.names import API_VERSION, KIND, MAIN_CONTAINER
+from dlrover_py.protocol.sdk import MAX_LOADER_WORKERS, MAX_MICRO_BATCH
 from dlrover_py.protocol.template import (
     DEPTH,
     TemplateFault,
@@ -50,6 +51,7 @@ from dlrover_py.protocol.template import (
     is_deeper,
     reference_faults,
 )
+from dlrover_py.protocol.words import counted
 
 JobName = Annotated[
     str, StringConstraints(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$", min_length=1, max_length=37)
@@ -500,6 +502,23 @@ class DiagnosisSpec(_Strict):
     ``dlrover job stacks`` sets it."""
 
 
+class TuningSpec(_Strict):
+    """The settings of each ``ElasticLoader``, which change while the training runs.
+
+    They change neither the samples of a step nor its gradient.
+    """
+
+    micro_batch: Annotated[int, Field(ge=1, le=MAX_MICRO_BATCH)] | None = None
+    """Greatest number of samples that a worker computes at once. If absent, the script or the
+    auto-tuner decides."""
+    loader_workers: Annotated[int, Field(ge=0, le=MAX_LOADER_WORKERS)] | None = None
+    """Number of processes that read data for each worker, at most the number of its CPUs. If
+    absent, the script or the auto-tuner decides."""
+    auto: bool | None = None
+    """If true, the auto-tuner chooses what is absent here. If absent, ``--auto-tunning`` of
+    ``elastic-run`` decides."""
+
+
 class JobSpec(_Strict):
     """``spec`` of an ElasticJob."""
 
@@ -526,6 +545,8 @@ class JobSpec(_Strict):
     """Seconds with fewer nodes than the minimum after which the job has failed."""
     checkpoint: CheckpointSpec | None = None
     """Flash checkpoints. If absent, only the settings in the script apply."""
+    tuning: TuningSpec | None = None
+    """Settings of data loaders: ``dlrover job tune`` sets it."""
     managed_by: Annotated[
         Annotated[str, StringConstraints(min_length=1, max_length=63)] | None, CLUSTER_ONLY
     ] = None
@@ -749,6 +770,47 @@ class ElasticJob(_Strict):
         snapshot = {"snapshot": other.spec.diagnosis.snapshot}
         diagnosis = self.spec.diagnosis.model_copy(update=snapshot)
         return self.spec.model_copy(update={"diagnosis": diagnosis})
+
+    def tuned(
+        self, *, micro_batch: int | None, loader_workers: int | None, auto: bool | None
+    ) -> Self:
+        """Return this job with other settings of data loaders, one generation later.
+
+        What is None stays as it is. If all are None, all settings are removed.
+
+        Args:
+            micro_batch: greatest number of samples that a worker computes at once.
+            loader_workers: number of processes that read data for each worker.
+            auto: whether the auto-tuner chooses what was never set.
+
+        Raises:
+            ConfigError: a number is out of its range.
+        """
+        given = {"microBatch": micro_batch, "loaderWorkers": loader_workers, "auto": auto}
+        change = {name: value for name, value in given.items() if value is not None}
+        if not change:
+            return self.changed(self.spec.model_copy(update={"tuning": None}))
+        old = self.spec.tuning
+        fields = {} if old is None else old.model_dump(by_alias=True, exclude_unset=True)
+        try:
+            tuning = TuningSpec.model_validate(fields | change)
+        except ValidationError as error:
+            raise ConfigError(explain(error, prefix="spec.tuning")) from error
+        return self.changed(self.spec.model_copy(update={"tuning": tuning}))
+
+    def tuning_in_words(self) -> str:
+        """Return what ``spec.tuning`` asks for, as the end of a sentence that begins "it is"."""
+        tuning = self.spec.tuning or TuningSpec()
+        words = []
+        if tuning.micro_batch is not None:
+            words.append(f"micro-batch {tuning.micro_batch}")
+        if tuning.loader_workers is not None:
+            words.append(counted(tuning.loader_workers, "loader worker"))
+        if tuning.auto is not None:
+            words.append("the auto-tuner" if tuning.auto else "no auto-tuner")
+        if not words:
+            return "to train with the settings of its script"
+        return f"to train with {', '.join(words)}; `dlrover job events` shows what comes of it"
 
     def with_fields_of(self, obj: dict[str, Any]) -> Self:
         """Return this job under an edit that :meth:`read` refuses, with the generation of the edit.

@@ -18,6 +18,8 @@ POST      /v1/scale?replicas=          change the desired number of nodes
 POST      /v1/suspend?on=              set ``spec.suspend``
 POST      /v1/restart?at=&rolling=     set ``spec.restart``
 POST      /v1/snapshot?at=             set ``spec.diagnosis.snapshot``
+POST      /v1/tune?micro_batch=        set fields of ``spec.tuning``: also ``loader_workers=``
+                                       and ``auto=``; without any, remove ``spec.tuning``
 POST      /v1/stop                     end the job and the cluster
 POST      /v1/nodes/{id}/{verb}        kill, freeze, thaw or drain the node: faults that people
                                        and tests cause

@@ -113,6 +113,8 @@ ENV_PROBE_SOCKET: Final = "DLROVER_PROBE_SOCKET"
 """Unix socket at which a thread of each worker waits for the agent's question what it does."""
 ENV_CHECKPOINT: Final = "DLROVER_CHECKPOINT"
 """The job's ``checkpoint:`` as JSON."""
+ENV_LOADER: Final = "DLROVER_LOADER"
+"""The settings of data loaders as JSON: :class:`~dlrover_py.protocol.agents.LoaderSettings`."""
 ENV_SHM_DIR: Final = "DLROVER_SHM_DIR"
 """Directory in which agents have their shared-memory pools; ``/dev/shm`` if it is not set."""
 
@@ -135,6 +137,7 @@ JOB_ENV: Final = (
     ENV_SHARDS_SOCKET,
     ENV_PROBE_SOCKET,
     ENV_CHECKPOINT,
+    ENV_LOADER,
 )
 """All variables that make a process a part of a job."""
 

@@ -134,6 +134,15 @@ class ConditionType(StrEnum):
 
     What to do: See [diagnosis](../diagnosis.md#verdicts).
     """
+    TUNING_REFUSED = "TuningRefused"
+    """The wanted settings of data loaders cannot be used, and training goes on as before. The
+    message says why.
+
+    When False: The newest settings are used. The condition is not shown before the first refusal.
+
+    What to do: Change ``spec.tuning`` (``dlrover job tune``), or read the data with an
+    ``ElasticLoader``. See [tuning](../tuning.md).
+    """
     JOURNAL_WRITABLE = "JournalWritable"
     """The condition is never True.
 
@@ -302,7 +311,8 @@ class ConditionReason(StrEnum):
     # --- Reasons of the master's conditions ---
 
     RESOLVED = "Resolved"
-    """``OutOfMemory``, and each condition that reports a problem: The problem is over."""
+    """``OutOfMemory``, ``TuningRefused``, and each condition that reports a problem: The problem is
+    over."""
     JOURNAL_UNWRITABLE = "JournalUnwritable"
     """``JournalWritable``: The journal cannot be stored."""
     READY = "Ready"
@@ -336,6 +346,8 @@ class ConditionReason(StrEnum):
     """``ShardsQuarantined``: Shards of a dataset are not trained."""
     HANG = "Hang"
     """``Hanging``: The job stands still."""
+    TUNING_REFUSED = "TuningRefused"
+    """``TuningRefused``: Settings of data loaders cannot be used."""
 
 
 class EventReason(StrEnum):
@@ -468,6 +480,17 @@ class EventReason(StrEnum):
     """Warning: The command of a node ended with exit code 0 and never joined the job, like
     ``torchrun train.py``. Start the script with ``elastic-run``. Before the first round the job
     ends; later the node is not replaced."""
+
+    # --- Data loaders ---
+
+    TUNING_REQUESTED = "TuningRequested"
+    """Other settings of data loaders are wanted: by ``spec.tuning`` or by the auto-tuner. The
+    message has its reason. See [tuning](../tuning.md)."""
+    TUNED = "Tuned"
+    """All workers use the settings, from the same step on."""
+    TUNING_REFUSED = "TuningRefused"
+    """Warning: The settings cannot be used: the script has no ``ElasticLoader``, or there are fewer
+    CPUs than loader workers. Training goes on as before."""
 
     # --- Checkpoints ---
 

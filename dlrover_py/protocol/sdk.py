@@ -6,7 +6,7 @@ A script waits for the imports of the SDK, so this module needs only the standar
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Final, TypedDict
+from typing import Any, Final, NamedTuple, TypedDict
 
 from dlrover_py.protocol import json_text
 from dlrover_py.protocol.versions import other_version
@@ -23,12 +23,45 @@ MAX_DIR: Final = 4096
 """Greatest length of the address of a directory, in characters."""
 
 
+MAX_TUNING: Final = 2**20 - 1
+"""Greatest number of loader settings."""
+MAX_MICRO_BATCH: Final = 2**31 - 1
+"""Greatest micro-batch in loader settings."""
+MAX_LOADER_WORKERS: Final = 1023
+"""Greatest number of loader workers in loader settings."""
+
+
 class TargetFields(TypedDict):
     """The fields of :class:`~dlrover_py.protocol.workers.CheckpointTarget`."""
 
     dir: str
     keep: Mapping[str, int]
     spare: Sequence[str]
+
+
+class LoaderFields(TypedDict):
+    """The fields of :class:`~dlrover_py.protocol.agents.LoaderState`."""
+
+    number: int
+    refused: bool
+    step: int
+    micro_batch: int
+    share: int
+    loader_workers: int
+    most_workers: int
+    measured: int
+    samples_per_s: float
+    memory: float
+    memory_before: float
+    data_wait: float
+
+
+class LoaderTuning(NamedTuple):
+    """The fields of :class:`~dlrover_py.protocol.agents.LoaderSettings`."""
+
+    number: int = 0
+    micro_batch: int | None = None
+    loader_workers: int | None = None
 
 
 class ProgressFields(TypedDict, total=False):
@@ -44,6 +77,7 @@ class ProgressFields(TypedDict, total=False):
     unsaved: str
     store: TargetFields | None
     polls: bool
+    loader: LoaderFields | None
 
 
 def encode(message: ProgressFields | TargetFields) -> bytes:
@@ -62,8 +96,17 @@ def check_size(datagram: bytes) -> None:
         raise ValueError(f"it is too large: expected at most {MAX_DATAGRAM} bytes")
 
 
-def read_stop(datagram: bytes) -> str:
-    """Return why the script must stop, from a request of the agent; empty if it must not.
+class AgentRequest(NamedTuple):
+    """What an agent asks of a script; see :class:`~dlrover_py.protocol.workers.WorkerRequest`."""
+
+    stop: str
+    """Why the script must stop; empty if it must not."""
+    loader: LoaderTuning | None
+    """The settings of its data loaders; None if there are none."""
+
+
+def read_worker_request(datagram: bytes) -> AgentRequest:
+    """Return what the agent asks of a script.
 
     An absent version counts as the present one, and other fields are ignored.
 
@@ -81,4 +124,30 @@ def read_stop(datagram: bytes) -> str:
         raise ValueError(other_version("it", version, VERSION))
     if not isinstance(stop, str):
         raise ValueError(f"stop: expected text, found {type(stop).__name__}")
-    return stop
+    loader = request.get("loader")
+    return AgentRequest(stop, None if loader is None else read_loader_tuning(loader))
+
+
+def read_loader_tuning(document: Any) -> LoaderTuning:
+    """Return the settings of data loaders in a JSON object; absent ones are the script's own.
+
+    Raises:
+        ValueError: It is no object, or a number is out of its range.
+    """
+    if not isinstance(document, dict):
+        raise ValueError(f"loader: expected a JSON object, found {type(document).__name__}")
+    found: dict[str, int | None] = {}
+    limits = (
+        ("number", 0, MAX_TUNING),
+        ("micro_batch", 1, MAX_MICRO_BATCH),
+        ("loader_workers", 0, MAX_LOADER_WORKERS),
+    )
+    for name, least, most in limits:
+        value = document.get(name)
+        if value is None and name != "number":
+            found[name] = None
+        elif type(value) is int and least <= value <= most:
+            found[name] = value
+        else:
+            raise ValueError(f"loader.{name} is {value!r}: expected {least} to {most}")
+    return LoaderTuning(found["number"] or 0, found["micro_batch"], found["loader_workers"])

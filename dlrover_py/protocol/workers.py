@@ -11,7 +11,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints, ValidationError
 
-from dlrover_py.protocol.agents import Count, Line, Wire, Words
+from dlrover_py.protocol.agents import (
+    Count,
+    Line,
+    LoaderSettings,
+    LoaderState,
+    Wire,
+    Words,
+)
 from dlrover_py.protocol.documents import explain
 from dlrover_py.protocol.sdk import MAX_DIR, MAX_METRICS, MAX_NAME, VERSION, check_size
 
@@ -57,6 +64,8 @@ class WorkerProgress(Wire):
     polls: bool = False
     """True if the script calls ``should_stop()``: it is then asked to stop before it gets a
     signal."""
+    loader: LoaderState | None = None
+    """The state of its ``ElasticLoader``; None if it has none."""
 
 
 class WorkerRequest(Wire):
@@ -66,6 +75,8 @@ class WorkerRequest(Wire):
     """The version of the messages; another one is refused."""
     stop: Words = ""
     """Why the script must finish its step, save, and end; empty if it must not."""
+    loader: LoaderSettings | None = None
+    """The settings of its data loaders; None if none were ever changed."""
 
     def encode(self) -> bytes:
         """Return the request as a datagram."""

@@ -37,10 +37,12 @@ from dlrover_py.protocol.sdk import (
     MAX_METRICS,
     MAX_NAME,
     VERSION,
+    LoaderFields,
+    LoaderTuning,
     ProgressFields,
     TargetFields,
     encode,
-    read_stop,
+    read_worker_request,
 )
 from dlrover_py.trainer.settings import Settings
 
@@ -50,9 +52,9 @@ agent of eight workers then receives at most 160 datagrams a second."""
 EXIT_WAIT_S = 0.1
 """Seconds that the last datagram of a process may wait for space in the agent's queue. The kernel
 limits the queue to ten datagrams, and all workers of a node end at the same moment."""
-MAX_STORE = 7168
+MAX_STORE = 6656
 """Greatest size of a directory with its rules, in bytes of JSON. The rest of a datagram has space
-for the step, and for a reason of ``SHORT_REASON``."""
+for the step, the state of the data loader, and a reason of ``SHORT_REASON``."""
 MAX_REASON = 1000
 """Greatest length of a reason, in characters."""
 SHORT_REASON = 100
@@ -113,6 +115,8 @@ class Session:
         self._unsaved = ""
         self._store: TargetFields | None = None
         self._polls = False
+        self._loader: LoaderFields | None = None
+        self._tuning = settings.loader
         self._unsent = False
         self._due_at = 0.0
 
@@ -213,6 +217,29 @@ class Session:
             self._store = store
             self._send()
 
+    def report_loader(self, state: LoaderFields, *, urgent: bool) -> None:
+        """Report the settings of the data loader, and what was measured with them.
+
+        The report is sent now if it is the first, or if the last report was sent `INTERVAL_S` ago.
+        Otherwise it goes with a later call. Nothing is sent without an agent, or in a forked child.
+
+        Args:
+            state: the settings and the measurements.
+            urgent: True sends the report immediately, because the settings have changed.
+        """
+        if not self._may_send():
+            return
+        first = self._loader is None
+        self._loader, self._unsent = state, True
+        if first or urgent or self._clock() >= self._due_at:
+            self._send()
+
+    def loader_tuning(self) -> LoaderTuning:
+        """Return the newest settings of data loaders that the agent has sent, without waiting."""
+        if self._may_send():
+            self._read_worker_requests()
+        return self._tuning
+
     def should_stop(self) -> bool:
         """Return whether the agent has asked this worker to stop.
 
@@ -221,7 +248,7 @@ class Session:
         asks. Later calls also send an unsent report once it is due.
         """
         if self._may_send() and not self.stop_reason:
-            self._read_requests()
+            self._read_worker_requests()
             if not self._polls:
                 self._polls = True
                 self._send()
@@ -296,10 +323,11 @@ class Session:
             self._socket.close()
             self._socket = None
 
-    def _read_requests(self) -> None:
-        """Read, without waiting, all requests of the agent; keep the newest reason to stop.
+    def _read_worker_requests(self) -> None:
+        """Read, without waiting, all requests of the agent.
 
-        Requests that cannot be read are dropped. If the agent is gone, the socket is closed.
+        The newest reason to stop is kept, and the newest settings of data loaders. Requests that
+        cannot be read are dropped. If the agent is gone, the socket is closed.
         """
         connection = self._socket
         if connection is None:
@@ -309,9 +337,12 @@ class Session:
             while True:
                 datagram = connection.recv(MAX_DATAGRAM + 1)
                 try:
-                    self.stop_reason = read_stop(datagram) or self.stop_reason
+                    request = read_worker_request(datagram)
                 except ValueError:
                     continue  # an agent of another version has refused this script's reports
+                self.stop_reason = request.stop or self.stop_reason
+                if request.loader is not None and request.loader.number > self._tuning.number:
+                    self._tuning = request.loader
         except BlockingIOError:
             return
         except OSError:
@@ -334,6 +365,7 @@ class Session:
             "unsaved": self._unsaved,
             "store": self._store,
             "polls": self._polls,
+            "loader": self._loader,
         }
         datagram = encode(report | {"metrics": self._metrics})
         # 32 long names in a script of 4 bytes per character do not fit. The step matters more.
@@ -452,6 +484,27 @@ def report_store(dir: str, keep: Mapping[str, int], spare: Sequence[str] = ()) -
             its rules.
     """
     _current().report_store(dir, keep, spare)
+
+
+def report_loader(state: LoaderFields, *, urgent: bool = False) -> None:
+    """Report the settings of the data loader, and what was measured with them.
+
+    :class:`dlrover_py.trainer.data.ElasticLoader` calls this.
+
+    Args:
+        state: the settings and the measurements.
+        urgent: True sends the report immediately, because the settings have changed.
+    """
+    _current().report_loader(state, urgent=urgent)
+
+
+def loader_tuning() -> LoaderTuning:
+    """Return the newest settings of data loaders from the agent; number 0 if there are none.
+
+    :class:`dlrover_py.trainer.data.ElasticLoader` calls this. The ranks may get them at different
+    steps, so it lets all ranks agree.
+    """
+    return _current().loader_tuning()
 
 
 def should_stop() -> bool:

@@ -15,6 +15,7 @@ from dlrover_py.protocol.names import (
     ENV_CHECKPOINT,
     ENV_JOB_NAME,
     ENV_JOB_UID,
+    ENV_LOADER,
     ENV_LOCAL_RANK,
     ENV_PROBE_SOCKET,
     ENV_RESTART_REASON,
@@ -24,6 +25,7 @@ from dlrover_py.protocol.names import (
     ENV_SHM_POOL,
     ENV_TRANSFER_SOCKET,
 )
+from dlrover_py.protocol.sdk import LoaderTuning, read_loader_tuning
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,8 @@ class Settings:
     """Variables for the thread that tells the agent what this worker does."""
     checkpoint: dict[str, Any] = field(default_factory=dict)
     """The ``checkpoint:`` section of the job."""
+    loader: LoaderTuning = field(default_factory=LoaderTuning)
+    """The settings of data loaders with which this worker starts."""
     shm_dir: str = "/dev/shm"
     """Folder in which a worker without an agent creates its shared-memory pool."""
 
@@ -100,6 +104,7 @@ class Settings:
                 if name in environ
             },
             checkpoint=_document(environ, ENV_CHECKPOINT),
+            loader=_loader(environ),
             shm_dir=environ.get(ENV_SHM_DIR) or "/dev/shm",
         )
         if settings.rank >= settings.size:
@@ -127,6 +132,19 @@ def _count(environ: Mapping[str, str], name: str, default: int) -> int:
     if not (text.isascii() and text.isdigit()):
         raise ConfigError(f"environment: {name} is {text!r}: expected a whole number ≥ 0")
     return int(text)
+
+
+def _loader(environ: Mapping[str, str]) -> LoaderTuning:
+    """Return the settings of data loaders; those of the script if the variable is absent.
+
+    Raises:
+        ConfigError: the variable is not such a document.
+    """
+    found = _document(environ, ENV_LOADER)
+    try:
+        return read_loader_tuning(found) if found else LoaderTuning()
+    except ValueError as error:
+        raise ConfigError(f"environment: {ENV_LOADER}: {error}") from error
 
 
 def _document(environ: Mapping[str, str], name: str) -> dict[str, Any]:

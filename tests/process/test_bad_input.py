@@ -438,9 +438,9 @@ def test_what_elastic_run_cannot_use_is_said_and_nothing_is_started(place: Place
         (2, ["--frob", "train.py"], {}, "unknown flag --frob: neither torchrun nor DLRover"),
         (
             2,
-            ["--auto_tunning", "train.py"],
+            ["--training_port", "1", "train.py"],
             {},
-            "is not supported: the script's parameters are never changed",
+            "is not supported: the agents reserve a free port for each round",
         ),
         (2, ["train.py"], {"DLROVER_MASTER_ADDR": "nowhere"}, "address 'nowhere': expected host:"),
         (2, ["train.py"], job, "DLROVER_NODE_ID is not"),

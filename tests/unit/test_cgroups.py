@@ -72,3 +72,25 @@ def test_files_that_are_missing_or_odd_are_no_kills(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_bytes(b"\xff\n")
     assert cgroups.oom_kills(tmp_path, tmp_path / "no") == cgroups.OomKills(0, None, None)
     assert cgroups.free_bytes(tmp_path, tmp_path / "no") is None
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [("1000", 0.6), ("10000", 0.25), ("max", 0.25), (None, 0.25)]
+)
+def test_the_use_of_memory_is_that_of_the_tightest_limit(
+    tmp_path: Path, limit: str | None, expected: float
+) -> None:
+    machine, ours = tmp_path / "meminfo", tmp_path / "ours"
+    machine.write_text("MemTotal:  4000 kB\nMemFree: 1 kB\nMemAvailable:  3000 kB\n")
+    ours.write_text("0::/own\n")
+    if limit is not None:
+        (tmp_path / "own").mkdir()
+        (tmp_path / "own/memory.max").write_text(limit)
+        (tmp_path / "own/memory.current").write_text("800")
+        (tmp_path / "own/memory.stat").write_text("inactive_file 200\n")
+    assert cgroups.memory_use(tmp_path, ours, machine) == pytest.approx(expected)
+
+
+def test_the_use_of_memory_may_be_unknown(tmp_path: Path) -> None:
+    no = tmp_path / "no"
+    assert cgroups.memory_use(tmp_path, no, no) is None

@@ -163,6 +163,12 @@ def test_torchruns_part_of_the_table_is_torchruns(torchs: dict[str, object]) -> 
     assert plain | {"--help", "-h"} == commands.SWITCHES | commands.VALUES
 
 
+@pytest.mark.parametrize("spelling", ["--auto-tunning", "--auto_tunning"])
+def test_the_auto_tuner_is_off_unless_dlrovers_flag_is_given(spelling: str) -> None:
+    assert not flags.parse(["train.py"], {}).auto_tunning
+    assert flags.parse([spelling, "train.py"], {}).auto_tunning
+
+
 def test_dlrovers_checks_have_levels() -> None:
     assert parse("t").precheck == 0
     assert parse("--network-check", "t").precheck == 1

@@ -43,7 +43,7 @@ from dlrover_py.protocol.errors import CheckpointError, ConfigError, DLRoverErro
 from dlrover_py.protocol.lease import WriterLease
 from dlrover_py.protocol.manifest import Manifest
 from dlrover_py.protocol.persister import read_line
-from dlrover_py.protocol.sdk import read_stop
+from dlrover_py.protocol.sdk import read_worker_request
 from dlrover_py.protocol.shares import NodeShares, WritePlan, WrittenFiles
 from dlrover_py.protocol.slots import PAGE, Layout, SlotRegion, decode_objects, encode_objects
 from dlrover_py.protocol.workers import WorkerProgress, read_progress
@@ -290,7 +290,11 @@ def packed(data: bytes) -> None:
 TARGETS = {
     "report": Target(again(AgentReport), (ValueError,), coded(REPORT)),
     "news": Target(again(WorkerProgress, read_progress), (ValueError,), coded(NEWS)),
-    "order": Target(lambda data: read_stop(data) + "", (ValueError,), coded({"stop": "x"})),
+    "order": Target(
+        lambda data: read_worker_request(data).stop + "",
+        (ValueError,),
+        coded({"stop": "x", "loader": {"number": 3, "micro_batch": 2}}),
+    ),
     "jobfile": Target(in_file(jobfile.load_all), (ConfigError,), [JOB]),
     "journal": Target(in_file(journal), (ConfigError,), coded({"job": "j", "term": 1})),
     "slot": Target(

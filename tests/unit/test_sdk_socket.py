@@ -1,5 +1,6 @@
 """The agent's socket for the SDK: what it takes, and what it says of the rest."""
 
+import contextlib
 import logging
 import shutil
 import socket
@@ -11,6 +12,7 @@ import pytest
 
 from dlrover_agent.channels.sdk_socket import SdkServer
 from dlrover_py.protocol import sdk
+from dlrover_py.protocol.agents import LoaderSettings
 from dlrover_py.protocol.workers import CheckpointTarget, WorkerProgress
 
 
@@ -74,3 +76,61 @@ async def test_a_datagram_that_was_cut_is_refused_by_its_size(
     (record,) = caplog.records
     assert vars(record)["why"] == "it is too large: expected at most 8192 bytes"
     assert record.levelno == logging.WARNING
+
+
+def state(number: int, local_rank: int = 0) -> bytes:
+    """A report of a data loader that has taken up settings."""
+    loader: sdk.LoaderFields = {
+        "number": number,
+        "refused": False,
+        "step": 4,
+        "micro_batch": 2,
+        "share": 8,
+        "loader_workers": 0,
+        "most_workers": 4 - local_rank,
+        "measured": 0,
+        "samples_per_s": 0.0,
+        "memory": 0.0,
+        "memory_before": 0.0,
+        "data_wait": 0.0,
+    }
+    return sdk.encode({"version": 1, "round": 1, "local_rank": local_rank, "loader": loader})
+
+
+def received(link: socket.socket) -> list[sdk.AgentRequest]:
+    found = []
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            found.append(sdk.read_worker_request(link.recv(sdk.MAX_DATAGRAM)))
+    return found
+
+
+async def test_each_loader_gets_new_settings_once(path: Path) -> None:
+    server = SdkServer(path, 2, lambda _: None, Listener())
+    server.new_round(1)
+    server.tune(LoaderSettings(number=2, micro_batch=8))
+    assert server.loader(1) is None
+    with contextlib.ExitStack() as stack:
+        links = []
+        for local_rank in range(2):
+            link = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+            link.connect(str(path))
+            link.bind(b"")
+            link.setblocking(False)
+            links.append(link)
+            link.send(state(local_rank, local_rank))
+            link.send(state(local_rank, local_rank))
+        server.drain()
+        slowest = server.loader(1)
+        assert slowest is not None
+        assert (slowest.number, slowest.most_workers) == (0, 3)
+        assert server.loader(2) is None, "its workers are those of another round"
+        expected = sdk.AgentRequest("", sdk.LoaderTuning(2, 8, None))
+        assert [received(link) for link in links] == [[expected], [expected]]
+        links[0].send(state(2))
+        server.tune(LoaderSettings(number=3))
+        newer = sdk.AgentRequest("", sdk.LoaderTuning(3, None, None))
+        assert [received(link) for link in links] == [[newer], [newer]]
+        server.new_round(2)
+        assert server.loader(2) is None
+    server.close()

@@ -9,11 +9,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dlrover_py.checkpoint.directory import address
 from dlrover_py.protocol import sdk
+from dlrover_py.protocol.agents import LoaderSettings
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.names import MAX_COUNT
 from dlrover_py.protocol.workers import CheckpointTarget, WorkerProgress, WorkerRequest
@@ -208,10 +210,30 @@ def test_the_largest_store_leaves_room_for_the_step(agent: Agent, worker: Sessio
     room = session.MAX_STORE - len(text.encode())
     worker.report_unsaved("\0" * session.MAX_REASON)
     worker.report_store("Ω" * (1 + room // 2), {"last": 1}, [])
+    numbers: dict[str, Any] = dict.fromkeys(sdk.LoaderFields.__annotations__, 2**48)
+    rates = dict.fromkeys(("samples_per_s", "memory", "memory_before", "data_wait"), 1 / 3e100)
+    sizes = dict.fromkeys(("micro_batch", "share"), sdk.MAX_MICRO_BATCH)
+    workers = dict.fromkeys(("loader_workers", "most_workers"), sdk.MAX_LOADER_WORKERS)
+    loader: Any = numbers | rates | sizes | workers | {"refused": False}
+    loader["number"] = sdk.MAX_TUNING
+    worker.report_loader(loader, urgent=False)
     worker.report_step(MAX_COUNT, MAX_COUNT, names)
     news = agent.waiting()[-1]
     assert news.store is not None
     assert (news.step, len(news.store.dir)) == (MAX_COUNT, 1 + room // 2)
+    assert news.loader is not None
+    assert news.loader.model_dump() == loader
+
+
+def test_the_newest_settings_of_data_loaders_are_kept(agent: Agent, worker: Session) -> None:
+    worker.report_step(1, None, {})
+    agent.news()
+    for number, size in ((4, 8), (3, 2)):
+        loader = LoaderSettings(number=number, micro_batch=size)
+        agent.say(WorkerRequest(loader=loader).encode())
+    agent.say(b'{"loader":{"number":5,"micro_batch":0}}')
+    assert worker.loader_tuning() == sdk.LoaderTuning(4, 8, None)
+    assert not worker.should_stop()
 
 
 def test_hot_loop_sends_one_datagram_an_interval(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from dlrover_py.protocol.agents import LoaderSettings, LoaderState
 from dlrover_py.protocol.sdk import MAX_DATAGRAM
 from dlrover_py.protocol.workers import (
     CheckpointTarget,
@@ -50,7 +51,10 @@ class CheckpointListener(Protocol):
 
 
 class SdkServer:
-    """A server that receives messages from the scripts of this node, and asks them to stop."""
+    """A server that receives messages from the scripts of this node.
+
+    It asks the scripts to stop, and sends them the settings of their data loaders.
+    """
 
     def __init__(
         self,
@@ -76,6 +80,12 @@ class SdkServer:
         """Socket addresses of the scripts that call ``should_stop()``, by local rank."""
         self._savers: set[int] = set()
         self._steps: dict[int, int] = {}
+        self._loaders: dict[int, LoaderState] = {}
+        self._loader_settings: LoaderSettings | None = None
+        self._addresses: dict[int, bytes] = {}
+        """Socket addresses of the scripts with a data loader, by local rank."""
+        self._informed: dict[int, tuple[bytes, int]] = {}
+        """The address, and the number of the settings, that each of them was sent last."""
         self._round = 0
         self._refusal = ""
         """Why the last refused datagram was refused. The log has the same reason once a round."""
@@ -130,6 +140,25 @@ class SdkServer:
         self.drain()  # the last message may have arrived together with the worker's end
         return self._steps.get(local_rank)
 
+    def loader(self, number: int) -> LoaderState | None:
+        """Return the state of the slowest data loader; None if no worker of the round has one.
+
+        Args:
+            number: the round that is asked for; None is returned for another one.
+        """
+        self.drain()
+        if number != self._round:
+            return None
+        states = list(self._loaders.values())
+        return LoaderState.of_slowest(states) if states else None
+
+    def tune(self, settings: LoaderSettings | None) -> None:
+        """Send these settings to the scripts with a data loader, now or once they report one."""
+        self._loader_settings = settings
+        self.drain()
+        for local_rank in self._loaders:
+            self._inform(local_rank)
+
     def new_round(self, number: int) -> None:
         """Accept messages of this round's workers only, from now on.
 
@@ -139,6 +168,9 @@ class SdkServer:
         self._stop_pollers.clear()
         self._savers.clear()
         self._steps.clear()
+        self._loaders.clear()
+        self._addresses.clear()
+        self._informed.clear()
         self._refusal = ""
 
     def request_stop(self, why: str) -> None:
@@ -151,6 +183,21 @@ class SdkServer:
         for address in self._stop_pollers.values():
             with contextlib.suppress(OSError):  # the script has ended, or has this in its queue
                 self._socket.sendto(body, address)
+
+    def _inform(self, local_rank: int) -> None:
+        """Send the newest settings to a script once; its queue keeps them until it reads them."""
+        settings, address = self._loader_settings, self._addresses.get(local_rank)
+        if settings is None or not address:
+            return
+        news = (address, settings.number)
+        if self._informed.get(local_rank) == news:
+            return
+        if self._loaders[local_rank].number < settings.number:
+            try:
+                self._socket.sendto(WorkerRequest(loader=settings).encode(), address)
+            except OSError:
+                return  # the script has ended, or its queue is full: its next report tries again
+        self._informed[local_rank] = news
 
     def drain(self) -> None:
         """Process the messages in the queue, and at most :data:`MAX_DATAGRAMS` of them.
@@ -172,6 +219,10 @@ class SdkServer:
                 continue
             if progress.round != self._round or progress.local_rank >= self._nproc:
                 continue  # a worker of an older round, or a process that is no worker
+            if progress.loader is not None:
+                self._loaders[progress.local_rank] = progress.loader
+                self._addresses[progress.local_rank] = sender
+                self._inform(progress.local_rank)
             if progress.polls and sender:
                 self._stop_pollers[progress.local_rank] = sender
             if progress.step is not None:

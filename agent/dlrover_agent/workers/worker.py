@@ -31,6 +31,7 @@ PER_RANK = (
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
     *("TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_USE_AGENT_STORE"),
     *(names.ENV_LOCAL_RANK, names.ENV_ROUND, names.ENV_RESTART_REASON, names.ENV_CHECKPOINT),
+    names.ENV_LOADER,
 )
 """Environment variables that differ between workers or rounds."""
 MAX_VALUE = 30_000
@@ -217,6 +218,7 @@ class WorkerFactory:
             names.ENV_ROUND: a.round,
             names.ENV_RESTART_REASON: a.reason if a.round > 1 else "",
             names.ENV_CHECKPOINT: a.checkpoint,
+            names.ENV_LOADER: "" if a.loader is None else a.loader.model_dump_json(),
         }
         if self._command.virtual_local_rank:
             visible = self._command.environ.get("CUDA_VISIBLE_DEVICES")

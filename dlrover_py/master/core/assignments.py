@@ -11,7 +11,9 @@ from dlrover_py.protocol.errors import ExitCode
 from dlrover_py.protocol.names import NodeId, id_key
 from dlrover_py.protocol.status import JobPhase
 
-COSMETIC_FIELDS = ("checkpoint", "snapshot", "peer", "persist", "stay_until_stored", "last_step_s")
+COSMETIC_FIELDS = (
+    *("checkpoint", "loader", "snapshot", "peer", "persist", "stay_until_stored", "last_step_s"),
+)
 """Fields of an assignment that change nothing about the workers."""
 
 
@@ -148,6 +150,7 @@ class Assignments:
             lease_s=self.live.pace.lease_s,
             checkpoint=self.live.checkpoint_policy,
             snapshot=self.live.snapshot if directive is Directive.RUN else 0,
+            loader=self.state.tuning.settings(),
             peer=self.live.checkpoints.peer(node.id) if directive is Directive.RUN else None,
             persist=self.live.checkpoints.persist_request(node.id, self.state.term),
             stay_until_stored=directive is Directive.STOP and self.live.checkpoints.holds(node.id),

@@ -9,6 +9,7 @@ from dlrover_py.master.core.events import CreateNode, DeleteNode, NodeEnded, Nod
 from dlrover_py.master.core.history import CoreContext
 from dlrover_py.master.core.nodes import Node, Readiness
 from dlrover_py.master.core.transitions import Transitions
+from dlrover_py.master.core.tuning import Tuning
 from dlrover_py.protocol.commands import ELASTIC_RUN
 from dlrover_py.protocol.errors import ExitCode
 from dlrover_py.protocol.names import NodeId, id_key
@@ -34,12 +35,14 @@ class Departures:
         capacity: Capacity,
         assignments: Assignments,
         checkpointing: Checkpointing,
+        tuning: Tuning,
     ) -> None:
         self.state, self.live, self.log = context.state, context.live, context.log
         self._transitions = transitions
         self._capacity = capacity
         self._assignments = assignments
         self._checkpointing = checkpointing
+        self._tuning = tuning
         self._lost: dict[NodeId, tuple[float, int]] = {}
         """When each recently lost node was lost, and the id of the event about it."""
 
@@ -139,11 +142,13 @@ class Departures:
         before the first round in two cases: the node never reported and ended with a usage error,
         or with exit code 0. In a later round, the place of a node that ended with code 0 without a
         report is abandoned. An end that counts against no budget has none of these consequences. A
-        stop by a SIGTERM that the platform did not order is charged.
+        stop by a SIGTERM that the platform did not order is charged. A lack of memory is not, if
+        the auto-tuner can make the micro-batch smaller.
         """
         node = self.live.nodes.get(ended.node)
+        smaller = ""
         if node is not None and ended.out_of_memory:
-            self._ran_out_of_memory(node, ended.out_of_memory)
+            smaller = self._ran_out_of_memory(node, ended.out_of_memory)
         if node is None or node.phase is NodePhase.GONE:
             return
         never_reported = node.incarnation == 0
@@ -162,7 +167,9 @@ class Departures:
         if never_reported and ended.exit_code == ExitCode.OK and not ended.free:
             self._never_joined(node)
             return
-        self.node_lost(node, why, free=ended.free, exited_ok=ended.exit_code == ExitCode.OK)
+        why += f" ({smaller})" if smaller else ""
+        free = ended.free or bool(smaller)
+        self.node_lost(node, why, free=free, exited_ok=ended.exit_code == ExitCode.OK)
         self._lost.pop(node.id, None)  # its platform has given the reason
         if node.announced_by_agent and ended.exit_code and not (ended.free or ended.by_platform):
             self._count_unordered_stop(node, ended)
@@ -318,19 +325,24 @@ class Departures:
                 self.state.least_incarnation, self.state.last_incarnations.pop(oldest)
             )
 
-    def _ran_out_of_memory(self, node: Node, description: str) -> None:
+    def _ran_out_of_memory(self, node: Node, description: str) -> str:
         """Note that a node ran out of memory, as its platform reports.
 
         The status of the job shows the kill until training is steady again. Often the node was
         given up before, when its connection closed. An event then reports the kill once. The report
         is ignored if the node was lost more than ``LATE_REASON_S`` ago, or its loss is not known.
+
+        Returns:
+            Why the loss of the node costs nothing, in words; empty if it costs what it would cost
+            anyway, or was charged already.
         """
         if node.phase is NodePhase.GONE:
             at, cause = self._lost.pop(node.id, (-math.inf, 0))
             if self.live.now - at > LATE_REASON_S:
-                return
+                return ""
             message = f"node {node.id} ran {description}"
             self.log.record(
                 EventReason.OUT_OF_MEMORY, message, node=node.id, cause=cause, warning=True
             )
         self.state.out_of_memory = f"{node.id}: {description}"
+        return self._tuning.back_off(node.id)

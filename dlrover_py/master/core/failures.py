@@ -15,9 +15,11 @@ from dlrover_py.master.core.policy import (
     after_worker_failure,
     in_words,
     may_be_warm_start_fault,
+    ran_out_of_memory,
 )
 from dlrover_py.master.core.state import NON_DISRUPTIVE
 from dlrover_py.master.core.transitions import Transitions
+from dlrover_py.master.core.tuning import Tuning
 from dlrover_py.protocol.agents import FailureKind, WorkerFailure
 from dlrover_py.protocol.errors import ExitCode
 from dlrover_py.protocol.names import NodeId
@@ -34,11 +36,13 @@ class Failures:
         transitions: Transitions,
         capacity: Capacity,
         checkpointing: Checkpointing,
+        tuning: Tuning,
     ) -> None:
         self.state, self.live, self.log = context.state, context.live, context.log
         self._transitions = transitions
         self._capacity = capacity
         self._checkpointing = checkpointing
+        self._tuning = tuning
 
     def worker_failed(self, node: Node, failure: WorkerFailure) -> None:
         """Decide whether a failure is a cause, a consequence, or must wait for the real cause.
@@ -164,8 +168,9 @@ class Failures:
     def _count_failure(self, node: Node, failure: WorkerFailure) -> None:
         """Charge a failure that is the root cause, and decide what follows.
 
-        An event is recorded, and the status shows the failure. An early death of a forked worker is
-        not charged: the next round is started cold instead. That is done at most
+        An event is recorded, and the status shows the failure. After a lack of memory, nothing is
+        charged if the auto-tuner can make the micro-batch smaller. An early death of a forked
+        worker is not charged: the next round is started cold instead. That is done at most
         ``MAX_SUSPECT_WARM_STARTS`` times in a job. If the spec or the node asks for it
         (``save_at_breakpoint``), the newest checkpoint is requested to be stored.
         """
@@ -186,6 +191,9 @@ class Failures:
         spec = self.live.spec.spec.checkpoint
         if (spec and spec.save_at_breakpoint) or (report and report.save_at_breakpoint):
             self._checkpointing.flush("a worker failed", self.live.rules.drain_grace_s)
+        if ran_out_of_memory(failure) and (why := self._tuning.back_off(node.id)):
+            self._transitions.need_round("failure", f"{message} ({why})", event)
+            return
         if (
             may_be_warm_start_fault(failure)
             and self.state.suspect_warm_starts < MAX_SUSPECT_WARM_STARTS

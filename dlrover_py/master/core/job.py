@@ -43,6 +43,7 @@ from dlrover_py.master.core.spec_changes import SpecChanges
 from dlrover_py.master.core.state import DurableState, Step, desired_nodes, make_transient
 from dlrover_py.master.core.status import StatusReport
 from dlrover_py.master.core.transitions import Transitions
+from dlrover_py.master.core.tuning import Tuning
 from dlrover_py.protocol.errors import InvariantError
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import Round, Term
@@ -84,29 +85,28 @@ class Job:
         context = CoreContext(state, live, self.log)
         self.assignments = assignments = Assignments(context)
         self._checkpointing = checkpointing = Checkpointing(context, assignments)
+        self._tuning = tuning = Tuning(context, assignments)
         self._transitions = transitions = Transitions(context, assignments, checkpointing)
         self._capacity = capacity = Capacity(context, transitions, assignments, checkpointing)
         self._departures = departures = Departures(
-            context, transitions, capacity, assignments, checkpointing
+            context, transitions, capacity, assignments, checkpointing, tuning
         )
-        self._failures = failures = Failures(context, transitions, capacity, checkpointing)
+        self._failures = failures = Failures(context, transitions, capacity, checkpointing, tuning)
         self._admission = admission = Admission(context, transitions, capacity, assignments)
         self._sharding, self._autoscaler = Sharding(context), (scaler := Autoscaler(context))
         self._rounds = Rounds(context, transitions, assignments, checkpointing, admission, scaler)
         self._spec_changes = SpecChanges(context, transitions, capacity, departures, checkpointing)
         watch, goodput = Diagnosis(context, assignments, failures), Goodput(context)
         self._diagnosis = watch
-        training = TrainingReports(context, transitions, failures, goodput)
+        training = TrainingReports(context, transitions, failures, goodput, tuning)
         self._reports = Reports(context, assignments, admission, departures, failures, training)
         self._status = StatusReport(context, goodput)
         self._written = -1
         """Generation of the state that was returned last."""
         state.accept(spec)
         if begins:
-            self.log.record(
-                EventReason.JOB_STARTED,
-                f"job {name} started with a desired size of {desired_nodes(spec)}",
-            )
+            message = f"job {name} started with a desired size of {desired_nodes(spec)}"
+            self.log.record(EventReason.JOB_STARTED, message)
 
     @classmethod
     def resume(
@@ -203,11 +203,13 @@ class Job:
         self._diagnosis.decide()
         self._failures.resolve_suspected_failure()
         self._failures.reset_budgets()
+        self._tuning.decide()
         self._admission.check_nodes()
         self._run_passes()
         while self._admission.check_nodes():  # a node of a check may be dismissed or in a round now
             self._run_passes()
         self._admission.end_checks()
+        self._tuning.send()
         self._checkpointing.decide()
         self._sharding.decide()
         self._departures.prune_gone_nodes()

@@ -1,5 +1,6 @@
 """Consequences of a failure: pure functions, each of which gives its reason in words."""
 
+import re
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TypedDict, Unpack
@@ -139,6 +140,17 @@ def may_be_warm_start_fault(failure: WorkerFailure) -> bool:
         and failure.kind in (FailureKind.EXCEPTION, FailureKind.EXIT, FailureKind.SIGNAL)
         and failure.exit_code != -9
     )
+
+
+_NO_MEMORY = re.compile(
+    r"^raised (\w+\.)*(OutOfMemoryError|MemoryError)\b|CUDA out of memory|can't allocate memory"
+)
+"""What the exceptions of Python and torch say when they get no memory."""
+
+
+def ran_out_of_memory(failure: WorkerFailure) -> bool:
+    """Return whether a worker died because it got no memory, of its host or of its GPU."""
+    return bool(failure.out_of_memory or _NO_MEMORY.search(failure.message))
 
 
 def relaunch_delay(relaunches: int, failed_before_report: int = 0) -> float:

@@ -12,6 +12,7 @@ from dlrover_py.master.core.history import EVENTS_KEPT, CoreContext, named
 from dlrover_py.master.core.nodes import Node, ReportOutcome
 from dlrover_py.master.core.state import NON_DISRUPTIVE
 from dlrover_py.master.core.transitions import Transitions
+from dlrover_py.master.core.tuning import Tuning
 from dlrover_py.protocol.agents import AgentReport, WorkerPhase
 from dlrover_py.protocol.names import NodeId, Round, Term
 from dlrover_py.protocol.reasons import EventReason
@@ -28,19 +29,27 @@ class TrainingReports:
     """Takes in what members report about the current round."""
 
     def __init__(
-        self, context: CoreContext, transitions: Transitions, failures: Failures, goodput: Goodput
+        self,
+        context: CoreContext,
+        transitions: Transitions,
+        failures: Failures,
+        goodput: Goodput,
+        tuning: Tuning,
     ) -> None:
         self.state, self.live, self.log = context.state, context.live, context.log
         self._transitions = transitions
         self._failures = failures
         self._goodput = goodput
+        self._tuning = tuning
 
     def take(self, node: Node, report: AgentReport) -> None:
         """Take in a report about the current round from one of its members.
 
-        Progress is always taken in. Only one of three further facts is acted on. A failure of the
-        workers comes first, then a stop because the node was cut off, then a success.
+        Progress and the state of data loaders are always taken in. Only one of three further facts
+        is acted on. A failure of the workers comes first, then a stop because the node was cut off,
+        then a success.
         """
+        self._tuning.take_report(node, report)
         if report.progress is not None:
             self._goodput.progressed(node, report.progress)
         if report.phase is WorkerPhase.FAILED and report.failure is not None:

@@ -64,6 +64,8 @@ class SpecChanges:
             return  # only a snapshot was requested
         if job.spec.suspend != old.spec.suspend:
             return  # handled in `suspend_or_resume`, as it may also have changed without a master
+        if job.spec.model_copy(update={"tuning": old.spec.tuning}) == old.spec:
+            return  # only settings of data loaders: :class:`Tuning` follows them
         self.state.abandoned_slots = 0  # a new spec is a new start for places that were given up
         event = self.log.record(EventReason.SPEC_CHANGED, self._change_of_spec(old))
         pending = self.state.pending_round

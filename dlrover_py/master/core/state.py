@@ -20,6 +20,7 @@ from pydantic import (
 )
 from pydantic import dataclasses as records
 
+from dlrover_py.master.core.autotune import TunerRecord
 from dlrover_py.master.core.checkpoints import CheckpointRecord, Checkpoints
 from dlrover_py.master.core.events import Assign, Effect, Kind, Rules
 from dlrover_py.master.core.health import Health, JobHealthRecord
@@ -28,11 +29,12 @@ from dlrover_py.master.core.nodes import NodeRecord, Nodes, ReportPace, pace
 from dlrover_py.master.core.rendezvous import RoundMembers, Size
 from dlrover_py.master.core.scaling import ScalingRecord
 from dlrover_py.protocol import json_text
-from dlrover_py.protocol.agents import COUNT, Count, Progress, WorkerFailure
+from dlrover_py.protocol.agents import COUNT, Count, LoaderSettings, Progress, WorkerFailure
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import NodeId, Round, Term
 from dlrover_py.protocol.reasons import ConditionReason
+from dlrover_py.protocol.sdk import MAX_LOADER_WORKERS, MAX_MICRO_BATCH, MAX_TUNING
 from dlrover_py.protocol.status import DiagnosisStatus, Failure, JobEvent, JobPhase
 from dlrover_py.protocol.timing import POD_GRACE_S
 from dlrover_py.protocol.words import counted
@@ -74,6 +76,35 @@ class PendingRound(_JournalModel):
     """Whether warm starts are in doubt; the next round is then started cold."""
     disrupted: bool = False
     """Whether a fault was added to a planned change; workers can then not end in good order."""
+
+
+class TuningRecord(_JournalModel):
+    """The settings of data loaders, and what became of them."""
+
+    number: Annotated[int, Field(ge=0, le=MAX_TUNING)] = 0
+    """Number of the newest settings; it grows with each change."""
+    micro_batch: Annotated[int, Field(ge=1, le=MAX_MICRO_BATCH)] | None = None
+    loader_workers: Annotated[int, Field(ge=0, le=MAX_LOADER_WORKERS)] | None = None
+    event: Count = 0
+    """Id of the event about them."""
+    taken_up: Count = 0
+    """Number of the settings whose outcome is known and recorded."""
+    refused: str = ""
+    """Why the newest settings cannot be used; empty if nothing speaks against them."""
+    flag: bool = False
+    """Whether a node was started with ``--auto-tunning``."""
+    tuner: TunerRecord = TunerRecord()
+    """The searches of the auto-tuner."""
+    why: str = ""
+    """Why the auto-tuner wants a change that is not requested yet."""
+
+    def settings(self) -> LoaderSettings | None:
+        """Return the settings for agents; None if none were ever changed."""
+        if not self.number:
+            return None
+        return LoaderSettings(
+            number=self.number, micro_batch=self.micro_batch, loader_workers=self.loader_workers
+        )
 
 
 class ReplacementSlot(_JournalModel):
@@ -164,6 +195,8 @@ class DurableState:
     """Number of the newest snapshot of all ranks."""
     snapshot_request: str = ""
     """The newest ``spec.diagnosis.snapshot`` that was followed."""
+    tuning: TuningRecord = Field(default_factory=TuningRecord)
+    """Settings of data loaders."""
     lost_s: dict[str, float] = Field(default_factory=dict)
     """Seconds of training time lost, by kind of round."""
     suspended_s: float = 0.0

@@ -197,6 +197,7 @@ class StatusReport:
         self._update_out_of_memory(wall)
         self._update_shards(wall)
         self._update_scaling(wall)
+        self._update_tuning(wall)
         if self.live.hang is not None:
             hang = self.live.hang if not self.state.phase.ended else ""
             why = ConditionReason.HANG if hang else ConditionReason.RESOLVED
@@ -280,6 +281,16 @@ class StatusReport:
         acts = scaling is not None and scaling.mode == "auto"
         active = acts and why is not ConditionReason.NO_PROGRESS
         self._set(ConditionType.SCALING_ACTIVE, active, why, text, wall)
+
+    def _update_tuning(self, wall: float) -> None:
+        """Set the condition about refused settings; it is left out before the first refusal."""
+        refused = self.state.tuning.refused
+        if refused:
+            why = ConditionReason.TUNING_REFUSED
+            self._set(ConditionType.TUNING_REFUSED, True, why, refused, wall)
+        elif ConditionType.TUNING_REFUSED in self._conditions:
+            kind, why = ConditionType.TUNING_REFUSED, ConditionReason.RESOLVED
+            self._set(kind, False, why, "the newest settings are used", wall)
 
     def _set_ended(self) -> None:
         """Set the condition that says how the job has ended."""

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+from typing import TypeVar
 
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.trainer import session
@@ -10,6 +11,7 @@ from dlrover_py.trainer.data.sampler import ElasticSampler
 from dlrover_py.trainer.rollcall import RollCall, format_by_rank
 from dlrover_py.trainer.torch_compat import store_of_default_group
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 CALL = "iter(loader)"
@@ -31,7 +33,7 @@ class Agreement:
         self.is_shared = is_shared
         self._rollcall: RollCall | None = None
 
-    def check(self, sampler: ElasticSampler, note: int = 0) -> tuple[int, bool]:
+    def check(self, sampler: ElasticSampler, note: T) -> tuple[list[T], bool]:
         """Raise on every rank if the ranks would read other samples than they should.
 
         This call is collective. If a rank does not make it, the log names that rank after some
@@ -39,10 +41,11 @@ class Agreement:
 
         Args:
             sampler: the sampler of this rank.
-            note: a number for the other ranks.
+            note: anything for the other ranks.
 
         Returns:
-            The note of rank 0; and whether this rank is the first one with its samples.
+            The notes of all ranks, in the order of ranks; and whether this rank is the first one
+            with its samples.
 
         Raises:
             ConfigError: the ranks have other positions or arguments; the sampler was made for
@@ -56,7 +59,7 @@ class Agreement:
                     f"data: the world has {size} workers, but there is no process group: call "
                     "torch.distributed.init_process_group() before the loop over the loader"
                 )
-            return note, True
+            return [note], True
         if not self.is_shared and group != (sampler.rank, sampler.world):
             raise ConfigError(
                 f"data: the sampler was made for rank {sampler.rank} of {sampler.world}, but the "
@@ -64,7 +67,7 @@ class Agreement:
                 "init_process_group()"
             )
         if group[1] == 1 and not self.is_shared:
-            return note, True
+            return [note], True
         if self._rollcall is None:
             self._rollcall = RollCall(
                 *group,
@@ -78,7 +81,9 @@ class Agreement:
             "global_batch": sampler.global_batch,
             "micro_batch": sampler.micro_batch,
         }
-        everyone = gather((note, sampler.rank, sampler.world, own), group[1])
+        everyone: list[tuple[T, int, int, dict[str, object]]] = gather(
+            (note, sampler.rank, sampler.world, own), group[1]
+        )
         places = [place for _, place, _, _ in everyone]
         sizes = {size for _, _, size, _ in everyone}
         counts = {places.count(place) for place in range(sampler.world)}
@@ -97,4 +102,4 @@ class Agreement:
                     f"data: the ranks differ: {format_by_rank(values)}: create the loader with the "
                     "same arguments, and load the same checkpoint, on every rank"
                 )
-        return int(everyone[0][0]), places.index(sampler.rank) == group[0]
+        return [each for each, *_ in everyone], places.index(sampler.rank) == group[0]

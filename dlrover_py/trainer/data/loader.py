@@ -28,6 +28,10 @@ from dlrover_py.trainer.data.ledger import (
 from dlrover_py.trainer.data.sampler import ElasticSampler, PerWorker
 from dlrover_py.trainer.data.seeds import SeededDataset, SeededSampler
 from dlrover_py.trainer.data.shares import MicroBatch
+from dlrover_py.trainer.data.tuning import LoaderTuner
+
+_FOR_WORKERS = ("multiprocessing_context", "persistent_workers", "prefetch_factor", "timeout")
+"""Arguments of ``DataLoader`` that it refuses if it reads the data in this process."""
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -98,7 +102,9 @@ class ElasticLoader:
         # script's. The dropout after a restart would then differ.
         self._generator = None if "generator" in options else torch.Generator()
         options.setdefault("generator", self._generator)
-        self.loader = DataLoader(dataset, batch_sampler=batches, **options)
+        self._options: dict[str, Any] = {"dataset": dataset, "batch_sampler": batches, **options}
+        self.loader = DataLoader(**self._options)
+        self._settings = LoaderTuner(self.sampler, self.loader.num_workers)
         self.weight: Callable[[Any], Any] | None = None
         """Returns the weight of a batch; None: it is the number of samples."""
         self._agreement = Agreement()
@@ -176,8 +182,10 @@ class ElasticLoader:
         sampler = self.sampler
         ledger = self._ledger
         rank = (rank_and_world() or (sampler.rank, 0))[0]
-        note = 0 if ledger is None or rank else ledger.reserve(sampler)
-        segment, is_first = self._agreement.check(sampler, note)
+        reserved = 0 if ledger is None or rank else ledger.reserve(sampler)
+        note = reserved, self._settings.proposal()
+        notes, is_first = self._agreement.check(sampler, note)
+        segment = notes[0][0]
         if ledger is not None:
             if not segment:
                 raise ConfigError(
@@ -194,13 +202,10 @@ class ElasticLoader:
                     ) from error
             else:
                 ledger = None  # another rank with the same samples keeps the record
-        if self._generator is not None:
-            where = f"{sampler.seed}/{sampler.epoch}/{sampler.offset}/{sampler.rank}"
-            digest = hashlib.blake2b(where.encode(), digest_size=8).digest()
-            self._generator.manual_seed(int.from_bytes(digest, "little"))
-        with torch.device("cpu"):  # the script's default device does not have this generator
-            batches = iter(self.loader)
-        for micro_batches in _by_step(sampler.plan()):
+        self._settings.begin([proposal for _, proposal in notes])
+        epoch = sampler.epoch
+        steps, batches = self._begin_reading()
+        while (micro_batches := next(steps, None)) is not None:
             step = self._step = TrainingStep(self, ledger, micro_batches, batches)
             yield step
             if self._step is not step:
@@ -214,8 +219,31 @@ class ElasticLoader:
                     f"data: the loop asks for the next step, but step {sampler.steps + 1} is not "
                     "committed: compute its micro-batches, and call step.commit()"
                 )
+            changed = self._settings.after_step(full=step.samples == sampler.global_batch)
+            if changed and sampler.epoch == epoch:
+                # The script still has the step, and the processes that read for it would go on.
+                batches = step._batches = iter(())
+                steps, batches = self._begin_reading()
         if ledger is not None:
             ledger.end()
+
+    def _begin_reading(self) -> tuple[Iterator[list[MicroBatch]], Iterator[Any]]:
+        """Begin to read from the committed position on, with the present settings.
+
+        Returns:
+            This rank's micro-batches step by step, and what the dataset has for each of them.
+        """
+        sampler, workers = self.sampler, self._settings.workers
+        if workers != self.loader.num_workers:
+            unused = () if workers else _FOR_WORKERS
+            options = {name: self._options[name] for name in self._options.keys() - set(unused)}
+            self.loader = DataLoader(**options | {"num_workers": workers})
+        if self._generator is not None:
+            where = f"{sampler.seed}/{sampler.epoch}/{sampler.offset}/{sampler.rank}"
+            digest = hashlib.blake2b(where.encode(), digest_size=8).digest()
+            self._generator.manual_seed(int.from_bytes(digest, "little"))
+        with torch.device("cpu"):  # the script's default device does not have this generator
+            return _by_step(sampler.plan()), iter(self.loader)
 
     def state_dict(self) -> dict[str, int | bool]:
         """Return the position; see :meth:`ElasticSampler.state_dict`."""
@@ -321,14 +349,22 @@ class TrainingStep:
         """
         weight_of = self._loader.weight
         if weight_of is None:
-            return next(self._batches), float(self._todo[-1].samples)
+            return self._next(), float(self._todo[-1].samples)
         if not self._ahead:
             for part in reversed(self._todo):
-                batch = next(self._batches)
+                batch = self._next()
                 plain = batch.batch if isinstance(batch, DigestedBatch) else batch
                 self._ahead.append((batch, float(weight_of(plain)) if part.samples else 0.0))
             self._total = self._sum([weight for _, weight in self._ahead])
         return self._ahead.popleft()
+
+    def _next(self) -> Any:
+        """Return what the dataset has for the next micro-batch, and measure how long it takes."""
+        meter = self._loader._settings.meter
+        began = meter.clock()
+        batch = next(self._batches)
+        meter.waited(meter.clock() - began)
+        return batch
 
     def _sum(self, weights: list[float]) -> float:
         """Return the sum of the weights of all ranks that have different samples. Collective.
