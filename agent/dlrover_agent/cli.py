@@ -255,7 +255,7 @@ def _run_without_platform(flags: Flags, settings: Settings, command: Command) ->
     with hosted(endpoint, secret) as master:
         if master is not None:
             agent_settings = _settings(endpoint, settings, master.address, command)
-            agent_settings = replace(agent_settings, job_uid=_uid(endpoint, command, master.name))
+            agent_settings = _of_run(agent_settings, endpoint, command, master.name)
             return _run_agent(
                 agent_settings, command, master.token, flags.max_restarts, master.keep
             )
@@ -265,7 +265,7 @@ def _run_without_platform(flags: Flags, settings: Settings, command: Command) ->
         job = _job_at(endpoint, token, command)
         if why := endpoint.size_difference(job.fewest, job.most):
             _warn_unused_flag("nnodes", why)
-        agent_settings = replace(agent_settings, job_uid=_uid(endpoint, command, job.name))
+        agent_settings = _of_run(agent_settings, endpoint, command, job.name)
         return _run_agent(agent_settings, command, token, flags.max_restarts)
     except UnreachableError as error:
         hint = "expected elastic-run on the endpoint's node; torchrun's agents cannot join its job"
@@ -360,6 +360,18 @@ def _settings(endpoint: Endpoint, given: Settings, address: str, command: Comman
         returns=endpoint.node_rank is not None,
         environ=given.environ,
     )
+
+
+def _of_run(settings: Settings, endpoint: Endpoint, command: Command, run: str) -> Settings:
+    """Return the settings of an agent with the names of this run.
+
+    Args:
+        settings: Settings of the agent.
+        endpoint: Rendezvous of the job.
+        command: What the workers run.
+        run: Random name of this run, which its master has.
+    """
+    return replace(settings, run_name=run, job_uid=_uid(endpoint, command, run))
 
 
 def _uid(endpoint: Endpoint, command: Command, run: str) -> str:

@@ -518,6 +518,7 @@ class Agent:
         self._seq += 1
         return AgentReport(
             boot_id=self._boot_id,
+            run=self._settings.run_name,
             incarnation=core.incarnation,
             seq=self._seq,
             have_term=core.have[0],

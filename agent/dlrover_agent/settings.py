@@ -67,6 +67,8 @@ class Settings:
     """Folder in a tmpfs for checkpoints in memory, which outlive the workers."""
     job_uid: str = ""
     """Unique id of the job; if it is empty, the job's name is used."""
+    run_name: str = ""
+    """Random name of this run, which its master has; empty where a platform starts the nodes."""
     returns: bool = False
     """Whether the same node returns after its agent was killed, and finds its checkpoints."""
     log_level: str = ""

@@ -88,6 +88,12 @@ class Exchanges:
             answer(422, error_body(ErrorCode.INVALID, message))
             return _no_reply
 
+        name = self._loop.name
+        if report.run and name is not None and report.run != name.name:
+            message = "this agent belongs to an earlier run of the job: a new run has begun here"
+            answer(409, error_body(ErrorCode.SUPERSEDED, message))
+            return _no_reply
+
         def on_reply(outcome: Assignment | PassiveMasterError | SupersededError) -> None:
             if isinstance(outcome, Assignment):
                 if self.recipe.digest or self._loop.disconnected:

@@ -355,6 +355,9 @@ class AgentReport(Wire):
     boot_id: BootId
     """Random text that each agent process draws once: it distinguishes a restarted agent from a
     retry."""
+    run: Annotated[str, StringConstraints(max_length=1024)] = ""
+    """The name of the job (:class:`JobName`) that the master had when this agent first asked it,
+    where nodes come by themselves; else empty. A master of another run refuses the report."""
     incarnation: Counted = 0
     """The incarnation that the master has assigned; 0 before that."""
     seq: Counted

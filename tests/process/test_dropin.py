@@ -684,3 +684,25 @@ def test_the_id_of_an_endpoints_job_is_in_no_file_beside_its_checkpoints(place: 
     files = [path for path in (place.folder / "store").rglob("*") if path.is_file()]
     assert "dlrover.json" in [path.name for path in files]
     assert [path for path in files if b"tell-nobody" in path.read_bytes()] == []
+
+
+def test_an_agent_of_an_earlier_run_does_not_join_the_next_one(group: Group) -> None:
+    """A node that hung while its job was requeued comes back with the old command line."""
+    script = str(group.place.script(PLACE))
+    common = ["--nnodes=1:2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{group.port}"]
+    common += ["--rdzv-id=x", "--rdzv-conf=last_call_timeout=1", script]
+    host = group.start(*common)
+    group.said(host, r"place 0 of 1")  # it has the master then
+    guest = group.start(*common)
+    group.said(guest, r"place 1 of 2")
+    group.runs[guest].send_signal(signal.SIGSTOP)
+    group.runs[host].kill()
+    group.wait(host)
+    again = group.start(*common, "another argument")
+    group.said(again, r"place 0 of 1")
+    group.runs[guest].send_signal(signal.SIGCONT)
+    assert group.wait(guest) == 1
+    group.said(guest, "this agent belongs to an earlier run of the job")
+    (group.place.folder / "go").touch()
+    assert group.wait(again) == 0
+    assert not any("of 2" in line for line in group.lines[again])
