@@ -55,7 +55,7 @@ PATIENT = {
     "drain_grace_s": "120",  # a persister has to start
 }
 """Whoever is slow is waited for."""
-FAULTS = int(os.environ.get("DLROVER_TEST_FAULTS", "6"))
+FAULTS = int(os.environ.get("DLROVER_TEST_FAULTS", "4"))
 """At random times, in one job."""
 
 

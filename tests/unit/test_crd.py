@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from dlrover_operator import crd
 from dlrover_py.protocol.job import JobSpec, ReplicaSpec
 from dlrover_py.protocol.status import Training
 
+schema, definition, chart = (cache(make) for make in (crd.schema, crd.definition, crd.chart))
+"""Each takes a second, and no test changes what it returns."""
 CHART = Path(__file__).parents[2] / "charts/dlrover/templates/crd.yaml"
 
 
@@ -24,23 +27,23 @@ def nodes(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[st
 
 
 def test_the_chart_has_what_is_generated() -> None:
-    assert CHART.read_text() == crd.chart(), (
+    assert CHART.read_text() == chart(), (
         "run: python -m dlrover_operator.crd --chart > charts/dlrover/templates/crd.yaml"
     )
 
 
 def test_the_chart_keeps_it_and_can_leave_it_out() -> None:
-    lines = crd.chart().splitlines()
+    lines = chart().splitlines()
     assert "{{- if .Values.crds.enabled }}" in lines
     plain = "\n".join(line for line in lines if "{{" not in line)
     made = yaml.safe_load(plain)
     assert made["metadata"].pop("annotations") == {"helm.sh/resource-policy": "keep"}
-    assert made == crd.definition()
+    assert made == definition()
 
 
 def test_it_is_structural() -> None:
     allowed = {*crd.KEPT, "description", "properties", "items", "additionalProperties", "required"}
-    for path, node in nodes(crd.schema()):
+    for path, node in nodes(schema()):
         if node.get("x-kubernetes-int-or-string"):
             assert "type" not in node, path
             assert node["anyOf"] == [{"type": "integer"}, {"type": "string"}], path
@@ -55,7 +58,7 @@ def test_it_is_structural() -> None:
 
 
 def test_every_field_of_the_model_is_in_it() -> None:
-    found = dict(nodes(crd.schema()))
+    found = dict(nodes(schema()))
     for model, path in ((JobSpec, ".spec"), (ReplicaSpec, ".spec.replicaSpecs.worker")):
         for field in model.model_fields.values():
             assert f"{path}.{field.alias}" in found
@@ -65,21 +68,21 @@ def test_every_field_of_the_model_is_in_it() -> None:
 
 
 def test_kubectl_explains_every_field() -> None:
-    for path, node in nodes(crd.schema()):
+    for path, node in nodes(schema()):
         if path not in ("", ".metadata") and not path.endswith("[]"):
             assert node.get("description", "").strip(), path
         assert ":class:" not in node.get("description", ""), path
 
 
 def test_the_status_is_lenient() -> None:
-    for path, node in nodes(crd.schema()["properties"]["status"]):
+    for path, node in nodes(schema()["properties"]["status"]):
         if not path.startswith(".conditions[]"):
             assert not {"required", "enum", "minimum", "maximum", "default"} & set(node), path
 
 
 def test_each_time_is_rfc_3339() -> None:
     times = {}
-    for path, node in nodes(crd.schema()["properties"]["status"]):
+    for path, node in nodes(schema()["properties"]["status"]):
         if re.search(r"\.(at|\w+(At|Since|Time|Timestamp))$", path):
             times[path] = (node["type"], node.get("format"))
     assert set(times.values()) == {("string", "date-time")}, times
@@ -88,8 +91,8 @@ def test_each_time_is_rfc_3339() -> None:
 
 
 def test_each_column_is_a_scalar_of_the_status() -> None:
-    found = dict(nodes(crd.schema()))
-    (version,) = crd.definition()["spec"]["versions"]
+    found = dict(nodes(schema()))
+    (version,) = definition()["spec"]["versions"]
     for column in version["additionalPrinterColumns"]:
         if column["type"] != "date":
             path = re.sub(r"\[\?\(@\.type==\"\w+\"\)\]", "[]", column["jsonPath"])

@@ -199,7 +199,7 @@ def test_a_restart_at_any_point_goes_on_as_if_nothing_had_been(
     trained, scores = train(history, "whole")
     points = [key for key in history.found if key[0] != "metric"]
     assert len(points) > 2 * STEPS * EPOCHS
-    for point in points:
+    for point in points[plateau::3]:
         again, job = History(lambda *now, at=point: now == at), "-".join(map(str, point))
         with pytest.raises(Killed):
             train(again, job)
