@@ -286,6 +286,9 @@ class Agent:
             if self._core.leaves_job:
                 await self._master.last_report(LAST_REPORT_S)
             await self._elastic_events.closed(failed=end.message if end.code else "")
+            if self._settings.asks_proof and not (end.code or self._core.follows):
+                why = "it stood by and its script was never started: enough other nodes had joined"
+                log.warning("node_not_needed", extra={"why": why, "then": "it ends with code 0"})
             return AgentOutcome(end.code, end.message, tuple(self._workers.deaths))
         finally:
             signal.pthread_sigmask(

@@ -706,3 +706,17 @@ def test_an_agent_of_an_earlier_run_does_not_join_the_next_one(group: Group) -> 
     (group.place.folder / "go").touch()
     assert group.wait(again) == 0
     assert not any("of 2" in line for line in group.lines[again])
+
+
+def test_a_node_that_was_never_needed_says_so(group: Group) -> None:
+    """Two tasks on a node, or two runs with one id, would otherwise end as if they had trained."""
+    script = str(group.place.script(PLACE))
+    common = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{group.port}", "--rdzv-id=x"]
+    host = group.start("--nnodes=1", *common, script)
+    group.said(host, "place 0 of 1")
+    surplus = group.start("--nnodes=1", *common, script, DLROVER_LOG_LEVEL="INFO")
+    group.said(surplus, "recipe_learned")  # from the master, so it stands by
+    (group.place.folder / "go").touch()
+    assert [group.wait(host), group.wait(surplus)] == [0, 0]
+    group.said(surplus, "node_not_needed.*its script was never started")
+    assert not any("node_not_needed" in line for line in group.lines[host])
