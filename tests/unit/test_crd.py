@@ -12,8 +12,9 @@ from dlrover_operator import crd
 from dlrover_py.protocol.job import JobSpec, ReplicaSpec
 from dlrover_py.protocol.status import Training
 
-schema, definition, chart = (cache(make) for make in (crd.schema, crd.definition, crd.chart))
-"""Each takes a second, and no test changes what it returns."""
+# Each takes a second, and no test changes what it returns.
+schema, definition = cache(crd.schema), cache(crd.definition)
+chart = cache(crd.chart)
 CHART = Path(__file__).parents[2] / "charts/dlrover/templates/crd.yaml"
 
 
