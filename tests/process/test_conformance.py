@@ -38,6 +38,7 @@ OURS = {
         "DLROVER_PROBE_SOCKET",
         "DLROVER_SHARDS_SOCKET",
         "DLROVER_CHECKPOINT",
+        "DLROVER_LOADER",
         "JOB_UID",
     ),
     "DLROVER_LOG_LEVEL",
@@ -157,7 +158,8 @@ def endings(folder: Path) -> Iterator[tuple[str, str]]:
 def plain(text: str) -> str:
     """Without what differs between any two runs."""
     text = re.sub(r"0x[0-9a-f]+", "0x", text)
-    # faulthandler shows the thread that speaks to the agent, too.
+    # faulthandler shows the thread that speaks to the agent, too, wherever it is just then.
+    text = re.sub(r"Thread 0x [^\n]*\n  <no Python frame>\n\n", "", text)
     text = re.sub(r"Thread 0x [^\n]*\n  File [^\n]*/process/probe.py[^\n]*\n\n", "", text)
     # faulthandler shows the stack below the script: ours, and no more
     return re.sub(r'(?m)^  File ".*(dlrover_agent/|<string>).*\n', "", text)
