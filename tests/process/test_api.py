@@ -27,6 +27,7 @@ EXAMPLES = 25
 SETTINGS = {"exchange_s": "0.1", "lease_s": "60", "memory_wait_s": "0.01"}
 EXCHANGE = "POST /v1/nodes/{node_id}/exchange"
 SHARDS = "POST /v1/nodes/{node_id}/shards"
+SNAPSHOT = "POST /v1/nodes/{node_id}/snapshot"
 VALID: dict[str, Any] = {
     "GET /v1/checkpoints": {"query": {"round": 0}},
     "GET /v1/checkpoints/locations": {"query": {"round": 0, "step": 0}},
@@ -39,6 +40,10 @@ VALID: dict[str, Any] = {
             "boot_id": "none-of-the-job",
             "request": {"dataset": "d", "round": 0, "local_rank": 0, "seq": 1},
         },
+    },
+    SNAPSHOT: {
+        "path_parameters": {"node_id": "n9"},
+        "body": {"boot_id": "none-of-the-job", "number": 1, "round": 1},
     },
 }
 """Parameters of one valid call, by operation. An operation that is not here needs none."""
