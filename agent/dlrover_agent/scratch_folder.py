@@ -5,9 +5,9 @@ import contextlib
 import logging
 import os
 import socket
-from typing import Protocol
 
 from dlrover_agent import temporary_folder
+from dlrover_agent.worker_socket import WorkerSocket
 from dlrover_py.process.blocking import BackgroundThread, OverdueError
 from dlrover_py.protocol.errors import DLRoverError
 
@@ -17,21 +17,7 @@ FILES_S = 2.0
 """Seconds for the repair of the folder. Its disk may hang."""
 
 
-class FolderSocket(Protocol):
-    """A server with a unix socket in the folder."""
-
-    def rebind(self) -> socket.socket | None:
-        """Return a new socket if the file of the present one was removed. Runs in a thread.
-
-        Raises:
-            OSError: The socket cannot be bound.
-        """
-
-    def use(self, bound: socket.socket) -> None:
-        """Serve a socket of :meth:`rebind` from now on, instead of the present one."""
-
-
-_Repaired = tuple[list[tuple[FolderSocket, socket.socket]], str]
+_Repaired = tuple[list[tuple[WorkerSocket, socket.socket]], str]
 """The servers whose sockets were made again, with the sockets; and an error, or empty text."""
 
 
@@ -45,11 +31,11 @@ class ScratchFolder:
             ConfigError: No folder can be created.
         """
         self.path = temporary_folder.create(f"dlrover-{os.getpid()}-")
-        self._servers: list[FolderSocket] = []
+        self._servers: list[WorkerSocket] = []
         self._file_thread = BackgroundThread("scratch")
         self._closed = False
 
-    def add(self, server: FolderSocket) -> None:
+    def add(self, server: WorkerSocket) -> None:
         """Let :meth:`mend` repair the socket of this server too."""
         self._servers.append(server)
 

@@ -7,15 +7,11 @@ not waited for.
 
 import asyncio
 import contextlib
-import logging
-import os
 import socket
 from pathlib import Path
 
-log = logging.getLogger("agent.probe")
+from dlrover_agent.worker_socket import ConnectionServer
 
-MAX_CLIENTS = 2048
-"""Most connections at the same time; a further one is closed."""
 MAX_ANSWER = 1 << 20
 """Greatest size of an answer, in bytes."""
 QUESTION = b"?\n"
@@ -32,8 +28,10 @@ class _Probe:
         self.answer: asyncio.Future[bytes] | None = None
 
 
-class ProbeServer:
+class ProbeServer(ConnectionServer):
     """Knows the probes of the present round's workers, until it is closed."""
+
+    _MAX_CLIENTS = 2048
 
     def __init__(self, path: Path) -> None:
         """Bind the socket and listen.
@@ -44,48 +42,10 @@ class ProbeServer:
         Raises:
             OSError: If the socket cannot be bound.
         """
-        self._path = path
         self._round = 0
         self._probes: dict[tuple[int, int], _Probe] = {}
         """Connections by round and local rank."""
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._socket = self._bind()
-        asyncio.get_running_loop().add_reader(self._socket, self._accept)
-
-    def _bind(self) -> socket.socket:
-        """Return a listening socket.
-
-        Raises:
-            OSError: The socket cannot be bound, for example because the file exists.
-        """
-        bound = socket.socket(socket.AF_UNIX)
-        try:
-            bound.bind(str(self._path))
-            os.chmod(self._path, 0o600)
-            bound.listen(128)
-            bound.setblocking(False)
-        except OSError:
-            bound.close()
-            raise
-        return bound
-
-    def rebind(self) -> socket.socket | None:
-        """Return a new socket if the file of the present one was removed; else return None.
-
-        The method runs in a thread. The server does not use the new socket before :meth:`use`.
-
-        Raises:
-            OSError: If the socket cannot be bound.
-        """
-        return None if self._path.exists() else self._bind()
-
-    def use(self, bound: socket.socket) -> None:
-        """Listen on a socket of :meth:`rebind` from now on. Connections stay."""
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(self._socket)
-        self._socket.close()
-        self._socket = bound
-        loop.add_reader(bound, self._accept)
+        super().__init__(path)
 
     def new_round(self, number: int) -> None:
         """Ask the workers of this round only, from now on."""
@@ -108,30 +68,6 @@ class ProbeServer:
                 probe.writer.write(QUESTION)  # a few bytes, which the kernel always takes
                 return await answer
         return None
-
-    async def close(self) -> None:
-        """Stop listening, and close all connections."""
-        asyncio.get_running_loop().remove_reader(self._socket)
-        self._socket.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _accept(self) -> None:
-        """Accept a connection, and start the task that serves it."""
-        try:
-            stream, _ = self._socket.accept()
-        except OSError as error:
-            log.debug("probe_gone", extra={"why": str(error)})
-            return
-        if len(self._tasks) >= MAX_CLIENTS:
-            stream.close()
-            return
-        task = asyncio.create_task(self._serve(stream))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        # A task that is cancelled before it began cannot close the stream itself.
-        task.add_done_callback(lambda _: stream.close())
 
     async def _serve(self, stream: socket.socket) -> None:
         """Register a worker, and pass its answers on until its end."""

@@ -3,12 +3,12 @@
 import asyncio
 import contextlib
 import logging
-import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from dlrover_agent.worker_socket import WorkerSocket
 from dlrover_py.protocol.agents import LoaderSettings, LoaderState
 from dlrover_py.protocol.sdk import MAX_DATAGRAM
 from dlrover_py.protocol.workers import (
@@ -50,7 +50,7 @@ class CheckpointListener(Protocol):
         """
 
 
-class SdkServer:
+class SdkServer(WorkerSocket):
     """A server that receives messages from the scripts of this node.
 
     It asks the scripts to stop, and sends them the settings of their data loaders.
@@ -89,39 +89,10 @@ class SdkServer:
         self._round = 0
         self._refusal = ""
         """Why the last refused datagram was refused. The log has the same reason once a round."""
-        self._path = path
-        self._socket = self._bind()
-        asyncio.get_running_loop().add_reader(self._socket, self.drain)
+        super().__init__(path, socket.SOCK_DGRAM)
+        self._read_from(self._socket)
 
-    def _bind(self) -> socket.socket:
-        """Return a new socket that is bound to the path.
-
-        Raises:
-            OSError: The socket cannot be bound, for example because the file exists.
-        """
-        bound = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-        try:
-            bound.bind(str(self._path))
-            os.chmod(self._path, 0o600)
-        except OSError:
-            bound.close()
-            raise
-        return bound
-
-    def rebind(self) -> socket.socket | None:
-        """Return a new socket if the file of the present one was removed; else return None.
-
-        The method runs in a thread. The server does not use the new socket before :meth:`use`.
-
-        Raises:
-            OSError: If the socket cannot be bound.
-        """
-        return None if self._path.exists() else self._bind()
-
-    def use(self, bound: socket.socket) -> None:
-        """Receive messages by a socket of :meth:`rebind` from now on, and close the present one."""
-        self.close()
-        self._socket = bound
+    def _read_from(self, bound: socket.socket) -> None:
         asyncio.get_running_loop().add_reader(bound, self.drain)
 
     @property
@@ -237,5 +208,4 @@ class SdkServer:
 
     def close(self) -> None:
         """Stop listening."""
-        asyncio.get_running_loop().remove_reader(self._socket)
-        self._socket.close()
+        self._stop_reading()

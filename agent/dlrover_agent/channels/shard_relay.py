@@ -11,12 +11,12 @@ A job without dynamic shards has a socket on which nobody calls, and nothing els
 import asyncio
 import contextlib
 import logging
-import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from dlrover_agent.worker_socket import ConnectionServer
 from dlrover_py.pacing import Backoff
 from dlrover_py.protocol.agents import HeldLease, WorkerLeases
 from dlrover_py.protocol.errors import DLRoverError, SupersededError, TransientError
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("agent.shards")
 
-MAX_CLIENTS = 4096
-"""Most connections at the same time; a further one is closed."""
 RETRY = Backoff(first_s=0.05, most_s=1.0)
 """Pauses while no master answers."""
 
@@ -43,8 +41,10 @@ class ShardMaster(Protocol):
         """
 
 
-class ShardRelay:
+class ShardRelay(ConnectionServer):
     """Serves the workers of the present round, until it is closed."""
+
+    _MAX_CLIENTS = 4096
 
     def __init__(
         self, path: Path, boot_id: str, nproc: int, master: ShardMaster, term: Callable[[], int]
@@ -61,49 +61,12 @@ class ShardRelay:
         Raises:
             OSError: If the socket cannot be bound.
         """
-        self._path, self._boot_id, self._nproc = path, boot_id, nproc
+        self._boot_id, self._nproc = boot_id, nproc
         self._master, self._term = master, term
         self._round = 0
         self._held: dict[tuple[str, int], WorkerLeases] = {}
         """The leases of each worker, by dataset and local rank."""
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._socket = self._bind()
-        asyncio.get_running_loop().add_reader(self._socket, self._accept)
-
-    def _bind(self) -> socket.socket:
-        """Return a listening socket.
-
-        Raises:
-            OSError: The socket cannot be bound, for example because the file exists.
-        """
-        bound = socket.socket(socket.AF_UNIX)
-        try:
-            bound.bind(str(self._path))
-            os.chmod(self._path, 0o600)
-            bound.listen(128)
-            bound.setblocking(False)
-        except OSError:
-            bound.close()
-            raise
-        return bound
-
-    def rebind(self) -> socket.socket | None:
-        """Return a new socket if the file of the present one was removed; else return None.
-
-        The method runs in a thread. The relay does not use the new socket before :meth:`use`.
-
-        Raises:
-            OSError: If the socket cannot be bound.
-        """
-        return None if self._path.exists() else self._bind()
-
-    def use(self, bound: socket.socket) -> None:
-        """Listen on a socket of :meth:`rebind` from now on. Connections stay."""
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(self._socket)
-        self._socket.close()
-        self._socket = bound
-        loop.add_reader(bound, self._accept)
+        super().__init__(path)
 
     def new_round(self, number: int) -> None:
         """Serve the workers of this round only: those of the last one are gone."""
@@ -113,30 +76,6 @@ class ShardRelay:
     def leases(self) -> list[WorkerLeases]:
         """Return the leases of the workers, for the report."""
         return list(self._held.values())
-
-    async def close(self) -> None:
-        """Stop listening, and close all connections."""
-        asyncio.get_running_loop().remove_reader(self._socket)
-        self._socket.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _accept(self) -> None:
-        """Accept a connection, and start the task that serves it."""
-        try:
-            stream, _ = self._socket.accept()
-        except OSError as error:
-            log.debug("shard_client_gone", extra={"why": str(error)})
-            return
-        if len(self._tasks) >= MAX_CLIENTS:
-            stream.close()
-            return
-        task = asyncio.create_task(self._serve(stream))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        # A task that is cancelled before it began cannot close the stream itself.
-        task.add_done_callback(lambda _: stream.close())
 
     async def _serve(self, stream: socket.socket) -> None:
         """Answer the requests on one connection until its end. A line that is too long ends it."""

@@ -38,6 +38,7 @@ from typing import Protocol, TypeVar
 from pydantic import TypeAdapter
 
 from dlrover_agent.channels.peer_probe import bind_socket
+from dlrover_agent.worker_socket import WorkerSocket
 from dlrover_py.checkpoint import shm
 from dlrover_py.checkpoint.shm import ShmSlot
 from dlrover_py.checkpoint.transfer import CONNECT_S, connect_to_peer, proof
@@ -129,8 +130,10 @@ class CheckpointLookup(Protocol):
         """Return the replica locations of a checkpoint, by rank."""
 
 
-class TransferServer:
+class TransferServer(WorkerSocket):
     """A server for the checkpoints in this node's memory, until its task is cancelled."""
+
+    _BACKLOG = 1024
 
     def __init__(
         self, folder: Path, job: str, token: str, path: Path, *, lookup: CheckpointLookup, addr: str
@@ -153,13 +156,12 @@ class TransferServer:
         self._folder, self._job, self._token = folder, job, token
         self._lookup = lookup
         self._peer_socket = bind_socket(addr, 0, socket.SOCK_STREAM)
-        self._peer_socket.listen(1024)
+        self._peer_socket.listen(self._BACKLOG)
         self.port = int(self._peer_socket.getsockname()[1])
         """TCP port for peers."""
         self._address = f"{addr}:{self.port}"
-        self._path = path
         try:
-            self._worker_socket = self._bind()
+            super().__init__(path)
         except OSError:
             self._peer_socket.close()
             raise
@@ -173,43 +175,8 @@ class TransferServer:
         self._logged_at = -LOG_INTERVAL_S
         self._unlogged = 0
 
-    def _bind(self) -> socket.socket:
-        """Return a listening socket for workers.
-
-        Raises:
-            OSError: The socket cannot be bound, for example because its file exists.
-        """
-        bound_socket = socket.socket(socket.AF_UNIX)
-        try:
-            bound_socket.bind(str(self._path))
-            self._path.chmod(0o600)
-            bound_socket.listen(1024)
-            bound_socket.setblocking(False)
-        except OSError:
-            bound_socket.close()
-            raise
-        return bound_socket
-
-    def rebind(self) -> socket.socket | None:
-        """Return a new workers' socket if the file of the present one was removed, else None.
-
-        The method runs in a thread. The server does not use the socket before :meth:`use`.
-
-        Raises:
-            OSError: The socket cannot be bound.
-        """
-        return None if self._path.exists() else self._bind()
-
-    def use(self, bound: socket.socket) -> None:
-        """Serve a socket of :meth:`rebind` from now on, instead of the present one.
-
-        The present socket is closed. Connections that it has accepted stay.
-        """
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(self._worker_socket)
-        self._worker_socket.close()
-        self._worker_socket = bound
-        loop.add_reader(bound, self._accept, bound)
+    def _read_from(self, bound: socket.socket) -> None:
+        asyncio.get_running_loop().add_reader(bound, self._accept, bound)
 
     async def run(self, timing: TransferTiming | None = None) -> None:
         """Answer requests until cancelled, then close all connections and remove the unix socket.
@@ -219,13 +186,13 @@ class TransferServer:
         """
         self._timing = timing or TransferTiming()
         loop = asyncio.get_running_loop()
-        for listening in (self._peer_socket, self._worker_socket):
+        for listening in (self._peer_socket, self._socket):
             listening.setblocking(False)
             loop.add_reader(listening, self._accept, listening)
         try:
             await loop.create_future()  # waits until this task is cancelled
         finally:
-            for listening in (self._peer_socket, self._worker_socket):
+            for listening in (self._peer_socket, self._socket):
                 loop.remove_reader(listening)
             for task in self._tasks:
                 task.cancel()
@@ -234,7 +201,7 @@ class TransferServer:
 
     def _close(self) -> None:
         self._peer_socket.close()
-        self._worker_socket.close()
+        self._socket.close()
         with contextlib.suppress(OSError):
             self._path.unlink()
 
