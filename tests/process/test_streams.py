@@ -9,7 +9,7 @@ from tests.process.harness import CALM, Job, Place, job
 from tests.process.test_dynamic_shards import worker_of
 from tests.programs import PROGRAMS
 
-SCRIPT = PROGRAMS / "train_on_stream.py"
+SCRIPT = PROGRAMS / "train_on_shards_together.py"
 
 
 def append(path: Path, first: int, stop: int) -> None:

@@ -1,6 +1,9 @@
 """Several workers train in step on leased shards; the model counts how often it saw each sample.
 
-train_on_shards_together.py FOLDER SAMPLES EPOCHS
+train_on_shards_together.py FOLDER SAMPLES [EPOCHS]
+
+The samples are the numbers below ``SAMPLES``. Without ``EPOCHS`` they come as a stream:
+``FOLDER/in``, where each line is a number. At the end the counts are written to ``FOLDER/counts``.
 """
 
 import sys
@@ -11,15 +14,19 @@ import torch
 import torch.distributed as dist
 
 from dlrover_py.trainer import Checkpointer, session
-from dlrover_py.trainer.data import MapSource, ShardLoader
+from dlrover_py.trainer.data import LineStream, MapSource, ShardLoader
 
 
 def main() -> None:
-    folder, samples, epochs = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    folder, samples = Path(sys.argv[1]), int(sys.argv[2])
     dist.init_process_group("gloo")
     model = torch.zeros(samples, dtype=torch.int64)
     steps = torch.zeros(1, dtype=torch.int64)
-    loader = ShardLoader("train", MapSource(range(samples), shard_size=7), epochs=epochs, seed=1)
+    if len(sys.argv) > 3:
+        source = MapSource(range(samples), shard_size=7)
+        loader = ShardLoader("train", source, epochs=int(sys.argv[3]), seed=1)
+    else:
+        loader = ShardLoader("train", LineStream(folder / "in", parse=int, range_bytes=16))
     state = {"model": model, "steps": steps, "data": loader}
     checkpointer = Checkpointer()
     checkpointer.load(state)
