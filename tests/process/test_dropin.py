@@ -13,10 +13,10 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from dlrover_py.checkpoint.directory import CheckpointDirectory
-from dlrover_py.process.identity import children
 from tests.process.harness import Place, alive, carrying, document, eventually, free_port
 from tests.programs import PROGRAMS
 
@@ -571,6 +571,19 @@ def test_a_killed_agent_leaves_no_folder(place: Place) -> None:
     eventually(lambda: not left(), "its folders are gone")
 
 
+def descendants(pid: int) -> list[int]:
+    """The process and all that it has started, its reaper too."""
+    root = psutil.Process(pid)
+    return [pid, *(child.pid for child in root.children(recursive=True))]
+
+
+def kill_at_once(pids: list[int]) -> None:
+    """Kill processes so that none can act on the end of another."""
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in pids:
+            os.kill(pid, number)
+
+
 def test_folders_of_a_tree_that_was_killed_are_removed_by_the_next_run(place: Place) -> None:
     """As by ``kill -9 -1``, or by a batch system: neither the reaper nor the master was left."""
     temporary, memory = place.folder / "tmp", place.folder / "shm"
@@ -581,10 +594,7 @@ def test_folders_of_a_tree_that_was_killed_are_removed_by_the_next_run(place: Pl
     run = place.popen("elastic-run", str(script), stdout=subprocess.PIPE, env=env)
     assert run.stdout is not None
     assert run.stdout.readline() == "ready\n"
-    tree = {*carrying(place.mark), *(child.pid for child in children(run.pid))}  # and the reaper
-    for number in (signal.SIGSTOP, signal.SIGKILL):  # at the same time, as far as they can tell
-        for pid in tree:
-            os.kill(pid, number)
+    kill_at_once(descendants(run.pid))
     run.communicate(timeout=20)
     left = list(temporary.glob("dlrover-*"))
     assert len(left) == 2, left
@@ -696,7 +706,7 @@ def test_an_agent_of_an_earlier_run_does_not_join_the_next_one(group: Group) -> 
     guest = group.start(*common)
     group.said(guest, r"place 1 of 2")
     group.runs[guest].send_signal(signal.SIGSTOP)
-    group.runs[host].kill()
+    kill_at_once(descendants(group.runs[host].pid))  # as a power cut: its master tells nobody
     group.wait(host)
     again = group.start(*common, "another argument")
     group.said(again, r"place 0 of 1")
