@@ -38,7 +38,8 @@ BIN = Path(sys.executable).parent
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- recovery: begin -->", "<!-- recovery: end -->"
 SCRIPT = """
-import os, sys, time
+import os, signal, sys, time
+dies_at, turn = int(os.environ.get("DIES_AT", 0)), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 if sys.argv[2:]:
     with open("/proc/self/smaps_rollup") as file:
         private = sum(int(x.split()[1]) for x in file if x.startswith("Private"))
@@ -64,6 +65,8 @@ with open(f"{out}/{rank}", "a", buffering=1) as file:
         optimizer.step()
         step += 1
         file.write(f"{time.monotonic()} {step} {size} {pid} {parent} {began}\\n")
+        if step == dies_at and turn % size == int(rank):
+            os.kill(pid, signal.SIGKILL)
 """
 T = TypeVar("T")
 _pause = threading.Event()
@@ -115,13 +118,28 @@ class Running:
                 return Line(float(a), int(b), int(c), int(d), int(e), float(f))
         return None
 
+    def lines(self, rank: int) -> list[Line]:
+        """Return all steps of a rank."""
+        with contextlib.suppress(OSError), open(self.out / str(rank)) as file:
+            fields = [text.split() for text in file if text.endswith("\n")]
+            return [
+                Line(float(a), int(b), int(c), int(d), int(e), float(f))
+                for a, b, c, d, e, f in fields
+            ]
+        return []
+
     def first(self, rank: int, pid: int) -> Line:
         """Return the first step of one process of a rank."""
-        for text in (self.out / str(rank)).read_text().splitlines():
-            a, b, c, d, e, f = text.split()
-            if int(d) == pid:
-                return Line(float(a), int(b), int(c), int(d), int(e), float(f))
+        for line in self.lines(rank):
+            if line.pid == pid:
+                return line
         raise Lost(f"rank {rank} has no step of process {pid}")
+
+    def processes(self, rank: int) -> list[list[Line]]:
+        """Return the steps of a rank, those of each process together."""
+        lines = self.lines(rank)
+        pids = list(dict.fromkeys(line.pid for line in lines))
+        return [[line for line in lines if line.pid == pid] for pid in pids]
 
     def steady(
         self, world: int, within_s: float, not_pids: frozenset[int] = frozenset()
@@ -151,14 +169,24 @@ class Running:
 
 @contextlib.contextmanager
 def started(
-    name: str, argv: list[str], env: dict[str, str] | None = None, job: str = ""
+    name: str,
+    argv: list[str],
+    env: dict[str, str] | None = None,
+    job: str = "",
+    *,
+    again: Path | None = None,
 ) -> Iterator[Running]:
-    """Run a job in its own folder. Remove all of it afterwards."""
-    folder = Path(tempfile.mkdtemp(prefix="b-", dir="/tmp"))
+    """Run a job in its own folder, which is removed afterwards; or in ``again``, which stays."""
+    folder = again or Path(tempfile.mkdtemp(prefix="b-", dir="/tmp"))
+    shutil.rmtree(folder / "out", ignore_errors=True)
     (folder / "out").mkdir()
     (folder / "train.py").write_text(SCRIPT)
     (folder / "job.yaml").write_text(job)
-    extra = {"DLROVER_RUNTIME_DIR": str(folder / "run"), "DLROVER_STATE_DIR": str(folder / "state")}
+    extra = {
+        "DLROVER_RUNTIME_DIR": str(folder / "run"),
+        "DLROVER_STATE_DIR": str(folder / "state"),
+        "DLROVER_CACHE_DIR": "none",
+    }
     with open(folder / "log", "wb") as log:
         process = subprocess.Popen(
             argv,
@@ -183,7 +211,8 @@ def started(
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
-        shutil.rmtree(folder, ignore_errors=True)
+        if again is None:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _family(pid: int) -> list[psutil.Process]:
@@ -389,6 +418,59 @@ def start_rows(times: int) -> list[Row]:
     return [alone, member]
 
 
+def early_rows(deaths: int, never_s: float) -> list[Row]:
+    """Measure recoveries of a job in which one rank kills itself after each third step."""
+    row = Row("a rank dies after each third step: from the third death on", "≤ 1 s, median ≤ 0.3 s")
+    early = Row("the same: the first two deaths", "")
+    for name in ("elastic-run", "torchrun, cured"):
+        argv, env = LAUNCHERS[name]
+        env = {**env, "DIES_AT": "3"}
+        with contextlib.suppress(Lost), started(name, [*argv, "train.py", "out"], env) as job:
+
+            def all_steps(rounds: int) -> list[list[list[Line]]] | None:
+                found = [job.processes(rank) for rank in (0, 1)]
+                return found if all(len(one) > rounds for one in found) else None
+
+            for turn in range(deaths):
+                found = until(partial(all_steps, turn + 1), f"round {turn + 2}", never_s)
+                died = found[turn % 2][turn][-1].at
+                took = max(one[turn + 1][0].at for one in found) - died
+                (early if turn < 2 else row).add(name, [took])
+    return [early, row]
+
+
+def second_start_rows(times: int) -> list[Row]:
+    """Measure the second start of a script, to the last rank's first step."""
+    rows = []
+    for workers, target in ((1, "≤ 0.5 of torchrun's"), (4, "≤ 0.35 of torchrun's")):
+        row = Row(f"second start of the script, {counted(workers)}, to the first step", target)
+        rows.append(row)
+        flags = ["--standalone", f"--nproc-per-node={workers}", "train.py", "out"]
+        with tempfile.TemporaryDirectory(prefix="b-", dir="/tmp") as folder:
+            env = {"DLROVER_CACHE_DIR": f"{folder}/cache", "DLROVER_LOG_LEVEL": "INFO"}
+            kept = partial(started, env=env, again=Path(folder))
+            argv = {name: [str(BIN / name), *flags] for name in ("elastic-run", "torchrun")}
+            with kept("elastic-run", argv["elastic-run"]) as job:
+                log = job.folder / "log"
+                until(partial(_says, log, "recipe_kept"), "a recipe that is kept", 240)
+            for _ in range(times):
+                for name in argv:
+                    began = time.monotonic()
+                    with kept(name, argv[name]) as job:
+                        lines = job.steady(workers, 240)
+                        firsts = [job.first(r, one.pid).at for r, one in enumerate(lines)]
+                        row.add(name, [max(firsts) - began])
+    return rows
+
+
+def counted(workers: int) -> str:
+    return "1 worker" if workers == 1 else f"{workers} workers"
+
+
+def _says(log: Path, word: str) -> bool:
+    return word in log.read_text(errors="replace")
+
+
 def _start_of(lines: list[Line], launcher: int) -> float:
     workers = [psutil.Process(line.pid).create_time() for line in lines]
     return min(workers) - psutil.Process(launcher).create_time()
@@ -468,6 +550,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=2)
     parser.add_argument("--in-a-row", type=int, default=200, help="kills of one elastic-run job")
     parser.add_argument("--nodes", type=int, default=3, help="times that nodes are killed")
+    parser.add_argument("--early", type=int, default=40, help="deaths after three steps")
     parser.add_argument("--starts", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="blocks of step times")
     parser.add_argument("--never", type=float, default=60.0)
@@ -488,8 +571,11 @@ def main() -> None:
         rows.append(many)
     if args.nodes:
         rows += node_rows(args.nodes)
+    if args.early:
+        rows += early_rows(args.early, args.never)
     if args.starts:
         rows += start_rows(args.starts)
+        rows += second_start_rows(args.starts)
     held = memory()
     steps = step_times(args.steps, 15.0) if args.steps else {}
     words = [

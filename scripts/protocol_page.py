@@ -29,7 +29,7 @@ from dlrover_agent.checkpoint.server import TransferTiming
 from dlrover_agent.flags import TORCH_S
 from dlrover_agent.reaper import AGENT_END_MS
 from dlrover_agent.reaper_client import DISMISSED_S, RESTART_PAUSE_S
-from dlrover_agent.warm import pool, tcpstore, zygote
+from dlrover_agent.warm import observer, pool, tcpstore, zygote
 from dlrover_agent.workers import supervisor
 from dlrover_py.checkpoint import directory, shm, transfer
 from dlrover_py.cli import runs
@@ -663,7 +663,7 @@ WIRES: tuple[Wire, ...] = (
         "or `('env', key, None)`.",
         authentication="The folder belongs to its user alone.",
         version="None: agent and recorder run from the same installation.",
-        limits=f"{size(pool.RECORD_SIZE)}. The agent looks every {pool.RECORD_POLL_S:g} s.",
+        limits=f"{size(observer.RECORD_SIZE)}. The agent looks every {observer.RECORD_POLL_S:g} s.",
         untyped="`protocol/recipe.py` reads the lines, as tuples. "
         "`agent/dlrover_agent/warm/script.py` writes them: a worker must not import `dlrover_py` "
         "before the script, which may bring another release of it.",

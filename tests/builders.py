@@ -393,6 +393,8 @@ class Bench:
         self._charged: dict[str, int] = defaultdict(int)
         self._reborn: dict[str, int] = defaultdict(int)
         self._exceptions: list[tuple[str, int | None, float]] = []
+        self._early = ""
+        self._doubts = 0
         self._successes: dict[int, set[str]] = defaultdict(set)
         self._end: JobPhase | None = None
         self._events_seen = 0
@@ -491,6 +493,8 @@ class Bench:
                 self._charged[name] = record.restarts
             last = self.journal.last_exception
             self._exceptions = [(last.fingerprint, last.step, last.ran_s)] if last else []
+            self._early = self.journal.early_death
+            self._doubts = self.journal.suspect_warm_starts
             self._end = self.journal.phase if self.journal.phase.ended else None
             self._round = self.journal.round
             self._events_seen = self.job.state.events[-1].id - 1  # ids may skip, not repeat
@@ -1018,21 +1022,23 @@ class Bench:
                 self._charged.clear()
                 self._reborn.clear()
                 self._exceptions.clear()
+                self._early = ""
             if event.reason == "NodeRestarted":
                 assert event.node
                 self._reborn[event.node] += 1  # also charged, if it was a member
             if event.reason == "WorkerFailed" and not smaller:  # a smaller micro-batch is free
                 assert event.node
-                self._charged[event.node] += 1
                 failed = self.job.state.last_failure
                 assert failed is not None
                 worker = failed.worker
-                if worker.kind is FailureKind.EXCEPTION:
-                    self._exceptions.append((worker.fingerprint, worker.step, worker.ran_s))
                 budget = self.spec.worker.restart_count
                 said = self._lives[NodeId(event.node)].report
                 if not self.rules.can_create and said is not None:
                     budget = said.max_restarts or 0
+                if self._is_free(worker, may_restart=budget > 0 or failed.round > 1):
+                    assert not self.job.state.phase.ended
+                    continue
+                self._charged[event.node] += 1
                 if self._charged[event.node] > budget:
                     node = self.job.live.nodes.get(NodeId(event.node))
                     assert self.job.state.phase.ended or (node is not None and node.leaving), (
@@ -1046,6 +1052,24 @@ class Bench:
                 (f1, s1, _), (f2, s2, _) = self._exceptions[-2:]
                 assert f1 == f2
                 assert s1 == s2
+
+    def _is_free(self, worker: WorkerFailure, *, may_restart: bool) -> bool:
+        """Return whether a failure costs nothing, because a fork may be at fault; remember it."""
+        early = worker.ran_s < 10 and worker.step is None and worker.exit_code != -9
+        early = early and worker.kind in {"exception", "exit", "signal"}
+        manner = f"{worker.kind} {worker.exit_code} {worker.fingerprint}"
+        exceptions = [fingerprint for fingerprint, _, _ in self._exceptions[-1:]]
+        is_known = manner == self._early or worker.fingerprint in exceptions
+        if worker.forked and early and not is_known and self._doubts < 2:
+            self._doubts += 1
+            pending = self.job.state.pending_round
+            assert self.job.state.phase.ended or pending is None or pending.cold
+            return may_restart and not self._early
+        if worker.kind is FailureKind.EXCEPTION:
+            self._exceptions.append((worker.fingerprint, worker.step, worker.ran_s))
+        if early:
+            self._early = manner
+        return False
 
     def _check_end(self) -> None:
         phase = self.job.state.phase

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dlrover_agent import reaper
 from dlrover_agent.child_processes import ChildRegistry
-from dlrover_agent.warm.pool import raise_task_error
+from dlrover_agent.warm.observer import raise_task_error
 from dlrover_py.process import identity
 from dlrover_py.process.children import end
 from dlrover_py.process.identity import ProcessId, shielded_child

@@ -24,6 +24,7 @@ from dlrover_py.cli import (
     runs,
     view,
 )
+from dlrover_py.cli.cache import cache
 from dlrover_py.cli.checkpoints import ckpt
 from dlrover_py.cli.data import data
 from dlrover_py.cli.logs import LogQuery
@@ -110,6 +111,7 @@ def node() -> None:
 
 root.add_command(ckpt)
 root.add_command(data)
+root.add_command(cache)
 
 job_name = click.argument("name", required=False, shell_complete=complete.jobs)
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")

@@ -48,7 +48,7 @@ class ZygoteConfig(NamedTuple):
     @classmethod
     def decode(cls, body: bytes) -> Self:
         """Return a configuration; ValueError if the bytes are none."""
-        found = _fields(body, socket=_number, agent=_number, recipe=_lines, per_rank=_texts)
+        found = _fields(body, socket=_number, agent=_number, recipe=recipe_lines, per_rank=_texts)
         lines = [(what, name, value) for what, name, value in found["recipe"]]
         return cls(**found | {"recipe": lines})
 
@@ -76,6 +76,9 @@ class WorkerFork(NamedTuple):
     """Command line of the worker: ``PYTHON -u [-m] SCRIPT ARGS…``."""
     env: dict[str, str]
     """Its environment."""
+    observe: list[str]
+    """The file for a record of its imports, and the folders of installed packages, separated by
+    ``os.pathsep``; empty if its imports are not recorded."""
 
 
 class ForkWorkers(NamedTuple):
@@ -124,7 +127,8 @@ def read_request(body: bytes) -> ForkWorkers | ForkStore:
     if isinstance(document, dict) and "store" in document:
         return ForkStore(**_fields(document, store=_number))
     found = _fields(document, workers=_any_list)["workers"]
-    workers = [WorkerFork(**_fields(one, argv=_command, env=_environment)) for one in found]
+    fields = (_fields(one, argv=_command, env=_environment, observe=_texts) for one in found)
+    workers = [WorkerFork(**one) for one in fields]
     if not workers:
         raise ValueError("workers: expected at least one, found none")
     return ForkWorkers(workers)
@@ -188,5 +192,6 @@ def _line(value: Any) -> bool:
     )
 
 
-def _lines(value: Any) -> bool:
+def recipe_lines(value: Any) -> bool:
+    """Return whether a value from JSON is a list of the lines of a recipe."""
     return isinstance(value, list) and all(map(_line, value))

@@ -118,6 +118,7 @@ class Place:
             MARK: self.mark,
             "DLROVER_RUNTIME_DIR": str(self.folder / "run"),
             "DLROVER_STATE_DIR": str(self.folder / "state"),
+            "DLROVER_CACHE_DIR": "none",  # a second run of a script would start in another way
             "PATH": f"{BIN}:{os.environ['PATH']}",
             "PYTHONPATH": "",
             "KUBECONFIG": str(self.folder / "no-kubeconfig"),

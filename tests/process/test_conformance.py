@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(900)
 PROBES = Path(__file__).parent / "probes"
 BY_LAUNCHER = {
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"),
-    *("TORCHELASTIC_RESTART_COUNT", "PROBE_GO", "PROBE_OUT"),
+    *("TORCHELASTIC_RESTART_COUNT", "PROBE_GO", "PROBE_OUT", "DLROVER_CACHE_DIR"),
 }
 """Environment with a value of each run."""
 OURS = {
@@ -82,6 +82,8 @@ def probe(place: Place, launcher: str, script: list[str], nproc: int = 2, **envi
     out = place.folder / f"out-{launcher}"
     out.mkdir()
     env = {**environ, "PROBE_OUT": str(out)}
+    if launcher in FORKED:
+        env["DLROVER_CACHE_DIR"] = str(place.folder / "cache")
     common = ["--standalone", f"--nproc-per-node={nproc}", "--max-restarts=3"]
     if launcher == "torchrun":
         argv = ["torchrun", *common, *script]
@@ -97,14 +99,16 @@ def probe(place: Place, launcher: str, script: list[str], nproc: int = 2, **envi
     return Found([f["state"] for f in found], [f["private"] for f in found])
 
 
-LAUNCHERS = ("torchrun", "cold", "observed", "warm")
+LAUNCHERS = ("torchrun", "cold", "observed", "warm", "first")
+"""The last one is a first generation that is forked, with the recipe that the warm run has left."""
+FORKED = ("warm", "first")
 
 
 def compare(found: dict[str, Found]) -> None:
     differences = []
     for launcher, run in found.items():
         for rank, got in enumerate(run.state):
-            assert got.pop("warm") is (launcher == "warm")
+            assert got.pop("warm") is (launcher in FORKED)
             for name in BY_LAUNCHER | OURS | BY_IMPORT:
                 got["env"].pop(name, None)
             expected = found["torchrun"].state[rank]

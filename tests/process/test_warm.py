@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -15,6 +16,8 @@ from tests.process.harness import Job, Place, alive, eventually, job, lines, mem
 from tests.programs import PROGRAMS
 
 SCRIPT = PROGRAMS / "say_warmth.py"
+CACHED = {"DLROVER_CACHE_DIR": "cache"}
+"""Environment of commands that run in the place's folder."""
 
 
 class Library:
@@ -250,6 +253,47 @@ def stores(run: Job, node: int = 0) -> list[psutil.Process]:
         for p in agent.children()
         if p.pid not in known and any(c.status == "LISTEN" for c in p.net_connections("tcp"))
     ]
+
+
+def test_a_job_that_dies_early_each_time_is_warm_from_its_second_failure(place: Place) -> None:
+    script = place.script(PROGRAMS / "die_after_three_steps.py")
+    argv = ("elastic-run", "--standalone", "--nproc-per-node=2", "--max-restarts=9")
+    done = place.call(*argv, str(script), "6", env={"DLROVER_LOG_LEVEL": "INFO"})
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(x) for x in done.stderr.splitlines() if x.startswith("{")]
+    warm = [r["warm"] for r in records if r["event"] == "workers_started" and "warm" in r]
+    assert len(warm) == 7
+    assert not warm[0]
+    assert all(warm[2:]), warm
+
+
+def first_starts(place: Place, name: str, library: Library) -> tuple[list[str], list[str]]:
+    """Run a job of two workers until a recipe is kept; return how they start, and log events."""
+    env = {**library.env, "DLROVER_CACHE_DIR": str(place.folder / "cache")}
+    flags = ("--nproc-per-node=2",)
+    with job(place, script=SCRIPT, name=name, flags=flags, replicas=1, env=env) as run:
+        run.running(1)
+        eventually(lambda: len(starts(run, 1)) == 2, "both have started")
+        until_ready(run)
+        if starts(run, 1)[0].startswith("cold"):
+            eventually(lambda: said(run, "recipe_kept"), "the next run can use it")
+        return starts(run, 1), [line["event"] for line in agent_log(run)]
+
+
+def test_the_second_run_of_a_script_forks_its_first_workers(place: Place, library: Library) -> None:
+    found, events = first_starts(place, "first", library)
+    assert found == ["cold 1"] * 2
+    found, events = first_starts(place, "second", library)
+    assert found == ["warm 1"] * 2
+    assert "recipe_found" in events
+    listed = json.loads(place.call("dlrover", "cache", "ls", "--json", env=CACHED).stdout)
+    assert [Path(one["script"]).name for one in listed] == ["train.py"]
+    library.write("fakelib", "VERSION = 'two'")
+    found, _ = first_starts(place, "changed", library)
+    assert found == ["cold two"] * 2, "what has changed is not guessed"
+    removed = place.call("dlrover", "cache", "rm", "--all", env=CACHED)
+    assert removed.returncode == 0
+    assert not list((place.folder / "cache" / "recipes").iterdir())
 
 
 def test_the_store_of_a_round_is_fresh_and_outlives_rank_0(place: Place) -> None:

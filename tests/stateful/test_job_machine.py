@@ -176,15 +176,24 @@ class JobMachine(RuleBasedStateMachine):
         kind=st.sampled_from(list(FailureKind)),
         text=st.sampled_from(["a", "b"]),
         step=st.sampled_from([None, 1, 2]),
+        forked=st.booleans(),
         tell=st.booleans(),
     )
     def worker_fails(
-        self, pick: int, kind: FailureKind, text: str, step: int | None, tell: bool
+        self,
+        pick: int,
+        kind: FailureKind,
+        text: str,
+        step: int | None,
+        forked: bool,
+        tell: bool,
     ) -> None:
         agents = self.of_phase(WorkerPhase.RUNNING)
         agent = agents[pick % len(agents)]
         exception = kind is FailureKind.EXCEPTION
-        agent.fail(user_error(text, step) if exception else crash(kind, step=step))
+        failure = user_error(text, step) if exception else crash(kind, step=step)
+        forked = forked and agent.assignment is not None and not agent.assignment.cold
+        agent.fail(failure.model_copy(update={"forked": forked}))
         if tell:
             self.bench.exchange(agent)
 

@@ -1285,6 +1285,62 @@ def test_the_early_death_of_a_forked_worker_is_tried_cold_and_not_charged() -> N
     assert not bench.agent("n0").assignment.cold  # type: ignore[union-attr]
 
 
+def test_a_script_that_dies_early_without_a_fork_is_charged_and_still_tried_cold() -> None:
+    bench = running()
+    bench.agent("n1").fail(crash(FailureKind.EXCEPTION, fingerprint="E@f:1"))
+    bench.settle()
+    bench.agent("n1").fail(crash(FailureKind.EXCEPTION, fingerprint="F@f:2", forked=True))
+    bench.settle()
+    assert bench.job.live.nodes[N1].restarts == 2
+    assert bench.agent("n0").assignment.cold  # type: ignore[union-attr]
+    assert bench.job.state.suspect_warm_starts == 1
+
+
+@pytest.mark.parametrize("failure", [crash(), user_error(step=None)], ids=["exit", "exception"])
+@pytest.mark.parametrize("restart_of_master", [False, True])
+def test_a_script_that_fails_at_once_uses_as_many_restarts_as_without_forks(
+    failure: WorkerFailure, restart_of_master: bool
+) -> None:
+    """The same failure of workers that are forked later is the script's, too."""
+
+    def starts(*, forks: bool) -> int:
+        bench = by_themselves("n0", "n1", minimum=2)
+        while bench.job.state.phase is JobPhase.RUNNING:
+            forked = forks and bench.job.state.round > 1 and not bench.job.state.warm_start_disabled
+            bench.agent("n1").fail(failure.model_copy(update={"forked": forked}))
+            bench.settle()
+            if restart_of_master:
+                bench.restart_master()
+                bench.settle()
+        assert bench.job.state.phase is JobPhase.FAILED
+        assert bench.job.state.last_failure is not None
+        assert bench.job.state.last_failure.worker.message == failure.message
+        return bench.job.state.round
+
+    assert starts(forks=True) == starts(forks=False)
+
+
+def test_a_fork_is_blamed_again_after_steady_progress() -> None:
+    bench = running(elastic_job(2, 2), Rules(forgive_after_s=20))
+    bench.agent("n1").fail(crash())
+    bench.settle()
+    assert bench.job.state.early_death
+    bench.agent("n0").reach(10)
+    bench.pass_time(25.0)
+    assert bench.job.state.early_death == ""
+    bench.agent("n1").fail(crash(forked=True))
+    bench.settle()
+    assert bench.job.state.suspect_warm_starts == 1
+    assert bench.job.live.nodes[N1].restarts == 0
+
+
+def test_a_first_start_that_was_forked_is_not_repeated_without_restarts() -> None:
+    bench = running(elastic_job(2, 2, restarts=0))
+    bench.agent("n1").fail(crash(forked=True))
+    bench.settle()
+    assert bench.job.state.phase is JobPhase.FAILED
+
+
 def test_after_two_doubts_all_starts_are_cold() -> None:
     bench = running()
     for _ in range(2):

@@ -98,6 +98,19 @@ def test_without_steps_a_like_time_stands_in(now_s: float, before_s: float, same
     assert repeats(after(now_s), after(before_s)) is same
 
 
+@pytest.mark.parametrize(
+    ("cold_s", "forked_s", "same"),
+    [(5, 0.2, True), (10, 0.2, True), (11, 0.2, False), (3, 6, False)],
+)
+def test_a_forked_worker_is_quicker_by_its_imports(
+    cold_s: float, forked_s: float, same: bool
+) -> None:
+    cold = crash(FailureKind.EXCEPTION, fingerprint="E", ran_s=cold_s)
+    forked = crash(FailureKind.EXCEPTION, fingerprint="E", ran_s=forked_s, forked=True)
+    assert repeats(forked, cold) is same
+    assert repeats(cold, forked) is same
+
+
 def test_replacements_wait_longer_each_time_up_to_a_minute() -> None:
     assert [relaunch_delay(n) for n in (0, 1, 2, 3, 4, 99, 10**6)] == [*(0, 0, 1, 2, 4, 60, 60)]
 

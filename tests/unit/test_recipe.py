@@ -75,6 +75,14 @@ def test_what_was_learnt_before_is_kept() -> None:
     assert newer.lines == (("env", "A", "1"), JSON, TORCH)
 
 
+def test_what_forked_workers_import_comes_after_what_their_zygote_has() -> None:
+    made, later = ("env", "A", "1"), ("import", "later", "/site/later.py")
+    older = recipe(record(made, TORCH))
+    newer = recipe(record(made, ("env", "B", "2"), later))
+    assert older.extended_by(newer).lines == (made, TORCH, ("env", "B", "2"), later)
+    assert older.extended_by(recipe(record(TORCH))) == older
+
+
 TEXT = st.text(st.characters(codec=None), max_size=8)
 
 

@@ -98,7 +98,10 @@ TEXTS = st.lists(TEXT, max_size=3)
 NUMBERS = st.integers(0, 1 << 40)
 RECIPE_LINES = st.lists(st.tuples(TEXT, TEXT, st.none() | TEXT), max_size=3)
 WORKERS = st.builds(
-    WorkerFork, st.lists(TEXT, min_size=3, max_size=4), st.dictionaries(TEXT, TEXT, max_size=3)
+    WorkerFork,
+    st.lists(TEXT, min_size=3, max_size=4),
+    st.dictionaries(TEXT, TEXT, max_size=3),
+    TEXTS,
 )
 ZYGOTE_MESSAGES: list[tuple[Callable[[bytes], Any], st.SearchStrategy[Any]]] = [
     (read_request, st.builds(ForkWorkers, st.lists(WORKERS, min_size=1, max_size=3))),

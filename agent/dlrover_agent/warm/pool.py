@@ -27,13 +27,15 @@ from typing import Self
 import dlrover_py
 from dlrover_agent import temporary_folder
 from dlrover_agent.child_processes import ChildRegistry
-from dlrover_agent.warm import script
+from dlrover_agent.warm.earlier_run import EarlierRun
+from dlrover_agent.warm.observer import ImportObserver, raise_task_error
 from dlrover_agent.warm.script import BOOT
 from dlrover_agent.warm.zygote import receive, send
 from dlrover_py.process.blocking import BackgroundThread, OverdueError
 from dlrover_py.process.children import wake
 from dlrover_py.process.identity import ProcessId, exit_code, members
 from dlrover_py.process.ownership import NotOwnedError
+from dlrover_py.process.recipe_cache import RecipeCache
 from dlrover_py.process.starter import Starter, kill_and_reap
 from dlrover_py.protocol import recipe as recipes
 from dlrover_py.protocol.zygote import (
@@ -51,12 +53,6 @@ from dlrover_py.protocol.zygote import (
 
 log = logging.getLogger("agent.warm")
 
-RECORD_SIZE = 8 << 20
-"""Bytes of the file for a worker's record. It is sparse: only written parts use disk space."""
-RECORD_POLL_S = 0.25
-"""Seconds between two reads of the records."""
-QUIET_S = 3.0
-"""Seconds without a new import after which the recipe counts as complete for now."""
 MAX_FDS = 253
 """File descriptors in one message (SCM_MAX_FD in the kernel)."""
 FORK_S = 2.0
@@ -64,8 +60,8 @@ FORK_S = 2.0
 
 After that, a cold start is the better choice.
 """
-FILES_S = 2.0
-"""Seconds for a read of the records, and for other small files."""
+ZYGOTE_S = 2.0
+"""Seconds that a zygote takes beside its imports, on a busy machine."""
 MAX_OUTPUT_TAIL = 4096
 """Bytes of a process's output that are read after its end."""
 MAX_BUILDS = 5
@@ -162,6 +158,15 @@ class ImportRecipe:
         rest = [line for line in older.lines if line[0] == "import" and line[1] not in known]
         return type(self)((*self.lines, *rest))
 
+    def extended_by(self, newer: Self) -> Self:
+        """Return the recipe with the new lines of another recipe at its end.
+
+        The other one has what workers imported that were forked with this recipe's modules.
+        """
+        known, imports = set(self.lines), self.imports
+        new = [x for x in newer.lines if x not in known and x[1] not in imports]
+        return type(self)((*self.lines, *new))
+
     def without(self, names: Sequence[str]) -> Self:
         """Return the recipe without these modules and their submodules."""
         below = tuple(f"{name}." for name in names)
@@ -246,54 +251,6 @@ class _ZygoteLostError(Exception):
     """
 
 
-class _ImportRecord:
-    """The record that one observed worker has written so far. Only the file thread uses it."""
-
-    def __init__(self, path: Path) -> None:
-        with path.open("wb") as file:
-            file.truncate(RECORD_SIZE)
-        self.path = path
-        self.text = ""
-        self._file = path.open("rb", buffering=0)
-
-    def read(self) -> bool:
-        """Read the new complete lines, and return whether there are any.
-
-        Raises:
-            OSError: The file cannot be read.
-        """
-        before = len(self.text)
-        while True:
-            self._file.seek(len(self.text))  # a record is ASCII, so characters are bytes
-            new = self._file.read(1 << 16)
-            complete = new[: new.rfind(b"\n") + 1]
-            self.text += complete.decode()
-            if not complete or b"\0" in new:
-                return len(self.text) > before
-
-    def close(self) -> None:
-        """Close and delete the file."""
-        self._file.close()
-        self.path.unlink(missing_ok=True)
-
-
-def _create_records(paths: Iterable[Path]) -> list[_ImportRecord]:
-    """Make the files for the records of a round; an empty list if that is not possible."""
-    records: list[_ImportRecord] = []
-    try:
-        records.extend(_ImportRecord(path) for path in paths)
-    except OSError:
-        _close_records(records)
-        return []
-    return records
-
-
-def _close_records(records: Iterable[_ImportRecord]) -> None:
-    for record in records:
-        with contextlib.suppress(OSError):
-            record.close()
-
-
 @dataclass(frozen=True, slots=True)
 class WorkerProgram:
     """What all workers of this node run."""
@@ -349,18 +306,32 @@ class WarmPool:
         self.program = program
         self._scratch, self._children, self._on_change = scratch, children, on_change
         self._installed = installed_folders()
+        self._earlier: EarlierRun | None = None
+        cache = RecipeCache.of(program.env)
+        if cache is not None and not self.disabled_reason:
+            self._earlier = EarlierRun(cache, program.argv, program.env, self._installed)
+        self._uses_earlier = False
+        """Whether the recipe is of an earlier run, and no zygote of it has been fit in this run."""
         self._zygote: _Zygote | None = None
         self._unreaped: list[subprocess.Popen[bytes]] = []
         """Processes that were killed, and are not reaped yet."""
-        self._records: list[_ImportRecord] = []
-        self._watching: asyncio.Task[None] | None = None
+        self._import_s = 0.0
+        """Seconds that the observed workers needed for their imports; 0 if not known."""
+        self._complete = False
+        """Whether the recipe is of workers that had come to rest. Otherwise, forked workers are
+        observed, too."""
         self._building: asyncio.Task[None] | None = None
         self._excluded_modules: list[str] = []
         """Modules that no zygote must import."""
         self._rebuild = False
         """Whether the recipe has changed since the present build began."""
+        self._may_put_off = True
+        """Whether the present build waits for workers that still import modules."""
+        self._attempt_over: asyncio.Event | None = None
+        """Set when the first attempt of the present build is over."""
         self._number = 0
         self._file_thread = BackgroundThread("warm-files")
+        self._observer = ImportObserver(scratch, self._file_thread)
         self._starter = Starter("zygotes")
         self._zygote_thread = BackgroundThread("zygote")
         """The thread that exchanges messages with zygotes, one request after the other."""
@@ -384,6 +355,46 @@ class WarmPool:
         """Whether a zygote is being built."""
         return self._building is not None and not self._building.done()
 
+    # --- The recipe of an earlier run ---
+
+    async def adopt_earlier(self) -> None:
+        """Adopt the recipe that an earlier run of the same command has left on this node, if any.
+
+        A zygote is built from it, so that the first workers are forked, too.
+        """
+        if self._earlier is None:
+            return
+        try:
+            found = await self._file_thread.run(self._earlier.find, self._observer.limit_s)
+        except OverdueError:
+            return
+        if found is None or self.recipe is not None:
+            return
+        self._import_s, self._complete = found.import_s, True
+        self._may_put_off, self._uses_earlier = False, True
+        self.adopt(ImportRecipe(tuple(found.lines)))
+
+    @property
+    def earlier_s(self) -> float:
+        """Seconds for which the first start waits at most for a zygote of an earlier recipe."""
+        return self._limit_s if self._uses_earlier else 0.0
+
+    def distrust_earlier(self) -> None:
+        """Remove the recipe that is kept for later runs, because a forked worker died early."""
+        if self._earlier is not None:
+            self._file_thread.post(self._earlier.forget)
+
+    def _keep_for_later(self) -> None:
+        """Keep the recipe of the present zygote for later runs of the same command.
+
+        Nothing is kept of workers that have ended early, nor if the recipe has values of
+        environment variables: they may be secrets.
+        """
+        recipe = self.recipe
+        if self._earlier is not None and recipe is not None and recipe.shared and self._complete:
+            lines = recipe.without(self._excluded_modules).lines
+            self._file_thread.post(functools.partial(self._earlier.keep, lines, self._import_s))
+
     # --- Observation of cold workers ---
 
     async def observed_argvs(self, argvs: Sequence[list[str]]) -> list[list[str]]:
@@ -392,44 +403,18 @@ class WarmPool:
         The workers are observed only if the files for their records can be made in time. Otherwise
         the command lines are returned unchanged, and nothing is learned from this round.
         """
-        paths = [self._scratch / f"imports-{i}" for i in range(len(argvs))]
-        try:
-            records = await self._file_thread.run(
-                lambda: _create_records(paths), self._files_s, _close_records
-            )
-        except OverdueError:
-            log.warning(
-                "imports_not_recorded", extra={"why": self._hang_message(), "then": "no warm start"}
-            )
-            return list(argvs)
-        if not records:
-            return list(argvs)
-        self._records = records
-        installed = os.pathsep.join(self._installed)
-        return [
-            [*argv[:2], "-c", script.OBSERVED_START, str(path), installed, *argv[2:]]
-            for argv, path in zip(argvs, paths, strict=True)
-        ]
+        return await self._observer.observed_argvs(argvs, self._installed)
 
-    @property
-    def _files_s(self) -> float:
-        """Limit in seconds of a call that uses files; 0 if another such call hangs already."""
-        return FILES_S if self._file_thread.stuck_s < FILES_S else 0.0
+    async def learn_from_ended(self) -> None:
+        """Learn from what the observed workers of the last round had imported when they ended.
 
-    def _hang_message(self) -> str:
-        return f"{self._scratch} has not answered within {FILES_S:g} s"
-
-    def forget_records(self) -> None:
-        """Stop reading the records, and have the file thread close and delete them.
-
-        The observed workers must have ended.
+        A job that fails early would otherwise never have a recipe. If the recipe has grown, a
+        zygote is built from it. The records are closed and deleted. A disk that does not answer
+        costs the recipe, and ``FILES_S``.
         """
-        if self._watching is not None:
-            self._watching.cancel()
-            self._watching = None
-        if self._records:
-            self._file_thread.post(functools.partial(_close_records, self._records))
-            self._records = []
+        grown = await self._observer.end()
+        if grown is not None and not self.disabled_reason and (grown or not self._complete):
+            await self._learn(complete=False)
 
     def watch(self, imports_torch: Callable[[], None]) -> None:
         """Read the records of the round's workers from now on, in a task.
@@ -439,52 +424,28 @@ class WarmPool:
         Args:
             imports_torch: Called once, in the event loop, when a worker has imported torch.
         """
-        if self._watching is not None:
-            self._watching.cancel()
-        if self._records:
-            self._watching = asyncio.create_task(self._watch(imports_torch))
-            self._watching.add_done_callback(raise_task_error)
+        self._observer.watch(
+            active=lambda: not self.disabled_reason,
+            grown=self._put_off_building,
+            quiet=functools.partial(self._learn, complete=True),
+            imports_torch=imports_torch,
+        )
 
-    async def _watch(self, imports_torch: Callable[[], None]) -> None:
-        """Read the records repeatedly, and learn a recipe whenever they have stopped growing.
-
-        They have stopped after ``QUIET_S`` without a new import. The task ends when warm starts are
-        given up. A failed read is repeated.
-        """
-        records, quiet_since = self._records, time.monotonic()
-        learned = torch_reported = False
-
-        def read_records() -> tuple[bool, bool]:
-            """Return whether there are new lines, and whether a worker has imported torch."""
-            grown = sum(record.read() for record in records) > 0
-            return grown, any("('import', 'torch'," in r.text for r in records)
-
-        while not self.disabled_reason:
-            await asyncio.sleep(RECORD_POLL_S if not learned else QUIET_S)
-            now = time.monotonic()
-            try:
-                grown, torch = await self._file_thread.run(read_records, FILES_S)
-            except (OverdueError, OSError):  # the next look may succeed
-                continue
-            if grown:
-                quiet_since, learned = now, False
-                self._put_off_building()
-                if torch and not torch_reported:
-                    torch_reported = True
-                    imports_torch()
-            elif not learned and now - quiet_since >= QUIET_S:
-                learned = True
-                await self._learn(records)
-
-    async def _learn(self, records: Sequence[_ImportRecord]) -> None:
+    async def _learn(self, *, complete: bool) -> None:
         """Merge the records into a recipe, and adopt it if it has new imports.
 
         Without new imports, a zygote is built if there is none. Records that contradict each other
         or cannot be read end all warm starts. If the merge takes too long, nothing is learned.
+
+        Args:
+            complete: Whether the workers import nothing any more. If they have ended instead, the
+                next round is about to start, and nothing puts the build of the zygote off.
         """
 
+        texts = self._observer.texts
+
         def merged() -> ImportRecipe:
-            return ImportRecipe.from_records([r.text for r in records], self._installed)
+            return ImportRecipe.from_records(texts, self._installed)
 
         try:
             # A line takes microseconds, so the longest records take seconds.
@@ -494,11 +455,17 @@ class WarmPool:
         except ValueError as error:
             self._disable(str(error))
             return
+        if not self._observer.of_forks:
+            self._import_s = max(self._import_s, self._observer.import_s)
+        self._complete = complete
+        self._may_put_off = complete
         if recipe.imports and self.recipe is None:
             self.adopt(recipe)
         elif self.recipe is not None and recipe.imports - self.recipe.imports:
-            self.adopt(recipe.with_imports_of(self.recipe))
-        elif self.recipe is not None and self._zygote is None:
+            older = self.recipe
+            of_forks = self._observer.of_forks
+            self.adopt(older.extended_by(recipe) if of_forks else recipe.with_imports_of(older))
+        elif self.recipe is not None and self._zygote is None and not self.building:
             self._build_soon()
 
     def adopt(self, recipe: ImportRecipe) -> None:
@@ -524,17 +491,20 @@ class WarmPool:
         if self.building:
             self._rebuild = True
         else:
+            self._attempt_over = asyncio.Event()
             self._building = asyncio.create_task(self._build())
             self._building.add_done_callback(raise_task_error)
 
     def _put_off_building(self) -> None:
         """Stop a build if there is no zygote: the recipe still grows, and workers need the CPUs.
 
-        The next call of :meth:`_learn` begins it again.
+        The next call of :meth:`_learn` begins it again. A build from what ended workers had
+        imported goes on. Otherwise a job whose workers die early would never have a zygote.
         """
-        if self._building is not None and self._zygote is None:
+        if self._building is not None and self._zygote is None and self._may_put_off:
             self._building.cancel()
             self._building = None
+            self._end_attempt()
 
     async def _build(self) -> None:
         """Build zygotes until one is fit to fork workers, or the attempts are used up.
@@ -560,6 +530,7 @@ class WarmPool:
                 pause = self._timing.retry_pauses_s[self._losses]
                 self._losses += 1
                 then = f"it is built again after {pause:g} s"
+                self._end_attempt()
                 log.info("zygote_lost", extra={"why": str(lost), "then": then})
                 await asyncio.sleep(pause)
                 continue
@@ -575,15 +546,52 @@ class WarmPool:
                     self._kill_zygote(old)
                 took = round(time.monotonic() - began, 3)
                 log.info("zygote_ready", extra={"modules": fitness.modules, "took_s": took})
+                self._end_attempt()
+                if not self._uses_earlier:
+                    self._keep_for_later()
+                self._uses_earlier = False
                 self._on_change()
                 return
             self._kill_zygote(candidate)
+            self._end_attempt()
             log.info("zygote_unfit", extra={"why": fitness.unfit, "without": list(fitness.blame)})
             if not fitness.blame:
                 break
             self._excluded_modules += fitness.blame
+        self._end_attempt()
         if self._zygote is None:
             self._disable(f"no zygote can fork workers: {fitness.unfit}")
+
+    def _end_attempt(self) -> None:
+        """End the wait of a round for the zygote that is being built.
+
+        If an earlier run's recipe has failed, it is removed, and a first start is not delayed.
+        """
+        if self._uses_earlier and self._zygote is None:
+            self.distrust_earlier()
+            self._uses_earlier = False
+            self._on_change()
+        if self._attempt_over is not None:
+            self._attempt_over.set()
+
+    @property
+    def _limit_s(self) -> float:
+        """Seconds for which a start waits at most for a zygote."""
+        return 2 * self._import_s + ZYGOTE_S
+
+    async def becomes_ready(self) -> bool:
+        """Return whether workers can be forked; wait for a zygote if one is being built.
+
+        The wait replaces a cold start, in which each worker imports the same modules beside the
+        zygote. It ends with the first attempt of the build, and after twice the time that cold
+        workers needed for their imports. If that time is not known, nothing is awaited.
+        """
+        if not self.ready and self.building and self._import_s and self._attempt_over is not None:
+            log.info("zygote_awaited", extra={"at_most_s": round(self._limit_s, 3)})
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._limit_s):
+                    await self._attempt_over.wait()
+        return self.ready
 
     async def _build_candidate(self, recipe: ImportRecipe) -> _Zygote:
         """Build a zygote, and wait for its report whether it is fit.
@@ -693,18 +701,23 @@ class WarmPool:
     async def last_line(self, output: Path) -> str:
         """Return the last line in a process's output file; empty if the disk does not answer."""
         with contextlib.suppress(OverdueError):
-            return await self._file_thread.run(lambda: _last_line(output), self._files_s)
+            return await self._file_thread.run(lambda: _last_line(output), self._observer.limit_s)
         return ""
 
     async def fork(self, requests: Sequence[ForkRequest]) -> list[ForkedProcess] | None:
         """Fork workers from the zygote; None if that fails, and they must be started cold.
 
         The result is also None without a zygote, or for more than ``MAX_FDS // 3`` workers. A
-        zygote that fails is replaced. The workers wait for :meth:`ForkedProcess.go`.
+        zygote that fails is replaced. The workers wait for :meth:`ForkedProcess.go`. They are
+        observed if the recipe is of workers that had ended early.
         """
         if 3 * len(requests) > MAX_FDS:
             return None  # too many for one message; a start of so many workers is slow anyway
-        request = ForkWorkers([WorkerFork(r.argv, r.env) for r in requests])
+        observe: list[list[str]] = [[] for _ in requests]
+        if not self._complete and not self.disabled_reason:
+            observe = await self._observer.observe_forks(len(requests), self._installed)
+        workers = [WorkerFork(r.argv, r.env, o) for r, o in zip(requests, observe, strict=True)]
+        request = ForkWorkers(workers)
         return await self._request_fork(request, [(r.out, r.err) for r in requests])
 
     async def fork_store(self, listening: int, port: int) -> ForkedProcess | None:
@@ -823,9 +836,9 @@ class WarmPool:
 
         The records are not closed. The zygote is killed, and not reaped here.
         """
-        tasks = [t for t in (self._watching, self._building) if t is not None]
-        for task in tasks:
-            task.cancel()
+        if self._building is not None:
+            self._building.cancel()
+        tasks = [t for t in (self._observer.stop(), self._building) if t is not None]
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._zygote is not None:
             self._kill_zygote(self._zygote)
@@ -924,12 +937,6 @@ def _last_line(path: Path) -> str:
     except OSError:
         return ""
     return text.strip().rpartition("\n")[2]
-
-
-def raise_task_error(task: asyncio.Task[None]) -> None:
-    """Raise the exception of a finished task, so that the event loop logs a defect."""
-    if not task.cancelled():
-        task.result()
 
 
 def _unfit_command(argv: Sequence[str]) -> str:

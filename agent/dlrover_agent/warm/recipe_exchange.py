@@ -104,9 +104,19 @@ class RecipeExchange:
         except ValueError as error:
             log.warning("recipe_not_used", extra={"why": str(error), "then": "cold start"})
             return
+        self._delay_first_round(WARMING_S)
+
+    async def take_earlier(self) -> None:
+        """Prepare warm starts with the recipe that an earlier run has left on this node, if any."""
+        await self._warm.adopt_earlier()
+        if within_s := self._warm.earlier_s:
+            self._delay_first_round(min(WARMING_S, within_s))
+
+    def _delay_first_round(self, within_s: float) -> None:
+        """Have the first round wait for the zygote that is being built, for a limited time."""
         if not self._core.follows:
             loop = asyncio.get_running_loop()
-            self._wait_timer = loop.call_later(WARMING_S, self._stop_waiting)
+            self._wait_timer = loop.call_later(within_s, self._stop_waiting)
 
     def _stop_waiting(self) -> None:
         """Join the next round, although warm starts are not prepared."""

@@ -18,7 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dlrover_agent.child_processes import ChildRegistry
-from dlrover_agent.warm.pool import FORK_S, ForkedProcess, WarmPool, raise_task_error
+from dlrover_agent.warm.observer import raise_task_error
+from dlrover_agent.warm.pool import FORK_S, ForkedProcess, WarmPool
 from dlrover_agent.warm.script import BOOT
 from dlrover_py.process.identity import ProcessId
 from dlrover_py.process.starter import Starter, kill_and_reap

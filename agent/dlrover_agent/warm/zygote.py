@@ -144,8 +144,10 @@ def main() -> None:
     fork = Zygote(orders, line).run()
     if isinstance(fork.request, ForkStore):
         serve_store(fork.request.store, fork.fds[1], fork.fds[0])
-    argv = fork.request.argv
+    argv, observe = fork.request.argv, fork.request.observe
     del fork
+    if observe:
+        script.watch(observe[0], tuple(observe[1].split(os.pathsep)))
     script.start_probe()
     script.run_script(argv)
 

@@ -233,10 +233,14 @@ class WorkerSupervisor:
                 raise _NotStartedError(_start_failure(0, 0, "its output", error)) from error
             finally:
                 self._workers = [one.worker for one in prepared]
+            await self.warm.learn_from_ended()
+            warm = not (assignment.cold or self._checking) and await self.warm.becomes_ready()
             self._stores.serve(now=self._checking and assignment.nnodes > 1)
-            self.warm.forget_records()
-            cold = assignment.cold or self._checking
-            children = await self._fork(prepared) if self.warm.ready and not cold else None
+            requests = [
+                ForkRequest(p.worker.argv, p.worker.env, 1 if p.out is None else p.out, p.err)
+                for p in prepared
+            ]
+            children = await self.warm.fork(requests) if warm else None
             if children:
                 self._adopt_all(children)
             else:
@@ -362,15 +366,6 @@ class WorkerSupervisor:
         """Signal the workers that have not ended."""
         for worker in workers:
             worker.signal(number)
-
-    async def _fork(self, prepared: list[PreparedWorker]) -> list[ForkedProcess] | None:
-        """Fork the workers from the zygote; None if the zygote cannot do so."""
-        return await self.warm.fork(
-            [
-                ForkRequest(p.worker.argv, p.worker.env, 1 if p.out is None else p.out, p.err)
-                for p in prepared
-            ]
-        )
 
     async def _start_all_cold(self, prepared: list[PreparedWorker]) -> None:
         """Start the workers without a zygote, and record their imports for the next zygote.
@@ -558,6 +553,8 @@ class WorkerSupervisor:
         if not code:
             self._report_end(worker, None)
             return
+        if worker.was_forked_lately and not self._stopped:
+            self.warm.distrust_earlier()
         stopped = self._stopped and -code in (*self._command.signals, signal.SIGKILL)
         describer = self._deaths.facts(worker, code, step)
         task = asyncio.create_task(self._explain(worker, describer, stopped=stopped))

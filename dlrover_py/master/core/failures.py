@@ -13,8 +13,9 @@ from dlrover_py.master.core.policy import (
     FailureDecision,
     after_restart,
     after_worker_failure,
+    dies_early,
     in_words,
-    may_be_warm_start_fault,
+    manner,
     ran_out_of_memory,
 )
 from dlrover_py.master.core.state import NON_DISRUPTIVE
@@ -122,7 +123,7 @@ class Failures:
 
         Progress is steady if a round has run for ``forgive_after_s`` and reached a new step, and no
         next round is pending. If the script reports no steps, ten times as long is required, and no
-        step. The last exception and the last lack of memory are forgotten, too. An event is
+        step. The last exception, early death and lack of memory are forgotten, too. An event is
         recorded only if something had been charged.
         """
         if (
@@ -150,6 +151,7 @@ class Failures:
             charged
             or self.state.abandoned_slots
             or self.state.last_exception is not None
+            or self.state.early_death
             or self.state.out_of_memory
         ):
             for node in charged:
@@ -158,6 +160,7 @@ class Failures:
                 slot.relaunches = 0
             self.state.abandoned_slots = 0
             self.state.last_exception = None
+            self.state.early_death = ""
             self.state.out_of_memory = ""
             self.log.record(
                 EventReason.BUDGET_RESET,
@@ -169,10 +172,11 @@ class Failures:
         """Charge a failure that is the root cause, and decide what follows.
 
         An event is recorded, and the status shows the failure. After a lack of memory, nothing is
-        charged if the auto-tuner can make the micro-batch smaller. An early death of a forked
-        worker is not charged: the next round is started cold instead. That is done at most
-        ``MAX_SUSPECT_WARM_STARTS`` times in a job. If the spec or the node asks for it
-        (``save_at_breakpoint``), the newest checkpoint is requested to be stored.
+        charged if the auto-tuner can make the micro-batch smaller. After an early death of a forked
+        worker the next round is started cold, at most ``MAX_SUSPECT_WARM_STARTS`` times in a job.
+        Such a death is not charged, unless workers die early without a fork, too. If the spec or
+        the node asks for it (``save_at_breakpoint``), the newest checkpoint is requested to be
+        stored.
         """
         self.state.last_failure = Failure(
             at=self.live.wall, node=node.id, round=self.state.round, worker=failure
@@ -194,11 +198,12 @@ class Failures:
         if ran_out_of_memory(failure) and (why := self._tuning.back_off(node.id)):
             self._transitions.need_round("failure", f"{message} ({why})", event)
             return
-        if (
-            may_be_warm_start_fault(failure)
-            and self.state.suspect_warm_starts < MAX_SUSPECT_WARM_STARTS
-        ):
+        suspect = self._may_be_fork(failure)
+        if suspect:
             self.state.suspect_warm_starts += 1
+        # A script that must not be restarted is not run twice, either.
+        once = self.state.round == 1 and not restart_budget(self.live, node)
+        if suspect and not self.state.early_death and not once:
             self._transitions.need_round(
                 "failure",
                 f"{message} (the next start is cold: the warm start may be the cause)",
@@ -210,9 +215,28 @@ class Failures:
         decision = after_worker_failure(
             failure, earlier=self.state.last_exception, **self._budgets(node)
         )
-        if failure.kind is FailureKind.EXCEPTION:
+        if failure.kind is FailureKind.EXCEPTION and not suspect:
             self.state.last_exception = failure
+        if dies_early(failure) and not suspect:
+            self.state.early_death = manner(failure)
         self._apply_decision(node, decision, "failure", f"{message} ({decision.message})", event)
+        if suspect and self.state.pending_round is not None:
+            self.state.pending_round.cold = True
+
+    def _may_be_fork(self, failure: WorkerFailure) -> bool:
+        """Return whether the fork of a worker may have caused its death, and is to be avoided.
+
+        It has not if a worker died in the same way before, and not because of a fork.
+        """
+        known = {self.state.early_death}
+        if self.state.last_exception is not None:
+            known.add(manner(self.state.last_exception))
+        return (
+            failure.forked
+            and dies_early(failure)
+            and manner(failure) not in known
+            and self.state.suspect_warm_starts < MAX_SUSPECT_WARM_STARTS
+        )
 
     def _budgets(self, node: Node) -> Budgets:
         """Return what the node has used of its budgets, and the budgets."""

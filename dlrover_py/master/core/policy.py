@@ -105,8 +105,10 @@ def repeats(failure: WorkerFailure, earlier: WorkerFailure) -> bool:
     """Return whether the same user exception came at the same step, or after a similar time.
 
     Without reported steps, the times from start to failure are compared. They may differ by a
-    fifth, or by 2 s for early failures: start-up times vary that much on a busy machine. Other
-    kinds of failures, and exceptions without a fingerprint, never count as repeated.
+    fifth, or by 2 s for early failures: start-up times vary that much on a busy machine. A forked
+    worker may also be quicker by ``EARLY_S`` than one that was started cold, because the cold one
+    had to import its modules. Other kinds of failures, and exceptions without a fingerprint, never
+    count as repeated.
     """
     kind = FailureKind.EXCEPTION
     if failure.kind is not kind or earlier.kind is not kind:
@@ -115,6 +117,10 @@ def repeats(failure: WorkerFailure, earlier: WorkerFailure) -> bool:
         return False
     if failure.step is not None or earlier.step is not None:
         return failure.step == earlier.step
+    if failure.forked != earlier.forked:
+        cold, forked = sorted((failure, earlier), key=lambda one: one.forked)
+        if forked.ran_s < cold.ran_s <= forked.ran_s + EARLY_S:
+            return True
     return abs(failure.ran_s - earlier.ran_s) <= max(2.0, 0.2 * earlier.ran_s)
 
 
@@ -127,19 +133,19 @@ MAX_SUSPECT_WARM_STARTS = 2
 are started cold."""
 
 
-def may_be_warm_start_fault(failure: WorkerFailure) -> bool:
-    """Return whether the fork may have caused a forked worker's death.
-
-    This is the case if the worker died early, had reported no step, and was not killed from
-    outside.
-    """
+def dies_early(failure: WorkerFailure) -> bool:
+    """Return whether a worker died early, before a reported step, and was not killed."""
     return (
-        failure.forked
-        and failure.ran_s < EARLY_S
+        failure.ran_s < EARLY_S
         and failure.step is None
         and failure.kind in (FailureKind.EXCEPTION, FailureKind.EXIT, FailureKind.SIGNAL)
         and failure.exit_code != -9
     )
+
+
+def manner(failure: WorkerFailure) -> str:
+    """Return a text that is the same for two deaths of the same kind, by the same exception."""
+    return f"{failure.kind} {failure.exit_code} {failure.fingerprint}"
 
 
 _NO_MEMORY = re.compile(

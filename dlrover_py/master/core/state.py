@@ -178,6 +178,9 @@ class DurableState:
     """Whether the workers of the current round are started cold."""
     last_exception: WorkerFailure | None = None
     """The last exception that ended a round, until training is steady again."""
+    early_death: str = ""
+    """The manner of the last early death that no fork has caused, until training is steady again;
+    empty if there was none."""
     last_failure: Failure | None = None
     out_of_memory: str = ""
     """The last failure or loss because of exhausted memory, until training is steady again."""

@@ -1,0 +1,168 @@
+"""The recipe that an earlier run of the same command has left on this node.
+
+A recipe lists the modules that a script imports. It is used again only if nothing has changed that
+decides which modules these are: the interpreter, the installed packages, the command line, the
+script, each imported file, and the environment as far as interpreters and libraries read it.
+"""
+
+import hashlib
+import logging
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+
+from dlrover_py import __version__
+from dlrover_py.process.ownership import NotOwnedError
+from dlrover_py.process.recipe_cache import FileState, KeptRecipe, RecipeCache
+from dlrover_py.protocol.zygote import RecipeLine
+
+log = logging.getLogger("agent.warm")
+
+READ_BY_LIBRARIES = (
+    *("PYTHON", "LD_", "LC_", "LANG", "VIRTUAL_ENV", "CONDA"),
+    *("TORCH", "PYTORCH", "TRITON", "CUDA", "NVIDIA", "NCCL", "GLOO", "HIP", "ROCR", "XLA"),
+    *("OMP", "GOMP", "KMP", "MKL", "OPENBLAS", "NUMEXPR", "HF_", "TRANSFORMERS", "ACCELERATE"),
+)
+"""Beginnings of the names of environment variables that decide what is imported."""
+_OF_THE_RUN = ("TORCHELASTIC_",)
+"""Beginnings of the names of variables that each run has a value of its own for."""
+
+
+class EarlierRun:
+    """The recipe in the cache for one command of this node.
+
+    All methods read or write files, and may block. Those that raise nothing log errors, because a
+    job goes on without a cache.
+    """
+
+    def __init__(
+        self,
+        cache: RecipeCache,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        installed: Sequence[str],
+    ) -> None:
+        """Take the command; no file is read yet.
+
+        Args:
+            cache: Where recipes are kept.
+            argv: Command line of the workers: ``PYTHON -u [-m] SCRIPT ARGS…``.
+            env: Environment that all workers have.
+            installed: Folders of the standard library and of installed packages.
+        """
+        self._cache, self._argv, self._env, self._installed = cache, argv, env, installed
+        self._key = ""
+        """Key of the command at the beginning of this run."""
+
+    def find(self) -> KeptRecipe | None:
+        """Return the recipe as :meth:`load` does; None after an error, which is logged."""
+        found = None
+        try:
+            found = self.load()
+        except (OSError, NotOwnedError) as error:
+            log.info("recipe_not_found", extra={"why": str(error), "then": "cold start"})
+        if found is not None:
+            log.info("recipe_found", extra={"modules": len(found.lines)})
+        return found
+
+    def keep(self, lines: Sequence[RecipeLine], import_s: float) -> None:
+        """Keep a recipe as :meth:`store` does; log an error, or that it is kept."""
+        try:
+            if self.store(lines, import_s):
+                log.info("recipe_kept", extra={"modules": len(lines)})
+        except (OSError, NotOwnedError) as error:
+            log.info("recipe_not_kept", extra={"why": str(error)})
+
+    def forget(self) -> None:
+        """Remove the recipe, because forks with it have failed; log an error."""
+        try:
+            if self._key:
+                self._cache.remove(self._key)
+        except (OSError, NotOwnedError) as error:
+            log.info("recipe_not_removed", extra={"why": str(error)})
+
+    def load(self) -> KeptRecipe | None:
+        """Return the recipe; None if there is none, or if something has changed since.
+
+        A recipe whose files have changed is removed.
+
+        Raises:
+            NotOwnedError: Another user can change the cache.
+            OSError: The script or the cache cannot be read.
+        """
+        self._key = self._make_key()
+        found = self._cache.load(self._key)
+        if found is not None and any(_state(path) != was for path, was in found.files.items()):
+            self._cache.remove(self._key)
+            return None
+        return found
+
+    def store(self, lines: Sequence[RecipeLine], import_s: float) -> bool:
+        """Keep a recipe, unless the script has changed since the beginning of this run.
+
+        Args:
+            lines: The recipe. It must not contain values of environment variables.
+            import_s: Seconds that workers needed to import it.
+
+        Returns:
+            Whether the recipe is kept.
+
+        Raises:
+            NotOwnedError: Another user can change the cache.
+            OSError: The script cannot be read, or the recipe cannot be written.
+        """
+        if not self._key or self._key != self._make_key():
+            return False
+        files = dict(_states(value for _, _, value in lines))
+        recipe = KeptRecipe(" ".join(self._argv[2:])[:1000], lines, import_s, files)
+        self._cache.store(self._key, recipe)
+        return True
+
+    def _make_key(self) -> str:
+        """Return the key of the command as everything is now.
+
+        Raises:
+            OSError: The script cannot be read.
+        """
+        argv = self._argv
+        parts: list[object] = [__version__, sys.version, os.path.realpath(sys.executable)]
+        parts += [os.getcwd(), *argv]
+        with open(self._script(), "rb") as script:
+            parts.append(hashlib.sha256(script.read()).hexdigest())
+        parts += [(folder, _state(folder)) for folder in self._installed]
+        for name, value in sorted(self._env.items()):
+            if name.startswith(READ_BY_LIBRARIES) and not name.startswith(_OF_THE_RUN):
+                parts.append((name, value))
+        return hashlib.sha256(ascii(parts).encode()).hexdigest()[:32]
+
+    def _script(self) -> str:
+        """Return the path of the script, or of the module that is run with ``-m``.
+
+        Raises:
+            FileNotFoundError: The module is neither in the working directory nor on PYTHONPATH.
+        """
+        name = self._argv[2]
+        if name != "-m":
+            return name
+        module = self._argv[3].replace(".", "/")
+        for folder in (os.getcwd(), *self._env.get("PYTHONPATH", "").split(os.pathsep)):
+            for path in (f"{folder}/{module}.py", f"{folder}/{module}/__main__.py"):
+                if os.path.isfile(path):
+                    return path
+        raise FileNotFoundError(f"module {self._argv[3]}: its file is not known")
+
+
+def _states(paths: Iterable[str | None]) -> Iterable[tuple[str, FileState]]:
+    """Yield the state of each path that is a file."""
+    for path in paths:
+        if path is not None and (state := _state(path)) is not None:
+            yield path, state
+
+
+def _state(path: str) -> FileState | None:
+    """Return the state of a file or folder; None if there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size

@@ -1,0 +1,145 @@
+"""The recipes that runs leave for later ones: what is kept, and when it is used."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlrover_agent.warm.earlier_run import EarlierRun
+from dlrover_py.process.ownership import NotOwnedError
+from dlrover_py.process.recipe_cache import MAX_FILES, KeptRecipe, RecipeCache
+from dlrover_py.protocol.zygote import RecipeLine
+
+TEXT = st.text(st.characters(codec=None), max_size=8)
+LINES = st.lists(st.tuples(st.sampled_from(["import", "own"]), TEXT, st.none() | TEXT), max_size=3)
+STATES = st.dictionaries(TEXT, st.tuples(st.integers(), st.integers()), max_size=3)
+
+
+@given(TEXT, LINES, st.floats(0, 1e6), STATES)
+def test_a_file_is_read_as_it_was_written(
+    script: str, lines: list[RecipeLine], import_s: float, files: dict[str, tuple[int, int]]
+) -> None:
+    there = KeptRecipe(script, lines, import_s, files)
+    assert KeptRecipe.decode(there.encode()) == there
+
+
+@given(st.binary(max_size=40))
+def test_other_bytes_are_refused(body: bytes) -> None:
+    with pytest.raises(ValueError, match=r"compressed|[Ee]xpect"):
+        KeptRecipe.decode(body)
+
+
+class Site:
+    """A script with a module of its own and an installed one, and runs of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.site, self.cache = folder / "site", RecipeCache(folder / "cache" / "recipes")
+        self.site.mkdir()
+        self.library, self.own = self.site / "library.py", folder / "own.py"
+        self.script = folder / "train.py"
+        for file in (self.library, self.own, self.script):
+            file.write_text("A = 1\n")
+        self.args, self.env = ["--lr", "0.1"], {"TORCH_LOGS": "", "TERM": "a"}
+
+    def run(self) -> EarlierRun:
+        argv = ["python", "-u", str(self.script), *self.args]
+        return EarlierRun(self.cache, argv, self.env, [f"{self.site}/"])
+
+    def keep(self) -> None:
+        run = self.run()
+        run.load()
+        lines = [("import", "library", str(self.library)), ("own", "own", str(self.own))]
+        assert run.store(lines, 3.0)
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+def test_the_next_run_of_the_same_command_finds_it(site: Site) -> None:
+    assert site.run().load() is None
+    site.keep()
+    found = site.run().load()
+    assert found is not None
+    assert [name for _, name, _ in found.lines] == ["library", "own"]
+    assert found.import_s == 3.0
+    site.env |= {"TERM": "b", "TORCHELASTIC_RUN_ID": "other"}
+    assert site.run().load() is not None, "nothing that decides about imports"
+
+
+CHANGES: dict[str, Callable[[Site], object]] = {
+    "the script": lambda site: site.script.write_text("A = 2\n"),
+    "the arguments": lambda site: site.args.append("--more"),
+    "a module of its own": lambda site: site.own.write_text("AB = 1\n"),
+    "a library": lambda site: site.library.write_text("AB = 1\n"),
+    "a file that is gone": lambda site: site.own.unlink(),
+    "a package": lambda site: (site.site / "more").mkdir(),
+    "the environment": lambda site: site.env.update(TORCH_LOGS="+dynamo"),
+    "a new variable": lambda site: site.env.update(LD_PRELOAD="x"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_it_is_not_used_once_something_has_changed(site: Site, what: str) -> None:
+    os.utime(site.site, (1, 1))  # a change within one tick of the clock counts, too
+    site.keep()
+    CHANGES[what](site)
+    assert site.run().load() is None
+
+
+def test_a_script_that_changes_meanwhile_leaves_nothing(site: Site) -> None:
+    run = site.run()
+    run.load()
+    site.script.write_text("A = 2\n")
+    assert not run.store([("import", "library", str(site.library))], 3.0)
+    assert not site.cache.folder.exists()
+
+
+@pytest.mark.parametrize("of_file", [False, True])
+def test_what_others_can_change_is_refused(site: Site, of_file: bool) -> None:
+    site.keep()
+    (file,) = site.cache.folder.iterdir()
+    (file if of_file else site.cache.folder).chmod(0o777)
+    with pytest.raises(NotOwnedError, match="others can write to it"):
+        site.run().load()
+
+
+def test_a_damaged_file_is_ignored_and_shown(site: Site) -> None:
+    site.keep()
+    (file,) = site.cache.folder.iterdir()
+    file.write_bytes(b"x")
+    assert site.run().load() is None
+    assert [entry.recipe for entry in site.cache.entries()] == [None]
+    assert site.cache.remove(site.cache.entries()[0].key)
+    assert site.cache.entries() == []
+
+
+def test_the_oldest_are_removed(tmp_path: Path) -> None:
+    cache = RecipeCache(tmp_path / "recipes")
+    for i in range(MAX_FILES):
+        cache.store(f"k{i}", KeptRecipe("", (), 1.0, {}))
+        os.utime(cache.folder / f"k{i}.recipe", (i, i))
+    cache.store("new", KeptRecipe("", (), 1.0, {}))
+    keys = [entry.key for entry in cache.entries()]
+    assert len(keys) == MAX_FILES
+    assert keys[0] == "new"
+    assert "k0" not in keys
+
+
+@pytest.mark.parametrize(
+    ("environ", "folder"),
+    [
+        ({"DLROVER_CACHE_DIR": "/c", "HOME": "/h"}, "/c/recipes"),
+        ({"XDG_CACHE_HOME": "/x", "HOME": "/h"}, "/x/dlrover-py/recipes"),
+        ({"HOME": "/h"}, "/h/.cache/dlrover-py/recipes"),
+        ({"DLROVER_CACHE_DIR": "none", "HOME": "/h"}, None),
+        ({}, None),
+    ],
+)
+def test_where_it_is(environ: dict[str, str], folder: str | None) -> None:
+    found = RecipeCache.of(environ)
+    assert (None if found is None else str(found.folder)) == folder
