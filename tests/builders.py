@@ -1052,6 +1052,7 @@ class Bench:
                 (f1, s1, _), (f2, s2, _) = self._exceptions[-2:]
                 assert f1 == f2
                 assert s1 == s2
+        assert self.job.state.suspect_warm_starts == self._doubts
 
     def _is_free(self, worker: WorkerFailure, *, may_restart: bool) -> bool:
         """Return whether a failure costs nothing, because a fork may be at fault; remember it."""

@@ -10,14 +10,13 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Counter
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dlrover_py.master.evidence import EvidenceStore
-from dlrover_py.master.exchange import Exchanges
+from dlrover_py.master.exchange import Exchanges, server
 from dlrover_py.master.journal_store import JournalStore
 from dlrover_py.master.loop import Clock, Loop
 from dlrover_py.master.platform import Platform
-from dlrover_py.master.server import health_app, job_app, server
 from dlrover_py.master.settings import Settings
 from dlrover_py.net.http_client import enable_keepalive
 from dlrover_py.net.http_server import raise_file_limit
@@ -95,23 +94,20 @@ async def serve(
         publish_s=settings.publish_s,
         evidence=EvidenceStore(evidence_dir),
     )
-    registry = CollectorRegistry()
-    denied = Counter(
-        "dlrover_unauthorized_requests", "Requests without a valid token.", registry=registry
-    )
     exchanges = Exchanges(
         loop,
         token=token,
         max_body_bytes=settings.max_body_bytes,
         body_s=settings.header_s,
     )
+    pages = _LatePages(loop, exchanges)
     jobs = server(
-        job_app(loop, exchanges, denied),
+        pages.job,
         header_s=settings.header_s,
         exchanges=exchanges,
         tls=tls,
     )
-    health = server(health_app(loop, registry), header_s=settings.header_s)
+    health = server(pages.health, header_s=settings.header_s)
     stop = asyncio.Event()
     running = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -130,6 +126,8 @@ async def serve(
         asyncio.create_task(jobs.serve([sockets.job])),
         asyncio.create_task(health.serve([sockets.health])),
     ]
+    if platform.can_create:  # probes of the platform come soon, and wait a second
+        pages.prepare()
     stopped = asyncio.create_task(stop.wait())
     done, _ = await asyncio.wait([*tasks, stopped], return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
@@ -143,6 +141,48 @@ async def serve(
     for task, outcome in zip(tasks, ended, strict=True):
         if task in done and isinstance(outcome, BaseException):
             raise outcome
+
+
+class _LatePages:
+    """The applications of both ports, which are imported with their first request.
+
+    FastAPI takes half of the master's time to start, and reports of agents do not need it. So the
+    first workers of a job start earlier.
+    """
+
+    def __init__(self, loop: Loop, exchanges: Exchanges) -> None:
+        """Take what the applications show; nothing is imported yet."""
+        self._loop, self._exchanges = loop, exchanges
+        self._made: asyncio.Future[tuple[ASGIApp, ASGIApp]] | None = None
+
+    def prepare(self) -> "asyncio.Future[tuple[ASGIApp, ASGIApp]]":
+        """Begin to import the applications in a thread, if that has not begun before."""
+        if self._made is None:
+            self._made = asyncio.ensure_future(asyncio.to_thread(self._make))
+        return self._made
+
+    def _make(self) -> tuple[ASGIApp, ASGIApp]:
+        from dlrover_py.master.server import applications
+
+        return applications(self._loop, self._exchanges)
+
+    @property
+    def job(self) -> ASGIApp:
+        """The application of the job's port."""
+
+        async def job(scope: Scope, receive: Receive, send: Send) -> None:
+            await (await asyncio.shield(self.prepare()))[0](scope, receive, send)
+
+        return job
+
+    @property
+    def health(self) -> ASGIApp:
+        """The application of the port for health and metrics."""
+
+        async def health(scope: Scope, receive: Receive, send: Send) -> None:
+            await (await asyncio.shield(self.prepare()))[1](scope, receive, send)
+
+        return health
 
 
 def collect_seldom() -> None:

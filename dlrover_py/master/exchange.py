@@ -9,14 +9,17 @@ routing and no scope, and one or two kilobytes for each exchange that is held
 import asyncio
 import hmac
 import re
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from pydantic import ValidationError
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from dlrover_py.master.loop import Loop, PassiveMasterError
+from dlrover_py.net import http_server
 from dlrover_py.protocol.agents import AgentReport, Assignment, ErrorReply
 from dlrover_py.protocol.errors import ErrorCode, SupersededError
 from dlrover_py.protocol.job import explain
@@ -254,3 +257,50 @@ class PendingCycle:
         if self._body_timer is not None:
             self._body_timer.cancel()
             self._body_timer = None
+
+
+def server(
+    app: ASGIApp,
+    *,
+    header_s: float,
+    exchanges: Exchanges | None = None,
+    tls: ssl.SSLContext | None = None,
+) -> http_server.EmbeddedServer:
+    """Return a server to run on a socket that is open already; it is not started here.
+
+    Args:
+        app: The application.
+        header_s: Seconds that a connection may take to send the head of a request.
+        exchanges: Answers plain reports of agents without a call of ``app``; None if there are no
+            such reports.
+        tls: TLS settings; None for plain HTTP.
+    """
+    protocol = http_server.TimeoutHttpProtocol if exchanges is None else _direct(exchanges)
+    return http_server.server(app, header_s=header_s, protocol=protocol, tls=tls)
+
+
+def _direct(exchanges: Exchanges) -> type[http_server.TimeoutHttpProtocol]:
+    """Return a protocol class in which plain exchanges do not reach the ASGI application.
+
+    ``exchanges`` answers these reports of agents itself (:meth:`Exchanges.accept` says which are
+    plain). All other requests are passed on to the application.
+    """
+
+    class Direct(http_server.TimeoutHttpProtocol):
+        """Protocol of connections on which plain exchanges skip the ASGI application."""
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._opened_at = self.loop.time()
+
+        def on_headers_complete(self) -> None:
+            if self.cycle is None or self.cycle.response_complete:
+                held = exchanges.accept(self, self._opened_at)
+                if held is not None:
+                    self._stop_head_timer()
+                    self.cycle = held  # type: ignore[assignment]
+                    self.scope = self.headers = None  # type: ignore[assignment]
+                    return
+            super().on_headers_complete()
+
+    return Direct

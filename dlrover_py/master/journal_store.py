@@ -17,11 +17,10 @@ import secrets
 import zlib
 from collections.abc import Awaitable
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from pydantic import BaseModel, ValidationError
 
-from dlrover_py.kubernetes.client import KubeClient
 from dlrover_py.kubernetes.errors import ConflictError, KubeError, NotFoundError
 from dlrover_py.kubernetes.kinds import PODS, SECRETS, Obj
 from dlrover_py.master.core.state import DurableState
@@ -30,6 +29,9 @@ from dlrover_py.process.ownership import open_own
 from dlrover_py.protocol.errors import ConfigError, SupersededError, TransientError
 from dlrover_py.protocol.names import GROUP
 from dlrover_py.protocol.words import counted
+
+if TYPE_CHECKING:
+    from dlrover_py.kubernetes.client import KubeClient
 
 log = logging.getLogger("master.store")
 
@@ -298,7 +300,7 @@ class SecretJournalStore:
     """
 
     def __init__(
-        self, kube: KubeClient, namespace: str, name: str, *, job_uid: str, pod: str, pod_uid: str
+        self, kube: "KubeClient", namespace: str, name: str, *, job_uid: str, pod: str, pod_uid: str
     ) -> None:
         """Store the settings without a call.
 

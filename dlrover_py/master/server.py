@@ -10,7 +10,6 @@ import hashlib
 import hmac
 import json
 import logging
-import ssl
 from collections.abc import Iterator
 from typing import Annotated, Any
 
@@ -430,6 +429,20 @@ def _count(name: str, help_text: str, value: float) -> Metric:
     return CounterMetricFamily(name, help_text, value=float(value))
 
 
+def applications(loop: Loop, exchanges: Exchanges) -> tuple[ASGIApp, ASGIApp]:
+    """Return the applications of the job's port and of the port for health, with their metrics.
+
+    Args:
+        loop: The loop that runs the job.
+        exchanges: Takes the reports of agents.
+    """
+    registry = CollectorRegistry()
+    denied = Counter(
+        "dlrover_unauthorized_requests", "Requests without a valid token.", registry=registry
+    )
+    return job_app(loop, exchanges, denied), health_app(loop, registry)
+
+
 def health_app(loop: Loop, registry: CollectorRegistry, *, dead_s: float = DEAD_S) -> ASGIApp:
     """Return the application for health, readiness and metrics.
 
@@ -463,50 +476,3 @@ def health_app(loop: Loop, registry: CollectorRegistry, *, dead_s: float = DEAD_
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     return app
-
-
-def server(
-    app: ASGIApp,
-    *,
-    header_s: float,
-    exchanges: Exchanges | None = None,
-    tls: ssl.SSLContext | None = None,
-) -> http_server.EmbeddedServer:
-    """Return a server to run on a socket that is open already; it is not started here.
-
-    Args:
-        app: The application.
-        header_s: Seconds that a connection may take to send the head of a request.
-        exchanges: Answers plain reports of agents without a call of ``app``; None if there are no
-            such reports.
-        tls: TLS settings; None for plain HTTP.
-    """
-    protocol = http_server.TimeoutHttpProtocol if exchanges is None else _direct(exchanges)
-    return http_server.server(app, header_s=header_s, protocol=protocol, tls=tls)
-
-
-def _direct(exchanges: Exchanges) -> type[http_server.TimeoutHttpProtocol]:
-    """Return a protocol class in which plain exchanges do not reach the ASGI application.
-
-    ``exchanges`` answers these reports of agents itself (:meth:`Exchanges.accept` says which are
-    plain). All other requests are passed on to the application.
-    """
-
-    class Direct(http_server.TimeoutHttpProtocol):
-        """Protocol of connections on which plain exchanges skip the ASGI application."""
-
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            self._opened_at = self.loop.time()
-
-        def on_headers_complete(self) -> None:
-            if self.cycle is None or self.cycle.response_complete:
-                held = exchanges.accept(self, self._opened_at)
-                if held is not None:
-                    self._stop_head_timer()
-                    self.cycle = held  # type: ignore[assignment]
-                    self.scope = self.headers = None  # type: ignore[assignment]
-                    return
-            super().on_headers_complete()
-
-    return Direct

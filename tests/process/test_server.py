@@ -20,11 +20,11 @@ from prometheus_client import CollectorRegistry, Counter
 
 from dlrover_py.master.app import listen
 from dlrover_py.master.core.events import Event, NodeSeen, Rules
-from dlrover_py.master.exchange import Exchanges
+from dlrover_py.master.exchange import Exchanges, server
 from dlrover_py.master.journal_store import FileJournalStore
 from dlrover_py.master.loop import Clock, Loop, ReplyCallback
 from dlrover_py.master.platform.static import StaticPlatform
-from dlrover_py.master.server import job_app, server
+from dlrover_py.master.server import job_app
 from dlrover_py.master.settings import Settings
 from dlrover_py.net.http_client import HttpClient
 from dlrover_py.protocol import names

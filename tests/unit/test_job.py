@@ -1315,6 +1315,7 @@ def test_a_script_that_fails_at_once_uses_as_many_restarts_as_without_forks(
         assert bench.job.state.phase is JobPhase.FAILED
         assert bench.job.state.last_failure is not None
         assert bench.job.state.last_failure.worker.message == failure.message
+        assert bench.job.state.suspect_warm_starts == 0
         return bench.job.state.round
 
     assert starts(forks=True) == starts(forks=False)
