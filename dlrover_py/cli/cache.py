@@ -59,7 +59,8 @@ def ls(as_json: bool) -> None:
         what = "cannot be read"
         if entry.recipe is not None:
             modules = sum(kind == "import" for kind, _, _ in entry.recipe.lines)
-            what = f"{counted(modules, 'module')}  {entry.recipe.script}"
+            what = counted(modules, "module") if modules else "not used: forked workers died early"
+            what = f"{what}  {entry.recipe.script}"
         click.echo(view.plain(f"{entry.key[:12]}  {at:%Y-%m-%d %H:%M}  {what}"))
     if as_json:
         documents = [

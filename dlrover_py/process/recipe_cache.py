@@ -44,7 +44,7 @@ class KeptRecipe:
     script: str
     """The command line of the workers, for people."""
     lines: Sequence[RecipeLine]
-    """The recipe."""
+    """The recipe; empty if the command must not be started with one."""
     import_s: float
     """Seconds that workers needed to import it."""
     files: Mapping[str, FileState]

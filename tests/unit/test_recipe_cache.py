@@ -99,6 +99,34 @@ def test_a_script_that_changes_meanwhile_leaves_nothing(site: Site) -> None:
     assert not site.cache.folder.exists()
 
 
+def test_after_a_forked_worker_has_died_early_all_first_starts_are_cold(site: Site) -> None:
+    site.keep()
+    run = site.run()
+    assert run.load() is not None
+    run.distrust(forked=True)
+    run = site.run()
+    assert run.load() is None
+    assert not run.store([("import", "library", str(site.library))], 3.0)
+    assert site.run().load() is None
+
+
+@pytest.mark.parametrize("in_the_same_run", [False, True])
+def test_a_script_that_dies_without_a_fork_too_is_at_fault_itself(
+    site: Site, in_the_same_run: bool
+) -> None:
+    site.keep()
+    run = site.run()
+    run.load()
+    run.distrust(forked=True)
+    if not in_the_same_run:
+        run = site.run()
+        run.load()
+    run.distrust(forked=False)
+    run.distrust(forked=True)
+    site.keep()
+    assert site.run().load() is not None
+
+
 @pytest.mark.parametrize("of_file", [False, True])
 def test_what_others_can_change_is_refused(site: Site, of_file: bool) -> None:
     site.keep()

@@ -9,7 +9,7 @@ import hashlib
 import logging
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from dlrover_py import __version__
 from dlrover_py.process.ownership import NotOwnedError
@@ -53,6 +53,8 @@ class EarlierRun:
         self._cache, self._argv, self._env, self._installed = cache, argv, env, installed
         self._key = ""
         """Key of the command at the beginning of this run."""
+        self._dies_cold = False
+        """Whether a worker that was started cold has died early in this run."""
 
     def find(self) -> KeptRecipe | None:
         """Return the recipe as :meth:`load` does; None after an error, which is logged."""
@@ -74,17 +76,44 @@ class EarlierRun:
             log.info("recipe_not_kept", extra={"why": str(error)})
 
     def forget(self) -> None:
-        """Remove the recipe, because forks with it have failed; log an error."""
+        """Remove the recipe, because no zygote could be built from it; log an error."""
+        self._change(lambda: self._cache.remove(self._key))
+
+    def distrust(self, *, forked: bool) -> None:
+        """Remove the recipe, because a worker has died early; log an error.
+
+        After the death of a forked worker, no run of this command forks its first workers again.
+        Otherwise every second run could fail. A worker that dies early without a fork shows that
+        the script is at fault, and the next run is free again.
+
+        Args:
+            forked: Whether the worker was forked.
+        """
+        self._dies_cold = self._dies_cold or not forked
+        refusal = KeptRecipe(self._name, [], 0.0, {})
+        if self._dies_cold:
+            self.forget()
+        else:
+            self._change(lambda: self._cache.store(self._key, refusal))
+
+    def _change(self, change: Callable[[], object]) -> None:
+        """Change the cache if the command has a key; log an error."""
         try:
             if self._key:
-                self._cache.remove(self._key)
+                change()
         except (OSError, NotOwnedError) as error:
             log.info("recipe_not_removed", extra={"why": str(error)})
+
+    @property
+    def _name(self) -> str:
+        """The command line of the workers, for people."""
+        return " ".join(self._argv[2:])[:1000]
 
     def load(self) -> KeptRecipe | None:
         """Return the recipe; None if there is none, or if something has changed since.
 
-        A recipe whose files have changed is removed.
+        A recipe whose files have changed is removed. The result is also None after
+        :meth:`distrust`.
 
         Raises:
             NotOwnedError: Another user can change the cache.
@@ -95,10 +124,12 @@ class EarlierRun:
         if found is not None and any(_state(path) != was for path, was in found.files.items()):
             self._cache.remove(self._key)
             return None
-        return found
+        return found if found is not None and found.lines else None
 
     def store(self, lines: Sequence[RecipeLine], import_s: float) -> bool:
         """Keep a recipe, unless the script has changed since the beginning of this run.
+
+        Nothing is kept after :meth:`distrust`, in this run or an earlier one.
 
         Args:
             lines: The recipe. It must not contain values of environment variables.
@@ -113,9 +144,11 @@ class EarlierRun:
         """
         if not self._key or self._key != self._make_key():
             return False
+        present = self._cache.load(self._key)
+        if present is not None and not present.lines:
+            return False
         files = dict(_states(value for _, _, value in lines))
-        recipe = KeptRecipe(" ".join(self._argv[2:])[:1000], lines, import_s, files)
-        self._cache.store(self._key, recipe)
+        self._cache.store(self._key, KeptRecipe(self._name, lines, import_s, files))
         return True
 
     def _make_key(self) -> str:

@@ -379,10 +379,14 @@ class WarmPool:
         """Seconds for which the first start waits at most for a zygote of an earlier recipe."""
         return self._limit_s if self._uses_earlier else 0.0
 
-    def distrust_earlier(self) -> None:
-        """Remove the recipe that is kept for later runs, because a forked worker died early."""
+    def distrust_earlier(self, *, forked: bool) -> None:
+        """Remove the recipe that is kept for later runs, because a worker has died early.
+
+        Args:
+            forked: Whether that worker was forked; see :meth:`EarlierRun.distrust`.
+        """
         if self._earlier is not None:
-            self._file_thread.post(self._earlier.forget)
+            self._file_thread.post(functools.partial(self._earlier.distrust, forked=forked))
 
     def _keep_for_later(self) -> None:
         """Keep the recipe of the present zygote for later runs of the same command.
@@ -568,7 +572,8 @@ class WarmPool:
         If an earlier run's recipe has failed, it is removed, and a first start is not delayed.
         """
         if self._uses_earlier and self._zygote is None:
-            self.distrust_earlier()
+            if self._earlier is not None:
+                self._file_thread.post(self._earlier.forget)
             self._uses_earlier = False
             self._on_change()
         if self._attempt_over is not None:

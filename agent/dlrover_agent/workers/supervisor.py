@@ -553,8 +553,9 @@ class WorkerSupervisor:
         if not code:
             self._report_end(worker, None)
             return
-        if worker.was_forked_lately and not self._stopped:
-            self.warm.distrust_earlier()
+        first = not self._stopped and sum(w.ended for w in self._workers) == 1
+        if first and worker.is_young and code != -signal.SIGKILL:
+            self.warm.distrust_earlier(forked=worker.child is not None)
         stopped = self._stopped and -code in (*self._command.signals, signal.SIGKILL)
         describer = self._deaths.facts(worker, code, step)
         task = asyncio.create_task(self._explain(worker, describer, stopped=stopped))

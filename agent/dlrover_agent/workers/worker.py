@@ -24,7 +24,7 @@ from dlrover_py.protocol.agents import Assignment, Directive
 CONSOLE_STALL_S = 1.0
 """Seconds without progress after which the agent stops writing the last lines at its end."""
 EARLY_S = 10.0
-"""Seconds from its start within which a forked worker may fail because of the fork."""
+"""Seconds from its start within which a forked worker may die because of the fork."""
 CHECK = (sys.executable, "-P", "-u", "-m", "dlrover_agent.checks")
 """Command of the workers while the node is checked, instead of the user's command."""
 PER_RANK = (
@@ -75,9 +75,9 @@ class Worker:
         return self.pidfd >= 0
 
     @property
-    def was_forked_lately(self) -> bool:
-        """Whether the worker is forked and has run for so short a time that the fork may fail."""
-        return self.child is not None and time.monotonic() - self.started_at < EARLY_S
+    def is_young(self) -> bool:
+        """Whether the worker has run for so short a time that it may die because of its fork."""
+        return time.monotonic() - self.started_at < EARLY_S
 
     def watch(self, exited: "Callable[[Worker], None]") -> None:
         """Call a function in the event loop once the process has ended.
