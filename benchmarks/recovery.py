@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -444,10 +444,13 @@ def early_rows(deaths: int, never_s: float) -> list[Row]:
     return [early, row]
 
 
-def second_start_rows(times: int) -> list[Row]:
-    """Measure the second start of a script, to the last rank's first step."""
+def second_start_rows(times: int, numbers: Sequence[int]) -> list[Row]:
+    """Measure the second start of a script with these numbers of workers, to the last rank's first
+    step.
+    """
     rows = []
-    for workers, target in ((1, "≤ 0.5 of torchrun's"), (4, "≤ 0.35 of torchrun's")):
+    for workers in numbers:
+        target = {1: "≤ 0.5 of torchrun's", 4: "≤ 0.35 of torchrun's"}.get(workers, "")
         row = Row(f"second start of the script, {counted(workers)}, to the first step", target)
         rows.append(row)
         flags = ["--standalone", f"--nproc-per-node={workers}", "train.py", "out"]
@@ -557,6 +560,8 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=3, help="times that nodes are killed")
     parser.add_argument("--early", type=int, default=40, help="deaths after three steps")
     parser.add_argument("--starts", type=int, default=5)
+    parser.add_argument("--seconds", type=int, default=5, help="second starts of a script")
+    parser.add_argument("--workers", type=int, nargs="*", default=[1, 4], help="the same: of each")
     parser.add_argument("--steps", type=int, default=3, help="blocks of step times")
     parser.add_argument("--never", type=float, default=60.0)
     parser.add_argument("--json", type=Path)
@@ -580,7 +585,8 @@ def main() -> None:
         rows += early_rows(args.early, args.never)
     if args.starts:
         rows += start_rows(args.starts)
-        rows += second_start_rows(args.starts)
+    if args.seconds:
+        rows += second_start_rows(args.seconds, args.workers)
     held = memory()
     steps = step_times(args.steps, 15.0) if args.steps else {}
     words = [
