@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from dlrover_py.protocol.job import ElasticJob
+from dlrover_py.protocol.status import MeasuredSpeed
 from dlrover_py.protocol.words import counted
 
 HORIZON_S = 3600.0
@@ -35,7 +37,7 @@ WORTH = 0.2
 BETTER = 0.25
 """Fraction by which the gain of a move between jobs must exceed the loss."""
 CHURN = 0.1
-"""Fraction of all nodes that one call moves between jobs of equal rights at most."""
+"""Fraction of all nodes that one call moves for the sake of speed, to within one step."""
 PATIENCE_S = 3600.0
 """Seconds for which smaller jobs may start before a waiting job that does not fit yet."""
 RECLAIMS = 3
@@ -100,6 +102,53 @@ class Demand:
             return float(nodes**ONE_SIZE)
         a, b, c = self.curve
         return nodes / (a + b * (nodes - 1) + c * nodes * (nodes - 1) or 1e-9)
+
+
+CLASSES: Mapping[str, int] = {"high": 1000, "low": -1000}
+"""Priorities that names of DLRover's have here. Other names of classes have the priority 0."""
+
+
+def name_of(namespace: str, name: str) -> str:
+    """Return the name of a job among all jobs of a cluster."""
+    return name if namespace == "default" else f"{namespace}/{name}"
+
+
+def demand_of(
+    job: ElasticJob, speed: MeasuredSpeed | None, *, queued_at: float, size: int
+) -> Demand:
+    """Return what a job asks for.
+
+    It may have up to ``maxReplicas`` nodes if it scales by itself, else up to ``replicas``. Its
+    ``priority`` is a whole number, ``high`` or ``low``.
+
+    Args:
+        job: the job, with its allocation.
+        speed: what was measured of it; None if nothing was.
+        queued_at: Unix time at which it was created.
+        size: nodes that it has, with those that are ending.
+    """
+    worker, granted = job.worker, job.allocation
+    scales = worker.scaling is not None and worker.scaling.mode == "auto"
+    named = worker.priority or "0"
+    number = int(named) if named.lstrip("-").isdecimal() else CLASSES.get(named, 0)
+    spec = worker.scaling
+    resize_s = speed.resize_s if speed is not None else None
+    curve = speed.curve if speed is not None else None
+    return Demand(
+        name=name_of(job.metadata.namespace, job.metadata.name),
+        minimum=worker.minimum,
+        maximum=worker.ceiling if scales else worker.replicas,
+        unit=math.lcm(worker.node_unit, (spec.node_unit if spec is not None else None) or 1),
+        priority=number,
+        queue=job.metadata.namespace,
+        queued_at=queued_at,
+        curve=None if curve is None else (curve[0], curve[1], curve[2]),
+        measured=speed.most if speed is not None else 0,
+        resize_s=RESIZE_S if resize_s is None else resize_s,
+        size=size,
+        granted=None if granted is None else granted.nodes,
+        granted_at=-math.inf if granted is None else granted.since,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,7 +405,7 @@ def _exchanged(shares: Iterable[_Share], free: int, budget: int) -> None:
     Args:
         shares: the jobs.
         free: nodes that no job has.
-        budget: nodes that may be moved.
+        budget: nodes after which no further move begins.
     """
     movable = [share for share in shares if share.steady]
     donors = [(_loss(s), i, s.nodes) for i, s in enumerate(movable) if s.fewer() < s.nodes]
@@ -387,7 +436,7 @@ def _exchanged(shares: Iterable[_Share], free: int, budget: int) -> None:
             donor.nodes = smaller
             if donor.fewer() < donor.nodes:
                 heapq.heappush(donors, (_loss(donor), entry[1], donor.nodes))
-        if found < moved or moved > budget or gain <= (1 + BETTER) * loss:
+        if found < moved or gain <= (1 + BETTER) * loss:
             for entry in reversed(given):
                 movable[entry[1]].nodes = entry[2]
                 heapq.heappush(donors, entry)
@@ -460,7 +509,8 @@ def _when_gone(
         free -= max(0, extra)
         if before:
             gain = demand.speed(goal) / demand.speed(before) - 1
-            text = f"{before}→{goal}: {counted(goal - before, 'more node')} add {_percent(gain)}"
+            add = "adds" if goal == before + 1 else "add"
+            text = f"{before}→{goal}: {counted(goal - before, 'more node')} {add} {_percent(gain)}"
         else:
             text = f"{counted(goal, 'node')}: the minimum is {demand.least}"
         granted[demand.name] = Allocation(goal, goal, text)

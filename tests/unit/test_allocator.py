@@ -286,6 +286,8 @@ def test_a_move_for_speed_needs_a_gain_that_is_clearly_larger() -> None:
     assert found["a"].nodes < 16, f"{BETTER:.0%} more is reached"
     assert found["a"].nodes >= 16 - 2 - 1, "one call moves a tenth of the nodes"
     assert found["a"].reason.endswith("b gets them")
+    costly = [replace(one, resize_s=1800.0) for one in apart]
+    assert nodes(allocate(costly, pools, NOW)) == {"a": 16, "b": 4}, "the change costs more"
     fresh = [replace(one, granted_at=NOW - 10) for one in apart]
     assert nodes(allocate(fresh, pools, NOW)) == {"a": 16, "b": 4}
 
