@@ -235,6 +235,8 @@ class SharedCluster:
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C comes from this process alone
         )
+        if self.interrupts:  # the signal came while it was started
+            job.process.send_signal(signal.SIGINT)
         task = asyncio.create_task(_print_output(name, job.process))
         self._reading.add(task)
         task.add_done_callback(self._reading.discard)
@@ -264,8 +266,14 @@ class SharedCluster:
 async def _print_output(name: str, process: "asyncio.subprocess.Process") -> None:
     """Print the lines of a job with its name, until it has closed its output."""
     assert process.stdout is not None
-    while text := await process.stdout.readline():
-        line(f"[{name}] {text.decode('utf-8', 'replace').rstrip()}")
+    text = b"-"
+    while text:
+        try:
+            text = await process.stdout.readline()
+        except ValueError:  # a part of an endless line was dropped
+            continue
+        if text:
+            line(f"[{name}] {text.decode('utf-8', 'replace').rstrip()}")
     await process.wait()
 
 

@@ -116,7 +116,8 @@ class NodeAllocation(BaseModel):
     )
 
     nodes: Annotated[int, Field(ge=0, le=100_000)]
-    """Greatest number of nodes for now, without standbys; with 0 the job is held back."""
+    """Greatest number of nodes for now, without standbys. With fewer than ``minReplicas`` the job
+    is held back."""
     reason: str = ""
     """Why, in words."""
     since: Annotated[float, Field(allow_inf_nan=False)] = 0.0

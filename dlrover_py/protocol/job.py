@@ -673,7 +673,9 @@ class ElasticJob(_Strict):
     @property
     def rests(self) -> bool:
         """Return whether no node may run: the job is suspended, or held back by the allocator."""
-        return self.spec.suspend or self.most_nodes == 0
+        return self.spec.suspend or not (
+            self.most_nodes is None or self.most_nodes >= self.worker.minimum
+        )
 
     @classmethod
     def _checked(cls, document: dict[str, Any], extra: Literal["forbid", "ignore"]) -> Self:

@@ -65,6 +65,8 @@ def test_a_job_without_nodes_is_held_back_and_goes_on() -> None:
     assert status.phase is JobPhase.SUSPENDED
     assert status.reason == "3→0: another job needs them"
     assert not bench.pods
+    allocate(bench, 1, "1 is left")
+    assert bench.job.state.phase is JobPhase.SUSPENDED, "the minimum is 2"
     allocate(bench, 2)
     assert len(bench.members) == 2
 
