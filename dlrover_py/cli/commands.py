@@ -224,7 +224,7 @@ def run(
 
 
 @cluster.command("run")
-@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 @click.option(
     "--nodes",
     "hosts",
