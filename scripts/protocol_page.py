@@ -122,12 +122,13 @@ PROCESSES: tuple[Process, ...] = (
     ),
     Process(
         name="cluster process",
-        started="A user: `dlrover job run`.",
+        started="A user: `dlrover job run`. `dlrover cluster run` starts one for each job.",
         ends="When the job has ended. At Ctrl-C, SIGTERM, SIGHUP or `dlrover job stop`.",
         killed="No process.",
         lost="The job. Its logs and its journal stay in the state folder.",
         noticed="The master, the agents and the reapers, by the end of the lifeline pipe. They "
         "end.",
+        starters=("dlrover_py/cli/shared.py",),
     ),
     Process(
         name="master on this machine",

@@ -109,6 +109,11 @@ def node() -> None:
     """
 
 
+@root.group(cls=_OrderedGroup)
+def cluster() -> None:
+    """Run several jobs on this machine that share simulated hosts."""
+
+
 root.add_command(ckpt)
 root.add_command(data)
 root.add_command(cache)
@@ -218,6 +223,34 @@ def run(
         style=_style(as_json=as_json, plain=plain),
         show=show or ("none" if as_json else "rank0"),
     )
+
+
+@cluster.command("run")
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+@click.option(
+    "--nodes",
+    "hosts",
+    type=click.IntRange(1, 1000),
+    default=6,
+    show_default=True,
+    metavar="N",
+    help="Number of simulated hosts.",
+)
+def run_cluster(folder: Path, hosts: int) -> int:
+    """Run all jobs of the job files in FOLDER on --nodes simulated hosts, until they have ended.
+
+    The jobs grow and shrink as the allocator decides; no job dies of it. A file that is put into
+    FOLDER later is a job that arrives. The exit code is 0 if all jobs succeeded. Ctrl-C stops all.
+
+    \f
+
+    Args:
+        folder: folder of the job files (``*.yaml``).
+        hosts: number of simulated hosts.
+    """
+    from dlrover_py.cli.shared import run_shared
+
+    return run_shared(folder, Settings.from_environment(), hosts=hosts)
 
 
 @job.command()

@@ -49,6 +49,7 @@ from dlrover_py.process.identity import ended, marked, signal_all
 from dlrover_py.process.ownership import RUNTIME_HINT, STATE_HINT, is_own, open_own
 from dlrover_py.protocol import names
 from dlrover_py.protocol.agents import ErrorReply
+from dlrover_py.protocol.autoscale import NodeAllocation
 from dlrover_py.protocol.errors import (
     ConfigError,
     DLRoverError,
@@ -898,6 +899,17 @@ def api(cluster: LocalCluster) -> FastAPI:
     @app.post("/v1/hosts")
     async def hosts(count: Annotated[int, Query(ge=1, le=1000)] = 1) -> Response:
         return done(f"added {', '.join(cluster.add_hosts(count))}")
+
+    @app.put("/v1/allocation")
+    async def allocation(wanted: NodeAllocation) -> Response:
+        if wanted != cluster.job.allocation:
+            cluster.replace_job(cluster.job.allocated(wanted))
+        surplus = max(0, len(cluster.hosts) - wanted.nodes)
+        free, _ = _unassigned(cluster.hosts, cluster.nodes.values())
+        for host in free[::-1][:surplus]:  # the rest, when no node is on them any more
+            cluster.hosts.remove(host)
+        cluster.add_hosts(max(0, wanted.nodes - len(cluster.hosts)))
+        return done(f"{cluster.job.metadata.name} may have {counted(wanted.nodes, 'node')}")
 
     @app.post("/v1/scale")
     async def scale(replicas: int) -> Response:

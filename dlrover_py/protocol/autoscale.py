@@ -108,5 +108,21 @@ class AutoscaleSpec(BaseModel):
             return None
 
 
+class NodeAllocation(BaseModel):
+    """How many nodes of a shared cluster a job may have (docs/autoscaling.md)."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="ignore", alias_generator=to_camel, populate_by_name=True
+    )
+
+    nodes: Annotated[int, Field(ge=0, le=100_000)]
+    """Greatest number of nodes for now, without standbys. With fewer than ``minReplicas`` the job
+    is held back."""
+    reason: str = ""
+    """Why, in words."""
+    since: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    """Unix time at which the number has changed."""
+
+
 AUTO: Final = AutoscaleSpec(mode="auto")
 """What DLRover's ``autoScale: true`` means."""

@@ -29,7 +29,7 @@ from pydantic.alias_generators import to_camel
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from dlrover_py.protocol import names
-from dlrover_py.protocol.autoscale import AUTO, STRICT, AutoscaleSpec
+from dlrover_py.protocol.autoscale import AUTO, STRICT, AutoscaleSpec, NodeAllocation
 from dlrover_py.protocol.commands import (
     ELASTIC_RUN,
     ENV_NNODES,
@@ -212,7 +212,8 @@ class ReplicaSpec(Role):
     time."""
     priority: Annotated[Text | None, CLUSTER_ONLY] = None
     """Name of the Pods' priority class, unless the template has one (DLRover's ``high`` and ``low``
-    are such names). A fraction such as ``0.5`` is accepted, without effect."""
+    are such names). A whole number orders jobs that share a cluster. A fraction such as ``0.5`` is
+    accepted, without effect."""
     template: dict[str, Any]
     """A Pod template, kept as it is written. Nodes that are created after a change use the new
     template."""
@@ -601,6 +602,9 @@ class ElasticJob(_Strict):
     """Name of the job and similar data."""
     spec: JobSpec
     """The desired job."""
+    allocation: NodeAllocation | None = None
+    """What the job may have of a shared cluster; None if nothing limits it. No file has it: on
+    Kubernetes it is ``status.allocation``."""
 
     @classmethod
     def parse(cls, document: object) -> Self:
@@ -624,6 +628,8 @@ class ElasticJob(_Strict):
         kind = document.get("kind")
         if isinstance(kind, str) and kind != KIND:
             raise ConfigError(f"kind: found {kind}: expected {KIND}; {_instead_of(kind)}")
+        if "allocation" in document:
+            raise ConfigError("allocation: unknown field; the allocator of the cluster writes it")
         job = cls._checked(document, "forbid")
         wrong = [fault for fault in job.template_faults() if not fault.unknown]
         wrong = wrong or list(
@@ -644,7 +650,32 @@ class ElasticJob(_Strict):
             UnsupportedError: the kind of training is not supported yet.
             ConfigError: the object cannot be used; the message has one line for each fault.
         """
-        return cls._checked(obj, "ignore")
+        granted = cls.allocation_in(obj)
+        return cls._checked(obj if granted is None else obj | {"allocation": granted}, "ignore")
+
+    @staticmethod
+    def allocation_in(obj: dict[str, Any]) -> NodeAllocation | None:
+        """Return the allocation in the status of an object; None if there is none of its form."""
+        try:
+            return NodeAllocation.model_validate(_mapping(obj.get("status")).get("allocation"))
+        except ValidationError:
+            return None
+
+    def allocated(self, allocation: NodeAllocation | None) -> Self:
+        """Return this job with another allocation. The generation stays: the spec is the same."""
+        return self.model_copy(update={"allocation": allocation})
+
+    @property
+    def most_nodes(self) -> int | None:
+        """Return the number of nodes that the job may have; None if nothing limits it."""
+        return None if self.allocation is None else self.allocation.nodes
+
+    @property
+    def rests(self) -> bool:
+        """Return whether no node may run: the job is suspended, or held back by the allocator."""
+        return self.spec.suspend or not (
+            self.most_nodes is None or self.most_nodes >= self.worker.minimum
+        )
 
     @classmethod
     def _checked(cls, document: dict[str, Any], extra: Literal["forbid", "ignore"]) -> Self:
@@ -686,7 +717,8 @@ class ElasticJob(_Strict):
         used.
         """
         found = list(_marked(self.spec, INERT, "spec"))
-        if self.worker.priority is not None and not self.worker.priority_class:
+        priority = self.worker.priority
+        if priority and not self.worker.priority_class and not priority.isdecimal():
             found.append("spec.replicaSpecs.worker.priority")
         given = self.spec.replica_specs
         found += [f"spec.replicaSpecs.{r}" for r in OTHER_ROLES if getattr(given, r) is not None]

@@ -119,8 +119,9 @@ class ConditionType(StrEnum):
     another name of the dataset. See [dynamic shards](../dynamic-shards.md#quarantine).
     """
     SCALING_ACTIVE = "ScalingActive"
-    """The job chooses its number of nodes by itself ([autoscaling](../autoscaling.md)). The message
-    says why it has this size. The condition is not shown without ``autoscale``.
+    """The job chooses its number of nodes by itself ([autoscaling](../autoscaling.md)), or the
+    allocator of the cluster does. The message says why it has this size. The condition is not shown
+    without ``autoscale`` and allocator.
 
     When False: The size is only advised (``SizeAdvised``), or it cannot be judged: ``NoProgress``.
 
@@ -335,6 +336,8 @@ class ConditionReason(StrEnum):
     """``ScalingActive``: The speed with the present number of nodes is not known yet."""
     NO_PROGRESS = "NoProgress"
     """``ScalingActive``: The script reports no steps, so its speed cannot be measured."""
+    ALLOCATED = "Allocated"
+    """``ScalingActive``: The allocator of the cluster decides the size: the message says why."""
     RESIZED = "Resized"
     """``ScalingActive``: The size was changed just now."""
     SIZE_ADVISED = "SizeAdvised"
@@ -412,6 +415,9 @@ class EventReason(StrEnum):
     """The job has decided to have more nodes (``autoscale``). The message says what is gained."""
     SCALED_DOWN = "ScaledDown"
     """The job has decided to have fewer nodes (``autoscale``). The message says why."""
+    NODES_ALLOCATED = "NodesAllocated"
+    """The allocator of the cluster has changed how many nodes the job may have. The message says
+    why."""
     SIZE_ADVISED = "SizeAdvised"
     """Another number of nodes would be better. Nothing changes, as ``autoscale.mode`` is
     ``advise``."""

@@ -24,6 +24,7 @@ from pydantic import (
 from pydantic.alias_generators import to_camel
 
 from dlrover_py.protocol.agents import Count, Progress, Words, WorkerFailure, WorkerPhase
+from dlrover_py.protocol.autoscale import NodeAllocation
 from dlrover_py.protocol.diagnosis import HangVerdict
 
 
@@ -327,6 +328,18 @@ class EvidenceManifest(_StatusModel):
     """Name of the folder."""
 
 
+class MeasuredSpeed(_StatusModel):
+    """The speed of a job by its number of nodes, as far as it was measured."""
+
+    curve: Annotated[list[float], Field(min_length=3, max_length=3)] | None = None
+    """``a``, ``b`` and ``c``: ``n`` nodes have the speed ``n / (a + b(n-1) + c·n(n-1))``. Absent
+    before two sizes were measured."""
+    most: int
+    """Greatest size that was measured, in nodes."""
+    resize_s: float | None = None
+    """Seconds without training that a change of size costs; absent if there was none."""
+
+
 class JobStatus(_StatusModel):
     """The state of a job at one moment."""
 
@@ -353,6 +366,8 @@ class JobStatus(_StatusModel):
     target_replicas: int | None = None
     """Number of nodes that the job has chosen by itself (``autoscale.mode: auto``); absent if
     ``replicas`` counts."""
+    speed: MeasuredSpeed | None = None
+    """Measured speeds (``autoscale.mode: auto`` or ``advise``); absent before the first one."""
     minimum: int
     """Least number of nodes that a round may have."""
     ready: int
@@ -564,6 +579,9 @@ class ElasticJobStatus(_StatusModel):
     target_replicas: int | None = None
     """Number of nodes that the job has chosen by itself, without standbys; absent if ``replicas``
     counts."""
+    allocation: NodeAllocation | None = None
+    """Nodes that the job may have; absent if nothing limits it. Written by whoever shares the
+    cluster among jobs: neither the operator nor the master does."""
     selector: str | None = None
     """Label selector of the worker Pods, for ``/scale``."""
     training: Training | None = None

@@ -705,6 +705,21 @@ def refused(scene: Scene, edit: Edit, *, suspend: bool = False, **worker: Any) -
     return obj
 
 
+async def test_an_allocation_in_the_status_is_told_once(scene: Scene) -> None:
+    await scene.platform.get_job()
+    for nodes in (1, 1, 0):
+        obj = scene.job()
+        status = (obj.get("status") or {}) | {"allocation": {"nodes": nodes, "reason": "r"}}
+        scene.cluster.put(ELASTICJOBS, obj | {"status": status})
+    first = await scene.hears(lambda e: isinstance(e, JobChanged) and e.job.most_nodes == 1)
+    last = await scene.hears(lambda e: isinstance(e, JobChanged) and e.job.most_nodes == 0)
+    assert isinstance(first, JobChanged)
+    assert isinstance(last, JobChanged)
+    assert last.job.rests
+    assert last.job.metadata.generation == first.job.metadata.generation
+    assert last.job.spec == first.job.spec
+
+
 @pytest.mark.parametrize("edit", BAD_EDITS)
 async def test_under_an_edit_that_is_refused_suspend_and_scale_are_obeyed(
     scene: Scene, edit: Edit, caplog: pytest.LogCaptureFixture

@@ -1,16 +1,17 @@
 """The job's own choice of its size: what is measured for it, and what follows from a decision."""
 
 import math
+from dataclasses import replace
 
 from dlrover_py.master.core.history import CoreContext
 from dlrover_py.master.core.nodes import Readiness
 from dlrover_py.master.core.scaling import Decision, View, Wish, decide, spare_wait_s
-from dlrover_py.master.core.speed import SpeedMeter
+from dlrover_py.master.core.speed import SpeedMeter, SpeedModel
 from dlrover_py.master.core.state import NON_DISRUPTIVE, PendingRound
 from dlrover_py.protocol.job import ReplicaSpec
 from dlrover_py.protocol.names import Round
 from dlrover_py.protocol.reasons import ConditionReason, EventReason
-from dlrover_py.protocol.status import JobPhase
+from dlrover_py.protocol.status import JobPhase, MeasuredSpeed
 
 GLOBAL_BATCH = "global_batch"
 """Metric of ``report_step`` with the samples of a step; speeds are then samples per second."""
@@ -37,6 +38,7 @@ class Autoscaler:
         self._again_at = -math.inf
         """Monotonic time at which the decision may be another one."""
         self._resize_lost_s = self._lost()
+        self._publish_speed()
 
     def stalled(self) -> None:
         """Drop what is being measured: reports were late, because the master stood still."""
@@ -119,9 +121,13 @@ class Autoscaler:
         if worker.scaling is None or rests:
             if worker.scaling is None and (record.target is not None or record.samples):
                 record.forget()
+                self.live.speed = None
                 self.state.changed()
             self.live.target = None if worker.scaling is None else record.target
+            granted = self.live.spec.allocation
             self.live.scaling_reason = None
+            if granted is not None and not rests:
+                self.live.scaling_reason = ConditionReason.ALLOCATED, granted.reason
             return False
         if worker.scaling.mode == "advise":
             if record.target is not None:
@@ -164,7 +170,7 @@ class Autoscaler:
         return View(
             spec=worker.scaling,
             now=live.steady_wall,
-            sizes=candidate_sizes(worker, target),
+            sizes=self._allowed(candidate_sizes(worker, target)),
             target=target,
             size=size,
             steady=self._meter.speed() is not None,
@@ -176,6 +182,11 @@ class Autoscaler:
             stepped=state.max_step is not None,
             most=max(1, int(batch / per_node)) if batch else 2**31,
         )
+
+    def _allowed(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the sizes that the allocation permits, and at least the least one."""
+        most = self.live.spec.most_nodes
+        return sizes if most is None else tuple(n for n in sizes if n <= most) or sizes[:1]
 
     def _coming(self) -> bool:
         """Return whether nodes are starting or being prepared, or a round is about to be formed."""
@@ -204,7 +215,19 @@ class Autoscaler:
             record.samples.clear()
             record.in_samples = bool(batch)
         if record.measured(size, speed * (batch or 1.0), self.live.steady_wall):
+            self._publish_speed()
             self.state.changed()
+
+    def _publish_speed(self) -> None:
+        """Show the measured speeds in the status, where the allocator of a cluster reads them."""
+        record = self.state.scaling
+        if record.samples:
+            curve = SpeedModel.fit({n: s.speed for n, s in record.samples.items()}).curve
+            self.live.speed = MeasuredSpeed(
+                curve=None if curve is None else list(curve),
+                most=max(record.samples),
+                resize_s=record.resize_s,
+            )
 
     def _lost(self) -> float:
         """Return the seconds that all changes of size have cost so far."""
@@ -229,6 +252,10 @@ class Autoscaler:
 
     def _carry_out(self, decision: Decision, view: View) -> None:
         """Change the target, and record the event that causes the next round."""
+        granted = self.live.spec.allocation
+        if granted is not None and granted.nodes < view.target:
+            text = f"{view.target}→{decision.target}: the cluster allots {granted.nodes}"
+            decision = replace(decision, reason=f"{text} ({granted.reason})")
         self.state.scaling.move(decision, view)
         self.live.target = self.state.scaling.target
         self._wish.size = 0

@@ -57,17 +57,26 @@ class SpecChanges:
         lease_s = max(pace.lease_s, self.live.pace.lease_s)
         self.live.pace = replace(pace, lease_s=lease_s)
         self.live.nodes.lease_s = lease_s
-        if job.spec == old.spec or self.state.phase.ended:
+        if self.state.phase.ended or (job.spec, job.allocation) == (old.spec, old.allocation):
             return
         self.state.accept(job)
-        if job.with_snapshot_of(old) == old.spec:
+        if job.spec == old.spec and job.most_nodes == old.most_nodes:
+            return  # another reason for the same number of nodes
+        if job.spec != old.spec and job.with_snapshot_of(old) == old.spec:
             return  # only a snapshot was requested
-        if job.spec.suspend != old.spec.suspend:
+        if job.rests != old.rests:
             return  # handled in `suspend_or_resume`, as it may also have changed without a master
-        if job.spec.model_copy(update={"tuning": old.spec.tuning}) == old.spec:
+        if job.spec != old.spec and (
+            job.spec.model_copy(update={"tuning": old.spec.tuning}) == old.spec
+        ):
             return  # only settings of data loaders: :class:`Tuning` follows them
         self.state.abandoned_slots = 0  # a new spec is a new start for places that were given up
-        event = self.log.record(EventReason.SPEC_CHANGED, self._change_of_spec(old))
+        if job.spec == old.spec:
+            why = "the job may have all nodes again"
+            why = job.allocation.reason if job.allocation is not None else why
+            event = self.log.record(EventReason.NODES_ALLOCATED, why)
+        else:
+            event = self.log.record(EventReason.SPEC_CHANGED, self._change_of_spec(old))
         pending = self.state.pending_round
         if pending is None or pending.kind in NON_DISRUPTIVE:
             self.live.round_causes[Round(self.state.round + 1)] = (event, self.live.now)
@@ -116,13 +125,13 @@ class SpecChanges:
         return bool(due)
 
     def suspend_or_resume(self) -> None:
-        """Suspend or resume the job if ``spec.suspend`` differs from its phase.
+        """Suspend or resume the job if ``spec.suspend`` or its allocation differs from its phase.
 
         A suspension requests that the newest checkpoint is stored, drops the round and dismisses
         all nodes. A job that resumes needs a first round; its nodes are requested later in the same
         step. Nothing happens if the job has ended.
         """
-        suspend, now = self.live.spec.spec.suspend, self.live.steady_wall
+        suspend, now = self.live.spec.rests, self.live.steady_wall
         if self.state.phase.ended or suspend == (self.state.phase is JobPhase.SUSPENDED):
             return
         if suspend:
@@ -176,6 +185,9 @@ class SpecChanges:
         The newest checkpoint is requested to be stored first.
         """
         why = "spec.suspend is true: no node runs until `dlrover job resume`"
+        allocation = self.live.spec.allocation
+        if not self.live.spec.spec.suspend and allocation is not None:
+            why = allocation.reason
         self.log.record(EventReason.SUSPENDED, why)
         self._checkpointing.flush("the job is suspended", self.live.grace_s)
         self.state.phase, self.state.reason = JobPhase.SUSPENDED, why

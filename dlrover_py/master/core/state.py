@@ -35,7 +35,13 @@ from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import NodeId, Round, Term
 from dlrover_py.protocol.reasons import ConditionReason
 from dlrover_py.protocol.sdk import MAX_LOADER_WORKERS, MAX_MICRO_BATCH, MAX_TUNING
-from dlrover_py.protocol.status import DiagnosisStatus, Failure, JobEvent, JobPhase
+from dlrover_py.protocol.status import (
+    DiagnosisStatus,
+    Failure,
+    JobEvent,
+    JobPhase,
+    MeasuredSpeed,
+)
 from dlrover_py.protocol.timing import POD_GRACE_S
 from dlrover_py.protocol.words import counted
 from dlrover_py.shards.records import QueueRecord
@@ -369,7 +375,9 @@ class TransientState:
     room: int | None = None
     """Further nodes for which the platform has room; None if it has not said."""
     scaling_reason: tuple[ConditionReason, str] | None = None
-    """Why the job has its size; None if it does not scale by itself."""
+    """Why the job has its size; None if it neither scales by itself nor has an allocation."""
+    speed: MeasuredSpeed | None = None
+    """The speed by the number of nodes; None if none was measured."""
     snapshot: int = 0
     """Number of the newest snapshot that this master has requested; 0 if there was none."""
     diagnosis: DiagnosisStatus | None = None
@@ -389,8 +397,10 @@ class TransientState:
 
     @property
     def desired(self) -> int:
-        """The desired number of nodes, without standbys."""
-        return self.spec.worker.replicas if self.target is None else self.target
+        """The desired number of nodes, without standbys, and no more than are allocated."""
+        desired, most = self.target, self.spec.most_nodes
+        desired = self.spec.worker.replicas if desired is None else desired
+        return desired if most is None else min(desired, most)
 
     @property
     def size(self) -> Size:

@@ -72,6 +72,7 @@ class StatusReport:
             nodes_in_round=len(members),
             desired=self.live.desired,
             target_replicas=self.live.target,
+            speed=self.live.speed,
             minimum=worker.minimum,
             ready=ready,
             standby=standby,
@@ -279,7 +280,8 @@ class StatusReport:
         why, text = self.live.scaling_reason
         scaling = self.live.spec.worker.scaling
         acts = scaling is not None and scaling.mode == "auto"
-        active = acts and why is not ConditionReason.NO_PROGRESS
+        allocated = why is ConditionReason.ALLOCATED
+        active = allocated or (acts and why is not ConditionReason.NO_PROGRESS)
         self._set(ConditionType.SCALING_ACTIVE, active, why, text, wall)
 
     def _update_tuning(self, wall: float) -> None:

@@ -1,0 +1,282 @@
+"""``dlrover cluster run``: jobs of one folder that share the simulated hosts of this machine.
+
+Each job is a ``dlrover job run`` of its own. This process only decides how many hosts each of them
+has (``dlrover_py/allocator.py``), and prints what they print. If it dies, the jobs go on with the
+hosts that they have.
+"""
+
+import asyncio
+import contextlib
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dlrover_py.allocator import Allocation, Demand, Pool, allocate, demand_of
+from dlrover_py.cli import jobfile
+from dlrover_py.cli.progress import line
+from dlrover_py.cli.settings import Settings
+from dlrover_py.net.http_client import HttpClient
+from dlrover_py.process.identity import ignores_signal
+from dlrover_py.protocol import names
+from dlrover_py.protocol.autoscale import NodeAllocation
+from dlrover_py.protocol.errors import ConfigError, DLRoverError, ExitCode
+from dlrover_py.protocol.job import ElasticJob
+from dlrover_py.protocol.local import Snapshot
+from dlrover_py.protocol.words import counted
+
+LOOK_S = 0.5
+"""Seconds between two looks at the folder and the jobs."""
+HOLD_S = 10.0
+"""Seconds for which a size is kept that was chosen for the sake of speed."""
+CALL_S = 5.0
+"""Deadline of a call to the cluster process of a job, in seconds."""
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that stop all jobs."""
+
+
+@dataclass(slots=True)
+class SharedJob:
+    """A job of the folder."""
+
+    file: Path
+    job: ElasticJob
+    queued_at: float
+    """Unix time at which its file was found."""
+    granted: NodeAllocation | None = None
+    decided: tuple[int, int] | None = None
+    """Nodes and goal that were printed last."""
+    process: "asyncio.subprocess.Process | None" = None
+    """Its ``dlrover job run``; None while it is held back for the first time."""
+    snapshot: Snapshot | None = None
+    """Its newest state; None before the first one."""
+
+    @property
+    def hosts(self) -> int:
+        """Hosts that it has."""
+        return 0 if self.snapshot is None else len(self.snapshot.hosts)
+
+    def demand(self) -> Demand:
+        """Return what it asks the allocator for."""
+        job = self.job if self.snapshot is None else self.snapshot.job
+        status = self.snapshot.status if self.snapshot is not None else None
+        return demand_of(
+            job.allocated(self.granted),
+            status.speed if status is not None else None,
+            queued_at=self.queued_at,
+            size=self.hosts,
+        )
+
+
+def run_shared(folder: Path, settings: Settings, *, hosts: int) -> int:
+    """Run the jobs of a folder until all have ended or a signal comes; return the exit code.
+
+    Args:
+        folder: folder of the job files.
+        settings: settings of this command.
+        hosts: number of simulated hosts.
+
+    Raises:
+        ConfigError: there is no job file, or one of the files cannot be used.
+    """
+    cluster = SharedCluster(folder, settings, hosts)
+    files = cluster.files()
+    if not files:
+        raise ConfigError(f"{folder}: found no file *.yaml: expected job files")
+    for file in files:
+        cluster.add(file)
+    return asyncio.run(cluster.run())
+
+
+@dataclass(slots=True)
+class SharedCluster:
+    """The jobs of a folder, and the hosts that they share."""
+
+    folder: Path
+    settings: Settings
+    hosts: int
+    jobs: dict[str, SharedJob] = field(default_factory=dict)
+    """Jobs that have not ended, by their names."""
+    seen: dict[Path, float] = field(default_factory=dict)
+    """Files that were read, and when each of them was changed."""
+    interrupts: list[int] = field(default_factory=list)
+    """Signals that have come."""
+    failed: bool = False
+    """Whether a job has not succeeded."""
+    _reading: "set[asyncio.Task[None]]" = field(default_factory=set)
+
+    # --- Files ---
+
+    def files(self) -> list[Path]:
+        """Return the job files that are new, or were changed after they could not be used."""
+        found = []
+        for path in sorted(self.folder.glob("*.yaml")):
+            with contextlib.suppress(OSError):  # it was removed meanwhile
+                if self.seen.get(path) != path.stat().st_mtime:
+                    found.append(path)
+        running = {job.file for job in self.jobs.values()}
+        return [path for path in found if path not in running]
+
+    def add(self, path: Path) -> None:
+        """Read the job in a file; it waits for hosts from now on.
+
+        Raises:
+            ConfigError: the file cannot be used.
+        """
+        with contextlib.suppress(OSError):
+            self.seen[path] = path.stat().st_mtime
+        job = jobfile.load(path).job
+        name, worker = job.metadata.name, job.worker
+        if name in self.jobs:
+            other = self.jobs[name].file.name
+            raise ConfigError(f"{path}: metadata.name: found {name}, which {other} has as well")
+        if worker.standby_replicas:
+            raise ConfigError(
+                f"{path}: standbyReplicas is {worker.standby_replicas}: expected none, because "
+                "jobs that share a cluster are allotted the nodes of their rounds only"
+            )
+        self.jobs[name] = SharedJob(path, job, _wall())
+
+    # --- The loop ---
+
+    async def run(self) -> int:
+        """Run all jobs until they have ended; return the exit code."""
+        loop = asyncio.get_running_loop()
+        wake = asyncio.Event()
+
+        def interrupted(number: int) -> None:
+            self.interrupts.append(number)
+            wake.set()
+            for job in self.jobs.values():
+                if job.process is not None and job.process.returncode is None:
+                    job.process.send_signal(signal.SIGINT)
+
+        for number in ENDING:
+            if not ignores_signal(number):
+                loop.add_signal_handler(number, interrupted, number)
+        while self.jobs:
+            if not self.interrupts:
+                self._look_for_files()
+                await self._observe()
+                await self._decide()
+            self._forget_ended()
+            wake.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await wake.wait()
+        await asyncio.gather(*self._reading)
+        if self.interrupts:
+            return 128 + self.interrupts[0]
+        return ExitCode.FAILED if self.failed else ExitCode.OK
+
+    def _look_for_files(self) -> None:
+        """Add the jobs that have arrived; print why a file cannot be used."""
+        for path in self.files():
+            try:
+                self.add(path)
+            except ConfigError as error:
+                line(f"[cluster] {error}")
+
+    async def _observe(self) -> None:
+        """Read the state of all jobs. A job that does not answer keeps its last one."""
+        for name, job in self.jobs.items():
+            if job.process is None or job.process.returncode is not None:
+                continue
+            with contextlib.suppress(DLRoverError, OSError, ValueError):
+                job.snapshot = Snapshot.model_validate_json(await self._call(name, "GET", "job"))
+
+    async def _decide(self) -> None:
+        """Change the allocations, and start the jobs that have hosts for the first time."""
+        now = _wall()
+        demands = {name: job.demand() for name, job in self.jobs.items()}
+        pools = [Pool(name="hosts", nodes=self.hosts)]
+        found = allocate(list(demands.values()), pools, now, hold_s=HOLD_S)
+        for name, demand in demands.items():
+            await self._grant(name, self.jobs[name], found[demand.name], now)
+
+    async def _grant(self, name: str, job: SharedJob, one: Allocation, now: float) -> None:
+        """Give a job what it may have now.
+
+        Args:
+            name: its name.
+            job: the job.
+            one: what it may have.
+            now: Unix time.
+        """
+        old = job.granted
+        if old is None or old.nodes != one.nodes:
+            job.granted = NodeAllocation(nodes=one.nodes, reason=one.reason, since=now)
+        elif old.reason != one.reason:
+            job.granted = NodeAllocation(nodes=old.nodes, reason=one.reason, since=old.since)
+        granted = job.granted
+        assert granted is not None
+        if job.decided != (one.nodes, one.goal):
+            job.decided = one.nodes, one.goal
+            line(f"[cluster] {name}: {one.reason}")
+        if job.process is None:
+            if granted.nodes:
+                await self._start(name, job, granted.nodes)
+            return
+        if job.snapshot is None:
+            return
+        if job.snapshot.job.allocation != granted or job.hosts != granted.nodes:
+            with contextlib.suppress(DLRoverError, OSError):  # it is sent again soon
+                await self._call(name, "PUT", "allocation", granted.model_dump_json().encode())
+
+    async def _start(self, name: str, job: SharedJob, nodes: int) -> None:
+        """Start the cluster process of a job."""
+        program = "from dlrover_py.cli import main; raise SystemExit(main())"
+        job.process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-c", program, "job", "run", str(job.file)),
+            *("--nodes", str(nodes), "--plain"),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C comes from this process alone
+        )
+        if self.interrupts:  # the signal came while it was started
+            job.process.send_signal(signal.SIGINT)
+        task = asyncio.create_task(_print_output(name, job.process))
+        self._reading.add(task)
+        task.add_done_callback(self._reading.discard)
+
+    def _forget_ended(self) -> None:
+        """Forget the jobs whose process has ended, and those that were never started at the end."""
+        for name, job in list(self.jobs.items()):
+            if job.process is None:
+                if self.interrupts:
+                    del self.jobs[name]
+                    self.failed = True
+            elif job.process.returncode is not None:
+                self.failed |= job.process.returncode != ExitCode.OK
+                line(f"[cluster] {name} has ended: {counted(job.hosts, 'host')} free")
+                del self.jobs[name]
+
+    async def _call(self, name: str, method: str, path: str, body: bytes = b"") -> bytes:
+        """Make a call to the cluster process of a job; return the answer."""
+        socket = self.settings.runtime_root / name / names.CLUSTER_SOCKET
+        client = HttpClient(f"unix:{socket}")
+        try:
+            return await client.call(method, f"/v1/{path}", body, deadline_s=CALL_S)
+        finally:
+            client.close()
+
+
+async def _print_output(name: str, process: "asyncio.subprocess.Process") -> None:
+    """Print the lines of a job with its name, until it has closed its output."""
+    assert process.stdout is not None
+    text = b"-"
+    while text:
+        try:
+            text = await process.stdout.readline()
+        except ValueError:  # a part of an endless line was dropped
+            continue
+        if text:
+            line(f"[{name}] {text.decode('utf-8', 'replace').rstrip()}")
+    await process.wait()
+
+
+def _wall() -> float:
+    """Return the Unix time."""
+    return time.time()  # noqa: TID251 - allocations and files have times that people read

@@ -1,0 +1,123 @@
+"""A job with an allocation: it follows it without ending, and never exceeds it."""
+
+import json
+
+import pytest
+
+from dlrover_py.master.core.events import JobChanged, Rules
+from dlrover_py.protocol.autoscale import NodeAllocation
+from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.job import ElasticJob
+from dlrover_py.protocol.status import JobPhase
+from tests.builders import WALL, Bench, elastic_job, job_file
+
+RULES = Rules(measure_s=1.0, settle_s=0.0)
+
+
+def allocate(bench: Bench, nodes: int | None, reason: str = "because") -> None:
+    """Have the master see another allocation, and let everything settle."""
+    granted = None if nodes is None else NodeAllocation(nodes=nodes, reason=reason)
+    bench.spec = bench.spec.allocated(granted)
+    bench.step(JobChanged(bench.spec))
+    bench.settle()
+
+
+def started(spec: ElasticJob) -> Bench:
+    bench = Bench(spec, RULES, capacity=10)
+    bench.step()
+    bench.settle()
+    return bench
+
+
+def message(bench: Bench) -> str:
+    """Return why the job has its size."""
+    status = bench.job.status(bench.now, WALL + bench.now)
+    return next(c.message for c in status.conditions if c.type == "ScalingActive")
+
+
+def test_a_job_starts_with_what_it_may_have_and_follows_changes() -> None:
+    spec = elastic_job(6, 2).allocated(NodeAllocation(nodes=4, reason="4 nodes: why not"))
+    bench = started(spec)
+    assert len(bench.members) == 4
+    assert message(bench) == "4 nodes: why not"
+    kept = bench.members[:2]
+    allocate(bench, 2, "4→2: 2 nodes given back")
+    assert bench.members == kept, "those with the lowest ranks stay"
+    assert len(bench.pods) == 2, "the other hosts are free"
+    assert bench.job.state.restarts == {"scale": 1}
+    assert "NodesAllocated" in bench.reasons()
+    allocate(bench, 6)
+    assert len(bench.members) == 6
+    allocate(bench, None)
+    assert len(bench.members) == 6
+
+
+def test_more_than_replicas_is_not_used() -> None:
+    bench = started(elastic_job(3, 2))
+    allocate(bench, 9)
+    assert len(bench.members) == 3
+
+
+def test_a_job_without_nodes_is_held_back_and_goes_on() -> None:
+    bench = started(elastic_job(3, 2))
+    allocate(bench, 0, "3→0: another job needs them")
+    status = bench.job.status(bench.now, WALL + bench.now)
+    assert status.phase is JobPhase.SUSPENDED
+    assert status.reason == "3→0: another job needs them"
+    assert not bench.pods
+    allocate(bench, 1, "1 is left")
+    assert bench.job.state.phase is JobPhase.SUSPENDED, "the minimum is 2"
+    allocate(bench, 2)
+    assert len(bench.members) == 2
+
+
+def test_the_next_master_keeps_the_allocation() -> None:
+    bench = started(elastic_job(6, 2))
+    allocate(bench, 3)
+    accepted = bench.job.state.read_accepted()
+    assert accepted is not None
+    assert accepted.most_nodes == 3
+    assert accepted.allocation == bench.spec.allocation
+
+
+def test_another_reason_alone_changes_nothing() -> None:
+    bench = started(elastic_job(3, 2))
+    allocate(bench, 3, "one")
+    rounds, events = bench.job.state.round, len(bench.reasons())
+    allocate(bench, 3, "two")
+    assert (bench.job.state.round, len(bench.reasons())) == (rounds, events)
+    assert message(bench) == "two"
+
+
+def test_a_job_that_scales_by_itself_stays_below_its_allocation() -> None:
+    settings = {"mode": "auto", "scaleUpDelaySeconds": 1}
+    bench = started(elastic_job(4, 1, maxReplicas=8, autoscale=settings))
+    allocate(bench, 2, "4→2: other gets them")
+    assert len(bench.members) == 2
+    assert bench.job.state.scaling.target == 2
+    events = [e.message for e in bench.job.state.events if e.reason == "ScaledDown"]
+    assert events == ["4→2: the cluster allots 2 (4→2: other gets them)"]
+    for _ in range(20):
+        for agent in bench.living():
+            if agent.running:
+                step = agent.progress.step if agent.progress else 0
+                agent.reach(step + 10 * len(bench.members))
+        bench.pass_time(1.0)
+        bench.settle()
+    assert len(bench.members) == 2
+    speed = bench.job.status(bench.now, WALL + bench.now).speed
+    assert speed is not None
+    assert speed.most == 2
+
+
+def test_an_allocation_is_read_from_the_status_and_not_from_a_file() -> None:
+    document = job_file()
+    with pytest.raises(ConfigError, match="allocation: unknown field"):
+        ElasticJob.parse(document | {"allocation": {"nodes": 1}})
+    stored = document | {"status": {"allocation": {"nodes": 1, "reason": "r", "later": 1}}}
+    job = ElasticJob.read(stored)
+    assert job.most_nodes == 1
+    assert ElasticJob.read(json.loads(job.model_dump_json(by_alias=True))).most_nodes == 1
+    wrong: tuple[object, ...] = ({"nodes": -1}, {"nodes": "many"}, [], None)
+    for bad in wrong:
+        assert ElasticJob.read(document | {"status": {"allocation": bad}}).most_nodes is None
