@@ -122,12 +122,13 @@ PROCESSES: tuple[Process, ...] = (
     ),
     Process(
         name="cluster process",
-        started="A user: `dlrover job run`.",
+        started="A user: `dlrover job run`, or `Jobs.submit` of a program or a notebook.",
         ends="When the job has ended. At Ctrl-C, SIGTERM, SIGHUP or `dlrover job stop`.",
         killed="No process.",
         lost="The job. Its logs and its journal stay in the state folder.",
         noticed="The master, the agents and the reapers, by the end of the lifeline pipe. They "
         "end.",
+        starters=("dlrover_py/cli/jobs.py",),
     ),
     Process(
         name="master on this machine",
@@ -805,6 +806,7 @@ NOT_SENT: Mapping[str, str] = {
     "LoaderTuning": "`LoaderSettings` as a tuple, for the SDK, which has no pydantic.",
     "ProgressFields": "`WorkerProgress` as a dictionary, for the SDK, which has no pydantic.",
     "TargetFields": "`CheckpointTarget` as a dictionary, for the SDK.",
+    "TimeShare": "A row about where the time went, inside of one process.",
     "JobView": "What people are shown of a job, inside of one process.",
     "ExitCode": "See [Exit codes](exit-codes.md).",
 }

@@ -19,6 +19,7 @@ from dlrover_py.dashboard import pictures, timeline
 from dlrover_py.protocol.job_view import JobView, causal_chain, problem_line, progress_words
 from dlrover_py.protocol.local import History
 from dlrover_py.protocol.names import NodeId, id_key
+from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.status import JobEvent, JobPhase, NodePhase, NodeStatus, rfc3339
 from dlrover_py.protocol.words import clock, counted, duration, plain
 
@@ -26,8 +27,10 @@ FOLDER = Path(__file__).parent
 SECTIONS = (
     "head",
     "why",
+    "stacks",
     "rounds",
     "time",
+    "size",
     "nodes",
     "checkpoints",
     "curves",
@@ -169,6 +172,12 @@ class JobPage:
     def causes(self) -> list[JobEvent]:
         """The chain of causes that led to the present state, oldest first."""
         return causal_chain(self.view.events)[-ROWS_SHOWN:]
+
+    @property
+    def resizes(self) -> list[JobEvent]:
+        """The newest changes of size that the autoscaler has made, newest first."""
+        scaled = (EventReason.SCALED_UP, EventReason.SCALED_DOWN)
+        return [e for e in reversed(self.view.events) if e.reason in scaled][:ROWS_SHOWN]
 
     @property
     def newest_events(self) -> list[JobEvent]:

@@ -11,6 +11,7 @@ from html import escape
 from markupsafe import Markup
 
 from dlrover_py.dashboard.timeline import NodeTimeline, Outage
+from dlrover_py.protocol.job_view import time_shares
 from dlrover_py.protocol.local import ProgressSample
 from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.status import JobEvent, JobStatus
@@ -24,6 +25,7 @@ NODES_SHOWN = 64
 """Largest number of nodes in the picture."""
 
 _COLORS = {
+    "new steps": "var(--good)",
     "start": "#8a8fa3",
     "failure": "#c4483e",
     "loss": "#d9822b",
@@ -214,14 +216,13 @@ def goodput_bar(status: JobStatus) -> Markup:
 
     The part that brought no new steps is divided by cause. If no cause is known, it stays empty.
     """
-    good = status.goodput or 0.0
-    lost = {cause: seconds for cause, seconds in status.lost_s.items() if seconds > 0}
-    total = sum(lost.values())
-    shares = [("var(--good)", f"new steps: {100 * good:.1f}%", good)]
-    for cause, seconds in sorted(lost.items(), key=lambda item: -item[1]):
-        share = (1 - good) * seconds / total
-        text = f"{cause}: {100 * share:.1f}% ({duration(seconds)})"
-        shares.append((_COLORS.get(cause, "#8a8fa3"), text, share))
+    shares = []
+    for part in time_shares(status):
+        color = _COLORS.get(part["what"], "#8a8fa3")
+        text = f"{part['what']}: {100 * part['share']:.1f}%"
+        if part["seconds"] is not None:
+            text += f" ({duration(part['seconds'])})"
+        shares.append((color, text, part["share"]))
     parts, x = [], 0.0
     for color, text, share in shares:
         width = round(share * WIDTH, 2)

@@ -14,12 +14,14 @@ from dlrover_py.dashboard import pages, server
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job_view import JobView
 from dlrover_py.protocol.local import History
-from dlrover_py.protocol.status import JobPhase, NodePhase
+from dlrover_py.protocol.reasons import EventReason
+from dlrover_py.protocol.status import Condition, DiagnosisStatus, JobEvent, JobPhase, NodePhase
 from tests.unit.test_report import Page
 from tests.unit.test_view import hostile, status
 
 AT = 1_700_000_000.0
 WORDS = "</title><script>a</script><img src=x onx=a>\"'&{{ 7 * 7 }}\x1b[\x00"
+SHOWN = ("head", "nodes?start=100")
 PAGES = ("/", "/jobs/demo/", "/jobs/demo/nodes/n0/", "/jobs/demo/sections/head")
 
 
@@ -37,6 +39,7 @@ class OneJob:
     """One job, and what was asked of it."""
 
     view: JobView = field(default_factory=running)
+    loads: int = 0
     asked: list[tuple[str, str, str]] = field(default_factory=list)
     where: str = "on this machine"
 
@@ -44,6 +47,7 @@ class OneJob:
         return [JobRow.of_job(self.view.name, self.view.status, "")]
 
     def load(self, name: str) -> tuple[JobView, History]:
+        self.loads += 1
         if name != "demo":
             raise ConfigError(f"job {name} is not known")
         return self.view, History()
@@ -72,9 +76,15 @@ class Browser:
     cookie: str = ""
 
     def __post_init__(self) -> None:
-        self.app = server.Dashboard(self.jobs, self.access, lambda: AT).asgi
+        self.app = server.Dashboard(self.jobs, self.access, lambda: AT, poll_s=3600).asgi
 
     def call(self, method: str, path: str, body: bytes = b"") -> Answer:
+        return asyncio.run(self.called(method, path, body))
+
+    async def called(
+        self, method: str, path: str, body: bytes = b"", *, stream: list[Message] | None = None
+    ) -> Answer:
+        """Make a call. With a ``stream``, which gets the answer, the call never hangs up."""
         path, _, query = path.partition("?")
         headers = [(b"host", b"127.0.0.1")]
         if self.cookie:
@@ -84,19 +94,18 @@ class Browser:
             "raw_path": path.encode(), "root_path": "", "scheme": "http", "headers": headers,
             "query_string": query.encode(), "server": ("127.0.0.1", 1), "client": ("127.0.0.1", 2),
         }  # fmt: skip
-        sent: list[Message] = []
+        sent: list[Message] = [] if stream is None else stream
         parts = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive() -> Message:
+            if stream is not None and not parts:
+                await asyncio.Event().wait()
             return parts.pop() if parts else {"type": "http.disconnect"}
 
         async def send(message: Message) -> None:
             sent.append(message)
 
-        async def answered() -> None:
-            await self.app(scope, receive, send)
-
-        asyncio.run(answered())
+        await self.app(scope, receive, send)
         found = {k.decode(): v.decode() for k, v in sent[0]["headers"]}
         text = b"".join(m.get("body", b"") for m in sent[1:]).decode()
         return Answer(sent[0]["status"], found, text)
@@ -227,3 +236,49 @@ def test_only_what_has_changed_is_announced() -> None:
     assert (first, second) == (set(pages.SECTIONS), {"head"})
     assert browser.call("GET", "/jobs/demo/sections/why").status == 200
     assert browser.call("GET", "/jobs/demo/sections/secrets").status == 404
+
+
+def test_a_job_that_is_watched_is_read_once_for_all_its_fragments() -> None:
+    """Each fragment of each viewer read the job anew."""
+    browser = Browser(OneJob(running(nodes=150))).enter()
+
+    async def viewed() -> list[str]:
+        told: list[Message] = []
+        opened = browser.called("GET", "/jobs/demo/changes", stream=told)
+        stream = asyncio.create_task(opened)
+        while not any(message.get("body") for message in told):
+            await asyncio.sleep(0)
+        texts = [(await browser.called("GET", f"/jobs/demo/sections/{s}")).text for s in SHOWN]
+        stream.cancel()
+        await asyncio.wait([stream])
+        return texts
+
+    head, nodes = asyncio.run(viewed())
+    assert browser.jobs.loads == 1
+    assert "demo" in head
+    assert re.findall(r'href="nodes/(n\d+)/"', nodes)[0] == "n100"
+    browser.call("GET", "/jobs/demo/sections/head")
+    assert browser.jobs.loads == 2, "nobody watches any more: what was read is old"
+
+
+def test_the_page_says_why_the_job_has_its_size_and_what_its_ranks_do() -> None:
+    shown = running()
+    assert shown.status is not None
+    scaled = JobEvent(id=3, at=AT, reason=EventReason.SCALED_UP, message="2→4: +87 %")
+    why = Condition(
+        type="ScalingActive",
+        status="True",
+        reason="",
+        message="not scaled: +2 %",
+        lastTransitionTime=AT,
+    )
+    taken = DiagnosisStatus(number=1, at=AT, reason="asked", lines=["ranks 0-1: in all_reduce"])
+    said = shown.status.model_copy(update={"diagnosis": taken})
+    jobs = OneJob(JobView("demo", [], "Running", "r", said, [why], [scaled], {}))
+    browser = Browser(jobs).enter()
+    size = browser.call("GET", "/jobs/demo/sections/size").text
+    assert "size: not scaled: +2 %" in size
+    assert "2→4: +87 %" in size
+    assert "in all_reduce" in browser.call("GET", "/jobs/demo/sections/stacks").text
+    assert browser.act("stacks", csrf=browser.access.csrf).status == 200
+    assert browser.call("GET", "/jobs/demo/sections/size").text != ""
