@@ -4,10 +4,12 @@ import asyncio
 import gc
 import logging
 import os
+import re
 import signal
 import socket
 import ssl
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter
@@ -54,6 +56,7 @@ async def serve(
     tls: ssl.SSLContext | None = None,
     lifeline: int | None = None,
     evidence_dir: Path | None = None,
+    certificate_ends: float | None = None,
 ) -> None:
     """Run the master of one job until SIGTERM or SIGINT, or until its lifeline is closed.
 
@@ -73,6 +76,7 @@ async def serve(
         lifeline: Descriptor of a pipe. The master ends when the other end is closed. None if the
             master does not depend on another process.
         evidence_dir: Folder for bundles of evidence; None keeps none.
+        certificate_ends: End of the certificate of ``tls``, in Unix seconds; None if not known.
 
     Raises:
         ConfigError: The journal cannot be used.
@@ -111,7 +115,8 @@ async def serve(
         exchanges=exchanges,
         tls=tls,
     )
-    health = server(health_app(loop, registry), header_s=settings.header_s)
+    pages = health_app(loop, registry, certificate_ends=certificate_ends)
+    health = server(pages, header_s=settings.header_s)
     stop = asyncio.Event()
     running = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -245,6 +250,30 @@ def read_certificate(cert: Path | None, key: Path | None) -> ssl.SSLContext | No
             f"certificate for {MASTER_NAME} and its key without a password, both as PEM"
         ) from error
     return context
+
+
+_VALIDITY = re.compile(
+    rb"\x30.(?:\x17\x0d|\x18\x0f)\d{12,14}Z(\x17\x0d|\x18\x0f)(\d{12,14})Z", re.DOTALL
+)
+"""The two times of a certificate in DER, each a UTCTime or, from 2050 on, a GeneralizedTime."""
+
+
+def certificate_end(pem: str) -> float | None:
+    """Return the end of the first certificate in a text, in Unix seconds; None if there is none.
+
+    The ssl module tells this of peers only.
+    """
+    begin, end = ssl.PEM_HEADER, ssl.PEM_FOOTER
+    first = f"{begin}{pem.partition(begin)[2].partition(end)[0]}{end}"
+    try:
+        found = _VALIDITY.search(ssl.PEM_cert_to_DER_cert(first))
+        if found is None:
+            return None
+        year = "" if found[1].startswith(b"\x18") else "20"
+        at = datetime.strptime(f"{year}{found[2].decode()}Z+0000", "%Y%m%d%H%M%SZ%z")
+    except ValueError:
+        return None
+    return at.timestamp()
 
 
 def port_of(sock: socket.socket) -> int:
