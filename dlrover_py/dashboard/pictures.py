@@ -188,27 +188,79 @@ def steps_curve(
         scale: time axis.
         status: status of the job, which may have the total number of steps.
     """
-    top, bottom = 10, 10 + CURVE_HEIGHT
     total = status.progress.total if status.progress is not None else None
     most = max(1, total or 0, *(p.step for p in points))
+    line = [(p.at, float(p.step)) for p in points]
+    return _curve(line, found, scale, label="steps over time", span=(0.0, float(most)))
 
-    def y(step: int) -> float:
-        return round(bottom - step / most * CURVE_HEIGHT, 1)
+
+def value_curve(
+    points: Sequence[tuple[float, float]], found: Sequence[Outage], scale: Scale, name: str
+) -> Markup:
+    """Return the picture of a number over time.
+
+    Args:
+        points: Unix seconds and value, oldest first; at least one.
+        found: interruptions.
+        scale: time axis.
+        name: what the number is.
+    """
+    low, high = min(value for _, value in points), max(value for _, value in points)
+    if low == high:
+        low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
+    return _curve(points, found, scale, label=f"{name} over time", span=(low, high))
+
+
+def _curve(
+    points: Sequence[tuple[float, float]],
+    found: Sequence[Outage],
+    scale: Scale,
+    *,
+    label: str,
+    span: tuple[float, float],
+) -> Markup:
+    """Return the picture of a line over time, with the interruptions, each of which ends a round.
+
+    Args:
+        points: Unix seconds and value.
+        found: interruptions.
+        scale: time axis.
+        label: what the picture shows.
+        span: values at the bottom and at the top.
+    """
+    top, bottom = 10, 10 + CURVE_HEIGHT
+    low, high = span
+    height = high - low or 1.0
+
+    def y(value: float) -> float:
+        return round(bottom - (value - low) / height * CURVE_HEIGHT, 1)
 
     parts = [*_grid(scale, top, bottom), *_bands(found, scale, top, bottom)]
     for part in range(5):
-        step = round(most * part / 4)
+        value = low + height * part / 4
         parts.append(
-            f'<line x1="{LEFT}" y1="{y(step)}" x2="{WIDTH - RIGHT}" y2="{y(step)}" '
-            f'stroke="var(--line)"/><text x="{LEFT - 10}" y="{y(step) + 4}" '
-            f'text-anchor="end">{step}</text>'
+            f'<line x1="{LEFT}" y1="{y(value)}" x2="{WIDTH - RIGHT}" y2="{y(value)}" '
+            f'stroke="var(--line)"/><text x="{LEFT - 10}" y="{y(value) + 4}" '
+            f'text-anchor="end">{_number(value)}</text>'
         )
-    line = " ".join(f"{scale.x(p.at)},{y(p.step)}" for p in points)
+    line = " ".join(f"{scale.x(at)},{y(value)}" for at, value in points)
     parts.append(
         f'<polyline points="{line}" fill="none" stroke="var(--calm)" stroke-width="2" '
         'stroke-linejoin="round"/>'
     )
-    return Markup(_svg(bottom + 24, parts, "steps over time"))
+    for outage in found:
+        if outage.round:
+            x = scale.x(outage.resumed.at if outage.resumed is not None else outage.cause.at)
+            parts.append(
+                f'<line x1="{x}" y1="{top}" x2="{x}" y2="{bottom}" stroke="var(--calm)" '
+                f'stroke-dasharray="3 3"><title>round {outage.round}</title></line>'
+            )
+    return Markup(_svg(bottom + 24, parts, label))
+
+
+def _number(value: float) -> str:
+    """Return the text of a tick: whole numbers in full, others with four digits."""
+    return str(round(value)) if abs(value) >= 100 or value == round(value) else f"{value:.4g}"
 
 
 def goodput_bar(status: JobStatus) -> Markup:

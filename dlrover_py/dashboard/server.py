@@ -330,6 +330,12 @@ def _routes(
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
+    @found.get("/jobs/{name}/curves.csv")
+    async def curves(name: str) -> Response:
+        """Return the numbers of the curves as a file."""
+        page = await newest(name)
+        return Response(pages.curves_csv(page.history), media_type="text/csv; charset=utf-8")
+
     @found.get("/jobs/{name}/nodes/{node}/")
     async def node(name: str, node: str) -> Response:
         """Show one node: its state, its events and the newest output of its workers."""

@@ -1,19 +1,22 @@
 """The dashboard without a browser and without a job: who may see and change what, and its words."""
 
 import asyncio
+import csv
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlencode
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.types import Message
 
 from dlrover_py.cli.view import JobRow
-from dlrover_py.dashboard import pages, server
+from dlrover_py.dashboard import pages, pictures, server
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job_view import JobView
-from dlrover_py.protocol.local import History
+from dlrover_py.protocol.local import METRICS_KEPT, History, ProgressSample
 from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.status import Condition, DiagnosisStatus, JobEvent, JobPhase, NodePhase
 from tests.unit.test_report import Page
@@ -39,6 +42,7 @@ class OneJob:
     """One job, and what was asked of it."""
 
     view: JobView = field(default_factory=running)
+    history: History = field(default_factory=History)
     loads: int = 0
     asked: list[tuple[str, str, str]] = field(default_factory=list)
     where: str = "on this machine"
@@ -50,7 +54,7 @@ class OneJob:
         self.loads += 1
         if name != "demo":
             raise ConfigError(f"job {name} is not known")
-        return self.view, History()
+        return self.view, self.history
 
     def change(self, name: str, action: str, value: str) -> str:
         self.asked.append((name, action, value))
@@ -282,3 +286,48 @@ def test_the_page_says_why_the_job_has_its_size_and_what_its_ranks_do() -> None:
     assert "in all_reduce" in browser.call("GET", "/jobs/demo/sections/stacks").text
     assert browser.act("stacks", csrf=browser.access.csrf).status == 200
     assert browser.call("GET", "/jobs/demo/sections/size").text != ""
+
+
+def test_what_the_script_reports_is_drawn_and_told_as_csv() -> None:
+    def sample(step: int) -> ProgressSample:
+        metrics = {"loss": 1 / step, "=cmd()": 2.0, WORDS: 3.0}
+        return ProgressSample(
+            at=AT + step, step=step, round=1, nodes=2, steps_per_s=4.0, metrics=metrics
+        )
+
+    jobs = OneJob(history=History(samples=[sample(step) for step in range(1, 5)]))
+    browser = Browser(jobs).enter()
+    shown = Page(browser.call("GET", "/jobs/demo/sections/curves").text)
+    labels = [value for name, value in shown.attributes if name == "aria-label"]
+    assert {"steps over time", "steps per second over time", "loss over time"} <= set(labels)
+    assert "last 0.25, from 0.25 to 1" in shown.text
+    assert "img" not in shown.tags
+    answer = browser.call("GET", "/jobs/demo/curves.csv")
+    assert answer.headers["content-type"].startswith("text/csv")
+    head, *rows = csv.reader(answer.text.splitlines())
+    assert head[:5] == ["time", "step", "round", "nodes", "steps_per_s"]
+    assert "'=cmd()" in head, "a spreadsheet would call it"
+    assert [row[head.index("loss")] for row in rows] == ["1.0", "0.5", str(1 / 3), "0.25"]
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), min_size=2, max_size=9))
+def test_any_numbers_are_a_curve_inside_of_its_picture(values: list[float]) -> None:
+    points = [(AT + i, value) for i, value in enumerate(values)]
+    curve = pictures.value_curve(points, [], pictures.Scale(AT, AT + 9), "x")
+    (line,) = re.findall(r'<polyline points="([^"]*)"', curve)
+    for point in line.split():
+        x, y = map(float, point.split(","))
+        assert 0 <= x <= pictures.WIDTH
+        assert 9.9 <= y <= 10.1 + pictures.CURVE_HEIGHT
+
+
+def test_a_history_keeps_few_numbers_of_a_sample_and_only_finite_ones() -> None:
+    shown = running().status
+    assert shown is not None
+    assert shown.progress is not None
+    told = {"bad": float("inf")} | {f"m{i}": float(i) for i in range(20)}
+    said = shown.model_copy(
+        update={"progress": shown.progress.model_copy(update={"metrics": told})}
+    )
+    (kept,) = History().with_sample(said, 10).samples
+    assert kept.metrics == {f"m{i}": float(i) for i in range(METRICS_KEPT)}
