@@ -4,6 +4,7 @@ The commands and the dashboard use the same classes.
 """
 
 import asyncio
+import contextlib
 import re
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from dlrover_py.cli import jobfile, local_jobs, locate, view
 from dlrover_py.cli.logs import LogQuery
 from dlrover_py.cli.settings import Settings, Target
 from dlrover_py.protocol import names
-from dlrover_py.protocol.errors import ConfigError, DLRoverError, ExitCode
+from dlrover_py.protocol.errors import ConfigError, DLRoverError, ExitCode, UnreachableError
 from dlrover_py.protocol.job_view import JobView, TimeShare, time_shares
 from dlrover_py.protocol.local import History
 from dlrover_py.protocol.status import JobEvent, JobPhase, JobStatus, date_time
@@ -179,8 +180,10 @@ class Jobs:
             pause = threading.Event()
             while (code := process.poll()) is None:
                 job = local_jobs.running(self._settings).get(name)
-                if job is not None and job.snapshot().cluster_pid == process.pid:
-                    break
+                if job is not None:
+                    with contextlib.suppress(UnreachableError):  # it has only just begun, or ended
+                        if job.snapshot().cluster_pid == process.pid:
+                            break
                 pause.wait(0.1)
             if code not in (None, ExitCode.OK, ExitCode.FAILED):
                 errors.seek(0)

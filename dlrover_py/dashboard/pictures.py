@@ -5,6 +5,7 @@ script, a user or a Pod is read as markup. Each shape has a title, and no pictur
 to be understood: shapes and legends say the same.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from html import escape
 
@@ -21,6 +22,8 @@ LEFT, RIGHT, WIDTH = 84, 16, 960
 """Left margin, right margin and width of the pictures, in SVG units."""
 ROW_HEIGHT, CURVE_HEIGHT = 22, 220
 """Height of a node's row, and height of the curve of steps, in SVG units."""
+CURVE_POINTS = 200
+"""Largest number of points of a curve."""
 NODES_SHOWN = 64
 """Largest number of nodes in the picture."""
 
@@ -243,7 +246,7 @@ def _curve(
             f'stroke="var(--line)"/><text x="{LEFT - 10}" y="{y(value) + 4}" '
             f'text-anchor="end">{_number(value)}</text>'
         )
-    line = " ".join(f"{scale.x(at)},{y(value)}" for at, value in points)
+    line = " ".join(f"{scale.x(at)},{y(value)}" for at, value in _thinned(points))
     parts.append(
         f'<polyline points="{line}" fill="none" stroke="var(--calm)" stroke-width="2" '
         'stroke-linejoin="round"/>'
@@ -256,6 +259,17 @@ def _curve(
                 f'stroke-dasharray="3 3"><title>round {outage.round}</title></line>'
             )
     return Markup(_svg(bottom + 24, parts, label))
+
+
+def _thinned(points: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """Yield at most ``CURVE_POINTS`` points: of each stretch the lowest and the highest one."""
+    size = math.ceil(len(points) / (CURVE_POINTS // 2))
+    if size <= 2:
+        yield from points
+        return
+    for first in range(0, len(points), size):
+        stretch = sorted(points[first : first + size], key=lambda point: point[1])
+        yield from sorted({stretch[0], stretch[-1]})
 
 
 def _number(value: float) -> str:

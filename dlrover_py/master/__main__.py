@@ -189,7 +189,7 @@ def main(argv: list[str] | None = None) -> int:
         setup("master", level=settings.log_level, elsewhere=hidden, aside=True)
         token = read_token(args.token_file, private=True)
         tls = read_certificate(args.tls_cert, args.tls_key)
-        ends = None if tls is None else certificate_end(args.tls_cert.read_text())
+        ends = None if tls is None else certificate_end(args.tls_cert.read_text(errors="replace"))
         job = listen(args.listen) if args.listen_fd is None else inherited(args.listen_fd)
         health = listen(args.health) if args.health_fd is None else inherited(args.health_fd)
         if args.announce_fd is not None:

@@ -321,6 +321,17 @@ def test_any_numbers_are_a_curve_inside_of_its_picture(values: list[float]) -> N
         assert 9.9 <= y <= 10.1 + pictures.CURVE_HEIGHT
 
 
+def test_a_long_curve_has_few_points_and_keeps_its_peaks() -> None:
+    values = [(AT + i, 1.0) for i in range(1000)]
+    values[517] = (AT + 517, 9.0)
+    curve = pictures.value_curve(values, [], pictures.Scale(AT, AT + 1000), "x")
+    (line,) = re.findall(r'<polyline points="([^"]*)"', curve)
+    points = [tuple(map(float, point.split(","))) for point in line.split()]
+    assert len(points) <= pictures.CURVE_POINTS
+    assert points == sorted(points), "from left to right"
+    assert min(y for _, y in points) == 10, "the peak is at the top"
+
+
 def test_a_history_keeps_few_numbers_of_a_sample_and_only_finite_ones() -> None:
     shown = running().status
     assert shown is not None
