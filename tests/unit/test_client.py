@@ -1,6 +1,7 @@
 """The jobs for programs and notebooks, without a job that runs."""
 
 import asyncio
+import importlib.util
 import socket
 import threading
 from collections.abc import Iterator
@@ -95,6 +96,19 @@ def test_a_notebook_whose_event_loop_runs_can_call(here: Path) -> None:
         return row.name, jobs.get("demo").wait(timeout_s=0)
 
     assert asyncio.run(cell()) == ("demo", "Succeeded")
+
+
+def test_goodput_is_a_frame_where_pandas_is_there(here: Path) -> None:
+    folder = made(here / "state", "demo@1")
+    told = status(JobPhase.SUCCEEDED).model_copy(update={"goodput": 0.5, "lost_s": {"loss": 3.0}})
+    (folder / names.STATUS_FILE).write_text(told.model_dump_json(by_alias=True))
+    table = Jobs().get("demo").goodput()
+    if importlib.util.find_spec("pandas") is None:
+        assert table == time_shares(told)
+    else:
+        assert list(table.columns) == ["what", "share", "seconds"]
+        assert list(table["what"]) == ["new steps", "loss"]
+        assert table["seconds"][1] == 3.0
 
 
 def test_each_call_to_a_job_that_does_not_exist_is_refused_in_words(here: Path) -> None:
