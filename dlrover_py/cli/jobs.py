@@ -164,7 +164,8 @@ class Jobs:
         if name in local_jobs.running(self._settings):
             raise ConfigError(f"job {name} runs already: stop it first, or choose another name")
         run = "from dlrover_py.cli import main; raise SystemExit(main())"
-        command = [sys.executable, "-c", run, "job", "run", str(path), "--json", "--logs", "none"]
+        command = [sys.executable, "-P", "-c", run, "job", "run", str(path)]
+        command += ["--json", "--logs", "none"]
         if nodes is not None:
             command.append(f"--nodes={nodes}")
         with tempfile.TemporaryFile() as errors:
