@@ -122,13 +122,14 @@ PROCESSES: tuple[Process, ...] = (
     ),
     Process(
         name="cluster process",
-        started="A user: `dlrover job run`. `dlrover cluster run` starts one for each job.",
+        started="A user: `dlrover job run`, or `Jobs.submit` of a program or a notebook. "
+        "`dlrover cluster run` starts one for each job.",
         ends="When the job has ended. At Ctrl-C, SIGTERM, SIGHUP or `dlrover job stop`.",
         killed="No process.",
         lost="The job. Its logs and its journal stay in the state folder.",
         noticed="The master, the agents and the reapers, by the end of the lifeline pipe. They "
         "end.",
-        starters=("dlrover_py/cli/shared.py",),
+        starters=("dlrover_py/cli/jobs.py", "dlrover_py/cli/shared.py"),
     ),
     Process(
         name="master on this machine",
@@ -806,6 +807,7 @@ NOT_SENT: Mapping[str, str] = {
     "LoaderTuning": "`LoaderSettings` as a tuple, for the SDK, which has no pydantic.",
     "ProgressFields": "`WorkerProgress` as a dictionary, for the SDK, which has no pydantic.",
     "TargetFields": "`CheckpointTarget` as a dictionary, for the SDK.",
+    "TimeShare": "A row about where the time went, inside of one process.",
     "JobView": "What people are shown of a job, inside of one process.",
     "ExitCode": "See [Exit codes](exit-codes.md).",
 }

@@ -446,9 +446,17 @@ class ClusterJob:
         with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
             self._cluster.run(self._show_logs(query, only))
 
-    def log_tail(self, query: LogQuery) -> list[str]:  # noqa: D102
-        node = f" --node {query.node}" if query.node else ""
-        return [f"see `dlrover job logs {self.name}{node}`, with the flags of this command"]
+    def log_tail(self, query: LogQuery) -> list[str]:
+        """Return the newest lines of the logs of the job's Pods that the query selects.
+
+        Raises:
+            ConfigError: the query names a rank that no node has.
+            DLRoverError: the API server refuses a call, or does not answer.
+        """
+        only = query.node
+        if query.rank is not None:
+            only, _ = node_of_rank(read_status(self.obj), query.rank)
+        return self._cluster.run(PodLogs(self._kube, self.obj, query, only).tail())
 
     async def _show_logs(self, query: LogQuery, only: str | None) -> None:
         """Print the logs of the job's Pods, and follow them if the query says so."""

@@ -37,7 +37,7 @@ from dlrover_py.protocol.job import CLUSTER_ONLY, INERT, ElasticJob
 from dlrover_py.protocol.names import NODE_ID
 from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.sdk import MAX_LOADER_WORKERS, MAX_MICRO_BATCH
-from dlrover_py.protocol.status import JobPhase, JobStatus, date_time
+from dlrover_py.protocol.status import JobPhase, date_time
 from dlrover_py.protocol.words import counted
 
 SNAPSHOT_S = 60.0
@@ -362,32 +362,22 @@ def list_jobs(show_all: bool, as_json: bool) -> None:
     A run whose `dlrover job run` was killed has the phase Killed, and nothing else is known of it.
     """
     settings = Settings.from_environment()
-    found: list[tuple[str, str, JobStatus | None]] = []
-    for name, running_job in local_jobs.running(settings).items():
-        status = None
-        try:
-            status = running_job.snapshot().status
-        except UnreachableError:
-            continue
-        except ConfigError as error:  # its cluster process is of another release
-            _print_remarks([str(error)])
-        found.append((name, "running", status))
-    past = runs.ended(settings.state_folder)
-    shown = past if show_all else past[:10]
-    _print_remarks([run.damage for run in shown if run.damage])
-    found += [(run.name, run.state, run.status) for run in shown]
+    jobs = local_jobs.listed(settings)
+    past = [job for job in jobs if job.state != "running"]
+    left_out = [] if show_all else past[10:]
+    found = jobs[: len(jobs) - len(left_out)]
+    _print_remarks([job.problem for job in found if job.problem])
     if as_json:
-        click.echo(
-            json.dumps([{"name": n, "state": s, "status": view.dump(st)} for n, s, st in found])
-        )
+        documents = [
+            {"name": job.name, "state": job.state, "status": view.dump(job.status)} for job in found
+        ]
+        click.echo(json.dumps(documents))
         return
-    phases = {"damaged": "Damaged", "killed": local_jobs.KILLED}
-    rows = [view.JobRow.of_job(n, st, phases.get(s, "Pending")) for n, s, st in found]
-    _print_table(rows, local=True)
+    _print_table([job.row for job in found], local=True)
     if not found:
         click.echo("no jobs; start one with `dlrover job run job.yaml`", err=True)
-    if len(past) > 10 and not show_all:
-        text = f"… and {len(past) - 10} more: list them with --all, or see `dlrover job rm`"
+    if left_out:
+        text = f"… and {len(left_out)} more: list them with --all, or see `dlrover job rm`"
         click.echo(text, err=True)
 
 
@@ -711,13 +701,13 @@ def dashboard(name: str | None, port: int | None, target: Target) -> None:
         ConfigError: the port is taken, or there is no such job.
         DLRoverError: the job's cluster does not answer.
     """
-    from dlrover_py.cli import dashboard as pages
+    from dlrover_py.cli import dashboard as pages  # it imports the web framework, which takes time
+    from dlrover_py.cli.jobs import Jobs
 
-    settings = Settings.from_environment()
+    jobs = Jobs(namespace=target.namespace, context=target.context, kubeconfig=target.kubeconfig)
     if name is not None:
-        with locate.find_to_read(settings, target, name):
-            pass
-    pages.serve(settings, target, name, pages.listening_socket("127.0.0.1", port))
+        jobs.get(name)
+    pages.serve(jobs, name, pages.listening_socket("127.0.0.1", port))
 
 
 @job.command()

@@ -1,17 +1,14 @@
 """``dlrover dashboard``: the jobs of this machine, or of a cluster, as pages for a browser."""
 
 import asyncio
-import contextlib
-import re
 import signal
 import socket
 from collections.abc import Sequence
 
 import click
 
-from dlrover_py.cli import local_jobs, locate, runs, view
-from dlrover_py.cli.logs import LogQuery
-from dlrover_py.cli.settings import Settings, Target
+from dlrover_py.cli import view
+from dlrover_py.cli.jobs import Jobs, NamedJob
 from dlrover_py.dashboard import server
 from dlrover_py.net import http_server
 from dlrover_py.protocol import names
@@ -21,50 +18,31 @@ from dlrover_py.protocol.local import History
 
 PORT = 8765
 """The port of the dashboard where it is free; a link in a browser's history then stays right."""
-PAST_JOBS = 50
-"""Largest number of past runs in the list of jobs."""
 POLL_S, CLUSTER_POLL_S = 1.0, 3.0
 """Seconds between two looks at a job that somebody watches."""
 
 
-class LocalOrClusterJobs:
-    """The jobs that the commands see with the same flags: :class:`server.Jobs` for one user."""
+class JobPages:
+    """The jobs of one user for the pages: :class:`server.ShownJobs`."""
 
-    def __init__(self, settings: Settings, target: Target) -> None:
-        """Nothing is read yet.
-
-        Args:
-            settings: settings of this command.
-            target: cluster that the flags name; without one, the jobs of this machine are listed.
-        """
-        self._settings, self._target = settings, target
+    def __init__(self, jobs: Jobs) -> None:
+        self._jobs = jobs
 
     @property
     def where(self) -> str:
         """The place of the jobs, in words."""
-        if not self._target.given:
-            return "on this machine"
-        return f"in namespace {self._target.namespace or 'of your kubeconfig'}"
+        return self._jobs.where
 
     def rows(self) -> Sequence[view.JobRow]:
-        """Return the jobs: running ones, and the newest runs that have ended.
+        """Return the jobs, each name once: running ones, and the newest runs that have ended.
 
         Raises:
             ConfigError: the folders of the jobs are not safe, or no cluster is configured.
             DLRoverError: the cluster does not answer.
         """
-        if self._target.given:
-            from dlrover_py.cli.cluster import ClusterClient  # importing takes 0.2 s
-
-            with ClusterClient(self._target) as cluster:
-                return [row for row, _ in cluster.rows(None, all_namespaces=False)]
-        found = {}
-        for name, job in local_jobs.running(self._settings).items():
-            with contextlib.suppress(ConfigError):  # it ended, or is of another release
-                found[name] = view.JobRow.of_job(name, job.snapshot().status, "Pending")
-        for run in runs.ended(self._settings.state_folder)[:PAST_JOBS]:
-            phase = local_jobs.KILLED if run.status is None else ""
-            found.setdefault(run.name, view.JobRow.of_job(run.name, run.status, phase))
+        found: dict[str, view.JobRow] = {}
+        for row in self._jobs.list():
+            found.setdefault(row.name, row)
         return list(found.values())
 
     def load(self, name: str) -> tuple[JobView, History]:
@@ -74,8 +52,7 @@ class LocalOrClusterJobs:
             ConfigError: there is no such job.
             DLRoverError: the job's cluster refuses a call, or does not answer.
         """
-        with locate.find_to_read(self._settings, self._target, name) as job:
-            return job.load_view(with_pods=True), job.history()
+        return NamedJob(self._jobs, name).view_and_history()
 
     def change(self, name: str, action: str, value: str) -> str:
         """Do what a page asks for; return a sentence about the new state.
@@ -89,33 +66,29 @@ class LocalOrClusterJobs:
             ConfigError: there is no such job, or the value does not fit the action.
             DLRoverError: the job's cluster refuses the change, or does not answer.
         """
+        job = NamedJob(self._jobs, name)
+        if action == "scale":
+            if not (value.isascii() and value.isdigit() and 1 <= int(value) <= names.MAX_COUNT):
+                raise ConfigError(f"found {value!r} nodes, expected a number from 1")
+            return job.scale(int(value))
         if action == "drain":
-            if self._target.given:
-                raise ConfigError(
-                    f"a node in a cluster is drained by its host: kubectl drain, or kubectl delete "
-                    f"pod {name}-{value}"
-                )
-            if not re.fullmatch(names.NODE_ID, value):
-                raise ConfigError(f"node {value!r}: expected the id of a node, such as n0")
-            job = local_jobs.find_to_change(self._settings, name)
-            return job.request(f"/v1/nodes/{value}/drain")
-        with locate.find_to_change(self._settings, self._target, name) as live:
-            if action == "scale":
-                if not (value.isascii() and value.isdigit() and 1 <= int(value) <= names.MAX_COUNT):
-                    raise ConfigError(f"found {value!r} nodes, expected a number from 1")
-                return live.scale(int(value))
-            if action == "restart":
-                return live.restart(rolling=False)
-            return live.suspend(on=action == "suspend")
+            return job.drain(value)
+        simple = {
+            "suspend": job.suspend,
+            "resume": job.resume,
+            "restart": job.restart,
+            "stacks": job.take_stacks,
+        }
+        return simple[action]()
 
     def log_tail(self, name: str, node: str) -> list[str]:
-        """Return the newest lines that a node's workers have printed; none for a cluster's job.
+        """Return the newest lines that a node's workers have printed.
 
         Raises:
             ConfigError: there is no such job.
+            DLRoverError: the job's cluster refuses a call, or does not answer.
         """
-        with locate.find_to_read(self._settings, self._target, name) as job:
-            return job.log_tail(LogQuery(node=node))
+        return NamedJob(self._jobs, name).logs(node)
 
 
 def listening_socket(host: str, port: int | None) -> socket.socket:
@@ -136,18 +109,17 @@ def listening_socket(host: str, port: int | None) -> socket.socket:
     raise ConfigError(f"{host}:{port}: {problem.strerror or problem}; choose another --port")
 
 
-def serve(settings: Settings, target: Target, name: str | None, listener: socket.socket) -> None:
+def serve(jobs: Jobs, name: str | None, listener: socket.socket) -> None:
     """Serve the dashboard until the command is interrupted, and print its link.
 
     Args:
-        settings: settings of this command.
-        target: cluster that the flags name.
+        jobs: the jobs that are shown.
         name: job whose page the link opens; None for the list of jobs.
         listener: the listening socket.
     """
     access = server.Access()
-    poll_s = CLUSTER_POLL_S if target.given else POLL_S
-    pages = server.Dashboard(LocalOrClusterJobs(settings, target), access, view.now, poll_s=poll_s)
+    poll_s = CLUSTER_POLL_S if jobs.in_cluster else POLL_S
+    pages = server.Dashboard(JobPages(jobs), access, view.now, poll_s=poll_s)
     host, port = listener.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
     then = f"&job={name}" if name is not None else ""

@@ -6,8 +6,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import click
 from pydantic import BaseModel, ValidationError
@@ -21,7 +22,7 @@ from dlrover_py.protocol import names
 from dlrover_py.protocol.documents import explain
 from dlrover_py.protocol.errors import ConfigError, UnreachableError
 from dlrover_py.protocol.local import CallDone, History, Snapshot
-from dlrover_py.protocol.status import EvidenceManifest, JobStatus, date_time
+from dlrover_py.protocol.status import EvidenceManifest, JobPhase, JobStatus, date_time
 
 D = TypeVar("D", bound=BaseModel)
 
@@ -31,6 +32,8 @@ STOP_S = 60.0
 """Seconds that ``dlrover job stop`` waits for the end of a job."""
 KILLED = "Killed"
 """Phase of a run that was killed, as the commands show it. No status has it."""
+DAMAGED, UNKNOWN = "Damaged", "Unknown"
+"""Phases of a run and of a running job whose status cannot be read. No status has them."""
 
 
 class JobNotFoundError(ConfigError):
@@ -123,6 +126,57 @@ def running(settings: Settings) -> "dict[str, RunningJob]":
     }
 
 
+@dataclass(frozen=True, slots=True)
+class ListedJob:
+    """One job of this machine in a list of all."""
+
+    name: str
+    state: Literal["running", "ended", "damaged", "killed"]
+    status: JobStatus | None
+    """The newest status, or the last one; None if there is none, or it cannot be read."""
+    problem: str = ""
+    """Why the status cannot be read, and what to do; empty if it can, or if there is none."""
+
+    @property
+    def phase(self) -> str:
+        """The phase, also where no status has one."""
+        if self.status is not None:
+            return self.status.phase.value
+        if self.state == "running":
+            return UNKNOWN if self.problem else JobPhase.PENDING.value
+        return {"killed": KILLED, "damaged": DAMAGED}.get(self.state, UNKNOWN)
+
+    @property
+    def row(self) -> view.JobRow:
+        """The row in a table of jobs."""
+        return view.JobRow.of_job(self.name, self.status, self.phase, self.problem)
+
+
+def listed(settings: Settings) -> list[ListedJob]:
+    """Return the jobs of this machine: those that run, by name, then past runs, the newest first.
+
+    A job that does not answer, or is of another release, is listed with its problem. So is a run
+    whose last status is damaged. A job that ends during the call may be missing.
+
+    Raises:
+        ConfigError: another user could have made the content of a folder.
+    """
+    found = []
+    for name, job in running(settings).items():
+        status, problem = None, ""
+        try:
+            status = job.snapshot().status
+        except UnreachableError as error:
+            if not job.listens:
+                continue  # it has ended in the meantime
+            problem = str(error)
+        except ConfigError as error:  # its cluster process is of another release
+            problem = str(error)
+        found.append(ListedJob(name, "running", status, problem))
+    past = runs.ended(settings.state_folder)
+    return found + [ListedJob(run.name, run.state, run.status, run.damage) for run in past]
+
+
 def _listens(path: Path) -> bool:
     """Return whether a process listens on a socket; True if that is not sure.
 
@@ -146,6 +200,11 @@ class RunningJob:
 
     def __init__(self, name: str, socket_path: Path) -> None:
         self.name, self._socket = name, socket_path
+
+    @property
+    def listens(self) -> bool:
+        """Whether its cluster process still listens for calls; True if that is not sure."""
+        return _listens(self._socket)
 
     def snapshot(self) -> Snapshot:
         """Return the state of the job from its cluster process.

@@ -64,11 +64,11 @@ class JobHandle(Protocol):
         """
 
     def log_tail(self, query: LogQuery) -> list[str]:
-        """Return the newest lines that the query selects; a hint instead for a cluster's job.
+        """Return the newest lines that the query selects, each with its origin.
 
         Raises:
-            ConfigError: the job's folder is damaged.
-            UnreachableError: the job does not answer.
+            ConfigError: in a cluster, no node has the rank of the query.
+            DLRoverError: the job, or its cluster, does not answer, or refuses a call.
         """
 
 

@@ -101,7 +101,7 @@ class WorkerOutput:
         """
         now = self._rounds[-1][1] if self._rounds else []
         writing = [
-            _as_displayed(rest)
+            as_displayed(rest)
             for path, (_, rest) in self._offsets.items()
             if rest and path.parent.name == "0" and path.parents[1] in now
         ]
@@ -160,10 +160,10 @@ class WorkerOutput:
         rest = rest[-READ_BYTES:]
         self._offsets[path] = (at, rest)
         node, rank = path.relative_to(self._folder).parts[0], int(path.parent.name)
-        return [PrintedLine(node, number, rank, path.stem, _as_displayed(line)) for line in lines]
+        return [PrintedLine(node, number, rank, path.stem, as_displayed(line)) for line in lines]
 
 
-def _as_displayed(line: bytes) -> str:
+def as_displayed(line: bytes) -> str:
     """Return a line as a terminal shows it in the end.
 
     After ``\\r`` a progress bar overwrites what it has written.
@@ -178,7 +178,7 @@ def for_terminal(origin: str, line: bytes) -> bytes:
     Control characters are escaped, except for sequences that set colors. The colors end with the
     line.
     """
-    text = _as_displayed(line)
+    text = as_displayed(line)
     parts = _COLOURS.split(text)
     parts[::2] = map(plain, parts[::2])
     end = _NO_COLOURS if len(parts) > 1 else ""
@@ -221,7 +221,7 @@ def tail(folder: Path, query: LogQuery) -> list[str]:
             with contextlib.suppress(OSError), os.fdopen(open_regular(path), "rb") as stream:
                 stream.seek(max(0, os.fstat(stream.fileno()).st_size - TAIL_BYTES))
                 lines = stream.read(TAIL_BYTES).splitlines()[-TAIL_LINES:]
-                found += [f"[{origin}] {_as_displayed(line)}" for line in lines]
+                found += [f"[{origin}] {as_displayed(line)}" for line in lines]
     return found[-TAIL_LINES:]
 
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from dlrover_py.cli.logs import LogQuery, for_terminal
+from dlrover_py.cli.logs import TAIL_LINES, LogQuery, as_displayed, for_terminal
 from dlrover_py.kubernetes.client import KubeClient
 from dlrover_py.kubernetes.errors import InvalidError, KubeError, NotFoundError
 from dlrover_py.kubernetes.kinds import PODS, Obj
@@ -22,6 +22,8 @@ RETRY_S = 0.5
 """Seconds before a log whose connection broke is requested again."""
 FINISH_S = 10.0
 """Seconds that logs get to reach their end once the job has ended."""
+TAIL_PODS = 10
+"""Greatest number of Pods whose newest lines are read at once."""
 _AGENT = re.compile(rb'^\{"at": "[^"]*", "level": "[^"]*", "event": "[^"]*", "program": ')
 """The form of an agent's own log line, which appears among the lines of its workers
 (dlrover_py/telemetry.py).
@@ -111,6 +113,29 @@ class PodLogs:
         self._prefixed = len(pods) > 1
         for pod in pods:
             await self._print(pod, follow=False)
+
+    async def tail(self) -> list[str]:
+        """Return the newest lines of the selected Pods that have started, each with its node.
+
+        They are at most ``TAIL_LINES`` lines, of ``TAIL_PODS`` Pods. Logs that do not exist, or no
+        longer, are left out.
+
+        Raises:
+            KubeError: the API server refuses a call, or does not answer.
+        """
+        pods = [pod for pod in await self._list() if pod.started and self._is_selected(pod)]
+        pods.sort(key=lambda pod: (pod.ended, id_key(NodeId(pod.label))))
+        found: list[str] = []
+        for pod in pods[:TAIL_PODS]:
+            lines = self._kube.log_lines(
+                pod.name, self._namespace, container=pod.container, tail=TAIL_LINES
+            )
+            with contextlib.suppress(NotFoundError, InvalidError):
+                async with contextlib.aclosing(lines):
+                    async for _, line in lines:
+                        if not _AGENT.match(line):
+                            found.append(f"[{pod.label}] {as_displayed(line)}")
+        return found[-TAIL_LINES:]
 
     async def follow(self, until: Callable[[], Awaitable[None]], *, ended: bool) -> None:
         """Print the logs of all Pods at the same time, and follow them to the end of the job.

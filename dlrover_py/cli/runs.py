@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -43,7 +43,7 @@ class Run:
     """Why the last status cannot be read; empty if it can, or if there is none."""
 
     @property
-    def state(self) -> str:
+    def state(self) -> Literal["ended", "damaged", "killed"]:
         """How the run has ended: ``ended``, ``damaged`` or ``killed``."""
         return "damaged" if self.damage else "ended" if self.status is not None else "killed"
 

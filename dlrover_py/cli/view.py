@@ -61,7 +61,7 @@ class JobRow:
     name: str
     phase: str
     reason: str
-    """In a cluster: the problem, in one word; empty if there is none."""
+    """The problem, in a cluster in one word; empty if there is none."""
     ready: str
     round: str
     progress: str
@@ -94,16 +94,17 @@ class JobRow:
         )
 
     @classmethod
-    def of_job(cls, name: str, status: JobStatus | None, phase: str) -> "JobRow":
+    def of_job(cls, name: str, status: JobStatus | None, phase: str, reason: str = "") -> "JobRow":
         """Return the row of a job of this machine.
 
         Args:
             name: name of the job.
             status: status of the job; None if there is none.
             phase: phase of a job without a status.
+            reason: why the job has no status; empty if that is no problem.
         """
         if status is None:
-            return cls("", name, phase, "", "", "", "", "", "", "")
+            return cls("", name, phase, reason, "", "", "", "", "", "")
         return cls.of(status)
 
 

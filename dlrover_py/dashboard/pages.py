@@ -4,6 +4,8 @@ All functions are pure: they turn what is known of a job into text. Templates es
 and control characters become visible, so a script, a user or a Pod cannot write markup.
 """
 
+import csv
+import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from dlrover_py.dashboard import pictures, timeline
 from dlrover_py.protocol.job_view import JobView, causal_chain, problem_line, progress_words
 from dlrover_py.protocol.local import History
 from dlrover_py.protocol.names import NodeId, id_key
+from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.status import JobEvent, JobPhase, NodePhase, NodeStatus, rfc3339
 from dlrover_py.protocol.words import clock, counted, duration, plain
 
@@ -26,8 +29,10 @@ FOLDER = Path(__file__).parent
 SECTIONS = (
     "head",
     "why",
+    "stacks",
     "rounds",
     "time",
+    "size",
     "nodes",
     "checkpoints",
     "curves",
@@ -41,6 +46,8 @@ NODES_PER_PAGE = 100
 """Largest number of nodes in the table on one page."""
 ROWS_SHOWN = 200
 """Largest number of rows in the other tables."""
+CURVES_SHOWN = 16
+"""Largest number of curves on a page."""
 TICKS = 240
 """The pictures of a running job end at a multiple of 1/240 of its duration, so that they do not
 change at each look."""
@@ -157,6 +164,23 @@ class JobPage:
             return Markup("")
         return pictures.steps_curve(points, self.outages, self.scale, status)
 
+    @cached_property
+    def value_curves(self) -> list[tuple[str, Markup, str]]:
+        """For speed and for each of the script's metrics: its name, its picture and its range."""
+        kept = self.history.samples
+        named = {"steps per second": [(s.at, s.steps_per_s) for s in kept if s.steps_per_s]}
+        for sample in kept:
+            for name, value in sample.metrics.items():
+                named.setdefault(name, []).append((sample.at, value))
+        found = []
+        for name, points in list(named.items())[:CURVES_SHOWN]:
+            if len(points) > 1:
+                values = [value for _, value in points]
+                words = f"last {values[-1]:.4g}, from {min(values):.4g} to {max(values):.4g}"
+                curve = pictures.value_curve(points, self.outages, self.scale, name)
+                found.append((name, curve, words))
+        return found
+
     @property
     def goodput_bar(self) -> Markup:
         """The picture that shows where the time went; empty until a step is reported."""
@@ -169,6 +193,12 @@ class JobPage:
     def causes(self) -> list[JobEvent]:
         """The chain of causes that led to the present state, oldest first."""
         return causal_chain(self.view.events)[-ROWS_SHOWN:]
+
+    @property
+    def resizes(self) -> list[JobEvent]:
+        """The newest changes of size that the autoscaler has made, newest first."""
+        scaled = (EventReason.SCALED_UP, EventReason.SCALED_DOWN)
+        return [e for e in reversed(self.view.events) if e.reason in scaled][:ROWS_SHOWN]
 
     @property
     def newest_events(self) -> list[JobEvent]:
@@ -246,6 +276,23 @@ def section(name: str, page: JobPage) -> str:
     if name not in SECTIONS:
         raise KeyError(name)
     return render(f"sections/{name}.html", page=page, status=page.view.status)
+
+
+def curves_csv(history: History) -> str:
+    """Return the samples of a history as CSV: time, step, round, nodes, speed and each metric.
+
+    A name that a spreadsheet would read as a formula gets a quote before it.
+    """
+    metrics = sorted({name for sample in history.samples for name in sample.metrics})
+    text = io.StringIO()
+    rows = csv.writer(text)
+    heads = [f"'{name}" if name[:1] in ("=", "+", "-", "@") else name for name in metrics]
+    rows.writerow(["time", "step", "round", "nodes", "steps_per_s", *map(plain, heads)])
+    for sample in history.samples:
+        values = [sample.metrics.get(name, "") for name in metrics]
+        known = [sample.step, sample.round, sample.nodes, sample.steps_per_s or ""]
+        rows.writerow([rfc3339(sample.at), *known, *values])
+    return text.getvalue()
 
 
 def report(view: JobView, history: History, *, now: float) -> str:

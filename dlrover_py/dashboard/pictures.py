@@ -5,12 +5,14 @@ script, a user or a Pod is read as markup. Each shape has a title, and no pictur
 to be understood: shapes and legends say the same.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from html import escape
 
 from markupsafe import Markup
 
 from dlrover_py.dashboard.timeline import NodeTimeline, Outage
+from dlrover_py.protocol.job_view import time_shares
 from dlrover_py.protocol.local import ProgressSample
 from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.status import JobEvent, JobStatus
@@ -20,10 +22,13 @@ LEFT, RIGHT, WIDTH = 84, 16, 960
 """Left margin, right margin and width of the pictures, in SVG units."""
 ROW_HEIGHT, CURVE_HEIGHT = 22, 220
 """Height of a node's row, and height of the curve of steps, in SVG units."""
+CURVE_POINTS = 200
+"""Largest number of points of a curve."""
 NODES_SHOWN = 64
 """Largest number of nodes in the picture."""
 
 _COLORS = {
+    "new steps": "var(--good)",
     "start": "#8a8fa3",
     "failure": "#c4483e",
     "loss": "#d9822b",
@@ -186,27 +191,90 @@ def steps_curve(
         scale: time axis.
         status: status of the job, which may have the total number of steps.
     """
-    top, bottom = 10, 10 + CURVE_HEIGHT
     total = status.progress.total if status.progress is not None else None
     most = max(1, total or 0, *(p.step for p in points))
+    line = [(p.at, float(p.step)) for p in points]
+    return _curve(line, found, scale, label="steps over time", span=(0.0, float(most)))
 
-    def y(step: int) -> float:
-        return round(bottom - step / most * CURVE_HEIGHT, 1)
+
+def value_curve(
+    points: Sequence[tuple[float, float]], found: Sequence[Outage], scale: Scale, name: str
+) -> Markup:
+    """Return the picture of a number over time.
+
+    Args:
+        points: Unix seconds and value, oldest first; at least one.
+        found: interruptions.
+        scale: time axis.
+        name: what the number is.
+    """
+    low, high = min(value for _, value in points), max(value for _, value in points)
+    if low == high:
+        low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
+    return _curve(points, found, scale, label=f"{name} over time", span=(low, high))
+
+
+def _curve(
+    points: Sequence[tuple[float, float]],
+    found: Sequence[Outage],
+    scale: Scale,
+    *,
+    label: str,
+    span: tuple[float, float],
+) -> Markup:
+    """Return the picture of a line over time, with the interruptions, each of which ends a round.
+
+    Args:
+        points: Unix seconds and value.
+        found: interruptions.
+        scale: time axis.
+        label: what the picture shows.
+        span: values at the bottom and at the top.
+    """
+    top, bottom = 10, 10 + CURVE_HEIGHT
+    low, high = span
+    height = high - low or 1.0
+
+    def y(value: float) -> float:
+        return round(bottom - (value - low) / height * CURVE_HEIGHT, 1)
 
     parts = [*_grid(scale, top, bottom), *_bands(found, scale, top, bottom)]
     for part in range(5):
-        step = round(most * part / 4)
+        value = low + height * part / 4
         parts.append(
-            f'<line x1="{LEFT}" y1="{y(step)}" x2="{WIDTH - RIGHT}" y2="{y(step)}" '
-            f'stroke="var(--line)"/><text x="{LEFT - 10}" y="{y(step) + 4}" '
-            f'text-anchor="end">{step}</text>'
+            f'<line x1="{LEFT}" y1="{y(value)}" x2="{WIDTH - RIGHT}" y2="{y(value)}" '
+            f'stroke="var(--line)"/><text x="{LEFT - 10}" y="{y(value) + 4}" '
+            f'text-anchor="end">{_number(value)}</text>'
         )
-    line = " ".join(f"{scale.x(p.at)},{y(p.step)}" for p in points)
+    line = " ".join(f"{scale.x(at)},{y(value)}" for at, value in _thinned(points))
     parts.append(
         f'<polyline points="{line}" fill="none" stroke="var(--calm)" stroke-width="2" '
         'stroke-linejoin="round"/>'
     )
-    return Markup(_svg(bottom + 24, parts, "steps over time"))
+    for outage in found:
+        if outage.round:
+            x = scale.x(outage.resumed.at if outage.resumed is not None else outage.cause.at)
+            parts.append(
+                f'<line x1="{x}" y1="{top}" x2="{x}" y2="{bottom}" stroke="var(--calm)" '
+                f'stroke-dasharray="3 3"><title>round {outage.round}</title></line>'
+            )
+    return Markup(_svg(bottom + 24, parts, label))
+
+
+def _thinned(points: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """Yield at most ``CURVE_POINTS`` points: of each stretch the lowest and the highest one."""
+    size = math.ceil(len(points) / (CURVE_POINTS // 2))
+    if size <= 2:
+        yield from points
+        return
+    for first in range(0, len(points), size):
+        stretch = sorted(points[first : first + size], key=lambda point: point[1])
+        yield from sorted({stretch[0], stretch[-1]})
+
+
+def _number(value: float) -> str:
+    """Return the text of a tick: whole numbers in full, others with four digits."""
+    return str(round(value)) if abs(value) >= 100 or value == round(value) else f"{value:.4g}"
 
 
 def goodput_bar(status: JobStatus) -> Markup:
@@ -214,14 +282,13 @@ def goodput_bar(status: JobStatus) -> Markup:
 
     The part that brought no new steps is divided by cause. If no cause is known, it stays empty.
     """
-    good = status.goodput or 0.0
-    lost = {cause: seconds for cause, seconds in status.lost_s.items() if seconds > 0}
-    total = sum(lost.values())
-    shares = [("var(--good)", f"new steps: {100 * good:.1f}%", good)]
-    for cause, seconds in sorted(lost.items(), key=lambda item: -item[1]):
-        share = (1 - good) * seconds / total
-        text = f"{cause}: {100 * share:.1f}% ({duration(seconds)})"
-        shares.append((_COLORS.get(cause, "#8a8fa3"), text, share))
+    shares = []
+    for part in time_shares(status):
+        color = _COLORS.get(part["what"], "#8a8fa3")
+        text = f"{part['what']}: {100 * part['share']:.1f}%"
+        if part["seconds"] is not None:
+            text += f" ({duration(part['seconds'])})"
+        shares.append((color, text, part["share"]))
     parts, x = [], 0.0
     for color, text, share in shares:
         width = round(share * WIDTH, 2)

@@ -1,6 +1,6 @@
 """The dashboard's HTTP server: pages, their changes as one event stream, and actions.
 
-Nobody sees a page without a access. The link that is printed at the start has a token. It is
+Nobody sees a page without access. The link that is printed at the start has a token. It is
 exchanged for a cookie that scripts cannot read and that other sites cannot send. An action is a
 POST with the session's second secret, which only our own pages have.
 """
@@ -11,6 +11,7 @@ import hmac
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 from urllib.parse import parse_qs, quote
 
@@ -29,7 +30,7 @@ log = logging.getLogger("dashboard")
 
 COOKIE = "dlrover-session"
 MAX_FORM_BYTES = 4096
-ACTIONS = ("scale", "suspend", "resume", "restart", "drain")
+ACTIONS = ("scale", "suspend", "resume", "restart", "drain", "stacks")
 """What a page can ask of a job."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'self'; "
@@ -42,11 +43,13 @@ HEADERS = {
 """Headers of every answer: nothing is loaded from elsewhere, framed, or kept."""
 PICTURES_S = 5.0
 """Least seconds between two announcements of a picture, which is large."""
+PICTURE_BYTES_PER_S = 2048
+"""A viewer loads no more of one section's pictures than that, however large they are."""
 PING_S = 20.0
 """Seconds without a change after which the event stream sends a comment, so that it stays open."""
 
 
-class ListedJob(Protocol):
+class ListRow(Protocol):
     """One job in the list."""
 
     @property
@@ -58,7 +61,7 @@ class ListedJob(Protocol):
         """Its phase."""
 
 
-class Jobs(Protocol):
+class ShownJobs(Protocol):
     """The jobs that are shown, and changed. All calls may block; each runs in a thread.
 
     Every method may raise :class:`DLRoverError`, whose words the page shows.
@@ -68,7 +71,7 @@ class Jobs(Protocol):
     def where(self) -> str:
         """The place of the jobs, such as ``on this machine``."""
 
-    def rows(self) -> Sequence[ListedJob]:
+    def rows(self) -> Sequence[ListRow]:
         """Return the jobs, running ones first."""
 
     def load(self, name: str) -> tuple[JobView, History]:
@@ -135,6 +138,17 @@ class SectionWatch:
         self._told_at: dict[str, float] = {}
         self._queues: set[asyncio.Queue[list[str] | None]] = set()
         self._task: asyncio.Task[None] | None = None
+        self._page: pages.JobPage | None = None
+
+    @property
+    def page(self) -> pages.JobPage | None:
+        """The newest page; None if nobody watches, or the last look has failed."""
+        return self._page
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether somebody watches."""
+        return bool(self._queues)
 
     async def changes(self) -> AsyncIterator[list[str]]:
         """Yield the names of the sections that have changed; an empty list now and then.
@@ -158,7 +172,7 @@ class SectionWatch:
             self._queues.discard(queue)
             if not self._queues and self._task is not None:
                 self._task.cancel()
-                self._task = None
+                self._task = self._page = None
 
     def close(self) -> None:
         """End the streams of all viewers."""
@@ -168,9 +182,9 @@ class SectionWatch:
     async def _run(self) -> None:
         while True:
             try:
-                page = await self._load()
+                self._page = page = await self._load()
             except DLRoverError as error:
-                news = {"head": str(error)}
+                self._page, news = None, {"head": str(error)}
             else:
                 news = {name: pages.section(name, page) for name in pages.SECTIONS}
             if changed := self._changed(news, asyncio.get_running_loop().time()):
@@ -183,7 +197,8 @@ class SectionWatch:
         changed = []
         for name, text in news.items():
             digest = hashlib.sha256(text.encode()).hexdigest()
-            early = name in pages.PICTURES and now - self._told_at.get(name, -1e9) < PICTURES_S
+            pause_s = max(PICTURES_S, len(text) / PICTURE_BYTES_PER_S)
+            early = name in pages.PICTURES and now - self._told_at.get(name, -1e9) < pause_s
             if self._digests.get(name) != digest and not early:
                 self._digests[name], self._told_at[name] = digest, now
                 changed.append(name)
@@ -218,7 +233,7 @@ class Dashboard:
     """The dashboard of some jobs as an ASGI application, and its end."""
 
     def __init__(
-        self, jobs: Jobs, access: Access, now: Callable[[], float], *, poll_s: float = 1.0
+        self, jobs: ShownJobs, access: Access, now: Callable[[], float], *, poll_s: float = 1.0
     ) -> None:
         """Nothing is read before the first request.
 
@@ -239,7 +254,7 @@ class Dashboard:
 
 
 def _routes(
-    jobs: Jobs,
+    jobs: ShownJobs,
     access: Access,
     now: Callable[[], float],
     poll_s: float,
@@ -259,9 +274,14 @@ def _routes(
     def problem(message: str, status: int) -> Response:
         return HTMLResponse(pages.render("error.html", message=message), status)
 
-    async def load(name: str, nodes_from: int = 0) -> pages.JobPage:
+    async def load(name: str) -> pages.JobPage:
         view, history = await asyncio.to_thread(jobs.load, name)
-        return pages.JobPage(view, history, now(), nodes_from)
+        return pages.JobPage(view, history, now())
+
+    async def newest(name: str) -> pages.JobPage:
+        """Return the page that a watch has just loaded, else load it."""
+        watch = watches.get(name)
+        return (watch.page if watch is not None else None) or await load(name)
 
     @found.exception_handler(DLRoverError)
     async def failed(request: Request, error: Exception) -> Response:
@@ -285,7 +305,7 @@ def _routes(
     @found.get("/jobs/{name}/")
     async def job(name: str) -> Response:
         """Show one job."""
-        page = await load(name)
+        page = await newest(name)
         parts = [(s, pages.section(s, page)) for s in pages.SECTIONS]
         text = pages.render("job.html", page=page, sections=parts, csrf=access.csrf, root="../../")
         return HTMLResponse(text)
@@ -295,7 +315,7 @@ def _routes(
         """Return one section of a job's page."""
         if section not in pages.SECTIONS:
             return HTMLResponse("", 404)
-        page = await load(name, max(0, start))
+        page = replace(await newest(name), nodes_from=max(0, start))
         return HTMLResponse(pages.section(section, page))
 
     @found.get("/jobs/{name}/changes")
@@ -304,15 +324,25 @@ def _routes(
         watch = watches.setdefault(name, SectionWatch(lambda: load(name), poll_s))
 
         async def events() -> AsyncIterator[str]:
-            async for changed in watch.changes():
-                yield "".join(f"event: {s}\ndata:\n\n" for s in changed) or ": still here\n\n"
+            try:
+                async for changed in watch.changes():
+                    yield "".join(f"event: {s}\ndata:\n\n" for s in changed) or ": still here\n\n"
+            finally:
+                if not watch.is_watched and watches.get(name) is watch:
+                    del watches[name]
 
         return StreamingResponse(events(), media_type="text/event-stream")
+
+    @found.get("/jobs/{name}/curves.csv")
+    async def curves(name: str) -> Response:
+        """Return the numbers of the curves as a file."""
+        page = await newest(name)
+        return Response(pages.curves_csv(page.history), media_type="text/csv; charset=utf-8")
 
     @found.get("/jobs/{name}/nodes/{node}/")
     async def node(name: str, node: str) -> Response:
         """Show one node: its state, its events and the newest output of its workers."""
-        page = await load(name)
+        page = await newest(name)
         lines = await asyncio.to_thread(jobs.log_tail, name, node)
         text = pages.render("node.html", page=page, node=node, lines=lines, root="../../../../")
         return HTMLResponse(text)

@@ -375,6 +375,7 @@ class KubeClient:
         container: str = "",
         follow: bool = False,
         since: str = "",
+        tail: int | None = None,
     ) -> AsyncGenerator[tuple[str, bytes], None]:
         """Yield the lines of a Pod's log, each with its time.
 
@@ -388,6 +389,7 @@ class KubeClient:
             follow: continue until the container ends.
             since: yield only lines newer than this time, which is that of an earlier line; empty
                 for all lines.
+            tail: yield only so many of the newest lines; None for all.
 
         Raises:
             NotFoundError: there is no such Pod.
@@ -397,6 +399,7 @@ class KubeClient:
         """
         query = {"timestamps": "true"} | ({"container": container} if container else {})
         query |= ({"follow": "true"} if follow else {}) | ({"sinceTime": since} if since else {})
+        query |= {} if tail is None else {"tailLines": str(tail)}
         path = PODS.path(self._in(PODS, namespace), pod, "log")
         read_s = None if follow else self.times.stall_s
         async with self._reply("GET", path, query, read_s=read_s) as reply:

@@ -13,6 +13,7 @@ import uvloop
 
 from dlrover_py.master.app import (
     Sockets,
+    certificate_end,
     inherited,
     listen,
     port_of,
@@ -97,6 +98,7 @@ async def _run(
     sockets: Sockets,
     token: str,
     tls: ssl.SSLContext | None,
+    certificate_ends: float | None,
 ) -> None:
     """Build the platform and the journal's store from the command line, and serve until the end.
 
@@ -109,6 +111,7 @@ async def _run(
         sockets: The sockets on which it listens.
         token: The job's token.
         tls: TLS settings for agents; None for plain HTTP.
+        certificate_ends: End of the certificate of ``tls``, in Unix seconds; None if not known.
 
     Raises:
         ConfigError: ``--state-dir`` or the operator's environment is missing, the job in
@@ -163,6 +166,7 @@ async def _run(
             tls=tls,
             lifeline=args.lifeline_fd,
             evidence_dir=None if args.temporary else args.state_dir,
+            certificate_ends=certificate_ends,
         )
 
 
@@ -187,6 +191,7 @@ def main(argv: list[str] | None = None) -> int:
         setup("master", level=settings.log_level, elsewhere=hidden, aside=True)
         token = read_token(args.token_file, private=True)
         tls = read_certificate(args.tls_cert, args.tls_key)
+        ends = None if tls is None else certificate_end(args.tls_cert.read_text(errors="replace"))
         job = listen(args.listen) if args.listen_fd is None else inherited(args.listen_fd)
         health = listen(args.health) if args.health_fd is None else inherited(args.health_fd)
         if args.announce_fd is not None:
@@ -194,7 +199,7 @@ def main(argv: list[str] | None = None) -> int:
             os.write(args.announce_fd, ports.model_dump_json().encode() + b"\n")
             os.close(args.announce_fd)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_run(args, settings, Sockets(job, health), token, tls))
+            runner.run(_run(args, settings, Sockets(job, health), token, tls, ends))
         if args.temporary:
             shutil.rmtree(args.state_dir, ignore_errors=True)
     except* DLRoverError as group:

@@ -4,10 +4,12 @@ import asyncio
 import gc
 import logging
 import os
+import re
 import signal
 import socket
 import ssl
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -53,6 +55,7 @@ async def serve(
     tls: ssl.SSLContext | None = None,
     lifeline: int | None = None,
     evidence_dir: Path | None = None,
+    certificate_ends: float | None = None,
 ) -> None:
     """Run the master of one job until SIGTERM or SIGINT, or until its lifeline is closed.
 
@@ -72,6 +75,7 @@ async def serve(
         lifeline: Descriptor of a pipe. The master ends when the other end is closed. None if the
             master does not depend on another process.
         evidence_dir: Folder for bundles of evidence; None keeps none.
+        certificate_ends: End of the certificate of ``tls``, in Unix seconds; None if not known.
 
     Raises:
         ConfigError: The journal cannot be used.
@@ -100,7 +104,7 @@ async def serve(
         max_body_bytes=settings.max_body_bytes,
         body_s=settings.header_s,
     )
-    pages = _LatePages(loop, exchanges)
+    pages = _LatePages(loop, exchanges, certificate_ends)
     jobs = server(
         pages.job,
         header_s=settings.header_s,
@@ -150,9 +154,16 @@ class _LatePages:
     first workers of a job start earlier.
     """
 
-    def __init__(self, loop: Loop, exchanges: Exchanges) -> None:
-        """Take what the applications show; nothing is imported yet."""
+    def __init__(self, loop: Loop, exchanges: Exchanges, certificate_ends: float | None) -> None:
+        """Take what the applications show; nothing is imported yet.
+
+        Args:
+            loop: The loop that runs the job.
+            exchanges: Takes the reports of agents.
+            certificate_ends: End of the certificate, in Unix seconds; None if it is not known.
+        """
         self._loop, self._exchanges = loop, exchanges
+        self._certificate_ends = certificate_ends
         self._made: asyncio.Future[tuple[ASGIApp, ASGIApp]] | None = None
 
     def prepare(self) -> "asyncio.Future[tuple[ASGIApp, ASGIApp]]":
@@ -164,7 +175,7 @@ class _LatePages:
     def _make(self) -> tuple[ASGIApp, ASGIApp]:
         from dlrover_py.master.server import applications
 
-        return applications(self._loop, self._exchanges)
+        return applications(self._loop, self._exchanges, self._certificate_ends)
 
     @property
     def job(self) -> ASGIApp:
@@ -285,6 +296,30 @@ def read_certificate(cert: Path | None, key: Path | None) -> ssl.SSLContext | No
             f"certificate for {MASTER_NAME} and its key without a password, both as PEM"
         ) from error
     return context
+
+
+_VALIDITY = re.compile(
+    rb"\x30.(?:\x17\x0d|\x18\x0f)\d{12,14}Z(\x17\x0d|\x18\x0f)(\d{12,14})Z", re.DOTALL
+)
+"""The two times of a certificate in DER, each a UTCTime or, from 2050 on, a GeneralizedTime."""
+
+
+def certificate_end(pem: str) -> float | None:
+    """Return the end of the first certificate in a text, in Unix seconds; None if there is none.
+
+    The ssl module tells this of peers only.
+    """
+    begin, end = ssl.PEM_HEADER, ssl.PEM_FOOTER
+    first = f"{begin}{pem.partition(begin)[2].partition(end)[0]}{end}"
+    try:
+        found = _VALIDITY.search(ssl.PEM_cert_to_DER_cert(first))
+        if found is None:
+            return None
+        year = "" if found[1].startswith(b"\x18") else "20"
+        at = datetime.strptime(f"{year}{found[2].decode()}Z+0000", "%Y%m%d%H%M%SZ%z")
+    except ValueError:
+        return None
+    return at.timestamp()
 
 
 def port_of(sock: socket.socket) -> int:

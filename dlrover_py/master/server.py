@@ -39,10 +39,11 @@ from dlrover_py.protocol.checkpoint_id import CheckpointId
 from dlrover_py.protocol.diagnosis import NodeSnapshot
 from dlrover_py.protocol.errors import ErrorCode
 from dlrover_py.protocol.job import in_words
+from dlrover_py.protocol.job_view import problems
 from dlrover_py.protocol.names import MAX_COUNT, NODE_ID, NodeId, Round, Step, Timeline
 from dlrover_py.protocol.reasons import ConditionType
 from dlrover_py.protocol.shards import NodeShardRequest, ShardAnswer
-from dlrover_py.protocol.status import JobStatus
+from dlrover_py.protocol.status import JobPhase, JobStatus
 
 log = logging.getLogger("master.server")
 
@@ -352,8 +353,8 @@ def job_app(loop: Loop, exchanges: Exchanges, denied: Counter) -> ASGIApp:
 class _JobMetrics:
     """The metrics of the job, computed when they are read."""
 
-    def __init__(self, loop: Loop) -> None:
-        self._loop = loop
+    def __init__(self, loop: Loop, certificate_ends: float | None) -> None:
+        self._loop, self._certificate_ends = loop, certificate_ends
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of the present state; before this master runs the job, only its own."""
@@ -371,54 +372,82 @@ class _JobMetrics:
             "1 if the journal can be written, else 0.",
             not loop.journal_error,
         )
+        if self._certificate_ends is not None:
+            help_text = "End of the certificate that agents are shown, in Unix seconds."
+            end = self._certificate_ends
+            yield _gauge("dlrover_certificate_expiry_timestamp_seconds", help_text, end)
         status = loop.status()
         if status is None:
             return
-        yield _gauge("dlrover_term", "Term of this master.", status.term)
-        yield _gauge("dlrover_round", "Number of the round.", status.round)
-        yield _gauge("dlrover_world_size", "Workers in the round.", status.world_size)
-        yield _gauge("dlrover_nodes_in_round", "Nodes in the round.", status.nodes_in_round)
+        yield from job_metrics(status)
+
+
+def job_metrics(status: JobStatus) -> Iterator[Metric]:
+    """Yield the metrics of a job that its status tells. Their number does not grow with the job."""
+    phases = GaugeMetricFamily(
+        "dlrover_phase", "1 for the present phase of the job, else 0.", labels=["phase"]
+    )
+    for phase in JobPhase:
+        phases.add_metric([phase.value], float(phase is status.phase))
+    yield phases
+    yield _gauge("dlrover_term", "Term of this master.", status.term)
+    yield _gauge("dlrover_round", "Number of the round.", status.round)
+    yield _gauge("dlrover_world_size", "Workers in the round.", status.world_size)
+    yield _gauge("dlrover_nodes_in_round", "Nodes in the round.", status.nodes_in_round)
+    yield _gauge(
+        "dlrover_nodes_ready", "Nodes that have reported and are not leaving.", status.ready
+    )
+    yield _gauge("dlrover_nodes_desired", "Desired number of nodes.", status.desired)
+    if status.progress is not None:
         yield _gauge(
-            "dlrover_nodes_ready", "Nodes that have reported and are not leaving.", status.ready
+            "dlrover_step", "Newest step that the script has reported.", status.progress.step
         )
-        yield _gauge("dlrover_nodes_desired", "Desired number of nodes.", status.desired)
-        if status.progress is not None:
-            yield _gauge(
-                "dlrover_step", "Newest step that the script has reported.", status.progress.step
-            )
-            speed = status.progress.steps_per_s
-            yield _gauge("dlrover_steps_per_second", "Training steps per second.", speed)
-        last = status.last_checkpoint
-        if last is not None:
-            help_text = "Step of the newest checkpoint that can be restored."
-            yield _gauge("dlrover_checkpoint_step", help_text, last.step)
-            help_text = "Age of the newest checkpoint that can be restored, in seconds."
-            yield _gauge("dlrover_checkpoint_age_seconds", help_text, last.age_s)
-        if last is not None and last.stored_step is not None and last.stored_at is not None:
-            help_text = "Step of the newest checkpoint in storage."
-            yield _gauge("dlrover_checkpoint_stored_step", help_text, last.stored_step)
-            help_text = "Age of the newest checkpoint in storage, in seconds."
-            age = max(0.0, status.published_at - last.stored_at)
-            yield _gauge("dlrover_checkpoint_stored_age_seconds", help_text, age)
-        failing = any(
-            c.type == ConditionType.CHECKPOINT_FAILING and c.status == "True"
-            for c in status.conditions
-        )
-        yield _gauge(
-            "dlrover_checkpoint_failing",
-            "1 if the condition CheckpointFailing is True, else 0.",
-            failing,
-        )
-        help_text = "Checkpoints that this master has had written to storage."
-        yield _count("dlrover_checkpoints_stored", help_text, status.checkpoints_stored)
-        help_text = "Attempts to write a checkpoint to storage that failed."
-        yield _count("dlrover_checkpoint_failures", help_text, status.checkpoint_failures)
-        rounds = CounterMetricFamily(
-            "dlrover_new_rounds", "Rounds after the first, by cause.", labels=["cause"]
-        )
-        for cause in ("failure", "loss", "drain", "scale", "join"):
-            rounds.add_metric([cause], status.restarts.get(cause, 0))
-        yield rounds
+        speed = status.progress.steps_per_s
+        yield _gauge("dlrover_steps_per_second", "Training steps per second.", speed)
+    if status.goodput is not None:
+        help_text = "Part of the job's time that brought new steps, from 0 to 1."
+        yield _gauge("dlrover_goodput_ratio", help_text, status.goodput)
+    lost = CounterMetricFamily(
+        "dlrover_lost_seconds", "Time without new steps, by cause.", labels=["cause"]
+    )
+    for why, seconds in status.lost_s.items():
+        lost.add_metric([why], seconds)
+    yield lost
+    last = status.last_checkpoint
+    if last is not None:
+        help_text = "Step of the newest checkpoint that can be restored."
+        yield _gauge("dlrover_checkpoint_step", help_text, last.step)
+        help_text = "Age of the newest checkpoint that can be restored, in seconds."
+        yield _gauge("dlrover_checkpoint_age_seconds", help_text, last.age_s)
+    if last is not None and last.stored_step is not None and last.stored_at is not None:
+        help_text = "Step of the newest checkpoint in storage."
+        yield _gauge("dlrover_checkpoint_stored_step", help_text, last.stored_step)
+        help_text = "Age of the newest checkpoint in storage, in seconds."
+        age = max(0.0, status.published_at - last.stored_at)
+        yield _gauge("dlrover_checkpoint_stored_age_seconds", help_text, age)
+    bad = {condition.type for condition in problems(status.conditions, status.round)}
+    failing = ConditionType.CHECKPOINT_FAILING in bad
+    yield _gauge(
+        "dlrover_checkpoint_failing",
+        "1 if the condition CheckpointFailing is True, else 0.",
+        failing,
+    )
+    found = GaugeMetricFamily(
+        "dlrover_problem", "1 for each condition that reports a problem.", labels=["condition"]
+    )
+    for kind in sorted(bad):
+        found.add_metric([kind], 1.0)
+    yield found
+    help_text = "Checkpoints that this master has had written to storage."
+    yield _count("dlrover_checkpoints_stored", help_text, status.checkpoints_stored)
+    help_text = "Attempts to write a checkpoint to storage that failed."
+    yield _count("dlrover_checkpoint_failures", help_text, status.checkpoint_failures)
+    rounds = CounterMetricFamily(
+        "dlrover_new_rounds", "Rounds after the first, by cause.", labels=["cause"]
+    )
+    for cause in ("failure", "loss", "drain", "scale", "join"):
+        rounds.add_metric([cause], status.restarts.get(cause, 0))
+    yield rounds
 
 
 def _gauge(name: str, help_text: str, value: float) -> Metric:
@@ -429,21 +458,31 @@ def _count(name: str, help_text: str, value: float) -> Metric:
     return CounterMetricFamily(name, help_text, value=float(value))
 
 
-def applications(loop: Loop, exchanges: Exchanges) -> tuple[ASGIApp, ASGIApp]:
+def applications(
+    loop: Loop, exchanges: Exchanges, certificate_ends: float | None
+) -> tuple[ASGIApp, ASGIApp]:
     """Return the applications of the job's port and of the port for health, with their metrics.
 
     Args:
         loop: The loop that runs the job.
         exchanges: Takes the reports of agents.
+        certificate_ends: End of the certificate, in Unix seconds; None if it is not known.
     """
     registry = CollectorRegistry()
     denied = Counter(
         "dlrover_unauthorized_requests", "Requests without a valid token.", registry=registry
     )
-    return job_app(loop, exchanges, denied), health_app(loop, registry)
+    health = health_app(loop, registry, certificate_ends=certificate_ends)
+    return job_app(loop, exchanges, denied), health
 
 
-def health_app(loop: Loop, registry: CollectorRegistry, *, dead_s: float = DEAD_S) -> ASGIApp:
+def health_app(
+    loop: Loop,
+    registry: CollectorRegistry,
+    *,
+    dead_s: float = DEAD_S,
+    certificate_ends: float | None = None,
+) -> ASGIApp:
     """Return the application for health, readiness and metrics.
 
     The metrics of the job are registered here, so this function must be called once for each
@@ -453,8 +492,9 @@ def health_app(loop: Loop, registry: CollectorRegistry, *, dead_s: float = DEAD_
         loop: The loop that runs the job.
         registry: Registry of the metrics.
         dead_s: Seconds without a turn of the loop after which the master is unhealthy.
+        certificate_ends: End of the certificate for agents, in Unix seconds; None without one.
     """
-    registry.register(_JobMetrics(loop))
+    registry.register(_JobMetrics(loop, certificate_ends))
     app = FastAPI(title="dlrover-py master health", docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.get("/healthz")

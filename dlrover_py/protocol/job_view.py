@@ -5,6 +5,7 @@ All functions are pure.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 from dlrover_py.protocol.agents import Progress
 from dlrover_py.protocol.reasons import ConditionReason, ConditionType, EventReason
@@ -163,3 +164,29 @@ def causal_chain(events: Sequence[JobEvent], round_number: int | None = None) ->
     first = min(chain)
     # Other events in between belong to the story.
     return [e for e in events if first <= e.id <= ends[-1].id]
+
+
+class TimeShare(TypedDict):
+    """A part of the time that a job has taken."""
+
+    what: str
+    """``new steps``, or the cause for which the time brought none."""
+    share: float
+    """The part, from 0 to 1."""
+    seconds: float | None
+    """The lost time; None for new steps."""
+
+
+def time_shares(status: JobStatus | None) -> list[TimeShare]:
+    """Return where the time went: new steps first, then each cause, the largest first.
+
+    It is empty if no step was reported.
+    """
+    if status is None or status.goodput is None:
+        return []
+    good, lost = status.goodput, {c: s for c, s in status.lost_s.items() if s > 0}
+    found = [TimeShare(what="new steps", share=good, seconds=None)]
+    for cause, seconds in sorted(lost.items(), key=lambda item: -item[1]):
+        share = (1 - good) * seconds / sum(lost.values())
+        found.append(TimeShare(what=cause, share=share, seconds=seconds))
+    return found

@@ -31,6 +31,8 @@ A call that changes something returns :class:`CallDone`. A refused one returns
 :class:`~dlrover_py.protocol.agents.ErrorReply`.
 """
 
+from itertools import islice
+from math import isfinite
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -40,6 +42,8 @@ from dlrover_py.protocol.status import JobStatus, WallTime
 
 MAX_STATUS = 1 << 24
 """Bytes of a published status that are accepted."""
+METRICS_KEPT = 8
+"""Greatest number of a script's metrics in a sample of the history."""
 
 Verb = Literal["kill", "freeze", "thaw", "drain"]
 """A fault that a person or a test causes at a node."""
@@ -129,6 +133,10 @@ class ProgressSample(_LocalModel):
     """The round that ran."""
     nodes: int
     """The number of nodes in the round."""
+    steps_per_s: float = 0.0
+    """Steps per second; 0 if it is not known."""
+    metrics: dict[str, float] = Field(default_factory=dict)
+    """Numbers that the script has reported, by name: the first ``METRICS_KEPT``."""
 
 
 class History(_LocalModel):
@@ -150,11 +158,17 @@ class History(_LocalModel):
             status: the newest status.
             most: the number of samples to keep; beyond it, every second sample is dropped.
         """
-        step = status.progress.step if status.progress is not None else None
-        if step is None:
+        if status.progress is None:
             return self
+        step = status.progress.step
+        finite = (item for item in status.progress.metrics.items() if isfinite(item[1]))
         new = ProgressSample(
-            at=status.published_at, step=step, round=status.round, nodes=status.nodes_in_round
+            at=status.published_at,
+            step=step,
+            round=status.round,
+            nodes=status.nodes_in_round,
+            steps_per_s=status.progress.steps_per_s,
+            metrics=dict(islice(finite, METRICS_KEPT)),
         )
         last = self.samples[-1] if self.samples else None
         if last is not None and (last.step, last.round) == (new.step, new.round):

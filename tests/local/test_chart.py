@@ -19,6 +19,7 @@ from dlrover_py.kubernetes.kinds import Kind
 from dlrover_py.protocol.job import ElasticJob
 from scripts import chart_values
 from tests.cluster.lab.settings import CACHE, REQUIRED
+from tests.local.test_alerts import ALERTS
 
 Obj = dict[str, Any]
 ROOT = Path(__file__).parents[2]
@@ -60,6 +61,14 @@ FULL: Obj = {
     "metrics": {
         "service": {"annotations": {"g": "h"}},
         "serviceMonitor": {"enabled": True, "labels": {"i": "j"}, "interval": "30s"},
+        "podMonitor": {"enabled": True, "labels": {"i": "k"}, "interval": "15s"},
+        "prometheusRule": {
+            "enabled": True,
+            "labels": {"i": "l"},
+            "leaveOut": ["DLRoverStrangers"],
+            "runbooks": "https://docs.test/operations",
+        },
+        "grafanaDashboard": {"enabled": True, "annotations": {"grafana_folder": "ML"}},
     },
     "test": {"workerImage": "w:1"},
 }
@@ -272,6 +281,37 @@ def test_the_pod_gets_what_is_asked_for() -> None:
     assert monitor["spec"]["endpoints"][0]["port"] == service["spec"]["ports"][0]["name"]
 
 
+def test_prometheus_finds_the_masters_and_gets_the_alerts() -> None:
+    objects = rendered(FULL)
+    (monitor,) = of_kind(objects, "PodMonitor")
+    assert monitor["metadata"]["labels"]["i"] == "k"
+    assert monitor["spec"]["namespaceSelector"] == {"any": True}
+    (namespaced,) = of_kind(rendered(NAMESPACED | {"metrics": FULL["metrics"]}), "PodMonitor")
+    assert namespaced["spec"]["namespaceSelector"] == {"matchNames": ["a", "b"]}
+    text = (ROOT / "examples/01-digits/job.yaml").read_text()
+    job = ElasticJob.read({**yaml.safe_load(text), "status": {}})
+    pod = manifests.deployment(job, "10.0.0.1", manifests.Options(image="m"))["spec"]["template"]
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    assert set(monitor["spec"]["podTargetLabels"]) <= pod["metadata"]["labels"].keys()
+    (end,) = monitor["spec"]["podMetricsEndpoints"]
+    assert end["port"] in [port["name"] for port in pod["spec"]["containers"][0]["ports"]]
+    (rules,) = of_kind(objects, "PrometheusRule")
+    shown = {rule["alert"]: rule for g in rules["spec"]["groups"] for rule in g["rules"]}
+    assert shown.keys() == ALERTS.keys() - {"DLRoverStrangers"}
+    for name, rule in shown.items():
+        link = rule["annotations"].pop("runbook_url")
+        assert link == f"https://docs.test/operations#{name.lower()}"
+        assert rule == ALERTS[name]
+
+
+def test_grafana_gets_the_dashboard_as_it_is() -> None:
+    (found,) = of_kind(rendered(FULL), "ConfigMap")
+    assert found["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert found["metadata"]["annotations"] == {"grafana_folder": "ML"}
+    written = (CHART / "files/dashboard.json").read_text()
+    assert json.loads(found["data"]["dlrover.json"]) == json.loads(written)
+
+
 def test_what_is_left_out() -> None:
     kinds = {o["kind"] for o in rendered(BARE) if not is_hook(o)}
     assert kinds == {"Deployment"}
@@ -311,6 +351,7 @@ def test_a_namespaced_install_touches_nothing_of_the_cluster() -> None:
         ({"serviceAccount": {"create": False}}, "serviceAccount"),
         ({"tolerations": [{"key": "a", "effekt": "NoSchedule"}]}, "effekt"),
         ({"metrics": {"serviceMonitor": {"interval": "often"}}}, "interval"),
+        ({"metrics": {"prometheusRule": {"leaveOut": ["Watchdog"]}}}, "leaveOut"),
         ({"crds": {"enabled": "yes"}}, "crds"),
     ],
 )

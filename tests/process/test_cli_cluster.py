@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
+from dlrover_py.client import Jobs
 from dlrover_py.kubernetes.kinds import ELASTICJOBS, EVENTS, NAMESPACES, PODS, Obj
+from dlrover_py.protocol.errors import ConfigError
 from tests import jsonform
 from tests.builders import job_file
 from tests.fakes_kube import FakeCluster
@@ -371,6 +373,35 @@ async def test_logs_of_pods(terminal: Terminal) -> None:
         "logs", "--node", "n9", code=2
     )
     assert "does not separate rounds" in await terminal.call("logs", "--round", "1", code=2)
+
+
+async def test_a_program_reads_and_changes_a_job_of_a_cluster(terminal: Terminal) -> None:
+    cluster = terminal.cluster
+    job = put_job(cluster, phase="Running", training=training())
+    for node in ("n0", "n1", "n2"):
+        put_pod(cluster, job, node, "Running")
+        lines = "".join(f"{node} step {step}\n" for step in range(300))
+        cluster.logs["default", f"x-{node}"] = f"{lines}{AGENT}\n"
+
+    def program() -> None:
+        jobs = Jobs(namespace="default", kubeconfig=terminal.env["KUBECONFIG"])
+        assert [(row.name, row.phase) for row in jobs.list()] == [("x", "Running")]
+        found = jobs.get()
+        assert (found.name, found.phase()) == ("x", "Running")
+        said = found.logs("n1")
+        assert said[-1] == "[n1] n1 step 299", "the agent's own lines are left out"
+        assert len(said) < 300, "the newest are enough"
+        assert found.logs(rank=1)[-1] == "[n2] n2 step 299"
+        with pytest.raises(TimeoutError, match="x is Running after 0 s"):
+            found.wait(timeout_s=0)
+        assert found.suspend() == "x is suspended"
+        with pytest.raises(ConfigError, match="kubectl drain"):
+            found.drain("n0")
+
+    await asyncio.to_thread(program)
+    changed = cluster.one(ELASTICJOBS, "x")
+    assert changed is not None
+    assert changed["spec"]["suspend"] is True
 
 
 async def test_logs_are_followed_over_a_broken_line_to_the_end_of_the_job(

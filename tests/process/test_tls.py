@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import re
 import ssl
 import subprocess
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrover_py.master.app import read_certificate
+from dlrover_py.master.app import certificate_end, read_certificate
 from dlrover_py.net.http_client import HttpClient
 from dlrover_py.protocol import names
 from dlrover_py.protocol.agents import AgentReport, Assignment, Directive, Offer
@@ -95,6 +96,10 @@ async def test_an_agents_client_talks_over_tls_and_health_stays_plain(
         assert status.nodes_in_round == 1
         client.close()
         assert await ask(health, None, "/readyz") == b"ok"
+        metrics = (await ask(health, None, "/metrics")).decode()
+        told = re.search(r"^dlrover_certificate_expiry_timestamp_seconds (\S+)$", metrics, re.M)
+        assert told is not None
+        assert float(told[1]) == certificate_end(ours.cert.read_text())
 
 
 async def test_a_master_that_another_authority_vouches_for_is_not_believed(

@@ -1,25 +1,30 @@
 """The dashboard without a browser and without a job: who may see and change what, and its words."""
 
 import asyncio
+import csv
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlencode
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.types import Message
 
 from dlrover_py.cli.view import JobRow
-from dlrover_py.dashboard import pages, server
+from dlrover_py.dashboard import pages, pictures, server
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job_view import JobView
-from dlrover_py.protocol.local import History
-from dlrover_py.protocol.status import JobPhase, NodePhase
+from dlrover_py.protocol.local import METRICS_KEPT, History, ProgressSample
+from dlrover_py.protocol.reasons import EventReason
+from dlrover_py.protocol.status import Condition, DiagnosisStatus, JobEvent, JobPhase, NodePhase
 from tests.unit.test_report import Page
 from tests.unit.test_view import hostile, status
 
 AT = 1_700_000_000.0
 WORDS = "</title><script>a</script><img src=x onx=a>\"'&{{ 7 * 7 }}\x1b[\x00"
+SHOWN = ("head", "nodes?start=100")
 PAGES = ("/", "/jobs/demo/", "/jobs/demo/nodes/n0/", "/jobs/demo/sections/head")
 
 
@@ -37,6 +42,8 @@ class OneJob:
     """One job, and what was asked of it."""
 
     view: JobView = field(default_factory=running)
+    history: History = field(default_factory=History)
+    loads: int = 0
     asked: list[tuple[str, str, str]] = field(default_factory=list)
     where: str = "on this machine"
 
@@ -44,9 +51,10 @@ class OneJob:
         return [JobRow.of_job(self.view.name, self.view.status, "")]
 
     def load(self, name: str) -> tuple[JobView, History]:
+        self.loads += 1
         if name != "demo":
             raise ConfigError(f"job {name} is not known")
-        return self.view, History()
+        return self.view, self.history
 
     def change(self, name: str, action: str, value: str) -> str:
         self.asked.append((name, action, value))
@@ -72,9 +80,15 @@ class Browser:
     cookie: str = ""
 
     def __post_init__(self) -> None:
-        self.app = server.Dashboard(self.jobs, self.access, lambda: AT).asgi
+        self.app = server.Dashboard(self.jobs, self.access, lambda: AT, poll_s=3600).asgi
 
     def call(self, method: str, path: str, body: bytes = b"") -> Answer:
+        return asyncio.run(self.called(method, path, body))
+
+    async def called(
+        self, method: str, path: str, body: bytes = b"", *, stream: list[Message] | None = None
+    ) -> Answer:
+        """Make a call. With a ``stream``, which gets the answer, the call never hangs up."""
         path, _, query = path.partition("?")
         headers = [(b"host", b"127.0.0.1")]
         if self.cookie:
@@ -84,19 +98,18 @@ class Browser:
             "raw_path": path.encode(), "root_path": "", "scheme": "http", "headers": headers,
             "query_string": query.encode(), "server": ("127.0.0.1", 1), "client": ("127.0.0.1", 2),
         }  # fmt: skip
-        sent: list[Message] = []
+        sent: list[Message] = [] if stream is None else stream
         parts = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive() -> Message:
+            if stream is not None and not parts:
+                await asyncio.Event().wait()
             return parts.pop() if parts else {"type": "http.disconnect"}
 
         async def send(message: Message) -> None:
             sent.append(message)
 
-        async def answered() -> None:
-            await self.app(scope, receive, send)
-
-        asyncio.run(answered())
+        await self.app(scope, receive, send)
         found = {k.decode(): v.decode() for k, v in sent[0]["headers"]}
         text = b"".join(m.get("body", b"") for m in sent[1:]).decode()
         return Answer(sent[0]["status"], found, text)
@@ -227,3 +240,105 @@ def test_only_what_has_changed_is_announced() -> None:
     assert (first, second) == (set(pages.SECTIONS), {"head"})
     assert browser.call("GET", "/jobs/demo/sections/why").status == 200
     assert browser.call("GET", "/jobs/demo/sections/secrets").status == 404
+
+
+def test_a_job_that_is_watched_is_read_once_for_all_its_fragments() -> None:
+    """Each fragment of each viewer read the job anew."""
+    browser = Browser(OneJob(running(nodes=150))).enter()
+
+    async def viewed() -> list[str]:
+        told: list[Message] = []
+        opened = browser.called("GET", "/jobs/demo/changes", stream=told)
+        stream = asyncio.create_task(opened)
+        while not any(message.get("body") for message in told):
+            await asyncio.sleep(0)
+        texts = [(await browser.called("GET", f"/jobs/demo/sections/{s}")).text for s in SHOWN]
+        stream.cancel()
+        await asyncio.wait([stream])
+        return texts
+
+    head, nodes = asyncio.run(viewed())
+    assert browser.jobs.loads == 1
+    assert "demo" in head
+    assert re.findall(r'href="nodes/(n\d+)/"', nodes)[0] == "n100"
+    browser.call("GET", "/jobs/demo/sections/head")
+    assert browser.jobs.loads == 2, "nobody watches any more: what was read is old"
+
+
+def test_the_page_says_why_the_job_has_its_size_and_what_its_ranks_do() -> None:
+    shown = running()
+    assert shown.status is not None
+    scaled = JobEvent(id=3, at=AT, reason=EventReason.SCALED_UP, message="2→4: +87 %")
+    why = Condition(
+        type="ScalingActive",
+        status="True",
+        reason="",
+        message="not scaled: +2 %",
+        lastTransitionTime=AT,
+    )
+    taken = DiagnosisStatus(number=1, at=AT, reason="asked", lines=["ranks 0-1: in all_reduce"])
+    said = shown.status.model_copy(update={"diagnosis": taken})
+    jobs = OneJob(JobView("demo", [], "Running", "r", said, [why], [scaled], {}))
+    browser = Browser(jobs).enter()
+    size = browser.call("GET", "/jobs/demo/sections/size").text
+    assert "size: not scaled: +2 %" in size
+    assert "2→4: +87 %" in size
+    assert "in all_reduce" in browser.call("GET", "/jobs/demo/sections/stacks").text
+    assert browser.act("stacks", csrf=browser.access.csrf).status == 200
+    assert browser.call("GET", "/jobs/demo/sections/size").text != ""
+
+
+def test_what_the_script_reports_is_drawn_and_told_as_csv() -> None:
+    def sample(step: int) -> ProgressSample:
+        metrics = {"loss": 1 / step, "=cmd()": 2.0, WORDS: 3.0}
+        return ProgressSample(
+            at=AT + step, step=step, round=1, nodes=2, steps_per_s=4.0, metrics=metrics
+        )
+
+    jobs = OneJob(history=History(samples=[sample(step) for step in range(1, 5)]))
+    browser = Browser(jobs).enter()
+    shown = Page(browser.call("GET", "/jobs/demo/sections/curves").text)
+    labels = [value for name, value in shown.attributes if name == "aria-label"]
+    assert {"steps over time", "steps per second over time", "loss over time"} <= set(labels)
+    assert "last 0.25, from 0.25 to 1" in shown.text
+    assert "img" not in shown.tags
+    answer = browser.call("GET", "/jobs/demo/curves.csv")
+    assert answer.headers["content-type"].startswith("text/csv")
+    head, *rows = csv.reader(answer.text.splitlines())
+    assert head[:5] == ["time", "step", "round", "nodes", "steps_per_s"]
+    assert "'=cmd()" in head, "a spreadsheet would call it"
+    assert [row[head.index("loss")] for row in rows] == ["1.0", "0.5", str(1 / 3), "0.25"]
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), min_size=2, max_size=9))
+def test_any_numbers_are_a_curve_inside_of_its_picture(values: list[float]) -> None:
+    points = [(AT + i, value) for i, value in enumerate(values)]
+    curve = pictures.value_curve(points, [], pictures.Scale(AT, AT + 9), "x")
+    (line,) = re.findall(r'<polyline points="([^"]*)"', curve)
+    for point in line.split():
+        x, y = map(float, point.split(","))
+        assert 0 <= x <= pictures.WIDTH
+        assert 9.9 <= y <= 10.1 + pictures.CURVE_HEIGHT
+
+
+def test_a_long_curve_has_few_points_and_keeps_its_peaks() -> None:
+    values = [(AT + i, 1.0) for i in range(1000)]
+    values[517] = (AT + 517, 9.0)
+    curve = pictures.value_curve(values, [], pictures.Scale(AT, AT + 1000), "x")
+    (line,) = re.findall(r'<polyline points="([^"]*)"', curve)
+    points = [tuple(map(float, point.split(","))) for point in line.split()]
+    assert len(points) <= pictures.CURVE_POINTS
+    assert points == sorted(points), "from left to right"
+    assert min(y for _, y in points) == 10, "the peak is at the top"
+
+
+def test_a_history_keeps_few_numbers_of_a_sample_and_only_finite_ones() -> None:
+    shown = running().status
+    assert shown is not None
+    assert shown.progress is not None
+    told = {"bad": float("inf")} | {f"m{i}": float(i) for i in range(20)}
+    said = shown.model_copy(
+        update={"progress": shown.progress.model_copy(update={"metrics": told})}
+    )
+    (kept,) = History().with_sample(said, 10).samples
+    assert kept.metrics == {f"m{i}": float(i) for i in range(METRICS_KEPT)}

@@ -1,6 +1,7 @@
 """What the documents say exists, and what exists is in the documents."""
 
 import ast
+import json
 import re
 import tomllib
 from collections.abc import Callable, Iterator
@@ -22,7 +23,8 @@ from dlrover_py.protocol.status import JobPhase
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-OPERATIONS = ROOT / "docs/operations.md"
+OPERATIONS, METRICS = ROOT / "docs/operations.md", ROOT / "docs/metrics.md"
+CHART_FILES = ROOT / "charts/dlrover/files"
 WORDS = {"Word": re.compile(r"`([A-Z][A-Za-z]+)`"), "metric": re.compile(r"`([a-z_]+)`")}
 
 
@@ -30,9 +32,9 @@ WORDS = {"Word": re.compile(r"`([A-Z][A-Za-z]+)`"), "metric": re.compile(r"`([a-
 
 
 def section_of(name: str) -> str:
-    whole = OPERATIONS.read_text()
-    found = re.search(rf"^## {name}\n(.*?)(?=^## |\Z)", whole, re.MULTILINE | re.DOTALL)
-    assert found is not None, f"docs/operations.md has no section '{name}'"
+    page = METRICS if name.startswith("Metrics of") else OPERATIONS
+    found = re.search(rf"^## {name}\n(.*?)(?=^## |\Z)", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert found is not None, f"{page.name} has no section '{name}'"
     return found.group(1)
 
 
@@ -97,21 +99,39 @@ def metrics_of_master() -> set[str]:
         ("Metrics of the operator", "metric", metrics_of_operator),
     ],
 )
-def test_operations_names_all_that_there_is(
+def test_the_pages_name_all_that_there_is(
     section: str, form: str, real: Callable[[], set[str]]
 ) -> None:
     exists, told = real(), named(section, form)
     assert len(exists) >= 8, f"the code is no longer understood: {exists}"
-    assert exists - told == set(), f"missing in '{section}' of docs/operations.md"
-    assert told - exists == set(), (
-        f"named in '{section}' of docs/operations.md, and not in the code"
-    )
+    assert exists - told == set(), f"missing in '{section}'"
+    assert told - exists == set(), f"named in '{section}', and not in the code"
 
 
-def test_alerts_are_about_metrics_that_exist() -> None:
-    said = re.findall(r"\b((?:dlrover|elasticjob|workqueue)_[a-z_]+)\b", section_of("Alerts"))
+def test_each_alert_has_its_section_and_no_section_is_left_over() -> None:
+    rules = yaml.safe_load((CHART_FILES / "alerts.yaml").read_text())["groups"]
+    alerts = [rule["alert"] for group in rules for rule in group["rules"]]
+    assert alerts == re.findall(r"^### (\w+)$", section_of("Alerts"), re.MULTILINE)
+
+
+@pytest.mark.parametrize("file", ["alerts.yaml", "dashboard.json"])
+def test_alerts_and_dashboard_are_about_metrics_that_exist(file: str) -> None:
+    text = re.sub(r"elasticjob_dlrover_name", "", (CHART_FILES / file).read_text())
+    said = set(re.findall(r"\b((?:dlrover|elasticjob|workqueue)_[a-z_]+)\b", text))
     assert len(said) > 8
-    assert set(said) - metrics_of_master() - metrics_of_operator() == set()
+    assert said - metrics_of_master() - metrics_of_operator() == set()
+
+
+def test_the_dashboard_has_its_panels_beside_each_other() -> None:
+    board = json.loads((CHART_FILES / "dashboard.json").read_text())
+    panels = board["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    places = [tuple(panel["gridPos"].values()) for panel in panels]
+    assert len(set(places)) == len(places)
+    for x, _, width, _ in places:
+        assert x + width <= 24, "Grafana's grid has 24 columns"
+    names = {one["name"] for one in board["templating"]["list"]}
+    assert set(re.findall(r"\$\{?(\w+)", json.dumps(panels))) <= names
 
 
 def commands(group: click.Group, name: str) -> Iterator[str]:

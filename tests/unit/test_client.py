@@ -1,0 +1,151 @@
+"""The jobs for programs and notebooks, without a job that runs."""
+
+import asyncio
+import importlib.util
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlrover_py.cli.dashboard import JobPages
+from dlrover_py.cli.view import JobRow
+from dlrover_py.client import JobList, Jobs, NamedJob
+from dlrover_py.protocol import names
+from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.protocol.job_view import time_shares
+from dlrover_py.protocol.status import JobPhase
+from tests.unit.test_report import Page
+from tests.unit.test_runs import made
+from tests.unit.test_view import status
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user without jobs and without a cluster."""
+    monkeypatch.setenv("DLROVER_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("DLROVER_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "no-kubeconfig"))
+    return tmp_path
+
+
+def ended(root: Path) -> None:
+    """A run of the job ``demo`` that has succeeded."""
+    last = status(JobPhase.SUCCEEDED).model_copy(update={"ended_at": 5.0})
+    (made(root, "demo@1") / names.STATUS_FILE).write_text(last.model_dump_json(by_alias=True))
+
+
+@contextmanager
+def job_that_hangs_up(root: Path, name: str) -> Iterator[None]:
+    """A running job whose cluster process ends each call without an answer."""
+    (root / name).mkdir(parents=True)
+    root.chmod(0o700)
+
+    def serve(listening: socket.socket) -> None:
+        while True:
+            try:
+                call, _ = listening.accept()
+            except OSError:
+                return
+            call.close()
+
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(root / name / names.CLUSTER_SOCKET))
+        listening.listen()
+        serving = threading.Thread(target=serve, args=(listening,))
+        serving.start()
+        try:
+            yield
+        finally:
+            listening.shutdown(socket.SHUT_RDWR)
+            serving.join()
+
+
+def test_a_job_without_a_readable_status_is_listed_with_its_problem(
+    monkeypatch: pytest.MonkeyPatch, here: Path
+) -> None:
+    """The list of the dashboard failed as a whole for the one, and called the other killed."""
+    ended(here / "state")
+    made(here / "state", "killed@1", last=False)
+    (made(here / "state", "damaged@1") / names.STATUS_FILE).write_text("{")
+    monkeypatch.chdir(here)  # the path of a socket is short
+    monkeypatch.setenv("DLROVER_RUNTIME_DIR", "run")
+    with job_that_hangs_up(Path("run"), "mute"):
+        rows = {row.name: row for row in JobPages(Jobs()).rows()}
+    assert {name: row.phase for name, row in rows.items()} == {
+        "mute": "Unknown",
+        "demo": "Succeeded",
+        "killed": "Killed",
+        "damaged": "Damaged",
+    }
+    assert "run/mute" in rows["mute"].reason
+    assert "damaged: " in rows["damaged"].reason
+    assert (rows["demo"].reason, rows["killed"].reason) == ("", "")
+
+
+def test_a_notebook_whose_event_loop_runs_can_call(here: Path) -> None:
+    ended(here / "state")
+
+    async def cell() -> tuple[str, str]:
+        jobs = Jobs()
+        (row,) = jobs.list()
+        return row.name, jobs.get("demo").wait(timeout_s=0)
+
+    assert asyncio.run(cell()) == ("demo", "Succeeded")
+
+
+def test_goodput_is_a_frame_where_pandas_is_there(here: Path) -> None:
+    folder = made(here / "state", "demo@1")
+    told = status(JobPhase.SUCCEEDED).model_copy(update={"goodput": 0.5, "lost_s": {"loss": 3.0}})
+    (folder / names.STATUS_FILE).write_text(told.model_dump_json(by_alias=True))
+    table = Jobs().get("demo").goodput()
+    if importlib.util.find_spec("pandas") is None:
+        assert table == time_shares(told)
+    else:
+        assert list(table.columns) == ["what", "share", "seconds"]
+        assert list(table["what"]) == ["new steps", "loss"]
+        assert table["seconds"][1] == 3.0
+
+
+def test_each_call_to_a_job_that_does_not_exist_is_refused_in_words(here: Path) -> None:
+    with pytest.raises(ConfigError, match="job nobody is not known on this machine"):
+        Jobs().get("nobody")
+    with pytest.raises(ConfigError, match="nodes=2: hosts are simulated on this machine only"):
+        Jobs(namespace="a").submit("job.yaml", nodes=2)
+    with pytest.raises(ConfigError, match="apply=True changes a job of a cluster"):
+        Jobs().submit("job.yaml", apply=True)
+    with pytest.raises(ConfigError, match="kubectl drain"):
+        NamedJob(Jobs(namespace="a"), "x").drain("n0")
+
+
+def test_a_notebook_shows_no_word_as_markup(here: Path) -> None:
+    words = "</td><script>a</script><img src=x onx=a>\"'"
+    page = Page(JobList([JobRow(*[words] * 10)]).table())
+    assert not {"script", "img"} & set(page.tags)
+    ended(here / "state")
+    page = Page(Jobs().get("demo").frame())
+    assert page.tags == ["iframe"]
+    attributes = dict(page.attributes)
+    assert attributes["sandbox"] is None, "nothing in it may run"
+    assert "<h1>" in str(attributes["srcdoc"])
+
+
+SECONDS = st.just(0.0) | st.floats(1e-3, 1e6)
+
+
+@given(
+    good=st.floats(0, 1),
+    lost=st.dictionaries(st.sampled_from(["failure", "loss", "scale"]), SECONDS),
+)
+def test_the_shares_are_all_of_the_time(good: float, lost: dict[str, float]) -> None:
+    running = status(JobPhase.RUNNING)
+    shown = time_shares(running.model_copy(update={"goodput": good, "lost_s": lost}))
+    assert shown[0] == {"what": "new steps", "share": good, "seconds": None}
+    assert all(part["seconds"] for part in shown[1:])
+    if len(shown) > 1:
+        assert sum(part["share"] for part in shown) == pytest.approx(1.0)
+    assert time_shares(running.model_copy(update={"goodput": None})) == []

@@ -1,0 +1,64 @@
+"""The metrics of a master: what they say, and that nobody else chooses their labels."""
+
+from datetime import UTC, datetime, timedelta
+from typing import get_args
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlrover_operator import credentials
+from dlrover_py.master.app import certificate_end
+from dlrover_py.master.core.events import Kind
+from dlrover_py.master.server import job_metrics
+from dlrover_py.protocol.reasons import ConditionType
+from dlrover_py.protocol.status import JobPhase, JobStatus
+from tests.unit.test_view import hostile, status
+
+LABELS = {
+    "phase": set(JobPhase),
+    "cause": set(get_args(Kind)),
+    "condition": set(ConditionType),
+}
+
+
+def values(shown: JobStatus, name: str) -> dict[str, float]:
+    """The values of one metric by its label."""
+    samples = [s for metric in job_metrics(shown) for s in metric.samples if s.name == name]
+    return {next(iter(s.labels.values()), ""): s.value for s in samples}
+
+
+def test_the_phase_and_the_time_are_told() -> None:
+    shown = status(JobPhase.FORMING).model_copy(
+        update={"goodput": 0.75, "lost_s": {"loss": 12.5, "scale": 3.0}}
+    )
+    phases = values(shown, "dlrover_phase")
+    assert phases.keys() == set(JobPhase)
+    assert [phase for phase, value in phases.items() if value] == ["Forming"]
+    assert values(shown, "dlrover_goodput_ratio") == {"": 0.75}
+    assert values(shown, "dlrover_lost_seconds_total") == {"loss": 12.5, "scale": 3.0}
+    assert values(shown.model_copy(update={"goodput": None}), "dlrover_goodput_ratio") == {}
+
+
+@given(words=st.text(max_size=30), phase=st.sampled_from(JobPhase))
+def test_no_words_of_a_job_become_a_label(words: str, phase: JobPhase) -> None:
+    told = hostile(words).status
+    assert told is not None
+    for metric in job_metrics(told.model_copy(update={"phase": phase})):
+        for sample in metric.samples:
+            for label, value in sample.labels.items():
+                assert value in LABELS[label], f"{sample.name} has a series for {value!r}"
+
+
+@given(st.integers(10**9, 3_500_000_000))
+def test_the_end_of_a_certificate_is_read(at: int) -> None:
+    """From 2050 on, a certificate has its times in another form."""
+    begun = datetime.fromtimestamp(at, UTC)
+    issued = credentials.issue(begun.timestamp())
+    ends = (begun + timedelta(days=3650)).timestamp()
+    assert certificate_end(issued.cert.decode()) == ends
+    assert certificate_end("a chain\n" + issued.cert.decode() + issued.ca.decode()) == ends
+
+
+@given(st.text(max_size=200) | st.just("-----BEGIN CERTIFICATE-----\nAAAA\n"))
+def test_what_is_no_certificate_has_no_end(text: str) -> None:
+    assert certificate_end(text) is None
