@@ -805,6 +805,7 @@ NOT_SENT: Mapping[str, str] = {
     "LoaderTuning": "`LoaderSettings` as a tuple, for the SDK, which has no pydantic.",
     "ProgressFields": "`WorkerProgress` as a dictionary, for the SDK, which has no pydantic.",
     "TargetFields": "`CheckpointTarget` as a dictionary, for the SDK.",
+    "WrongFields": "`WrongValue` as a dictionary, for the SDK.",
     "JobView": "What people are shown of a job, inside of one process.",
     "ExitCode": "See [Exit codes](exit-codes.md).",
 }

@@ -28,6 +28,7 @@ from dlrover_py.protocol.local import Snapshot
 from dlrover_py.protocol.names import NodeId, id_key
 from dlrover_py.protocol.reasons import ConditionType
 from dlrover_py.protocol.status import (
+    GoodputStatus,
     JobEvent,
     JobPhase,
     JobStatus,
@@ -191,6 +192,17 @@ class JobTable:
 def _text(text: str, style: str = "") -> Text:
     """Return escaped text with a style."""
     return Text(plain(text), style=style)
+
+
+def goodput_lines(goodput: GoodputStatus) -> list[str]:
+    """Return a table that shows where the time of a job went."""
+    rows = sorted(goodput.seconds.items(), key=lambda row: -row[1])
+    lines = [
+        f"{bucket:28} {duration(seconds):>12} {100 * seconds / goodput.wall_s:6.1f}%"
+        for bucket, seconds in rows
+        if goodput.wall_s
+    ]
+    return [*lines, f"{'all':28} {duration(goodput.wall_s):>12} {100:6.1f}%"]
 
 
 def event_line(event: JobEvent) -> str:

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from dlrover_py.dashboard.timeline import NodeTimeline, Outage
 from dlrover_py.protocol.local import ProgressSample
 from dlrover_py.protocol.reasons import EventReason
-from dlrover_py.protocol.status import JobEvent, JobStatus
+from dlrover_py.protocol.status import JobEvent, JobStatus, TimeBucket
 from dlrover_py.protocol.words import counted, duration, plain
 
 LEFT, RIGHT, WIDTH = 84, 16, 960
@@ -23,13 +23,15 @@ ROW_HEIGHT, CURVE_HEIGHT = 22, 220
 NODES_SHOWN = 64
 """Largest number of nodes in the picture."""
 
-_COLORS = {
-    "start": "#8a8fa3",
-    "failure": "#c4483e",
-    "loss": "#d9822b",
-    "drain": "#b7a13a",
-    "scale": "#7a6fb0",
-    "join": "#4f9da6",
+_COLORS: dict[str, str] = {
+    TimeBucket.PRODUCTIVE: "var(--good)",
+    TimeBucket.INFRASTRUCTURE_RECOVERY: "#d9822b",
+    TimeBucket.WASTED_PROGRESS: "#c4483e",
+    TimeBucket.PROGRAM_STARTUP: "#b7a13a",
+    TimeBucket.DATA_LOADING: "#7a6fb0",
+    TimeBucket.CHECKPOINT_SAVE: "#4f9da6",
+    TimeBucket.CHECKPOINT_RESTORE: "#3d6f8e",
+    TimeBucket.STANDSTILL: "#7d2f2a",
 }
 
 
@@ -212,16 +214,18 @@ def steps_curve(
 def goodput_bar(status: JobStatus) -> Markup:
     """Return the bar that shows where the time went, with its legend.
 
-    The part that brought no new steps is divided by cause. If no cause is known, it stays empty.
+    Each bucket has its part; productive time comes first.
     """
-    good = status.goodput or 0.0
-    lost = {cause: seconds for cause, seconds in status.lost_s.items() if seconds > 0}
-    total = sum(lost.values())
-    shares = [("var(--good)", f"new steps: {100 * good:.1f}%", good)]
-    for cause, seconds in sorted(lost.items(), key=lambda item: -item[1]):
-        share = (1 - good) * seconds / total
-        text = f"{cause}: {100 * share:.1f}% ({duration(seconds)})"
-        shares.append((_COLORS.get(cause, "#8a8fa3"), text, share))
+    found = status.goodput
+    shares = []
+    if found is not None and found.wall_s:
+        ordered = sorted(
+            found.seconds.items(), key=lambda i: (i[0] != TimeBucket.PRODUCTIVE, -i[1])
+        )
+        for bucket, seconds in ordered:
+            share = seconds / found.wall_s
+            text = f"{bucket}: {100 * share:.1f}% ({duration(seconds)})"
+            shares.append((_COLORS.get(bucket, "#8a8fa3"), text, share))
     parts, x = [], 0.0
     for color, text, share in shares:
         width = round(share * WIDTH, 2)

@@ -43,7 +43,7 @@ from dlrover_py.protocol.job import in_words
 from dlrover_py.protocol.names import MAX_COUNT, NODE_ID, NodeId, Round, Step, Timeline
 from dlrover_py.protocol.reasons import ConditionType
 from dlrover_py.protocol.shards import NodeShardRequest, ShardAnswer
-from dlrover_py.protocol.status import JobStatus
+from dlrover_py.protocol.status import JobStatus, TimeBucket
 
 log = logging.getLogger("master.server")
 
@@ -414,6 +414,14 @@ class _JobMetrics:
         yield _count("dlrover_checkpoints_stored", help_text, status.checkpoints_stored)
         help_text = "Attempts to write a checkpoint to storage that failed."
         yield _count("dlrover_checkpoint_failures", help_text, status.checkpoint_failures)
+        if status.goodput is not None:
+            # A gauge: what was productive may turn out to be wasted.
+            times = GaugeMetricFamily(
+                "dlrover_time_seconds", "Seconds of the job, by what they were.", labels=["bucket"]
+            )
+            for bucket in TimeBucket:
+                times.add_metric([bucket], status.goodput.seconds.get(bucket, 0.0))
+            yield times
         rounds = CounterMetricFamily(
             "dlrover_new_rounds", "Rounds after the first, by cause.", labels=["cause"]
         )
