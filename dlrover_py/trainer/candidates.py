@@ -117,12 +117,7 @@ class CandidateSearch:
         blind = why or blind
         if blind:
             self._log.warning("not all checkpoints are known: %s", blind)
-        found = [
-            one
-            for one in merge(memory, stored, job)
-            if one.job != job
-            or not any(one.round <= number and one.step > good for number, good in self._rejected)
-        ]
+        found = without_rejected(merge(memory, stored, job), job, self._rejected)
         return CandidateList(tuple(found), claimed or bool(stored), blind)
 
     @property
@@ -310,6 +305,24 @@ def merge(
             candidate = candidate._replace(folder=stored_copy.folder)
         merged.append(candidate)
     return merged + rest
+
+
+def without_rejected(
+    found: Sequence[RestoreSource], job: str, rejected: Sequence[tuple[int, int]]
+) -> list[RestoreSource]:
+    """Return the candidates that have no wrong values, in their order.
+
+    Args:
+        found: all candidates.
+        job: the uid of this job. The rounds of another job are others.
+        rejected: pairs of a round and a step. Checkpoints of rounds up to this one whose step is
+            greater have wrong values.
+    """
+
+    def wrong(one: RestoreSource) -> bool:
+        return any(one.round <= number and one.step > good for number, good in rejected)
+
+    return [one for one in found if one.job != job or not wrong(one)]
 
 
 def _ask_agent(
