@@ -808,6 +808,7 @@ NOT_SENT: Mapping[str, str] = {
     "ProgressFields": "`WorkerProgress` as a dictionary, for the SDK, which has no pydantic.",
     "TargetFields": "`CheckpointTarget` as a dictionary, for the SDK.",
     "TimeShare": "A row about where the time went, inside of one process.",
+    "WrongFields": "`WrongValue` as a dictionary, for the SDK.",
     "JobView": "What people are shown of a job, inside of one process.",
     "ExitCode": "See [Exit codes](exit-codes.md).",
 }

@@ -41,6 +41,7 @@ from dlrover_py.protocol.agents import (
     StoredCheckpoint,
     WorkerFailure,
     WorkerPhase,
+    WrongValue,
 )
 from dlrover_py.protocol.job import ElasticJob
 from dlrover_py.protocol.names import NodeId, Term
@@ -48,8 +49,8 @@ from dlrover_py.protocol.shards import Level
 from dlrover_py.protocol.status import JobPhase, NodePhase, NodeRole
 
 WALL = 1_000_000.0
-OWN = {"generation"}
-"""Fields of the state that belong to a single master."""
+OWN = {"generation", "time"}
+"""Fields of the state that belong to a single master, or change without a write."""
 
 
 def job_file(replicas: int = 3, **worker: Any) -> dict[str, Any]:
@@ -165,6 +166,8 @@ class SimAgent:
     loader: LoaderState | None = None
     """State of its script's data loader; None if it has none."""
     auto_tune: bool = False
+    wrong: list[WrongValue] = field(default_factory=list)
+    """Wrong values that its workers have."""
     checks: int = 0
     check: CheckResult | None = None
     fault: str = ""
@@ -217,6 +220,7 @@ class SimAgent:
             exclude_straggler=self.exclude_straggler,
             loader=self.loader,
             auto_tune=self.auto_tune,
+            wrong=self.wrong,
             checks=self.checks,
             check=self.check,
             memory=self.memory,

@@ -87,6 +87,7 @@ class StepReported:
     step: int
     total: int | None
     metrics: dict[str, float]
+    spent: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -496,6 +497,7 @@ class Core:
                 started_at_step=report.step,
                 first_step_after_s=now - self._round_taken_up_at,
                 metrics=report.metrics,
+                spent=report.spent,
             )
             return [Report()]  # the duration of the recovery is known now
         if report.step < old.step:
@@ -512,6 +514,8 @@ class Core:
                 "total": report.total if report.total is not None else old.total,
                 "steps_per_s": steps_per_s,
                 "metrics": report.metrics or old.metrics,
+                "spent": old.spent
+                | {on: max(s, old.spent.get(on, 0.0)) for on, s in report.spent.items()},
             }
         )
         return []

@@ -181,7 +181,7 @@ class Agent:
             OSError: Its socket cannot be bound.
         """
         path, nproc = self._scratch.path / SDK_SOCKET, self._command.nproc
-        server = SdkServer(path, nproc, self._on_step, self._saver)
+        server = SdkServer(path, nproc, self._on_step, self._saver, self._master.urge)
         self._scratch.add(server)
         return server
 
@@ -549,6 +549,7 @@ class Agent:
             save_at_breakpoint=self._command.save_at_breakpoint,
             auto_tune=self._command.auto_tune,
             loader=self._sdk.loader(core.follows),
+            wrong=self._sdk.wrong(core.follows),
             nested=self._nested_launcher,
             leases=self._shards.leases(),
             idle_s=self._snapshots.idle.seconds(self._workers.pids),
@@ -585,8 +586,8 @@ class Agent:
         """Handle a step that a script has reported."""
         assert progress.step is not None
         self._restarts.stepped(progress.round)
-        step, total = progress.step, progress.total
-        self.post(StepReported(progress.round, progress.local_rank, step, total, progress.metrics))
+        seen = progress.step, progress.total, progress.metrics, progress.spent
+        self.post(StepReported(progress.round, progress.local_rank, *seen))
 
     def _on_signal(self, number: int) -> None:
         self._workers.stop_waiting_for_console()

@@ -141,6 +141,7 @@ def share_of(found: SlotContents, sums: Mapping[str, int]) -> WriteShare:
         rank=found.header.rank,
         private_only=private_only,
         metric=found.header.metric,
+        certified=found.header.certified,
         chunks=tuple(chunk for chunk, _ in rows),
         digests=tuple(xxh3 for _, xxh3 in rows),
         objects=tuple(SharedObject(key, len(v), sums[key]) for key, v in found.objects.items()),

@@ -193,6 +193,7 @@ def assemble(
         chunks=tuple(pieces),
         objects=tuple(objects),
         metric=metrics[min(metrics)] if metrics else None,
+        certified=bool(shares) and all(share.certified for share in shares.values()),
         notes=tuple(plan.notes),
         sums=tuple(files[name] for name in names),
     )

@@ -148,6 +148,8 @@ def _find(store: CheckpointDirectory, found: Sequence[Manifest], which: str) -> 
 def list_checkpoints(directory: str, as_json: bool) -> None:
     """List all checkpoints, the newest commit first.
 
+    CERTIFIED says that all replicas had equal parameters at that step (compareEvery).
+
     Checkpoints with a damaged manifest are not in the list. Standard error names them.
     """
     store, found = _open_directory(directory)
@@ -157,12 +159,13 @@ def list_checkpoints(directory: str, as_json: bool) -> None:
     if not found:
         _echo(_no_checkpoint_message(store))
         return
-    table = _table("STEP", "AGE", "SIZE", "WORLD", "METRIC", "JOB", "FOLDER")
+    table = _table("STEP", "AGE", "SIZE", "WORLD", "METRIC", "CERTIFIED", "JOB", "FOLDER")
     for m in found:
         metric = "" if m.metric is None else f"{m.metric:g}"
         size = _size(m.nbytes)
         job = view.plain(m.job)
-        table.add_row(str(m.step), view.age(m.at), size, str(m.world), metric, job, m.folder)
+        age, certified = view.age(m.at), "yes" if m.certified else ""
+        table.add_row(str(m.step), age, size, str(m.world), metric, certified, job, m.folder)
     _print(table)
 
 
@@ -177,6 +180,7 @@ def _row(store: CheckpointDirectory, manifest: Manifest) -> dict[str, Any]:
         "tensors": len({w.chunk.key for w in manifest.chunks}),
         "world": manifest.world,
         "metric": manifest.metric,
+        "certified": manifest.certified,
         "job": manifest.job,
         "term": manifest.term,
         "round": manifest.round,

@@ -603,6 +603,41 @@ def why(name: str | None, round_number: int | None, as_json: bool, target: Targe
 
 @job.command()
 @job_name
+@as_json
+@target_options
+def goodput(name: str | None, as_json: bool, target: Target) -> None:
+    """Show where the time of a job went.
+
+    The parts add up to the time since its start. The first line is the productive part of the time
+    without suspensions.
+
+    \f
+
+    Args:
+        name: name of the job; None for the only one.
+        as_json: print JSON instead of text.
+        target: cluster that the flags name.
+
+    Raises:
+        ConfigError: there is no such job, or it has no status yet.
+        DLRoverError: the job's cluster refuses a call, or does not answer.
+    """
+    with selected_job(target, name, quiet=as_json) as job:
+        job_view = job.load_view()
+    status = job_view.status
+    if status is None or status.goodput is None:
+        raise ConfigError(f"job {job_view.name} has no status yet: expected a master that runs it")
+    if as_json:
+        click.echo(status.goodput.model_dump_json(by_alias=True))
+        return
+    words = status.goodput_words or "not known: the script has not reported a step (report_step)"
+    click.echo(f"{job_view.name}: goodput {words}")
+    for line in view.goodput_lines(status.goodput):
+        click.echo(f"  {line}")
+
+
+@job.command()
+@job_name
 @target_options
 def report(name: str | None, target: Target) -> None:
     """Write a page of HTML about a job: nodes, rounds, steps, goodput and failures.

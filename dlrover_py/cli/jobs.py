@@ -281,7 +281,8 @@ class NamedJob:
 
         It is a ``pandas.DataFrame`` where pandas is installed. It is empty before the first step.
         """
-        return _table(time_shares(self.status()))
+        status = self.status()
+        return _table(time_shares(status.goodput if status is not None else None))
 
     def wait(self, timeout_s: float | None = None) -> str:
         """Wait until the job has ended; return its last phase.

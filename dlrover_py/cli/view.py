@@ -24,10 +24,12 @@ from dlrover_py.protocol.job_view import problem_line as problem_line
 from dlrover_py.protocol.job_view import problems as problems
 from dlrover_py.protocol.job_view import problems_without_event as problems_without_event
 from dlrover_py.protocol.job_view import progress_words as progress_words
+from dlrover_py.protocol.job_view import time_shares
 from dlrover_py.protocol.local import Snapshot
 from dlrover_py.protocol.names import NodeId, id_key
 from dlrover_py.protocol.reasons import ConditionType
 from dlrover_py.protocol.status import (
+    GoodputStatus,
     JobEvent,
     JobPhase,
     JobStatus,
@@ -192,6 +194,15 @@ class JobTable:
 def _text(text: str, style: str = "") -> Text:
     """Return escaped text with a style."""
     return Text(plain(text), style=style)
+
+
+def goodput_lines(goodput: GoodputStatus) -> list[str]:
+    """Return a table that shows where the time of a job went."""
+    lines = [
+        f"{part['what']:28} {duration(part['seconds']):>12} {100 * part['share']:6.1f}%"
+        for part in time_shares(goodput)
+    ]
+    return [*lines, f"{'all':28} {duration(goodput.wall_s):>12} {100:6.1f}%"]
 
 
 def event_line(event: JobEvent) -> str:

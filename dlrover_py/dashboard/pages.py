@@ -185,7 +185,7 @@ class JobPage:
     def goodput_bar(self) -> Markup:
         """The picture that shows where the time went; empty until a step is reported."""
         status = self.view.status
-        if status is None or status.goodput is None:
+        if status is None or not status.goodput_words:
             return Markup("")
         return pictures.goodput_bar(status)
 
@@ -256,7 +256,7 @@ class JobPage:
             ("workers", str(status.world_size)),
             ("step", step),
             ("time left", left),
-            ("goodput", "" if status.goodput is None else f"{100 * status.goodput:.1f}%"),
+            ("goodput", status.goodput_words),
             ("rounds", str(status.round)),
             ("interruptions", str(restarts)),
             ("newest checkpoint", "" if last is None else f"step {last.step}, in {last.where}"),

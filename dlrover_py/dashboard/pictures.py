@@ -15,7 +15,7 @@ from dlrover_py.dashboard.timeline import NodeTimeline, Outage
 from dlrover_py.protocol.job_view import time_shares
 from dlrover_py.protocol.local import ProgressSample
 from dlrover_py.protocol.reasons import EventReason
-from dlrover_py.protocol.status import JobEvent, JobStatus
+from dlrover_py.protocol.status import JobEvent, JobStatus, TimeBucket
 from dlrover_py.protocol.words import counted, duration, plain
 
 LEFT, RIGHT, WIDTH = 84, 16, 960
@@ -27,14 +27,15 @@ CURVE_POINTS = 200
 NODES_SHOWN = 64
 """Largest number of nodes in the picture."""
 
-_COLORS = {
-    "new steps": "var(--good)",
-    "start": "#8a8fa3",
-    "failure": "#c4483e",
-    "loss": "#d9822b",
-    "drain": "#b7a13a",
-    "scale": "#7a6fb0",
-    "join": "#4f9da6",
+_COLORS: dict[str, str] = {
+    TimeBucket.PRODUCTIVE: "var(--good)",
+    TimeBucket.INFRASTRUCTURE_RECOVERY: "#d9822b",
+    TimeBucket.WASTED_PROGRESS: "#c4483e",
+    TimeBucket.PROGRAM_STARTUP: "#b7a13a",
+    TimeBucket.DATA_LOADING: "#7a6fb0",
+    TimeBucket.CHECKPOINT_SAVE: "#4f9da6",
+    TimeBucket.CHECKPOINT_RESTORE: "#3d6f8e",
+    TimeBucket.STANDSTILL: "#7d2f2a",
 }
 
 
@@ -280,15 +281,16 @@ def _number(value: float) -> str:
 def goodput_bar(status: JobStatus) -> Markup:
     """Return the bar that shows where the time went, with its legend.
 
-    The part that brought no new steps is divided by cause. If no cause is known, it stays empty.
+    Each bucket has its part; productive time comes first.
     """
-    shares = []
-    for part in time_shares(status):
-        color = _COLORS.get(part["what"], "#8a8fa3")
-        text = f"{part['what']}: {100 * part['share']:.1f}%"
-        if part["seconds"] is not None:
-            text += f" ({duration(part['seconds'])})"
-        shares.append((color, text, part["share"]))
+    shares = [
+        (
+            _COLORS.get(part["what"], "#8a8fa3"),
+            f"{part['what']}: {100 * part['share']:.1f}% ({duration(part['seconds'])})",
+            part["share"],
+        )
+        for part in time_shares(status.goodput)
+    ]
     parts, x = [], 0.0
     for color, text, share in shares:
         width = round(share * WIDTH, 2)

@@ -43,7 +43,7 @@ from dlrover_py.protocol.job_view import problems
 from dlrover_py.protocol.names import MAX_COUNT, NODE_ID, NodeId, Round, Step, Timeline
 from dlrover_py.protocol.reasons import ConditionType
 from dlrover_py.protocol.shards import NodeShardRequest, ShardAnswer
-from dlrover_py.protocol.status import JobPhase, JobStatus
+from dlrover_py.protocol.status import JobPhase, JobStatus, TimeBucket
 
 log = logging.getLogger("master.server")
 
@@ -405,14 +405,16 @@ def job_metrics(status: JobStatus) -> Iterator[Metric]:
         speed = status.progress.steps_per_s
         yield _gauge("dlrover_steps_per_second", "Training steps per second.", speed)
     if status.goodput is not None:
+        # A gauge: what was productive may turn out to be wasted.
+        times = GaugeMetricFamily(
+            "dlrover_time_seconds", "Seconds of the job, by what they were.", labels=["bucket"]
+        )
+        for bucket in TimeBucket:
+            times.add_metric([bucket], status.goodput.seconds.get(bucket, 0.0))
+        yield times
+    if status.goodput is not None and status.goodput.share is not None:
         help_text = "Part of the job's time that brought new steps, from 0 to 1."
-        yield _gauge("dlrover_goodput_ratio", help_text, status.goodput)
-    lost = CounterMetricFamily(
-        "dlrover_lost_seconds", "Time without new steps, by cause.", labels=["cause"]
-    )
-    for why, seconds in status.lost_s.items():
-        lost.add_metric([why], seconds)
-    yield lost
+        yield _gauge("dlrover_goodput_ratio", help_text, status.goodput.share)
     last = status.last_checkpoint
     if last is not None:
         help_text = "Step of the newest checkpoint that can be restored."

@@ -103,6 +103,7 @@ class FailureKind(StrEnum):
     EXIT = "exit"  # another exit code than 0, without an exception
     START = "start"  # could not be started at all
     HANG = "hang"  # stood still, by a verdict of the master; it was ended for that
+    WRONG = "wrong"  # computed wrong values, by a verdict of the master; it was ended for that
 
 
 class StatusMessage(Wire):
@@ -150,6 +151,13 @@ class Offer(Wire):
     """The port that is reserved."""
 
 
+Spent = Annotated[
+    dict[Annotated[str, StringConstraints(max_length=16)], Annotated[float, Field(ge=0)]],
+    Field(max_length=8),
+]
+"""Seconds by what they were spent on."""
+
+
 class Progress(StatusMessage):
     """The progress of the script, as it reports it through ``dlrover_py.trainer.session``."""
 
@@ -168,6 +176,34 @@ class Progress(StatusMessage):
         default_factory=dict, max_length=32
     )
     """Numbers that the script reported, by name."""
+    spent: Spent = Field(default_factory=dict)
+    """Seconds that workers have spent in this round, of each the greatest: ``data`` waiting for
+    data, ``save`` and ``load`` for checkpoints."""
+
+
+class WrongKind(StrEnum):
+    """What is wrong with the values of a training."""
+
+    NOT_FINITE = "not-finite"  # a loss or a gradient norm is NaN or infinite
+    SPIKE = "spike"  # a loss or a gradient norm has leapt up; only the master finds this
+    REPLICAS = "replicas"  # parameters differ that must be equal on all replicas
+
+
+class WrongValue(Wire):
+    """A wrong value that a worker has found. It is reported as long as it lasts."""
+
+    kind: WrongKind
+    """What is wrong."""
+    step: Count
+    """The first step with the wrong value."""
+    good: Count | None = None
+    """The newest step that is known to be good; None if the worker knows none in this round."""
+    ranks: Annotated[list[Count], Field(max_length=64)] = Field(default_factory=list)
+    """The ranks with the wrong value; empty if it is not known which of them are wrong."""
+    metric: Annotated[str, StringConstraints(max_length=64)] = ""
+    """Name of the metric."""
+    value: Annotated[str, StringConstraints(max_length=32)] = ""
+    """The value in words, such as ``nan``; of a spike the usual and the new one: ``1.2:57``."""
 
 
 class CheckResult(Wire):
@@ -437,6 +473,8 @@ class AgentReport(Wire):
     loader: LoaderState | None = None
     """The state of the workers' ``ElasticLoader`` in round ``follows``; None if no script has
     one."""
+    wrong: list[WrongValue] = Field(default_factory=list, max_length=64)
+    """Wrong values of the workers of round ``follows``, as long as they last."""
     nested: Words = ""
     """What a second launcher below the workers has started as a world of its own; empty if there is
     none."""

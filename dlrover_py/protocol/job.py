@@ -468,6 +468,10 @@ class CheckpointSpec(_Strict):
     bandwidth: Annotated[int, Field(ge=1_000_000, le=2**53)] | None = None
     """Bytes per second that a node uses for such copies at most; no limit if absent. With less than
     1 MB/s no copy would ever be complete."""
+    compare_every: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    """Number of steps after which the parameters are compared that must be equal on all
+    data-parallel replicas; also before each checkpoint for ``dir``. Never if absent. See
+    ``diagnosis.wrong``."""
     save_at_breakpoint: bool = False
     """If true, the newest state is written to ``dir`` after a worker fails."""
 
@@ -484,7 +488,7 @@ class RestartSpec(_Strict):
 
 
 class DiagnosisSpec(_Strict):
-    """How a job that stands still is found, and what follows."""
+    """How a job that stands still, or has wrong values, is found, and what follows."""
 
     hang: Literal["off", "tell", "act"] = "tell"
     """``off``: no hang is looked for. ``tell``: it is reported. ``act``: the round is also
@@ -495,6 +499,13 @@ class DiagnosisSpec(_Strict):
     first_step_seconds: Annotated[int, Field(ge=1, le=86_400)] = 600
     """Seconds after which a hang is suspected while the usual time of a step is not known yet, or
     after the last step."""
+    wrong: Literal["off", "tell", "rollback", "stop"] = "tell"
+    """What follows if a loss or a gradient norm is not finite, or if replicas differ
+    (``checkpoint.compareEvery``). ``off``: nothing. ``tell``: it is reported. ``rollback``: the
+    round is also restarted from the newest checkpoint before that step, which counts against
+    ``restartCount``. ``stop``: the job fails."""
+    spike: Literal["off", "tell", "rollback", "stop"] = "tell"
+    """The same for a loss or a gradient norm that leaps up and stays there."""
     silent_seconds: Annotated[int, Field(ge=1, le=86_400)] | None = None
     """For scripts that report no steps: seconds without CPU time of any worker after which a hang
     is suspected. If absent, no hang is suspected there."""
@@ -535,7 +546,8 @@ class JobSpec(_Strict):
     restart: RestartSpec | None = None
     """Replaces all nodes by new ones: ``dlrover job restart`` sets it."""
     diagnosis: DiagnosisSpec = Field(default_factory=DiagnosisSpec)
-    """How a job that stands still is found. If absent, a hang is reported only."""
+    """How a job that stands still, or has wrong values, is found. If absent, it is reported only.
+    """
     ttl_seconds_after_finished: Annotated[
         Annotated[int, Field(ge=0, le=2**31 - 1)] | None, CLUSTER_ONLY
     ] = None

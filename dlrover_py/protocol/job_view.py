@@ -9,7 +9,7 @@ from typing import TypedDict
 
 from dlrover_py.protocol.agents import Progress
 from dlrover_py.protocol.reasons import ConditionReason, ConditionType, EventReason
-from dlrover_py.protocol.status import Condition, JobEvent, JobStatus
+from dlrover_py.protocol.status import Condition, GoodputStatus, JobEvent, JobStatus, TimeBucket
 from dlrover_py.protocol.words import plain
 
 _GOOD_WHEN_TRUE = (
@@ -170,23 +170,19 @@ class TimeShare(TypedDict):
     """A part of the time that a job has taken."""
 
     what: str
-    """``new steps``, or the cause for which the time brought none."""
+    """What it was used for: a :class:`~dlrover_py.protocol.status.TimeBucket`."""
     share: float
     """The part, from 0 to 1."""
-    seconds: float | None
-    """The lost time; None for new steps."""
+    seconds: float
+    """The same in seconds."""
 
 
-def time_shares(status: JobStatus | None) -> list[TimeShare]:
-    """Return where the time went: new steps first, then each cause, the largest first.
+def time_shares(goodput: GoodputStatus | None) -> list[TimeShare]:
+    """Return where the time went: productive time first, then each other part, the largest first.
 
-    It is empty if no step was reported.
+    It is empty before the job has begun.
     """
-    if status is None or status.goodput is None:
+    if goodput is None or not goodput.wall_s:
         return []
-    good, lost = status.goodput, {c: s for c, s in status.lost_s.items() if s > 0}
-    found = [TimeShare(what="new steps", share=good, seconds=None)]
-    for cause, seconds in sorted(lost.items(), key=lambda item: -item[1]):
-        share = (1 - good) * seconds / sum(lost.values())
-        found.append(TimeShare(what=cause, share=share, seconds=seconds))
-    return found
+    parts = sorted(goodput.seconds.items(), key=lambda i: (i[0] != TimeBucket.PRODUCTIVE, -i[1]))
+    return [TimeShare(what=name, share=s / goodput.wall_s, seconds=s) for name, s in parts]

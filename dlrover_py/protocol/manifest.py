@@ -120,6 +120,8 @@ class Manifest:
     """All objects, including private ones; each object occurs once."""
     metric: Annotated[float, Strict()] | None = None
     """Value of the step that ``save()`` was given."""
+    certified: bool = False
+    """Whether all replicas had equal parameters at this step; False also if nobody has looked."""
     notes: tuple[Text, ...] = ()
     """Remarks for people, such as copies with different values."""
     void: Text = ""

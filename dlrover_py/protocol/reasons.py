@@ -135,6 +135,15 @@ class ConditionType(StrEnum):
 
     What to do: See [diagnosis](../diagnosis.md#verdicts).
     """
+    WRONG_VALUES = "WrongValues"
+    """The training computes wrong values: a loss or a gradient norm is not finite or has leapt up,
+    or replicas of the parameters differ. The message says which rank has them, and since which
+    step. The condition is not shown before the first such value.
+
+    When False: The values are right again, or the round was restarted.
+
+    What to do: See [diagnosis](../diagnosis.md#wrong-values).
+    """
     TUNING_REFUSED = "TuningRefused"
     """The wanted settings of data loaders cannot be used, and training goes on as before. The
     message says why.
@@ -349,6 +358,8 @@ class ConditionReason(StrEnum):
     """``ShardsQuarantined``: Shards of a dataset are not trained."""
     HANG = "Hang"
     """``Hanging``: The job stands still."""
+    WRONG_VALUES = "WrongValues"
+    """``WrongValues``: The training computes wrong values."""
     TUNING_REFUSED = "TuningRefused"
     """``TuningRefused``: Settings of data loaders cannot be used."""
 
@@ -466,6 +477,14 @@ class EventReason(StrEnum):
     [verdict](../diagnosis.md#verdicts): the rank that the others wait for, and what it does."""
     HANG_OVER = "HangOver"
     """Training has gone on after a hang."""
+    NOT_FINITE = "NotFinite"
+    """Warning: A loss or a gradient norm is NaN or infinite. The message names the rank and the
+    step. See [diagnosis](../diagnosis.md#wrong-values)."""
+    SPIKE = "Spike"
+    """Warning: A loss or a gradient norm has leapt up and stays there."""
+    REPLICAS_DIFFER = "ReplicasDiffer"
+    """Warning: Parameters differ that must be equal on all replicas. The message names the rank, if
+    a majority shows it."""
     SNAPSHOT_TAKEN = "SnapshotTaken"
     """All ranks were looked at, because a user asked (``dlrover job stacks``)."""
     PEER_LOST = "PeerLost"

@@ -31,6 +31,21 @@ MAX_LOADER_WORKERS: Final = 1023
 """Greatest number of loader workers in loader settings."""
 
 
+WATCHED: Final = ("loss", "grad_norm")
+"""Names of the metrics that must be finite, and must not leap up."""
+
+
+class WrongFields(TypedDict):
+    """The fields of :class:`~dlrover_py.protocol.agents.WrongValue`."""
+
+    kind: str
+    step: int
+    good: int | None
+    ranks: Sequence[int]
+    metric: str
+    value: str
+
+
 class TargetFields(TypedDict):
     """The fields of :class:`~dlrover_py.protocol.workers.CheckpointTarget`."""
 
@@ -78,6 +93,8 @@ class ProgressFields(TypedDict, total=False):
     store: TargetFields | None
     polls: bool
     loader: LoaderFields | None
+    spent: Mapping[str, float]
+    wrong: Sequence[WrongFields]
 
 
 def encode(message: ProgressFields | TargetFields) -> bytes:

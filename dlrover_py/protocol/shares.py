@@ -61,6 +61,8 @@ class WriteShare:
     """XXH3 of each chunk, in the order of ``chunks``."""
     objects: tuple[SharedObject, ...]
     """The objects."""
+    certified: Annotated[bool, Strict()] = False
+    """Whether all replicas had equal parameters at this step."""
 
 
 def _has_a_digest_for_each_chunk(share: WriteShare) -> WriteShare:

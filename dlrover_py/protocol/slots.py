@@ -242,6 +242,8 @@ class SlotHeader:
     """Whether the peer has a copy."""
     metric: float | None = None
     """Value of the step that ``save()`` was given; retention may keep the best checkpoints."""
+    certified: bool = False
+    """Whether all replicas had equal parameters at this step."""
     format: Annotated[int, FORMAT_NUMBER, up_to(FORMAT)] = FORMAT
     """Version of all documents in the slot; 1 if it is absent."""
 

@@ -340,6 +340,43 @@ class MeasuredSpeed(_StatusModel):
     """Seconds without training that a change of size costs; absent if there was none."""
 
 
+class TimeBucket(StrEnum):
+    """What a part of a job's time was used for. The names are those of ml-goodput-measurement."""
+
+    PRODUCTIVE = "productive"
+    """New steps."""
+    INITIALIZATION = "infrastructureInitialization"
+    """Waiting for nodes before the first round, or after a suspension."""
+    INFRASTRUCTURE_RECOVERY = "infrastructureRecovery"
+    """From the end of a round by a fault or a departure until the next round."""
+    PROGRAM_STARTUP = "programStartup"
+    """From the begin of a round until its first step; all of it in a script that reports none."""
+    WASTED_PROGRESS = "wastedProgress"
+    """Steps that were lost, and trained again."""
+    DATA_LOADING = "dataLoading"
+    """Steps that waited for data."""
+    CHECKPOINT_SAVE = "checkpointSave"
+    """Saves of checkpoints, as far as training waited."""
+    CHECKPOINT_RESTORE = "checkpointRestore"
+    """Loads of checkpoints."""
+    STANDSTILL = "standstill"
+    """A hang that was found: from its last step on."""
+    SUSPENDED = "suspended"
+    """The job was suspended. This does not count for the share."""
+
+
+class GoodputStatus(_StatusModel):
+    """Where the time of a job went."""
+
+    wall_s: float
+    """Seconds since the start of the job, or until its end: the sum of all buckets."""
+    share: float | None = None
+    """Productive part of the time without suspensions, from 0 to 1; absent until a step is
+    reported."""
+    seconds: dict[str, float] = Field(default_factory=dict)
+    """Seconds by bucket (:class:`TimeBucket`); a bucket without any is left out."""
+
+
 class JobStatus(_StatusModel):
     """The state of a job at one moment."""
 
@@ -381,11 +418,8 @@ class JobStatus(_StatusModel):
     """Progress of the script, as it reports it by ``report_step``."""
     restarts: dict[str, int] = Field(default_factory=dict)
     """Number of new rounds by cause: failure, loss, drain, scale, join."""
-    goodput: float | None = None
-    """Fraction of the time since the job's start, without suspensions, that brought new steps.
-    Absent until a step is reported."""
-    lost_s: dict[str, float] = Field(default_factory=dict)
-    """Seconds that brought no new steps, by cause: start, or a cause as in ``restarts``."""
+    goodput: GoodputStatus | None = None
+    """Where the time of the job went."""
     last_failure: Failure | None = None
     """The newest failure that was counted against a node's ``restartCount``."""
     last_checkpoint: LastCheckpoint | None = None
@@ -422,6 +456,12 @@ class JobStatus(_StatusModel):
         if self.phase is JobPhase.FORMING:
             return min(self.ready, self.desired)
         return self.nodes_in_round
+
+    @property
+    def goodput_words(self) -> str:
+        """The productive part of the time, such as ``97.5%``; empty until a step is reported."""
+        share = None if self.goodput is None else self.goodput.share
+        return "" if share is None else f"{100 * share:.1f}%"
 
     @property
     def workers_in_training(self) -> int:
@@ -529,7 +569,7 @@ def summarize(status: JobStatus) -> StatusColumns:
         ready=f"{status.present}/{status.desired}",
         progress=progress,
         restarts=sum(status.restarts.get(cause, 0) for cause in ("failure", "loss")),
-        goodput="" if status.goodput is None else f"{100 * status.goodput:.1f}%",
+        goodput=status.goodput_words,
     )
 
 

@@ -16,8 +16,10 @@ from dlrover_py.protocol.agents import (
     Line,
     LoaderSettings,
     LoaderState,
+    Spent,
     Wire,
     Words,
+    WrongValue,
 )
 from dlrover_py.protocol.documents import explain
 from dlrover_py.protocol.sdk import MAX_DIR, MAX_METRICS, MAX_NAME, VERSION, check_size
@@ -66,6 +68,10 @@ class WorkerProgress(Wire):
     signal."""
     loader: LoaderState | None = None
     """The state of its ``ElasticLoader``; None if it has none."""
+    spent: Spent = Field(default_factory=dict)
+    """Seconds that it has spent since its start, as in ``Progress``."""
+    wrong: list[WrongValue] = Field(default_factory=list, max_length=2)
+    """Wrong values that it has found, as long as they last: one of each kind."""
 
 
 class WorkerRequest(Wire):

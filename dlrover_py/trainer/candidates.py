@@ -76,6 +76,8 @@ class CandidateSearch:
         store: CheckpointDirectory | None,
         log: logging.Logger,
         timing: SearchTiming | None = None,
+        *,
+        rejected: Sequence[tuple[int, int]] = (),
     ) -> None:
         """Create the search. It reads nothing yet.
 
@@ -86,7 +88,10 @@ class CandidateSearch:
             store: the directory of checkpoints in storage.
             log: receives warnings.
             timing: times of the search; None for the defaults.
+            rejected: pairs of a round and a step. Checkpoints of this job of rounds up to this one
+                whose step is greater have wrong values, and are left out.
         """
+        self._rejected = rejected
         self._arena, self._agent, self._store, self._log = arena, agent, store, log
         self._timing = timing or SearchTiming()
         self._manifests: dict[str, Manifest] = {}
@@ -112,7 +117,8 @@ class CandidateSearch:
         blind = why or blind
         if blind:
             self._log.warning("not all checkpoints are known: %s", blind)
-        return CandidateList(tuple(merge(memory, stored, job)), claimed or bool(stored), blind)
+        found = without_rejected(merge(memory, stored, job), job, self._rejected)
+        return CandidateList(tuple(found), claimed or bool(stored), blind)
 
     @property
     def stored_at(self) -> float | None:
@@ -299,6 +305,24 @@ def merge(
             candidate = candidate._replace(folder=stored_copy.folder)
         merged.append(candidate)
     return merged + rest
+
+
+def without_rejected(
+    found: Sequence[RestoreSource], job: str, rejected: Sequence[tuple[int, int]]
+) -> list[RestoreSource]:
+    """Return the candidates that have no wrong values, in their order.
+
+    Args:
+        found: all candidates.
+        job: the uid of this job. The rounds of another job are others.
+        rejected: pairs of a round and a step. Checkpoints of rounds up to this one whose step is
+            greater have wrong values.
+    """
+
+    def wrong(one: RestoreSource) -> bool:
+        return any(one.round <= number and one.step > good for number, good in rejected)
+
+    return [one for one in found if one.job != job or not wrong(one)]
 
 
 def _ask_agent(

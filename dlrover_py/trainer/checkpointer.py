@@ -48,6 +48,7 @@ from dlrover_py.trainer.calls import CallGuard, CallsDifferError
 from dlrover_py.trainer.notices import NoticeLog, SaveStats
 from dlrover_py.trainer.options import SaveOptions
 from dlrover_py.trainer.placement import DRAIN_S, SlotClaim, WorkerContext
+from dlrover_py.trainer.replica_check import ReplicaCheck
 from dlrover_py.trainer.replica_tracking import ReplicaTracker
 from dlrover_py.trainer.rollcall import format_by_rank
 from dlrover_py.trainer.saving import SaveStarter
@@ -122,6 +123,7 @@ class Checkpointer:
         self._schedule = SaveSchedule(options.rules, options.age, self.stats, clock)
         self._votes = SaveVotes()
         self._replicas = ReplicaTracker()
+        self.replica_check = ReplicaCheck(self.settings.checkpoint.get("compareEvery"), notices)
         self._starter = SaveStarter(self._replicas, self.stats, notices, rng=rng)
         self._storage = StorageProgress(self.dir, self.keep, self.stats, notices, clock)
         self._last_due_step = -1
@@ -195,7 +197,7 @@ class Checkpointer:
         metric_value = None if metric is None else session.number_of("metric", metric)
         _check_mapping(state)
         began = time.perf_counter()
-        with self._calls.inside("save()", step, forced=bool(force)):
+        with session.spending("save"), self._calls.inside("save()", step, forced=bool(force)):
             context = self._site()
             waited_s = context.waited_s()
             self.stats.blocked_s += waited_s
@@ -245,7 +247,7 @@ class Checkpointer:
         _check_mapping(state)
         if self._claim.closed:
             raise ConfigError("checkpoint: load() after close(): expected another Checkpointer")
-        with self._calls.inside("load()"):
+        with session.spending("load"), self._calls.inside("load()"):
             context = self._site()
             self._finish_saves(context)
             with_rng = self._starter.whole(state)
@@ -376,10 +378,13 @@ class Checkpointer:
         self._finish_vote(context)
         last = force or (self._votes.stop and not stop_was_known)  # the same on all ranks
         attempt: SaveAttempt | None = None
-        if last or self._schedule.due(step, self._votes.last):
-            persist = self._schedule.persist_due(step, self._votes.last, forced=force)
+        due = last or self._schedule.due(step, self._votes.last)
+        persist = due and self._schedule.persist_due(step, self._votes.last, forced=force)
+        agreed = self.replica_check.run(context, step, state, stores=persist)
+        if due:
             context.stager.wait()  # so that this vote decides the save before
             attempt = self._begin(context, step, persist=persist, forced=force)
+            attempt.certified = agreed
         self._start_vote(context)
         if attempt is None:
             return False
@@ -567,6 +572,7 @@ class Checkpointer:
                 log=log,
                 round=context.round,
                 job=context.job,
+                rejected=self.settings.rejected,
             )
 
     def _begin_timeline(self, context: WorkerContext, found: "Loaded | None") -> None:
@@ -581,6 +587,9 @@ class Checkpointer:
         """
         self._claim.begin_timeline()
         self._last_due_step = -1
+        self.replica_check.good = 0 if found is None else found.step
+        if found is not None and self.settings.rejected:  # they would keep their slots
+            context.amend(lambda s: replace(s, persist=False) if s.id > found.id else s)
         self._votes.attempts.clear()
         self._storage.ordered = self._newest_unstored = None
         self._replicas.loaded(context, found.id if found is not None and found.memory else None)

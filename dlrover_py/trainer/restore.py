@@ -13,7 +13,7 @@ value for each of these tensors.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -87,6 +87,7 @@ def load(
     log: logging.Logger,
     round: int = 0,
     job: str = "",
+    rejected: Sequence[tuple[int, int]] = (),
     timing: SearchTiming | None = None,
 ) -> Loaded | None:
     """Fill the state from the newest checkpoint that all ranks can have. Collective.
@@ -104,6 +105,8 @@ def load(
             differences.
         round: number of the current rendezvous round. The memory of its nodes is searched.
         job: the job's uid: slots of other jobs are ignored. Empty: all slots in ``arena`` are used.
+        rejected: pairs of a round and a step. Checkpoints of this job of rounds up to this one
+            whose step is greater have wrong values, and are not loaded.
         timing: times of the search; None for the defaults.
 
     Returns:
@@ -123,7 +126,7 @@ def load(
     """
     ranks = Ranks(rank, world)
     connection = None if isinstance(agent, UnreachableError) else agent
-    search = CandidateSearch(arena, connection, store, log, timing)
+    search = CandidateSearch(arena, connection, store, log, timing, rejected=rejected)
     known = CandidateList()
     refused: Exception | None = None
     try:

@@ -109,6 +109,7 @@ class SaveStarter:
                     timeline=attempt.id.timeline,
                     persist=attempt.flagged,
                     metric=metric,
+                    certified=attempt.certified,
                     copy=copy,
                     protected=protected,
                 )

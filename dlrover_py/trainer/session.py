@@ -23,10 +23,11 @@ import errno
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any, SupportsFloat
+from typing import Any, SupportsFloat, TypeVar
 
 from dlrover_py.process import probe
 from dlrover_py.process.ownership import is_own_socket
@@ -37,15 +38,20 @@ from dlrover_py.protocol.sdk import (
     MAX_METRICS,
     MAX_NAME,
     VERSION,
+    WATCHED,
     LoaderFields,
     LoaderTuning,
     ProgressFields,
     TargetFields,
+    WrongFields,
     encode,
     read_worker_request,
 )
 from dlrover_py.trainer.settings import Settings
 
+T = TypeVar("T")
+_END = object()
+"""What an iterator without further items gives."""
 INTERVAL_S = 0.05
 """Seconds between two datagrams, at least. A status that a person reads needs no more, and the
 agent of eight workers then receives at most 160 datagrams a second."""
@@ -111,6 +117,11 @@ class Session:
         self._step: int | None = None
         self._total: int | None = None
         self._metrics: dict[str, float] = {}
+        self._spent: dict[str, float] = {}
+        self._good: int | None = None
+        """The newest step whose watched metrics were all finite."""
+        self._not_finite: WrongFields | None = None
+        self._replicas_differ: WrongFields | None = None
         self._staged: int | None = None
         self._unsaved = ""
         self._store: TargetFields | None = None
@@ -137,7 +148,8 @@ class Session:
         Args:
             step: number of finished steps since the start of the training.
             total: total number of steps, if known.
-            metrics: numbers to show, by name. One that is not finite is left out.
+            metrics: numbers to show, by name. One that is not finite is left out. If it is one of
+                `WATCHED`, that is reported now.
 
         Raises:
             ValueError: a number of steps is not an int from 0 to 2**53. Or there are more than
@@ -149,14 +161,44 @@ class Session:
         if total is not None:
             _check_count("total", total)
         numbers = _numbers(metrics) if metrics else {}
+        finite = {name: number for name, number in numbers.items() if isfinite(number)}
         if not self._may_send():
             return
-        first = self._step is None
+        first = self._watch(step, numbers) or self._step is None
         self._step, self._total = step, total
-        if numbers or not self._unsent:
-            self._metrics = numbers  # keep unsent metrics that only every tenth step reports
+        if finite or not self._unsent:
+            self._metrics = finite  # keep unsent metrics that only every tenth step reports
         self._unsent = True
         if first or self._clock() >= self._due_at:
+            self._send()
+
+    def _watch(self, step: int, numbers: Mapping[str, float]) -> bool:
+        """Note whether the watched metrics are finite; return whether there is news to send."""
+        watched = {name: numbers[name] for name in WATCHED if name in numbers}
+        wrong = next((name for name, number in watched.items() if not isfinite(number)), None)
+        old = self._not_finite
+        if wrong is not None and old is None:
+            self._not_finite = {
+                "kind": "not-finite", "step": step, "good": self._good,
+                "ranks": [self.settings.rank], "metric": wrong, "value": str(watched[wrong]),
+            }  # fmt: skip
+        elif wrong is None and old is not None and old["metric"] in watched:
+            self._not_finite = None
+        if wrong is None and watched:
+            self._good = step
+        return self._not_finite is not old
+
+    def spend(self, on: str, seconds: float) -> None:
+        """Add to the time that was spent on something; it is sent with a later report."""
+        self._spent[on] = self._spent.get(on, 0.0) + seconds
+
+    def report_replicas(self, differ: WrongFields | None) -> None:
+        """Report that replicas differ, or with None that they agree again. It is sent now.
+
+        Nothing is sent without an agent, or in a forked child.
+        """
+        if self._may_send() and differ != self._replicas_differ:
+            self._replicas_differ = differ
             self._send()
 
     def report_staged(self, step: int, *, urgent: bool) -> None:
@@ -366,6 +408,8 @@ class Session:
             "store": self._store,
             "polls": self._polls,
             "loader": self._loader,
+            "spent": {name: int(1000 * s) / 1000 for name, s in self._spent.items()},
+            "wrong": [one for one in (self._not_finite, self._replicas_differ) if one is not None],
         }
         datagram = encode(report | {"metrics": self._metrics})
         # 32 long names in a script of 4 bytes per character do not fit. The step matters more.
@@ -440,13 +484,64 @@ def report_step(step: int, total: int | None = None, **metrics: SupportsFloat) -
         metrics: at most 32 numbers to show. Each is a value that ``float()`` accepts, such as a
             tensor of one element. Reading a tensor on a GPU waits for the GPU, so pass it only
             every few steps. A value that is not finite is left out, because it must not end the
-            training.
+            training. The metrics ``loss`` and ``grad_norm`` are watched: the job says at once if
+            one of them is not finite, and which rank has it (docs/diagnosis.md).
 
     Raises:
         ValueError: a number of steps is not an int from 0 to 2**53. Or there are too many metrics,
             a name is longer than 64 characters, or a value is not a number.
     """
     _current().report_step(step, total, metrics)
+
+
+def spend(on: str, seconds: float) -> None:
+    """Add to the time that was spent on something other than training.
+
+    :class:`dlrover_py.trainer.Checkpointer` and data loaders call this.
+
+    Args:
+        on: ``data``, ``save`` or ``load``.
+        seconds: the time.
+    """
+    _current().spend(on, seconds)
+
+
+@contextmanager
+def spending(on: str) -> Iterator[None]:
+    """Count the time of a block as spent on something other than training, as :func:`spend`."""
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        spend(on, time.perf_counter() - began)
+
+
+def timed(batches: Iterable[T]) -> Iterator[T]:
+    """Yield the items of a data loader, and count the time that the script waits for them.
+
+    ::
+
+        for batch in session.timed(loader):
+            ...
+
+    The time is shown as ``dataLoading`` by ``dlrover job goodput``. An ``ElasticLoader`` does this
+    itself.
+    """
+    items = iter(batches)
+    while True:
+        with spending("data"):
+            found = next(items, _END)
+        if found is _END:
+            return
+        yield found  # type: ignore[misc]  # it is an item
+
+
+def report_replicas(differ: WrongFields | None) -> None:
+    """Report that parameters differ that must be equal on all replicas; None: they agree again.
+
+    :class:`dlrover_py.trainer.Checkpointer` calls this.
+    """
+    _current().report_replicas(differ)
 
 
 def report_staged(step: int, *, urgent: bool = False) -> None:
@@ -547,7 +642,7 @@ def _check_count(what: str, value: object) -> None:
 
 
 def _numbers(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
-    """Return the finite metrics as floats; leave out the others.
+    """Return the metrics as floats.
 
     Raises:
         ValueError: there are more than `MAX_METRICS` metrics, a name is longer than `MAX_NAME`
@@ -561,9 +656,7 @@ def _numbers(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
             raise ValueError(
                 f"the metric name {name!r} has {len(name)} characters: expected at most {MAX_NAME}"
             )
-        number = number_of(f"metric {name!r}", value)
-        if isfinite(number):
-            numbers[name] = number
+        numbers[name] = number_of(f"metric {name!r}", value)
     return numbers
 
 

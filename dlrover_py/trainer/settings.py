@@ -71,6 +71,12 @@ class Settings:
     shm_dir: str = "/dev/shm"
     """Folder in which a worker without an agent creates its shared-memory pool."""
 
+    @property
+    def rejected(self) -> list[tuple[int, int]]:
+        """Pairs of a round and a step: checkpoints of rounds up to this one whose step is greater
+        have wrong values."""
+        return [(pair[0], pair[1]) for pair in self.checkpoint.get("rejected", ())]
+
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Self:
         """Read the environment. A variable that is absent or empty gives the default.

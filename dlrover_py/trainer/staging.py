@@ -238,6 +238,7 @@ class Stager:
         timeline: int = 0,
         persist: bool = False,
         metric: float | None = None,
+        certified: bool = False,
         copy: bool = False,
         protected: Collection[CheckpointId] = (),
     ) -> StagedSave | None:
@@ -253,6 +254,7 @@ class Stager:
             timeline: number of the timeline in this round.
             persist: whether the checkpoint is to go to storage.
             metric: how good the step is; None if not known.
+            certified: whether all replicas have equal parameters.
             copy: whether this is the checkpoint that peers copy. It is not if the further slot had
                 to be removed for lack of memory (``facts["copy"]``).
             protected: ids of checkpoints whose slots must not be filled.
@@ -289,6 +291,7 @@ class Stager:
             "part": shard_group,
             "persist": persist,
             "metric": metric,
+            "certified": certified,
             "copy": copy,
             "private_offset": layout.private_offset,
         }

@@ -118,6 +118,8 @@ class SaveAttempt:
     """When it began, by the clock of the checkpointer."""
     forced: bool = False
     """The script has passed ``force=True``."""
+    certified: bool = False
+    """All replicas have equal parameters."""
     staging: SaveCopy | None = None
     """The copy that is under way on this rank; None if none was started."""
     missed: bool = False

@@ -90,10 +90,14 @@ CASES = {
     "DLRoverGoodputLow": Case(
         at=90,
         fires=[
-            one("dlrover_lost_seconds_total", "0+9x100", cause="loss"),
-            one("dlrover_lost_seconds_total", "0+9x100", cause="failure"),
+            one("dlrover_time_seconds", "0+9x100", bucket="wastedProgress"),
+            one("dlrover_time_seconds", "0+9x100", bucket="infrastructureRecovery"),
         ],
-        quiet=[[one("dlrover_lost_seconds_total", "0+9x100", cause="loss")]],
+        quiet=[
+            [one("dlrover_time_seconds", "0+9x100", bucket="wastedProgress")],
+            [one("dlrover_time_seconds", "0+60x100", bucket="productive")],
+            [one("dlrover_time_seconds", "0+60x100", bucket="suspended")],
+        ],
     ),
     "DLRoverJobCrashes": Case(
         at=60,

@@ -18,7 +18,7 @@ from dlrover_py.client import JobList, Jobs, NamedJob
 from dlrover_py.protocol import names
 from dlrover_py.protocol.errors import ConfigError
 from dlrover_py.protocol.job_view import time_shares
-from dlrover_py.protocol.status import JobPhase
+from dlrover_py.protocol.status import GoodputStatus, JobPhase, TimeBucket
 from tests.unit.test_report import Page
 from tests.unit.test_runs import made
 from tests.unit.test_view import status
@@ -98,16 +98,21 @@ def test_a_notebook_whose_event_loop_runs_can_call(here: Path) -> None:
     assert asyncio.run(cell()) == ("demo", "Succeeded")
 
 
+SECONDS = {"productive": 3.0, "wastedProgress": 3.0}
+
+
 def test_goodput_is_a_frame_where_pandas_is_there(here: Path) -> None:
     folder = made(here / "state", "demo@1")
-    told = status(JobPhase.SUCCEEDED).model_copy(update={"goodput": 0.5, "lost_s": {"loss": 3.0}})
+    told = status(JobPhase.SUCCEEDED).model_copy(
+        update={"goodput": GoodputStatus(wall_s=6.0, share=0.5, seconds=SECONDS)}
+    )
     (folder / names.STATUS_FILE).write_text(told.model_dump_json(by_alias=True))
     table = Jobs().get("demo").goodput()
     if importlib.util.find_spec("pandas") is None:
-        assert table == time_shares(told)
+        assert table == time_shares(told.goodput)
     else:
         assert list(table.columns) == ["what", "share", "seconds"]
-        assert list(table["what"]) == ["new steps", "loss"]
+        assert list(table["what"]) == ["productive", "wastedProgress"]
         assert table["seconds"][1] == 3.0
 
 
@@ -134,18 +139,11 @@ def test_a_notebook_shows_no_word_as_markup(here: Path) -> None:
     assert "<h1>" in str(attributes["srcdoc"])
 
 
-SECONDS = st.just(0.0) | st.floats(1e-3, 1e6)
-
-
-@given(
-    good=st.floats(0, 1),
-    lost=st.dictionaries(st.sampled_from(["failure", "loss", "scale"]), SECONDS),
-)
-def test_the_shares_are_all_of_the_time(good: float, lost: dict[str, float]) -> None:
-    running = status(JobPhase.RUNNING)
-    shown = time_shares(running.model_copy(update={"goodput": good, "lost_s": lost}))
-    assert shown[0] == {"what": "new steps", "share": good, "seconds": None}
-    assert all(part["seconds"] for part in shown[1:])
-    if len(shown) > 1:
-        assert sum(part["share"] for part in shown) == pytest.approx(1.0)
-    assert time_shares(running.model_copy(update={"goodput": None})) == []
+@given(st.dictionaries(st.sampled_from(list(TimeBucket)), st.floats(1e-3, 1e6), min_size=1))
+def test_the_shares_are_all_of_the_time(seconds: dict[str, float]) -> None:
+    shown = time_shares(GoodputStatus(wall_s=sum(seconds.values()), seconds=seconds))
+    assert {part["what"]: part["seconds"] for part in shown} == seconds
+    assert sum(part["share"] for part in shown) == pytest.approx(1.0)
+    if TimeBucket.PRODUCTIVE in seconds:
+        assert shown[0]["what"] == TimeBucket.PRODUCTIVE
+    assert time_shares(None) == []

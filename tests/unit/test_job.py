@@ -1713,9 +1713,24 @@ def test_a_clock_that_jumps_changes_no_duration(jump: float) -> None:
     assert end.ended_at - end.started_at == pytest.approx(bench.now)
 
 
+def spent(bench: Bench) -> dict[str, float]:
+    """Where the time of its job went; the sum is the time that has passed."""
+    found = bench.job.status(bench.now, 1e6 + bench.now).goodput
+    assert found is not None
+    assert found.wall_s == pytest.approx(bench.now, abs=0.01)
+    assert sum(found.seconds.values()) == pytest.approx(found.wall_s, abs=0.01)
+    return {str(bucket): seconds for bucket, seconds in found.seconds.items()}
+
+
+def share(bench: Bench) -> float | None:
+    found = bench.job.status(bench.now, 1e6 + bench.now).goodput
+    assert found is not None
+    return found.share
+
+
 def test_goodput_is_the_part_of_the_time_that_brought_new_steps() -> None:
     bench = running(elastic_job(2, 1))
-    assert bench.job.status(bench.now, 0.0).goodput is None, "no step was reported"
+    assert share(bench) is None, "no step was reported"
     began = bench.now
     bench.pass_time(10.0 - began)
     bench.agent("n0").reach(1)
@@ -1723,21 +1738,50 @@ def test_goodput_is_the_part_of_the_time_that_brought_new_steps() -> None:
     first = bench.now
     bench.pass_time(90.0)
     bench.agent("n0").reach(91)
+    progress = bench.agent("n0").progress
+    assert progress is not None
+    used = {"data": 20.0, "save": 5.0, "load": 1.0}
+    update = {"steps_per_s": 1.0, "spent": used}
+    bench.agent("n0").progress = progress.model_copy(update=update)
     bench.exchange()
-    status = bench.job.status(bench.now, 1e6 + bench.now)
-    assert status.goodput == pytest.approx(1 - first / bench.now, abs=0.02)
-    assert set(status.lost_s) == {"start"}
+    found = spent(bench)
+    assert share(bench) == pytest.approx(1 - (first + 26) / bench.now, abs=0.02)
+    assert set(found) == {
+        "productive", "programStartup", "dataLoading", "checkpointSave", "checkpointRestore",
+    }  # fmt: skip
+    assert (found["dataLoading"], found["checkpointSave"]) == pytest.approx((20.0, 5.0))
     bench.agent("n1").fail(crash())
     bench.exchange()
     bench.settle()
-    failed = bench.now
     bench.pass_time(10.0)
-    down = bench.job.status(bench.now, 1e6 + bench.now)
-    assert down.goodput == pytest.approx(1 - (first + 10) / bench.now, abs=0.03)
+    down, productive = spent(bench), found["productive"]
+    assert down["productive"] == pytest.approx(productive, abs=2.0)
     bench.agent("n0").reach(81)
     bench.exchange()
-    after = bench.job.status(bench.now, 1e6 + bench.now)
-    assert after.lost_s["failure"] >= bench.now - failed
+    after = spent(bench)
+    assert after["wastedProgress"] == pytest.approx(11.0), "steps 81 to 91"
+    assert after["programStartup"] >= down["programStartup"] - 0.01
+    bench.restart_master()
+    bench.settle()
+    bench.pass_time(10.0)
+    again = spent(bench)
+    assert again["wastedProgress"] == pytest.approx(11.0), "a new master knows it"
+    assert again["dataLoading"] == pytest.approx(20.0)
+
+
+def test_a_suspension_is_counted_but_not_against_the_job() -> None:
+    document = job_file(2)
+    bench = running(ElasticJob.parse(document))
+    bench.agent("n0").reach(1)
+    bench.exchange()
+    bench.pass_time(50.0)
+    before = share(bench)
+    document["spec"]["suspend"] = True
+    bench.change(ElasticJob.parse(document))
+    bench.settle()
+    bench.pass_time(500.0)
+    assert spent(bench)["suspended"] > 490
+    assert share(bench) == pytest.approx(before, abs=0.05)
 
 
 def pending(node: str, message: str = "0/3 nodes are available") -> NodeSeen:

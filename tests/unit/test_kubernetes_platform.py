@@ -46,12 +46,14 @@ from dlrover_py.protocol.names import NodeId
 from dlrover_py.protocol.reasons import EventReason
 from dlrover_py.protocol.status import (
     Condition,
+    GoodputStatus,
     JobEvent,
     JobPhase,
     JobStatus,
     NodePhase,
     NodeRole,
     NodeStatus,
+    TimeBucket,
 )
 from tests.builders import SimAgent, job_file
 from tests.fakes_kube import FakeCluster, fake_cluster
@@ -1379,14 +1381,14 @@ async def test_the_status_is_written_as_ours(scene: Scene) -> None:
     condition = Condition(
         type="Running", status="True", reason="Running", message="m", last_transition_time=1e9
     )
-    lost = {"failure": 0.5, "drain": float("nan")}
-    await scene.platform.publish(status(progress=progress, conditions=[condition], lost_s=lost))
+    lost = GoodputStatus(wall_s=float("nan"), seconds={TimeBucket.STANDSTILL: 0.5})
+    await scene.platform.publish(status(progress=progress, conditions=[condition], goodput=lost))
     written = scene.job()["status"]
     assert written["replicas"] == 2
     assert written["selector"].startswith("elasticjob.dlrover/name=x,")
     assert written["training"]["progress"]["startedAtStep"] == 1
     assert written["training"]["progress"]["metrics"] == {"loss": 0.5}
-    assert written["training"]["lostS"] == {"failure": 0.5}
+    assert written["training"]["goodput"] == {"seconds": {"standstill": 0.5}}
     assert written["training"]["summary"]["ready"] == "2/2"
     assert "publishedAt" not in written["training"]
     assert scene.conditions()["Running"]["lastTransitionTime"] == "2001-09-09T01:46:40Z"

@@ -11,7 +11,7 @@ from dlrover_py.master.app import certificate_end
 from dlrover_py.master.core.events import Kind
 from dlrover_py.master.server import job_metrics
 from dlrover_py.protocol.reasons import ConditionType
-from dlrover_py.protocol.status import JobPhase, JobStatus
+from dlrover_py.protocol.status import GoodputStatus, JobPhase, JobStatus, TimeBucket
 from tests.unit.test_view import hostile, status
 
 LABELS = {
@@ -27,15 +27,20 @@ def values(shown: JobStatus, name: str) -> dict[str, float]:
     return {next(iter(s.labels.values()), ""): s.value for s in samples}
 
 
+SECONDS = {"productive": 12.0, "wastedProgress": 4.0}
+
+
 def test_the_phase_and_the_time_are_told() -> None:
     shown = status(JobPhase.FORMING).model_copy(
-        update={"goodput": 0.75, "lost_s": {"loss": 12.5, "scale": 3.0}}
+        update={"goodput": GoodputStatus(wall_s=16.0, share=0.75, seconds=SECONDS)}
     )
     phases = values(shown, "dlrover_phase")
     assert phases.keys() == set(JobPhase)
     assert [phase for phase, value in phases.items() if value] == ["Forming"]
     assert values(shown, "dlrover_goodput_ratio") == {"": 0.75}
-    assert values(shown, "dlrover_lost_seconds_total") == {"loss": 12.5, "scale": 3.0}
+    told = values(shown, "dlrover_time_seconds")
+    assert {bucket: seconds for bucket, seconds in told.items() if seconds} == SECONDS
+    assert told.keys() == set(TimeBucket)
     assert values(shown.model_copy(update={"goodput": None}), "dlrover_goodput_ratio") == {}
 
 

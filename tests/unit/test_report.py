@@ -11,7 +11,7 @@ from dlrover_py.cli.view import JobView
 from dlrover_py.dashboard.pages import report as page
 from dlrover_py.dashboard.timeline import node_timelines, outages, samples, with_node_and_round
 from dlrover_py.protocol.local import History, ProgressSample
-from dlrover_py.protocol.status import JobEvent, JobPhase, JobStatus
+from dlrover_py.protocol.status import GoodputStatus, JobEvent, JobPhase, JobStatus, TimeBucket
 from tests.unit.test_view import hostile, status
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
@@ -95,11 +95,22 @@ STORY = [
 ]  # fmt: skip
 
 
+GOODPUT = GoodputStatus(
+    wall_s=20.0,
+    share=0.75,
+    seconds={
+        TimeBucket.PRODUCTIVE: 15.0,
+        TimeBucket.PROGRAM_STARTUP: 4.0,
+        TimeBucket.WASTED_PROGRESS: 1.0,
+    },
+)
+
+
 def told(phase: JobPhase = JobPhase.SUCCEEDED) -> JobStatus:
     return status(phase).model_copy(
         update={
-            "events": STORY, "started_at": AT, "ended_at": AT + 20, "goodput": 0.75,
-            "lost_s": {"start": 4.0, "loss": 1.0}, "restarts": {"loss": 1}, "published_at": AT + 20,
+            "events": STORY, "started_at": AT, "ended_at": AT + 20, "goodput": GOODPUT,
+            "restarts": {"loss": 1}, "published_at": AT + 20,
         }
     )  # fmt: skip
 
@@ -119,7 +130,8 @@ def test_the_page_tells_the_story() -> None:
     for words in (
         "demo", "Succeeded", "because [of] that", "20.0 s", "30 of 60", "75.0%", "loss 1.5",
         "round 1", "round 2", f"node n1 was {LOST}", "no steps are repeated", "1.0 s",
-        "new steps: 75.0%", "start: 20.0% (4.0 s)", "loss: 5.0% (1.0 s)", "master of term 2",
+        "productive: 75.0%", "programStartup: 20.0% (4.0 s)", "wastedProgress: 5.0% (1.0 s)",
+        "master of term 2",
     ):  # fmt: skip
         assert words in found.text, words
     assert found.attributes.count(("role", "img")) == 3

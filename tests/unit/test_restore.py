@@ -48,7 +48,7 @@ from dlrover_py.protocol.manifest import Manifest, WrittenChunk, WrittenObject
 from dlrover_py.protocol.names import Round, Step, Timeline
 from dlrover_py.protocol.slots import SlotHeader, TensorChunk
 from dlrover_py.trainer import reshard, restore
-from dlrover_py.trainer.candidates import SearchTiming, local_agent, merge
+from dlrover_py.trainer.candidates import SearchTiming, local_agent, merge, without_rejected
 from dlrover_py.trainer.collectives import Ranks
 from dlrover_py.trainer.dcp_import import load_dcp
 from dlrover_py.trainer.key_differences import KeyDifferences
@@ -929,6 +929,14 @@ def test_a_script_that_went_back_is_believed() -> None:
 def test_what_another_job_has_left_is_older_than_ones_own_memory() -> None:
     memory, stored = [one(5, job="j")], [one(9, job="k", folder="old")]
     assert [f.step for f in merge(memory, stored, "j")] == [5, 9]
+
+
+def test_what_has_wrong_values_is_no_candidate() -> None:
+    found = [one(12, 2, job="j"), one(11, 1, job="j"), one(10, 1, job="j", folder="s"), one(9, 1)]
+    left = without_rejected(found, "j", [(1, 10)])
+    assert [(f.step, f.round) for f in left] == [(12, 2), (10, 1), (9, 1)]
+    left = without_rejected(found, "j", [(1, 10), (2, 5)])
+    assert [f.step for f in left] == [9], "only another job's is left"
 
 
 # --- torch's own ---

@@ -5,6 +5,7 @@ import pytest
 from dlrover_py.protocol.agents import Progress
 from dlrover_py.protocol.status import (
     TRAINING_BYTES,
+    GoodputStatus,
     JobEvent,
     JobPhase,
     JobStatus,
@@ -71,7 +72,7 @@ def test_nodes_that_are_not_in_order_come_first_and_those_gone_last() -> None:
 
 
 def test_the_columns() -> None:
-    given = status(8).model_copy(update={"goodput": 0.98765})
+    given = status(8).model_copy(update={"goodput": GoodputStatus(wall_s=1, share=0.98765)})
     assert Training.of(given).summary.model_dump() == {
         "ready": "7/8",
         "progress": "",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from dlrover_agent.worker_socket import WorkerSocket
-from dlrover_py.protocol.agents import LoaderSettings, LoaderState
+from dlrover_py.protocol.agents import LoaderSettings, LoaderState, WrongValue
 from dlrover_py.protocol.sdk import MAX_DATAGRAM
 from dlrover_py.protocol.workers import (
     CheckpointTarget,
@@ -62,6 +62,7 @@ class SdkServer(WorkerSocket):
         nproc: int,
         on_step: Callable[[WorkerProgress], None],
         checkpoints: CheckpointListener,
+        on_wrong: Callable[[], None] = lambda: None,
     ) -> None:
         """Bind the socket and listen.
 
@@ -70,17 +71,19 @@ class SdkServer(WorkerSocket):
             nproc: Number of workers. Local ranks are less than this.
             on_step: Called with each valid message that has a step.
             checkpoints: Follows what the scripts report about their checkpoints.
+            on_wrong: Called when :meth:`wrong` has changed.
 
         Raises:
             OSError: If the socket cannot be bound.
         """
         self._nproc = nproc
-        self._on_step, self._checkpoints = on_step, checkpoints
+        self._on_step, self._checkpoints, self._on_wrong = on_step, checkpoints, on_wrong
         self._stop_pollers: dict[int, bytes] = {}
         """Socket addresses of the scripts that call ``should_stop()``, by local rank."""
         self._savers: set[int] = set()
         self._steps: dict[int, int] = {}
         self._loaders: dict[int, LoaderState] = {}
+        self._wrong: dict[int, list[WrongValue]] = {}
         self._loader_settings: LoaderSettings | None = None
         self._addresses: dict[int, bytes] = {}
         """Socket addresses of the scripts with a data loader, by local rank."""
@@ -123,6 +126,11 @@ class SdkServer(WorkerSocket):
         states = list(self._loaders.values())
         return LoaderState.of_slowest(states) if states else None
 
+    def wrong(self, number: int) -> list[WrongValue]:
+        """Return the wrong values of a round's workers, at most 64; none for another round."""
+        found = [one for rank in sorted(self._wrong) for one in self._wrong[rank]]
+        return found[:64] if number == self._round else []
+
     def tune(self, settings: LoaderSettings | None) -> None:
         """Send these settings to the scripts with a data loader, now or once they report one."""
         self._loader_settings = settings
@@ -140,6 +148,7 @@ class SdkServer(WorkerSocket):
         self._savers.clear()
         self._steps.clear()
         self._loaders.clear()
+        self._wrong.clear()
         self._addresses.clear()
         self._informed.clear()
         self._refusal = ""
@@ -199,6 +208,9 @@ class SdkServer(WorkerSocket):
             if progress.step is not None:
                 self._steps[progress.local_rank] = progress.step
                 self._on_step(progress)
+            if progress.wrong != self._wrong.get(progress.local_rank, []):
+                self._wrong[progress.local_rank] = progress.wrong
+                self._on_wrong()
             if progress.store is not None:
                 self._checkpoints.stores(progress.store)
             self._checkpoints.unsaved(progress.local_rank, progress.unsaved)

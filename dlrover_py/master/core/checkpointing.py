@@ -31,6 +31,8 @@ class Checkpointing:
             # Age of the job at the round's start: workers count on from it, to estimate failure
             # rates.
             policy["ageS"] = self._age_s
+            if rejected := self.state.checkpoints.rejected:
+                policy["rejected"] = [list(one) for one in rejected]
         self.live.checkpoint_policy = json.dumps(policy, separators=(",", ":")) if policy else ""
         self.live.checkpoints.storable |= spec is not None and spec.dir is not None
 

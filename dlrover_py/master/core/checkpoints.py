@@ -34,6 +34,8 @@ from dlrover_py.protocol.words import counted
 RoundStart = tuple[int, CheckpointId | None]
 """A round, and the checkpoint that it continued from; None if it continued from none."""
 
+REJECTIONS_KEPT = 16
+"""Number of rejections that are remembered."""
 ROUND_STARTS_KEPT = 8
 """Number of earlier rounds whose starting checkpoint is remembered."""
 TRIES = 2
@@ -136,6 +138,26 @@ class CheckpointRecord:
     round_starts: list[RoundStart] = field(default_factory=list)
     """The last rounds, newest last, each with the checkpoint that it continued from. Checkpoints
     that are newer than this one and older than the round are never stored."""
+    rejected: list[tuple[int, int]] = field(default_factory=list)
+    """Pairs of a round and a step. Checkpoints of rounds up to this one whose step is greater have
+    wrong values: they are neither restored nor stored."""
+
+    def continued_from(self, round_number: int) -> int | None:
+        """Return the step that a round has continued from; None if it is not known."""
+        starts = (best for number, best in self.round_starts if number == round_number)
+        best = next(starts, None)
+        return None if best is None else best.step
+
+    def rejects(self, key: CheckpointId) -> bool:
+        """Return whether a checkpoint is known to have wrong values."""
+        return any(key.round <= number and key.step > good for number, good in self.rejected)
+
+    def reject(self, round_number: int, good: int) -> None:
+        """Reject checkpoints of rounds up to this one whose step is greater than ``good``."""
+        kept = [(n, step) for n, step in self.rejected if n > round_number or step < good]
+        self.rejected = [*kept, (round_number, good)][-REJECTIONS_KEPT:]
+        if self.stored is not None and self.rejects(self.stored.id):
+            self.stored = None
 
 
 class Checkpoints:
@@ -180,6 +202,21 @@ class Checkpoints:
         return self._record.stored
 
     # --- Input ---
+
+    def reject(self, round_number: int, good: int) -> None:
+        """Never again restore or store checkpoints with wrong values.
+
+        A running attempt to store one is canceled, unless its commit is granted already.
+
+        Args:
+            round_number: The round in which the wrong values were found.
+            good: The newest step without them. All later steps of rounds up to this one count as
+                wrong.
+        """
+        self._record.reject(round_number, good)
+        self._needs_decision = self._outcome.journal_changed = True
+        if self._run is not None and not self._run.granted and self._record.rejects(self._run.id):
+            self._cancel("it has wrong values")
 
     def recall(self, node: NodeId) -> None:
         """Register a node of an earlier term: it may hold what no other node holds."""
@@ -398,7 +435,7 @@ class Checkpoints:
         for key in sorted(self.memory.checkpoints, reverse=True):
             if self._is_stored(key):
                 break
-            if self.memory.is_complete(key):
+            if self.memory.is_complete(key) and not self._record.rejects(key):
                 one = self.memory.checkpoints[key]
                 one.complete_at = wall if one.complete_at is None else one.complete_at
                 return NewestCheckpoint(key.step, one.complete_at)
@@ -462,7 +499,7 @@ class Checkpoints:
             return
         due = [q for q in self._queries if self._due(q, now)]
         if due:
-            found = self.memory.candidates()
+            found = [c for c in self.memory.candidates() if not self._record.rejects(c.id)]
             self._outcome.answers += [(q.number, RestoreCandidates(candidates=found)) for q in due]
             self._queries = [q for q in self._queries if q not in due]
             if any(q.round == self._round for q in due):
@@ -505,8 +542,10 @@ class Checkpoints:
             self._cancel("the round continued from an older checkpoint")
 
     def _is_skipped(self, key: CheckpointId) -> bool:
-        """Return whether a later round continued from an older checkpoint."""
-        return any(_skips(one, key) for one in self._record.round_starts)
+        """Return whether it has wrong values, or a later round continued from an older one."""
+        return self._record.rejects(key) or any(
+            _skips(one, key) for one in self._record.round_starts
+        )
 
     # --- Storage ---
 
@@ -517,6 +556,8 @@ class Checkpoints:
         any case a storage is known from now on.
         """
         self.in_use = self.storable = True
+        if self._record.rejects(stored.id):
+            return
         if self.stored is None or stored.number > self.stored.number:
             self._record.stored = stored
             self._outcome.journal_changed = True
@@ -544,7 +585,8 @@ class Checkpoints:
             run.granted = True
             self._outcome.reassign.add(node)
         elif news.phase is PersistPhase.DONE and run.granted:
-            if report.stored is not None and report.stored.step == run.id.step:
+            written = report.stored is not None and report.stored.step == run.id.step
+            if written and not self._record.rejects(run.id):
                 self._record.stored = report.stored  # another directory has its own numbers
             self._done(run)
 

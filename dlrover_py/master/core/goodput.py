@@ -1,4 +1,4 @@
-"""Training time that is lost in a job, by the kind of round that it was lost for."""
+"""The progress of training, and where the time of the job went."""
 
 from dlrover_py.master.core.events import Kind
 from dlrover_py.master.core.history import CoreContext
@@ -6,75 +6,123 @@ from dlrover_py.master.core.nodes import Node
 from dlrover_py.master.core.state import NON_DISRUPTIVE
 from dlrover_py.protocol.agents import Progress
 from dlrover_py.protocol.reasons import EventReason
-from dlrover_py.protocol.status import JobPhase
+from dlrover_py.protocol.status import GoodputStatus, JobPhase, TimeBucket
 from dlrover_py.protocol.words import are, counted
+
+_OF_WORKERS = {
+    "data": TimeBucket.DATA_LOADING,
+    "save": TimeBucket.CHECKPOINT_SAVE,
+    "load": TimeBucket.CHECKPOINT_RESTORE,
+}
+"""Buckets of the times that workers measure, by their name in a report."""
 
 
 class Goodput:
-    """The progress of training, and the share of time in which it was made."""
+    """Takes in the progress of training, and keeps the account of the job's time."""
 
     def __init__(self, context: CoreContext) -> None:
         self.state, self.live, self.log = context.state, context.live, context.log
-        self._speed = 0.0
-        """Training steps per second in the last round that reported any."""
+        self._account = self.state.time
+        self._round = self.state.round
+        self._moved_at = self.live.now
+        """When a step was reported last that was higher than all before in the round."""
+        self._step = -1
 
     def progressed(self, node: Node, progress: Progress) -> None:
         """Take in the progress of a member of the current round.
 
         The first progress in a round is recorded as an event, unless a next round is pending. The
-        time without training before that step, and the time to repeat steps, are counted as lost. A
-        report is ignored if a member with a lower rank has reported progress in this round.
+        time to repeat steps is counted as wasted. A report is ignored if a member with a lower rank
+        has reported progress in this round.
         """
         assert self.state.world is not None
         rank = self.state.world.rank_of[node.id]
         if self.live.progress is not None and self.live.progress[0] < rank:
             return
         self.live.progress = (rank, progress)
-        self._speed = progress.steps_per_s or self._speed
+        self._begin_round()
+        if progress.step > self._step:
+            self._step, self._moved_at = progress.step, self.live.now
         before = self.state.max_step
         if before is None or progress.step > before:
             self.state.max_step = progress.step
+        account, first = self._account, not self.state.resumed
+        account.advance(self.live.steady_wall)
+        spent = {bucket: progress.spent.get(name, 0.0) for name, bucket in _OF_WORKERS.items()}
+        account.take(TimeBucket.PROGRAM_STARTUP if first else TimeBucket.PRODUCTIVE, spent)
+        speed, account.steps_per_s = (
+            account.steps_per_s,
+            progress.steps_per_s or account.steps_per_s,
+        )
         if self.state.resumed or self.state.pending_round is not None:
             return
         self.state.resumed = True
         cause, since = self.live.round_causes.get(self.state.round, (None, self.live.formed_at))
-        first = progress.started_at_step
-        again = 0 if before is None else max(0, before - first + 1)
-        message = f"first step of round {self.state.round} is {first}"
+        step = progress.started_at_step
+        again = 0 if before is None else max(0, before - step + 1)
+        message = f"first step of round {self.state.round} is {step}"
         if before is not None:
             message += f"; step {before} had been reached: {_repeated(again)}"
         kind, down_since = self.live.outage
-        repeating_s = again / self._speed if self._speed else 0.0
+        repeating_s = again / speed if speed else 0.0
+        account.move(TimeBucket.PRODUCTIVE, TimeBucket.WASTED_PROGRESS, repeating_s)
         self._add_lost_time(kind, self.live.now - down_since + repeating_s)
         self.log.record(EventReason.TRAINING_RESUMED, message, cause=cause, since=since)
 
-    def share(self, now: float) -> float | None:
-        """Return the share of the job's time that was not lost, from 0 to 1.
+    def decide(self) -> None:
+        """Note in which bucket time passes from now on."""
+        self._begin_round()
+        bucket, account = self._bucket(), self._account
+        if bucket is account.bucket:
+            return
+        if self.state.ended_at is not None:
+            account.advance(self.state.ended_at, bucket)
+            return
+        before = account.bucket
+        account.advance(self.live.steady_wall, bucket)
+        if bucket is TimeBucket.STANDSTILL:  # it has begun before it was found
+            account.move(before, bucket, self.live.now - self._moved_at)
 
-        The time of a fault or start that is not over counts as lost. Time in suspension does not
-        count.
+    def status(self, now: float) -> GoodputStatus:
+        """Return where the time of the job went until now, or until its end.
 
         Args:
             now: Monotonic time.
-
-        Returns:
-            None until the script has reported its first step, and if no time has passed.
         """
-        if not self.state.lost_s:
-            return None
-        end = self.state.ended_at or self.state.suspended_at or now + self.live.ahead
-        lost = sum(self.state.lost_s.values())
-        if self.state.phase in (JobPhase.RUNNING, JobPhase.FORMING):
-            pending = self.state.pending_round
-            if pending is not None and pending.kind not in NON_DISRUPTIVE:
-                lost += now - pending.since
-            elif not self.state.resumed:
-                lost += now - self.live.outage[1]
-        elapsed = end - self.state.started_at - self.state.suspended_s
-        return round(max(0.0, min(1.0, 1 - lost / elapsed)), 4) if elapsed > 0 else None
+        end = self.state.ended_at
+        seconds = self._account.until(now + self.live.ahead if end is None else end)
+        wall_s = sum(seconds.values())
+        counted_s = wall_s - seconds.get(TimeBucket.SUSPENDED, 0.0)
+        share = seconds.get(TimeBucket.PRODUCTIVE, 0.0) / counted_s if counted_s > 0 else 0.0
+        return GoodputStatus(
+            wall_s=round(wall_s, 3),
+            share=round(share, 4) if self.state.lost_s else None,
+            seconds={bucket: round(one, 3) for bucket, one in seconds.items()},
+        )
+
+    def _begin_round(self) -> None:
+        """Begin to count what the workers of a new round report."""
+        if self._round != self.state.round:
+            self._round, self._step, self._moved_at = self.state.round, -1, self.live.now
+            self._account.reported.clear()
+
+    def _bucket(self) -> TimeBucket:
+        """Return the bucket in which time passes now."""
+        state, pending = self.state, self.state.pending_round
+        if state.phase.ended:
+            return self._account.bucket
+        if state.phase is JobPhase.SUSPENDED:
+            return TimeBucket.SUSPENDED
+        ends = pending is not None and pending.kind not in NON_DISRUPTIVE
+        if state.world is None or ends or state.phase is not JobPhase.RUNNING:
+            starts = pending is None or pending.kind == "start"
+            return TimeBucket.INITIALIZATION if starts else TimeBucket.INFRASTRUCTURE_RECOVERY
+        if self.live.hang:
+            return TimeBucket.STANDSTILL
+        return TimeBucket.PRODUCTIVE if state.resumed else TimeBucket.PROGRAM_STARTUP
 
     def _add_lost_time(self, kind: Kind, seconds: float) -> None:
-        """Add to the lost training time."""
+        """Add to the time that rounds of one kind have cost, which the autoscaler weighs."""
         self.state.lost_s[kind] = self.state.lost_s.get(kind, 0.0) + max(0.0, seconds)
 
 

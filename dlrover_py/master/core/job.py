@@ -15,6 +15,7 @@ from dlrover_py.master.core.capacity import Capacity
 from dlrover_py.master.core.checkpointing import Checkpointing
 from dlrover_py.master.core.departures import Departures
 from dlrover_py.master.core.diagnosis.watch import Diagnosis
+from dlrover_py.master.core.diagnosis.wrong import WrongValues
 from dlrover_py.master.core.events import (
     DeleteNode,
     Disconnected,
@@ -78,7 +79,7 @@ class Job:
         """
         begins, name = state is None, spec.metadata.name
         if state is None:
-            state = DurableState(job=name, term=term, reason="waiting for nodes", started_at=wall)
+            state = DurableState.begin(name, term, wall)
         self.state = state
         self.live = live = make_transient(state, spec, rules, now=now, wall=wall)
         self.log = EventLog(state, live)
@@ -96,11 +97,11 @@ class Job:
         self._sharding, self._autoscaler = Sharding(context), (scaler := Autoscaler(context))
         self._rounds = Rounds(context, transitions, assignments, checkpointing, admission, scaler)
         self._spec_changes = SpecChanges(context, transitions, capacity, departures, checkpointing)
-        watch, goodput = Diagnosis(context, assignments, failures), Goodput(context)
-        self._diagnosis = watch
-        training = TrainingReports(context, transitions, failures, goodput, tuning)
+        self._diagnosis, self._goodput = Diagnosis(context, assignments, failures), Goodput(context)
+        self._wrong = WrongValues(context, failures, transitions)
+        training = TrainingReports(context, transitions, failures, self._goodput, tuning)
         self._reports = Reports(context, assignments, admission, departures, failures, training)
-        self._status = StatusReport(context, goodput)
+        self._status = StatusReport(context, self._goodput)
         self._written = -1
         """Generation of the state that was returned last."""
         state.accept(spec)
@@ -201,6 +202,7 @@ class Job:
         self._departures.expire()
         self._spec_changes.suspend_or_resume()
         self._diagnosis.decide()
+        self._wrong.decide()
         self._failures.resolve_suspected_failure()
         self._failures.reset_budgets()
         self._tuning.decide()
@@ -213,6 +215,7 @@ class Job:
         self._checkpointing.decide()
         self._sharding.decide()
         self._departures.prune_gone_nodes()
+        self._goodput.decide()
         out = self.live.end_step()
         if self._written != self.state.generation:
             self._written, out.journal = self.state.generation, self.state
@@ -243,6 +246,7 @@ class Job:
                 self._reports.take(node_id, report)
                 self._sharding.take_report(node_id, report)
                 self._diagnosis.take_report(node_id, report)
+                self._wrong.take_report(node_id, report)
             case SnapshotArrived():
                 self._diagnosis.take_snapshot(event)
             case EvidenceKept(number, folder):

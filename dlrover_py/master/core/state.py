@@ -28,6 +28,7 @@ from dlrover_py.master.core.hosts import Hosts, Strikes
 from dlrover_py.master.core.nodes import NodeRecord, Nodes, ReportPace, pace
 from dlrover_py.master.core.rendezvous import RoundMembers, Size
 from dlrover_py.master.core.scaling import ScalingRecord
+from dlrover_py.master.core.time_account import TimeAccount
 from dlrover_py.protocol import json_text
 from dlrover_py.protocol.agents import COUNT, Count, LoaderSettings, Progress, WorkerFailure
 from dlrover_py.protocol.errors import ConfigError
@@ -207,7 +208,9 @@ class DurableState:
     tuning: TuningRecord = Field(default_factory=TuningRecord)
     """Settings of data loaders."""
     lost_s: dict[str, float] = Field(default_factory=dict)
-    """Seconds of training time lost, by kind of round."""
+    """Seconds that rounds have cost, by their kind: what the autoscaler weighs."""
+    time: TimeAccount = Field(default_factory=TimeAccount)
+    """Where the time of the job went. It changes without a write, and goes with the next one."""
     suspended_s: float = 0.0
     suspended_at: float | None = None
     started_at: float = 0.0
@@ -227,6 +230,18 @@ class DurableState:
     def changed(self) -> None:
         """Note a change: the state is written before the effects of this step are carried out."""
         object.__setattr__(self, "generation", self.generation + 1)
+
+    @staticmethod
+    def begin(job: str, term: Term, wall: float) -> "DurableState":
+        """Return the state of a job that begins.
+
+        Args:
+            job: Its name.
+            term: Term of its first master.
+            wall: Unix time.
+        """
+        waits, time = "waiting for nodes", TimeAccount(at=wall)
+        return DurableState(job=job, term=term, reason=waits, started_at=wall, time=time)
 
     def to_json(self) -> str:
         """Return the journal."""
@@ -384,6 +399,8 @@ class TransientState:
     """The newest snapshot, for the status."""
     hang: str | None = None
     """Why the job stands still; empty if it does not any more, None if it never did."""
+    wrong: str | None = None
+    """Which values are wrong; empty if none are any more, None if none ever were."""
     checkpoint_policy: str = ""
     """The checkpoint policy for agents, as JSON; empty if there is none."""
 

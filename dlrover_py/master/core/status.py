@@ -79,8 +79,7 @@ class StatusReport:
             updated=self._updated(),
             progress=self.live.progress[1] if self.live.progress is not None else None,
             restarts=self.state.restarts,
-            goodput=self._goodput.share(now),
-            lost_s={kind: round(seconds, 3) for kind, seconds in self.state.lost_s.items()},
+            goodput=self._goodput.status(now),
             last_failure=self.state.last_failure,
             last_checkpoint=self._last_checkpoint(wall),
             checkpoints_stored=self.live.checkpoints.commits,
@@ -203,6 +202,11 @@ class StatusReport:
             hang = self.live.hang if not self.state.phase.ended else ""
             why = ConditionReason.HANG if hang else ConditionReason.RESOLVED
             self._set(ConditionType.HANGING, bool(hang), why, hang or "training goes on", wall)
+        if self.live.wrong is not None:
+            wrong = self.live.wrong if not self.state.phase.ended else ""
+            why = ConditionReason.WRONG_VALUES if wrong else ConditionReason.RESOLVED
+            text = wrong or "the values are right again"
+            self._set(ConditionType.WRONG_VALUES, bool(wrong), why, text, wall)
         desired, running = self.live.desired, self.state.phase is JobPhase.RUNNING
         if self.state.phase.ended:  # the number of nodes has no meaning for the job any more
             self._set(ConditionType.PODS_READY, False, ConditionReason.JOB_ENDED, ENDED, wall)

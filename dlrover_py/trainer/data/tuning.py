@@ -69,6 +69,7 @@ class Meter:
     def waited(self, seconds: float) -> None:
         """Add time in which a step has waited for data."""
         self._waited += seconds
+        session.spend("data", seconds)
 
     def step(self, *, counts: bool) -> None:
         """Take in the end of a step.
