@@ -200,8 +200,8 @@ class CoordinatorRefusal:
 
 
 @dataclass(frozen=True, slots=True)
-class Lapsed:
-    """The receiver speaks another protocol, or of another job, or sent a damaged message."""
+class Unreadable:
+    """The message of the receiver could not be read: it was damaged, or of another job."""
 
     words: str
 
@@ -210,4 +210,4 @@ ToServer = Push | Pull | Replicate | BucketCopy | Compare | Held | Lacking
 ToWorker = Pushed | Pulled | RefusedRequest
 ToCoordinator = Alive | WatchMap | JoinClient | CreateTable | Drain
 FromCoordinator = MapNews | CoordinatorRefusal
-Message = ToServer | ToWorker | ToCoordinator | FromCoordinator | Lapsed
+Message = ToServer | ToWorker | ToCoordinator | FromCoordinator | Unreadable

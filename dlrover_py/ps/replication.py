@@ -207,9 +207,10 @@ class Replica:
         state.followers = {}
         for follower in placement.followers:
             backup = follower in placement.backups
-            known = old.get(follower) or _Follower(required=backup, streaming=backup, due=now)
+            known = old.get(follower) or _Follower(required=backup, streaming=backup)
             known.required = backup
             known.synced_at = -1
+            known.due = now  # it may have ignored the last changes of the term before
             state.followers[follower] = known
         if not stays:
             state.since = placement.term
