@@ -44,7 +44,7 @@ class DataLossError(DLRoverError):
 
 
 @dataclass(slots=True)
-class _Part:
+class _TableRows:
     """The rows of one table in a request, ordered by bucket."""
 
     table: str
@@ -60,7 +60,7 @@ class _Part:
 
 @dataclass(slots=True)
 class _Request:
-    parts: list[_Part]
+    parts: list[_TableRows]
     buckets: tuple[int, ...]
     push: bool
     deadline: float
@@ -177,7 +177,7 @@ class PsClient:
     def _request(self, tables: "Mapping[str, Sequence[Any]]", *, push: bool) -> "Future[Any]":
         """Check and order the arrays of a request, and pass it to the thread."""
         count = len(self.map.placements)
-        parts: list[_Part] = []
+        parts: list[_TableRows] = []
         size = 0
         touched = np.zeros(count, np.bool_)
         for name, arrays in tables.items():
@@ -208,7 +208,7 @@ class PsClient:
             starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
             ordered = [np.asarray(array)[order] for array in arrays]
             rows = None if push else np.empty((len(ids), spec.dim), np.float32)
-            parts.append(_Part(name, ordered, starts, order, rows))
+            parts.append(_TableRows(name, ordered, starts, order, rows))
         buckets = tuple(np.flatnonzero(touched).tolist())
         request = _Request(parts, buckets, push, time.monotonic() + self._timeout_s)
         if not buckets:
@@ -486,13 +486,13 @@ def connect(
     return PsClient(read_access(path), name or f"worker-{settings.rank}", timeout_s=timeout_s)
 
 
-def _covers(part: _Part, buckets: tuple[int, ...]) -> bool:
+def _covers(part: _TableRows, buckets: tuple[int, ...]) -> bool:
     """Return whether buckets, in this order, are all rows of a part."""
     sizes = int(sum(part.starts[bucket + 1] - part.starts[bucket] for bucket in buckets))
     return sizes == len(part.order)
 
 
-def _slices(array: Any, part: _Part, buckets: tuple[int, ...]) -> Any:
+def _slices(array: Any, part: _TableRows, buckets: tuple[int, ...]) -> Any:
     """Return the rows of an array that are in some buckets."""
     if _covers(part, buckets):
         return array

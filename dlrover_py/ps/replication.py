@@ -42,7 +42,13 @@ class Data(Protocol):
         """Make tables that do not exist yet."""
 
     def fault(self, payload: Rows, buckets: Collection[int], *, grads: bool) -> str:
-        """Return why a payload cannot be used; empty if it can."""
+        """Return why a payload cannot be used; empty if it can.
+
+        Args:
+            payload: The payload of a push or a pull.
+            buckets: The buckets that its rows may be in.
+            grads: Whether it must have gradients.
+        """
 
     def read(self, payload: Rows, buckets: Collection[int]) -> Rows:
         """Return the rows of a pull that are in some buckets."""

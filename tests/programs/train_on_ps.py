@@ -19,7 +19,7 @@ import torch
 from dlrover_py import ps
 
 
-class Model(torch.nn.Module):
+class Model(torch.nn.Module):  # type: ignore[misc]
     def __init__(self, client: ps.PsClient) -> None:
         super().__init__()
         self.user = ps.EmbeddingBag("user", 8, mode="sum", optimizer=ps.adagrad(0.1), client=client)

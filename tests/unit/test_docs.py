@@ -125,7 +125,7 @@ def commands(group: click.Group, name: str) -> Iterator[str]:
 def test_the_commands_are_those_of_the_page() -> None:
     page = (ROOT / "docs/cli.md").read_text()
     table = "\n".join(line for line in page.splitlines() if line.startswith("| `dlrover"))
-    told = set(re.findall(r"`(dlrover (?:dashboard|(?:job|ckpt|data) [a-z]+))", table))
+    told = set(re.findall(r"`(dlrover (?:dashboard|(?:job|ckpt|data|ps) [a-z]+))", table))
     told |= {f"dlrover job {verb}" for verb in re.findall(r", `([a-z]+) \[NAME\]`", table)}
     exists = {name for name in commands(root, "dlrover") if not name.startswith("dlrover node ")}
     assert len(exists) > 12

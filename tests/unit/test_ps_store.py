@@ -134,8 +134,8 @@ def test_row_adagrad_and_ftrl_follow_their_formulas() -> None:
         v = np.where(np.abs(z) <= l1, 0, -(z - np.sign(z) * l1) / ((1 + np.sqrt(n)) / lr + l2))
         rowwise.apply(ids, grad)
         ftrl.apply(ids, grad)
-        np.testing.assert_allclose(rowwise.read(ids)[0], w, rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(ftrl.read(ids)[0], v, rtol=1e-4, atol=1e-5)
+        assert np.allclose(rowwise.read(ids)[0], w, rtol=1e-5, atol=1e-6)
+        assert np.allclose(ftrl.read(ids)[0], v, rtol=1e-4, atol=1e-5)
 
 
 @given(st.integers(0, 7), st.integers(0, 2**32))
