@@ -143,6 +143,25 @@ PROCESSES: tuple[Process, ...] = (
         starters=("dlrover_py/localcluster/cluster.py",),
     ),
     Process(
+        name="parameter server",
+        started="`dlrover ps serve`, which has the coordinator of its servers. One that dies is "
+        "replaced.",
+        ends="When the command of `dlrover ps serve` has ended.",
+        killed="`dlrover ps serve`, at its end.",
+        lost="Nothing that counts, if another server has copies of its rows.",
+        noticed="`dlrover ps serve` immediately: it promotes the copies.",
+        starters=("dlrover_py/ps/local.py",),
+    ),
+    Process(
+        name="command of `dlrover ps serve`",
+        started="`dlrover ps serve`, such as `elastic-run` with a script.",
+        ends="By itself. `dlrover ps serve` passes SIGTERM and SIGHUP on.",
+        killed="No process.",
+        lost="What its workers have not pushed.",
+        noticed="`dlrover ps serve`, which ends with its exit code.",
+        starters=("dlrover_py/cli/ps.py",),
+    ),
+    Process(
         name="own master",
         started="The agent (or torchrun's agent) at the endpoint of a job without a platform, "
         "before its first round.",

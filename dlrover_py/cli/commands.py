@@ -30,6 +30,7 @@ from dlrover_py.cli.data import data
 from dlrover_py.cli.logs import LogQuery
 from dlrover_py.cli.numbers import Real
 from dlrover_py.cli.progress import OutputError, Style, whole_output
+from dlrover_py.cli.ps import ps
 from dlrover_py.cli.settings import Settings, Target
 from dlrover_py.protocol import json_text
 from dlrover_py.protocol.errors import ConfigError, DLRoverError, ExitCode, UnreachableError
@@ -117,6 +118,7 @@ def cluster() -> None:
 root.add_command(ckpt)
 root.add_command(data)
 root.add_command(cache)
+root.add_command(ps)
 
 job_name = click.argument("name", required=False, shell_complete=complete.jobs)
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")

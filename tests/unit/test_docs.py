@@ -146,7 +146,7 @@ def test_the_commands_are_those_of_the_page() -> None:
     page = (ROOT / "docs/cli.md").read_text()
     table = "\n".join(line for line in page.splitlines() if line.startswith("| `dlrover"))
     told = set(
-        re.findall(r"`(dlrover (?:dashboard|(?:cluster|job|ckpt|data|cache) [a-z]+))", table)
+        re.findall(r"`(dlrover (?:dashboard|(?:cluster|job|ckpt|data|cache|ps) [a-z]+))", table)
     )
     told |= {f"dlrover job {verb}" for verb in re.findall(r", `([a-z]+) \[NAME\]`", table)}
     exists = {name for name in commands(root, "dlrover") if not name.startswith("dlrover node ")}

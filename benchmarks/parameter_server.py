@@ -1,0 +1,177 @@
+"""Measures the parameter server: rows per second, the cost of copies, and a killed server.
+
+    python benchmarks/parameter_server.py            # a table
+    python benchmarks/parameter_server.py --quick    # fewer repetitions
+    python benchmarks/parameter_server.py --json     # rows as JSON
+
+The store runs in this process, on one core. The other numbers are of real servers with one worker,
+over the loopback device: servers and worker share this machine's cores.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import signal
+import statistics
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dlrover_py.ps import specs
+from dlrover_py.ps.client import PsClient, connect
+from dlrover_py.ps.local import LocalServers
+from dlrover_py.ps.planner import PlanRules
+from dlrover_py.ps.specs import TableSpec
+from dlrover_py.ps.store import Table
+
+DIM = 64
+TABLE = TableSpec("t", DIM, specs.adagrad(0.01), specs.uniform(-0.1, 0.1))
+ROWS = 400_000
+BATCH = 20_000
+Row = dict[str, Any]
+
+
+def row(what: str, target: str, ours: str, met: bool | None, n: int, note: str = "") -> Row:
+    """Return one row of the table."""
+    return {
+        "what": what, "target": target, "ours": ours, "peers": "–", "met": met, "n": n, "note": note
+    }  # fmt: skip
+
+
+def batches() -> tuple[list[Any], Any]:
+    """Return batches of distinct ids in random order, and gradients for one of them."""
+    random = np.random.default_rng(0)
+    ids = random.permutation(ROWS).astype(np.int64) * 77
+    return np.split(ids, ROWS // BATCH), random.normal(size=(BATCH, DIM)).astype(np.float32)
+
+
+def store_rate(times: int) -> float:
+    """Return millions of rows per second that one core pulls and pushes with Adagrad."""
+    table, (parts, grads) = Table(TABLE), batches()
+    for ids in parts:
+        table.apply(ids, grads)
+    rates = []
+    for _ in range(times):
+        start = time.perf_counter()
+        for ids in parts:
+            table.read(ids)
+            table.apply(ids, grads)
+        rates.append(ROWS / (time.perf_counter() - start) / 1e6)
+    return statistics.median(rates)
+
+
+def push_rate(replicas: int, times: int) -> float:
+    """Return thousands of rows per second of one worker's pushes and pulls, with two servers."""
+    parts, grads = batches()
+    rules = PlanRules(replicas=replicas)
+    rates = []
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        LocalServers(Path(folder), 2, rules=rules) as servers,
+        connect(servers.access) as client,
+    ):
+        client.create(TABLE)
+        for ids in parts:
+            client.push({"t": (ids, grads)}).result()
+        for _ in range(times):
+            start = time.perf_counter()
+            for ids in parts:
+                client.pull({"t": ids}).result()
+                client.push({"t": (ids, grads)}).result()
+            rates.append(ROWS / (time.perf_counter() - start) / 1e3)
+    return statistics.median(rates)
+
+
+def pushing(client: PsClient, over: threading.Event, ends: list[float]) -> None:
+    """Push small batches until told to end; note when each push was acknowledged."""
+    ids = np.arange(2000, dtype=np.int64)
+    grads = np.ones((2000, DIM), np.float32)
+    while not over.is_set():
+        client.push({"t": (ids, grads)}).result()
+        ends.append(time.monotonic())
+
+
+def disturbed(times: int) -> tuple[float, float, float]:
+    """Kill servers, then grow and shrink, under load.
+
+    Returns:
+        Longest wait for a push: after a kill (median), while 2 servers become 4 and then 3, and
+        without a disturbance. Seconds.
+    """
+
+    def longest(start: float) -> float:
+        later = [start, *(end for end in ends if end > start)]
+        return max((b - a for a, b in itertools.pairwise(later)), default=0.0)
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        LocalServers(Path(folder), 3) as servers,
+        connect(servers.access) as client,
+    ):
+        client.create(TABLE)
+        over, ends = threading.Event(), list[float]()
+        thread = threading.Thread(target=pushing, args=(client, over, ends))
+        thread.start()
+        pause = threading.Event()
+        pause.wait(2)
+        start = time.monotonic()
+        pause.wait(2)
+        calm = longest(start)
+        kills = []
+        for _ in range(times):
+            servers.wait_whole()
+            pause.wait(0.5)
+            start = time.monotonic()
+            os.kill(servers.pids[servers.map.placements[0].primary], signal.SIGKILL)
+            pause.wait(2)
+            kills.append(longest(start))
+        servers.wait_whole()
+        servers.resize(2)
+        servers.wait_whole()
+        start = time.monotonic()
+        for size in (4, 3):
+            servers.resize(size)
+            servers.wait_whole()
+        moves = longest(start)
+        over.set()
+        thread.join()
+    return statistics.median(kills), moves, calm
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
+    parser.add_argument("--json", action="store_true", help="print rows as JSON")
+    given = parser.parse_args()
+    times = 3 if given.quick else 9
+    rate = store_rate(times)
+    single, double = push_rate(1, times), push_rate(2, times)
+    killed, moved, calm = disturbed(times)
+    share = double / single
+    rows = [
+        row("pull and Adagrad push of distinct rows, dim 64, one core", "≥ 0.7 M rows/s",
+            f"{rate:.2f} M rows/s", rate >= 0.7, times, "the store alone"),
+        row("the same through 2 servers, 1 copy", "–", f"{single:.0f} k rows/s", None, times),
+        row("the same, 2 copies", "≥ 0.6 of 1 copy", f"{double:.0f} k rows/s ({share:.2f})",
+            share >= 0.6, times),
+        row("kill -9 of a server under load: longest wait for a push", "≤ 0.5 s",
+            f"{killed:.2f} s", killed <= 0.5, times),
+        row("2 → 4 → 3 servers under load: longest wait for a push", "–", f"{moved:.2f} s", None, 1,
+            f"{calm:.2f} s without"),
+    ]  # fmt: skip
+    if given.json:
+        print(json.dumps(rows, indent=2, ensure_ascii=False))
+        return
+    for one in rows:
+        print(
+            f"{one['what']}: {one['ours']} (target {one['target']}; n = {one['n']}) {one['note']}"
+        )
+
+
+if __name__ == "__main__":
+    main()

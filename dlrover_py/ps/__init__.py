@@ -1,0 +1,63 @@
+"""The parameter server: tables that outgrow one node, on servers that may be lost.
+
+Names are imported when they are first used. Servers need no torch.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dlrover_py.ps.client import DataLossError, PsClient, connect
+    from dlrover_py.ps.embedding import Embedding, EmbeddingBag, Optimizer
+    from dlrover_py.ps.local import LocalServers
+    from dlrover_py.ps.specs import (
+        TableSpec,
+        adagrad,
+        adam,
+        ftrl,
+        normal,
+        row_adagrad,
+        sgd,
+        uniform,
+    )
+
+__all__ = [
+    "DataLossError",
+    "Embedding",
+    "EmbeddingBag",
+    "LocalServers",
+    "Optimizer",
+    "PsClient",
+    "TableSpec",
+    "adagrad",
+    "adam",
+    "connect",
+    "ftrl",
+    "normal",
+    "row_adagrad",
+    "sgd",
+    "uniform",
+]
+
+_HOMES = {
+    "DataLossError": "client",
+    "PsClient": "client",
+    "connect": "client",
+    "Embedding": "embedding",
+    "EmbeddingBag": "embedding",
+    "Optimizer": "embedding",
+    "LocalServers": "local",
+}
+"""Module of each name. All others are in ``specs``."""
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first accessed.
+
+    Raises:
+        AttributeError: This package has no such name.
+    """
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'specs')}"), name)

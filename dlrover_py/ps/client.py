@@ -1,0 +1,510 @@
+"""The worker's side of the parameter server: pulls and pushes of rows, by a thread of their own.
+
+Pushes go one after the other: the next one starts when all buckets of the last are acknowledged. A
+push that is sent again, to whichever server, keeps its number, so it counts once.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zmq
+
+from dlrover_py.protocol.errors import (
+    ConfigError,
+    DLRoverError,
+    SupersededError,
+    UnreachableError,
+)
+from dlrover_py.ps import messages as m
+from dlrover_py.ps.cluster_map import ClusterMap
+from dlrover_py.ps.hashing import Floats, Ids, bucket_of, salt_of
+from dlrover_py.ps.session import PendingRequests, SendPart
+from dlrover_py.ps.settings import Settings, read_access
+from dlrover_py.ps.specs import TableSpec
+from dlrover_py.ps.store import Payload
+from dlrover_py.ps.wire import JobAccess, WireError, decode, encode
+
+MAX_REQUEST_BYTES = 256 << 20
+"""Bytes of the arrays of one request."""
+WATCH_S = 5.0
+TICK_S = 0.05
+
+
+class DataLossError(DLRoverError):
+    """All copies of a bucket died: rows of acknowledged pushes are gone."""
+
+
+@dataclass(slots=True)
+class _TableRows:
+    """The rows of one table in a request, ordered by bucket."""
+
+    table: str
+    arrays: list[Any]
+    """Ids, and gradients for a push."""
+    starts: Ids
+    """First row of each bucket, and the end."""
+    order: Ids
+    """Row of the request at each place."""
+    rows: Floats | None = None
+    """The rows that a pull has received."""
+
+
+@dataclass(slots=True)
+class _Request:
+    parts: list[_TableRows]
+    buckets: tuple[int, ...]
+    push: bool
+    deadline: float
+    future: "Future[Any]" = field(default_factory=Future)
+
+
+class PsClient:
+    """The connection of one worker to the servers of its job."""
+
+    def __init__(self, access: JobAccess, name: str, *, timeout_s: float = 120.0) -> None:
+        """Connect, and wait until the servers are there.
+
+        Args:
+            access: The job.
+            name: Name of the worker. A newer client of the same name ends the rights of this one.
+            timeout_s: Seconds after which a request has failed.
+
+        Raises:
+            ConfigError: The coordinator refuses this worker.
+            UnreachableError: There is no coordinator, or too few servers have come in time.
+        """
+        self.name, self._key, self._timeout_s = name, access.key, timeout_s
+        self._incarnation = 0
+        self._joined = False
+        self._broken: DLRoverError | None = None
+        """Why this client can do nothing more."""
+        self._changed = threading.Condition()
+        self._commands: deque[_Request | TableSpec] = deque()
+        self._refusal = ""
+        self._requests = PendingRequests()
+        self._open: dict[int, _Request] = {}
+        self._pushes: deque[_Request] = deque()
+        self._seq = 0
+        self._address = access.address
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+        os.set_blocking(self._wake_read, False)
+        self._over = False
+        self._thread = threading.Thread(target=self._run, name="ps-client", daemon=True)
+        self._thread.start()
+        try:
+            self._wait(lambda: self._incarnation > 0, "the servers of the job")
+        except DLRoverError:
+            self.close()
+            raise
+
+    @property
+    def map(self) -> ClusterMap:
+        """The newest map."""
+        assert self._requests.map is not None
+        return self._requests.map
+
+    def create(self, spec: TableSpec) -> None:
+        """Make a table, or check that it exists with the same properties.
+
+        Raises:
+            ConfigError: The table is malformed, or exists with other properties.
+            UnreachableError: The coordinator did not answer.
+        """
+        with self._changed:
+            self._refusal = ""
+        self._post(spec)
+        self._wait(lambda: self._has(spec), f"table {spec.name}")
+
+    def pull(self, ids: Mapping[str, Ids]) -> "Future[dict[str, Floats]]":
+        """Ask for rows.
+
+        Args:
+            ids: Ids by table, int64, shape ``[n]``.
+
+        Returns:
+            The rows by table, shape ``[n, dim]``, in the order of the ids. The future may raise
+            what :meth:`push` says.
+
+        Raises:
+            ConfigError: Ids are not int64, or a table does not exist.
+        """
+        return self._request({name: (one,) for name, one in ids.items()}, push=False)
+
+    def push(self, grads: "Mapping[str, tuple[Ids, Floats]]") -> "Future[dict[str, Floats]]":
+        """Send gradients, which the servers apply once.
+
+        Args:
+            grads: Ids, int64, shape ``[n]``, and gradients, float32, shape ``[n, dim]``, by table.
+
+        Returns:
+            Done when all gradients are acknowledged. It may raise :class:`DataLossError`,
+            ``SupersededError`` (a newer client of this name exists), ``UnreachableError`` or
+            ``ConfigError``.
+
+        Raises:
+            ConfigError: An array has another type or shape, or a table does not exist.
+        """
+        return self._request(grads, push=True)
+
+    def close(self) -> None:
+        """Stop the thread. Requests that are not done fail."""
+        self._over = True
+        self._wake()
+        self._thread.join()
+        if self._wake_read >= 0:
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+            self._wake_read = self._wake_write = -1
+
+    def __enter__(self) -> "PsClient":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # --- The caller's thread ---
+
+    def _request(self, tables: "Mapping[str, Sequence[Any]]", *, push: bool) -> "Future[Any]":
+        """Check and order the arrays of a request, and pass it to the thread."""
+        count = len(self.map.placements)
+        parts: list[_TableRows] = []
+        size = 0
+        touched = np.zeros(count, np.bool_)
+        for name, arrays in tables.items():
+            spec = self.map.table(name)
+            if spec is None:
+                raise ConfigError(f"table {name!r} does not exist: expected create() before")
+            ids = np.asarray(arrays[0])
+            if ids.dtype != np.int64 or ids.ndim != 1:
+                raise ConfigError(
+                    f"table {name}: expected ids as int64 [n], found {ids.dtype} {ids.shape}"
+                )
+            if push:
+                found = np.asarray(arrays[1])
+                if found.dtype != np.float32 or found.shape != (len(ids), spec.dim):
+                    raise ConfigError(
+                        f"table {name}: expected gradients as float32 ({len(ids)}, {spec.dim}), "
+                        f"found {found.dtype} {found.shape}"
+                    )
+            size += ids.nbytes + 4 * len(ids) * spec.dim
+            if size > MAX_REQUEST_BYTES:
+                raise ConfigError(
+                    f"a request has more than {MAX_REQUEST_BYTES} bytes: use smaller batches"
+                )
+            of = bucket_of(np.ascontiguousarray(ids), salt_of(name), count)
+            order = np.argsort(of, kind="stable")
+            sizes = np.bincount(of, minlength=count)
+            touched |= sizes > 0
+            starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+            ordered = [np.asarray(array)[order] for array in arrays]
+            rows = None if push else np.empty((len(ids), spec.dim), np.float32)
+            parts.append(_TableRows(name, ordered, starts, order, rows))
+        buckets = tuple(np.flatnonzero(touched).tolist())
+        request = _Request(parts, buckets, push, time.monotonic() + self._timeout_s)
+        if not buckets:
+            request.future.set_result(_result(request))
+            return request.future
+        self._post(request)
+        return request.future
+
+    def _post(self, command: _Request | TableSpec) -> None:
+        if self._broken is not None:
+            raise self._broken
+        self._commands.append(command)
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError, OSError):
+            os.write(self._wake_write, b".")
+
+    def _has(self, spec: TableSpec) -> bool:
+        return self._requests.map is not None and self._requests.map.table(spec.name) == spec
+
+    def _wait(self, ready: Any, what: str) -> None:
+        """Wait until the thread has news that fulfil a condition.
+
+        Args:
+            ready: The condition.
+            what: What is waited for.
+
+        Raises:
+            ConfigError: The coordinator refused it.
+            UnreachableError: Nothing came in time.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: ready() or self._refusal or self._broken, self._timeout_s
+            )
+            if ready():
+                return
+            if self._broken is not None:
+                raise self._broken
+            if self._refusal:
+                raise ConfigError(self._refusal)
+        raise UnreachableError(
+            f"{what}: no answer of the coordinator at {self._address} within {self._timeout_s:g} s"
+        )
+
+    # --- The thread ---
+
+    def _run(self) -> None:
+        context = zmq.Context()
+        poller = zmq.Poller()
+        poller.register(self._wake_read, zmq.POLLIN)
+        sockets: dict[str, Any] = {}
+        self._servers = sockets
+
+        def connect(name: str, address: str) -> None:
+            socket = context.socket(zmq.DEALER)
+            socket.linger = 0
+            socket.connect(address)
+            poller.register(socket, zmq.POLLIN)
+            sockets[name] = socket
+
+        self._connect = connect
+        self._poller = poller
+        connect("", self._address)
+        watch_at = 0.0
+        try:
+            while not self._over:
+                now = time.monotonic()
+                if now >= watch_at:
+                    watch_at = now + WATCH_S
+                    known = self._requests.map
+                    self._send("", m.WatchMap(known.epoch if known else -1))
+                poller.poll(int(TICK_S * 1000))
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake_read, 4096)
+                self._take_commands()
+                for name in list(sockets):
+                    self._receive(name)
+                self._tick(time.monotonic())
+        finally:
+            self._fail_all(UnreachableError("the client was closed"))
+            context.destroy(linger=0)
+
+    def _take_commands(self) -> None:
+        while self._commands:
+            command = self._commands.popleft()
+            if isinstance(command, TableSpec):
+                self._send("", m.CreateTable(command))
+            elif command.push:
+                self._pushes.append(command)
+            else:
+                self._start(command)
+        self._next_push()
+
+    def _next_push(self) -> None:
+        """Start a push if none is under way."""
+        if self._pushes and not any(one.push for one in self._open.values()):
+            self._start(self._pushes.popleft())
+
+    def _start(self, request: _Request) -> None:
+        if self._broken is not None:
+            request.future.set_exception(self._broken)
+            return
+        self._seq += 1
+        self._open[self._seq] = request
+        self._send_parts(self._requests.start(self._seq, request.buckets, time.monotonic()))
+
+    def _send_parts(self, parts: list[SendPart]) -> None:
+        for one in parts:
+            request = self._open[one.seq]
+            payload: Payload = [
+                (part.table, [_slices(array, part, one.buckets) for array in part.arrays])
+                for part in request.parts
+            ]
+            epoch = self.map.epoch
+            message: m.Push | m.Pull = m.Pull(epoch, one.seq, one.buckets)
+            if request.push:
+                message = m.Push(self.name, self._incarnation, epoch, one.seq, one.buckets)
+            self._send(one.server, message, payload)
+
+    def _send(self, server: str, message: Any, payload: Payload | None = None) -> None:
+        if server not in self._servers:
+            self._connect(server, self.map.servers[server])
+        # A full queue is one more lost message: what has no answer is sent again.
+        with contextlib.suppress(zmq.Again):
+            frames = encode(message, payload or [], self._key)
+            large = any(len(frame) >= 32768 for frame in frames)
+            self._servers[server].send_multipart(frames, zmq.NOBLOCK, copy=not large)
+
+    def _receive(self, name: str) -> None:
+        for _ in range(32):
+            if name not in self._servers:
+                return
+            try:
+                frames = self._servers[name].recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            try:
+                message, payload = decode([frame.buffer for frame in frames], self._key)
+            except WireError as error:
+                self._break(ConfigError(f"an answer of the parameter server: {error}"))
+                return
+            self._handle(message, payload)
+
+    def _handle(self, message: Any, payload: Payload) -> None:
+        match message:
+            case m.MapNews():
+                self._on_map(message.map)
+            case m.Pushed():
+                self._answered(message.seq, message.buckets)
+            case m.Pulled():
+                self._pulled(message, payload)
+            case m.RefusedRequest():
+                self._refused(message)
+            case m.CoordinatorRefusal():
+                with self._changed:
+                    self._refusal = message.words
+                    self._changed.notify_all()
+            case m.Unreadable():
+                self._break(ConfigError(f"the parameter server refused a message: {message.words}"))
+
+    def _on_map(self, new: ClusterMap) -> None:
+        now = time.monotonic()
+        parts = self._requests.on_map(new, now)
+        current = self.map
+        for gone in self._servers.keys() - {"", *current.servers}:
+            socket = self._servers.pop(gone)
+            self._poller.unregister(socket)
+            socket.close()
+        for seq in self._requests.lost():
+            self._fail(seq, DataLossError(
+                "all copies of some rows are lost: their servers have died; start again from a "
+                "checkpoint, with replicas=2 or fewer servers on one machine"
+            ))  # fmt: skip
+            parts = [part for part in parts if part.seq != seq]
+        self._send_parts(parts)
+        if not self._joined:
+            self._joined = True
+            self._before = current.clients.get(self.name, 0)
+            self._send("", m.JoinClient(self.name))
+        newest = current.clients.get(self.name, 0)
+        with self._changed:
+            if newest > self._before and current.placements and not self._incarnation:
+                self._incarnation = newest
+            self._changed.notify_all()
+        if self._incarnation and newest > self._incarnation:
+            self._break(SupersededError(f"a newer client has the name {self.name}: expected one"))
+
+    def _pulled(self, message: m.Pulled, payload: Payload) -> None:
+        request = self._open.get(message.seq)
+        if request is None or request.push:
+            return
+        for part, (_, (rows,)) in zip(request.parts, payload, strict=True):
+            assert part.rows is not None
+            if _covers(part, message.buckets):
+                part.rows[:] = rows
+                continue
+            at = 0
+            for bucket in message.buckets:
+                start, stop = part.starts[bucket], part.starts[bucket + 1]
+                part.rows[start:stop] = rows[at : at + stop - start]
+                at += stop - start
+        self._answered(message.seq, message.buckets)
+
+    def _answered(self, seq: int, buckets: tuple[int, ...]) -> None:
+        self._requests.answered(seq, buckets)
+        if seq in self._open and not self._requests.is_open(seq):
+            request = self._open.pop(seq)
+            self._next_push()
+            request.future.set_result(_result(request))
+
+    def _refused(self, message: m.RefusedRequest) -> None:
+        if message.reason is m.RefusalReason.MOVED:
+            self._requests.refused(message.seq, message.buckets, time.monotonic())
+            if message.epoch > self.map.epoch:
+                self._send("", m.WatchMap(self.map.epoch))
+        elif message.reason is m.RefusalReason.OLD_CLIENT:
+            self._break(SupersededError(message.words))
+        else:
+            self._fail(message.seq, ConfigError(message.words))
+
+    def _tick(self, now: float) -> None:
+        self._send_parts(self._requests.due(now))
+        for seq, request in list(self._open.items()):
+            if request.deadline < now:
+                words = f"no server has answered a request within {self._timeout_s:g} s"
+                self._fail(seq, UnreachableError(words))
+
+    def _fail(self, seq: int, error: DLRoverError) -> None:
+        """End a request without success. After a push, which may be applied in part, all end."""
+        self._requests.cancel(seq)
+        request = self._open.pop(seq, None)
+        if request is not None:
+            request.future.set_exception(error)
+            if request.push:
+                self._break(error)
+
+    def _break(self, error: DLRoverError) -> None:
+        with self._changed:
+            self._broken = self._broken or error
+            self._changed.notify_all()
+        self._fail_all(error)
+
+    def _fail_all(self, error: DLRoverError) -> None:
+        waiting = [one for one in self._commands if isinstance(one, _Request)]
+        for request in (*self._open.values(), *self._pushes, *waiting):
+            request.future.set_exception(error)
+        for seq in self._open:
+            self._requests.cancel(seq)
+        self._open.clear()
+        self._pushes.clear()
+        self._commands.clear()
+
+
+def connect(
+    access: Path | None = None, name: str | None = None, *, timeout_s: float = 120.0
+) -> PsClient:
+    """Connect this worker to the parameter server of its job.
+
+    Args:
+        access: The file that ``dlrover ps serve`` has written. None: that of ``DLROVER_PS``.
+        name: Name of the worker, which no other one has. None: ``worker-RANK``.
+        timeout_s: Seconds after which a request has failed.
+
+    Raises:
+        ConfigError: There is no such file.
+    """
+    settings = Settings.from_environment()
+    path = access or settings.access
+    if path is None:
+        raise ConfigError(
+            "DLROVER_PS is not set: start the script with `dlrover ps serve -- COMMAND`"
+        )
+    return PsClient(read_access(path), name or f"worker-{settings.rank}", timeout_s=timeout_s)
+
+
+def _covers(part: _TableRows, buckets: tuple[int, ...]) -> bool:
+    """Return whether buckets, in this order, are all rows of a part."""
+    sizes = int(sum(part.starts[bucket + 1] - part.starts[bucket] for bucket in buckets))
+    return sizes == len(part.order)
+
+
+def _slices(array: Any, part: _TableRows, buckets: tuple[int, ...]) -> Any:
+    """Return the rows of an array that are in some buckets."""
+    if _covers(part, buckets):
+        return array
+    chosen = [array[part.starts[one] : part.starts[one + 1]] for one in buckets]
+    return np.concatenate(chosen)
+
+
+def _result(request: _Request) -> dict[str, Floats]:
+    """Return the rows of a pull in the order in which they were asked for."""
+    found = {}
+    for part in request.parts:
+        if part.rows is not None:
+            found[part.table] = rows = np.empty_like(part.rows)
+            rows[part.order] = part.rows
+    return found

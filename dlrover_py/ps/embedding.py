@@ -1,0 +1,257 @@
+"""Embeddings whose rows are on the servers, and the optimizer step that pushes their gradients.
+
+A forward pass pulls each row of the batch once. The gradient of these rows goes to the servers in
+:meth:`Optimizer.step`; the servers' optimizers change the rows.
+"""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.ps import specs
+from dlrover_py.ps.client import PsClient, connect
+from dlrover_py.ps.hashing import Floats, Ids
+from dlrover_py.ps.specs import InitSpec, OptimizerSpec, TableSpec
+
+_default: list[PsClient] = []
+
+
+def default_client() -> PsClient:
+    """Return the client of this process, which connects when it is first used."""
+    if not _default:
+        _default.append(connect())
+    return _default[0]
+
+
+class _Rows(nn.Module):
+    """A table on the servers. It has no parameters, and its state is not in ``state_dict``."""
+
+    def __init__(
+        self,
+        name: str,
+        dim: int,
+        *,
+        optimizer: OptimizerSpec | None = None,
+        init: InitSpec | None = None,
+        client: PsClient | None = None,
+    ) -> None:
+        """Make the table, or use the existing one.
+
+        Args:
+            name: Name of the table, the same in all workers.
+            dim: Values in a row.
+            optimizer: How the servers change rows. None: Adagrad with a learning rate of 0.01.
+            init: First values of rows. None: normal, as in ``nn.Embedding``.
+            client: The connection. None: that of this process.
+
+        Raises:
+            ConfigError: The table exists with other properties, or a number is wrong.
+        """
+        super().__init__()
+        self.table = TableSpec(name, dim, optimizer or specs.adagrad(0.01), init or specs.normal())
+        self.client = client or default_client()
+        self.client.create(self.table)
+        self._used: list[tuple[Ids, Tensor]] = []
+        self._prefetched: list[tuple[Ids, Future[dict[str, Floats]]]] = []
+
+    def prefetch(self, ids: Tensor) -> None:
+        """Ask for the rows of a later batch now.
+
+        The next forward pass with the same ids uses them. They do not have the changes of pushes
+        after this call.
+        """
+        unique = np.unique(_int64(ids))
+        self._prefetched.append((unique, self.client.pull({self.table.name: unique})))
+        del self._prefetched[:-8]
+
+    def take_gradients(self) -> list[tuple[Ids, Floats]]:
+        """Return the gradients since the last call: ids and values, for each forward pass."""
+        found = [
+            (ids, np.ascontiguousarray(rows.grad.detach().float().cpu().numpy()))
+            for ids, rows in self._used
+            if rows.grad is not None
+        ]
+        self._used = []
+        return found
+
+    def forget_gradients(self) -> None:
+        """Drop the gradients that were not taken. A pass without backward may still get one."""
+        self._used = [(ids, rows) for ids, rows in self._used if rows.grad is None]
+
+    def extra_repr(self) -> str:
+        """Return the table's name and size, for ``print``."""
+        return f"{self.table.name!r}, {self.table.dim}"
+
+    def _rows_of(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows of the distinct ids, and the row number of each id."""
+        unique, places = np.unique(_int64(ids), return_inverse=True)
+        future = None
+        for at, (known, pulled) in enumerate(self._prefetched):
+            if np.array_equal(known, unique):
+                future = pulled
+                del self._prefetched[at]
+                break
+        future = future or self.client.pull({self.table.name: unique})
+        rows = torch.from_numpy(future.result()[self.table.name]).to(ids.device)
+        if torch.is_grad_enabled() and self.training:
+            rows.requires_grad_()
+            self._used.append((unique, rows))
+        return rows, torch.from_numpy(places.reshape(ids.shape)).to(ids.device)
+
+
+class Embedding(_Rows):
+    """``nn.Embedding`` for any int64 ids: rows come into being when they are first used."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the rows of ids, shape ``[*input.shape, dim]``."""
+        rows, places = self._rows_of(input)
+        if not len(rows):
+            return rows.new_zeros((*input.shape, self.table.dim))
+        return functional.embedding(places, rows)
+
+
+class EmbeddingBag(_Rows):
+    """``nn.EmbeddingBag`` for any int64 ids: rows come into being when they are first used."""
+
+    def __init__(
+        self,
+        name: str,
+        dim: int,
+        *,
+        mode: str = "mean",
+        include_last_offset: bool = False,
+        optimizer: OptimizerSpec | None = None,
+        init: InitSpec | None = None,
+        client: PsClient | None = None,
+    ) -> None:
+        """Make the table, or use the existing one.
+
+        Args:
+            name: Name of the table, the same in all workers.
+            dim: Values in a row.
+            mode: ``sum``, ``mean`` or ``max``.
+            include_last_offset: Whether offsets have the end of the last bag, as a CSR row pointer.
+            optimizer: How the servers change rows. None: Adagrad with a learning rate of 0.01.
+            init: First values of rows. None: normal, as in ``nn.EmbeddingBag``.
+            client: The connection. None: that of this process.
+
+        Raises:
+            ConfigError: The mode is unknown, or the table exists with other properties.
+        """
+        if mode not in ("sum", "mean", "max"):
+            raise ConfigError(f"table {name}: expected mode sum, mean or max, found {mode!r}")
+        super().__init__(name, dim, optimizer=optimizer, init=init, client=client)
+        self.mode, self.include_last_offset = mode, include_last_offset
+
+    def forward(
+        self,
+        input: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        """Return one row for each bag, shape ``[bags, dim]``.
+
+        Args:
+            input: Ids: shape ``[bags, n]``, or ``[n]`` with ``offsets``.
+            offsets: First position of each bag in ``input``.
+            per_sample_weights: Weights of the rows, of the shape of ``input``; for mode ``sum``.
+        """
+        rows, places = self._rows_of(input)
+        if not len(rows):
+            rows = rows.new_zeros((1, self.table.dim))
+        return functional.embedding_bag(
+            places,
+            rows,
+            offsets,
+            mode=self.mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=self.include_last_offset,
+        )
+
+
+class Optimizer:
+    """Pushes the gradients of all tables of a model, and steps the optimizer of its parameters."""
+
+    def __init__(
+        self, model: nn.Module, dense: torch.optim.Optimizer | None = None, *, scale: float = 1.0
+    ) -> None:
+        """Find the tables of a model.
+
+        Args:
+            model: The model.
+            dense: The optimizer of its parameters, if it has any.
+            scale: Factor of the gradients that are pushed. The servers add the pushes of all
+                workers: with ``1 / world_size`` the sum is the mean, as that of DDP.
+
+        Raises:
+            ConfigError: The model has no table.
+        """
+        self.dense, self.scale = dense, scale
+        self._tables = [module for module in model.modules() if isinstance(module, _Rows)]
+        if not self._tables:
+            raise ConfigError("expected a model with a ps.Embedding or ps.EmbeddingBag")
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Push the gradients and wait until the servers have them; then step ``dense``.
+
+        Args:
+            closure: Passed on to ``dense``, which must not be None then.
+
+        Raises:
+            ConfigError: There is a closure without ``dense``.
+        """
+        if closure is not None and self.dense is None:
+            raise ConfigError("a closure needs an optimizer of the dense parameters")
+        waiting = [
+            client.push({name: _joined(parts, self.scale) for name, parts in tables.items()})
+            for client, tables in self._gradients()
+        ]
+        result = self.dense.step(closure) if self.dense is not None else None
+        for future in waiting:
+            future.result()
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients that were not pushed, and those of ``dense``."""
+        for table in self._tables:
+            table.forget_gradients()
+        if self.dense is not None:
+            self.dense.zero_grad(set_to_none)
+
+    def _gradients(self) -> Iterator[tuple[PsClient, dict[str, list[tuple[Ids, Floats]]]]]:
+        """Yield the gradients of each connection, by table."""
+        found: dict[int, tuple[PsClient, dict[str, list[tuple[Ids, Floats]]]]] = {}
+        for module in self._tables:
+            parts = module.take_gradients()
+            if parts:
+                _, tables = found.setdefault(id(module.client), (module.client, {}))
+                tables.setdefault(module.table.name, []).extend(parts)
+        yield from found.values()
+
+
+def _int64(ids: Tensor) -> Ids:
+    """Return ids as a flat array.
+
+    Raises:
+        ConfigError: They are not int64.
+    """
+    if ids.dtype != torch.int64:
+        raise ConfigError(f"expected ids as torch.int64, found {ids.dtype}")
+    flat: Ids = ids.detach().cpu().numpy().reshape(-1)
+    return flat
+
+
+def _joined(parts: list[tuple[Ids, Floats]], scale: float) -> tuple[Ids, Floats]:
+    """Return the gradients of several forward passes as those of one, summed by id."""
+    ids, grads = parts[0]
+    if len(parts) > 1:
+        ids, places = np.unique(np.concatenate([one for one, _ in parts]), return_inverse=True)
+        grads = np.zeros((len(ids), parts[0][1].shape[1]), np.float32)
+        np.add.at(grads, places, np.concatenate([one for _, one in parts]))
+    return ids, grads * np.float32(scale) if scale != 1.0 else grads

@@ -1,0 +1,213 @@
+"""The messages between workers, servers and the coordinator. A payload of arrays may follow.
+
+A *mark* ``(bucket, term, last_term, version)`` names a state of a bucket. ``version`` counts its
+changes, and ``last_term`` is the term of the last one. Two copies with the same ``last_term`` and
+``version`` have the same rows, because each term has one primary.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from dlrover_py.ps.cluster_map import ClusterMap
+from dlrover_py.ps.specs import TableSpec
+
+Mark = tuple[int, int, int, int]
+
+
+class RefusalReason(StrEnum):
+    """Why a server did not do what a worker asked for."""
+
+    MOVED = "moved"
+    """It is not the primary of these buckets. The worker needs a newer map, or has one."""
+    OLD_CLIENT = "old_client"
+    """A newer incarnation of the worker has pushed."""
+    INVALID = "invalid"
+    """The request can never be done: a wrong type, shape, table or bucket."""
+
+
+# --- Worker to server ---
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """Gradients of a worker; payload: ``[ids, gradients]`` for each table.
+
+    ``(incarnation, seq)`` only grows for a worker, and stays when the push is sent again. The
+    worker sends the next one when all buckets of this one are acknowledged.
+    """
+
+    client: str
+    incarnation: int
+    epoch: int
+    """Epoch of the worker's map. A server with an older one gets that first."""
+    seq: int
+    buckets: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """A request for rows; payload: ``[ids]`` for each table."""
+
+    epoch: int
+    seq: int
+    buckets: tuple[int, ...]
+
+
+# --- Server to worker ---
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """Buckets of a push that are applied, and copied as the job wants it."""
+
+    seq: int
+    buckets: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """Rows of the buckets of a pull; payload: ``[rows]``, in the order of the request."""
+
+    seq: int
+    buckets: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedRequest:
+    """Buckets of a request for which nothing was done."""
+
+    seq: int
+    buckets: tuple[int, ...]
+    reason: RefusalReason
+    epoch: int
+    """Epoch of the server's map."""
+    words: str = ""
+
+
+# --- Server to server ---
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The change of one bucket by a push: from one state to the next."""
+
+    bucket: int
+    term: int
+    from_term: int
+    from_version: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Rows as a push has left them; payload: records."""
+
+    sender: str
+    client: str
+    incarnation: int
+    seq: int
+    changes: tuple[Change, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BucketCopy:
+    """A whole bucket; payload: records of all its rows."""
+
+    sender: str
+    mark: Mark
+    clients: dict[str, tuple[int, int]]
+    """The last push of each worker: incarnation and sequence number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compare:
+    """The states of a primary. Its follower answers with Held or Lacking."""
+
+    sender: str
+    marks: tuple[Mark, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """States that a follower has."""
+
+    sender: str
+    marks: tuple[Mark, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Lacking:
+    """Buckets, with the term, of which a follower needs a copy."""
+
+    sender: str
+    buckets: tuple[tuple[int, int], ...]
+
+
+# --- With the coordinator ---
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """A server runs. It is sent often, and answered by the map if that is newer."""
+
+    server: str
+    address: str
+    epoch: int
+    synced: tuple[tuple[int, int, str], ...] = ()
+    """Buckets, with their term, whose learner has every acknowledged push."""
+
+
+@dataclass(frozen=True, slots=True)
+class WatchMap:
+    """A worker or a tool wants the map, now and after each change."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class JoinClient:
+    """A worker begins. The answer is a map with its incarnation; older ones may push no more."""
+
+    client: str
+
+
+@dataclass(frozen=True, slots=True)
+class CreateTable:
+    """A worker uses a table. The answer is a map that has it, or a CoordinatorRefusal."""
+
+    spec: TableSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """A server wants to leave, and keeps its buckets until others have them."""
+
+    server: str
+
+
+@dataclass(frozen=True, slots=True)
+class MapNews:
+    """The newest map."""
+
+    map: ClusterMap
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorRefusal:
+    """The coordinator changed nothing, and says why."""
+
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """The message of the receiver could not be read: it was damaged, or of another job."""
+
+    words: str
+
+
+ToServer = Push | Pull | Replicate | BucketCopy | Compare | Held | Lacking
+ToWorker = Pushed | Pulled | RefusedRequest
+ToCoordinator = Alive | WatchMap | JoinClient | CreateTable | Drain
+FromCoordinator = MapNews | CoordinatorRefusal
+Message = ToServer | ToWorker | ToCoordinator | FromCoordinator | Unreadable

@@ -1,0 +1,317 @@
+"""The authority over the cluster map (pure): who has which bucket, when a server comes or goes.
+
+A step changes each bucket at most once, and gives it a new term. Rows move in two steps: a server
+becomes a *learner*, and when the primary says that the learner has every acknowledged push, it
+becomes a backup or replaces a member. So at every moment one server may acknowledge.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.ps.cluster_map import AckMode, ClusterMap, Placement, Replacing
+from dlrover_py.ps.specs import NAME, TableSpec, check_table
+
+MAX_TABLES = 1024
+MAX_CLIENTS = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRules:
+    """How a job wants its buckets kept."""
+
+    buckets: int = 64
+    """Number of buckets, which never changes."""
+    servers: int = 1
+    """Servers that must have come before buckets are placed."""
+    replicas: int = 2
+    """Copies of each bucket: 1 or 2."""
+    ack: AckMode = AckMode.BACKUP
+    silence_s: float = 3.0
+    """Seconds without a message after which a server counts as lost."""
+    moves: int = 8
+    """Buckets that move at the same time to balance servers."""
+
+    def check(self) -> None:
+        """Check the rules.
+
+        Raises:
+            ConfigError: A number is outside its bounds.
+        """
+        if not 1 <= self.buckets <= 1 << 16:
+            raise ConfigError(f"expected 1 to 65536 buckets, found {self.buckets}")
+        if self.replicas not in (1, 2):
+            raise ConfigError(f"expected 1 or 2 replicas, found {self.replicas}")
+        if self.servers < 1:
+            raise ConfigError(f"expected at least 1 server, found {self.servers}")
+        if self.silence_s <= 0:
+            raise ConfigError(f"expected a silence of more than 0 s, found {self.silence_s}")
+
+
+class Planner:
+    """Owns the map. Its caller stores each new map before anyone sees it."""
+
+    def __init__(self, start: ClusterMap, rules: PlanRules, now: float) -> None:
+        """Take over a map.
+
+        Args:
+            start: An empty map, or the one that an earlier planner has stored.
+            rules: How buckets are kept.
+            now: The time in seconds. Servers of the map have ``silence_s`` to be heard.
+        """
+        self.map = start
+        self.rules = rules
+        self._heard = dict.fromkeys(start.servers, now)
+        self._draining: set[str] = set()
+
+    @property
+    def draining(self) -> frozenset[str]:
+        """The servers that give their buckets away."""
+        return frozenset(self._draining)
+
+    def heard(self, server: str, address: str, now: float) -> None:
+        """Note that a server runs.
+
+        Args:
+            server: Id of this life of the server; a restarted server has another one.
+            address: Where it is reached.
+            now: The time in seconds.
+        """
+        self._heard[server] = now
+        if self.map.servers.get(server) != address:
+            self._set(servers=self.map.servers | {server: address})
+            self._plan()
+
+    def lost(self, server: str) -> None:
+        """Note that the process of a server has ended, with all its rows."""
+        if server in self.map.servers:
+            self._remove([server])
+        if any(one.primary == server and not one.lost for one in self.map.placements):
+            self._place(
+                [
+                    replace(one, term=one.term + 1, learner="", lost=True)
+                    if one.primary == server
+                    else one
+                    for one in self.map.placements
+                ]
+            )
+
+    def tick(self, now: float) -> None:
+        """Take note of the time: a server that was silent for too long counts as lost.
+
+        A bucket whose only copy it has stays with it, because it may come back.
+        """
+        silent = [
+            server
+            for server in self.map.servers
+            if now - self._heard[server] > self.rules.silence_s
+        ]
+        if silent:
+            self._remove(silent)
+
+    def drain(self, server: str) -> None:
+        """Move all buckets away from a server that wants to leave."""
+        if server in self.map.servers and server not in self._draining:
+            self._draining.add(server)
+            self._plan()
+
+    def create_table(self, spec: TableSpec) -> None:
+        """Add a table, if it does not exist.
+
+        Raises:
+            ConfigError: The table is malformed, or differs from the existing one of its name.
+        """
+        check_table(spec)
+        known = self.map.table(spec.name)
+        if known is None:
+            if len(self.map.tables) >= MAX_TABLES:
+                raise ConfigError(f"expected at most {MAX_TABLES} tables")
+            self._set(tables=(*self.map.tables, spec))
+        elif known != spec:
+            raise ConfigError(
+                f"table {spec.name} exists with other properties: expected {known}, found {spec}; "
+                "give the new table another name"
+            )
+
+    def join(self, client: str) -> int:
+        """Return the incarnation of a worker that begins now; it ends the rights of older ones.
+
+        Raises:
+            ConfigError: The name is malformed, or there are too many workers.
+        """
+        if not NAME.fullmatch(client):
+            raise ConfigError(f"expected a worker's name of letters, digits and _.-: {client!r}")
+        if len(self.map.clients) >= MAX_CLIENTS and client not in self.map.clients:
+            raise ConfigError(f"expected at most {MAX_CLIENTS} workers")
+        self._set(clients=self.map.clients | {client: self.map.epoch + 1})
+        return self.map.epoch
+
+    def synced(self, sender: str, bucket: int, term: int, learner: str) -> None:
+        """Note that a learner has every push that was acknowledged, and will have each next one.
+
+        Args:
+            sender: The server that says so: it must be the primary.
+            bucket: The bucket.
+            term: The term in which it says so. An older one is ignored.
+            learner: The server with the rows.
+        """
+        if not 0 <= bucket < len(self.map.placements):
+            return
+        old = self.map.placements[bucket]
+        if (old.term, old.primary, old.learner) != (term, sender, learner):
+            return
+        new = replace(old, term=term + 1, learner="", replacing=Replacing.NOTHING)
+        if old.replacing is Replacing.PRIMARY:
+            new = replace(new, primary=learner)
+        elif old.replacing is Replacing.BACKUP:
+            new = replace(new, backups=(learner,))
+        else:
+            new = replace(new, backups=(*old.backups, learner))
+        placements = list(self.map.placements)
+        placements[bucket] = new
+        self._place(placements)
+        self._plan()
+
+    # --- The plan ---
+
+    def _set(self, **fields: object) -> None:
+        self.map = replace(self.map, epoch=self.map.epoch + 1, **fields)  # type: ignore[arg-type]
+
+    def _place(self, placements: list[Placement]) -> None:
+        if tuple(placements) != self.map.placements:
+            self._set(placements=tuple(placements))
+
+    def _remove(self, servers: list[str]) -> None:
+        """Take servers out of the map, and promote backups of their buckets."""
+        for server in servers:
+            self._heard.pop(server, None)
+            self._draining.discard(server)
+        left = {name: at for name, at in self.map.servers.items() if name not in servers}
+        self._set(servers=left)
+        self._place([self._without(one) for one in self.map.placements])
+        self._plan()
+
+    def _without(self, old: Placement) -> Placement:
+        """Return a placement without the members that are not in the map."""
+        alive = self.map.servers
+        backups = tuple(backup for backup in old.backups if backup in alive)
+        learner = old.learner if old.learner in alive else ""
+        primary = old.primary
+        if primary not in alive and backups:
+            primary, backups, learner = backups[0], backups[1:], ""
+        replacing = old.replacing if learner else Replacing.NOTHING
+        if replacing is Replacing.BACKUP and not backups:
+            replacing = Replacing.NOTHING
+        new = replace(old, primary=primary, backups=backups, learner=learner, replacing=replacing)
+        return old if new == old else replace(new, term=old.term + 1)
+
+    def _plan(self) -> None:
+        """Place buckets for the first time, replace missing copies, then balance the servers."""
+        targets = sorted(set(self.map.servers) - self._draining)
+        if not self.map.placements:
+            if len(targets) >= self.rules.servers:
+                self._place([self._first(bucket, targets) for bucket in range(self.rules.buckets)])
+            return
+        placements = list(self.map.placements)
+        loads = Counter(dict.fromkeys(self.map.servers, 0))
+        primaries = Counter(dict.fromkeys(self.map.servers, 0))
+        for one in placements:
+            loads.update(_after(one))
+            primaries[_after(one)[0]] += 1
+        self._replace_copies(placements, targets, loads)
+        self._balance(placements, targets, loads, primaries)
+        self._place(placements)
+
+    def _first(self, bucket: int, targets: list[str]) -> Placement:
+        count = len(targets)
+        primary = bucket % count
+        backups: tuple[str, ...] = ()
+        if self.rules.replicas > 1 and count > 1:
+            backups = (targets[(primary + 1 + bucket // count % (count - 1)) % count],)
+        return Placement(1, targets[primary], backups)
+
+    def _replace_copies(
+        self, placements: list[Placement], targets: list[str], loads: Counter[str]
+    ) -> None:
+        for bucket, one in enumerate(placements):
+            if (
+                len(one.backups) + 1 >= self.rules.replicas
+                or one.primary not in self.map.servers
+                or one.learner
+            ):
+                continue
+            fit = [server for server in targets if server not in one.members]
+            if fit:
+                chosen = min(fit, key=lambda server: (loads[server], server))
+                loads[chosen] += 1
+                placements[bucket] = replace(one, term=one.term + 1, learner=chosen)
+
+    def _balance(
+        self,
+        placements: list[Placement],
+        targets: list[str],
+        loads: Counter[str],
+        primaries: Counter[str],
+    ) -> None:
+        """Move primaries, then backups, from full servers to empty ones, few at a time."""
+        moves = sum(one.replacing is not Replacing.NOTHING for one in placements)
+        for bucket, one in enumerate(placements):
+            if moves >= self.rules.moves or not targets:
+                return
+            if one.learner or one.primary not in self.map.servers:
+                continue
+            new = self._better(one, targets, loads, primaries)
+            if new is not None:
+                before, after = _after(one), _after(new)
+                loads.subtract(before)
+                loads.update(after)
+                primaries[before[0]] -= 1
+                primaries[after[0]] += 1
+                moves += new.replacing is not Replacing.NOTHING
+                placements[bucket] = replace(new, term=one.term + 1)
+
+    def _better(
+        self,
+        one: Placement,
+        targets: list[str],
+        loads: Counter[str],
+        primaries: Counter[str],
+    ) -> Placement | None:
+        """Return a placement that makes servers more even; None if there is none.
+
+        Args:
+            one: The placement of a bucket that does not move.
+            targets: Servers that may get buckets.
+            loads: Copies of each server, with those that are on their way.
+            primaries: Primaries of each server.
+        """
+        leaving = one.primary not in targets
+        # A backup has the rows: nothing is copied.
+        for backup in one.backups:
+            if backup in targets and (leaving or primaries[one.primary] - primaries[backup] > 1):
+                if self.map.ack is AckMode.BACKUP:
+                    return replace(one, primary=backup, backups=(one.primary,))
+                # It may lack the last pushes: it must catch up first.
+                return replace(one, backups=(), learner=backup, replacing=Replacing.PRIMARY)
+        fit = [server for server in targets if server not in one.members]
+        if not fit:
+            staying = tuple(backup for backup in one.backups if backup in targets)
+            leave = one.primary in targets and staying != one.backups
+            return replace(one, backups=staying) if leave else None
+        least = min(fit, key=lambda server: (primaries[server], loads[server], server))
+        if leaving or primaries[one.primary] - primaries[least] > 1:
+            return replace(one, learner=least, replacing=Replacing.PRIMARY)
+        least = min(fit, key=lambda server: (loads[server], server))
+        for backup in one.backups:
+            if backup not in targets or loads[backup] - loads[least] > 1:
+                return replace(one, learner=least, replacing=Replacing.BACKUP)
+        return None
+
+
+def _after(one: Placement) -> tuple[str, ...]:
+    """Return the members of a bucket when its learner is ready, the primary first."""
+    if one.replacing is Replacing.PRIMARY:
+        return (one.learner, *one.backups)
+    if one.replacing is Replacing.BACKUP:
+        return (one.primary, one.learner)
+    return one.members

@@ -1,0 +1,504 @@
+"""The copies of buckets on one server (pure): who applies a push, and when it is acknowledged.
+
+A primary applies a push, sends the changed rows to its followers, and acknowledges when each
+*required* follower has them. A follower takes a change only if it has the state before it;
+otherwise it asks for a copy of the bucket. A message of an older term is ignored, so the primary of
+an older term gets no answer and can acknowledge nothing that needs one.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from dlrover_py.ps.cluster_map import AckMode, ClusterMap, Placement
+from dlrover_py.ps.messages import (
+    BucketCopy,
+    Change,
+    Compare,
+    Held,
+    Lacking,
+    Mark,
+    Pull,
+    Pulled,
+    Push,
+    Pushed,
+    RefusalReason,
+    RefusedRequest,
+    Replicate,
+)
+from dlrover_py.ps.specs import TableSpec
+
+Rows = list[tuple[str, list[Any]]]
+"""A payload: arrays of tables, which this module only passes on."""
+Route = bytes
+"""The connection of a worker."""
+
+
+class Data(Protocol):
+    """The rows of a server, as :class:`dlrover_py.ps.store.Store` keeps them."""
+
+    def add(self, specs: Iterable[TableSpec]) -> None:
+        """Make tables that do not exist yet."""
+
+    def fault(self, payload: Rows, buckets: Collection[int], *, grads: bool) -> str:
+        """Return why a payload cannot be used; empty if it can.
+
+        Args:
+            payload: The payload of a push or a pull.
+            buckets: The buckets that its rows may be in.
+            grads: Whether it must have gradients.
+        """
+
+    def read(self, payload: Rows, buckets: Collection[int]) -> Rows:
+        """Return the rows of a pull that are in some buckets."""
+
+    def apply(self, payload: Rows, buckets: Collection[int]) -> Rows:
+        """Apply the part of a push that is in some buckets; return the records."""
+
+    def install(self, payload: Rows, buckets: Collection[int]) -> None:
+        """Take over the records that are in some buckets."""
+
+    def select(self, payload: Rows, buckets: Collection[int]) -> Rows:
+        """Return the part of a payload that is in some buckets."""
+
+    def copy(self, bucket: int) -> Rows:
+        """Return the records of a bucket."""
+
+    def drop(self, buckets: Collection[int]) -> None:
+        """Remove the rows of some buckets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """A message to send: to a server by its id, or to a worker by its connection."""
+
+    to: str | Route
+    message: Any
+    payload: Rows = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Follower:
+    """What a primary knows of a copy."""
+
+    required: bool
+    """Whether an acknowledgement needs it."""
+    streaming: bool
+    """Whether it gets each change."""
+    held: int = -1
+    """The newest version that it has in the primary's history; -1 before the first answer."""
+    copied: int = -1
+    """The version of the copy that is on its way; -1 without one."""
+    synced_at: int = -1
+    """The version from which on it is required; it is in sync when it has that one."""
+    due: float = 0.0
+    """When its state is compared again."""
+
+
+@dataclass(slots=True)
+class _BucketState:
+    term: int = 0
+    """The greatest term that was seen."""
+    last_term: int = 0
+    version: int = 0
+    clients: dict[str, tuple[int, int]] = field(default_factory=dict)
+    followers: dict[str, _Follower] = field(default_factory=dict)
+    """The copies, if this server is the primary."""
+    since: int = 0
+    """The term since which this server has been the primary without a break."""
+    waiting: deque[tuple[int, Route, int]] = field(default_factory=deque)
+    """Pushes without acknowledgement: the version that has them, the worker, its number."""
+
+
+class Replica:
+    """The machine of one server. Each call may leave messages, which :meth:`take` returns."""
+
+    def __init__(self, server: str, data: Data, *, compare_s: float = 0.5, copies: int = 4) -> None:
+        """Make a server without buckets.
+
+        Args:
+            server: Its id.
+            data: Its rows.
+            compare_s: Seconds after which a follower that has not answered is asked again.
+            copies: Buckets that are copied to followers at the same time.
+        """
+        self.server = server
+        self.duplicates = 0
+        """Pushes of a bucket that came again and were not applied again."""
+        self.map: ClusterMap | None = None
+        self._data = data
+        self._compare_s = compare_s
+        self._copies = copies
+        self._buckets: list[_BucketState] = []
+        self._out: list[Envelope] = []
+        self._to_copy: dict[tuple[int, str], None] = {}
+        """Buckets and followers that need a copy, in order."""
+
+    def take(self) -> list[Envelope]:
+        """Return the messages that are to be sent, in order."""
+        out, self._out = self._out, []
+        return out
+
+    def synced(self) -> list[tuple[int, int, str]]:
+        """Return buckets with a learner that has every acknowledged push: bucket, term, learner."""
+        found = []
+        for bucket, state in enumerate(self._buckets):
+            learner = self._placement(bucket).learner
+            known = state.followers.get(learner)
+            if known and known.required and known.held >= known.synced_at:
+                found.append((bucket, state.term, learner))
+        return found
+
+    def numbers(self, bucket: int) -> dict[str, tuple[int, int]]:
+        """Return the last push of each worker that a bucket has: incarnation and number."""
+        return dict(self._buckets[bucket].clients) if self._buckets else {}
+
+    def counts(self) -> tuple[int, int]:
+        """Return for how many buckets this server is the primary, and how many pushes wait."""
+        primaries = [state for state in self._buckets if state.followers or state.since]
+        return len(primaries), sum(len(state.waiting) for state in primaries)
+
+    # --- The map ---
+
+    def on_map(self, new: ClusterMap, now: float) -> None:
+        """Take over a newer map."""
+        if self.map is not None and new.epoch <= self.map.epoch:
+            return
+        self.map = new
+        self._data.add(new.tables)
+        if not self._buckets:
+            self._buckets = [_BucketState() for _ in new.placements]
+        dropped = []
+        refused: dict[tuple[Route, int], list[int]] = defaultdict(list)
+        for bucket, (state, placement) in enumerate(
+            zip(self._buckets, new.placements, strict=True)
+        ):
+            if placement.term < state.term:  # a message of a newer term has come before its map
+                continue
+            if placement.term == state.term and (state.since or placement.primary != self.server):
+                continue
+            before, state.term = state.term, placement.term
+            if placement.primary == self.server:
+                self._lead(state, placement, before, now)
+            else:
+                for _, route, seq in state.waiting:
+                    refused[route, seq].append(bucket)
+                state.waiting.clear()
+                state.followers, state.since = {}, 0
+                if self.server not in placement.members and state.version:
+                    dropped.append(bucket)
+        for bucket in dropped:
+            state = self._buckets[bucket]
+            state.last_term = state.version = 0
+            state.clients = {}
+        if dropped:
+            self._data.drop(dropped)
+        for (route, seq), buckets in refused.items():
+            self._refuse(route, seq, buckets, RefusalReason.MOVED)
+        self._acknowledge(range(len(self._buckets)))
+        self.tick(now)
+
+    def _lead(self, state: _BucketState, placement: Placement, before: int, now: float) -> None:
+        """Become or stay the primary of a bucket in a new term.
+
+        Args:
+            state: The bucket.
+            placement: Its placement in the new term.
+            before: The term before.
+            now: The time.
+        """
+        stays = state.since > 0 and placement.term == before + 1
+        old = state.followers if stays else {}
+        state.followers = {}
+        for follower in placement.followers:
+            backup = follower in placement.backups
+            known = old.get(follower) or _Follower(required=backup, streaming=backup)
+            known.required = backup
+            known.synced_at = -1
+            known.due = now  # it may have ignored the last changes of the term before
+            state.followers[follower] = known
+        if not stays:
+            state.since = placement.term
+
+    def _placement(self, bucket: int) -> Placement:
+        assert self.map is not None
+        return self.map.placements[bucket]
+
+    def _leads(self, bucket: int) -> bool:
+        """Return whether this server may apply pushes of a bucket."""
+        if not 0 <= bucket < len(self._buckets):
+            return False
+        return self._buckets[bucket].since > 0
+
+    # --- Requests of workers ---
+
+    def on_push(self, route: Route, push: Push, payload: Rows, now: float) -> None:
+        """Apply the gradients of the buckets that are led here, once.
+
+        Args:
+            route: The connection of the worker.
+            push: The push.
+            payload: Its ids and gradients.
+            now: The time.
+        """
+        if self._refuses(route, push, payload, grads=True):
+            return
+        fresh, moved, old = [], [], []
+        assert self.map is not None
+        newest = self.map.clients.get(push.client, 0)
+        number = (push.incarnation, push.seq)
+        for bucket in push.buckets:
+            state = self._buckets[bucket]
+            last = state.clients.get(push.client, (0, 0))
+            if not self._leads(bucket):
+                moved.append(bucket)
+            elif push.incarnation < max(last[0], newest):
+                old.append(bucket)
+            elif number > last:
+                fresh.append(bucket)
+            else:
+                self.duplicates += 1
+                state.waiting.append((state.version, route, push.seq))
+        if fresh:
+            self._apply(route, push, fresh, payload, now)
+        self._refuse(route, push.seq, moved, RefusalReason.MOVED)
+        words = f"a newer incarnation of {push.client} has pushed: expected this one to end"
+        self._refuse(route, push.seq, old, RefusalReason.OLD_CLIENT, words)
+        self._acknowledge(push.buckets)
+
+    def _refuses(self, route: Route, request: Push | Pull, payload: Rows, *, grads: bool) -> bool:
+        """Refuse a whole request that cannot be done by any server, or not before a newer map.
+
+        Args:
+            route: The connection of the worker.
+            request: The request.
+            payload: Its arrays.
+            grads: Whether it must have gradients.
+
+        Returns:
+            Whether it was refused.
+        """
+        if self.map is None or not self._buckets or self.map.epoch < request.epoch:
+            self._refuse(route, request.seq, request.buckets, RefusalReason.MOVED)
+            return True
+        named = set(request.buckets)
+        if len(named) < len(request.buckets) or not named <= set(range(len(self._buckets))):
+            words = f"expected buckets below {len(self._buckets)}, each once"
+        else:
+            words = self._data.fault(payload, request.buckets, grads=grads)
+        if words:
+            self._refuse(route, request.seq, request.buckets, RefusalReason.INVALID, words)
+        return bool(words)
+
+    def _apply(self, route: Route, push: Push, fresh: list[int], payload: Rows, now: float) -> None:
+        records = self._data.apply(payload, fresh)
+        sent: dict[str, list[Change]] = defaultdict(list)
+        for bucket in fresh:
+            state = self._buckets[bucket]
+            change = Change(bucket, state.term, state.last_term, state.version, state.version + 1)
+            state.last_term, state.version = state.term, state.version + 1
+            state.clients[push.client] = (push.incarnation, push.seq)
+            state.waiting.append((state.version, route, push.seq))
+            for name, follower in state.followers.items():
+                if follower.streaming:
+                    sent[name].append(change)
+                    follower.due = now + self._compare_s
+        for name, changes in sent.items():
+            message = Replicate(
+                self.server, push.client, push.incarnation, push.seq, tuple(changes)
+            )
+            part = self._data.select(records, [change.bucket for change in changes])
+            self._send(name, message, part)
+
+    def on_pull(self, route: Route, pull: Pull, payload: Rows) -> None:
+        """Answer with the rows of the buckets that are led here.
+
+        Args:
+            route: The connection of the worker.
+            pull: The request.
+            payload: Its ids.
+        """
+        if self._refuses(route, pull, payload, grads=False):
+            return
+        led = tuple(bucket for bucket in pull.buckets if self._leads(bucket))
+        if led:
+            self._send(route, Pulled(pull.seq, led), self._data.read(payload, led))
+        moved = [bucket for bucket in pull.buckets if bucket not in set(led)]
+        self._refuse(route, pull.seq, moved, RefusalReason.MOVED)
+
+    def _refuse(
+        self,
+        route: Route,
+        seq: int,
+        buckets: Collection[int],
+        reason: RefusalReason,
+        words: str = "",
+    ) -> None:
+        if buckets:
+            epoch = self.map.epoch if self.map else 0
+            self._send(route, RefusedRequest(seq, tuple(buckets), reason, epoch, words))
+
+    def _send(self, to: str | Route, message: Any, payload: Rows | None = None) -> None:
+        self._out.append(Envelope(to, message, payload or []))
+
+    def _acknowledge(self, buckets: Iterable[int]) -> None:
+        """Acknowledge the pushes that are copied as the job wants it."""
+        done: dict[tuple[Route, int], list[int]] = defaultdict(list)
+        at_once = self.map is not None and self.map.ack is AckMode.PRIMARY
+        for bucket in buckets:
+            state = self._buckets[bucket]
+            if not state.waiting:
+                continue
+            # A learner may become the primary without a failure: it is waited for in any case.
+            needed = [
+                one.held
+                for name, one in state.followers.items()
+                if one.required and not (at_once and name in self._placement(bucket).backups)
+            ]
+            safe = min([state.version, *needed])
+            while state.waiting and state.waiting[0][0] <= safe:
+                _, route, seq = state.waiting.popleft()
+                done[route, seq].append(bucket)
+        for (route, seq), acknowledged in done.items():
+            self._send(route, Pushed(seq, tuple(acknowledged)))
+
+    # --- The primary and its followers ---
+
+    def tick(self, now: float) -> None:
+        """Compare states with followers that have not answered in time."""
+        asked: dict[str, list[Mark]] = defaultdict(list)
+        for bucket, state in enumerate(self._buckets):
+            for name, follower in state.followers.items():
+                behind = follower.held < state.version or not follower.required
+                if behind and follower.due <= now:
+                    follower.due = now + self._compare_s
+                    follower.copied = -1
+                    mark = (bucket, state.term, state.last_term, state.version)
+                    asked[name].append(mark)
+        for name, marks in asked.items():
+            self._send(name, Compare(self.server, tuple(marks)))
+        self._copy(now)
+
+    def _copy(self, now: float) -> None:
+        """Send copies of buckets, as many as may be on their way."""
+        under_way = sum(
+            follower.copied >= 0 for state in self._buckets for follower in state.followers.values()
+        )
+        while self._to_copy and under_way < self._copies:
+            bucket, name = next(iter(self._to_copy))
+            del self._to_copy[bucket, name]
+            state = self._buckets[bucket]
+            follower = state.followers.get(name)
+            if follower is None or follower.copied >= 0:
+                continue
+            mark = (bucket, state.term, state.last_term, state.version)
+            copy = BucketCopy(self.server, mark, dict(state.clients))
+            self._send(name, copy, self._data.copy(bucket))
+            follower.copied, follower.streaming = state.version, True
+            follower.due = now + 4 * self._compare_s
+            under_way += 1
+
+    def on_held(self, held: Held, now: float) -> None:
+        """Take note of the states that a follower has."""
+        changed = []
+        for bucket, term, _, version in held.marks:
+            follower = self._follower(bucket, term, held.sender)
+            if follower is None:
+                continue
+            state = self._buckets[bucket]
+            follower.streaming = True
+            follower.held = max(follower.held, version)
+            if version >= follower.copied:
+                follower.copied = -1
+            if not follower.required:  # a learner that has caught up: now each push needs it
+                follower.required, follower.synced_at = True, state.version
+            changed.append(bucket)
+        self._acknowledge(changed)
+        self._copy(now)
+
+    def on_lacking(self, lacking: Lacking, now: float) -> None:
+        """Send copies of the buckets that a follower lacks."""
+        for bucket, term in lacking.buckets:
+            follower = self._follower(bucket, term, lacking.sender)
+            if follower is not None and follower.copied < 0:
+                self._to_copy[bucket, lacking.sender] = None
+        self._copy(now)
+
+    def _follower(self, bucket: int, term: int, sender: str) -> _Follower | None:
+        """Return a follower whose answer counts: this server leads since the term of the answer."""
+        if not self._leads(bucket):
+            return None
+        state = self._buckets[bucket]
+        return state.followers.get(sender) if state.since <= term <= state.term else None
+
+    # --- The follower ---
+
+    def _follows(self, bucket: int, term: int) -> bool:
+        """Return whether a message of a term counts for a bucket; note a newer term."""
+        if not 0 <= bucket < len(self._buckets):
+            return False
+        state = self._buckets[bucket]
+        if term < state.term:
+            return False
+        if term > state.term:
+            state.term, state.since, state.followers = term, 0, {}
+            state.waiting.clear()
+            return True
+        if state.since:
+            return False
+        placement = self._placement(bucket)
+        # A newer term is known from its primary: the map that names the followers will come.
+        return placement.term < term or self.server in placement.followers
+
+    def on_replicate(self, message: Replicate, payload: Rows) -> None:
+        """Take over changed rows, in the order in which the primary made them."""
+        taken, held, lacking = [], [], []
+        for change in message.changes:
+            if not self._follows(change.bucket, change.term):
+                continue
+            state = self._buckets[change.bucket]
+            if (state.last_term, state.version) == (change.from_term, change.from_version):
+                taken.append(change.bucket)
+                state.last_term, state.version = change.term, change.version
+                state.clients[message.client] = (message.incarnation, message.seq)
+            elif state.last_term != change.term or state.version < change.version:
+                lacking.append((change.bucket, change.term))
+                continue
+            held.append((change.bucket, change.term, state.last_term, state.version))
+        if taken:
+            self._data.install(payload, taken)
+        self._answer(message.sender, held, lacking)
+
+    def on_copy(self, message: BucketCopy, payload: Rows) -> None:
+        """Take over a whole bucket, unless this server has something newer of the same term."""
+        bucket, term, last_term, version = message.mark
+        if not self._follows(bucket, term):
+            return
+        state = self._buckets[bucket]
+        if state.last_term != term or state.version < version:
+            self._data.drop([bucket])
+            self._data.install(payload, [bucket])
+            state.last_term, state.version = last_term, version
+            state.clients = dict(message.clients)
+        self._answer(message.sender, [(bucket, term, state.last_term, state.version)], [])
+
+    def on_compare(self, message: Compare) -> None:
+        """Say which states of a primary this server has."""
+        held, lacking = [], []
+        for bucket, term, last_term, version in message.marks:
+            if not self._follows(bucket, term):
+                continue
+            state = self._buckets[bucket]
+            same = (state.last_term, state.version) == (last_term, version)
+            if same or (state.last_term == term and state.version >= version):
+                held.append((bucket, term, state.last_term, state.version))
+            else:
+                lacking.append((bucket, term))
+        self._answer(message.sender, held, lacking)
+
+    def _answer(self, to: str, held: list[Mark], lacking: list[tuple[int, int]]) -> None:
+        if held:
+            self._send(to, Held(self.server, tuple(held)))
+        if lacking:
+            self._send(to, Lacking(self.server, tuple(lacking)))

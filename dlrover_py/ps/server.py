@@ -1,0 +1,229 @@
+"""A server of the parameter server: one process with rows in memory, around one machine.
+
+    python -m dlrover_py.ps.server ACCESS_FILE SERVER_ID
+
+One thread receives, decides and sends. SIGTERM makes it give its buckets away and end.
+"""
+
+import argparse
+import logging
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from dlrover_py import telemetry
+from dlrover_py.process.identity import signal_at_parents_end
+from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.ps import messages as m
+from dlrover_py.ps.replication import Replica
+from dlrover_py.ps.settings import read_access
+from dlrover_py.ps.store import Payload, Store
+from dlrover_py.ps.wire import JobAccess, WireError, decode, encode
+
+ALIVE_S = 0.5
+"""Seconds between two messages to the coordinator."""
+TICK_S = 0.05
+LARGE_BYTES = 32768
+"""Frames of this size are not copied when they are sent."""
+_LOG = logging.getLogger(__name__)
+
+
+class ParameterServer:
+    """The sockets of one server, and its machine."""
+
+    def __init__(self, access: JobAccess, server: str, host: str = "127.0.0.1") -> None:
+        """Open the sockets.
+
+        Args:
+            access: The job.
+            server: Id of this life of the server.
+            host: The address of this machine that others reach.
+        """
+        self._key, self._id = access.key, server
+        self._context = zmq.Context()
+        self._inbox = self._context.socket(zmq.ROUTER)
+        self._inbox.linger = 0
+        self._inbox.maxmsgsize = 1 << 30
+        port = self._inbox.bind_to_random_port(f"tcp://{host}")
+        self._address = f"tcp://{host}:{port}"
+        self._coordinator = self._dealer(access.address)
+        self._peers: dict[str, Any] = {}
+        self._poller = zmq.Poller()
+        self._poller.register(self._inbox, zmq.POLLIN)
+        self._poller.register(self._coordinator, zmq.POLLIN)
+        self._replica: Replica | None = None
+        self._said: tuple[int, tuple[tuple[int, int, str], ...]] = (0, ())
+        self._stopped = False
+        self.leaving = False
+        """Whether the server gives its buckets away."""
+
+    def stop(self) -> None:
+        """Let :meth:`run` end soon, without giving buckets away."""
+        self._stopped = True
+
+    def close(self) -> None:
+        """Close all sockets."""
+        self._context.destroy(linger=0)
+
+    def run(self) -> None:
+        """Serve until all buckets are given away, after :attr:`leaving` was set."""
+        self._say_alive()
+        alive_at = tick_at = 0.0
+        while not self._stopped and not self._has_left():
+            self._poller.poll(max(0, int((min(alive_at, tick_at) - time.monotonic()) * 1000)))
+            self._receive(self._coordinator, from_coordinator=True)
+            self._receive(self._inbox, from_coordinator=False)
+            now = time.monotonic()
+            if now >= tick_at:
+                tick_at = now + TICK_S
+                if self._replica is not None:
+                    self._replica.tick(now)
+                    self._send_all()
+            if now >= alive_at or self._state() != self._said:
+                alive_at = now + ALIVE_S
+                self._say_alive()
+
+    def _dealer(self, address: str) -> Any:
+        socket = self._context.socket(zmq.DEALER)
+        socket.linger = 0
+        socket.connect(address)
+        return socket
+
+    def _has_left(self) -> bool:
+        known = self._replica.map if self._replica is not None else None
+        return self.leaving and not (
+            known and any(self._id in placement.members for placement in known.placements)
+        )
+
+    def _state(self) -> tuple[int, tuple[tuple[int, int, str], ...]]:
+        """Return what the coordinator must know: the epoch of the map, and ready learners."""
+        if self._replica is None or self._replica.map is None:
+            return 0, ()
+        return self._replica.map.epoch, tuple(self._replica.synced())
+
+    def _say_alive(self) -> None:
+        self._said = self._state()
+        self._send(self._coordinator, m.Alive(self._id, self._address, *self._said), [])
+        if self.leaving:
+            self._send(self._coordinator, m.Drain(self._id), [])
+
+    def _receive(self, socket: Any, *, from_coordinator: bool) -> None:
+        """Take what has come, a few messages at most, so that no socket waits for another."""
+        for _ in range(32):
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            route = b"" if from_coordinator else frames.pop(0).bytes
+            try:
+                message, payload = decode([frame.buffer for frame in frames], self._key)
+                if from_coordinator:
+                    self._from_coordinator(message)
+                else:
+                    self._handle(route, message, payload)
+            except WireError as error:
+                _LOG.warning("a message was refused", extra={"fields": {"error": str(error)}})
+                if route:
+                    self._send(self._inbox, m.Unreadable(str(error)), [], route)
+            self._send_all()
+
+    def _from_coordinator(self, message: Any) -> None:
+        if isinstance(message, m.MapNews):
+            if self._replica is None and message.map.placements:
+                store = Store(len(message.map.placements))
+                self._replica = Replica(self._id, store)
+            if self._replica is not None:
+                self._replica.on_map(message.map, time.monotonic())
+                for name in self._peers.keys() - message.map.servers.keys():
+                    self._peers.pop(name).close()
+
+    def _handle(self, route: bytes, message: Any, payload: Payload) -> None:
+        replica, now = self._replica, time.monotonic()
+        if replica is None:
+            if isinstance(message, m.Push | m.Pull):
+                moved = m.RefusedRequest(message.seq, message.buckets, m.RefusalReason.MOVED, 0)
+                self._send(self._inbox, moved, [], route)
+            return
+        match message:
+            case m.Push():
+                replica.on_push(route, message, payload, now)
+            case m.Pull():
+                replica.on_pull(route, message, payload)
+            case m.Replicate():
+                replica.on_replicate(message, payload)
+            case m.BucketCopy():
+                replica.on_copy(message, payload)
+            case m.Compare():
+                replica.on_compare(message)
+            case m.Held():
+                replica.on_held(message, now)
+            case m.Lacking():
+                replica.on_lacking(message, now)
+            case _:
+                raise WireError(f"a server takes no {type(message).__name__}")
+
+    def _send_all(self) -> None:
+        if self._replica is None:
+            return
+        for one in self._replica.take():
+            if isinstance(one.to, bytes):
+                self._send(self._inbox, one.message, one.payload, one.to)
+                continue
+            known = self._replica.map
+            address = known.servers.get(one.to) if known is not None else None
+            if one.to not in self._peers and address is not None:
+                self._peers[one.to] = self._dealer(address)
+            if one.to in self._peers:
+                self._send(self._peers[one.to], one.message, one.payload)
+
+    def _send(self, socket: Any, message: Any, payload: Payload, route: bytes = b"") -> None:
+        """Send a message, unless the receiver is so slow that its queue is full.
+
+        What is not sent is asked for again: by a worker, or by the comparison of states.
+
+        Args:
+            socket: The socket.
+            message: The message.
+            payload: Its arrays.
+            route: The connection, if the socket has several.
+        """
+        try:
+            frames = encode(message, payload, self._key)
+            large = any(len(frame) >= LARGE_BYTES for frame in frames)
+            socket.send_multipart(
+                [route, *frames] if route else frames, zmq.NOBLOCK, copy=not large
+            )
+        except zmq.Again:
+            _LOG.warning("a slow receiver: a message was not sent")
+        except ConfigError as error:
+            _LOG.warning("a message was not sent", extra={"fields": {"error": str(error)}})
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a server until it has given its buckets away, or is killed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("access", type=Path, help="the file of the job's servers")
+    parser.add_argument("server", help="id of this life of the server")
+    given = parser.parse_args(argv)
+    signal_at_parents_end(signal.SIGKILL)
+    telemetry.setup("ps-server", level=telemetry.wished_level("WARNING"))
+    server = ParameterServer(read_access(given.access), given.server)
+
+    def leave(_number: int, _frame: Any) -> None:
+        server.leaving = True
+
+    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program that started it
+    try:
+        server.run()
+    finally:
+        server.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

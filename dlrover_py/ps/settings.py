@@ -1,0 +1,65 @@
+"""The settings of workers and servers. Only this module of the package reads the environment."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self
+
+import msgspec
+
+from dlrover_py.process.blocking import read_regular
+from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.ps.wire import JobAccess
+
+ENV_PS: Final = "DLROVER_PS"
+MAX_ACCESS_BYTES = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a worker knows of its parameter server."""
+
+    access: Path | None = None
+    """The file that ``dlrover ps serve`` has written (``DLROVER_PS``)."""
+    rank: str = "0"
+    """Global rank of this worker (``RANK``)."""
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Self:
+        """Read the environment.
+
+        Args:
+            environ: The variables. None: those of this process.
+        """
+        environ = os.environ if environ is None else environ
+        path = environ.get(ENV_PS, "")
+        return cls(Path(path) if path else None, environ.get("RANK") or "0")
+
+
+def environment(access: Path) -> dict[str, str]:
+    """Return this process's environment, with the file of a job's servers."""
+    return {**os.environ, ENV_PS: str(access)}
+
+
+def write_access(path: Path, access: JobAccess) -> None:
+    """Write how to reach the servers of a job, for this user only."""
+    fresh = path.with_name(f".{path.name}.new")
+    fresh.unlink(missing_ok=True)
+    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(msgspec.json.encode(access))
+    fresh.rename(path)
+
+
+def read_access(path: Path) -> JobAccess:
+    """Read how to reach the servers of a job.
+
+    Raises:
+        ConfigError: The file cannot be read, or is another one.
+    """
+    try:
+        return msgspec.json.decode(read_regular(path, MAX_ACCESS_BYTES), type=JobAccess)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(
+            f"{path}: expected the file that `dlrover ps serve` writes: {error}"
+        ) from error

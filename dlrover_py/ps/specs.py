@@ -1,0 +1,196 @@
+"""What a table of the parameter server is: its rows, their first values and their optimizer."""
+
+import math
+import re
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from dlrover_py.protocol.errors import ConfigError
+
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
+"""The form of a table's name."""
+MAX_DIM = 8192
+"""The largest number of values in a row."""
+
+
+class OptimizerKind(StrEnum):
+    """The rule by which a server changes rows."""
+
+    SGD = "sgd"
+    ADAGRAD = "adagrad"
+    ROW_ADAGRAD = "row_adagrad"
+    ADAM = "adam"
+    FTRL = "ftrl"
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSpec:
+    """An optimizer with its constants. Each kind uses those that its constructor names."""
+
+    kind: OptimizerKind
+    lr: float
+    momentum: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-10
+    weight_decay: float = 0.0
+    start: float = 0.0
+    """First value of Adagrad's sums of squares."""
+    l1: float = 0.0
+    l2: float = 0.0
+    beta: float = 1.0
+    """The constant of FTRL's learning rate."""
+
+    def slots(self, dim: int) -> tuple[int, ...]:
+        """Return the widths of the arrays that the optimizer keeps for each row."""
+        if self.kind is OptimizerKind.SGD:
+            return (dim,) if self.momentum else ()
+        if self.kind is OptimizerKind.ADAGRAD:
+            return (dim,)
+        if self.kind is OptimizerKind.ROW_ADAGRAD:
+            return (1,)
+        return (dim, dim)
+
+
+class InitKind(StrEnum):
+    """The distribution of first values."""
+
+    UNIFORM = "uniform"
+    NORMAL = "normal"
+
+
+@dataclass(frozen=True, slots=True)
+class InitSpec:
+    """The first values of rows: a function of the seed, the table's name, the id and the column."""
+
+    kind: InitKind = InitKind.NORMAL
+    low: float = 0.0
+    """The least value, or the mean of a normal distribution."""
+    high: float = 1.0
+    """The bound above all values, or the standard deviation of a normal distribution."""
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TableSpec:
+    """One table. It cannot change while a job runs."""
+
+    name: str
+    dim: int
+    optimizer: OptimizerSpec = field(
+        default_factory=lambda: OptimizerSpec(OptimizerKind.ADAGRAD, 0.01)
+    )
+    init: InitSpec = field(default_factory=InitSpec)
+
+
+def check_table(spec: TableSpec) -> None:
+    """Check that a table can be made.
+
+    Raises:
+        ConfigError: A name, a number or a dimension is outside its bounds.
+    """
+    if not NAME.fullmatch(spec.name):
+        raise ConfigError(
+            f"the table's name is {spec.name!r}: expected at most 128 letters, digits and _.-"
+        )
+    if not 1 <= spec.dim <= MAX_DIM:
+        raise ConfigError(
+            f"table {spec.name} has {spec.dim} values in a row: expected 1 to {MAX_DIM}"
+        )
+    numbers = [spec.init.low, spec.init.high]
+    numbers += [
+        getattr(spec.optimizer, name)
+        for name in ("lr", "momentum", "eps", "weight_decay", "start", "l1", "l2", "beta")
+    ]
+    if not all(math.isfinite(number) for number in numbers):
+        raise ConfigError(f"table {spec.name}: expected finite numbers, found {numbers}")
+    optimizer = spec.optimizer
+    if min(optimizer.lr, optimizer.momentum, optimizer.eps, optimizer.start, optimizer.l1,
+           optimizer.l2, optimizer.beta, optimizer.weight_decay) < 0:  # fmt: skip
+        raise ConfigError(f"table {spec.name}: the optimizer's constants must not be negative")
+    if optimizer.kind is OptimizerKind.FTRL and optimizer.lr == 0:
+        raise ConfigError(f"table {spec.name}: FTRL needs a learning rate above 0")
+    if not (0 <= optimizer.beta1 < 1 and 0 <= optimizer.beta2 < 1):
+        raise ConfigError(f"table {spec.name}: beta1 and beta2 must be at least 0 and below 1")
+    if not 0 <= spec.init.seed < 1 << 63:
+        raise ConfigError(f"table {spec.name}: the seed must be at least 0 and below 2**63")
+
+
+def sgd(lr: float, *, momentum: float = 0.0, weight_decay: float = 0.0) -> OptimizerSpec:
+    """Return SGD, as ``torch.optim.SGD``: only the rows of a push change.
+
+    Args:
+        lr: Learning rate.
+        momentum: Share of the last change that a row keeps; 0 needs no memory.
+        weight_decay: L2 penalty, of the rows of a push.
+    """
+    return OptimizerSpec(OptimizerKind.SGD, lr, momentum=momentum, weight_decay=weight_decay)
+
+
+def adagrad(lr: float, *, eps: float = 1e-10, start: float = 0.0) -> OptimizerSpec:
+    """Return Adagrad, as ``torch.optim.Adagrad``, with a sum of squares for each value.
+
+    Args:
+        lr: Learning rate.
+        eps: Added to the root of the sum.
+        start: First value of the sums.
+    """
+    return OptimizerSpec(OptimizerKind.ADAGRAD, lr, eps=eps, start=start)
+
+
+def row_adagrad(lr: float, *, eps: float = 1e-10, start: float = 0.0) -> OptimizerSpec:
+    """Return Adagrad with one sum for each row: the mean of the squares of its gradients.
+
+    Args:
+        lr: Learning rate.
+        eps: Added to the root of the sum.
+        start: First value of the sums.
+    """
+    return OptimizerSpec(OptimizerKind.ROW_ADAGRAD, lr, eps=eps, start=start)
+
+
+def adam(
+    lr: float, *, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8
+) -> OptimizerSpec:
+    """Return lazy Adam: a row changes, and counts a step, only when it is in a push.
+
+    Args:
+        lr: Learning rate.
+        betas: Decay of the means of gradients and of their squares.
+        eps: Added to the root of the second mean.
+    """
+    return OptimizerSpec(OptimizerKind.ADAM, lr, beta1=betas[0], beta2=betas[1], eps=eps)
+
+
+def ftrl(lr: float, *, l1: float = 0.0, l2: float = 0.0, beta: float = 1.0) -> OptimizerSpec:
+    """Return FTRL-proximal, whose L1 penalty makes rows sparse.
+
+    Args:
+        lr: Learning rate (alpha), above 0.
+        l1: L1 penalty.
+        l2: L2 penalty.
+        beta: Constant of the learning rate of each value.
+    """
+    return OptimizerSpec(OptimizerKind.FTRL, lr, l1=l1, l2=l2, beta=beta)
+
+
+def uniform(low: float, high: float, *, seed: int = 0) -> InitSpec:
+    """Return first values that are uniform between two bounds.
+
+    Args:
+        low: The least value.
+        high: The bound above all values. With ``low``, each value is ``low``.
+        seed: Seed; the same one gives each id the same row on any number of servers.
+    """
+    return InitSpec(InitKind.UNIFORM, low, high, seed)
+
+
+def normal(mean: float = 0.0, std: float = 1.0, *, seed: int = 0) -> InitSpec:
+    """Return first values of a normal distribution, as those of ``nn.Embedding``.
+
+    Args:
+        mean: The mean.
+        std: The standard deviation.
+        seed: Seed; the same one gives each id the same row on any number of servers.
+    """
+    return InitSpec(InitKind.NORMAL, mean, std, seed)

@@ -1,0 +1,261 @@
+"""The tables of one server, in memory: rows by id, worked on whole arrays at once.
+
+A *payload* is a list of ``(table, arrays)``: what a message carries of each table. The arrays of a
+pull are ``[ids]``, those of a push ``[ids, gradients]``, those of an answer ``[rows]``. A *record*
+is what replication carries: ``[ids, rows, steps, *slots]``.
+"""
+
+from collections.abc import Collection, Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from dlrover_py.ps.hashing import Floats, Ids, bucket_of, first_rows, salt_of
+from dlrover_py.ps.index import IdIndex
+from dlrover_py.ps.optimizers import first_slots, update
+from dlrover_py.ps.specs import TableSpec
+
+Array = npt.NDArray[np.generic]
+Payload = list[tuple[str, list[Array]]]
+
+_CHUNK = 2048
+"""Rows that are updated at a time: their values and temporary arrays fit into the cache."""
+
+
+class Table:
+    """The rows of one table that a server has."""
+
+    def __init__(self, spec: TableSpec) -> None:
+        """Make an empty table."""
+        self.spec = spec
+        self.salt = salt_of(spec.name)
+        self._index = IdIndex()
+        self._rows: Floats = np.zeros((0, spec.dim), np.float32)
+        self._slots: list[Floats] = [
+            np.zeros((0, width), np.float32) for width in spec.optimizer.slots(spec.dim)
+        ]
+        self._steps: Ids = np.zeros(0, np.int64)
+        self._free: Ids = np.zeros(0, np.int64)
+        """Row numbers below ``_end`` that hold no row."""
+        self._marks: Ids = np.zeros(0, np.int64)
+        """Scratch: finds ids that are twice in a push."""
+        self._end = 0
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays of rows."""
+        return self._rows.nbytes + self._steps.nbytes + sum(slot.nbytes for slot in self._slots)
+
+    def read(self, ids: Ids) -> Floats:
+        """Return rows, shape ``[n, dim]``. A row that no push has changed has its first values."""
+        at = self._index.find(ids)
+        missing = at < 0
+        if not missing.any():
+            return self._rows.take(at, axis=0)
+        rows = np.empty((len(ids), self.spec.dim), np.float32)
+        rows[~missing] = self._rows.take(at[~missing], axis=0)
+        rows[missing] = first_rows(ids[missing], self.salt, self.spec.dim, self.spec.init)
+        return rows
+
+    def apply(self, ids: Ids, grads: Floats) -> list[Array]:
+        """Apply gradients and return the record of the changed rows.
+
+        Args:
+            ids: Ids; gradients of the same id are summed first.
+            grads: Gradients, shape ``[n, dim]``.
+        """
+        at = self._row_numbers(ids)
+        order = np.arange(len(ids), dtype=np.int64)
+        self._marks[at] = order
+        if (self._marks[at] != order).any():
+            at, first, places = np.unique(at, return_index=True, return_inverse=True)
+            summed = np.zeros((len(at), grads.shape[1]), np.float32)
+            np.add.at(summed, places, grads)
+            ids, grads = ids[first], summed
+        rows = np.empty((len(ids), self.spec.dim), np.float32)
+        slots = [np.empty((len(ids), slot.shape[1]), np.float32) for slot in self._slots]
+        steps = self._steps[at] + 1
+        self._steps[at] = steps
+        for start in range(0, len(ids), _CHUNK):
+            part = slice(start, start + _CHUNK)
+            here = at[part]
+            values = self._rows.take(here, axis=0, out=rows[part], mode="clip")
+            kept = [
+                mine.take(here, axis=0, out=copy[part], mode="clip")
+                for mine, copy in zip(self._slots, slots, strict=True)
+            ]
+            update(self.spec.optimizer, values, kept, steps[part], grads[part])
+            self._rows[here] = values
+            for mine, copy in zip(self._slots, kept, strict=True):
+                mine[here] = copy
+        return [ids, rows, steps, *slots]
+
+    def install(self, record: list[Array]) -> None:
+        """Take over rows of a record as they are."""
+        ids: Ids = record[0].view(np.int64)
+        at = self._row_numbers(ids, fill=False)
+        self._rows[at] = record[1]
+        self._steps[at] = record[2]
+        for mine, copy in zip(self._slots, record[3:], strict=True):
+            mine[at] = copy
+
+    def bucket(self, bucket: int, buckets: int) -> list[Array]:
+        """Return the record of all rows of a bucket."""
+        ids, at = self._index.items()
+        chosen = bucket_of(ids, self.salt, buckets) == bucket
+        at = at[chosen]
+        slots = [slot.take(at, axis=0) for slot in self._slots]
+        return [ids[chosen], self._rows.take(at, axis=0), self._steps[at], *slots]
+
+    def drop(self, dropped: Collection[int], buckets: int) -> None:
+        """Remove all rows of some buckets."""
+        ids, at = self._index.items()
+        chosen = np.isin(bucket_of(ids, self.salt, buckets), list(dropped))
+        if chosen.any():
+            self._index.remove(ids[chosen])
+            self._free = np.concatenate([self._free, at[chosen]])
+
+    def _row_numbers(self, ids: Ids, *, fill: bool = True) -> Ids:
+        """Return the row numbers of ids, after making the rows that do not exist.
+
+        Args:
+            ids: Ids.
+            fill: Whether the new rows get their first values.
+        """
+        at = self._index.find(ids)
+        missing = at < 0
+        if missing.any():
+            self._make(np.unique(ids[missing]), fill=fill)
+            at[missing] = self._index.find(ids[missing])
+        return at
+
+    def _make(self, ids: Ids, *, fill: bool) -> None:
+        """Make rows of ids that have none, each once."""
+        reused, self._free = self._free[: len(ids)], self._free[len(ids) :]
+        fresh = np.arange(self._end, self._end + len(ids) - len(reused), dtype=np.int64)
+        self._end += len(fresh)
+        self._reserve(self._end)
+        at = np.concatenate([reused, fresh])
+        self._index.insert(ids, at)
+        if fill:
+            rows = first_rows(ids, self.salt, self.spec.dim, self.spec.init)
+            self._rows[at] = rows
+            self._steps[at] = 0
+            for mine, first in zip(
+                self._slots, first_slots(self.spec.optimizer, rows), strict=True
+            ):
+                mine[at] = first
+
+    def _reserve(self, rows: int) -> None:
+        """Make room for a number of rows."""
+        if rows <= len(self._rows):
+            return
+        capacity = max(1024, 1 << (rows - 1).bit_length())
+
+        def grown(old: Floats) -> Floats:
+            new = np.empty((capacity, old.shape[1]), np.float32)
+            new[: len(old)] = old
+            return new
+
+        self._rows = grown(self._rows)
+        self._slots = [grown(slot) for slot in self._slots]
+        self._steps = np.concatenate([self._steps, np.zeros(capacity - len(self._steps), np.int64)])
+        self._marks = np.empty(capacity, np.int64)
+
+
+class Store:
+    """All tables of one server."""
+
+    def __init__(self, buckets: int) -> None:
+        """Make a store without tables.
+
+        Args:
+            buckets: Number of buckets of the job.
+        """
+        self.buckets = buckets
+        self.tables: dict[str, Table] = {}
+
+    def add(self, specs: Iterable[TableSpec]) -> None:
+        """Make the tables that do not exist yet."""
+        for spec in specs:
+            if spec.name not in self.tables:
+                self.tables[spec.name] = Table(spec)
+
+    def fault(self, payload: Payload, buckets: Collection[int], *, grads: bool) -> str:
+        """Return why a payload of a client cannot be used, in words; empty if it can.
+
+        Args:
+            payload: The payload of a push or a pull.
+            buckets: The buckets that its rows may be in.
+            grads: Whether it must have gradients.
+        """
+        for name, arrays in payload:
+            table = self.tables.get(name)
+            if table is None:
+                return f"expected a table of this job, found {name!r}"
+            if len(arrays) != 1 + grads:
+                return f"table {name}: expected {1 + grads} arrays, found {len(arrays)}"
+            ids = arrays[0]
+            if ids.dtype != np.int64 or ids.ndim != 1:
+                return f"table {name}: expected ids as int64 [n], found {ids.dtype} {ids.shape}"
+            if grads:
+                found = arrays[1]
+                if found.dtype != np.float32 or found.shape != (len(ids), table.spec.dim):
+                    return (
+                        f"table {name}: expected gradients as float32 "
+                        f"({len(ids)}, {table.spec.dim}), found {found.dtype} {found.shape}"
+                    )
+                if not np.isfinite(found).all():
+                    return f"table {name}: a gradient is infinite or not a number"
+            named = np.zeros(self.buckets, np.bool_)
+            named[list(buckets)] = True
+            if not named[self._buckets_of(table, ids)].all():
+                return f"table {name}: a row is in a bucket that the message does not name"
+        return ""
+
+    def read(self, payload: Payload, buckets: Collection[int]) -> Payload:
+        """Return the rows of a pull that are in some buckets, in the order of the pull."""
+        return [
+            (name, [self.tables[name].read(arrays[0].view(np.int64))])
+            for name, arrays in self.select(payload, buckets)
+        ]
+
+    def apply(self, payload: Payload, buckets: Collection[int]) -> Payload:
+        """Apply the part of a push that is in some buckets; return the records."""
+        return [
+            (name, self.tables[name].apply(arrays[0].view(np.int64), arrays[1].view(np.float32)))
+            for name, arrays in self.select(payload, buckets)
+        ]
+
+    def install(self, payload: Payload, buckets: Collection[int]) -> None:
+        """Take over the rows of records that are in some buckets."""
+        for name, arrays in self.select(payload, buckets):
+            self.tables[name].install(arrays)
+
+    def copy(self, bucket: int) -> Payload:
+        """Return the records of all rows of a bucket."""
+        return [(name, table.bucket(bucket, self.buckets)) for name, table in self.tables.items()]
+
+    def drop(self, buckets: Collection[int]) -> None:
+        """Remove all rows of some buckets."""
+        for table in self.tables.values():
+            table.drop(buckets, self.buckets)
+
+    def select(self, payload: Payload, buckets: Collection[int]) -> Payload:
+        """Return the part of a payload that is in some buckets."""
+        if len(buckets) == self.buckets:
+            return payload
+        wanted = np.zeros(self.buckets, np.bool_)
+        wanted[list(buckets)] = True
+        chosen: Payload = []
+        for name, arrays in payload:
+            mask = wanted[self._buckets_of(self.tables[name], arrays[0].view(np.int64))]
+            part = arrays if mask.all() else [array[mask] for array in arrays]
+            chosen.append((name, part))
+        return chosen
+
+    def _buckets_of(self, table: Table, ids: Array) -> Ids:
+        return bucket_of(ids.view(np.int64), table.salt, self.buckets)

@@ -1,0 +1,147 @@
+"""Messages as frames of ZeroMQ: a prelude, a body in MessagePack, and one frame for each array.
+
+The prelude has the version, a checksum of all that follows, and a key that only programs of the job
+know. Nothing of a message is used before all three are right.
+"""
+
+import hashlib
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import msgspec
+import numpy as np
+import xxhash
+
+from dlrover_py.protocol.errors import ConfigError, DLRoverError
+from dlrover_py.ps import messages
+from dlrover_py.ps.store import Payload
+
+VERSION = 1
+"""Version of these frames. Servers and workers of one job have the same."""
+MAX_BODY_BYTES = 32 << 20
+MAX_PAYLOAD_BYTES = 1 << 30
+"""Bytes of the arrays of a message: a bucket that is copied must fit."""
+MAX_ARRAYS = 16384
+_MAGIC = b"DLPS"
+_PRELUDE = struct.Struct("<4sHH8s16s")
+_DTYPES = {dtype.str: dtype for dtype in map(np.dtype, ("<i4", "<i8", "<u4", "<f2", "<f4", "<f8"))}
+_KINDS: dict[str, Any] = {kind.__name__: kind for kind in get_args(messages.Message)}
+
+
+class WireError(DLRoverError):
+    """A message cannot be used; nothing was done."""
+
+
+class _Body(msgspec.Struct, array_like=True):
+    kind: str
+    message: msgspec.Raw
+    tables: list[tuple[str, list[tuple[str, tuple[int, ...]]]]]
+
+
+@dataclass(frozen=True, slots=True)
+class JobAccess:
+    """Where the coordinator of a job is, and what its programs know."""
+
+    job: str
+    address: str
+    token: str
+
+    @property
+    def key(self) -> bytes:
+        """The key of each message of the job, 16 bytes."""
+        data = f"{self.job}\0{self.token}".encode()
+        return hashlib.blake2b(data, digest_size=16, person=b"dlrover-ps").digest()
+
+
+def encode(message: Any, payload: Payload, key: bytes) -> list[Any]:
+    """Return the frames of a message.
+
+    Args:
+        message: One of ``messages.Message``.
+        payload: Its arrays.
+        key: The key of the job.
+
+    Raises:
+        ConfigError: The arrays are larger than a message may be.
+    """
+    arrays = [np.ascontiguousarray(array) for _, part in payload for array in part]
+    size = sum(array.nbytes for array in arrays)
+    if size > MAX_PAYLOAD_BYTES:
+        raise ConfigError(
+            f"a message would have {size} bytes: expected at most {MAX_PAYLOAD_BYTES}; use smaller "
+            "batches, or more buckets"
+        )
+    tables = [(name, [(array.dtype.str, array.shape) for array in part]) for name, part in payload]
+    raw = msgspec.Raw(msgspec.msgpack.encode(message))
+    body = msgspec.msgpack.encode(_Body(type(message).__name__, raw, tables))
+    frames = [body, *(array.data.cast("B") if array.size else b"" for array in arrays)]
+    prelude = _PRELUDE.pack(_MAGIC, VERSION, 0, checksum(frames), key)
+    return [prelude, *frames]
+
+
+def decode(frames: Sequence[Any], key: bytes) -> tuple[Any, Payload]:
+    """Return a message and its arrays, which are read-only views of the frames.
+
+    Args:
+        frames: Buffers: prelude, body, arrays.
+        key: The key of the job.
+
+    Raises:
+        WireError: The message is damaged, too large, of another version or of another job.
+    """
+    if len(frames) < 2 or len(frames[0]) != _PRELUDE.size:
+        raise WireError(f"expected a prelude of {_PRELUDE.size} bytes and a body")
+    magic, version, _, expected, sender = _PRELUDE.unpack(bytes(frames[0]))
+    if magic != _MAGIC:
+        raise WireError("expected a message of DLRover-Py's parameter server")
+    if version != VERSION:
+        raise WireError(
+            f"expected version {VERSION} of the messages, found {version}: use the same release "
+            "of DLRover-Py for servers and workers"
+        )
+    if sender != key:
+        raise WireError("the message is of another job, or of a program without the job's token")
+    if len(frames[1]) > MAX_BODY_BYTES or len(frames) > MAX_ARRAYS + 2:
+        raise WireError("the message is too large")
+    if sum(len(frame) for frame in frames[2:]) > MAX_PAYLOAD_BYTES:
+        raise WireError(f"expected at most {MAX_PAYLOAD_BYTES} bytes of arrays")
+    if checksum(frames[1:]) != expected:
+        raise WireError("the message is damaged: its checksum is wrong")
+    try:
+        body = msgspec.msgpack.decode(bytes(frames[1]), type=_Body)
+        kind = _KINDS.get(body.kind)
+        if kind is None:
+            raise WireError(f"expected a known kind of message, found {body.kind[:40]!r}")
+        message = msgspec.msgpack.decode(body.message, type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise WireError(f"the message is malformed: {error}") from None
+    return message, _payload(body, frames[2:])
+
+
+def _payload(body: _Body, frames: Sequence[Any]) -> Payload:
+    if sum(len(arrays) for _, arrays in body.tables) != len(frames):
+        raise WireError("the message has another number of arrays than it says")
+    rest = iter(frames)
+    payload: Payload = []
+    for name, arrays in body.tables:
+        part = []
+        for (dtype, shape), frame in zip(arrays, rest, strict=False):
+            known = _DTYPES.get(dtype)
+            if known is None or len(shape) > 2 or min(shape, default=0) < 0:
+                raise WireError(f"an array of table {name[:40]!r} has type {dtype[:8]!r} {shape}")
+            if math.prod(shape) * known.itemsize != len(frame):
+                raise WireError(f"an array of table {name[:40]!r} has {len(frame)} bytes")
+            part.append(np.frombuffer(frame, known).reshape(shape))
+        payload.append((name, part))
+    return payload
+
+
+def checksum(frames: Sequence[Any]) -> bytes:
+    """Return the checksum of frames, 8 bytes."""
+    hashed = xxhash.xxh3_64()
+    for frame in frames:
+        hashed.update(frame)
+    return hashed.digest()

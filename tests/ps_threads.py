@@ -1,0 +1,52 @@
+"""Servers of a parameter server as threads of the test, with real sockets between them."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dlrover_py.ps.client import PsClient
+from dlrover_py.ps.coordinator import Coordinator
+from dlrover_py.ps.planner import PlanRules
+from dlrover_py.ps.server import ParameterServer
+from dlrover_py.ps.wire import JobAccess
+
+TOKEN = "a-token-of-the-tests"
+
+
+@contextmanager
+def servers(folder: Path, count: int = 2, buckets: int = 8) -> Iterator[JobAccess]:
+    """Run a coordinator and some servers; yield how to reach them."""
+    rules = PlanRules(buckets=buckets, servers=count, silence_s=60)
+    coordinator = Coordinator("tests", TOKEN, folder / "map.json", rules, time.monotonic())
+    over = threading.Event()
+
+    def coordinate() -> None:
+        while not over.is_set():
+            coordinator.socket.poll(20)
+            coordinator.receive(time.monotonic())
+            coordinator.tick(time.monotonic())
+        coordinator.close()
+
+    running = [ParameterServer(coordinator.access, f"s{index}") for index in range(count)]
+    threads = [threading.Thread(target=coordinate)]
+    threads += [threading.Thread(target=server.run) for server in running]
+    for thread in threads:
+        thread.start()
+    try:
+        yield coordinator.access
+    finally:
+        for server, thread in zip(running, threads[1:], strict=True):
+            server.stop()
+            thread.join()
+            server.close()
+        over.set()
+        threads[0].join()
+
+
+@contextmanager
+def client(access: JobAccess, name: str = "worker-0") -> Iterator[PsClient]:
+    """Connect a worker."""
+    with PsClient(access, name, timeout_s=60) as connected:
+        yield connected

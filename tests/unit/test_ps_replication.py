@@ -1,0 +1,298 @@
+"""Copies of buckets: rare orders of messages, each of which once could lose or repeat a push."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dlrover_py.protocol.errors import ConfigError
+from dlrover_py.ps import messages as m
+from dlrover_py.ps import specs
+from dlrover_py.ps.cluster_map import AckMode, ClusterMap, Placement, Replacing
+from dlrover_py.ps.planner import Planner, PlanRules
+from dlrover_py.ps.replication import Replica
+from dlrover_py.ps.session import PendingRequests
+from dlrover_py.ps.specs import TableSpec
+from dlrover_py.ps.store import Store
+
+TABLE = TableSpec("t", 1, specs.sgd(1.0), specs.uniform(0.0, 0.0))
+ROUTE = b"worker"
+
+
+def cluster(term: int, primary: str, *backups: str, learner: str = "", **more: Any) -> ClusterMap:
+    """Return a map of one bucket whose epoch is the term."""
+    placement = Placement(term, primary, backups, learner)
+    names = {name: name for name in "abc"}
+    return ClusterMap("j", term, tables=(TABLE,), servers=names, placements=(placement,), **more)
+
+
+class Server:
+    """A replica with its rows; messages are delivered by hand."""
+
+    def __init__(self, name: str) -> None:
+        self.store = Store(1)
+        self.replica = Replica(name, self.store)
+
+    def see(self, new: ClusterMap) -> list[Any]:
+        self.replica.on_map(new, 0.0)
+        return self.replica.take()
+
+    def push(self, seq: int, ids: list[int], *, client: str = "w", incarnation: int = 1) -> Any:
+        assert self.replica.map is not None
+        push = m.Push(client, incarnation, self.replica.map.epoch, seq, (0,))
+        arrays = [np.array(ids, np.int64), np.full((len(ids), 1), -1, np.float32)]
+        self.replica.on_push(ROUTE, push, [("t", arrays)], 0.0)
+        return self.replica.take()
+
+    def get(self, *envelopes: Any) -> list[Any]:
+        for one in envelopes:
+            match one.message:
+                case m.Replicate():
+                    self.replica.on_replicate(one.message, one.payload)
+                case m.BucketCopy():
+                    self.replica.on_copy(one.message, one.payload)
+                case m.Compare():
+                    self.replica.on_compare(one.message)
+                case m.Held():
+                    self.replica.on_held(one.message, 0.0)
+                case m.Lacking():
+                    self.replica.on_lacking(one.message, 0.0)
+        return self.replica.take()
+
+    def value(self, one: int) -> float:
+        return float(self.store.tables["t"].read(np.array([one], np.int64))[0, 0])
+
+
+def kinds(envelopes: list[Any]) -> list[str]:
+    return [type(one.message).__name__ for one in envelopes]
+
+
+def copy_of(server: Server, to: str, term: int) -> list[Any]:
+    """Return the copy that a follower without rows gets."""
+    server.replica.on_lacking(m.Lacking(to, ((0, term),)), 0.0)
+    return server.replica.take()
+
+
+def pair(*, push: int = 0) -> tuple[Server, Server]:
+    """Return primary a and backup b in term 1, which both have some pushes."""
+    a, b = Server("a"), Server("b")
+    b.see(cluster(1, "a", "b"))
+    b_held = b.get(*a.see(cluster(1, "a", "b")))
+    a.get(*b_held)
+    for seq in range(1, push + 1):
+        assert kinds(a.get(*b.get(*a.push(seq, [1])))) == ["Pushed"]
+    return a, b
+
+
+def test_a_push_is_acknowledged_when_the_backup_has_it() -> None:
+    a, b = pair()
+    sent = a.push(1, [1, 1])
+    assert kinds(sent) == ["Replicate"]
+    assert kinds(a.get(*b.get(*sent))) == ["Pushed"]
+    assert (a.value(1), b.value(1)) == (2, 2)
+
+
+def test_a_duplicate_is_acknowledged_no_earlier_and_not_applied() -> None:
+    a, b = pair()
+    sent = a.push(1, [1])
+    assert a.push(1, [1]) == []
+    assert kinds(a.get(*b.get(*sent))) == ["Pushed"]
+    assert a.replica.duplicates == 1
+    assert a.value(1) == 1
+
+
+def test_a_primary_of_an_older_term_gets_no_answer() -> None:
+    a, b = pair(push=1)
+    b.see(cluster(2, "b"))
+    assert b.get(*a.push(2, [1])) == []
+    b.see(cluster(3, "c", "b"))
+    assert b.get(*a.push(3, [1])) == []
+    assert b.value(1) == 1
+
+
+def test_the_same_version_of_another_term_is_another_state() -> None:
+    a, b = pair(push=1)
+    a.push(2, [7])  # only a has this one
+    b.see(cluster(2, "b", "a"))
+    b.push(1, [9], client="other")  # it is lost: a and b have version 2 of different terms
+    sent = b.push(2, [8], client="other")
+    answer = a.get(*sent)
+    assert kinds(answer) == ["Lacking"]
+    copy = b.get(*answer)
+    held = a.get(*copy)
+    assert kinds(b.get(*held)) == ["Pushed", "Pushed"]
+    assert [server.value(id_) for server in (a, b) for id_ in (7, 8, 9)] == [0, 1, 1] * 2
+
+
+def test_a_copy_that_comes_late_undoes_nothing() -> None:
+    a, b = pair(push=1)
+    a.see(cluster(2, "a", learner="b"))
+    copy = copy_of(a, "b", 2)
+    a.get(*b.get(*copy))
+    assert kinds(a.get(*b.get(*a.push(2, [1])))) == ["Pushed"]
+    b.get(*copy)
+    assert b.value(1) == 2
+
+
+def test_a_copy_replaces_rows_that_its_primary_does_not_have() -> None:
+    a, b = pair(push=1)
+    a.push(2, [7])
+    b.see(cluster(2, "b", learner="a"))
+    a.get(*copy_of(b, "a", 2))
+    assert a.value(7) == 0
+    assert len(a.store.tables["t"]) == 1
+
+
+def test_answers_to_an_earlier_primary_do_not_count() -> None:
+    a, b = pair(push=1)
+    answer_of_term_1 = [one for one in b.get(*a.push(2, [1])) if kinds([one]) == ["Held"]]
+    b.see(cluster(2, "b"))
+    a.see(cluster(3, "b", "a"))
+    a.see(cluster(4, "a", "b"))
+    a.push(3, [1])
+    late = m.Held("b", ((0, 1, 1, 99),))
+    a.replica.on_held(late, 0.0)
+    assert "Pushed" not in kinds(a.get(*answer_of_term_1))
+
+
+def test_progress_of_followers_is_unknown_after_a_missed_term() -> None:
+    a, b = pair(push=1)
+    a.get(*b.get(*a.push(2, [1])))
+    a.see(cluster(3, "a", "b"))  # term 2 had another primary, for all that a knows
+    assert a.push(2, [1]) == []
+
+
+def test_a_learner_that_is_in_sync_is_waited_for() -> None:
+    a = Server("a")
+    a.see(cluster(1, "a", learner="c"))
+    assert kinds(a.push(1, [1])) == ["Pushed"]
+    c = Server("c")
+    c.see(cluster(1, "a", learner="c"))
+    assert a.replica.synced() == []
+    a.get(*c.get(*copy_of(a, "c", 1)))
+    assert a.replica.synced() == [(0, 1, "c")]
+    assert kinds(a.push(2, [1])) == ["Replicate"]
+
+
+def test_with_ack_primary_only_backups_are_not_waited_for() -> None:
+    a = Server("a")
+    a.see(cluster(1, "a", "b", ack=AckMode.PRIMARY))
+    assert kinds(a.push(1, [1])) == ["Replicate", "Pushed"]
+
+
+def test_an_older_incarnation_is_refused_on_each_bucket() -> None:
+    a = Server("a")
+    a.see(cluster(1, "a", clients={"w": 5}))
+    (refusal,) = a.push(1, [1], incarnation=4)
+    assert refusal.message.reason is m.RefusalReason.OLD_CLIENT
+    assert a.value(1) == 0
+    assert kinds(a.push(1, [1], incarnation=5)) == ["Pushed"]
+
+
+def planner(*servers: str, replicas: int = 2, buckets: int = 4) -> Planner:
+    rules = PlanRules(buckets=buckets, servers=len(servers), replicas=replicas)
+    made = Planner(ClusterMap("j"), rules, 0.0)
+    for name in servers:
+        made.heard(name, name, 0.0)
+    return made
+
+
+def test_a_promotion_has_a_new_term_and_never_a_learner() -> None:
+    plan = planner("a", "b")
+    plan.heard("c", "c", 0.0)
+    moving = [one for one in plan.map.placements if one.learner]
+    assert moving
+    before = plan.map.placements
+    plan.lost("a")
+    for old, new in zip(before, plan.map.placements, strict=True):
+        assert not new.lost
+        if old.primary == "a":
+            assert new.primary == "b"
+            assert new.term > old.term
+
+
+def test_each_change_of_members_has_a_new_term() -> None:
+    plan = planner("a", "b")
+    before = plan.map.placements
+    plan.lost("a")
+    for old, new in zip(before, plan.map.placements, strict=True):
+        assert (new.term, new.members) == (old.term + 1, ("b",))
+
+
+def test_what_is_said_in_an_older_term_changes_nothing() -> None:
+    plan = planner("a", "b")
+    plan.heard("c", "c", 0.0)
+    bucket = next(i for i, one in enumerate(plan.map.placements) if one.learner)
+    old = plan.map.placements[bucket]
+    for sender, term in ((old.primary, old.term - 1), ("c", old.term), ("b", old.term + 1)):
+        plan.synced(sender, bucket, term, "c")
+        assert plan.map.placements[bucket] == old
+    plan.synced(old.primary, bucket, old.term, "c")
+    assert "c" in plan.map.placements[bucket].members
+    plan.synced(old.primary, 99, 1, "c")
+
+
+def test_a_silent_server_keeps_what_nobody_else_has() -> None:
+    plan = planner("a", "b", replicas=1)
+    plan.heard("b", "b", 10.0)
+    plan.tick(10.0)
+    assert set(plan.map.servers) == {"b"}
+    alone = [one for one in plan.map.placements if one.primary == "a"]
+    assert alone
+    assert not any(one.lost for one in alone)
+    plan.heard("a", "a", 11.0)
+    plan.lost("a")
+    assert all(one.lost for one in plan.map.placements if one.primary == "a")
+
+
+def test_a_new_server_gets_its_share_and_no_more_moves() -> None:
+    plan = planner("a", "b", buckets=12)
+    plan.heard("c", "c", 0.0)
+    for _ in range(100):
+        for bucket, one in enumerate(plan.map.placements):
+            if one.learner:
+                plan.synced(one.primary, bucket, one.term, one.learner)
+    leads = [one.primary for one in plan.map.placements]
+    assert {leads.count(name) for name in "abc"} == {4}
+    assert all(one.replacing is Replacing.NOTHING for one in plan.map.placements)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        PlanRules(buckets=0),
+        PlanRules(replicas=3),
+        PlanRules(servers=0),
+        PlanRules(silence_s=0),
+    ],
+)
+def test_wrong_rules_are_refused(rules: PlanRules) -> None:
+    with pytest.raises(ConfigError, match="expected"):
+        rules.check()
+
+
+def test_workers_and_tables_are_checked() -> None:
+    plan = planner("a")
+    assert plan.join("w") < plan.join("w")
+    for name in ("", "a b"):
+        with pytest.raises(ConfigError, match="expected"):
+            plan.join(name)
+    plan.create_table(TABLE)
+    with pytest.raises(ConfigError, match="another name"):
+        plan.create_table(TableSpec("t", 2))
+
+
+def test_a_request_is_sent_again_with_its_number() -> None:
+    requests = PendingRequests(resend_s=1.0, refused_s=0.1)
+    assert requests.start(7, [0], 0.0) == []
+    (first,) = requests.on_map(cluster(1, "a", "b"), 0.0)
+    assert (first.server, first.seq) == ("a", 7)
+    assert requests.due(0.9) == []
+    assert [one.server for one in requests.due(1.0)] == ["a"]
+    (moved,) = requests.on_map(cluster(2, "b"), 1.1)
+    assert (moved.server, moved.seq) == ("b", 7)
+    requests.refused(7, [0], 1.1)
+    assert [one.server for one in requests.due(1.3)] == ["b"]
+    assert requests.answered(7, [0]) == [0]
+    assert not requests.is_open(7)
+    assert requests.answered(7, [0]) == []

@@ -1,0 +1,195 @@
+"""Messages of the parameter server: what is sent arrives, and what is wrong is refused in words."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dlrover_py.protocol.errors import ConfigError, SupersededError
+from dlrover_py.ps import messages as m
+from dlrover_py.ps import specs, wire
+from dlrover_py.ps.client import PsClient
+from dlrover_py.ps.cluster_map import ClusterMap, Placement
+from dlrover_py.ps.settings import Settings, read_access, write_access
+from dlrover_py.ps.specs import TableSpec
+from dlrover_py.ps.wire import JobAccess, WireError
+from tests.ps_threads import client, servers
+
+KEY = JobAccess("job", "tcp://x", "token").key
+IDS = np.arange(20, dtype=np.int64)
+TABLE = TableSpec("t", 2, specs.sgd(1.0), specs.uniform(0.0, 0.0))
+PUSH = m.Push("w", 1, 0, 1, (1, 2))
+GRADS = np.ones((20, 2), np.float32)
+
+
+def sent(message: Any, payload: Any, key: bytes = KEY) -> list[bytes]:
+    return [bytes(frame) for frame in wire.encode(message, payload, key)]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        PUSH,
+        m.RefusedRequest(1, (3,), m.RefusalReason.MOVED, 4, "words"),
+        m.BucketCopy("s", (1, 2, 3, 4), {"w": (1, 2)}),
+        m.Alive("s", "tcp://x", 1, ((1, 2, "t"),)),
+        m.MapNews(
+            ClusterMap("j", 3, tables=(TABLE,), placements=(Placement(1, "a", ("b",), "c"),))
+        ),
+    ],
+)
+def test_a_message_arrives_as_it_was_sent(message: Any) -> None:
+    payload: Any = [("t", [IDS, GRADS, np.zeros((0, 2), np.float32)]), ("u", [])]
+    got, arrays = wire.decode(sent(message, payload), KEY)
+    assert got == message
+    assert [name for name, _ in arrays] == ["t", "u"]
+    for mine, other in zip(arrays[0][1], payload[0][1], strict=True):
+        assert mine.dtype == other.dtype
+        assert (mine == other).all()
+
+
+def changed(frames: list[bytes], at: int, replacement: bytes) -> list[bytes]:
+    return [*frames[:at], replacement, *frames[at + 1 :]]
+
+
+GOOD = sent(PUSH, [("t", [IDS, GRADS])])
+OTHER_JOB = JobAccess("other", "tcp://x", "token").key
+NEXT_VERSION = GOOD[0][:4] + b"\x02" + GOOD[0][5:]
+WRONG = [
+    (sent(PUSH, [], OTHER_JOB), "another job"),
+    (changed(GOOD, 0, NEXT_VERSION), "expected version 1 .* found 2"),
+    (changed(GOOD, 0, b"HTTP" + GOOD[0][4:]), "DLRover-Py's"),
+    (changed(GOOD, 2, GOOD[2][:-1] + b"\xff"), "checksum"),
+    (changed(GOOD, 1, GOOD[1][:-1]), "checksum"),
+    (GOOD[:-1], "checksum"),
+    (GOOD[:1], "a prelude"),
+    ([], "a prelude"),
+    ([b"", *GOOD], "a prelude"),
+]
+
+
+@pytest.mark.parametrize(("frames", "words"), WRONG)
+def test_a_wrong_message_is_refused_with_words(frames: list[bytes], words: str) -> None:
+    with pytest.raises(WireError, match=words):
+        wire.decode(frames, KEY)
+
+
+@given(st.lists(st.binary(max_size=60), max_size=4), st.integers(0, 400), st.integers(1, 255))
+@settings(max_examples=200, deadline=None)
+def test_no_damaged_message_is_taken(noise: list[bytes], at: int, flip: int) -> None:
+    with pytest.raises(WireError):
+        wire.decode(noise, KEY)
+    frames = [bytearray(frame) for frame in GOOD]
+    frame = frames[at % len(frames)]
+    frame[at % len(frame)] ^= flip
+    if frames[0][6:8] == GOOD[0][6:8]:  # these two bytes are for later versions
+        with pytest.raises(WireError):
+            wire.decode(frames, KEY)
+
+
+@given(st.dictionaries(st.text(max_size=5), st.integers(0, 99) | st.text()), st.binary(max_size=40))
+@settings(max_examples=50, deadline=None)
+def test_a_body_of_another_form_is_refused(fields: Any, noise: bytes) -> None:
+    """The checksum is right here: a program with the token may have a bug."""
+    import msgspec
+
+    for body in (noise, msgspec.msgpack.encode(["Push", fields, []]),
+                 msgspec.msgpack.encode(["Push", fields, [["t", [["<f4", [-1]]]]]])):  # fmt: skip
+        prelude = GOOD[0][:8] + wire.checksum([body]) + GOOD[0][16:]
+        with pytest.raises(WireError, match=r"malformed|a known kind|another number"):
+            wire.decode([prelude, body], KEY)
+
+
+@pytest.fixture(scope="module")
+def access(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JobAccess]:
+    with servers(tmp_path_factory.mktemp("ps")) as found:
+        yield found
+
+
+def total(worker: PsClient) -> float:
+    return float(worker.pull({"t": IDS}).result()["t"].sum())
+
+
+def test_a_server_applies_nothing_of_what_it_refuses(access: JobAccess) -> None:
+    with client(access) as worker, zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        worker.create(TABLE)
+        worker.push({"t": (IDS, -GRADS)}).result()
+        before = total(worker)
+        placement = worker.map.placements[0]
+        socket.linger = 0
+        socket.connect(worker.map.servers[placement.primary])
+        for frames, _ in WRONG[:-2]:
+            socket.send_multipart(frames)
+            assert isinstance(wire.decode(socket.recv_multipart(), access.key)[0], m.Unreadable)
+        buckets = tuple(range(8))
+        epoch = worker.map.epoch
+        wrong: list[tuple[Any, str]] = [
+            ([("t", [IDS.astype(np.int32), GRADS])], "expected ids as int64"),
+            ([("t", [IDS, GRADS.astype(np.float64)])], "expected gradients as float32"),
+            ([("t", [IDS, GRADS[:, :1]])], "expected gradients as float32"),
+            ([("x", [IDS, GRADS])], "expected a table"),
+        ]
+        for payload, words in wrong:
+            push = m.Push("zombie", 1, epoch, 1, buckets)
+            socket.send_multipart(wire.encode(push, payload, access.key))
+            answer, _ = wire.decode(socket.recv_multipart(), access.key)
+            assert answer.reason is m.RefusalReason.INVALID
+            assert words in answer.words
+        for odd in ((0, 0), (99,), (-1,)):
+            push = m.Push("zombie", 1, epoch, 1, odd)
+            socket.send_multipart(wire.encode(push, [], access.key))
+            answer, _ = wire.decode(socket.recv_multipart(), access.key)
+            assert answer.reason is m.RefusalReason.INVALID
+        assert total(worker) == before
+
+
+def test_a_worker_is_refused_before_it_sends(access: JobAccess) -> None:
+    with client(access, "w1") as worker:
+        worker.create(TABLE)
+        worker.create(TABLE)
+        with pytest.raises(ConfigError, match="exists with other properties"):
+            worker.create(TableSpec("t", 3))
+        with pytest.raises(ConfigError, match="ids as int64"):
+            worker.pull({"t": IDS.astype(np.int32)})
+        with pytest.raises(ConfigError, match="gradients as float32"):
+            worker.push({"t": (IDS, GRADS.astype(np.float64))})
+        with pytest.raises(ConfigError, match="does not exist"):
+            worker.pull({"x": IDS})
+        big = np.broadcast_to(np.int64(1), (1 << 26,))
+        with pytest.raises(ConfigError, match="smaller batches"):
+            worker.pull({"t": big})
+        assert worker.pull({"t": IDS[:0]}).result()["t"].shape == (0, 2)
+        nan = np.full((20, 2), np.nan, np.float32)
+        with pytest.raises(ConfigError, match="not a number"):
+            worker.push({"t": (IDS, nan)}).result()
+
+
+def test_a_worker_of_another_job_is_refused(access: JobAccess) -> None:
+    other = JobAccess(access.job, access.address, "another-token")
+    with pytest.raises(ConfigError, match="another job"):
+        PsClient(other, "w", timeout_s=60)
+
+
+def test_a_newer_worker_ends_the_rights_of_an_older_one(access: JobAccess) -> None:
+    with client(access, "w2") as old:
+        old.create(TABLE)
+        with client(access, "w2") as new:
+            new.push({"t": (IDS, GRADS)}).result()
+            with pytest.raises(SupersededError):
+                old.push({"t": (IDS, GRADS)}).result()
+
+
+def test_the_access_file(tmp_path: Path) -> None:
+    path = tmp_path / "access"
+    write_access(path, JobAccess("j", "tcp://x", "t"))
+    assert read_access(path) == JobAccess("j", "tcp://x", "t")
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match="dlrover ps serve"):
+        read_access(path)
+    assert Settings.from_environment({"RANK": "3"}).rank == "3"
