@@ -311,6 +311,7 @@ class LocalCluster:
             paths.token.touch(mode=0o600)
             paths.token.write_text(secrets.token_urlsafe(24))
             cluster._listener, cluster._sockets, cluster._lifeline = _endpoints(paths.socket)
+            cluster._keep_job(job)
         except (OSError, DLRoverError) as error:
             if cluster._run_lock >= 0:  # the folder is this user's
                 _remove_unused(paths)
@@ -525,10 +526,23 @@ class LocalCluster:
                 (names.HISTORY_FILE, history.model_dump_json()),
                 (names.STATUS_FILE, status.model_dump_json(by_alias=True, indent=2)),
             ):
-                path = self.paths.state / name
-                fresh = path.with_suffix(".new")
-                fresh.write_text(text)
-                fresh.replace(path)
+                self._write(name, text)
+
+    def _keep_job(self, job: ElasticJob) -> None:
+        """Write the job to the state folder, where it is found once it has ended; ignore errors."""
+        with contextlib.suppress(OSError):
+            self._write(names.JOB_FILE, job.model_dump_json(by_alias=True, indent=2))
+
+    def _write(self, name: str, text: str) -> None:
+        """Write a file of the state folder; a reader finds the old content or the new one.
+
+        Raises:
+            OSError: the disk refuses the file.
+        """
+        path = self.paths.state / name
+        fresh = path.with_suffix(".new")
+        fresh.write_text(text)
+        fresh.replace(path)
 
     # --- Requests of users ---
 
@@ -536,6 +550,7 @@ class LocalCluster:
         """Replace the job's spec, and send it to the watchers. The master then acts on it."""
         self.job = job
         self._publish(WatchEvent(kind="job", job=job))
+        self._disk.post(functools.partial(self._keep_job, job))
 
     def add_hosts(self, count: int) -> list[str]:
         """Add simulated hosts for nodes; return their names.
