@@ -655,7 +655,21 @@ def test_nothing_of_dlrovers_is_imported_from_the_working_directory(
     assert done.stdout == "True\n"
 
 
-@pytest.mark.parametrize("name", ["USR1", "HUP"])
+def test_a_signal_to_the_own_master_alone_does_not_end_the_job(place: Place) -> None:
+    script = place.script(PROGRAMS / "wait_for_go.py")
+    run = place.popen("elastic-run", "--max-restarts=1", str(script))
+    worker = place.folder / "pid0"
+    eventually(worker.exists, "a worker")
+    (master,) = [pid for pid, line in carrying(place.mark).items() if "dlrover_py.master" in line]
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(master, number)
+    os.kill(int(worker.read_text()), signal.SIGKILL)  # it takes the master to form another round
+    eventually(lambda: (place.folder / "runs").read_text() == "xx", "another round")
+    (place.folder / "go").touch()
+    assert run.wait(60) == 0
+
+
+@pytest.mark.parametrize("name", ["USR1", "HUP", "TERM"])
 def test_a_signal_to_all_processes_of_a_batch_job_stores_the_newest_step(
     place: Place, name: str
 ) -> None:
