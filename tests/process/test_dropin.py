@@ -694,6 +694,25 @@ def test_a_signal_to_all_processes_of_a_batch_job_stores_the_newest_step(
     assert stored[-1].step >= complete, out
 
 
+@pytest.mark.parametrize("grace_s", ["60", "0.1"], ids=["waited", "told"])
+def test_a_signal_before_anything_can_be_stored(place: Place, grace_s: str) -> None:
+    """The process that writes to storage has to import torch, and begins at the first save."""
+    script = place.script(PROGRAMS / "save_until_stopped.py")
+    run = place.popen(
+        *("elastic-run", "--standalone", str(script)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={"DLROVER_MASTER_DRAIN_GRACE_S": grace_s},
+    )
+    assert run.stdout is not None
+    assert run.stdout.readline() == "step 1\n"
+    run.send_signal(signal.SIGTERM)
+    _, err = run.communicate(timeout=150)
+    stored = CheckpointDirectory(place.folder / "store").checkpoints()
+    assert bool(stored) is (grace_s == "60"), err
+    assert ("checkpoint_not_stored" in err) is (grace_s != "60"), err
+
+
 def test_the_id_of_an_endpoints_job_is_in_no_file_beside_its_checkpoints(place: Place) -> None:
     """It is the job's secret, and others may read the folder."""
     place.script("""
